@@ -169,7 +169,7 @@ def make_engine(
         NoSampler(batch, 1, DEVICE, make_words=partial(slot_words, num_slots=batch, max_blocks=limits.max_blocks)),
         calls or NoCalls(),
         limits,
-        max_guesses=0,
+        max_draft_tokens=0,
         chunk_rows=CHUNK_ROWS,
     )
     steps.chunks._step._hidden = torch.zeros(batch, 1)  # no decoder computes it

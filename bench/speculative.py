@@ -3,12 +3,12 @@ that does not, and a draft model that is right most of the time.
 
 Usage: python -m bench.speculative [--rounds 7] [--tokens 160] [--threads 1] [--models demo,100m]
 
-Two engines of the same model in one process, one with guesses and one without. Their tokens are compared before anything is
+Two engines of one model in one process, with speculative decoding and without. Their tokens are compared before anything is
 timed and must be equal. Each round runs both right after each other, in swapped order every other time, so that other work on
 the machine affects both; figures are ratios within a round. `demo` is the bundled model continuing documents; `100m` is a
 random model (12 layers, d 768, vocabulary 8,192) with the initialisation of transformers, whose greedy text runs into loops by
-itself, and with a wider one, whose text never repeats: there guesses can only cost time. The draft model is the first layer of
-a second model of the wider kind, whose other layers contribute little: how often guesses are right is thus by construction, and
+itself, and with a wider one, whose text never repeats: there drafts can only cost time. The draft model is the first layer of
+a second model of the wider kind, whose other layers contribute little: the share of accepted drafts is by construction, and
 reported with the figure (`accepted_share`). One row per run is appended to bench/results/speculative.jsonl.
 """
 
@@ -53,8 +53,8 @@ PROSE = "Tell me about the history of the town where you were born, and what you
 
 @dataclass(frozen=True)
 class Case:
-    """A model with its prompts. `repeats`: whether the text is of the kind that guesses are meant for. `draft`: the model that
-    guesses, None for prompt lookup."""
+    """A model with its prompts. `repeats`: whether the text is of the kind that prompt lookup is meant for. `draft`: the draft
+    model, None for prompt lookup."""
 
     name: str
     model: Path
@@ -110,17 +110,17 @@ def compare(case: Case, rounds: int, num_tokens: int, threads: int) -> dict[str,
     options: dict[str, Any] = {"device": "cpu", "threads": threads, "max_num_seqs": 8, "enable_prefix_caching": False}
     with (
         LLM(case.model, **options) as plain,
-        LLM(case.model, speculative_config=case.speculative_config, **options) as guessing,
+        LLM(case.model, speculative_config=case.speculative_config, **options) as speculative,
     ):
 
         def answers(llm: LLM) -> list[list[int]]:
             return [greedy_tokens(llm, [prompt], num_tokens)[0] for prompt in case.prompts]
 
-        if answers(plain) != answers(guessing):
+        if answers(plain) != answers(speculative):
             raise SystemExit(f"{case.name}: the tokens differ, so no speed is reported")
-        before = guessing.status()
-        pairs = time_pairs(lambda: answers(plain), lambda: answers(guessing), rounds)
-        after = guessing.status()
+        before = speculative.status()
+        pairs = time_pairs(lambda: answers(plain), lambda: answers(speculative), rounds)
+        after = speculative.status()
     ratios = [slow.wall_s / fast.wall_s for slow, fast in pairs]
     total = num_tokens * len(case.prompts)
     drafted = after.draft_tokens_total - before.draft_tokens_total

@@ -1,4 +1,4 @@
-"""Composes an engine from a model directory and options: the only place where all of its parts meet."""
+"""Composes an engine from a model directory and options: the composition root."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ from kernels import ops
 log = logging.getLogger("gatehouse.engine")
 
 WEIGHTS_SHARE = 0.5
-"""The share of loading weights in the progress of a start, if kernels are compiled after it: a first start takes about as long
-for these."""
+"""The share of loading weights in the progress of a start that also compiles kernels: a first start takes about as long for
+these."""
 
 NO_GRAPHS = "no graphs: experts chosen by the host"
 """For a mixture of experts whose weights no single launch can read: each of its layers waits for the host in every step."""
@@ -72,7 +72,7 @@ NOT_RECORDED = "not recorded: the model or its draft model has an operation that
 """For decode steps on a CPU that are computed operation by operation."""
 
 NOT_OVER_PAGES = "not recorded: no attention for these heads or this format of keys and values reads the cache's pages"
-"""For a CPU whose steps are made on the host although `enforce_eager` was not asked for."""
+"""For a CPU whose steps are made on the host although `enforce_eager` was not set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +94,13 @@ def build_engine(
     options: EngineOptions, *, progress: Callable[[float], None] = lambda _: None, has_one_caller: bool = False
 ) -> Engine:
     """Load the model, allocate its cache, compile and time its steps. Raises `ModelError` or `EngineConfigError`. `progress` is
-    called with 0 … 1; where kernels are compiled at the start, the last part is theirs. With `has_one_caller` any number of
+    called with 0 … 1; where kernels are compiled at the start, they are the last part. With `has_one_caller` any number of
     grammars may wait."""
     times = StartTimes()
     torch.set_num_threads(options.threads or default_threads())
     resolved = ResolvedOptions.of(options)
     options, device = resolved.options, resolved.device
-    times.record("kernels")  # a CPU's, compiled or found on disk, when its memory was looked at
+    times.record("kernels")  # a CPU's, compiled or found on disk, when its memory was inspected
     weights_share = WEIGHTS_SHARE if compiles_at_first_use(device) else 1.0
     model, draft = _load_models(resolved, progress=lambda loaded: progress(weights_share * loaded))
     times.record("weights")
@@ -114,13 +114,13 @@ def build_engine(
             _compile_kernels(cached, limits, options)
         times.record("kernels")  # compiled or found in Triton's cache on disk
         for decoder in cached.runner.decoders:
-            run_largest_step(decoder, limits, max_guesses=options.max_guesses)
+            run_largest_step(decoder, limits, max_draft_tokens=options.max_draft_tokens)
         times.record("steps")
     meter.record("steps")
     slot_runner = _make_slot_runner(resolved, cached, limits, meter) if cached.mode.has_slots else None
     if slot_runner is not None:
         times.record("graphs")
-    weights_bytes = sum(each.size.num_bytes for each in (model, draft) if each)
+    weights_bytes = sum(loaded.size.num_bytes for loaded in (model, draft) if loaded)
     rotary_bytes = sum(table.num_bytes for decoder in cached.runner.decoders for table in decoder.rotaries)
     graphs = None if slot_runner is None else slot_runner.steps.calls.captured_graphs
     measured = meter.measured(weights_bytes, cached.plan.kv_bytes, rotary_bytes, graphs)
@@ -131,20 +131,20 @@ def build_engine(
         *models,
         limits,
         weight_bytes=model.size.num_bytes / model.size.num_parameters,
-        max_guesses=options.max_guesses,
+        max_draft_tokens=options.max_draft_tokens,
     )
     times.record("speed")
     budget = _make_step_budget(options, speed.step_times, () if slot_runner is None else slot_runner.chunk_sizes)
     scheduler = _make_scheduler(resolved, cached.plan, limits, speed, budget)
     info = _make_info(resolved, model, cached, measured, load_s=times.total_s)
     log.info("operations %s", ops.operations(device, resolved.dtype, batch_invariant=options.batch_invariant).listed())
-    _log_start(info, _describe_mode(cached, slot_runner, is_asked_for=options.enforce_eager), times)
+    _log_start(info, _describe_mode(cached, slot_runner, is_requested=options.enforce_eager), times)
     grammars = _make_grammar_queue(options, info, cached.runner.masks, has_one_caller=has_one_caller)
     return Engine(scheduler, slot_runner or cached.runner, info, grammars)
 
 
 def _load_models(resolved: ResolvedOptions, *, progress: Callable[[float], None]) -> tuple[LoadedDecoder, LoadedDecoder | None]:
-    """The target, quantised as asked, and the draft model, which is not."""
+    """The target, quantised as requested, and the draft model, which is not."""
     options = resolved.options
     load = partial(load_decoder, dtype=resolved.dtype, device=resolved.device, batch_invariant=options.batch_invariant)
     model = load(
@@ -193,7 +193,7 @@ def _compile_kernels(cached: CachedModels, limits: SchedulerLimits, options: Eng
     """Launch one step of each kind: within `compiling` this requests their kernels and runs nothing."""
     runner, speculative = cached.runner, options.speculative_config
     for decoder in runner.decoders:
-        compile_steps(decoder, limits, max_guesses=options.max_guesses)
+        compile_steps(decoder, limits, max_draft_tokens=options.max_draft_tokens)
     compile_texts(runner.target, limits)
     runner.mover.compile()
     vocab_size, device = runner.target.vocab_size, runner.target.device
@@ -206,7 +206,7 @@ def _make_slot_runner(
     resolved: ResolvedOptions, cached: CachedModels, limits: SchedulerLimits, meter: MemoryMeter
 ) -> SlotRunner:
     """Make the runner that launches steps over slots, with the steps ready that a few requests need."""
-    slot_runner = make_slot_runner(cached.runner, limits, cached.mode, max_guesses=resolved.options.max_guesses)
+    slot_runner = make_slot_runner(cached.runner, limits, cached.mode, max_draft_tokens=resolved.options.max_draft_tokens)
     meter.record("slots")
     warm_up(slot_runner.steps)
     meter.record("graphs")
@@ -297,9 +297,9 @@ def _log_start(info: EngineInfo, runner: str, times: StartTimes) -> None:
         log.warning("memory: %s took %s, %s were predicted", part.name, measured, predicted)
 
 
-def _describe_mode(cached: CachedModels, slot_runner: SlotRunner | None, *, is_asked_for: bool) -> str:
-    """How steps are run, in words, and what keeps them from a faster way. `is_asked_for`: plain steps are."""
-    if cached.mode is StepMode.PLAIN and not is_asked_for and cached.runner.target.device.type == "cpu":
+def _describe_mode(cached: CachedModels, slot_runner: SlotRunner | None, *, is_requested: bool) -> str:
+    """How steps are run, in words, and what keeps them from a faster way. `is_requested`: plain steps were requested."""
+    if cached.mode is StepMode.PLAIN and not is_requested and cached.runner.target.device.type == "cpu":
         return f"{cached.mode} ({NOT_OVER_PAGES})"
     if cached.mode is StepMode.RECORDED and slot_runner is not None and not slot_runner.is_recorded:
         return f"over slots ({NOT_RECORDED})"

@@ -37,7 +37,7 @@ def _folders(controller: str) -> Iterator[Path]:
             continue
         root = MOUNT / controller if controllers else MOUNT
         folder = root / path.lstrip("/")
-        yield from (each for each in (folder, *folder.parents) if each.is_relative_to(root))
+        yield from (parent for parent in (folder, *folder.parents) if parent.is_relative_to(root))
 
 
 def _quota(folder: Path) -> float | None:

@@ -1,4 +1,4 @@
-"""The configuration of a draft model, and all that refuses it before it is loaded. Knows no torch."""
+"""The configuration of a draft model, checked before the model is loaded. Knows no torch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from engine.speculation.options import OPTION, check_draft_vocabulary
 def draft_config(
     options: EngineOptions, target: ModelConfig, dtype: str, capability: tuple[int, int] | None
 ) -> ModelConfig | None:
-    """The configuration of the draft model, if one guesses. It is loaded as stored, whatever the target is quantised to. Raises
-    `EngineConfigError` or `ModelError`."""
+    """The configuration of the draft model, None without one. It is loaded as stored, whatever the target is quantised to.
+    Raises `EngineConfigError` or `ModelError`."""
     if options.draft_model is None:
         return None
     draft = load_model_config(options.draft_model)
@@ -23,7 +23,7 @@ def draft_config(
     if draft.quantization is not None and draft.quantization.decoded is not None:
         stored = draft.quantization.decoded
         raise EngineConfigError(
-            OPTION, f"field model cannot be served: it is {stored}, and draft models are not decoded while read"
+            OPTION, f"field model cannot be served: it is {stored}, and draft models are not decoded while they are read"
         )
     try:
         check_formats(draft, replace(options, quantization=None, head_quantization=None), dtype, capability)

@@ -39,7 +39,7 @@ def make_status(
     with_requests: bool,
 ) -> EngineStatus:
     """The state now; `with_requests` adds every live answer and tenant, at a cost proportional to their number. Answers that
-    are parked until their grammar is compiled count as waiting, behind all others."""
+    are parked until their grammar is compiled count as waiting, after all others."""
     pool, totals, host_tier = scheduler.pool, scheduler.totals, scheduler.kv.host_tier
     queue = [*scheduler.waiting(), *grammars.requests()] if with_requests else []
     return EngineStatus(
@@ -90,7 +90,7 @@ def _progress(scheduler: Scheduler, queue: Sequence[Request]) -> list[RequestPro
 
 def _positions(queue: Iterable[Request]) -> dict[Request, int]:
     """How many waiting requests of its own tenant and class go before each answer: those are served in order, preempted ones
-    first. Between tenants there is no order that would hold."""
+    first. Between tenants there is no fixed order."""
     lines: dict[tuple[str, Priority], dict[str, int]] = {}
     positions: dict[Request, int] = {}
     for request in sorted(queue, key=lambda request: not request.num_preemptions):
@@ -100,7 +100,7 @@ def _positions(queue: Iterable[Request]) -> dict[Request, int]:
 
 
 def _tenants(scheduler: Scheduler, queue: Iterable[Request]) -> list[TenantProgress]:
-    """What the scheduler says of its tenants, with every answer that waits, also those that it does not deal with yet."""
+    """The scheduler's tenants, with all waiting answers, also those that are not yet queued in the scheduler."""
     waiting = Counter(request.tenant_id for request in queue)
     known = [replace(tenant, num_waiting=waiting.pop(tenant.tenant_id, 0)) for tenant in scheduler.tenants()]
     return known + [

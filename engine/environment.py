@@ -28,7 +28,7 @@ SPINS = 10_000
 """Iterations that a waiting thread spins before it sleeps: some 100 µs, longer than a part of a decode step."""
 
 KEPT_BYTES = 64 << 20
-"""Free memory that stays with the process: what the tensors of a step with prompts take, but for the largest models."""
+"""Free memory that stays with the process: what the tensors of a step with prompts take, except with the largest models."""
 
 LARGEST_KEPT_BYTES = 32 << 20
 """Tensors from this size on are returned all the same; the C library accepts no larger threshold."""
@@ -64,7 +64,7 @@ def configure_malloc() -> None:
 
 
 def default_threads() -> int:
-    """One core is left to the gateway and everybody else. Parallel sections end in a barrier: with a busy neighbour on one of
+    """One core is left to the gateway and other processes. Parallel sections end in a barrier: with a busy neighbour on one of
     two cores, two threads were measured 10 to 20 times slower than one (bench/engine_cpu.py's model, 16 requests)."""
     return max(1, num_cores() - 1)
 

@@ -1,14 +1,14 @@
-"""Everything the engine refuses, as types. Knows no torch.
+"""The engine's error types. Knows no torch.
 
 EngineError
 ├── ModelError                 the model directory cannot be served
 │   ├── NotAModelDirectory     no directory, or no config.json / weights / tokenizer in it
-│   ├── UnsupportedModel       a known file asks for something that this version does not compute
+│   ├── UnsupportedModel       a known file requires something that this version does not compute
 │   └── WeightsError           tensors are missing, unexpected, misshapen or unreadable
 ├── EngineConfigError          an engine option has a value that cannot be honoured; names the option
 ├── PromptError                a prompt cannot be run: empty, too long, or with ids outside the vocabulary
 ├── TraceError                 a trace of requests cannot be replayed; names file, line and field
-├── EngineOverloaded           a request cannot be taken on now, whoever sends it and whatever it holds; later it may
+├── EngineOverloaded           no request can be accepted now, whatever it contains; a later one may
 └── EngineBroken               the device is lost, or steps fail for all and for a probe: the process must be replaced
 """
 
@@ -46,7 +46,7 @@ class EngineConfigError(EngineError, ValueError):
 
 
 class PromptError(EngineError, ValueError):
-    """A prompt cannot be run as it stands; the message names the limit."""
+    """A prompt cannot be run; the message names the limit."""
 
 
 class TraceError(EngineError, ValueError):
@@ -59,7 +59,7 @@ class TraceError(EngineError, ValueError):
 
 
 class EngineOverloaded(EngineError):
-    """A request cannot be taken on now; it is to blame for nothing and may come again."""
+    """No request can be accepted now; nothing is wrong with this one, and it may be retried."""
 
 
 class EngineBroken(EngineError):

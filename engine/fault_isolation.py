@@ -26,7 +26,7 @@ log = logging.getLogger("gatehouse.engine")
 STAGE_TEXT = {
     "compile": "compiling the grammar of this request",
     "prepare": "preparing this request for the device",
-    "draft": "guessing ahead for this request",
+    "draft": "drafting tokens for this request",
     "run": "computing this request",
     "sample": "choosing the next token of this request",
 }
@@ -45,18 +45,18 @@ class Runner(Protocol):
 
 
 def run_isolated(runner: Runner, items: Sequence[ScheduledRequest]) -> list[StepOutput]:
-    """Outputs in the order of `items`. An item that raises on its own gets the error, which names the stage. One with guesses
-    is tried again without them first: a bad guess must not end a request. `EngineBroken` is passed on."""
+    """Outputs in the order of `items`. An item that raises on its own gets the error, which names the stage. One with draft
+    tokens is tried again without them first: a bad draft must not end a request. `EngineBroken` is passed on."""
     outputs = _run_halving(runner, items)
     failed = [row for row, output in enumerate(outputs) if output.error is not None and items[row].num_draft_tokens]
     if failed:
-        retried = _run_halving(runner, [_without_guesses(items[row]) for row in failed])
+        retried = _run_halving(runner, [_without_drafts(items[row]) for row in failed])
         for row, output in zip(failed, retried, strict=True):
             outputs[row] = output
     return outputs
 
 
-def _without_guesses(item: ScheduledRequest) -> ScheduledRequest:
+def _without_drafts(item: ScheduledRequest) -> ScheduledRequest:
     return ScheduledRequest(item.request, item.start, item.num_known_tokens, item.samples)
 
 
@@ -74,7 +74,7 @@ def _run_halving(runner: Runner, items: Sequence[ScheduledRequest]) -> list[Step
 
 
 def failure_message(stage: str, error: BaseException) -> str:
-    """What a caller is told of a request that failed inside the engine."""
+    """The error message for a request that failed inside the engine."""
     return f"the engine failed while {STAGE_TEXT.get(stage, stage)}: {type(error).__name__}: {error}"[:ERROR_CHARS_MAX]
 
 

@@ -17,11 +17,11 @@ from engine.options import EngineOptions
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ON_THE_FLY = ("int8", "fp8")
-"""Formats that weights are brought into while they are read."""
+"""Formats to which weights are quantised while they are read."""
 
 UNQUANTISED = "none"
 DECODED_FORMATS = (*ON_THE_FLY, UNQUANTISED)
-"""What weights may be kept in that are plain numbers once they are read."""
+"""Formats for weights that are plain numbers once they are read."""
 
 FP8_CAPABILITY = (8, 9)
 """The first compute capability with products of fp8 numbers."""
@@ -51,7 +51,7 @@ def unquantised(element_bytes: int) -> WeightFormat:
 
 EIGHT_BITS = WeightFormat("8 bits", 8, head_bits=8)  # and one scale for each row: less than a thousandth
 EIGHT_BITS_STORED = EIGHT_BITS._replace(head_bits=0)  # checkpoints leave the head as it was
-HEAD_BITS = {"none": 0, "int8": 8}  # by what the option `head_quantization` asks for
+HEAD_BITS = {"none": 0, "int8": 8}  # by the option `head_quantization`
 FOUR_BITS = WeightFormat("4 bits", 4, group=128, group_bits=32)  # a scale of 16 bits and the zero in 16 more
 
 
@@ -77,8 +77,8 @@ def has_fp8(capability: tuple[int, int] | None) -> bool:
 
 
 def check_quantization(config: ModelConfig, requested: str | None, head: str | None) -> None:
-    """Raise `EngineConfigError`, naming the option, where the options of these names contradict the checkpoint, or where one
-    must say how matrices that are decoded will be kept."""
+    """Raise `EngineConfigError`, naming the option, where these options contradict the checkpoint, or where one is needed to
+    say how decoded matrices will be kept."""
     stored = config.quantization
     if stored is not None and stored.decoded is not None:
         _check_decoded(stored.decoded, requested)

@@ -1,20 +1,20 @@
-"""The engine: requests in, one step at a time, events out. Scheduler and runner meet here and nowhere else.
+"""The engine: requests in, one step at a time, events out. Only this module knows both scheduler and runner.
 
     expire → schedule → move blocks → run → accept grammars → apply
 
 One bad request must not hurt another. A step that raises is repeated in halves until the culprit is alone
 (`engine.fault_isolation`); it ends with an error, the others go on. After a step that failed for every request, one harmless
-token is computed. If that fails too, several times in a row, the device is taken to be broken, and `EngineBroken` asks for a
-new process. So a bad request cannot have the engine replaced, however often it is sent. A GPU that refuses every call, as CUDA
+token is computed. If that fails too, several times in a row, the device is considered broken, and `EngineBroken` has the
+process replaced. So a bad request cannot cause that, however often it is sent. A GPU that refuses every call, as CUDA
 does after an illegal access, is not probed: the engine ends at once (`runner.model_runner`).
 
 Where the runner can, the next step is launched before this one's tokens are known (`engine.overlap`):
 
     expire → schedule → move blocks → launch ── wait for the step before → accept grammars → settle → complete the launch
 
-How many guesses of speculative decoding are accepted is not known beforehand, and guessing needs the tokens before. So a step
-that looks for guesses is planned after the one before it is settled, and a step that verifies guesses is computed and applied
-at once.
+Speculative decoding overlaps less: drafting needs the preceding tokens, and how many draft tokens are accepted is not known
+beforehand. So a step that looks for draft tokens is planned after its predecessor is settled, and a step that verifies them is
+computed and applied at once.
 
 Block moves belong to no single request. If they raise they are repeated once, which is harmless. If they raise again, the
 content of the blocks is unknown, and `EngineBroken` follows.
@@ -126,7 +126,7 @@ class Engine:
         return [] if request is None else [self._end(request, FinishReason.ABORTED)]
 
     def abort_all(self) -> list[TokenEvent]:
-        """End everything that is live, also after an interrupt within a step: results of steps under way are dropped."""
+        """End all live requests, also after an interrupt within a step: results of steps in flight are dropped."""
         self._scheduler.abandon_steps()
         if self._overlapped is not None:
             self._in_flight_step = None
@@ -134,7 +134,7 @@ class Engine:
         return [event for request_id in list(self._live) for event in self.abort(request_id)]
 
     def close(self) -> None:
-        """End all requests and the processes that compile grammars, these also where the engine is not in order."""
+        """End all requests and the processes that compile grammars, these even if the engine is broken."""
         try:
             self.abort_all()
         finally:
@@ -168,8 +168,8 @@ class Engine:
         return step_events
 
     def check_when_idle(self) -> None:
-        """Once after work, when nothing is live: whether all blocks came back. Raises `EngineBroken` when they did not, since
-        what leaked once may have been shared wrongly, and a new process starts clean."""
+        """Check, once after work, when nothing is live, that all blocks came back. Raises `EngineBroken` otherwise: a leaked
+        block may have been shared wrongly, and a new process starts clean."""
         if self._live or self._is_idle_checked:
             return
         self._is_idle_checked = True
@@ -225,10 +225,10 @@ class Engine:
         return step_events
 
     def _collect(self, successor: InFlightStep | None = None) -> StepEvents:
-        """Apply the results of the step under way; `successor` was launched after it."""
+        """Apply the results of the step in flight; `successor` was launched after it."""
         step, self._in_flight_step = self._in_flight_step, None
         assert self._overlapped is not None, "steps are launched"
-        assert step is not None, "no step is under way"
+        assert step is not None, "no step is in flight"
         outputs = self._overlapped.collect(step, successor)
         self._advance_grammars(step.in_flight.requests, outputs)
         step_events = self._scheduler.settle(step.in_flight, outputs)
@@ -244,8 +244,8 @@ class Engine:
         return step_events
 
     def _move(self, moves: BlockMoves) -> None:
-        """Move blocks, each kind of move if need be at a second attempt. A kind that is repeated does no harm, but all of them
-        might: a block that was swapped out may have been overwritten by a block that was swapped in."""
+        """Move blocks, with a second attempt for each kind of move. Repeating one kind is harmless, repeating all is not: a
+        block that was swapped out may have been overwritten by one that was swapped in."""
         for kind in moves.kinds():
             self._move_kind(kind)
 
@@ -275,15 +275,15 @@ class Engine:
                     outputs[index] = StepOutput(error=str(error), error_param=error.param)
 
     def _count_failure(self, outputs: Sequence[StepOutput]) -> None:
-        """Count a step that failed for everybody, unless the probe says that its requests were to blame."""
+        """Count a step that failed for every request, unless the probe shows that the requests were to blame."""
         failed = all(output.error for output in outputs) and not self._is_device_working()
         self._failed_steps = self._failed_steps + 1 if failed else 0
         if self._failed_steps > FAILED_STEPS_MAX:
             raise EngineBroken(f"{self._failed_steps} steps in a row failed for every request, and for a probe")
 
     def _is_device_working(self) -> bool:
-        """Whether one harmless token can be computed. It needs a free block: the failed requests gave theirs back, and where
-        others hold them all, it counts as working, because their own steps will tell."""
+        """Whether one harmless token can be computed. It needs a free block: the failed requests gave theirs back. If others
+        hold them all, the device counts as working, because their own steps will tell."""
         with self._scheduler.probe() as item:
             return item is None or run_isolated(self._runner, [item])[0].error is None
 

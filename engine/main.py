@@ -1,6 +1,6 @@
 """The engine process: `python -m engine.main --fd N --options JSON`, started by the gateway with one inherited socket.
 
-It answers every frame it owes and exits when the gateway closes the socket; SIGINT is the gateway's to interpret. Exit
+It sends every frame that is due and exits when the gateway closes the socket; SIGINT is left to the gateway. Exit
 status 0 is an orderly end, 1 a model or option that cannot be served (the last frame says why), 2 a wrong command line.
 """
 
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(connection: FrameSocket, options: argparse.Namespace) -> int:
-    """Load, serve, and tell the gateway the reason of an end that it did not ask for."""
+    """Load and serve; send the gateway the reason of an exit that it did not request."""
     try:
         engine = build_engine(_engine_options(options), progress=LoadReport(connection))
         log.info("ready model=%s kernels=%s kv_blocks=%d", engine.info.model, engine.info.kernels, engine.info.num_kv_blocks)
@@ -77,7 +77,7 @@ def run(connection: FrameSocket, options: argparse.Namespace) -> int:
         log.exception("the engine stops because of a bug or a broken device")
         _die(connection, f"{type(error).__name__}: {error}"[:FATAL_CHARS_MAX])
     finally:
-        gc.unfreeze()  # or Triton's bindings complain in forty lines of what is left when the process ends
+        gc.unfreeze()  # or Triton's bindings print forty lines about leaked objects at exit
 
 
 def _die(connection: FrameSocket, reason: str) -> NoReturn:
@@ -105,7 +105,7 @@ class LoadReport:
 
 
 def serve(engine: Engine, connection: FrameSocket) -> None:
-    """Inbox, step, outbox, until the gateway asks for a shutdown. Raises `PeerClosed` when it goes without asking."""
+    """Inbox, step, outbox, until the gateway requests a shutdown. Raises `PeerClosed` if it disconnects without one."""
     progress_due_s = 0.0
     while True:
         events: list[TokenEvent] = []
@@ -127,7 +127,7 @@ def serve(engine: Engine, connection: FrameSocket) -> None:
 
 
 def _apply_frame(engine: Engine, body: bytes, events: list[TokenEvent]) -> bool:
-    """Apply one frame of the gateway; whether it asks for a shutdown."""
+    """Apply one frame of the gateway. Returns whether it requests a shutdown."""
     frame = decode_gateway_frame(body)
     for submitted in frame.submit:
         events += engine.submit(submitted)

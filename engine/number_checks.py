@@ -1,4 +1,4 @@
-"""Whether a value is a number. Python's truth values are integers; nobody who wants a number means one. Knows no torch."""
+"""Whether a value is a number. Booleans do not count, although Python's are integers. Knows no torch."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ THREADS_PER_CORE_MAX = 16
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """`allows` tells whether a value is allowed. Where it is not, `words` follow the option's name in the error."""
+    """`allows`: whether a value is allowed. If not, `words` follow the option's name in the error."""
 
     allows: Callable[[Any], bool]
     words: str
@@ -63,7 +63,7 @@ def _are_paths(value: object) -> bool:
 
 
 def _are_mappings(value: object) -> bool:
-    return isinstance(value, tuple) and all(isinstance(each, Mapping) for each in value)
+    return isinstance(value, tuple) and all(isinstance(item, Mapping) for item in value)
 
 
 COUNT = Limit(_is_count, "must be at least 1, and an integer")

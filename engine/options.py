@@ -1,4 +1,4 @@
-"""How one engine is to run, and the defaults of what was left open. Knows no torch.
+"""The options of one engine and their defaults. Knows no torch.
 
 None means: chosen when the model and the device are known; `EngineInfo` reports the choice.
 """
@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_type_hints
 
 from engine import option_limits as limits
 from engine.errors import EngineConfigError
-from engine.scheduling.limits import STEP_GUESSES_MAX
+from engine.scheduling.limits import STEP_DRAFT_TOKENS_MAX
 from engine.speculation.options import SpeculativeOptions
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -33,8 +33,8 @@ SEATS = {"cpu": 64, "cuda": 256}
 more time than 64. A CPU with 64 rows is limited by its arithmetic, and more seats would only divide its speed."""
 
 SEATS_MAX = 1024
-"""With 64 guesses a step has at most 2048 rows, rounded up to a power of two: the most among which decode attention can search
-with the registers that it is granted on an H200 (`kernels.triton.gate`). With 4096 it would spill."""
+"""With 64 draft tokens a step has at most 2048 rows, rounded up to a power of two: the most among which decode attention can
+search with the registers that it is granted on an H200 (`kernels.triton.gate`). With 4096 it would spill."""
 BLOCK_SIZE_MAX = 1024
 
 
@@ -45,7 +45,7 @@ class EngineOptions:
     `block_size` is a power of two: GPU kernels read the cache in tiles that hold whole blocks or lie within one.
     `colocated_models`: the options of other engines on the same GPU, as `of` takes them; memory is left to them, unless
     they are refused. `swap_space` is the size in GiB of the tier in main memory that evicted KV blocks move to.
-    `batch_invariant`: a request gives the same logits alone and in any batch, at the cost of speed. `enforce_eager`: no
+    `batch_invariant`: a request has the same logits alone and in any batch, at the cost of speed. `enforce_eager`: no
     step is captured or recorded as a whole, and none is launched before the tokens of the one before it are known.
     `inter_token_target_ms`: how long a step may make running requests wait for their next token. `shared_prefixes`: text
     files with prompts that all tenants may share. `quantization`: int8 or fp8 quantises the weights while they are read,
@@ -106,22 +106,22 @@ class EngineOptions:
 
     @property
     def draft_model(self) -> Path | None:
-        """The directory of the model that guesses, where one does."""
+        """The directory of the draft model, None without one."""
         return None if self.speculative_config is None else self.speculative_config.model
 
     @property
-    def max_guesses(self) -> int:
+    def max_draft_tokens(self) -> int:
         """Rows of a step over slots beyond one for each request."""
-        return 0 if self.speculative_config is None else STEP_GUESSES_MAX
+        return 0 if self.speculative_config is None else STEP_DRAFT_TOKENS_MAX
 
     def seats(self, device_type: str) -> int:
-        """Requests that run at a time: as asked, else what suits the device, one for each token of a step at most."""
+        """Requests that run at a time: as set, else what suits the device, one for each token of a step at most."""
         if self.max_num_seqs is not None:
             return self.max_num_seqs
         return min(SEATS[device_type], self.max_num_batched_tokens or SEATS[device_type])
 
     def batched_tokens(self, device_type: str) -> int:
-        """The token budget of a step: as asked, else what suits the device and lets every seat decode."""
+        """The token budget of a step: as set, else what suits the device and lets every seat decode."""
         if self.max_num_batched_tokens is not None:
             return self.max_num_batched_tokens
         return max(self.seats(device_type), CUDA_BATCHED_TOKENS if device_type == "cuda" else CPU_BATCHED_TOKENS)

@@ -4,9 +4,9 @@
     device           step 1 ─────────────┤├── step 2 ────────────────┤├── step 3 ──────
 
 Where a row waits for a mask that depends on the token before (a grammar), `launch` begins what does not need the mask, and
-`complete`, after `settle`, the rest. A batch with a request that no slot can hold is computed in the plain way, when everything
+`complete`, after `settle`, the rest. A batch with a request that no slot can hold is computed in the plain way, once everything
 before it is settled. A step that failed is computed again in the plain way: its rows are as they were planned, `run_isolated`
-finds the culprit, and the step launched behind it is computed again too. Rows of requests that ended or lost their blocks
+finds the culprit, and the step launched after it is computed again too. Rows of requests that ended or lost their blocks
 meanwhile are left out. The plain way is correct, but slow for every request in the step, so both cases are counted, with
 reasons.
 """
@@ -44,11 +44,11 @@ class PendingStep(Protocol):
 
 @runtime_checkable
 class AheadRunner(Runner, Protocol):
-    """A runner that can also launch a step and come back at once."""
+    """A runner that can also launch a step and return at once."""
 
     @property
     def is_synchronous(self) -> bool:
-        """Whether a step that was launched is over: nothing is gained by looking at it later."""
+        """Whether a launched step is over when `launch` returns, so that nothing is gained by collecting it later."""
         ...
 
     def plain_reason(self, batch: ScheduledBatch) -> PlainReason | None:
@@ -56,7 +56,7 @@ class AheadRunner(Runner, Protocol):
         ...
 
     def launch(self, batch: ScheduledBatch) -> PendingStep:
-        """Begin a step, behind those begun before it. Raises when it cannot. Where some rows verify guesses, everything before
+        """Begin a step, after those begun before it. Raises when it cannot. Where some rows verify drafts, everything before
         the step is settled."""
         ...
 
@@ -131,7 +131,7 @@ class OverlappedSteps:
 
     def collect(self, step: InFlightStep, successor: InFlightStep | None) -> list[RowResult]:
         """Results of a step whose predecessors are settled. If they are in doubt, so is `successor`, the step that was
-        launched behind it."""
+        launched after it."""
         outputs = self._wait(step)
         if outputs is None:
             self._invalidate(successor)
@@ -141,8 +141,8 @@ class OverlappedSteps:
         return outputs
 
     def verify(self, batch: ScheduledBatch) -> list[StepOutput]:
-        """Results of a step in which some rows verify guesses. How many are accepted is not known beforehand, so no step is
-        under way before it, and none is launched behind it."""
+        """Results of a step in which some rows verify drafts. How many are accepted is not known beforehand, so no step is
+        in flight before it, and none is launched after it."""
         items = batch.items
         outputs = self._run_verification(batch) if self._can_launch(batch) else None
         if outputs is None:
@@ -151,7 +151,7 @@ class OverlappedSteps:
         return [StepOutput([output]) if isinstance(output, int) else output for output in outputs if output is not None]
 
     def drop_steps(self) -> None:
-        """Drop the steps under way: their results are not wanted, and what was recorded of slots is in doubt."""
+        """Drop the steps in flight: their results are unused, and the recorded state of slots is in doubt."""
         self._runner.invalidate_slots()
 
     def _can_launch(self, batch: ScheduledBatch) -> bool:
@@ -168,7 +168,7 @@ class OverlappedSteps:
             pending.complete()
             return pending.outputs()
         except Exception as error:  # noqa: BLE001 - noted, with its traceback
-            self._record_failure("a step with guesses failed", error)
+            self._record_failure("a verification step failed", error)
             return None
 
     def _wait(self, step: InFlightStep) -> list[RowResult] | None:
@@ -177,7 +177,7 @@ class OverlappedSteps:
         try:
             return step.pending.outputs()
         except Exception as error:  # noqa: BLE001 - noted, with its traceback
-            self._record_failure("a step under way failed", error)
+            self._record_failure("a step in flight failed", error)
             return None
 
     def _record_failure(self, problem: str, error: Exception) -> None:
@@ -209,7 +209,7 @@ class OverlappedSteps:
         for row in rows:
             if in_flight.is_live(row):
                 live_rows.append(row)
-            elif not in_flight.requests[row].block_table:  # one that has started again owes this step nothing
+            elif not in_flight.requests[row].block_table:  # one that has started again has no unknown tokens of this step
                 in_flight.requests[row].discard_unknown_tokens()
         computed: dict[int, StepOutput] = {}
         if live_rows:

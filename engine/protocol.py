@@ -28,7 +28,7 @@ class FinishReason(StrEnum):
     """Why the engine ended a request. `STOP` is an end-of-sequence or stop token; `LENGTH` is max_tokens or the context.
 
     `DEADLINE` ends a request that waited in the queue for longer than its `queue_deadline_s`, `OVERLOADED` one that the engine
-    cannot take on now; neither ever had a token.
+    cannot accept now; neither ever had a token.
     """
 
     STOP = "stop"
@@ -88,9 +88,9 @@ class TokenEvent:  # neither frozen nor keyword-only: a step may create hundreds
 
     `num_output_tokens` counts every token generated so far, so the last event carries what is billed; `token_ids` are the new
     ones only (empty when the event reports an abort or an error). `num_prompt_tokens_computed` reaches the prompt length when
-    prefill is done. `queue_s` is the wait until the request was first scheduled. `num_rejected_draft_tokens` counts all guesses
-    of speculative decoding so far that were computed and discarded. `decode_s` is the time from the first token to the last,
-    sent with the last token: a reader of events can only measure it by reading each one as it arrives.
+    prefill is done. `queue_s` is the wait until the request was first scheduled. `num_rejected_draft_tokens` counts the
+    draft tokens so far that were verified and rejected. `decode_s` is the time from the first token to the last, sent with the
+    last token: a reader of events can only measure it by reading each one as it arrives.
     """
 
     request_id: str
@@ -154,7 +154,7 @@ class EngineStatus:
     second. Host blocks are the tier in main memory that evicted KV blocks move to. Draft tokens are those of speculative
     decoding; accepted ones became output. Fall-back steps were computed in the plain, slow way because the fast one failed;
     `fallback_reason` is the reason of the last one. Plain steps, by `PlainReason`, were computed in the plain way because of
-    what a request in them asks for."""
+    a feature that a request in them uses."""
 
     num_running: int
     num_waiting: int
@@ -228,7 +228,7 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayFrame:
-    """Gateway to engine. `shutdown` asks for an orderly exit: every live request is aborted first.
+    """Gateway to engine. `shutdown` requests an orderly exit: every live request is aborted first.
 
     `abort` ends all answers of a request. `abort_answers` ends single ones, as (request_id, index), and leaves the others
     running.

@@ -1,6 +1,7 @@
 """Options of an engine with their defaults resolved, and all refusals that need no weights.
 
-Nothing is loaded or allocated here: what contradicts itself, the model, the device or its memory is refused in a second.
+Nothing is loaded or allocated here: options that contradict each other, the model, the device or its memory are refused within
+a second.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from engine.text.shared_prefixes import shared_prefixes
 
 @dataclass(frozen=True, slots=True)
 class ResolvedOptions:
-    """What an engine is built of: options whose defaults are those of the model, the device and its memory.
+    """What an engine is built from: options whose defaults are those of the model, the device and its memory.
 
     `draft`: the configuration of the draft model, if there is one. `mode`: how steps are run, unless the loaded models allow no
     graphs. `shared_prefixes`: token ids of prompts that all tenants share.

@@ -1,6 +1,6 @@
 """How tokens are chosen and when an answer ends: the parameters of a request, their limits and their checks. Knows no torch.
 
-Every value is checked where the parameters are made, by type and by limit, so that nothing behind has to.
+Every value is checked where the parameters are made, by type and by limit, so that no later code has to.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GUIDED_BYTES_MAX = {
     "guided_choice": 64 * 1024,
     "guided_grammar": 256 * 1024,
 }
-"""Of the text of a grammar in UTF-8, and of choices as a JSON list; whoever is to have it compiled counts them."""
+"""Bytes of a grammar's text in UTF-8, and of choices as a JSON list; checked by the caller that has it compiled."""
 GUIDED_CHOICES_MAX = 1024
 SEED_MAX = 2**63 - 1
 TOKENS_MAX = 2**31 - 1  # as a count and as an id: more than any context and any vocabulary
@@ -38,7 +38,7 @@ TOP_K_MAX = 2**31 - 1  # more than any vocabulary; what does not fit an int64 wo
 
 
 class Range(NamedTuple):
-    """The limits of a number. `above`: the lower one itself is refused."""
+    """The limits of a number. `above`: the lower limit itself is excluded."""
 
     low: float
     high: float
@@ -63,7 +63,7 @@ RANGES = {
     "logprobs": Range(0, TOP_LOGPROBS_MAX),
     "prompt_logprobs": Range(0, TOP_LOGPROBS_MAX),
 }
-"""Of every number of a request, and of the amounts in `logit_bias`."""
+"""The range of every number of a request, and of the amounts in `logit_bias`."""
 FLOAT_PARAMS = (
     "temperature",
     "top_p",
@@ -85,7 +85,7 @@ class InvalidOption(ValueError):
 
 
 class UnsupportedOption(InvalidOption):
-    """A known field asks for something that this version cannot honour."""
+    """A known field has a value that this version does not support."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,11 +94,11 @@ class SamplingParams:
 
     A `temperature` below 1e-5 is greedy, as 0 is. `top_k == 0` (or -1) is off. `seed is None` lets the caller's side choose
     one; on the wire a seed is always set, because randomness is a function of (seed, position). `best_of` answers are
-    generated and whoever owns the text keeps the `n` with the highest cumulative log-probability.
+    generated, and the owner of the text keeps the `n` with the highest cumulative log-probability.
 
-    `stop` holds strings (one string is a list of one) and is applied by whoever owns the text (gateway or `LLM`), never by the
-    engine loop, which knows token ids only; so is `echo`, an answer that begins with its prompt. `bad_words` are for people:
-    the engine goes by `bad_words_token_ids`, which whoever has the tokenizer fills (`sampling.bad_words`). `guided_json` takes
+    `stop` holds strings (one string is a list of one) and is applied by the owner of the text (gateway or `LLM`), never by the
+    engine loop, which knows token ids only; so is `echo`, an answer that begins with its prompt. `bad_words` are text:
+    the engine uses `bad_words_token_ids`, which the owner of the tokenizer fills (`sampling.bad_words`). `guided_json` takes
     a schema as JSON text or as a mapping and holds it as text; at most one `guided_…` may be set. Integers where floats are
     meant become floats.
 
@@ -156,7 +156,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether logits depend on which tokens stand in prompt or output."""
+        """Whether logits depend on which tokens are in prompt or output."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
@@ -176,8 +176,8 @@ class SamplingParams:
 
     @property
     def stops_at_eos(self) -> bool:
-        """Whether the model's own end ends an answer. That of a grammar does, whatever `ignore_eos` says: nothing else could
-        follow."""
+        """Whether the model's end-of-sequence token ends an answer. The end of a grammar always does, even with `ignore_eos`:
+        nothing could follow it."""
         return self.is_guided or not self.ignore_eos
 
 
@@ -194,7 +194,7 @@ def _shown(value: object) -> str:
 
 
 def _normalise(p: SamplingParams) -> None:
-    """One stop string is a list of one, none an empty list, a schema its JSON text."""
+    """Make one stop string a list, none an empty list, a schema its JSON text."""
     stop: Any = p.stop
     stop_token_ids: Any = p.stop_token_ids
     if stop is None or isinstance(stop, str):
@@ -213,7 +213,7 @@ def _schema_text(schema: Mapping[str, Any]) -> str:
 
 
 def _number(p: SamplingParams, param: str) -> None:
-    """A float between its limits; NaN is between none."""
+    """Check a float against its limits, which exclude NaN."""
     value, (low, high, above) = getattr(p, param), RANGES[param]
     if is_number(value) and (low < value if above else low <= value) and value <= high:
         return
@@ -240,7 +240,7 @@ def _check_numbers(p: SamplingParams) -> None:
 
 
 def _make_floats(p: SamplingParams) -> None:
-    """Turn numbers that were checked into floats."""
+    """Convert checked numbers to floats."""
     for param in FLOAT_PARAMS:
         value = getattr(p, param)
         if type(value) is not float:
@@ -290,7 +290,7 @@ def _text(values: Sequence[str], param: str) -> None:
 
 
 def _token_ids(ids: Collection[Any], param: str) -> None:
-    """Up to BAD_WORDS_TOKENS_MAX of them: looked at one by one only where some are of a type of their own."""
+    """Check up to BAD_WORDS_TOKENS_MAX ids, one by one only if some are of another type than int."""
     are_plain = set(map(type, ids)) <= {int}
     ok = are_plain or all(map(is_integer, ids))
     ok = ok and (not ids or (min(ids) >= 0 and max(ids) <= TOKENS_MAX))
@@ -327,7 +327,7 @@ def _check_bad_words(p: SamplingParams) -> None:
 
 
 def _check_guided(p: SamplingParams) -> None:
-    """Types and sizes; whether a grammar can be read is found out when it is compiled."""
+    """Check types and sizes; whether a grammar is valid is found when it is compiled."""
     given = [param for param in GUIDED_PARAMS if getattr(p, param) is not None]
     if not given:
         return

@@ -2,7 +2,7 @@
 
     usual kinds   1, 2, 4, 8, 16, 24 … 256 │ 272, 288 … 512 │ 544, 576 … 1024 │ …
     all others    1, 2, 4, 8, 16, 32, 64, 96 … 256 │ 320, 384 … 512 │ 640, 768 … 1024 │ …
-    guesses       2, 4, 8, 16, 32, 64 …
+    verification  2, 4, 8, 16, 32, 64 …
     with chunks   16, 32, 64, 128, 192, 256 │ 320, 384 … 512 │ 640, 768 … 1024 │ …
 
 A row of padding costs its part of the products and nothing else. From 128 rows on, padding makes steps of the usual kinds,
@@ -59,8 +59,8 @@ def logits_size(num_rows: int, max_rows: int) -> int:
     return step_size(num_rows, max_rows, every=COARSE_EVERY)
 
 
-def guesses_size(num_rows: int, max_rows: int) -> int:
-    """The rows that a step with guesses is padded to: powers of two, because the number differs from step to step."""
+def verify_size(num_rows: int, max_rows: int) -> int:
+    """The rows that a verification step is padded to: powers of two, because the number differs from step to step."""
     return min(_power_of_two(num_rows), max_rows)
 
 
@@ -82,17 +82,17 @@ def chunk_rows_max(max_tokens: int, row_bytes: int) -> int:
     return max((rows for rows, _ in chunk_shapes(min(max_tokens, most))), default=0)
 
 
-def graphs_kept(max_num_seqs: int, max_guesses: int, *, chunk_rows: int = 0) -> int:
+def graphs_kept(max_num_seqs: int, max_draft_tokens: int, *, chunk_rows: int = 0) -> int:
     """Captured steps of the target that are kept at a time: decodes, and steps with chunks of up to `chunk_rows` rows."""
-    return decode_graphs_kept(max_num_seqs, max_guesses) + len(chunk_shapes(chunk_rows))
+    return decode_graphs_kept(max_num_seqs, max_draft_tokens) + len(chunk_shapes(chunk_rows))
 
 
-def decode_graphs_kept(max_num_seqs: int, max_guesses: int) -> int:
+def decode_graphs_kept(max_num_seqs: int, max_draft_tokens: int) -> int:
     """Captured decode steps of the target that are kept at a time: every size of the usual kinds, every size of those that end
-    with the logits, and some more. `max_guesses`: rows of a step beyond one for each request."""
+    with the logits, and some more. `max_draft_tokens`: rows of a step beyond one for each request."""
     usual, logits = (len(sizes(size, max_num_seqs)) for size in (step_size, logits_size))
-    guesses = len(sizes(guesses_size, max_num_seqs + max_guesses, fewest=2)) if max_guesses else 0
-    return USUAL_KINDS * (usual + guesses) + logits + RARE_KEPT
+    verification = len(sizes(verify_size, max_num_seqs + max_draft_tokens, fewest=2)) if max_draft_tokens else 0
+    return USUAL_KINDS * (usual + verification) + logits + RARE_KEPT
 
 
 def draft_graphs_kept(max_num_seqs: int) -> int:

@@ -2,7 +2,7 @@
 
 With `--perplexity`, or with a format to try, it is loaded as well and reads a fixed text, beside the unquantised model where
 there is one. Prints JSON lines: `{"fraction": …}` while it reads, at the end `{"ok": true, …}` with the facts or
-`{"ok": false, "error": …, "code": …}`. Exit status 0 when it would load, 1 when not, 2 for options that cannot be.
+`{"ok": false, "error": …, "code": …}`. Exit status 0 if it would load, 1 if not, 2 for invalid options.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ OPTIONS = ("quantization", "head_quantization", "kv_cache_dtype", "unquantized")
 def verify_model(directory: Path, *, progress: Callable[[float], None] = lambda _: None) -> dict[str, Any]:
     """Return facts about a model that would load. Raises `ModelError`, naming the file, key or tensor that is wrong.
 
-    The places of the decoder are on the meta device: every tensor is matched by name, shape and type, none is kept. A
+    The tensors of the decoder are on the meta device: every tensor is matched by name, shape and type, none is kept. A
     checkpoint that is decoded while it is read is checked without the option that it needs; the facts name the option's values.
     """
     config = load_model_config(directory)
@@ -66,8 +66,8 @@ def verify_model(directory: Path, *, progress: Callable[[float], None] = lambda 
 
 
 def _tokenizer_size(directory: Path, vocab_size: int, template: str) -> int:
-    """A special token beyond the vocabulary that no conversation holds does no harm: the place of an image in Gemma 3 1B, which
-    reads none. A prompt with it is refused."""
+    """A special token beyond the vocabulary is harmless if no conversation has it, like the image token of Gemma 3 1B, which
+    reads no images. A prompt with it is refused."""
     tokenizer = Tokenizer(directory)
     size = tokenizer.vocab_size
     harmless = [token for token in tokenizer.special_tokens_from(vocab_size) if token not in template]
@@ -80,7 +80,7 @@ def _tokenizer_size(directory: Path, vocab_size: int, template: str) -> int:
 
 
 def _chat_template(directory: Path) -> str:
-    """A base model has none; one that is there must compile."""
+    """The source of the chat template, which must compile; empty for a base model without one."""
     try:
         return ChatTemplate.load(directory).source
     except NoChatTemplate:

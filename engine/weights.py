@@ -1,7 +1,7 @@
-"""Reads safetensors into the tensors that a decoder asks for, and accounts for every tensor on both sides.
+"""Reads safetensors into the tensors that a decoder needs, and accounts for every tensor on both sides.
 
-A decoder hands over a `WeightPlan`: for each tensor name of the checkpoint the place it belongs to. Fused weights are
-several places in one tensor, so nothing is held twice. Missing, unexpected and misshapen tensors are errors that name them.
+A decoder hands over a `WeightPlan`: the destination of each tensor of the checkpoint, by name. Fused weights are several
+destinations in one tensor, so nothing is held twice. Missing, unexpected and misshapen tensors are errors that name them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ FOREIGN = "the files do not belong to this config.json, or not all were fetched"
 SINGLE_FILE = "model.safetensors"
 
 
-class Place(Protocol):
-    """A destination that converts a tensor of the checkpoint as it is loaded, and the memory that it becomes, if any."""
+class Destination(Protocol):
+    """Converts a tensor of the checkpoint as it is loaded. `num_parameters` and `num_bytes`: what is kept of it, if any."""
 
     num_parameters: int = 0
     num_bytes: int = 0
@@ -57,20 +57,20 @@ class LinearStorage(Protocol):
 
 
 Renamed = tuple[tuple[str, str], ...]
-"""Pairs of what names begin with: in a checkpoint, and here."""
+"""Pairs of prefixes of tensor names: in a checkpoint, and here."""
 
 
 @dataclass(slots=True)
 class WeightPlan:
-    """`places` maps a checkpoint name to the (view of a) tensor that takes it, `tied` the name of a tied tensor to that of the
-    tensor it equals; a checkpoint may hold both.
+    """`destinations` maps a checkpoint name to the (view of a) tensor that takes it, `tied` the name of a tied tensor to that
+    of the tensor it equals; a checkpoint may hold both.
 
     Checkpoints may leave out `optional_prefix` and the tensors of `optional`; tensors whose names begin with one of `ignored`
-    are not needed. `renamed`: what names in the checkpoint begin with, and what the same names begin with here. `storage`: how
-    linear modules are stored, None is as plain tensors.
+    are not needed. `renamed`: prefixes of names in the checkpoint, and here. `storage`: how linear modules are stored, None is
+    as plain tensors.
     """
 
-    places: dict[str, torch.Tensor | Place] = field(default_factory=dict)
+    destinations: dict[str, torch.Tensor | Destination] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     optional_prefix: str = ""
     ignored: tuple[str, ...] = ()
@@ -78,9 +78,9 @@ class WeightPlan:
     optional: set[str] = field(default_factory=set)
     storage: LinearStorage | None = None
 
-    def add(self, name: str, place: torch.Tensor | Place, *, optional: bool = False) -> None:
-        assert name not in self.places, f"two places for {name}"
-        self.places[name] = place
+    def add(self, name: str, destination: torch.Tensor | Destination, *, optional: bool = False) -> None:
+        assert name not in self.destinations, f"two destinations for {name}"
+        self.destinations[name] = destination
         if optional:
             self.optional.add(name)
 
@@ -88,7 +88,7 @@ class WeightPlan:
         """The name here of what the checkpoint calls `stored`."""
         stored = rename_prefix(stored, self.renamed)
         whole = self.optional_prefix + stored
-        return whole if stored not in self.places and whole in self.places else stored
+        return whole if stored not in self.destinations and whole in self.destinations else stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +100,14 @@ class WeightsSize:
 
     @classmethod
     def of(cls, plan: WeightPlan) -> WeightsSize:
-        sizes = [_size(place) for place in plan.places.values()]
+        sizes = [_size(destination) for destination in plan.destinations.values()]
         return cls(sum(parameters for parameters, _ in sizes), sum(num_bytes for _, num_bytes in sizes))
 
 
-def _size(place: torch.Tensor | Place) -> tuple[int, int]:
-    if isinstance(place, torch.Tensor):
-        return place.numel(), place.nbytes
-    return place.num_parameters, place.num_bytes
+def _size(destination: torch.Tensor | Destination) -> tuple[int, int]:
+    if isinstance(destination, torch.Tensor):
+        return destination.numel(), destination.nbytes
+    return destination.num_parameters, destination.num_bytes
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -140,7 +140,7 @@ def _unreadable(path: Path, error: Exception) -> WeightsError:
         if file.read(len(LFS_POINTER)) == LFS_POINTER:
             return WeightsError(f"{path} is a pointer of Git LFS and not the file; fetch it with `git lfs pull`")
     size = path.stat().st_size
-    return WeightsError(f"{path} is not a readable safetensors file ({error}): of its bytes {size} are here; fetch it again")
+    return WeightsError(f"{path} is not a readable safetensors file ({error}): it has {size} bytes; fetch it again")
 
 
 def stored_names(directory: Path, prefixes: Renamed = ()) -> set[str]:
@@ -171,7 +171,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _read_ahead(paths: Sequence[Path]) -> None:
-    """Ask the system to fetch files that are wanted next while others are copied to the device."""
+    """Have the system read the files that are needed next while others are copied to the device."""
     if not hasattr(os, "posix_fadvise"):
         return
     for path in paths:
@@ -183,7 +183,7 @@ def _read_ahead(paths: Sequence[Path]) -> None:
 
 
 def load_weights(directory: Path, plan: WeightPlan, *, progress: Callable[[float], None]) -> None:
-    """Fill every place of `plan`. `progress` gets the loaded fraction, from 0 to 1. Raises `WeightsError`."""
+    """Fill all destinations of `plan`. `progress` gets the loaded fraction, from 0 to 1. Raises `WeightsError`."""
     names_read: set[str] = set()
     unexpected: list[str] = []
     tied: dict[str, torch.Tensor] = {}
@@ -194,49 +194,49 @@ def load_weights(directory: Path, plan: WeightPlan, *, progress: Callable[[float
             for stored in tensors.keys():  # noqa: SIM118 - not a mapping
                 name = plan.name_of(stored)
                 if name in names_read:
-                    raise WeightsError(f"{path.name}: tensor {stored} stands in two files")
+                    raise WeightsError(f"{path.name}: tensor {stored} is in two files")
                 names_read.add(name)
                 if name in plan.tied:
                     tied[name] = tensors.get_tensor(stored)
                 elif not _load_tensor(plan, name, partial(tensors.get_tensor, stored), path):
                     unexpected.append(stored)
-                progress(min(1.0, len(names_read) / max(1, len(plan.places))))
+                progress(min(1.0, len(names_read) / max(1, len(plan.destinations))))
     _check_complete(directory, plan, names_read, unexpected)
     for name, tensor in tied.items():
         _check_tied(plan, name, tensor)
 
 
 def _load_tensor(plan: WeightPlan, name: str, read: Callable[[], torch.Tensor], path: Path) -> bool:
-    """Copy one tensor to its place; False when nobody asked for it."""
+    """Load one tensor into its destination; False if the plan has none for it."""
     if name.endswith(".rotary_emb.inv_freq") or (plan.ignored and name.startswith(plan.ignored)):
         return True  # the former is a buffer of old checkpoints: computed from the configuration here
-    place = plan.places.get(name)
-    if place is None:
+    destination = plan.destinations.get(name)
+    if destination is None:
         return False
     try:
-        if isinstance(place, torch.Tensor):
-            copy_checked(place, read())
+        if isinstance(destination, torch.Tensor):
+            copy_checked(destination, read())
         else:
-            place.load(read())
+            destination.load(read())
     except WeightsError as error:
         raise WeightsError(f"{path.name}: tensor {name} {error}") from error
     return True
 
 
-def copy_checked(place: torch.Tensor, tensor: torch.Tensor) -> None:
+def copy_checked(destination: torch.Tensor, tensor: torch.Tensor) -> None:
     """Copy a tensor of the same shape and the same kind: the codes of a quantised matrix must not be copied as numbers.
 
     Raises `WeightsError` without the name of the tensor.
     """
-    if tensor.shape != place.shape:
-        raise WeightsError(f"has shape {tuple(tensor.shape)}, expected {tuple(place.shape)} by config.json")
-    if place.is_floating_point() and not tensor.is_floating_point():
+    if tensor.shape != destination.shape:
+        raise WeightsError(f"has shape {tuple(tensor.shape)}, expected {tuple(destination.shape)} by config.json")
+    if destination.is_floating_point() and not tensor.is_floating_point():
         raise WeightsError(f"is {tensor.dtype}, expected a floating-point type")
-    if tensor.dtype != place.dtype and not (_is_number(tensor.dtype) and _is_number(place.dtype)):
+    if tensor.dtype != destination.dtype and not (_is_number(tensor.dtype) and _is_number(destination.dtype)):
         raise WeightsError(
-            f"is {tensor.dtype}, expected {place.dtype}; config.json and the scales must describe quantised weights"
+            f"is {tensor.dtype}, expected {destination.dtype}; config.json and the scales must describe quantised weights"
         )
-    place.copy_(tensor)
+    destination.copy_(tensor)
 
 
 def _is_number(dtype: torch.dtype) -> bool:
@@ -245,20 +245,24 @@ def _is_number(dtype: torch.dtype) -> bool:
 
 def _check_tied(plan: WeightPlan, name: str, tensor: torch.Tensor) -> None:
     """A tied tensor may also be in the files, but must then equal the tensor it is tied to."""
-    place = plan.places[plan.tied[name]]
-    assert isinstance(place, torch.Tensor), "tied tensors are plain"
-    if tensor.shape != place.shape or not torch.equal(tensor.to(device=place.device, dtype=place.dtype), place):
+    destination = plan.destinations[plan.tied[name]]
+    assert isinstance(destination, torch.Tensor), "tied tensors are plain"
+    if tensor.shape != destination.shape or not torch.equal(
+        tensor.to(device=destination.device, dtype=destination.dtype), destination
+    ):
         raise WeightsError(f"tie_word_embeddings is set, but {name} differs from {plan.tied[name]}")
 
 
 def _check_complete(directory: Path, plan: WeightPlan, names_read: set[str], unexpected: list[str]) -> None:
-    missing = sorted(set(plan.places) - names_read - plan.optional)
+    missing = sorted(set(plan.destinations) - names_read - plan.optional)
     if missing:
         verb = "tensor is" if len(missing) == 1 else "tensors are"
         raise WeightsError(f"{directory}: {len(missing)} {verb} missing: {_shown(missing)}; {FOREIGN}")
     if unexpected:
         verb = "tensor belongs" if len(unexpected) == 1 else "tensors belong"
-        raise WeightsError(f"{directory}: {len(unexpected)} {verb} to nothing here: {_shown(sorted(unexpected))}; {FOREIGN}")
+        raise WeightsError(
+            f"{directory}: {len(unexpected)} {verb} to no part of this model: {_shown(sorted(unexpected))}; {FOREIGN}"
+        )
 
 
 def _shown(names: list[str]) -> str:

@@ -53,8 +53,8 @@ EXP2_MINUS = (  # Q, with the least relative error on [0, 1]: 9e-8
 WEIGHT_BITS = 30
 FARTHEST = 31.0  # binary orders below the likeliest token beyond which a weight is zero
 
-GUESS, ACCEPT, RESIDUAL = 1, 2, 3
-"""Draws of independent noise besides draw 0, which chooses the token of plain decoding: for the guess of a draft model, for the
+DRAFT, ACCEPT, RESIDUAL = 1, 2, 3
+"""Draws of independent noise besides draw 0, which chooses the token of plain decoding: for the token of a draft model, for the
 uniform number that accepts or rejects it, and for the token that replaces it."""
 
 NO_TOKEN = -1

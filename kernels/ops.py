@@ -24,7 +24,7 @@ from kernels.cpu.invariant_attention import InvariantPlan, InvariantPlanner, inv
 from kernels.cpu.invariant_linear import in_invariant_tiles
 from kernels.cpu.norm import layer_norm
 from kernels.device_words import DeviceWords, Pieces, Words
-from kernels.gumbel import GUESS, NO_TOKEN
+from kernels.gumbel import DRAFT, NO_TOKEN
 from kernels.host_tokens import HostTokens
 from kernels.operations import FUSED_ROWS_MAX, LinearKernel, LinearPacker, Operations
 from kernels.paged_plan import PagedPlan, PagedPlanner, paged_plan_attention
@@ -48,8 +48,8 @@ from kernels.transfer import send
 from kernels.variants import CompilationFailed, Variants
 
 __all__ = [
+    "DRAFT",
     "FUSED_ROWS_MAX",
-    "GUESS",
     "NO_TOKEN",
     "SUPPRESSED_IDS_MAX",
     "AnyPlan",

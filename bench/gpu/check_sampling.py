@@ -106,13 +106,13 @@ def _alone_and_batched(context: Context, vocab: int) -> ResultPair:
 
 def _rejection(context: Context) -> ResultPair:
     ours, exact_rejection = triton_and_reference("drafts", "reject_drafts")
-    requests, guesses, vocab, device = 6, 3, context.size(32_000, 300), context.device
-    target = torch.randn(requests, guesses + 1, vocab, device=device).mul_(2).softmax(-1)
-    draft = (target[:, :guesses].log() + 0.3 * torch.randn(requests, guesses, vocab, device=device)).softmax(-1).contiguous()
+    requests, depth, vocab, device = 6, 3, context.size(32_000, 300), context.device
+    target = torch.randn(requests, depth + 1, vocab, device=device).mul_(2).softmax(-1)
+    draft = (target[:, :depth].log() + 0.3 * torch.randn(requests, depth, vocab, device=device)).softmax(-1).contiguous()
     inputs = (
         target,
         draft,
-        torch.multinomial(draft.flatten(0, 1), 1).view(requests, guesses),
+        torch.multinomial(draft.flatten(0, 1), 1).view(requests, depth),
         torch.tensor([3, 2, 1, 3, 3, 2], dtype=torch.int32, device=device),
         torch.arange(1, requests + 1, device=device) * STREAM,
         11 * torch.arange(requests, device=device),

@@ -44,8 +44,8 @@ def count_graph_use() -> Iterator[GraphUse]:
     use = GraphUse()
     select_shape, make_ready = DecodeSteps.select_shape, CudaGraphs.make_ready
 
-    def count_step(steps: DecodeSteps, num_rows: int, needs: SamplingNeeds, *, has_guesses: bool = False) -> DecodeShape:
-        shape = select_shape(steps, num_rows, needs, has_guesses=has_guesses)
+    def count_step(steps: DecodeSteps, num_rows: int, needs: SamplingNeeds, *, has_drafts: bool = False) -> DecodeShape:
+        shape = select_shape(steps, num_rows, needs, has_drafts=has_drafts)
         use.steps += 1
         use.without_choice += shape.kind is None and not needs.masked
         return shape

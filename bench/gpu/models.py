@@ -167,13 +167,13 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def fill_plan(plan: WeightPlan, shapes: dict[str, tuple[int, ...]], device: torch.device) -> None:
-    """Fill every place with random values. Raises KeyError for a place without a tensor here, and names what is left over."""
-    for name, place in plan.places.items():
-        if isinstance(place, torch.Tensor):
-            fill(name, place)
+    """Fill every destination with random values. Raises KeyError for one without a tensor, and names what is left over."""
+    for name, destination in plan.destinations.items():
+        if isinstance(destination, torch.Tensor):
+            fill(name, destination)
         elif name in shapes or name not in plan.optional:
-            place.load(make_tensor(name, shapes[name], device))
-    unused = set(shapes) - set(plan.places) - set(plan.tied)
+            destination.load(make_tensor(name, shapes[name], device))
+    unused = set(shapes) - set(plan.destinations) - set(plan.tied)
     assert not unused, f"the model does not take {sorted(unused)[:4]}"
 
 

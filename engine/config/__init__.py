@@ -1,1 +1,1 @@
-"""What a model directory says about its model, read and checked before anything is loaded; the families. No torch."""
+"""The configuration in a model directory, checked before anything is loaded, and the model families. No torch."""

@@ -24,7 +24,7 @@ FUSED_TRANSFORMS = ("weight_input", "weight_output")
 
 
 def parse_compressed(settings: JsonObject) -> StoredWeights:
-    """One group of settings for all linear modules. Raises `UnsupportedModel` with the key and what can be."""
+    """One group of settings for all linear modules. Raises `UnsupportedModel` with the key and the supported values."""
     require_one_of(mapping(settings, "sparsity_config"), "format", "dense", None, prefix="sparsity_config.")
     _check_transforms(mapping(settings, "transform_config"))
     check_kv_scheme(mapping(settings, "kv_cache_scheme"), "tensor")
@@ -57,9 +57,9 @@ def _check_transforms(transforms: JsonObject) -> None:
     for name, scheme in mapping(transforms, "config_groups").items():
         applied = scheme.get("apply") if isinstance(scheme, dict) else None
         listed = applied if isinstance(applied, list) else []
-        places = [each.get("location") if isinstance(each, dict) else each for each in listed]
-        if not places or not all(place in FUSED_TRANSFORMS for place in places):
-            raise refusal(f"transform_config.config_groups.{name}", places, "transforms that are in the weights")
+        locations = [item.get("location") if isinstance(item, dict) else item for item in listed]
+        if not locations or not all(location in FUSED_TRANSFORMS for location in locations):
+            raise refusal(f"transform_config.config_groups.{name}", locations, "transforms that are in the weights")
 
 
 def check_kv_scheme(scheme: JsonObject, *strategies: str | None) -> None:
@@ -71,7 +71,7 @@ def check_kv_scheme(scheme: JsonObject, *strategies: str | None) -> None:
 
 
 def _fp8_weights(weights: JsonObject, inputs: JsonObject, prefix: str) -> Fp8Weights | Fp8BlockWeights:
-    """Inputs of matrices in blocks are not rounded, so what is said about them does not matter."""
+    """Inputs of matrices in blocks are not rounded, so their settings do not matter."""
     of_weights = f"{prefix}weights."
     strategies = ("tensor", "channel", "block")
     require_values(weights, of_weights, num_bits=[8], type=["float"], strategy=strategies, symmetric=SYMMETRIC)

@@ -1,4 +1,4 @@
-"""What a model directory says about its encoder (BERT, arXiv 1810.04805; RoBERTa, 1907.11692), checked. Knows no torch."""
+"""The configuration of an encoder in a model directory (BERT, arXiv 1810.04805; RoBERTa, 1907.11692). Knows no torch."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class NormLayout(Enum):
 
 
 class Windows(Enum):
-    """Which layers have a sliding window, and which keys of config.json say so.
+    """Which layers have a sliding window, and which keys of config.json decide it.
 
     EVERY: `sliding_window` in all layers, null is none. SWITCHED: only with `use_sliding_window`, from layer
     `max_window_layers` on or where `layer_types` says. SWITCHED_EVERY: only with `use_sliding_window`, then everywhere.
@@ -50,8 +50,8 @@ class ExpertNames:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextPart:
     """The decoder in the checkpoint of a model that also reads images. Its configuration is `text_config`, with `defaults` for
-    keys that published models omit. `renamed`: what its tensor names begin with, and what those of the decoder alone begin
-    with, in two generations of transformers. `ignored`: what other tensor names begin with."""
+    keys that published models omit. `renamed`: prefixes of its tensor names, and those of the decoder alone, in two
+    generations of transformers. `ignored`: prefixes of other tensor names."""
 
     defaults: Mapping[str, int]
     renamed: tuple[tuple[str, str], ...]

@@ -1,4 +1,4 @@
-"""What a model directory says about its decoder, checked before anything is loaded. Reads JSON; knows no torch.
+"""The configuration of a decoder in a model directory, checked before anything is loaded. Reads JSON; knows no torch.
 
 Every key that changes the computation is either honoured or refused by name; keys that only describe training are ignored.
 """
@@ -224,8 +224,8 @@ def _family(config: JsonObject) -> Family:
 
 
 def _text_config(config: JsonObject, family: Family) -> JsonObject:
-    """The configuration of the decoder: all of `config`, or its `text_config` where the model has other parts. `config` says
-    what that leaves open, and first of all what holds for the whole model, as in transformers."""
+    """The configuration of the decoder: all of `config`, or its `text_config` where the model has other parts. `config` fills
+    in what is missing there, and decides what holds for the whole model, as in transformers."""
     if family.text_part is None:
         return config
     text = {key: value for key, value in mapping(config, "text_config").items() if value is not None}
@@ -338,7 +338,7 @@ def _ropes(config: JsonObject, family: Family, head_dim: int) -> tuple[RopeConfi
 
 
 def _eos_token_ids(config: JsonObject, generation: JsonObject, vocab_size: int) -> tuple[int, ...]:
-    """generation_config.json decides when it names one; else config.json. Ids outside the vocabulary, as in configurations that
-    were cut down or name -1, are left out: no step chooses them, and samplers take ids for places in a row of logits."""
+    """The ids of generation_config.json if it names any; else of config.json. Ids outside the vocabulary, as in configurations
+    that were cut down or name -1, are left out: no step chooses them, and samplers use ids as indices of a row of logits."""
     ids = integers(generation, "eos_token_id") or integers(config, "eos_token_id")
     return tuple(token_id for token_id in ids if 0 <= token_id < vocab_size)

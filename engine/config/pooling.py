@@ -40,7 +40,7 @@ class PoolingConfig:
 
 
 def load_pooling_config(directory: Path, *, default_mode: str) -> PoolingConfig:
-    """What the directory says; without `modules.json` the default mode, normalised. Raises `ModelError`."""
+    """The pooling of a model directory; without `modules.json` the default mode, normalised. Raises `ModelError`."""
     path = directory / "modules.json"
     if not path.is_file():
         return PoolingConfig(mode=default_mode)

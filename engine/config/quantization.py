@@ -1,6 +1,6 @@
-"""What `quantization_config` of config.json says about the weights in the checkpoint, checked. Reads JSON; knows no torch.
+"""The formats of the weights in a checkpoint: `quantization_config` of config.json, checked. Reads JSON; knows no torch.
 
-Which modules are quantised is not read here: the tensors in the files say so, whatever the lists of exceptions look like.
+Which modules are quantised is not read here: the tensors in the files decide, not the lists of exceptions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ METHODS = ("fp8", "compressed-tensors", "awq", "gptq", "modelopt")
 
 
 def parse_quantization(config: JsonObject) -> CheckpointQuantization | None:
-    """The checked form of `quantization_config`, None without one. Raises `UnsupportedModel` with the key and what can be."""
+    """The checked form of `quantization_config`, None without one. Raises `UnsupportedModel` with the key and the supported
+    values."""
     settings = mapping(config, KEY)
     if not settings:
         if config.get("compression_config"):

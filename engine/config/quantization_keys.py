@@ -19,7 +19,7 @@ def refusal(key: str, value: object, supported: str) -> UnsupportedModel:
 def require_one_of(settings: JsonObject, key: str, *accepted: object, prefix: str = "") -> None:
     """Raise `UnsupportedModel` for a value that is none of `accepted`; a missing key and null are `None`."""
     value = settings.get(key)
-    if not any(value == each and type(value) is type(each) for each in accepted):
+    if not any(value == known and type(value) is type(known) for known in accepted):
         raise refusal(f"{prefix}{key}", value, ", ".join(map(_in_json, accepted)))
 
 

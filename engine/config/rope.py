@@ -52,7 +52,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeDefaults:
-    """What the rest of config.json, or the family, says about a rotation."""
+    """The defaults of a rotation, from the rest of config.json or the family."""
 
     theta: float
     head_dim: int

@@ -78,7 +78,7 @@ class Int4Weights(GroupWeights):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Int8GroupWeights(GroupWeights):
-    """8-bit codes in groups or with zero points, for which there is no product. `key`: what in the settings says so."""
+    """8-bit codes in groups or with zero points, for which there is no product. `key`: the setting that says so."""
 
     key: str = field(compare=False)
     bits: ClassVar[int] = 8
@@ -90,7 +90,7 @@ class Int8GroupWeights(GroupWeights):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8BlockWeights:
     """Weights in E4M3 with one scale for each `block` of (outputs, inputs), for which there is no product. `marker`: the name
-    of the scales. `key`: what in the settings says so."""
+    of the scales. `key`: the setting that says so."""
 
     block: tuple[int, int]
     marker: str

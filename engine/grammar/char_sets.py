@@ -32,7 +32,7 @@ def of(text: str) -> CharSet:
 
 
 def union(*sets: CharSet) -> CharSet:
-    return chars(*(part for each in sets for part in each))
+    return chars(*(part for inner in sets for part in inner))
 
 
 def intersect(left: CharSet, right: CharSet) -> CharSet:

@@ -50,7 +50,7 @@ class _TenantQueue:
 
 
 class CompileQueue:
-    """The queues of all tenants with any grammar here; the one served next comes first."""
+    """The queues of all tenants that have a grammar; the one served next comes first."""
 
     def __init__(self, *, waiting_max: int | None = WAITING_MAX, running_max: int = 1) -> None:
         """At most `waiting_max` compiles may wait, over all tenants (any number if None); `running_max` of each tenant may

@@ -41,7 +41,7 @@ class _WorkerProcess:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
         command = [sys.executable, "-m", "engine.grammar.worker"]
         pipe = subprocess.PIPE
-        # A session of its own: an interrupt at the terminal is the engine's to handle.
+        # A session of its own: an interrupt at the terminal is for the engine to handle.
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, start_new_session=True)
         self._buffer = b""
         try:

@@ -188,21 +188,21 @@ class ArrayWriter:
 
     def _bodies(self, state: tuple[int, ...]) -> list[Body]:
         shape, (length, *counts) = self._shape, state
-        has_minimums = all(count >= each.low for count, each in zip(counts, shape.counted, strict=True))
+        has_minimums = all(count >= counted.low for count, counted in zip(counts, shape.counted, strict=True))
         bodies: list[Body] = [()] if length >= shape.low and has_minimums else []
         if shape.high is not None and length >= shape.high:
             return bodies
         item = shape.first[length] if length < len(shape.first) else shape.others
         for hits in itertools.product((False, True), repeat=len(counts)):
             literals, following = list(item), [min(length + 1, self._length_max)]
-            for hit, count, each in zip(hits, counts, shape.counted, strict=True):
+            for hit, count, counted in zip(hits, counts, shape.counted, strict=True):
                 if hit:
-                    literals += each.value
-                elif each.high is not None:
-                    literals += each.opposite
-                cap = each.low if each.high is None else each.high + 1
+                    literals += counted.value
+                elif counted.high is not None:
+                    literals += counted.opposite
+                cap = counted.low if counted.high is None else counted.high + 1
                 following.append(min(count + hit, cap))
-            if all(each.high is None or n <= each.high for n, each in zip(following[1:], shape.counted, strict=True)):
+            if all(counted.high is None or n <= counted.high for n, counted in zip(following[1:], shape.counted, strict=True)):
                 value = self._value(make_term(literals))
                 bodies.append((*comma(length), value, self._state(tuple(following))))
         return bodies

@@ -1,7 +1,7 @@
 """Writes the shapes of a schema as a Lark grammar of JSON texts. Knows the library's syntax and nothing of schemas' keywords.
 
 White space is restricted to what JSON writers produce: a space beside punctuation, and line breaks with indentation inside
-brackets and after commas. With JSON's own rule, weak models got lost in blanks: whatever else the schema forbids, one more
+brackets and after commas. With JSON's own rule, weak models wrote blanks for ever: whatever else the schema forbids, one more
 blank was always allowed. Every terminal is one JSON token together with the blanks around its punctuation, so that the
 library's greedy lexer never has to choose. Rules are kept as data until the end, when those that can produce no text are
 removed. So a text can always be completed.

@@ -173,7 +173,7 @@ class _DigitReader:
         comparisons: tuple[int, ...], character: str, digits: list[str], index: int, padding: str
     ) -> tuple[int, ...]:
         """Comparisons after one more digit. After the last digit of a bound, compare with `padding`, unless that is empty."""
-        others = [each[index : index + 1] or padding for each in digits]
+        others = [bound_digits[index : index + 1] or padding for bound_digits in digits]
         return tuple(sign or (_sign(character, other) if other else 0) for sign, other in zip(comparisons, others, strict=True))
 
     def _compare_lengths(self, num_digits: int, comparisons: tuple[int, ...]) -> tuple[int, ...]:
@@ -276,7 +276,7 @@ def _without_dead_states(automaton: Automaton) -> Automaton:
 
 
 def _merge_equivalent(edges: list[dict[str, int]], accepting: set[int], live: set[int]) -> Automaton:
-    """Moore's partition refinement: states that cannot be told apart become one."""
+    """Moore's partition refinement: indistinguishable states become one."""
     block = {state: int(state in accepting) for state in live}
     count = len(set(block.values()))
     while True:

@@ -370,7 +370,7 @@ class _Parser:
         return char_sets.union(*members)
 
     def _range(self, first: CharSet, last: CharSet) -> CharSet:
-        single = all(len(each) == 1 and each[0][0] == each[0][1] for each in (first, last))
+        single = all(len(end) == 1 and end[0][0] == end[0][1] for end in (first, last))
         if not single:
             return char_sets.union(first, char_sets.of("-"), last)  # `[\w-.]`: the hyphen is literal
         if first[0][0] > last[0][0]:

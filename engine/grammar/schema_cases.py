@@ -37,8 +37,8 @@ def make_term(literals: Iterable[Literal]) -> Term:
     return tuple(sorted(dict.fromkeys(literals), key=_order))
 
 
-def _order(each: Literal) -> tuple[int, bool]:
-    return (each[0].index if isinstance(each[0], Node) else -1, each[1])
+def _order(literal: Literal) -> tuple[int, bool]:
+    return (literal[0].index if isinstance(literal[0], Node) else -1, literal[1])
 
 
 def conjunction(nodes: Iterable[Node]) -> Term:
@@ -80,7 +80,7 @@ class _Branch:
 
 
 class Cases:
-    """Cases of the terms of one document. `is_empty` says when no value can satisfy a term; `names_of` returns the strings that
+    """Cases of the terms of one document. `is_empty`: whether no value can satisfy a term; `names_of` returns the strings that
     satisfy one."""
 
     def __init__(self, keywords: Keywords, is_empty: Callable[[Term], bool], names_of: Callable[[Term], Regex]) -> None:
@@ -107,7 +107,7 @@ class Cases:
         return self._cache[term]
 
     def holds(self, term: Term, value: Any) -> bool:
-        return all(self._values.holds(each, value) for each in term)
+        return all(self._values.holds(literal, value) for literal in term)
 
     def _expand_branch(self, branch: _Branch) -> Iterator[Case]:
         while branch.pending:
@@ -135,7 +135,7 @@ class Cases:
             yield from self._expand_branch(branch.with_choice(index, literals))
 
     def _all_hold(self, literals: list[Literal], value: Any) -> bool:
-        return all(self._values.holds(each, value) for each in literals)
+        return all(self._values.holds(literal, value) for literal in literals)
 
     def _expand_literal(self, branch: _Branch, formula: Node | Constraint, holds: bool) -> bool:
         """Expand one literal into the branch; False when nothing satisfies it."""

@@ -21,7 +21,7 @@ def refusal(path: str, reason: str) -> GrammarError:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Node:
-    """A schema of the document. Compared by identity; `index` is its place in reading order."""
+    """A schema of the document. Compared by identity; `index` is its position in reading order."""
 
     value: Any
     base: str
@@ -31,7 +31,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Constraint:
-    """One keyword, or several that only have a meaning together. `kind` says what `value` holds."""
+    """One keyword, or several that only have a meaning together. `kind`: what `value` holds."""
 
     kind: str
     value: Any

@@ -39,7 +39,7 @@ def type_of(value: Any) -> str:
 
 
 def equality_key(value: Any) -> Any:
-    """A hashable stand-in that is equal exactly for equal JSON values: 1 and 1.0 are, 1 and true are not."""
+    """A hashable key, equal exactly for equal JSON values: 1 and 1.0 are, 1 and true are not."""
     kind = type_of(value)
     if kind == "array":
         return (kind, tuple(equality_key(item) for item in value))
@@ -87,7 +87,7 @@ class Values:
             is_integer = "integer" in expected and type_of(value) == "number" and Fraction(value).denominator == 1
             return is_integer or type_of(value) in expected
         if kind == "enum":
-            return equality_key(value) in {equality_key(each) for each in expected}
+            return equality_key(value) in {equality_key(member) for member in expected}
         if kind == "not":
             return not self._node(expected, value)
         if kind == "if":

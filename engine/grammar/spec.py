@@ -52,8 +52,8 @@ class GrammarSpec:
 
 
 def grammar_spec(sampling: SamplingParams) -> GrammarSpec | None:
-    """Return the constraint of a request, None when it has none. That there is only one, and its type, `SamplingParams` has
-    checked.
+    """Return the constraint of a request, None when it has none. `SamplingParams` has checked that there is only
+    one, and its type.
 
     Raises `GrammarError`, an `InvalidOption`, that names the field, for a text that is empty, too large or not UTF-8.
     """

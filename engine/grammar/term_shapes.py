@@ -36,8 +36,9 @@ Facts = list[tuple[Constraint, bool]]
 
 @dataclass(frozen=True, slots=True)
 class MemberRules:
-    """What the facts of an object say of its properties. `of_names` is the term of every name, `of_members` the schema that the
-    value of a name must satisfy or violate, with that name; `mentioned` holds every name in these rules but those of patterns.
+    """The rules for an object's properties, from its facts. `of_names` is the term of every name, `of_members` the schema that
+    the value of a name must satisfy or violate, with that name; `mentioned` holds every name in these rules but those of
+    patterns.
     """
 
     groups: list[Members]
@@ -183,10 +184,10 @@ class Shapes:
             return None
         first = first[:high]
         counted = tuple(
-            Counted(((each.node, each.holds),), ((each.node, not each.holds),), each.low, each.high)
-            for each in _values_of(facts, "contains")
+            Counted(((contains.node, contains.holds),), ((contains.node, not contains.holds),), contains.low, contains.high)
+            for contains in _values_of(facts, "contains")
         )
-        if any(each.low and self.is_empty(make_term((*each.value, *others))) and not first for each in counted):
+        if any(rule.low and self.is_empty(make_term((*rule.value, *others))) and not first for rule in counted):
             return None
         may_repeat = high is None or high > 1
         if not may_repeat and _values_of(facts, "unique", holds=False):
@@ -195,7 +196,7 @@ class Shapes:
         return Array(first, others, low, high, counted, unique)
 
     def _items(self, facts: Facts) -> tuple[tuple[Term, ...], Term]:
-        """The items of an array by position, as far as the schema tells positions apart, and those behind them."""
+        """The items of an array by position, as far as the schema distinguishes positions, and all later ones."""
         groups: list[Items] = _values_of(facts, "items")
         violations: list[tuple[int, Node]] = _values_of(facts, "at")
         length = max([0, *(len(items.first) for items in groups), *(position + 1 for position, _ in violations)])

@@ -14,7 +14,7 @@ from kernels import ops
 class FusedLinear:
     """y = x Wᵀ + b, where W stacks the matrices `parts` = [(checkpoint name, rows), …].
 
-    Plain tensors while weights are loaded, or what the plan's `storage` says; after `pack` only the kernel's own form remains.
+    Plain tensors while weights are loaded, or in the form of the plan's `storage`; after `pack` only the kernel's form remains.
     """
 
     def __init__(

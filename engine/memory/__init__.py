@@ -1,1 +1,1 @@
-"""Memory of a device: what an engine will need of it, what fits, what would make it fit, and what was taken in the end."""
+"""Memory of a device: what an engine will need, whether it fits, what would make it fit, and what it took in the end."""

@@ -1,4 +1,4 @@
-"""What this machine has left for keys and values, on its device and in main memory."""
+"""Memory that this machine has left for keys and values, on its device and in main memory."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ WORKSPACE_BYTES = 128 << 20
 
 def release_dropped_engines() -> None:
     """Give back the memory of engines that this process has dropped. They are in reference cycles, which Python may collect
-    much later, and torch keeps memory of a GPU that nothing uses any more: to the driver, and so to the memory plan of another
-    engine, it is taken."""
+    much later, and torch keeps unused memory of a GPU, which the driver, and so the memory plan of another engine, counts as
+    taken."""
     gc.collect()
     torch.cuda.empty_cache()
 
 
 def free_kv_bytes(needs: MemoryNeeds, utilization: float, device: torch.device, *, others_bytes: int = 0) -> int:
     """Bytes that a GPU has left for the KV cache once the weights are loaded, beside what steps need. `utilization`: the share
-    of its memory that may be used. `others_bytes`: what the engines of other models are to have, taken yet or not."""
+    of its memory that may be used. `others_bytes`: what is reserved for the engines of other models, taken yet or not."""
     free, total = torch.cuda.mem_get_info(device)
     used_bytes = total - free
     if others_bytes:

@@ -28,7 +28,7 @@ fit beside the slots of so many requests, or the cache holds fewer than this man
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """`usable_bytes` is what this engine may reach, of which `context_bytes` are taken already; of a GPU `capability` is the
+    """`usable_bytes` is what this engine may use, of which `context_bytes` are taken already; of a GPU `capability` is the
     compute capability, and `memory_bytes` all that it has. `others_bytes`: what it leaves to the engines of `others`."""
 
     device_type: str
@@ -79,11 +79,11 @@ def estimate_fit(
     draft: ModelConfig | None = None,
 ) -> MemoryFit:
     """`dtype`: what is computed in. Memory for graphs is counted for every mode that launches ahead, even with graphs switched
-    off: looking for a fault without them then leaves the cache as large as it was."""
+    off, so that switching them off to look for a fault leaves the cache as large as it was."""
     load = Load(
         num_tokens=options.batched_tokens(memory.device_type),
         num_seqs=options.seats(memory.device_type),
-        num_guesses=options.max_guesses,
+        num_draft_tokens=options.max_draft_tokens,
         block_size=options.block_size,
         on_gpu=memory.device_type == "cuda",
         has_slots=mode.launches_ahead,

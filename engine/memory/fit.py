@@ -45,7 +45,7 @@ class Remedy(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFit:
     """A model that is to have `wanted_len` tokens of context in `usable_bytes` of a device that computes with fp8, or not.
-    `memory_bytes`: all of a GPU's, of which an option says the share that is usable. `others_bytes`: what is left to the
+    `memory_bytes`: all of a GPU's, of which an option sets the usable share. `others_bytes`: what is left to the
     engines of `others`, models that are served from the same GPU; `context_bytes` may include it. `fixed_kv_bytes`: the size
     of the cache, where it is not to take what is left."""
 
@@ -106,7 +106,7 @@ class MemoryFit:
 
     @property
     def kv_tokens(self) -> int:
-        """How many tokens have room for their keys and values in these."""
+        """Tokens whose keys and values fit into these blocks."""
         return self.num_blocks * self.load.block_size
 
     def remedies(self) -> list[Remedy]:
@@ -167,7 +167,7 @@ class MemoryFit:
 
 
 class Changed(NamedTuple):
-    """What was changed, in words, and the fit that came of it."""
+    """What was changed, in words, and the resulting fit."""
 
     words: str
     fit: MemoryFit
@@ -294,12 +294,12 @@ def divide_memory(usable_bytes: int, fits: Sequence[MemoryFit]) -> list[int]:
     and values, and its cache. What caches of fixed sizes leave is divided so that all others hold the same number of tokens."""
     needs = [fit.needs for fit in fits]
     fixed_bytes = [
-        each.fixed_bytes - each.context_bytes + CONTEXT_BYTES + (fit.fixed_kv_bytes or 0)
-        for fit, each in zip(fits, needs, strict=True)
+        need.fixed_bytes - need.context_bytes + CONTEXT_BYTES + (fit.fixed_kv_bytes or 0)
+        for fit, need in zip(fits, needs, strict=True)
     ]
     left_bytes = max(0, usable_bytes - sum(fixed_bytes))
     kv_bytes = [
-        each.kv_bytes(BLOCK_SIZE_MAX) if fit.fixed_kv_bytes is None else 0 for fit, each in zip(fits, needs, strict=True)
+        need.kv_bytes(BLOCK_SIZE_MAX) if fit.fixed_kv_bytes is None else 0 for fit, need in zip(fits, needs, strict=True)
     ]
     return [fixed + left_bytes * kv // max(1, sum(kv_bytes)) for fixed, kv in zip(fixed_bytes, kv_bytes, strict=True)]
 

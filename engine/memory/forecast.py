@@ -66,8 +66,8 @@ class MemoryForecast:
         return f"the context is {self.fit.context_len} tokens: {self.name} {self.fit.explain()}"
 
     def parts(self, measured: MeasuredMemory) -> list[MemoryPart]:
-        """Predicted and measured bytes, part by part. What the driver reports in use beside this process cannot be told apart
-        from what other models have, so it is not reported beside them."""
+        """Predicted and measured bytes, part by part. What the driver reports in use beside this process cannot be
+        distinguished from what other models have, so it is not reported beside them."""
         needs, others_bytes = self.fit.needs, self.fit.others_bytes
         context_bytes = None if others_bytes else measured.context_bytes
         parts = [
@@ -226,7 +226,7 @@ class MemoryMeter:
         self._readings: dict[str, _Reading] = {}
 
     def record(self, part: str) -> None:
-        """Read what is taken when a part is made: the cache (behind the weights), the first steps, slots, graphs."""
+        """Record what a part took that was just made: the cache (after the weights), the first steps, slots, graphs."""
         device = self._device
         if device.type == "cuda":
             allocated, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)

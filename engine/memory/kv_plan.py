@@ -74,7 +74,7 @@ def check_fit(name: str, fit: MemoryFit, options: EngineOptions) -> None:
 
 
 def plan_memory(config: ModelConfig, options: EngineOptions, *, block_bytes: int, available_bytes: int) -> MemoryPlan:
-    """Divide `available_bytes` into blocks of `block_bytes`, for a context that `check_context` lets pass. Raises
+    """Divide `available_bytes` into blocks of `block_bytes`, for a context that `check_context` accepts. Raises
     `EngineConfigError`, naming the option."""
     size = options.block_size
     num_host_blocks = int(options.swap_space * GIB) // block_bytes

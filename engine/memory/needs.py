@@ -4,11 +4,11 @@ Integers only; knows no torch and no device. With L layers of P_layer weights in
 b_kv bytes per weight, per number computed with and per stored key or value, T tokens and R sampled rows in a step:
 
     weights      W = b_w·L·P_layer + b·V·d·(1 if tied, else 2) + norms and biases; groups of g add 4/g for scale and zero; a
-                     head in other bits than b stands beside the embedding, tied or not
-    activations  A = max(T·w·b, R·V·4·2), w numbers of a token where a layer holds most: 3f + 6d behind gates of width f; of a
+                     head in other bits than b is kept beside the embedding, tied or not
+    activations  A = max(T·w·b, R·V·4·2), w numbers of a token where a layer holds most: 3f + 6d with gates of width f; of a
                      mixture of k experts (k + 2)·f + (k + 6)·d; 2(H + K)·D + 5d in attention
-                     On a GPU at least t·w·b + 2^16·(D + 1)·4 with t = min(T, 2^15 / H): of so few tokens behind a long
-                     context keys are cut into splits, whose results stand beside
+                     On a GPU at least t·w·b + 2^16·(D + 1)·4 with t = min(T, 2^15 / H): with so few tokens after a long
+                     context keys are cut into splits, whose results are kept too
                      Chunks of at most 8 tokens each that are more rows than R leave their splits in memory of their own:
                      at least t·w·b + min(t·splits·H·(D + 1)·4, 256 MiB) with t = min(T, 8 · requests)
     graphs       G = A of the largest captured step, and for each that is kept 24 KiB for each of its 10·L + 20 launches;
@@ -18,7 +18,7 @@ b_kv bytes per weight, per number computed with and per stored key or value, T t
                      (R + 32)·(context / block_size)·4 of block tables
     slots        S = R·(splits of the context·H·(D + 1)·4 for each window + V·(4 + b)) + min(R·V·4, 128 MiB)
                      + (2·R + 32)·(context / block_size)·4, on a GPU: what decodes leave between two kernels, counts of tokens,
-                     logits that wait for masks, biases; block tables of slots, of rows and of 32 chunks. Rows of guesses add
+                     logits that wait for masks, biases; block tables of slots, of rows and of 32 chunks. Draft tokens add
                      to R, once to its tables and not to counts and biases. Batch-invariant decodes leave
                      max(R, 64)·(context / 256)·H·(D + 2)·4 for each window, at most 256 MiB, and b is 4
     rotary tables  2·context·D_rotary·b for each rotation of the model: cosines and sines of all positions
@@ -27,7 +27,7 @@ b_kv bytes per weight, per number computed with and per stored key or value, T t
 
 W, A, S and the rotary tables are methods of `MemoryShape`, G is `MemoryNeeds._graphs`, C comes from the device.
 
-What is divided here is that of paged caches, Kwon et al., arXiv 2309.06180, section 4; the constants are ours.
+The division is that of paged caches, Kwon et al., arXiv 2309.06180, section 4; the constants are ours.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from engine.step_sizes import draft_graphs_kept, graphs_kept
 
 GIB = 1 << 30
 CONTEXT_BYTES = 600 << 20
-"""What a process takes of an NVIDIA GPU for its context, code, and the matrix library's workspace: a guess, for when no device
-can be asked."""
+"""What a process takes of an NVIDIA GPU for its context, code, and the matrix library's workspace: an estimate for when
+there is no device to measure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +78,8 @@ class MemoryNeeds:
         drafts_bytes = 0 if draft is None else draft.weights_bytes(unquantised(size), size)
         logit_bytes = 4 if load.batch_invariant else size
         logits_bytes = load.num_rows * model.vocab_size * logit_bytes if load.has_slots else 0
-        recorded_bytes = sum(each.recorded_bytes(load.recorded_rows, size) for each in models)
-        largest_step_bytes = max(logits_bytes, *(each.step_bytes(load, context_len, formats) for each in models))
+        recorded_bytes = sum(shape.recorded_bytes(load.recorded_rows, size) for shape in models)
+        largest_step_bytes = max(logits_bytes, *(shape.step_bytes(load, context_len, formats) for shape in models))
         num_graphs = graphs_bytes = 0
         if load.has_slots:
             num_graphs, graphs_bytes = cls._graphs(model, draft, load, context_len, size, logits_bytes)
@@ -88,9 +88,9 @@ class MemoryNeeds:
             activations_bytes=largest_step_bytes + recorded_bytes,
             graphs_bytes=graphs_bytes,
             slots_bytes=cls._slots_bytes(models, load, context_len, formats.kv_element_bytes, logit_bytes),
-            rotary_bytes=sum(each.rotary_bytes(context_len, size) for each in models),
+            rotary_bytes=sum(shape.rotary_bytes(context_len, size) for shape in models),
             context_bytes=context_bytes,
-            block_bytes=sum(each.kv_token for each in models) * formats.kv_element_bytes * load.block_size,
+            block_bytes=sum(shape.kv_token for shape in models) * formats.kv_element_bytes * load.block_size,
             block_size=load.block_size,
             num_graphs=num_graphs,
         )
@@ -104,10 +104,10 @@ class MemoryNeeds:
         splits: list[int] = []
         if load.on_gpu:
             sizes = load.num_rows, context_len, kv_element_bytes
-            splits = [each.splits_bytes(*sizes, batch_invariant=load.batch_invariant) for each in models]
+            splits = [shape.splits_bytes(*sizes, batch_invariant=load.batch_invariant) for shape in models]
         if not load.has_slots:
             return max(splits, default=0)
-        columns_bytes = models[0].columns_bytes(load.num_seqs, logit_bytes, num_guesses=load.num_guesses)
+        columns_bytes = models[0].columns_bytes(load.num_seqs, logit_bytes, num_draft_tokens=load.num_draft_tokens)
         return sum(splits) + load.slot_tables_bytes(context_len) + columns_bytes
 
     @staticmethod
@@ -117,7 +117,7 @@ class MemoryNeeds:
         """How many captured steps are kept, and what they take. They share one pool of activations, at least `logits_bytes`.
         Those of a draft model are a part of all, and there are some of its own."""
         chunk_rows = model.chunk_rows(load, context_len, element_bytes)
-        num_graphs = graphs_kept(load.num_seqs, load.num_guesses, chunk_rows=chunk_rows)
+        num_graphs = graphs_kept(load.num_seqs, load.num_draft_tokens, chunk_rows=chunk_rows)
         decodes_bytes = model.activations_bytes(load.num_rows, load.num_rows, element_bytes)
         tables_bytes = load.chunk_tables_bytes(context_len)
         chunks_bytes = model.captured_chunks_bytes(chunk_rows, element_bytes, tables_bytes)

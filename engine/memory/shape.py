@@ -23,11 +23,11 @@ LOGITS_ELEMENTS_MAX = 1 << 25
 
 LAUNCHES_OF_LAYER, LAUNCHES_OF_STEP, LAUNCHES_OF_EXPERTS = 10, 20, 3
 LAUNCH_BYTES = 24 << 10
-"""Of a captured step: the most kernels of a layer, the most before and behind all layers, and how many more a mixture of
+"""Of a captured step: the most kernels of a layer, the most before and after all layers, and how many more a mixture of
 experts has than a gated feed-forward part (router, choice, sort, two products, sum); and the bytes that the driver keeps on the
 card for one launch. PyTorch's documentation of CUDA graph trees says 64 KiB up to CUDA 12.4 and driver 550, then less; vLLM's
-log says 0.21 GiB for 35 sizes of Llama-3.2-1B, which without activations is some 17 to 30 KiB a launch. A guess until our own
-are measured: Llama-3.1-8B's steps come to 8 MiB each."""
+log says 0.21 GiB for 35 sizes of Llama-3.2-1B, which without activations is some 17 to 30 KiB a launch. An estimate until our
+own are measured: Llama-3.1-8B's steps come to 8 MiB each."""
 
 CHUNK_TABLES = CHUNKS_MANY + 1
 """Block tables of a captured step with chunks: padding has one, too."""
@@ -43,14 +43,14 @@ def bias_rows(num_seqs: int, vocab_size: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """The largest load of an engine: steps of up to `num_tokens`, `num_seqs` requests, `num_guesses` more rows for guesses.
+    """The largest load of an engine: steps of up to `num_tokens` tokens, `num_seqs` requests and `num_draft_tokens` more rows.
     `on_gpu`: decode attention is split, by position where it is `batch_invariant`. `has_slots`: steps are launched ahead over
     slots. `recorded_rows`: the most rows of a recorded step on a CPU."""
 
     num_tokens: int
     num_seqs: int
     block_size: int
-    num_guesses: int = 0
+    num_draft_tokens: int = 0
     recorded_rows: int = 0
     on_gpu: bool = False
     has_slots: bool = False
@@ -59,7 +59,7 @@ class Load:
     @property
     def num_rows(self) -> int:
         """The most rows of a step that choose a token."""
-        return self.num_seqs + self.num_guesses
+        return self.num_seqs + self.num_draft_tokens
 
     def slot_tables_bytes(self, context_len: int) -> int:
         """Block tables beside steps over slots: of each slot, of each row of a decode step, and of each chunk."""
@@ -160,7 +160,7 @@ class MemoryShape:
         return max(largest, chunks, self.few_queries_bytes(load, context_len, formats))
 
     def split_chunks_bytes(self, num_tokens: int, context_len: int, element_bytes: int) -> int:
-        """What a step of few tokens behind a long context needs: activations, and the partial results of two or more splits of
+        """What a step of few tokens after a long context needs: activations, and the partial results of two or more splits of
         the keys for each token. 0 where contexts are too short to be split."""
         if context_len < CHUNK_CONTEXT_MIN:
             return 0
@@ -221,9 +221,9 @@ class MemoryShape:
         """Cosines and sines of all positions (`layers.rotary.RotaryTable`)."""
         return context_len * self.rotary_width * element_bytes
 
-    def columns_bytes(self, num_seqs: int, element_bytes: int, *, num_guesses: int = 0) -> int:
-        """What sampling keeps for `num_seqs` slots, and for as many rows and `num_guesses` more."""
-        row_bytes = num_seqs * (4 + element_bytes) + num_guesses * element_bytes + bias_rows(num_seqs, self.vocab_size) * 4
+    def columns_bytes(self, num_seqs: int, element_bytes: int, *, num_draft_tokens: int = 0) -> int:
+        """What sampling keeps for `num_seqs` slots, and for as many rows and `num_draft_tokens` more."""
+        row_bytes = num_seqs * (4 + element_bytes) + num_draft_tokens * element_bytes + bias_rows(num_seqs, self.vocab_size) * 4
         return self.vocab_size * row_bytes
 
 

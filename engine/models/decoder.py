@@ -167,7 +167,7 @@ class Decoder:
         self._softcap, self._divisor = config.logits_softcap, config.logits_divisor
 
     def weight_plan(self, storage: LinearStorage | None = None) -> WeightPlan:
-        """What the checkpoint must hold; `storage` says how its linear modules are stored, None is plainly."""
+        """What the checkpoint must hold. `storage`: how its linear modules are stored, None is as plain tensors."""
         plan = WeightPlan(optional_prefix="model.", storage=storage)
         part = self.config.family.text_part
         if part is not None:

@@ -23,7 +23,7 @@ def engine_params(sampling: SamplingParams) -> SamplingParams:
 
 
 class Answer:
-    """One answer of a request. It ends when the engine says so, or as soon as its text contains a stop string."""
+    """One answer of a request. It ends when the engine ends it, or as soon as its text contains a stop string."""
 
     def __init__(self, text: AnswerText | None) -> None:
         self.token_ids: list[int] = []

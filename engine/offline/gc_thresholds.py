@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 OLDER_PER_FULL = 100
-"""Collections of the middle generation for a full one, instead of Python's 10; each stands for some 7,000 new objects."""
+"""Collections of the middle generation for a full one, instead of Python's 10; one comes after some 7,000 new objects."""
 
 
 @contextmanager
 def rare_full_collections() -> Iterator[None]:
-    """Inside, full collections happen a tenth as often.
+    """Make full collections ten times rarer within the block.
 
     Steps make many small objects that live for a while, which triggers full collections. One over all the objects of torch and
     the script takes as long as fifty steps of a small model. Without any, cycles that a script drops between its calls would
-    never be freed. Nothing changes if the script has made them as rare itself, or if another thread is inside.
+    never be freed. Nothing changes if the script has made them as rare itself, or while another thread is in such a block.
     """
     young, older, full = gc.get_threshold()
     if full >= OLDER_PER_FULL:

@@ -1,4 +1,4 @@
-"""Ctrl-C between two steps of an engine and not within one: a step that is half applied cannot be undone.
+"""Delays Ctrl-C to the end of an engine step: a step that is half applied cannot be undone.
 
 Knows no engine and no torch.
 """
@@ -14,9 +14,9 @@ from types import FrameType
 
 @contextmanager
 def between_steps() -> Iterator[Callable[[], None]]:
-    """Inside, an interrupt waits until the yielded function is called, or until the block ends. A second one does not wait.
+    """Within the block, delay an interrupt until the yielded function is called or the block ends. A second one is not delayed.
 
-    The handler that was there before then runs. Nothing changes if that is not a Python function, or outside of the main
+    Then the previous handler runs. Nothing changes if that is not a Python function, or outside of the main
     thread, which interrupts never reach.
     """
     handler = signal.getsignal(signal.SIGINT)

@@ -119,7 +119,7 @@ class LLM:
         """Answers in the order of `prompts`.
 
         Raises `PromptError` for a prompt and `InvalidOption` for a parameter that cannot be run; then nothing is run. Raises
-        `GenerationFailed`, which holds all outputs, if a request turns out later to ask for the impossible.
+        `GenerationFailed`, which holds all outputs, if a request turns out later to be impossible to serve.
         """
         engine = self._generating_engine()
         prompt_list = as_list(prompts)
@@ -199,7 +199,7 @@ class LLM:
         if self._closed:
             raise EngineError("this LLM is closed")
         if self._broken is not None:
-            raise EngineBroken(f"this LLM cannot go on and must be made anew: {self._broken}")
+            raise EngineBroken(f"this LLM cannot go on and must be created anew: {self._broken}")
         if self._engine is None:
             raise EngineError("this model gives embeddings (embed) and generates no text")
         return self._engine
@@ -261,7 +261,7 @@ class LLM:
 
 @contextmanager
 def _naming(what: str, index: int) -> Iterator[None]:
-    """A `PromptError` of the block says which prompt, text or conversation it is about."""
+    """Have a `PromptError` of the block name its prompt, text or conversation."""
     try:
         yield
     except PromptError as error:

@@ -67,7 +67,7 @@ class RequestOutput:
 
 
 class GenerationFailed(InvalidOption):
-    """Answers could not be generated because of what their own request asks for; `param` names the field of the first.
+    """Answers could not be generated because of a field of their own request; `param` names the field of the first.
 
     The other prompts were run to their end: `outputs` holds what `generate` would have returned.
     """

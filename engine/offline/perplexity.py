@@ -63,7 +63,7 @@ def compare(directory: Path, formats: FormatOptions, *, unquantised: Path | None
     reference = directory if stored is None and unquantised is None and formats != FormatOptions() else unquantised
     if reference is not None and text_tokens(reference) != tokens:
         raise EngineConfigError("unquantized", f"({reference}) has another tokenizer: the perplexities cannot be compared")
-    size = min(window_tokens(each) for each in (directory, reference) if each is not None)
+    size = min(window_tokens(folder) for folder in (directory, reference) if folder is not None)
     num_scored = sum(len(window) - 1 for window in windows_of(tokens, size))
     measured = perplexity(directory, tokens, formats, size)
     baseline = None if reference is None else perplexity(reference, tokens, FormatOptions(), size)
@@ -90,7 +90,7 @@ def windows_of(tokens: Sequence[int], size: int) -> list[list[int]]:
 
 
 def perplexity(directory: Path, tokens: Sequence[int], formats: FormatOptions, size: int) -> float:
-    """The perplexity of `tokens`, cut into windows of `size` of which each is read from its own beginning."""
+    """The perplexity of `tokens`, cut into windows of `size`, each read without those before it."""
     with LLM(
         directory,
         max_model_len=size + 1,

@@ -20,7 +20,7 @@ class Progress:
 
     @property
     def is_due(self) -> bool:
-        """Whether a new line would be written now: what it says need not be counted otherwise."""
+        """Whether `show` would write a line now; if not, the caller need not count."""
         return self._enabled and time.monotonic() >= self._due_s
 
     def show(self, done: int, *, tokens_in: int = 0, tokens_out: int = 0) -> None:
@@ -30,7 +30,7 @@ class Progress:
             self._write(done, tokens_in, tokens_out)
 
     def end(self, *, tokens_in: int = 0, tokens_out: int = 0) -> None:
-        """Leave the last line standing."""
+        """Write the last line and keep it."""
         if self._enabled:
             self._write(self._total, tokens_in, tokens_out)
             sys.stderr.write("\n")

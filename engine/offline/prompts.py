@@ -32,7 +32,7 @@ def _is_number(value: Any) -> bool:
 
 
 def read_prompt(prompt: Any, encode: Callable[[str], list[int]]) -> tuple[str | None, list[int]]:
-    """Text, where it is known, and token ids of one prompt. Whether the ids can be run is for the engine to say.
+    """Text, where it is known, and token ids of one prompt. Whether the ids are valid is checked by the engine.
 
     Raises `PromptError`.
     """
@@ -102,7 +102,7 @@ def params_for(params: Any, count: int) -> list[SamplingParams]:
     """The parameters of each of `count` prompts: the same for all, or one each. Raises `InvalidOption` and `PromptError`."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
-    if not isinstance(params, list | tuple) or not all(isinstance(each, SamplingParams) for each in params):
+    if not isinstance(params, list | tuple) or not all(isinstance(item, SamplingParams) for item in params):
         raise InvalidOption("sampling_params", "sampling_params must be SamplingParams or a list of them")
     if len(params) != count:
         raise PromptError(f"{len(params)} sampling_params were given for {count} prompts")

@@ -37,7 +37,7 @@ PREFIX = "model."
 
 
 class CheckpointNames:
-    """What the names of the tensors in a checkpoint's files say about its modules. `marker`: the last part of a name that only
+    """The modules of a checkpoint, from the names of the tensors in its files. `marker`: the last part of a name that only
     quantised modules have."""
 
     def __init__(self, names: Set[str], marker: str) -> None:

@@ -9,9 +9,9 @@ import torch
 
 from engine.config.stored_weights import DecodedWeights, Fp8BlockWeights
 from engine.quantization.checkpoint import CheckpointNames
+from engine.quantization.destinations import BufferDestination, check_fp8_codes, checked_scales
 from engine.quantization.group_tensors import GroupTensors
-from engine.quantization.places import HeldPlace, check_fp8_codes, checked_scales
-from engine.weights import Place, WeightPlan
+from engine.weights import Destination, WeightPlan
 
 Decode = Callable[[torch.Tensor], None]
 """Writes the numbers of a matrix into a tensor of its shape."""
@@ -23,7 +23,7 @@ class EncodedMatrix(Protocol):
     @property
     def optional(self) -> tuple[str, ...]: ...
 
-    def places(self) -> dict[str, Place]: ...
+    def destinations(self) -> dict[str, Destination]: ...
 
     def decode_into(self, target: torch.Tensor) -> None: ...
 
@@ -54,10 +54,10 @@ class Fp8BlockMatrix:
         self._stored = stored
         height, width = stored.block
         scales_shape = -(-rows // height), -(-columns // width)
-        self._codes = HeldPlace((rows, columns), torch.float8_e4m3fn, device, check_fp8_codes)
-        self._scales = HeldPlace(scales_shape, torch.float32, device, checked_scales)
+        self._codes = BufferDestination((rows, columns), torch.float8_e4m3fn, device, check_fp8_codes)
+        self._scales = BufferDestination(scales_shape, torch.float32, device, checked_scales)
 
-    def places(self) -> dict[str, Place]:
+    def destinations(self) -> dict[str, Destination]:
         return {"weight": self._codes, self._stored.marker: self._scales}
 
     def decode_into(self, target: torch.Tensor) -> None:
@@ -84,24 +84,24 @@ class DecodedRows:
     def plan(self, plan: WeightPlan, module: str, names: CheckpointNames) -> None:
         """Tensors that a checkpoint may leave out are waited for if `names` has them."""
         sizes = self._num_parameters, self._num_bytes
-        for last, place in self._encoded.places().items():
+        for last, destination in self._encoded.destinations().items():
             if last not in self._encoded.optional or names.has(module, last):
-                plan.add(f"{module}.{last}", _Part(self, place, *sizes))
+                plan.add(f"{module}.{last}", _Part(self, destination, *sizes))
                 self._num_unread += 1
                 sizes = 0, 0  # the first tensor counts for all
 
-    def load(self, place: Place, tensor: torch.Tensor) -> None:
-        place.load(tensor)
+    def load(self, destination: Destination, tensor: torch.Tensor) -> None:
+        destination.load(tensor)
         self._num_unread -= 1
         if not self._num_unread:
             self._fill(self._encoded.decode_into)
             self._encoded.release()
 
 
-class _Part(Place):
-    def __init__(self, matrix: DecodedRows, place: Place, num_parameters: int, num_bytes: int) -> None:
-        self._matrix, self._place = matrix, place
+class _Part(Destination):
+    def __init__(self, matrix: DecodedRows, destination: Destination, num_parameters: int, num_bytes: int) -> None:
+        self._matrix, self._destination = matrix, destination
         self.num_parameters, self.num_bytes = num_parameters, num_bytes
 
     def load(self, tensor: torch.Tensor) -> None:
-        self._matrix.load(self._place, tensor)
+        self._matrix.load(self._destination, tensor)

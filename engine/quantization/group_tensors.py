@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from engine.config.stored_weights import GroupLayout, GroupWeights
-from engine.quantization.places import CodesPlace, GroupScalesPlace, OrderPlace, ShapePlace
-from engine.weights import Place
+from engine.quantization.destinations import CodesDestination, GroupScalesDestination, OrderDestination, ShapeDestination
+from engine.weights import Destination
 
 WORD_BITS = 32
 NAMES = {
@@ -35,10 +35,10 @@ class GroupTensors:
         words, scales_shape = (columns // codes_per_word, rows), (num_groups, rows)
         if stored.layout is GroupLayout.AWQ:
             words = (columns, rows // codes_per_word)
-        self._codes = CodesPlace(self._stored_shape(words), stored.bits, device, are_parameters=True)
-        self._zeros = CodesPlace(self._stored_shape(self._zeros_shape), stored.bits, device, are_parameters=False)
-        self._scales = GroupScalesPlace(self._stored_shape(scales_shape), device, packed=stored.bits == 4)
-        self._order = OrderPlace(columns, stored.group_size or columns, device)
+        self._codes = CodesDestination(self._stored_shape(words), stored.bits, device, are_parameters=True)
+        self._zeros = CodesDestination(self._stored_shape(self._zeros_shape), stored.bits, device, are_parameters=False)
+        self._scales = GroupScalesDestination(self._stored_shape(scales_shape), device, packed=stored.bits == 4)
+        self._order = OrderDestination(columns, stored.group_size or columns, device)
 
     @property
     def _is_transposed(self) -> bool:
@@ -47,21 +47,21 @@ class GroupTensors:
     def _stored_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
         return (shape[1], shape[0]) if self._is_transposed else shape
 
-    def places(self) -> dict[str, Place]:
-        """The places of the tensors, by the last part of their names."""
+    def destinations(self) -> dict[str, Destination]:
+        """The destinations of the tensors, by the last part of their names."""
         codes, zeros, scales, order = NAMES[self._stored.layout]
-        found: dict[str, Place] = {codes: self._codes, scales: self._scales}
+        found: dict[str, Destination] = {codes: self._codes, scales: self._scales}
         if self._stored.has_zeros:
             found[zeros] = self._zeros
         if self._stored.layout is not GroupLayout.AWQ:
             found[order] = self._order
         if self._is_transposed:
-            found["weight_shape"] = ShapePlace(*self._shape)
+            found["weight_shape"] = ShapeDestination(*self._shape)
         return found
 
     @property
     def optional(self) -> tuple[str, ...]:
-        """Names among `places` that a checkpoint may leave out."""
+        """Names among `destinations` that a checkpoint may leave out."""
         return (NAMES[self._stored.layout][3],)
 
     @property

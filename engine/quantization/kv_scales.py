@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from engine.errors import WeightsError
-from engine.quantization.places import checked_scales
-from engine.weights import Place, WeightPlan
+from engine.quantization.destinations import checked_scales
+from engine.weights import Destination, WeightPlan
 
 NAMES = (
     ("k_scale", "v_scale"),
@@ -29,15 +29,15 @@ class KvScales:
         """A checkpoint may hold them under any of the names, or not at all."""
         for pair in NAMES:
             for index, name in enumerate(pair):
-                plan.add(f"{prefix}.{name}", _KvScalePlace(self, (index,)), optional=True)
-        plan.add(f"{prefix}.kv_scale", _KvScalePlace(self, (0, 1)), optional=True)
+                plan.add(f"{prefix}.{name}", _KvScaleDestination(self, (index,)), optional=True)
+        plan.add(f"{prefix}.kv_scale", _KvScaleDestination(self, (0, 1)), optional=True)
 
     def set(self, index: int, scale: torch.Tensor) -> None:
         self.values[index] = scale
         self.calibrated[index] = True
 
 
-class _KvScalePlace(Place):
+class _KvScaleDestination(Destination):
     def __init__(self, scales: KvScales, indices: tuple[int, ...]) -> None:
         self._scales, self._indices = scales, indices
 

@@ -13,7 +13,7 @@ from engine.errors import EngineConfigError
 from engine.quantization.checkpoint import StackedMatrices
 from engine.quantization.decoding import Decode, DecodedCheckpoint, DecodedRows
 from engine.quantization.products import fp8_product
-from engine.weights import LinearStorage, Place, StoredLinear, WeightPlan, copy_checked
+from engine.weights import Destination, LinearStorage, StoredLinear, WeightPlan, copy_checked
 from kernels import ops
 
 HEAD = "lm_head"
@@ -129,7 +129,7 @@ class PackedOnLoad:
         self.fill(start, tensor.shape[0], lambda rows: copy_checked(rows, tensor))
 
     def fill(self, start: int, num_rows: int, write: Decode) -> None:
-        """As `load`, for a matrix that `write` puts into its rows."""
+        """As `load`, for a matrix that `write` writes into its rows."""
         if self._weight is None:
             self._weight = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         write(self._weight.narrow(0, start, num_rows))
@@ -145,7 +145,7 @@ class PackedOnLoad:
             self._weight = None
 
 
-class _Rows(Place):
+class _Rows(Destination):
     def __init__(self, target: PackedOnLoad, start: int, shape: tuple[int, int], num_bytes: int) -> None:
         self._target, self._start, self._shape = target, start, shape
         self.num_parameters = shape[0] * shape[1]
@@ -157,7 +157,7 @@ class _Rows(Place):
         self._target.load(self._start, tensor)
 
 
-class _Bias(Place):
+class _Bias(Destination):
     def __init__(self, target: PackedOnLoad, rows: torch.Tensor) -> None:
         self._target, self._rows = target, rows
         self.num_parameters, self.num_bytes = rows.numel(), rows.nbytes

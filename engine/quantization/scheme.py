@@ -32,8 +32,8 @@ class WeightScheme:
 def weight_scheme(
     directory: Path, config: ModelConfig, quantization: str | None, *, head: str | None = None, batch_invariant: bool = False
 ) -> WeightScheme:
-    """The scheme of a model directory with its output head as `head` says, None is like the rest. Raises `EngineConfigError`
-    where checkpoint and options contradict each other."""
+    """The scheme of a model directory with its output head in the format `head`, None is like the rest. Raises
+    `EngineConfigError` where checkpoint and options contradict each other."""
     check_quantization(config, quantization, head)
     scheme = _layers_scheme(directory, config, quantization, batch_invariant=batch_invariant)
     if head is None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from engine.config.stored_weights import Activations
-from engine.quantization.places import Fp8CodesPlace, ScalePlace
+from engine.quantization.destinations import Fp8CodesDestination, ScaleDestination
 from engine.quantization.products import fp8_product
 from engine.weights import WeightPlan
 from kernels import ops
@@ -27,10 +27,10 @@ class Fp8Matrix:
             self._input_scale = torch.empty(1, dtype=torch.float32, device=device)
 
     def plan(self, plan: WeightPlan, module: str) -> None:
-        plan.add(f"{module}.weight", Fp8CodesPlace(self._values))
-        plan.add(f"{module}.weight_scale", ScalePlace(self._scales))
+        plan.add(f"{module}.weight", Fp8CodesDestination(self._values))
+        plan.add(f"{module}.weight_scale", ScaleDestination(self._scales))
         if self._input_scale is not None:
-            plan.add(f"{module}.input_scale", ScalePlace(self._input_scale, is_divisor=True))
+            plan.add(f"{module}.input_scale", ScaleDestination(self._input_scale, is_divisor=True))
 
     def join_key(self) -> object:
         """All can be joined: weights have a scale for each row, and static input scales are kept with their numbers of rows."""
@@ -47,5 +47,5 @@ class Fp8Matrix:
 def _input_scale_runs(matrices: Sequence[Fp8Matrix]) -> list[tuple[int, torch.Tensor]]:
     """Static scales of inputs, each with the number of rows of its weight: one for neighbours whose scales are equal."""
     scaled = [(matrix._values.shape[0], matrix._input_scale) for matrix in matrices if matrix._input_scale is not None]
-    runs = [list(run) for _, run in groupby(scaled, key=lambda each: each[1].item())]
+    runs = [list(run) for _, run in groupby(scaled, key=lambda pair: pair[1].item())]
     return [(sum(num_rows for num_rows, _ in run), run[0][1]) for run in runs]

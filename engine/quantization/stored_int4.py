@@ -26,8 +26,8 @@ class Int4Matrix:
 
     def plan(self, plan: WeightPlan, module: str) -> None:
         self._module = module
-        for last, place in self._tensors.places().items():
-            plan.add(f"{module}.{last}", place, optional=last in self._tensors.optional)
+        for last, destination in self._tensors.destinations().items():
+            plan.add(f"{module}.{last}", destination, optional=last in self._tensors.optional)
 
     def join_key(self) -> object:
         """Columns sorted in different ways belong to different inputs."""

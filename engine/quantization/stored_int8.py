@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from engine.config.stored_weights import Int8Weights
-from engine.quantization.places import Int8CodesPlace, ScalePlace, ShapePlace, UnusedPlace
+from engine.quantization.destinations import IgnoredDestination, Int8CodesDestination, ScaleDestination, ShapeDestination
 from engine.weights import WeightPlan
 from kernels import ops
 
 INPUT_TENSORS = ("input_scale", "input_zero_point")
-"""They round inputs, which is not done here."""
+"""Scales by which inputs would be rounded, which is not done here."""
 
 
 class Int8Matrix:
@@ -26,13 +26,13 @@ class Int8Matrix:
 
     def plan(self, plan: WeightPlan, module: str) -> None:
         codes = "weight_packed" if self._is_packed else "weight"
-        plan.add(f"{module}.{codes}", Int8CodesPlace(self._values, packed=self._is_packed))
-        plan.add(f"{module}.weight_scale", ScalePlace(self._scales))
+        plan.add(f"{module}.{codes}", Int8CodesDestination(self._values, packed=self._is_packed))
+        plan.add(f"{module}.weight_scale", ScaleDestination(self._scales))
         if self._is_packed:
-            plan.add(f"{module}.weight_shape", ShapePlace(*self._values.shape))
+            plan.add(f"{module}.weight_shape", ShapeDestination(*self._values.shape))
         else:
             for last in INPUT_TENSORS:
-                plan.add(f"{module}.{last}", UnusedPlace(), optional=True)
+                plan.add(f"{module}.{last}", IgnoredDestination(), optional=True)
 
     def join_key(self) -> object:
         """All can be joined: there is a scale for each row."""

@@ -2,12 +2,12 @@
 
 A step with one row takes as long as reading the weights, one with many rows as long as multiplying with them. These two give
 the bandwidth and the FLOP rate that the step-time model needs, with the overheads of this implementation. Sizes between them
-tell when guesses are worth the rows that verify them.
+show when draft tokens are worth the rows that verify them.
 
-    one row        the decode step as it will be run: captured, recorded or, without slots, the pass; a draft model's part
-                   in it, and the way of its token to the host included
+    one row        the decode step as it will be run: captured, recorded or, without slots, the pass; including a draft
+                   model's part in it, and the transfer of its token to the host
     many rows      the pass that computes chunks of prompts, captured where it will be, and a draft model's
-    guesses        the steps that will verify them, and those of the draft model
+    draft tokens   the steps that will verify them, and those of the draft model
 
 Steps over slots are timed by `runner.slot_timing`, those of the plain runner by `PassTiming`.
 """
@@ -37,8 +37,8 @@ model one by one."""
 CHUNK_ROWS = 256
 """Rows of one request in a pass, so that attention has no part in the price of products."""
 
-GUESS_ROW_COUNTS = (4, 16)
-"""Timed as well when the engine is to guess tokens, in the steps that will verify them."""
+VERIFY_ROW_COUNTS = (4, 16)
+"""Rows of the verification steps that are timed as well with speculative decoding."""
 
 PASSES_MAX = 3
 PASSES_MAX_S = 0.25
@@ -63,7 +63,7 @@ class TimedSteps(Protocol):
     """Steps as the engine will run them, without requests. Each call runs one step and waits for its end."""
 
     def decode(self, num_rows: int) -> None:
-        """A decode if it has one row, else a step that verifies guesses; with a draft model's part in it."""
+        """A decode if it has one row, else a step that verifies drafts; including a draft model's part in it."""
         ...
 
     def draft_decode(self) -> None:
@@ -98,8 +98,7 @@ class PassTiming:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSpeed:
-    """The step-time model of the engine, and what guessing tokens costs where it is to guess: see
-    `speculation.adaptive_drafter`."""
+    """The step-time model of the engine, and the costs of speculative decoding, None without it."""
 
     step_times: StepTimeModel
     speculation: SpeculationCosts | None
@@ -114,12 +113,12 @@ def measure_speed(
     limits: SchedulerLimits,
     *,
     weight_bytes: float,
-    max_guesses: int,
+    max_draft_tokens: int,
 ) -> MeasuredSpeed:
     """Time steps of the models, as `steps` runs them, over their empty caches.
 
     No step is larger than those that memory was planned for: the rows that `limits` allow, and logits of one for each request
-    and each guess. `weight_bytes` is the mean of all weights, `max_guesses` the most rows of a step for guesses.
+    and each draft token. `weight_bytes` is the mean of all weights, `max_draft_tokens` the most of a step, 0 without any.
     """
     cache, device = target.kv_caches[0], target.kv_caches[0].device.type
     num_rows = min(MANY_ROWS[device], limits.max_num_batched_tokens)
@@ -140,17 +139,17 @@ def measure_speed(
     step_times = StepTimeModel(
         shape, speed, weight_bytes=weight_bytes, kv_bytes=cache.itemsize, block_size=limits.block_size, efficiency=MEASURED
     )
-    if not max_guesses:
+    if not max_draft_tokens:
         return MeasuredSpeed(step_times, None)
-    costs = _guess_costs(steps, limits.max_num_seqs + max_guesses, device, has_draft=draft is not None)
+    costs = _speculation_costs(steps, limits.max_num_seqs + max_draft_tokens, device, has_draft=draft is not None)
     step_times.draft_step_s = costs.draft_step * step_times.weights_s(1)
     return MeasuredSpeed(step_times, costs)
 
 
-def _guess_costs(steps: TimedSteps, max_rows: int, device: str, *, has_draft: bool) -> SpeculationCosts:
-    """What guesses cost, which are verified in steps of up to `max_rows` rows. More rows never take less time, whatever was
+def _speculation_costs(steps: TimedSteps, max_rows: int, device: str, *, has_draft: bool) -> SpeculationCosts:
+    """The costs of draft tokens, verified in steps of up to `max_rows` rows. More rows never take less time, whatever was
     measured."""
-    rows = sorted({1, 2, *GUESS_ROW_COUNTS, max_rows if device == "cuda" else min(MANY_ROWS["cpu"], max_rows)})
+    rows = sorted({1, 2, *VERIFY_ROW_COUNTS, max_rows if device == "cuda" else min(MANY_ROWS["cpu"], max_rows)})
     times = [*accumulate((_fastest_s(partial(steps.decode, num_rows), STEPS_MAX) for num_rows in rows), max)]
     draft_s, one_s = _fastest_s(steps.draft_decode, STEPS_MAX) if has_draft else 0.0, times[0]
     return SpeculationCosts(rows=tuple(rows), times=tuple(time_s / one_s for time_s in times), draft_step=draft_s / one_s)

@@ -4,14 +4,14 @@
     slots   last tokens, lengths, block tables of decodes ────────────────────────┴─► layers ─► hidden states that are sampled
 
 Launched kernel by kernel, a step of 32 layers costs the host some 350 launches. On an H200 these took 21 to 38 ms where the
-device computed for 17 ms. Captured it costs one launch, and a few for the sampling behind it.
+device computed for 17 ms. Captured it costs one launch, and a few for the sampling after it.
 
 A graph depends on nothing but a number of tokens and a number of chunks, both rounded up. Tokens of decodes come first, those
 of chunks follow, then padding; where each part ends is a number on the device. Decode attention is launched for as many tokens
 as could be decodes; chunk attention runs after it and overwrites the results of those that were not. Padding is a chunk of its
 own: its tokens write no keys, read whatever blocks its table names, and their results are not used.
 
-Steps that verify guesses and those of more tokens or chunks than any graph has are launched kernel by kernel (`SlotRunner`).
+Steps that verify drafts and those of more tokens or chunks than any graph has are launched kernel by kernel (`SlotRunner`).
 On a CPU nothing is captured.
 """
 
@@ -49,9 +49,9 @@ class ChunkShape(NamedTuple):
     num_chunks: int
 
     @property
-    @cache  # noqa: B019 - of the few shapes that graphs are made for, asked for several times a step
+    @cache  # noqa: B019 - of the few shapes that graphs are made for, used several times a step
     def layout(self) -> dict[str, slice]:
-        """Where each input lies among the packed numbers of a step, at a multiple of 16 bytes. Those before "tokens" are read
+        """Where each input is among the packed numbers of a step, at a multiple of 16 bytes. Those before "tokens" are read
         as 32-bit numbers."""
         tokens, decodes, chunks = self.num_tokens, self.num_decodes, self.num_chunks
         sizes = {
@@ -81,7 +81,7 @@ def _even(size: int) -> int:
 class ChunkRows(NamedTuple):
     """One step. The tokens of its decodes come first.
 
-    `slots`: those of the decodes. `chunks`: the spans of prompt tokens behind them. `sampled_rows`: the rows after which a
+    `slots`: those of the decodes. `chunks`: the spans of prompt tokens after them. `sampled_rows`: the rows after which a
     token is sampled; `sampled_slots` and `sampled_positions`: the slot of each and the index of its sampled token in prompt
     plus output. Arrays are int64."""
 
@@ -119,7 +119,7 @@ PADDING_ONLY = ChunkRows(EMPTY_INT64, (), EMPTY_INT64, EMPTY_INT64, EMPTY_INT64)
 
 class SamplingInputs(NamedTuple):
     """The inputs of sampling for R rows, valid until the next step: hidden states [R, hidden], slots [R] int32, and the index
-    of the sampled token in prompt plus output [R] int64. `tokens`: the input token of each row [R] int64, where guesses among
+    of the sampled token in prompt plus output [R] int64. `tokens`: the input token of each row [R] int64, if drafts among
     them are known only on the device."""
 
     hidden: torch.Tensor
@@ -157,7 +157,7 @@ class ChunkStep:
         ]
 
     def sampling_inputs(self, num_rows: int, shape: ChunkShape) -> SamplingInputs:
-        """The first `num_rows` rows that sample, as the last step, which had this shape, left them."""
+        """The first `num_rows` rows that sample in the last step, which had this shape."""
         assert self._hidden is not None, "no step was computed"
         numbers, layout = self._step_numbers(shape), shape.layout
         slots = numbers[layout["sampled_slots"]].view(torch.int32)[:num_rows]
@@ -212,7 +212,7 @@ class ChunkStep:
         lens = torch.cat([narrow.new_empty(shape.num_decodes), narrow[layout["lens"]]])
         tables = torch.cat([self._tables.new_empty(shape.num_decodes, self._tables.shape[1]), self._tables[: shape.num_chunks]])
         host_values = [numbers[layout[name]] for name in ("tokens", "positions", "slot_mapping")]
-        slot_values = [torch.empty_like(each) for each in host_values]
+        slot_values = [torch.empty_like(values) for values in host_values]
         self._ops.prepare_decode(
             narrow[layout["slots"]],
             self._state.last_tokens,
@@ -226,8 +226,8 @@ class ChunkStep:
             block_tables=tables[decodes],
         )
         is_decode = host_values[0] < 0
-        # Kernels and no copies: what is launched behind them may be launched early, which is defined behind kernels alone.
-        tokens, positions, slot_mapping = (torch.where(is_decode, *each) for each in zip(slot_values, host_values, strict=True))
+        # Kernels and no copies: what is launched after them may be launched early, which is defined after kernels alone.
+        tokens, positions, slot_mapping = (torch.where(is_decode, *pair) for pair in zip(slot_values, host_values, strict=True))
         plan = partial(
             ops.PagedPlan,
             num_decodes=shape.num_decodes,
@@ -300,7 +300,7 @@ class ChunkSteps:
         return self._step.sampling_inputs(len(rows.sampled_rows), shape)
 
     def _capture_shape(self, shape: ChunkShape) -> None:
-        """Capture the steps of this shape, unless that is done."""
+        """Capture the steps of this shape, unless they are."""
         if not self._calls.is_ready(shape):  # captured with nothing but padding: the step changes nothing
             self._step.write(PADDING_ONLY, shape)
             self._calls.make_ready(shape, partial(self._step, shape), is_kept=True)

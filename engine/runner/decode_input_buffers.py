@@ -1,10 +1,10 @@
 """The inputs of a decode step's rows: buffers at fixed addresses, shared by all models that compute the step.
 
-Usually the device fills them from the slots. In steps that verify guesses the host does, because it knows how far each request
+Usually the device fills them from the slots. In steps that verify drafts the host does, because it knows how far each request
 is. In such a step the rows of a request are attended in groups, where the kernels can do that: a group reads the blocks of its
 request once.
 
-    slot     4  4  4  4  4  7  -          rows: of two requests, one of them with four guesses, and padding
+    slot     4  4  4  4  4  7  -          rows: of two requests, one of them with four draft tokens, and padding
     context 31 32 33 34 35 12  0
     group   └───── 34 ┘ 35 12  0          of at most four rows, each with the context of its last one
 """
@@ -32,7 +32,7 @@ class DecodeInputBuffers:
     """The inputs of up to `max_rows` rows. A row with a negative slot is padding: it reads no context and writes no key."""
 
     def __init__(self, state: SlotState, decoder: PagedDecoder, *, max_rows: int, block_size: int) -> None:
-        """`decoder`: the model whose kernels say how many rows are attended together."""
+        """`decoder`: the model whose kernels decide how many rows are attended together."""
         max_blocks, device = state.tables.shape[1], state.tables.device
         self.slots = torch.full((max_rows,), NOTHING, dtype=torch.int32, device=device)  # the slot of each
         self.token_ids = torch.zeros(max_rows, dtype=torch.int64, device=device)
@@ -43,7 +43,7 @@ class DecodeInputBuffers:
         self._group_lens = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._group_starts = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)  # among the rows
         self._max_verify_group = decoder.max_verify_group
-        # What `write_slots` wrote last, while it stands in `slots`, and its size.
+        # What `write_slots` wrote last, while it is in `slots`, and its size.
         self._last_written: tuple[Sequence[int] | Int64Array, int] = ((), 0)
         self._state = state
         self._block_size = block_size
@@ -55,7 +55,7 @@ class DecodeInputBuffers:
         return self.slots.shape[0]
 
     def write_slots(self, slots: Sequence[int] | Int64Array, size: int) -> None:
-        """Send the slots of the first `size` rows, padded behind the last of `slots`; `fill_from_slots` derives the other
+        """Send the slots of the first `size` rows, padded after the last of `slots`; `fill_from_slots` derives the other
         inputs from them. Nothing is sent if `slots` is the same object and `size` the same as in the last call, and no
         `write_columns` came between."""
         written, written_size = self._last_written
@@ -107,12 +107,12 @@ class DecodeInputBuffers:
             block_tables=self.block_tables[:size],
         )
 
-    def forward_inputs(self, decoder: PagedDecoder, size: int, *, has_guesses: bool) -> ForwardInputs:
-        """The first `size` rows for one of the models. `has_guesses`: as `write_columns` has left them."""
+    def forward_inputs(self, decoder: PagedDecoder, size: int, *, has_drafts: bool) -> ForwardInputs:
+        """The first `size` rows for one of the models. `has_drafts`: as `write_columns` has left them."""
         plan = partial(ops.PagedPlan, block_tables=self.block_tables[:size])
-        if has_guesses and self._max_verify_group > 1:
+        if has_drafts and self._max_verify_group > 1:
             groups = {"query_starts": self._group_starts[: size + 1], "context_lens": self._group_lens[:size]}
             plan = partial(plan, num_decodes=0, max_query_len=self._max_verify_group, **groups)
         else:
-            plan = partial(plan, num_decodes=size, context_lens=self.context_lens[:size], is_newest=not has_guesses)
+            plan = partial(plan, num_decodes=size, context_lens=self.context_lens[:size], is_newest=not has_drafts)
         return decoder.device_inputs(self.token_ids[:size], self.positions[:size], self.slot_mapping[:size], plan)

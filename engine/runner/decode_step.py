@@ -6,9 +6,9 @@ The host writes the slots of a step to `DecodeInputBuffers.slots`. The step leav
 memory (`token_return`), and their log-probabilities, where requested, in `scores`. A row with a negative slot is padding: it
 reads no context, writes no key, and changes no slot, so a step of nothing but padding changes nothing.
 
-A step in which requests verify guesses of speculative decoding (`runner.scheduled_rows`) has several rows per slot. The host
-writes its inputs, and what the step leaves in such a slot is not used: the host determines how many guesses were accepted, and
-sends the slot again with a later step.
+A step in which requests verify draft tokens (`runner.scheduled_rows`) has several rows per slot. The host writes its inputs,
+and what the step leaves in such a slot is not used: the host determines how many drafts were accepted, and sends the slot again
+with a later step.
 
 A draft model runs in every step too, because it has a KV cache of its own.
 
@@ -34,7 +34,7 @@ from engine.runner.slots import SlotState
 from engine.sampling import scores
 from engine.sampling.columns import ColumnSampler, Kind, SamplingNeeds
 from engine.sampling_params import TOP_LOGPROBS_MAX
-from engine.step_sizes import guesses_size, logits_size, sizes, step_size
+from engine.step_sizes import logits_size, sizes, step_size, verify_size
 from kernels import ops
 
 NO_ROWS: list[int] = []
@@ -48,7 +48,7 @@ class DecodeShape(NamedTuple):
     name: str
     size: int
     kind: Kind | None
-    has_guesses: bool
+    has_drafts: bool
 
 
 class DecodeStep:
@@ -82,10 +82,10 @@ class DecodeStep:
         self._recorded = RecordedSteps(recorder, self._run, max_rows)
         decoder.allocate_workspaces(max_rows, max_blocks)
 
-    def __call__(self, size: int, kind: Kind | None, *, has_guesses: bool = False) -> None:
+    def __call__(self, size: int, kind: Kind | None, *, has_drafts: bool = False) -> None:
         """Compute the first `size` rows up to their tokens, or, without a kind, their logits. The host reads no value of the
-        device, so it can be captured. `has_guesses`: from the inputs that the host has written, not from the slots."""
-        logits = self._recorded(size, kind, has_guesses=has_guesses)
+        device, so it can be captured. `has_drafts`: from the inputs that the host has written, not from the slots."""
+        logits = self._recorded(size, kind, has_drafts=has_drafts)
         if logits is None:
             return
         if self._logits is None:  # in the run before the first capture, so that it lies outside the memory of graphs
@@ -98,9 +98,9 @@ class DecodeStep:
         recorded, no step is."""
         return self._recorded.record(Kind(greedy=True)) is not None
 
-    def record(self, kind: Kind | None, *, has_guesses: bool = False) -> None:
+    def record(self, kind: Kind | None, *, has_drafts: bool = False) -> None:
         """Have steps of this kind recorded, where they can be."""
-        self._recorded.record(kind, has_guesses=has_guesses)
+        self._recorded.record(kind, has_drafts=has_drafts)
 
     def sample(self, size: int, kind: Kind, masks: torch.Tensor | None = None) -> None:
         """Sample the tokens of a step that was computed up to its logits. masks: [size, ceil(V / 32)] int32, if any"""
@@ -108,13 +108,13 @@ class DecodeStep:
         self._sample(self._logits[:size], size, kind, masks)
 
     def _run(
-        self, size: int, kind: Kind | None, has_guesses: bool, before_layer: Callable[[], None] | None
+        self, size: int, kind: Kind | None, has_drafts: bool, before_layer: Callable[[], None] | None
     ) -> torch.Tensor | None:
         """Operation by operation; logits [size, V] where no kind is given."""
-        if not has_guesses:
+        if not has_drafts:
             self._inputs.fill_from_slots(size)
         # Inputs of both models come first: a record keeps what is before all layers.
-        inputs = [self._inputs.forward_inputs(decoder, size, has_guesses=has_guesses) for decoder in self._decoders]
+        inputs = [self._inputs.forward_inputs(decoder, size, has_drafts=has_drafts) for decoder in self._decoders]
         for decoder, its_inputs in zip(self._decoders, inputs, strict=True):
             hidden = decoder.forward(its_inputs, before_layer)
         if kind is not None and kind.greedy and self._greedy_head is not None and size <= ops.FUSED_ROWS_MAX:
@@ -142,7 +142,7 @@ class DecodeSteps:
     def __init__(
         self, name: str, step: DecodeStep, inputs: DecodeInputBuffers, calls: Calls, *, max_num_seqs: int, is_synchronous: bool
     ) -> None:
-        """`name`: distinguishes the model's graphs from others of `calls`. `max_num_seqs`: rows of a step without guesses.
+        """`name`: distinguishes the model's graphs from others of `calls`. `max_num_seqs`: rows of a step without drafts.
         `is_synchronous`: a step is recorded instead of rounded up to one of the sizes of graphs."""
         self.step = step
         self._name = name
@@ -152,33 +152,33 @@ class DecodeSteps:
         self._is_synchronous = is_synchronous
 
     @property
-    def guess_sizes(self) -> list[int]:
-        """The sizes of steps with guesses."""
-        return sizes(guesses_size, self._inputs.max_rows, fewest=2)
+    def verify_sizes(self) -> list[int]:
+        """The sizes of verification steps."""
+        return sizes(verify_size, self._inputs.max_rows, fewest=2)
 
-    def shape(self, num_rows: int, kind: Kind | None, *, has_guesses: bool = False) -> DecodeShape:
+    def shape(self, num_rows: int, kind: Kind | None, *, has_drafts: bool = False) -> DecodeShape:
         """The shape of a step of so many rows, rounded up to a size that there are graphs of."""
         if self._is_synchronous:
             size = num_rows
-        elif has_guesses:
-            size = guesses_size(num_rows, self._inputs.max_rows)
+        elif has_drafts:
+            size = verify_size(num_rows, self._inputs.max_rows)
         else:
             size = (logits_size if kind is None else step_size)(num_rows, self._max_num_seqs)
-        return DecodeShape(self._name, size, kind, has_guesses)
+        return DecodeShape(self._name, size, kind, has_drafts)
 
-    def select_shape(self, num_rows: int, needs: SamplingNeeds, *, has_guesses: bool = False) -> DecodeShape:
+    def select_shape(self, num_rows: int, needs: SamplingNeeds, *, has_drafts: bool = False) -> DecodeShape:
         """The shape to compute a step in, made ready: of the step's own kind, or of none where rows wait for masks or its kind
         is too rare for a graph. Write the inputs after this call, which may capture the graph."""
-        shape = self.shape(num_rows, needs.kind, has_guesses=has_guesses)
+        shape = self.shape(num_rows, needs.kind, has_drafts=has_drafts)
         if needs.masked or not self._calls.admits(shape):
-            shape = self.shape(num_rows, None, has_guesses=has_guesses)
+            shape = self.shape(num_rows, None, has_drafts=has_drafts)
         self.make_ready(shape)
         return shape
 
     def make_ready(self, shape: DecodeShape) -> None:
-        """Capture the steps of this shape, unless that is done."""
+        """Capture the steps of this shape, unless they are."""
         if not self._calls.is_ready(shape):  # captured with nothing but padding: the step changes nothing
-            if shape.has_guesses:
+            if shape.has_drafts:
                 self._inputs.write_columns(NO_INPUTS, shape.size)
             else:
                 self._inputs.write_slots(NO_ROWS, shape.size)
@@ -189,4 +189,4 @@ class DecodeSteps:
         self._calls.run(shape, self._step_call(shape))
 
     def _step_call(self, shape: DecodeShape) -> Callable[[], None]:
-        return partial(self.step, shape.size, shape.kind, has_guesses=shape.has_guesses)
+        return partial(self.step, shape.size, shape.kind, has_drafts=shape.has_drafts)

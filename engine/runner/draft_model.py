@@ -1,9 +1,9 @@
-"""A small model that writes guesses for a large one of the same vocabulary.
+"""A small model that drafts tokens for a large one of the same vocabulary.
 
 Its cache has the block ids of the large one's, and whatever the large model computes is computed here too: every prompt
-chunk, every decoded token, every guess. So at the end of a step both caches hold keys and values of the same positions, and
-prefix hits, forks, swaps, copies and preemption need no bookkeeping of their own. A wrong guess leaves slots behind that the
-next step writes again, in both.
+chunk, every decoded token, every draft. So at the end of a step both caches hold keys and values of the same positions, and
+prefix hits, forks, swaps, copies and preemption need no bookkeeping of their own. A rejected draft token leaves slots behind
+that the next step overwrites, in both.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from engine.sampling.randomness import key, signed
 from engine.sampling.sampler import Sampler
 from engine.scheduling.request import Request
 from engine.scheduling.scheduled_batch import ScheduledRequest
-from kernels.ops import GUESS, NO_TOKEN, plain_sampling
+from kernels.ops import DRAFT, NO_TOKEN, plain_sampling
 
 
 class DraftModel:
-    """Fills `draft_token_ids` of the items of a step; `by_rejection` tells which requests are verified by that rule."""
+    """Fills `draft_token_ids` of the items of a step; `by_rejection`: which requests are verified by that rule."""
 
     def __init__(self, decoder: PagedDecoder, sampler: Sampler, by_rejection: Callable[[Request], bool]) -> None:
         self.decoder = decoder
@@ -31,49 +31,50 @@ class DraftModel:
         self._by_rejection = by_rejection
 
     def propose(self, items: Sequence[ScheduledRequest]) -> list[torch.Tensor | None]:
-        """One pass over what the step computes, then one small pass per guess. Repeating it gives the same guesses.
+        """One pass over what the step computes, then one small pass per draft token. Repeating it gives the same drafts.
 
-        Returns for each item that is verified by rejection the distributions its guesses were drawn from: [k, V] float32.
+        Returns for each item that is verified by rejection the distributions its drafts were drawn from: [k, V] float32.
         """
         for item in items:
             if item.num_draft_tokens:
                 item.draft_token_ids.clear()
         hidden = self.decoder.forward_spans([_known_tokens(item) for item in items])
         drawn_from: list[list[torch.Tensor]] = [[] for _ in items]
-        guessing = [index for index, item in enumerate(items) if item.num_draft_tokens]
+        drafting = [index for index, item in enumerate(items) if item.num_draft_tokens]
         depth = 0
-        while guessing:
-            for index, (token_id, distribution) in zip(guessing, self._guess(hidden, items, guessing, depth), strict=True):
+        while drafting:
+            proposed = self._propose_next(hidden, items, drafting, depth)
+            for index, (token_id, distribution) in zip(drafting, proposed, strict=True):
                 items[index].draft_token_ids.append(token_id)
                 if distribution is not None:
                     drawn_from[index].append(distribution)
             depth += 1
-            spans = [_guessed_token(items[index], depth) for index in guessing]
+            spans = [_draft_span(items[index], depth) for index in drafting]
             hidden = self.decoder.forward_spans(spans)
-            guessing = [index for index in guessing if items[index].num_draft_tokens > depth]
-        return [torch.stack(each) if each else None for each in drawn_from]
+            drafting = [index for index in drafting if items[index].num_draft_tokens > depth]
+        return [torch.stack(distributions) if distributions else None for distributions in drawn_from]
 
-    def _guess(
-        self, hidden: torch.Tensor, items: Sequence[ScheduledRequest], guessing: Sequence[int], depth: int
+    def _propose_next(
+        self, hidden: torch.Tensor, items: Sequence[ScheduledRequest], drafting: Sequence[int], depth: int
     ) -> list[tuple[int, torch.Tensor | None]]:
-        """The next guess of each request, by the noise of plain decoding or by its own; then with what it was drawn from."""
-        rows = [SampledRow(items[index].request, items[index].request.num_tokens + depth) for index in guessing]
+        """The next draft token of each request, with the noise of plain decoding, or with its own and the distribution."""
+        rows = [SampledRow(items[index].request, items[index].request.num_tokens + depth) for index in drafting]
         logits = self.decoder.logits(hidden)
         equal = [i for i, row in enumerate(rows) if not self._by_rejection(row.request)]
         drawn = [i for i, row in enumerate(rows) if self._by_rejection(row.request)]
-        guesses: list[tuple[int, torch.Tensor | None]] = [(0, None)] * len(rows)
+        proposed: list[tuple[int, torch.Tensor | None]] = [(0, None)] * len(rows)
         if equal:
             for i, token in zip(equal, self._sampler.sample(logits[equal], [rows[i] for i in equal]), strict=True):
-                guesses[i] = (token.token_id or 0, None)
+                proposed[i] = (token.token_id or 0, None)
         if drawn:
-            for i, guess in zip(drawn, self._draw(logits[drawn], [rows[i] for i in drawn]), strict=True):
-                guesses[i] = guess
-        return guesses
+            for i, token_and_distribution in zip(drawn, self._draw(logits[drawn], [rows[i] for i in drawn]), strict=True):
+                proposed[i] = token_and_distribution
+        return proposed
 
     def _draw(self, logits: torch.Tensor, rows: Sequence[SampledRow]) -> list[tuple[int, torch.Tensor]]:
-        """logits: [R, V] → guesses with their distributions [V]; where nothing can be drawn, token 0 with all of the mass."""
+        """logits: [R, V] → draft tokens and their distributions [V]; where nothing can be drawn, token 0 with all the mass."""
         distributions = self._sampler.distributions(logits, rows)
-        keys = [signed(key(row.request.sampling.seed or 0, row.position, draw=GUESS)) for row in rows]
+        keys = [signed(key(row.request.sampling.seed or 0, row.position, draw=DRAFT)) for row in rows]
         token_ids = plain_sampling.draw_weighted(distributions, torch.tensor(keys, dtype=torch.int64, device=logits.device))
         failed = token_ids == NO_TOKEN
         token_ids = token_ids.masked_fill(failed, 0)
@@ -83,14 +84,14 @@ class DraftModel:
 
 
 def _known_tokens(item: ScheduledRequest) -> TokenSpan:
-    """What the step computes of `item` before any guess; the last of it predicts the first guess."""
+    """What the step computes of `item` before its drafts; its last token predicts the first draft token."""
     request, num_known = item.request, item.num_known_tokens
     outputs = (num_known - 1,) if item.num_draft_tokens else ()
     return TokenSpan(request.token_ids[item.start : item.start + num_known], item.start, request.block_table, outputs)
 
 
-def _guessed_token(item: ScheduledRequest, depth: int) -> TokenSpan:
-    """Guess number `depth`, counted from 1; the last one is computed for its keys and values only."""
+def _draft_span(item: ScheduledRequest, depth: int) -> TokenSpan:
+    """Draft token number `depth`, counted from 1; the last one is computed for its keys and values only."""
     position = item.start + item.num_known_tokens + depth - 1
     outputs = (0,) if item.num_draft_tokens > depth else ()
     return TokenSpan(item.draft_token_ids[depth - 1 :], position, item.request.block_table, outputs)

@@ -33,7 +33,7 @@ class Forward(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextModel:
     """A loaded model with what it needs for whole texts: its rotations and attention planners, and its limits. `batch_tokens`
-    are those of a pass that memory was planned for, None where nothing else wants the device's memory."""
+    are those of a pass that memory was planned for, None where nothing else needs the device's memory."""
 
     forward: Forward
     rotaries: Sequence[RotaryTable]
@@ -42,7 +42,7 @@ class TextModel:
     max_len: int
     device: torch.device
     batch_tokens: int | None = None
-    default_pooling: str = "last"  # a token of a decoder knows only what stands before it
+    default_pooling: str = "last"  # a token of a decoder sees only those before it
 
     @classmethod
     def of_decoder(
@@ -67,7 +67,7 @@ class TextModel:
 
 
 class Embedding(list[float]):
-    """One vector. It answers to the names of vLLM's result as well: `outputs.embedding` and `prompt_token_ids`."""
+    """One vector, also under the names of vLLM's result: `outputs.embedding` and `prompt_token_ids`."""
 
     def __init__(self, vector: Iterable[float], prompt_token_ids: Sequence[int]) -> None:
         super().__init__(vector)

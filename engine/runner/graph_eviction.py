@@ -2,8 +2,8 @@
 ageing. Knows no torch.
 
 Uses of every key are counted, those of keys without a graph as well, and all counts are halved every `WINDOW` uses, so that
-they stand for the last few minutes. A key is admitted in another's place once it was used so much more often that the capture
-pays. Keys that come and go never are, and evict none.
+they cover the last few minutes. A key replaces another once it was used so much more often that the capture
+pays. Keys that come and go never do.
 
 The method is LFU-DA (Arlitt and others, "Evaluating Content Management Techniques for Web Proxy Caches", 2000): an admitted key
 begins ahead of the one that was evicted for it, or two new keys would evict each other in turn.
@@ -38,8 +38,8 @@ class GraphEviction:
         return len(self._keys)
 
     def admits(self, key: Hashable) -> bool:
-        """Whether a step of this key is to be computed by its own graph, which is there or is worth a capture. Asked once a
-        step; a no is counted as a use."""
+        """Whether a step of this key is to be computed by its own graph, which is there or is worth a capture. Call once a
+        step; False is counted as a use."""
         if key in self._keys or len(self._keys) < self._max_graphs:
             return True
         self._count(key)

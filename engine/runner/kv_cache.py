@@ -1,6 +1,6 @@
 """The paged key/value tensors, one per layer, [N, P, 2, K, D], and their twins in host memory.
 
-Keys and values of a token lie together, so that one gather reads and one scatter writes both, and a block of a layer is one
+Keys and values of a token are adjacent, so that one gather reads and one scatter writes both, and a block of a layer is one
 contiguous piece of memory. Separate key and value pools, as other kernels require them, are strided views of it.
 
 A block id means the same slots in every tensor here, those of a draft model included: one block table, one reference
@@ -49,7 +49,7 @@ def _host_tier(caches: Sequence[torch.Tensor], num_blocks: int) -> torch.Tensor:
 class BlockMover:
     """Moves whole blocks of all `caches` at once: to and from a tier of `num_host_blocks` in main memory, and on the device.
 
-    The layers of a block lie together in the host tier, and a move is one launch for all layers of a model. The tier is
+    The layers of a block are adjacent in the host tier, and a move is one launch for all layers of a model. The tier is
     page-locked when the caches are on a GPU, which writes to it and reads from it over the bus, in order with the steps: the
     host waits for nothing. Its pages are touched by the first block that comes, so an unused tier costs address space only
     where memory need not be locked.

@@ -22,8 +22,8 @@ class LaunchedStep:
     """Where the tokens of a step will arrive.
 
     `rows[i]`: the item that sampled token i belongs to; None where each item has one. `scored`: (token index, number of top
-    tokens) for each token whose log-probabilities are requested. `depths`: the number of guesses of a request, by the index of
-    its first token; it has one token more than guesses. `inputs`: the input token of each row, which may be a guess; None where
+    tokens) for each token whose log-probabilities are requested. `depths`: the number of drafts of a request, by the index of
+    its first token; it has one token more than drafts. `inputs`: the input token of each row, which may be a draft; None where
     only the device has them. `begin_sampling`: starts the sampling of a step that waits for masks. `errors`: why a row got no
     mask, by row.
     """
@@ -39,7 +39,7 @@ class LaunchedStep:
     errors: dict[int, GrammarError] = field(default_factory=dict)
 
     def complete(self) -> None:
-        """Begin what waited for the tokens of the step before. Raises when it cannot."""
+        """Begin what waited for the tokens of the preceding step. Raises when it cannot."""
         if self.begin_sampling is not None:
             (self.fetch, self.errors), self.begin_sampling = self.begin_sampling(), None
 
@@ -48,23 +48,23 @@ class LaunchedStep:
         assert self.begin_sampling is None, "the step was not completed"
         results = self._results()
         if self.depths:
-            results = self._accept_guesses(results)
+            results = self._accept_drafts(results)
         if self.rows is not None and len(self.rows) < self.num_items:
             for row in sorted(set(range(self.num_items)).difference(self.rows)):
                 results.insert(row, StepOutput())
         return results
 
-    def _accept_guesses(self, results: Sequence[RowResult]) -> list[RowResult]:
+    def _accept_drafts(self, results: Sequence[RowResult]) -> list[RowResult]:
         """One per request; None where the first token could not be drawn."""
-        assert self.fetch is not None, "nobody guesses in a step that chooses nothing"
+        assert self.fetch is not None, "a step that samples nothing verifies no drafts"
         inputs = self.fetch.inputs() if self.inputs is None else self.inputs
         accepted: list[RowResult] = []
         row = 0
         while row < len(results):
             end = row + 1 + self.depths.get(row, 0)
-            drawn, guesses = results[row:end], inputs[row + 1 : end]
-            is_alone = not guesses or drawn[0] is None
-            accepted.append(drawn[0] if is_alone else accept_equal([_sampled(result) for result in drawn], guesses))
+            drawn, draft_ids = results[row:end], inputs[row + 1 : end]
+            is_alone = not draft_ids or drawn[0] is None
+            accepted.append(drawn[0] if is_alone else accept_equal([_sampled(result) for result in drawn], draft_ids))
             row = end
         return accepted
 

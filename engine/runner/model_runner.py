@@ -1,4 +1,4 @@
-"""Runs one scheduled batch on the device: inputs, guesses, forward pass, sampling. Keeps weights and cache; decides nothing."""
+"""Runs one scheduled batch on the device: inputs, drafts, forward pass, sampling. Keeps weights and cache; decides nothing."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, Step
 
 
 class ModelRunner:
-    """The device half behind two calls. Running the same items twice writes the same cache slots and draws the same tokens:
-    a step may be repeated. `stage` is what it is doing, for the message when that fails.
+    """The device half of the engine: `move` and `run`. Running the same items twice writes the same cache slots and draws the
+    same tokens: a step may be repeated. `stage` is what it is doing, for the message when that fails.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class ModelRunner:
         draft: PagedDecoder | None = None,
         accepts_by_equality: bool = False,
     ) -> None:
-        """`accepts_by_equality`: guesses become tokens by equality alone, as in the steps over slots beside these."""
+        """`accepts_by_equality`: drafts are accepted by equality alone, as in the steps over slots beside these."""
         self.stage = "prepare"
         self.target = target
         self._sampler = sampler
@@ -164,8 +164,8 @@ class ModelRunner:
         )
 
     def _by_rejection(self, request: Request) -> bool:
-        """Whether the guesses of a request are verified by rejection. Equality is the rule where log-probabilities are asked
-        for, and where tokens must not depend on the batch, because the number of guesses does."""
+        """Whether the drafts of a request are verified by rejection. Equality is the rule where log-probabilities are
+        requested, and where tokens must not depend on the batch, because the number of drafts does."""
         sampling = request.sampling
         return not (self._accepts_by_equality or is_greedy(sampling) or sampling.logprobs is not None)
 

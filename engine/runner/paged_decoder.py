@@ -64,8 +64,8 @@ class PagedDecoder:
         self._recorded: RecordedOperations | None = None
 
     def allocate_workspaces(self, num_rows: int, max_blocks: int) -> None:
-        """Allocate what decode attention hands from its first kernel to its second, for each of `attention_shapes`, in steps of
-        up to so many rows and blocks. Steps run one after another, so all of them share it from now on."""
+        """Allocate the workspace between the two kernels of decode attention, for each of `attention_shapes`, in steps of up to
+        so many rows and blocks. Steps run one after another, so all of them share it from now on."""
         make, dtype = operations(self.device, batch_invariant=self.batch_invariant).decode_workspace, self.kv_caches[0].dtype
         self._workspaces = [make(shape, num_rows, max_blocks, dtype, self.device) for shape in self.attention_shapes]
         for planner, workspace in zip(self._planners, self._workspaces, strict=True):

@@ -20,11 +20,11 @@ Computed = torch.Tensor | None
 """Logits of a step that ends with them: [R, V]. None of one that chooses its tokens."""
 
 Compute = Callable[[int, Kind | None, bool, Callable[[], None] | None], Computed]
-"""A step of so many rows, of this kind, and with guesses or not; the last is called before each layer while it is recorded."""
+"""A step of so many rows, of this kind, and with drafts or not; the last is called before each layer while it is recorded."""
 
 
 class Record(NamedTuple):
-    """What runs a step, and where its logits stand then."""
+    """What runs a step, and where its logits are then."""
 
     operations: ops.RecordedOperations
     logits: Computed
@@ -40,25 +40,25 @@ class RecordedSteps:
         self._max_rows = min(max_rows, RECORDED_ROWS_MAX)
         self._records: dict[tuple[Kind | None, bool], Record | None] = {}
 
-    def record(self, kind: Kind | None, *, has_guesses: bool = False) -> Record | None:
+    def record(self, kind: Kind | None, *, has_drafts: bool = False) -> Record | None:
         """The record of steps of this kind, made at the first call; None if they cannot be recorded."""
         if self._recorder is None:
             return None
-        key = kind, has_guesses
+        key = kind, has_drafts
         if key not in self._records:
             operations = self._recorder(self._max_rows)
             try:
                 with operations.recording():
-                    logits = self._compute(self._max_rows, kind, has_guesses, operations.next_layer)
+                    logits = self._compute(self._max_rows, kind, has_drafts, operations.next_layer)
                 self._records[key] = Record(operations, logits)
             except ops.NotRecordable:
                 self._records[key] = None
         return self._records[key]
 
-    def __call__(self, num_rows: int, kind: Kind | None, *, has_guesses: bool = False) -> Computed:
+    def __call__(self, num_rows: int, kind: Kind | None, *, has_drafts: bool = False) -> Computed:
         """Compute a step, by its record if there is one."""
-        record = self.record(kind, has_guesses=has_guesses) if num_rows <= self._max_rows else None
+        record = self.record(kind, has_drafts=has_drafts) if num_rows <= self._max_rows else None
         if record is None:
-            return self._compute(num_rows, kind, has_guesses, None)
+            return self._compute(num_rows, kind, has_drafts, None)
         record.operations.run(num_rows)
         return None if record.logits is None else record.logits[:num_rows]

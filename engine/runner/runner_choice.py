@@ -43,14 +43,14 @@ def resolve_step_mode(config: ModelConfig, options: EngineOptions, *, dtype: tor
     return StepMode.of(options, device.type, can_record=can_record)
 
 
-def make_slot_runner(plain: ModelRunner, limits: SchedulerLimits, mode: StepMode, *, max_guesses: int = 0) -> SlotRunner:
-    """A runner of the models of `plain` over slots, one for each seat, in any mode that has slots. `max_guesses`: the most in a
-    step, of all requests together."""
+def make_slot_runner(plain: ModelRunner, limits: SchedulerLimits, mode: StepMode, *, max_draft_tokens: int = 0) -> SlotRunner:
+    """A runner of the models of `plain` over slots, one for each seat, in any mode that has slots. `max_draft_tokens`: of all
+    requests of a step together."""
     assert mode.has_slots, "plain steps are over no slots"
     target, draft = plain.target, plain.draft
     device = target.device
     chunk_rows = 0 if mode is StepMode.RECORDED else target.chunk_rows(limits.max_num_batched_tokens, limits.max_num_seqs)
-    max_graphs = decode_graphs_kept(limits.max_num_seqs, max_guesses)
+    max_graphs = decode_graphs_kept(limits.max_num_seqs, max_draft_tokens)
     if draft is not None:
         max_graphs += draft_graphs_kept(limits.max_num_seqs)
     calls: Calls = CudaGraphs(device, max_graphs=max_graphs) if mode is StepMode.CAPTURED else DirectCalls()
@@ -60,13 +60,13 @@ def make_slot_runner(plain: ModelRunner, limits: SchedulerLimits, mode: StepMode
             limits.max_num_seqs,
             target.vocab_size,
             device,
-            max_guesses=max_guesses,
+            max_draft_tokens=max_draft_tokens,
             dtype=target.dtype,
             make_words=partial(slot_words, num_slots=limits.max_num_seqs, max_blocks=limits.max_blocks),
         ),
         calls,
         limits,
-        max_guesses=max_guesses,
+        max_draft_tokens=max_draft_tokens,
         chunk_rows=chunk_rows,
         is_synchronous=mode is StepMode.RECORDED,
         draft=draft,

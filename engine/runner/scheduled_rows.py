@@ -2,7 +2,7 @@
 
 `token_span` makes the span of one request. `PlainStepRows` are the rows of a step of the plain runner, all tokens of which are
 known on the host. `SlotStepRows` are the rows that sample in a step over slots, where some tokens are known only on the device:
-the last one of a decode whose step was launched behind another, and guesses of a draft model.
+the last one of a decode whose step was launched after another, and the tokens of a draft model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ identity."""
 
 def token_span(item: ScheduledRequest) -> TokenSpan:
     """The span of `item` in the forward pass, with token 0 for each that the host does not know. Its outputs are the rows that
-    sample: that of the last known token and those of guesses, none if the step does not sample."""
+    sample: that of the last known token and those of draft tokens, none if the step does not sample."""
     request, start, num_tokens = item.request, item.start, item.num_tokens
     if num_tokens == 1 and item.samples:
         token_id = request.token_ids[start]
@@ -45,8 +45,8 @@ def device_token_indices(spans: Sequence[TokenSpan]) -> dict[int, int]:
     }
 
 
-def guess_token_indices(items: Sequence[ScheduledRequest], spans: Sequence[TokenSpan]) -> list[int]:
-    """The indices of guesses among all tokens of the pass over `spans` of these items, item by item."""
+def draft_token_indices(items: Sequence[ScheduledRequest], spans: Sequence[TokenSpan]) -> list[int]:
+    """The indices of draft tokens among all tokens of the pass over `spans` of these items, item by item."""
     first_tokens, num_tokens = [0] * len(spans), 0
     for index_of_span in forward_order(spans):
         first_tokens[index_of_span] = num_tokens
@@ -61,7 +61,7 @@ def guess_token_indices(items: Sequence[ScheduledRequest], spans: Sequence[Token
 def scored_positions(item: ScheduledRequest) -> range:
     """Positions of this chunk whose next token is a prompt token that was not scored yet, if the request wants scores.
 
-    Each row scores the token behind it, and the last prompt token's row chooses the first token of the output instead. A
+    Each row scores the token after it, and the last prompt token's row chooses the first token of the output instead. A
     request that is computed again after preemption is not scored again. Answers beside the first share its prompt.
     """
     request = item.request
@@ -73,9 +73,9 @@ def scored_positions(item: ScheduledRequest) -> range:
 
 @dataclass(slots=True)
 class PlainStepRows:
-    """Rows of one step of the plain runner. Hidden states stand item by item, of each the sampled ones before the scored ones:
+    """Rows of one step of the plain runner. Hidden states are item by item, the sampled ones of each before the scored ones:
 
-    item 0: known tokens … last │ guesses        item 1: a chunk of a prompt with log-probabilities
+    item 0: known tokens … last │ drafts         item 1: a chunk of a prompt with log-probabilities
             ······        0       1   2                  3 (sampled, if the prompt ends here)   4 5 6 7 (scored)
 
     `spans`: the input of each item. `sampled`: the rows that sample a token. `hidden_rows`: their indices into the hidden
@@ -100,8 +100,8 @@ class PlainStepRows:
 
     def _add(self, item: ScheduledRequest) -> None:
         request, span, positions = item.request, token_span(item), scored_positions(item)
-        num_guesses = len(item.draft_token_ids)
-        assert num_guesses == item.num_draft_tokens, f"request {request.request_id} has {num_guesses} guesses"
+        num_draft_tokens = len(item.draft_token_ids)
+        assert num_draft_tokens == item.num_draft_tokens, f"request {request.request_id} has {num_draft_tokens} drafts"
         assert span.token_ids is not DEVICE_TOKEN, f"the host does not know the last token of {request.request_id}"
         num_new_sampled, first, num_sampled = len(span.outputs), self.num_outputs, len(self.sampled)
         if positions:
@@ -117,14 +117,14 @@ class PlainStepRows:
 
 @dataclass(slots=True)
 class SlotStepRows:
-    """Rows of a step that sample a token: for each request one after its last token, and one after each of its guesses.
+    """Rows of a step that sample a token: for each request one after its last token, and one after each of its drafts.
 
-    request a, no guesses      last │ → token                       one row
-    request b, guesses x, y    last │ → token   x │ → token   y │ → token      three rows, one slot
+    request a, no drafts       last │ → token                       one row
+    request b, drafts x, y     last │ → token   x │ → token   y │ → token      three rows, one slot
 
-    In columns: the item of a row, its slot, its input token (0 for a guess known only on the device; empty without guesses,
+    In columns: the item of a row, its slot, its input token (0 for a draft known only on the device; empty without drafts,
     because the tokens are in the slots), and the index of the sampled token in prompt plus output. `depths`: the number of
-    guesses of each request that has some, by its first row.
+    drafts of each request that has some, by its first row.
     """
 
     items: list[ScheduledRequest] = field(default_factory=list)
@@ -152,8 +152,8 @@ class SlotStepRows:
         return rows
 
     @property
-    def guess_rows(self) -> list[int]:
-        """The rows of guesses, in order."""
+    def draft_rows(self) -> list[int]:
+        """The rows of draft tokens, in order."""
         return [first + index for first, depth in self.depths.items() for index in range(1, depth + 1)]
 
     def input_columns(self, block_size: int) -> list[list[int]]:
@@ -167,9 +167,9 @@ class SlotStepRows:
 
 
 def group_rows(slots: Sequence[int], lens: Sequence[int], max_group: int) -> list[list[int]]:
-    """Groups of at most `max_group` rows of one slot, which lie side by side and are attended as one. lens: of the rows'
+    """Groups of at most `max_group` rows of one slot, which are adjacent and attended as one. lens: of the rows'
     contexts, each one longer than the one before → in columns, as many as there are rows: the slot of a group, the length of
-    its last row's context, and its end among the rows. Behind the last group are some without rows, of length 0."""
+    its last row's context, and its end among the rows. After the last group are some without rows, of length 0."""
     ends, first = [], 0
     for row in range(1, len(slots) + 1):
         if row == len(slots) or slots[row] != slots[first] or row - first == max_group:

@@ -2,12 +2,12 @@
 runner.
 
 A step whose every row is one token that yields the next is a `DecodeStep`, replayed from a CUDA graph on a GPU. A step with
-chunks of prompts is a `ChunkStep` with the sampling behind it; where no graph is large enough it is a plain forward pass over
+chunks of prompts is a `ChunkStep` with the sampling after it; where no graph is large enough it is a plain forward pass over
 spans made on the host, in which the tokens known only on the device are filled in. Either way the sampled tokens go into the
 slots on the device, and to the host's memory.
 
-A step in which requests verify guesses (`runner.scheduled_rows`) is one or the other, with a row for each guess. The next step
-is not launched before it is settled. A draft model makes the guesses just before, over the same slots (`draft_steps`). It runs
+A step in which requests verify drafts (`runner.scheduled_rows`) is one or the other, with a row for each draft token. The next
+step is not launched before it is settled. A draft model proposes them just before, over the same slots (`draft_steps`). It runs
 in every step, because it has a KV cache of its own.
 
 A row that needs the mask of a grammar (`row_masks`) must wait for the token before its own, and the sampling of the whole step
@@ -30,7 +30,7 @@ from engine.runner.launched_step import LaunchedStep, PendingSampling
 from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PlacedTokens
 from engine.runner.row_masks import FillMasks, RowMasks
-from engine.runner.scheduled_rows import SlotStepRows, device_token_indices, guess_token_indices, scored_positions, token_span
+from engine.runner.scheduled_rows import SlotStepRows, device_token_indices, draft_token_indices, scored_positions, token_span
 from engine.runner.slot_steps import SlotSteps
 from engine.runner.slots import EMPTY_INT64, Int64Array, SlotTable
 from engine.runner.token_return import Fetch
@@ -87,7 +87,7 @@ class SlotRunner:
         self.steps.token_return.mark_unfetched()
 
     def plain_reason(self, batch: ScheduledBatch) -> PlainReason | None:
-        """Why this step must be computed in the plain way, None if it need not: a request in it wants log-probabilities of its
+        """Why this step must be computed in the plain way, None if it need not: a request in it needs log-probabilities of its
         prompt, or something that no slot can hold."""
         for item in self._slots.items_without_slot(batch.prefills if batch.decodes is self._decodes else batch.items):
             reason = PlainReason.PROMPT_LOGPROBS if scored_positions(item) else self._sampler.refusal(item.request)
@@ -96,7 +96,7 @@ class SlotRunner:
         return None
 
     def launch(self, batch: ScheduledBatch) -> LaunchedStep:
-        """Begin a step. Where some rows verify guesses, all before it is settled."""
+        """Begin a step. Where some rows verify drafts, all before it is settled."""
         with self._inference:
             self.steps.token_return.begin_step()
             if not batch.num_draft_tokens:
@@ -107,7 +107,6 @@ class SlotRunner:
             return self._launch_verification_with_chunks(batch)
 
     @property
-    @torch.inference_mode()
     def is_recorded(self) -> bool:
         """Whether decode steps are one recorded call."""
         return self.steps.decodes.step.is_recorded
@@ -122,14 +121,14 @@ class SlotRunner:
         return self._run_step(items, shape, self._needs, launched)
 
     def _launch_verification(self, items: Sequence[ScheduledRequest]) -> LaunchedStep:
-        rows = SlotStepRows.of(items, self._slots.update_for_verification(items, sends_tokens=self.steps.drafts is None))
-        guesses = self._guess(rows)
+        rows = SlotStepRows.of(items, self._slots.update_for_verification(items, sends_tokens=self.steps.draft_steps is None))
+        draft_ids = self._propose(rows)
         needs = self._sampler.needs(rows.slots)
-        shape = self.steps.decodes.select_shape(len(rows.slots), needs, has_guesses=True)
+        shape = self.steps.decodes.select_shape(len(rows.slots), needs, has_drafts=True)
         self.steps.inputs.write_columns(rows.input_columns(self.steps.limits.block_size), shape.size)
-        if guesses is not None:
-            self.steps.inputs.put_tokens(rows.guess_rows, guesses)
-        host_inputs = rows.tokens if guesses is None else None
+        if draft_ids is not None:
+            self.steps.inputs.put_tokens(rows.draft_rows, draft_ids)
+        host_inputs = rows.tokens if draft_ids is None else None
         launched = LaunchedStep(len(items), len(rows.slots), scored=needs.scored, depths=rows.depths, inputs=host_inputs)
         return self._run_step(rows.items, shape, needs, launched)
 
@@ -139,7 +138,7 @@ class SlotRunner:
         """Launch a decode step whose inputs are written; `rows[i]` is the item of row i."""
         fill = self._masks.begin(rows, needs)
         self.steps.decodes.run(shape)
-        sends_inputs = shape.has_guesses and launched.inputs is None
+        sends_inputs = shape.has_drafts and launched.inputs is None
 
         def sample(masks: torch.Tensor | None) -> Fetch:
             if shape.kind is None:
@@ -164,18 +163,18 @@ class SlotRunner:
         return self._sample_chunks(launched, sampling_inputs, needs.kind, fill)
 
     def _launch_verification_with_chunks(self, batch: ScheduledBatch) -> LaunchedStep:
-        """As `_launch_chunks`, a step in which some rows verify guesses: as the plain forward pass computes it."""
+        """As `_launch_chunks`, a step in which some rows verify drafts: as the plain forward pass computes it."""
         items, sampling_rows = batch.items, _sampling_rows(batch)
         sampling_items = [items[row] for row in sampling_rows]
-        slots = self._slots.update_for_verification(sampling_items, sends_tokens=self.steps.drafts is None)
+        slots = self._slots.update_for_verification(sampling_items, sends_tokens=self.steps.draft_steps is None)
         rows = SlotStepRows.of(sampling_items, slots)
         needs = self._sampler.needs(rows.slots)
         fill = self._masks.begin(rows.items, needs)
-        guesses = self._guess(rows)
-        hidden = self._forward_spans(items, dict(zip(sampling_rows, slots, strict=True)), guesses)
+        draft_ids = self._propose(rows)
+        hidden = self._forward_spans(items, dict(zip(sampling_rows, slots, strict=True)), draft_ids)
         sampling_inputs = self._make_sampling_inputs(hidden, rows.slots, rows.positions)
-        if guesses is not None:
-            tokens = self.steps.staging.send(rows.tokens).index_copy_(0, self.steps.staging.send(rows.guess_rows), guesses)
+        if draft_ids is not None:
+            tokens = self.steps.staging.send(rows.tokens).index_copy_(0, self.steps.staging.send(rows.draft_rows), draft_ids)
             sampling_inputs = sampling_inputs._replace(tokens=tokens)
         launched = LaunchedStep(
             len(items),
@@ -183,7 +182,7 @@ class SlotRunner:
             rows=sampling_rows,
             scored=needs.scored,
             depths=rows.depths,
-            inputs=rows.tokens if guesses is None else None,
+            inputs=rows.tokens if draft_ids is None else None,
         )
         return self._sample_chunks(launched, sampling_inputs, needs.kind, fill)
 
@@ -202,22 +201,22 @@ class SlotRunner:
         sample = partial(self._sample_rows, logits, rows, kind)
         return self._begin_sampling(launched, sample, len(logits), fill)
 
-    def _guess(self, rows: SlotStepRows) -> torch.Tensor | None:
-        """The guesses of a draft model for requests whose slots are current: [Σ depths] int64. None without one: then the host
-        has guessed, and they are among the tokens of `rows`."""
-        if self.steps.drafts is None:
+    def _propose(self, rows: SlotStepRows) -> torch.Tensor | None:
+        """The tokens of the draft model for requests whose slots are current: [Σ depths] int64. None without one: the host has
+        then drafted, and its drafts are among the tokens of `rows`."""
+        if self.steps.draft_steps is None:
             return None
-        return self.steps.drafts.guess([rows.slots[first] for first in rows.depths], [*rows.depths.values()])
+        return self.steps.draft_steps.propose([rows.slots[first] for first in rows.depths], [*rows.depths.values()])
 
     def _forward_spans(
-        self, items: Sequence[ScheduledRequest], slots: dict[int, int], guesses: torch.Tensor | None
+        self, items: Sequence[ScheduledRequest], slots: dict[int, int], draft_ids: torch.Tensor | None
     ) -> torch.Tensor:
-        """Hidden states of the plain forward pass, in which tokens known only on the device are filled in: the guesses of a
-        draft model, or else the last tokens in the slots of items that sample. With guesses, the host knows the last tokens."""
+        """Hidden states of the plain forward pass, in which tokens known only on the device are filled in: those of a
+        draft model, or else the last tokens in the slots of items that sample. With drafts, the host knows the last tokens."""
         spans = [token_span(item) for item in items]
         unknown: PlacedTokens | None = None
-        if guesses is not None:
-            unknown = self.steps.staging.send(guess_token_indices(items, spans)), guesses
+        if draft_ids is not None:
+            unknown = self.steps.staging.send(draft_token_indices(items, spans)), draft_ids
         elif unknown_tokens := device_token_indices(spans):
             sent = self.steps.staging.send([[*unknown_tokens], [slots[row] for row in unknown_tokens.values()]])
             unknown = sent[0], self.steps.state.last_tokens.index_select(0, sent[1])

@@ -1,7 +1,7 @@
 """The parts of steps over slots, made once for all of them.
 
 SlotState, DecodeInputBuffers   the state of each request on the device, and the inputs of a decode step
-DecodeSteps                     steps of one token for each request, and those that verify guesses
+DecodeSteps                     steps of one token for each request, and those that verify drafts
 ChunkSteps                      steps with chunks of prompts, up to the hidden states that are sampled
 DraftSteps                      the small steps of a draft model
 Staging, TokenReturn            transfers to the device and back
@@ -37,31 +37,31 @@ class SlotSteps:
         calls: Calls,
         limits: SchedulerLimits,
         *,
-        max_guesses: int,
+        max_draft_tokens: int,
         chunk_rows: int = 0,
         is_synchronous: bool = False,
         draft: PagedDecoder | None = None,
     ) -> None:
-        """`sampler` keeps its columns in the buffer of `slot_words`. `max_guesses`: the most guesses of a step, 0 if none are
-        made. `chunk_rows`: rows of the largest captured step with chunks, 0 if there is none. `is_synchronous`: a launch
+        """`sampler` keeps its columns in the buffer of `slot_words`. `max_draft_tokens`: the most of a step, 0 without
+        any. `chunk_rows`: rows of the largest captured step with chunks, 0 if there is none. `is_synchronous`: a launch
         returns when its step is over, and steps are recorded instead of rounded up to one of the sizes of graphs. `draft`: the
-        model that guesses; without one the host does."""
+        draft model; without one the host drafts."""
         self.target = target
         self.decoders = [target] if draft is None else [draft, target]
         self.sampler = sampler
         self.calls = calls
         self.limits = limits
-        self.has_guesses = max_guesses > 0
+        self.has_drafts = max_draft_tokens > 0
         self.is_synchronous = is_synchronous
         self.device = device = target.device
         max_num_seqs, block_size = limits.max_num_seqs, limits.block_size
         self.state = SlotState(sampler.columns.words, dtype=target.dtype)
-        max_rows = max_num_seqs + max_guesses
+        max_rows = max_num_seqs + max_draft_tokens
         self.inputs = DecodeInputBuffers(self.state, target, max_rows=max_rows, block_size=block_size)
         self.token_return = TokenReturn(max_rows, scores.width(TOP_LOGPROBS_MAX), device=device)
-        self.drafts: DraftSteps | None = None
+        self.draft_steps: DraftSteps | None = None
         if draft is not None:
-            self.drafts = DraftSteps(self._make_steps("draft", [draft]), self.inputs, sampler)
+            self.draft_steps = DraftSteps(self._make_steps("draft", [draft]), self.inputs, sampler)
         self.decodes = self._make_steps("decode", self.decoders, host=self.token_return.host)
         self.chunks: ChunkSteps | None = None
         if chunk_rows:

@@ -26,13 +26,13 @@ class SlotTiming:
 
     @torch.inference_mode()
     def decode(self, num_rows: int) -> None:
-        """Run a step as far as its tokens: a decode if it has one row, else a step with guesses. Its rows are not padding, for
+        """Run a step as far as its tokens: a decode if it has one row, else a step with drafts. Its rows are not padding, for
         which a mixture would read no experts."""
         if num_rows == 1:
             self._decode_one_row(self._steps.decodes)
             return
         steps = self._steps
-        shape = steps.decodes.shape(num_rows, Kind(), has_guesses=True)
+        shape = steps.decodes.shape(num_rows, Kind(), has_drafts=True)
         run = self._make_ready(steps.decodes, shape)
         no_slots, zeros = [NOTHING] * num_rows, [0] * num_rows
         tokens = [row % steps.sampler.vocab_size for row in range(num_rows)]
@@ -46,14 +46,14 @@ class SlotTiming:
         """Hidden states of the outputs of chunks, computed as in a step with them. With a draft model it is the pass of the
         target alone."""
         steps = self._steps
-        hidden = steps.chunks.run_for_timing(spans) if steps.chunks is not None and steps.drafts is None else None
+        hidden = steps.chunks.run_for_timing(spans) if steps.chunks is not None and steps.draft_steps is None else None
         return steps.target.forward_spans(spans) if hidden is None else hidden
 
     @torch.inference_mode()
     def draft_decode(self) -> None:
         """As `decode` of one row, by the draft model."""
-        assert self._steps.drafts is not None, "there is no draft model"
-        self._decode_one_row(self._steps.drafts.decodes)
+        assert self._steps.draft_steps is not None, "there is no draft model"
+        self._decode_one_row(self._steps.draft_steps.decodes)
 
     def _decode_one_row(self, decodes: DecodeSteps) -> None:
         shape = decodes.shape(1, Kind())
@@ -68,11 +68,11 @@ class SlotTiming:
         try:
             decodes.make_ready(shape)
         except CaptureFailed:
-            return partial(decodes.step, shape.size, shape.kind, has_guesses=shape.has_guesses)
+            return partial(decodes.step, shape.size, shape.kind, has_drafts=shape.has_drafts)
         return partial(decodes.run, shape)
 
     def _synchronise(self) -> None:
-        """Wait for what was launched. Nobody asks for its tokens."""
+        """Wait for what was launched; its tokens are not fetched."""
         self._steps.token_return.mark_unfetched()
         if self._steps.device.type == "cuda":
             torch.cuda.current_stream(self._steps.device).synchronize()

@@ -41,23 +41,23 @@ def warm_up(steps: SlotSteps) -> None:
     if compiles_at_first_use(steps.device):
         with compiling("choices"):
             _compile_sampling(steps)
-    _capture(steps.decodes, steps.decodes.shape(steps.inputs.max_rows, Kind(), has_guesses=steps.has_guesses))
+    _capture(steps.decodes, steps.decodes.shape(steps.inputs.max_rows, Kind(), has_drafts=steps.has_drafts))
     sizes = [num_rows for num_rows in reversed(WARM_ROWS) if num_rows <= steps.limits.max_num_seqs]
     _prepare(steps.decodes, sizes)
-    if steps.drafts is not None:
-        _prepare(steps.drafts.decodes, sizes)
-    if steps.has_guesses:
-        _prepare(steps.decodes, WARM_ROWS[:0:-1], has_guesses=True)
+    if steps.draft_steps is not None:
+        _prepare(steps.draft_steps.decodes, sizes)
+    if steps.has_drafts:
+        _prepare(steps.decodes, WARM_ROWS[:0:-1], has_drafts=True)
     if steps.chunks is not None:
         steps.chunks.warm_up()
 
 
-def _prepare(steps: DecodeSteps, sizes: Sequence[int], *, has_guesses: bool = False) -> None:
+def _prepare(steps: DecodeSteps, sizes: Sequence[int], *, has_drafts: bool = False) -> None:
     for kind in COMMON_KINDS:
-        steps.step.record(kind, has_guesses=has_guesses)
+        steps.step.record(kind, has_drafts=has_drafts)
     for num_rows in sizes:
         for kind in COMMON_KINDS:
-            _capture(steps, steps.shape(num_rows, kind, has_guesses=has_guesses))
+            _capture(steps, steps.shape(num_rows, kind, has_drafts=has_drafts))
 
 
 def _capture(steps: DecodeSteps, shape: DecodeShape) -> None:
@@ -73,15 +73,15 @@ def _compile_sampling(steps: SlotSteps) -> None:
     padding, in every way, after a decode and after a chunk, with and without masks. Before that, for those of steps as far as
     their logits, in all sizes that make a difference."""
     step, inputs, target = steps.decodes.step, steps.inputs, steps.target
-    for size in steps.decodes.guess_sizes if steps.has_guesses else ():
+    for size in steps.decodes.verify_sizes if steps.has_drafts else ():
         inputs.write_columns(NO_INPUTS, size)
-        step(size, None, has_guesses=True)
+        step(size, None, has_drafts=True)
     for size in reversed([size for size in STEP_SIZES if size <= steps.limits.max_num_seqs]):
         inputs.write_slots(NO_ROWS, size)
         step(size, None)
-    if steps.drafts is not None:
+    if steps.draft_steps is not None:
         for kind in COMMON_KINDS:
-            steps.drafts.decodes.step(1, kind)
+            steps.draft_steps.decodes.step(1, kind)
     logits = target.logits(target.forward_spans([TokenSpan(DEVICE_TOKEN, 0, (0,), FIRST_OUTPUT)]), wide=False)
     masks = allow_all(1, logits.shape[1], steps.device)
     where = steps.staging.send([[NOTHING], [0]])

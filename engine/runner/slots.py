@@ -78,7 +78,7 @@ class SlotState:
 
     @property
     def host_tables(self) -> np.ndarray[Any, Any] | None:
-        """The very tables, where the device is the host."""
+        """The tables themselves, where the device is the host."""
         return None if self.words.on_host is None else self.tables.numpy()
 
     def write(self, writes: SlotWrites) -> None:
@@ -99,7 +99,7 @@ class SlotState:
                 offsets.extend((offset, offset + 1))
                 values.extend((token_id, 0))
         words = [(np.frombuffer(offsets, np.int64), np.frombuffer(values, np.int32)), *writes.words]
-        self.words.write(np.concatenate([each for each, _ in words]), np.concatenate([each for _, each in words]))
+        self.words.write(np.concatenate([indices for indices, _ in words]), np.concatenate([values for _, values in words]))
 
     def advance(
         self,
@@ -117,7 +117,7 @@ class SlotState:
 class SlotListener(Protocol):
     """Keeps further state of requests by slot, as the sampler does."""
 
-    def place(self, slots: Sequence[int], requests: Sequence[Request]) -> ops.Words:
+    def assign(self, slots: Sequence[int], requests: Sequence[Request]) -> ops.Words:
         """Assign the slots to these requests. Returns what must be written to the slots' buffer for that."""
         ...
 
@@ -149,7 +149,7 @@ class SlotTable:
         self._slot_array = EMPTY_INT64  # the same
         self._step_tables: list[Sequence[int]] = []
         self._step_sizes: list[int] = []
-        self._num_advanced = 0  # steps by which `_lens` is behind for these slots
+        self._num_advanced = 0  # steps by which `_lens` lags for these slots
 
     def items_without_slot(self, items: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:
         """The items whose request has no slot yet."""
@@ -170,7 +170,7 @@ class SlotTable:
                 self._lens[self._slot_of[request]] = NOTHING
 
     def update(self, decodes: Sequence[ScheduledRequest], more: Sequence[ScheduledRequest] = ()) -> Int64Array:
-        """Bring the slots of `decodes`, and of `more` behind them, up to date for a step that yields a token for each of them.
+        """Bring the slots of `decodes`, and then of `more`, up to date for a step that yields a token for each of them.
         Returns their slots.
 
         Lists are compared by identity. Passing the `decodes` object of the last step states that no request joined them, left
@@ -198,7 +198,7 @@ class SlotTable:
         return self._lens[self._slot_array] + (self._num_advanced - 1)
 
     def update_for_verification(self, items: Sequence[ScheduledRequest], *, sends_tokens: bool = True) -> list[int]:
-        """As `update`, for a step in which some requests verify guesses; their slots are sent again with a later step.
+        """As `update`, for a step in which some requests verify drafts; their slots are sent again with a later step.
         `sends_tokens`: their input tokens come from the host with the step, and not from their slots."""
         requests, writes = [item.request for item in items], SlotWrites()
         self._drop_step()
@@ -252,7 +252,7 @@ class SlotTable:
         *,
         sends_tokens: bool = False,
     ) -> list[int]:
-        """Bring the slots of these requests up to date without relying on the last step. → slots"""
+        """Bring the slots of these requests up to date without relying on the last step. Returns the slots."""
         for request in requests:
             self._idle.pop(request, None)
         slots = self._assign_slots(requests, writes)
@@ -279,7 +279,7 @@ class SlotTable:
         self._requests, self._slots, self._step_tables, self._step_sizes = [], [], [], []
 
     def _write_slots(self, requests: Sequence[Request], slots: Sequence[int], lens: Sequence[int], writes: SlotWrites) -> None:
-        """Send the slots of these requests, of whose tokens the first `lens` are known or under way."""
+        """Send the slots of these requests, of whose tokens the first `lens` are known or in flight."""
         for request, slot, num_tokens in zip(requests, slots, lens, strict=True):
             is_current = self._lens[slot] == num_tokens
             token_id = request.token_ids[num_tokens - 1]
@@ -315,5 +315,5 @@ class SlotTable:
             slot = self._free.pop()
             slots[i] = self._slot_of[requests[i]] = slot
             self._lens[slot], self._tables[slot] = NOTHING, None
-        writes.words.append(self._listener.place([slots[i] for i in new], [requests[i] for i in new]))
+        writes.words.append(self._listener.assign([slots[i] for i in new], [requests[i] for i in new]))
         return slots

@@ -1,6 +1,6 @@
 """Page-locked host buffers for what every step sends, used in turn so that neither side overwrites what the other still reads.
 
-There are more buffers than steps under way. Each has an event, recorded behind the copy that uses it; the buffer is taken again
+There are more buffers than steps in flight. Each has an event, recorded after the copy that uses it; the buffer is taken again
 only after that event has passed, which in practice nothing has to wait for.
 
 On a CPU there is no copy that runs by itself: values are taken at once, and the same class passes them on.
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 DEPTH = 4
-"""Buffers in turn: two steps are under way at a time."""
+"""Buffers in turn: two steps are in flight at a time."""
 STAGED_NUMBERS = 4096
 
 
@@ -26,7 +26,7 @@ def record(event: torch.cuda.Event) -> None:
 
 
 class PinnedBuffer:
-    """Page-locked integers, and the event behind the copy that uses them. Both are made once: the driver makes them."""
+    """Page-locked integers, and the event after the copy that uses them. Both are made once: the driver makes them."""
 
     def __init__(self, size: int) -> None:
         self.tensor = torch.empty(size, dtype=torch.int64, pin_memory=True)
@@ -48,7 +48,7 @@ class Staging:
     """
 
     def __init__(self, device: torch.device, size: int = STAGED_NUMBERS) -> None:
-        """`size`: numbers that are sent at once. More can be: then page-locked memory is asked for while requests wait."""
+        """`size`: numbers that are sent at once. More can be: then page-locked memory is requested while requests wait."""
         self._device = device
         self._buffers = [PinnedBuffer(size) for _ in range(DEPTH)] if device.type == "cuda" else []
         self._last_index = 0
@@ -59,7 +59,7 @@ class Staging:
         *,
         into: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """A tensor on the device with these integers, behind everything launched so far: `into`, int64 or int32, else a new
+        """A tensor on the device with these integers, after everything launched so far: `into`, int64 or int32, else a new
         one, int64."""
         if not self._buffers:
             host_tensor = torch.from_numpy(np.array(values, dtype=np.int64))

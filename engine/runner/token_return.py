@@ -1,10 +1,10 @@
 """Tokens of steps on their way to the host.
 
     step ─► ops.advance_slots ─► page-locked memory ─► event               CudaFetch
-         ─► inputs, scores ─► copy, where somebody asks for them ─┘
+         ─► inputs, scores ─► copy, where they are requested ─────┘
     step                                                                   ImmediateFetch: the device is the host
 
-Buffers are used in turn, and there are more of them than steps under way.
+Buffers are used in turn, and there are more of them than steps in flight.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def uses_busy_wait() -> bool:
 
 
 class CudaFetch:
-    """Tokens that the step's last kernel writes to the host's memory, and what is copied behind it, when an event has passed.
+    """Tokens that the step's last kernel writes to the host's memory, and what is copied after it, when an event has passed.
     The wait ends with that, not with later steps."""
 
     def __init__(
@@ -93,7 +93,7 @@ class CudaFetch:
 
     def wait(self) -> None:
         """The only place where the step thread waits for the device, and only while the device computes: never without a step
-        under way. Other threads of the process continue meanwhile.
+        in flight. Other threads of the process continue meanwhile.
 
         It stays awake (`uses_busy_wait`). A core that has slept for the milliseconds of a step wakes at a low clock, with cold
         caches: what follows was measured to take several times as long (ADR 55)."""
@@ -107,7 +107,7 @@ class CudaFetch:
         values: list[int] = self._buffer[: 1 + self._num_rows].tolist()
         written_step = values.pop(0)
         if written_step != self._step_number:
-            raise RuntimeError(f"step {self._step_number} left no tokens: in its place are those of step {written_step}")
+            raise RuntimeError(f"step {self._step_number} left no tokens: its buffer has those of step {written_step}")
         return values
 
     def scores(self) -> torch.Tensor:
@@ -129,10 +129,10 @@ def _release_after(events: Sequence[torch.cuda.Event], buffers: torch.Tensor) ->
 
 
 class TokenReturn:
-    """Brings the tokens of steps to the host, and what was asked about them.
+    """Brings the tokens of steps to the host, with scores and inputs where requested.
 
     On a GPU the last kernel of a step writes them to the host's memory, so that a replayed graph brings them itself: all that
-    the host launches behind it is an event. Scores and inputs are copied, in the stream of the step, so that the copy is over
+    the host launches after it is an event. Scores and inputs are copied, in the stream of the step, so that the copy is over
     before the next step changes what it reads. The next step waits for it, for a few microseconds; on a stream of its own the
     copy would cost the host more than that.
     """

@@ -19,7 +19,7 @@ from kernels.ops import AnyPlan, AnyPlanner, AttentionRow, PagedPlan, PagedPlann
 
 class TokenSpan(NamedTuple):
     """Consecutive tokens of one request, the first at position `start`. `outputs` are the indices into them whose hidden
-    states are wanted."""
+    states are needed."""
 
     token_ids: Sequence[int]
     start: int

@@ -1,7 +1,7 @@
 """Forward passes before the first request, on devices whose kernels are compiled at first use: one step of each kind, so that
 no request waits seconds for a compiler, and the largest step, which shows how much memory a step takes.
 
-The steps of each kind compute nothing. They only ask for their kernels, which are then compiled several at a time
+The steps of each kind compute nothing. They only request their kernels, which are then compiled several at a time
 (`kernels.ops.compiled_together`). The launchers in `kernels.triton` decide which variants there are: by the number of requests
 of a step, the rows of a product and of a norm, and the tokens of the longest chunk. A test runs random traffic and checks that
 it needs no other variants.
@@ -34,7 +34,7 @@ REPORT_S = 2.0
 
 SEARCH_BATCH_SIZES = (257, 513, 1025)
 """Numbers of requests of a step, one above each power of two from 256 on, for which kernels that search among the requests of a
-step are compiled (`kernels.triton.attention_splits.scheduled_requests`); all that seats and guesses add up to."""
+step are compiled (`kernels.triton.attention_splits.scheduled_requests`); all that seats and draft tokens add up to."""
 
 STEP_SIZES = (1, 2, ops.FUSED_ROWS_MAX + 1, 33, *SEARCH_BATCH_SIZES)
 """Sizes of steps over slots, one for each variant of those kernels: one row has kernels of its own, few rotate inside their
@@ -87,30 +87,30 @@ def compiling(what: str, progress: Callable[[float], None] = lambda _: None) -> 
 
 
 @torch.inference_mode()
-def run_largest_step(decoder: PagedDecoder, limits: SchedulerLimits, *, max_guesses: int = 0) -> None:
-    """Compute the largest step that memory was planned for: as many rows as a step may have, all of them wanted, and the logits
+def run_largest_step(decoder: PagedDecoder, limits: SchedulerLimits, *, max_draft_tokens: int = 0) -> None:
+    """Compute the largest step that memory was planned for: as many rows as a step may have, all of them needed, and the logits
     of as many as may sample. The cache must be empty; what this leaves there belongs to no request."""
     max_tokens, max_len = limits.max_num_batched_tokens, limits.max_model_len
     lengths = [min(max_len, max_tokens - first) for first in range(0, max_tokens, max_len)]
     hidden = decoder.forward_spans([_span(length, limits.block_size, wants_all=True) for length in lengths])
-    sampled = torch.arange(min(max_tokens, limits.max_num_seqs + max_guesses), device=hidden.device) % len(lengths)
+    sampled = torch.arange(min(max_tokens, limits.max_num_seqs + max_draft_tokens), device=hidden.device) % len(lengths)
     decoder.logits(hidden.index_select(0, sampled))
 
 
 @torch.inference_mode()
-def compile_steps(decoder: PagedDecoder, limits: SchedulerLimits, *, max_guesses: int = 0) -> None:
-    """Run one step of each kind, as far as its logits, in an empty cache. `max_guesses`: logits beyond one row for each
-    request, of guesses that are verified like chunks of prompts; their runner asks for steps over slots with guesses."""
-    for spans in _steps_of_each_kind(limits, max_guesses):
+def compile_steps(decoder: PagedDecoder, limits: SchedulerLimits, *, max_draft_tokens: int = 0) -> None:
+    """Run one step of each kind, as far as its logits, in an empty cache. `max_draft_tokens`: logits beyond one row for each
+    request, of drafts that are verified like chunks of prompts; their runner requests steps over slots with drafts."""
+    for spans in _steps_of_each_kind(limits, max_draft_tokens):
         decoder.logits(decoder.forward_spans(spans), wide=False)
 
 
-def _steps_of_each_kind(limits: SchedulerLimits, max_guesses: int) -> Iterator[list[TokenSpan]]:
-    """The spans of each step: decodes, a chunk beside short ones, a chunk behind a long context, decodes of long contexts
-    beside a chunk, and guesses."""
+def _steps_of_each_kind(limits: SchedulerLimits, max_draft_tokens: int) -> Iterator[list[TokenSpan]]:
+    """The spans of each step: decodes, a chunk beside short ones, a chunk after a long context, decodes of long contexts
+    beside a chunk, and drafts."""
     max_tokens, max_seqs, block_size = limits.max_num_batched_tokens, limits.max_num_seqs, limits.block_size
     room = min(max_tokens, limits.max_model_len)
-    max_rows = min(max_seqs + max_guesses, max_tokens)
+    max_rows = min(max_seqs + max_draft_tokens, max_tokens)
     sizes = {min(size, max_rows) for size in (*DECODE_BATCH_SIZES, max_seqs, max_rows)}
     decodes_alone = {(size, 1, 1) for size in sizes if size <= max_seqs}
     for number, longest, others in sorted(decodes_alone | _chunks_together(max_tokens, max_seqs, room)):
@@ -149,10 +149,10 @@ def compile_texts(decoder: PagedDecoder, limits: SchedulerLimits) -> None:
 
 
 @torch.inference_mode()
-def compile_verification(vocab_size: int, max_guesses: int, device: torch.device) -> None:
-    """Judge guesses of a draft model, once for each number of them."""
-    probabilities = torch.zeros(max_guesses + 1, vocab_size, device=device)
-    for number in range(1, max_guesses + 1):
+def compile_verification(vocab_size: int, max_draft_tokens: int, device: torch.device) -> None:
+    """Verify drafts of a draft model, once for each number of them."""
+    probabilities = torch.zeros(max_draft_tokens + 1, vocab_size, device=device)
+    for number in range(1, max_draft_tokens + 1):
         accept_by_rejection(probabilities[: number + 1], probabilities[:number], [0] * number, seed=0, position=0)
 
 

@@ -93,18 +93,18 @@ class ColumnSampler:
         vocab_size: int,
         device: torch.device,
         *,
-        max_guesses: int = 0,
+        max_draft_tokens: int = 0,
         num_biases: int | None = None,
         dtype: torch.dtype | None = None,
         make_words: Callable[[ops.Pieces, torch.device], ops.DeviceWords] = ops.DeviceWords,
     ) -> None:
-        """`max_guesses`: rows of a step beyond one per slot. `num_biases`: biases held at a time; None: as many as the memory
-        plan counts. `dtype`: the format of logits, None if it is not known. `make_words`: see `SamplingColumns`."""
+        """`max_draft_tokens`: rows of a step beyond one per slot. `num_biases`: biases held at a time; None: as many as the
+        memory plan counts. `dtype`: the format of logits, None if it is not known. `make_words`: see `SamplingColumns`."""
         num_biases = bias_rows(num_slots, vocab_size) if num_biases is None else num_biases
         self.columns = ops.SamplingColumns.empty(num_slots, vocab_size, num_biases, device, make_words=make_words)
         self._device = device
         self._ops = ops.operations(device, dtype)
-        self._workspace = self._ops.sampling_workspace(num_slots + max_guesses, vocab_size, device)
+        self._workspace = self._ops.sampling_workspace(num_slots + max_draft_tokens, vocab_size, device)
         self.vocab_size = vocab_size
         self._bias_row_of: dict[Request, int] = {}
         self._prompt_ids: WeakKeyDictionary[Request, np.ndarray] = WeakKeyDictionary()  # of the first answer of each request
@@ -131,7 +131,7 @@ class ColumnSampler:
             self._bias_row_of[request], self._biases[row] = row, bias
         return True
 
-    def place(self, slots: Sequence[int], requests: Sequence[Request]) -> ops.Words:
+    def assign(self, slots: Sequence[int], requests: Sequence[Request]) -> ops.Words:
         """Assign the slots to these requests; call `restart` to count their tokens. Returns the parameters to write to the
         words of the columns."""
         floats, ints, longs, suppressed_ids = [], [], [], []

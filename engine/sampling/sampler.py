@@ -25,7 +25,7 @@ from engine.sampling.randomness import key, signed
 from kernels.ops import NO_TOKEN, plain_sampling
 
 NOT_FINITE = "the model computed logits that are not finite for this request"
-NOTHING_ALLOWED = "every token is forbidden here by what the request asks for (guided decoding, bad_words, min_tokens)"
+NOTHING_ALLOWED = "every token is forbidden here by parameters of the request (guided decoding, bad_words, min_tokens)"
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,11 +48,11 @@ class Account:
     running: dict[Request, None] = field(default_factory=dict)  # by age
     prefilling: dict[Request, None] = field(default_factory=dict)  # by age; part of `running`
     waiting: WaitingQueue = field(default_factory=WaitingQueue)
-    round: int | None = None  # of the backlog this account stands in; None when it is not backlogged
+    round: int | None = None  # in the backlog; None when not backlogged
     head: Request | None = None  # of `waiting`, as of the last change
     head_round: int = 0  # the round in which `head` was set
     is_paused: bool = False
-    recovering: Request | None = None  # started again after a preemption; not to be stopped before it has gained by that
+    recovering: Request | None = None  # restarted after a preemption, protected until it has regained its tokens
     watch_step: int = -1  # the step in which to check next whether it is too far ahead
     output_lens: deque[int] = field(default_factory=lambda: deque(maxlen=OUTPUT_LENGTHS_KEPT))
     _predicted_output_len: int | None = None
@@ -94,7 +94,9 @@ class Account:
         self.settle(step)
         self.num_decoding -= 1
         self.sum_context -= context_len
-        assert self.num_decoding > 0 or self.sum_context == 0, f"tenant {self.tenant_id} is charged for contexts it has not"
+        assert self.num_decoding > 0 or self.sum_context == 0, (
+            f"tenant {self.tenant_id} is charged for contexts that it does not have"
+        )
 
     def charge(self, cost_ps: int) -> None:
         self.service_ps += cost_ps
@@ -237,9 +239,9 @@ class Accounts:
 
     def add_context(self, account: Account, num_tokens: int) -> None:
         """Add tokens of a decoding request beyond the one that each step books."""
-        for each in (account, self.aggregate):
-            each.settle(self.step)
-            each.sum_context += num_tokens
+        for totals in (account, self.aggregate):
+            totals.settle(self.step)
+            totals.sum_context += num_tokens
 
     def progress(self) -> list[TenantProgress]:
         """The progress of every active tenant, over all classes. Iterates over all accounts."""

@@ -56,7 +56,7 @@ class Admission:
     def can_start(self, request: Request) -> Start:
         if not self.has_seat or self._is_crowded():
             return Start.NO_ROOM
-        if request.num_unknown_tokens:  # preempted in this very plan, while its last token is on its way
+        if request.num_unknown_tokens:  # preempted in this very plan, while its last token is in flight
             return Start.LATER
         if self._exceeds_reuse_limit(request):
             self._deferred = self._deferred or request
@@ -109,8 +109,8 @@ class Admission:
         return request.num_tokens - num_shared * self._block_size
 
     def first_position(self, request: Request) -> int:
-        """Where the next chunk of a request begins: behind what is computed or, if it waits, behind what it shares with its
-        parent, or what the `can_start` or `can_return` just made for it has found."""
+        """Start of the next chunk of a request: after its computed tokens or, if it waits, after those that it shares with its
+        parent or that the `can_start` or `can_return` called for it just before has found."""
         if request.status is not RequestStatus.QUEUED:
             return request.num_computed_tokens
         if _shares_prompt(request):
@@ -118,14 +118,14 @@ class Admission:
         return len(self._found.blocks) * self._block_size
 
     def start(self, request: Request) -> int:
-        """Assign blocks and a predicted end to a request that got a seat. → how many of the blocks come from the host tier"""
+        """Assign blocks and a predicted end to a request that got a seat. Returns how many blocks come from the host tier."""
         self._forecast.add(request, self._step, self._own_tokens(request), predicted_remaining(request))
         if _shares_prompt(request):
             assert request.forked_from is not None
             self._kv.fork(request, request.forked_from)
             self._reused_tokens += request.num_computed_tokens
             return 0
-        assert request is self._found_for, f"request {request.request_id} starts with the prefix that another one found"
+        assert request is self._found_for, f"request {request.request_id} starts with the prefix found for another one"
         self._found_for = None
         self._kv.attach_prefix(request, self._found)
         self._reused_tokens += request.num_computed_tokens
@@ -146,13 +146,13 @@ class Admission:
         self._kv.release(request, is_preempted=is_preempted, is_failed=is_failed)
 
     def check_invariants(self) -> None:
-        """Raise `AssertionError` unless an end to come is predicted for each running request, and for no other."""
+        """Raise `AssertionError` unless exactly the running requests have a predicted end, and it is in the future."""
         self._forecast.check_invariants(self._accounts.running_requests, self._accounts.step)
 
 
 def _shares_prompt(request: Request) -> bool:
-    """Whether a fork can have the blocks of its parent, which decodes: also after a preemption, not before a step that computes
-    the prompt again has worked."""
+    """Whether a fork can share the prompt blocks of its parent: the parent decodes, and the steps that computed its prompt
+    (again, after a preemption) are settled."""
     parent = request.forked_from
     if parent is None or parent.status is not RequestStatus.DECODE or request.num_output_tokens:
         return False

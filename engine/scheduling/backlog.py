@@ -114,7 +114,7 @@ class Backlog:
             self._insert(account, self._current_round(account, step))
 
     def move_to_back(self, account: Account) -> None:
-        """Move an account whose request does not fit now behind the others of its round."""
+        """Move an account whose request does not fit now after the others of its round."""
         if account.round is not None:
             bucket = self._buckets[account.round]
             del bucket[account]

@@ -26,7 +26,7 @@ to 35 per cent, 0.72 with 50."""
 
 
 class OutOfBlocks(AssertionError):
-    """A bug: more blocks were asked for than `num_available` promised."""
+    """A bug: more blocks were requested than `num_available` promised."""
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ def _difference(found: Iterable[object], expected: Iterable[object]) -> list[obj
 
 
 def _discard(block_id: int, content_hash: bytes) -> None:
-    """What is done with evicted content when there is no host tier."""
+    """The `on_evict` of a pool without a host tier."""
 
 
 class BlockPool:
@@ -87,11 +87,11 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """Allocate `count` blocks with a reference count of one each, evicting content in its order if necessary."""
         if count > self.num_available:
-            raise OutOfBlocks(f"asked for {count} of {self.num_available} available blocks")
+            raise OutOfBlocks(f"{count} blocks requested, {self.num_available} available")
         free, blocks = self._free, self._blocks
         allocated = [free.pop() if free else self._evict() for _ in range(count)]
         for block_id in allocated:
-            assert blocks[block_id].ref_count == 0, f"block {block_id} was unused with references"
+            assert blocks[block_id].ref_count == 0, f"unused block {block_id} has references"
             blocks[block_id].ref_count = 1
         return allocated
 
@@ -131,10 +131,10 @@ class BlockPool:
             block.ref_count += 1
 
     def release(self, block_table: Sequence[int], *, is_wanted: bool | None = None) -> None:
-        """Release one owner's blocks. Tail blocks go first, so that a chain is evicted from its end.
+        """Release one owner's blocks, the last ones first, so that a chain is evicted from its end.
 
-        `is_wanted` decides instead of earlier finds whether the content deserves protection: True if the owner will come back
-        for it, False if it has done so and is over.
+        `is_wanted` overrides earlier hits in deciding whether the content deserves protection: True if the owner will come back
+        for it, False if it came back and has ended.
         """
         blocks = self._blocks
         for block_id in reversed(block_table):
@@ -193,7 +193,7 @@ class BlockPool:
         unused = [b for b in self._blocks if not b.ref_count]
         free = {b.block_id for b in unused if b.content_hash is None}
         cached = {b.block_id for b in unused if b.content_hash is not None}
-        assert counts == dict(owners), f"blocks count other owners: {_difference(counts.items(), owners.items())}"
+        assert counts == dict(owners), f"wrong reference counts: {_difference(counts.items(), owners.items())}"
         assert free == set(self._free), f"blocks are wrongly (not) free: {_difference(free, self._free)}"
         assert len(free) == len(self._free), "a block is free twice"
         listed = {*self._probation, *self._protected}

@@ -11,7 +11,7 @@ from engine.scheduling.request import Request, RequestStatus
 
 
 def check_requests(running: Sequence[Request], waiting: Sequence[Request], limits: SchedulerLimits) -> None:
-    """Raise `AssertionError` unless each live request is in one place, in a state and with blocks that fit there."""
+    """Raise `AssertionError` unless each live request either runs or waits, in the right state and with the right blocks."""
     assert len(running) + len(waiting) == len({*running, *waiting}), "a request is live twice"
     assert len(running) <= limits.max_num_seqs, "more requests run than max_num_seqs"
     for request in running:
@@ -30,10 +30,10 @@ def check_accounts(accounts: Accounts) -> None:
     running = Counter(request.account for request in accounts.running_requests)
     for account in accounts:
         name = f"{account.tenant_id}/{account.priority}"
-        assert len(account.running) == running[account], f"{name} has another number of seats"
-        assert account.num_blocks == sum(len(r.block_table) for r in account.running), f"{name} has other blocks"
+        assert len(account.running) == running[account], f"{name} counts its seats wrongly"
+        assert account.num_blocks == sum(len(r.block_table) for r in account.running), f"{name} counts its blocks wrongly"
         prefilling = {r for r in account.running if r.status is RequestStatus.PREFILL}
-        assert prefilling == set(account.prefilling), f"{name} has other prefills"
+        assert prefilling == set(account.prefilling), f"{name} lists its prefills wrongly"
     assert set(accounts.seated) == {account for account in accounts if account.running}, "the seated accounts are wrong"
     for priority, totals in accounts.totals.items():
         active = [account for account in accounts if account.priority is priority and account.is_active]

@@ -1,6 +1,6 @@
-"""What tokens cost in predicted device time, in integers: the currency of fairness and of swap against recompute.
+"""What tokens cost in predicted device time, in integers: the currency of fairness and of swapping versus recomputing.
 
-A step reads the weights once for everybody, reads each request's keys and values, and multiplies. So the price of a token
+A step reads the weights once for all requests, reads each request's keys and values, and multiplies. So the price of a token
 is linear in the tokens computed, in the context read, and, for prompts, in both at once (attention is quadratic). The
 coefficients come from the step-time model of the device (`scheduling.step_time`); the defaults are those of an 8B model in
 bfloat16 on an H200. Only ratios of prices decide anything, so a wrong scale is harmless.
@@ -15,7 +15,7 @@ PS_PER_NS = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenCosts:
-    """Prices in picoseconds, so that integers are exact enough. Methods answer in the unit that their name ends with.
+    """Prices in picoseconds, so that integers are exact enough. Methods return the unit that their name ends with.
 
     prefill_token_ps      one prompt token through all matrix products
     prefill_pair_ps       one (query, key) pair of prompt attention
@@ -31,7 +31,7 @@ class TokenCosts:
     swap_in_block_ps: int = 40_000_000
 
     def prefill_ps(self, start: int, num_tokens: int) -> int:
-        """A chunk of `num_tokens` prompt tokens behind `start` computed ones."""
+        """A chunk of `num_tokens` prompt tokens after `start` computed ones."""
         pairs = num_tokens * start + num_tokens * (num_tokens + 1) // 2
         return num_tokens * self.prefill_token_ps + pairs * self.prefill_pair_ps
 

@@ -1,4 +1,4 @@
-"""The decoding requests: one lasting item each, those that are paused, and a calendar of blocks that they need. Integers only.
+"""The decoding requests, each with a lasting item; the paused ones; a calendar of the blocks that they need. Integers only.
 
 A decoding request computes one token per step, so the step in which its last block is full is known when the block is
 allocated, and the request is not visited before. Accepted drafts and pauses move that step; a request that is due too early is
@@ -51,7 +51,7 @@ class DecodeSet:
             self._accounts.stop_decoding(account_of(request), request.num_computed_tokens)
 
     def pause(self, account: Account) -> None:
-        """Leave the requests of an account, except the one that recovers, out of the steps; they keep their blocks."""
+        """Leave the requests of an account, except the recovering one, out of the steps; they keep their blocks."""
         account.is_paused = True
         for request in account.running:
             item = None if request is account.recovering else self._pop_item(request)
@@ -131,13 +131,13 @@ class DecodeSet:
 
     def check_invariants(self) -> None:
         """Raise `AssertionError` unless items, calendar and accounts agree."""
-        assert self._batch is None or self._batch == list(self.items.values()), "the step is not of those who decode"
+        assert self._batch is None or self._batch == list(self.items.values()), "the batch is not that of the decoding requests"
         for request, item in self.items.items():
             assert request.status is RequestStatus.DECODE, f"{request.request_id} decodes while {request.status}"
             assert (item.start, item.num_tokens) == (request.num_computed_tokens, 1), f"{request.request_id}: stale item"
             slots = len(request.block_table) * self._block_size
             limit = self._accounts.step + 1 + slots - request.num_computed_tokens
-            assert self._accounts.step < request.growth_step <= limit, f"{request.request_id} grows in no step to come"
+            assert self._accounts.step < request.growth_step <= limit, f"{request.request_id} grows in no future step"
             is_entered = request in self._calendar.get(request.growth_step, ())
             assert is_entered, f"{request.request_id} is not in the calendar"
         contexts = sum(request.num_computed_tokens for request in self.items)

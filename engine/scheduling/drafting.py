@@ -1,12 +1,12 @@
-"""Guesses of speculative decoding inside a step: how many fit, what they cost, and how many were accepted. No torch.
+"""The draft tokens of a step: how many fit, what they cost, and how many were accepted. No torch.
 
-A guess is verified as one more row of its request. Guesses use spare blocks and spare budget only: no request is preempted or
-delayed for one.
+A draft token is verified as one more row of its request. Drafts use spare blocks and spare budget only: no request is
+preempted or delayed for one.
 
-A request must know its last token to guess. Where steps are launched ahead, that token is not known when the next step is
-planned, and waiting for it costs what launching ahead gains. So after a search that found nothing worth guessing, the next 1,
+Drafting needs the last token of a request. Where steps are launched ahead, that token is not known when the next step is
+planned, and waiting for it costs what launching ahead gains. So after a search that found nothing worth verifying, the next 1,
 3, 7, then 15 steps are planned without one and launched ahead as usual. As soon as a search succeeds, every step searches
-again. Long prompts are read in all steps; otherwise most of a short answer would be over before the first guess.
+again. Long prompts are read in all steps; otherwise most of a short answer would be over before the first draft.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 from engine.scheduling.accounts import Accounts
 from engine.scheduling.decode_set import DecodeSet
 from engine.scheduling.kv_blocks import KvBlocks
-from engine.scheduling.limits import STEP_GUESSES_MAX, SchedulerTotals
+from engine.scheduling.limits import STEP_DRAFT_TOKENS_MAX, SchedulerTotals
 from engine.scheduling.request import Request, account_of
 from engine.scheduling.scheduled_batch import ScheduledBatch, ScheduledRequest
 
@@ -26,7 +26,7 @@ BACKOFF_STEPS_MAX = 15
 
 
 class Draft(NamedTuple):
-    """Guesses for one request: how many, and which; a draft model fills them in on the device."""
+    """Draft tokens for one request: how many, and which; a draft model fills them in on the device."""
 
     num_tokens: int
     token_ids: list[int]
@@ -36,23 +36,23 @@ NO_DRAFT = Draft(0, [])
 
 
 class Drafter(Protocol):
-    """Makes guesses for decoding requests, and learns how many of them were accepted."""
+    """Drafts tokens for decoding requests, and learns how many of them were accepted."""
 
     def pays(self, num_running: int) -> bool:
-        """Whether a good guess is worth its row when this many requests are running."""
+        """Whether a good draft token is worth its row when this many requests are running."""
         ...
 
     def draft(self, request: Request, *, limit: int, num_running: int) -> Draft: ...
 
     def read(self, num_running: int) -> None:
-        """In a step without guesses: go on with the reading that kept `draft` from guessing. The last tokens may be unknown."""
+        """In a step without drafts: go on with the reading that `draft` waits for. The last tokens may be unknown."""
         ...
 
     def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None: ...
 
 
 class Drafting:
-    """Between the scheduler and a `Drafter`."""
+    """Adds a `Drafter`'s draft tokens to steps, and records how many of them were accepted."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Drafting:
         self._backoff = self._backoff_left = 0
 
     def should_settle_first(self) -> bool:
-        """Whether to settle the step under way first, to search its tokens for guesses. Call once before each step that could
+        """Whether to settle the step in flight first, to draft from its tokens. Call once before each step that could
         be planned without them."""
         num_decodes = len(self._decodes.items)
         if not num_decodes or not self._drafter.pays(num_decodes):
@@ -85,8 +85,8 @@ class Drafting:
         return True
 
     def plan(self, batch: ScheduledBatch, limit: int) -> None:
-        """Let the decodes of `batch` verify guesses, at most `limit` between them. All of their tokens are known."""
-        limit = min(limit, STEP_GUESSES_MAX)
+        """Let the decodes of `batch` verify drafts, at most `limit` between them. All of their tokens are known."""
+        limit = min(limit, STEP_DRAFT_TOKENS_MAX)
         for item in batch.decodes:
             request = item.request
             slots = (len(request.block_table) + self._kv.num_spare) * self._kv.block_size
@@ -108,7 +108,7 @@ class Drafting:
             self._backoff_left = self._backoff
 
     def settle(self, request: Request, item: ScheduledRequest, num_accepted: int) -> None:
-        """The step is done: the item is a plain decode again, and the request has advanced by its accepted guesses too."""
+        """The step is done: the item is a plain decode again, and the request has advanced by its accepted drafts too."""
         self._drafter.observe(request, item.num_draft_tokens, num_accepted)
         request.num_rejected_draft_tokens += item.num_draft_tokens - num_accepted
         item.num_tokens, item.num_draft_tokens, item.draft_token_ids = 1, 0, []

@@ -1,7 +1,7 @@
 """Fair shares between tenants: deficit round robin in predicted device time, with preemption. The product's policy.
 
 Entitlement   An account may start requests while its deficit is positive. When no waiting account is entitled, the level rises
-              by a quantum. Among the entitled, prefills under way go first, then the longest cached prefix, then age.
+              by a quantum. Among the entitled, running prefills go first, then the longest cached prefix, then age.
 Room          Seats and blocks belong to the backlogged accounts in proportion to weight. An entitled account that finds no room
               takes it from the youngest request of the account that holds most or is furthest ahead, never from its equals.
 Pausing       An account further ahead than `cap` pauses until the level has caught up. This makes the bound provable.
@@ -96,7 +96,7 @@ class FairPolicy:
         """A request of the account has ended, or a prefill is complete: the account may have no backlog any more."""
         if not account.is_backlogged:
             self.backlogs[account.priority].leave(account)
-            self._leads.update(account)  # it is ahead of no account; without decodes nothing else would trigger an update
+            self._leads.update(account)  # no longer ahead of any account; without decodes nothing else would trigger an update
 
     def begin_step(self) -> None:
         step = self._accounts.step
@@ -124,8 +124,8 @@ class FairPolicy:
         return first_unscheduled((r for r in self._accounts.prefilling if not _is_paused(r)), self._accounts.step)
 
     def _start(self, chosen: Request, can_start: CanStart) -> Request:
-        """The request that starts when `chosen` could: before it the one that room was made for. A preempted request goes first
-        among its equals; it would take that room again, only to be preempted once more in the next step."""
+        """The request to start when `chosen` can: the one that room was made for goes first. Otherwise the request preempted
+        for it, first among its equals, would take the room again, only to be preempted next."""
         applicant = self._room_made_for
         if applicant is None or applicant.status is not RequestStatus.QUEUED or applicant.account is chosen.account:
             self._room_made_for = None
@@ -182,7 +182,7 @@ class FairPolicy:
                 backlog.set_aside(account)
 
     def applicants(self) -> list[Request]:
-        """The request that is not passed any more; else those of the entitled in the highest class that waits."""
+        """The request that may not be passed any more; else those of the entitled accounts in the highest waiting class."""
         self._applicant_accounts = []
         if self._would_find_no_victim():
             return []
@@ -230,7 +230,7 @@ class FairPolicy:
             self.recovery_max_ps = max(self.recovery_max_ps, costs.prefill_ps(start, 2 * num_lost) + gain_ps)
 
     def on_no_victim(self) -> None:
-        """Move the applicants' accounts behind the others of their round, one of which may have nothing yet."""
+        """Move the applicants' accounts after the others of their round, one of which may have nothing yet."""
         for account in self._applicant_accounts:
             self.backlogs[account.priority].move_to_back(account)
         self._no_victim_state = (self._accounts.version, self._leads.version, self._accounts.step)
@@ -246,7 +246,7 @@ class FairPolicy:
 
 
 def _has_work(account: Account, step: int) -> bool:
-    """Whether it has a request to start, or a prefill that is not in the step yet."""
+    """Whether an account has a request to start, or a prefill that is not in the step yet."""
     if account.is_paused:
         return False
     return bool(account.waiting) or any(request.scheduled_step != step for request in account.prefilling)

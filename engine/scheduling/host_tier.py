@@ -28,8 +28,8 @@ class HostTier:
         return content_hash in self._by_hash
 
     def store(self, content_hash: bytes) -> int | None:
-        """A host block for a content that is not here yet; None when every block is pinned by this step."""
-        assert content_hash not in self._by_hash, "a content was stored twice"
+        """A host block for content that is not stored yet; None when every block is pinned by this step."""
+        assert content_hash not in self._by_hash, "content was stored twice"
         block_id = self._unused.pop() if self._unused else self._evict()
         if block_id is not None:
             self._by_hash[content_hash] = block_id
@@ -38,7 +38,7 @@ class HostTier:
         return block_id
 
     def can_fetch(self, content_hash: bytes) -> bool:
-        """Whether a content is here and was already before this step."""
+        """Whether content is stored, and was stored before this step."""
         return content_hash in self._by_hash and content_hash not in self._arriving
 
     def _evict(self) -> int | None:
@@ -53,7 +53,7 @@ class HostTier:
         return None
 
     def fetch(self, content_hash: bytes) -> int | None:
-        """The host block with a content, pinned until the end of the step; None when it is not here."""
+        """The host block with this content, pinned until the end of the step; None when it is not stored."""
         block_id = self._by_hash.get(content_hash)
         if block_id is not None:
             self._by_hash.move_to_end(content_hash)
@@ -61,7 +61,7 @@ class HostTier:
         return block_id
 
     def mark_used(self, content_hash: bytes) -> None:
-        """Count a use of a content that is here."""
+        """Count a use of stored content."""
         self._by_hash.move_to_end(content_hash)
 
     def end_step(self) -> None:
@@ -73,4 +73,4 @@ class HostTier:
         """Raise `AssertionError` unless every host block is held once or unused once."""
         block_ids = sorted([*self._by_hash.values(), *self._unused])
         assert block_ids == list(range(self.num_blocks)), "host blocks leaked"
-        assert self._pinned <= set(self._by_hash), "a pinned content was dropped"
+        assert self._pinned <= set(self._by_hash), "pinned content was dropped"

@@ -73,7 +73,7 @@ class KvBlocks:
         return FoundPrefix([*blocks], num_unowned=self.pool.num_unused(blocks))
 
     def _continue_on_host(self, request: Request, found: FoundPrefix) -> FoundPrefix:
-        """Follow the chain behind `found` through both tiers."""
+        """Continue the chain of `found` through both tiers."""
         assert self.host_tier is not None
         longer = FoundPrefix(list(found.blocks), 0, found.num_unowned)
         for index in range(len(found.blocks), (request.num_tokens - 1) // self.block_size):
@@ -112,7 +112,7 @@ class KvBlocks:
     def _fetch(self, content_hash: bytes) -> int:
         assert self.host_tier is not None
         host_block = self.host_tier.fetch(content_hash)
-        assert host_block is not None, "a host block vanished between look and use"
+        assert host_block is not None, "a host block vanished between lookup and use"
         return host_block
 
     def _swap_in(self, content_hash: bytes, host_block: int) -> int:
@@ -165,7 +165,7 @@ class KvBlocks:
             self.prefix_cache.register(request, num_computed_before, num_computed)
 
     def grow(self, requests: list[Request]) -> None:
-        """One more block for each of these, which are promised nothing."""
+        """Allocate one more block for each of these requests, which have no promised blocks."""
         for request, block_id in zip(requests, self.pool.allocate(len(requests)), strict=True):
             request.block_table.append(block_id)
             account_of(request).num_blocks += 1

@@ -92,7 +92,7 @@ class KvForecast:
 
     def check_invariants(self, requests: Iterable[Request], step: int) -> None:
         """Raise `AssertionError` unless the sums are those of the members, which are `requests` and end after `step`."""
-        assert set(self._bucket_of) == set(requests), "the end of other requests is predicted"
+        assert set(self._bucket_of) == set(requests), "the predictions are of other requests"
         for end, bucket in self._buckets.items():
             assert bucket.members, "an empty bucket was kept"
             assert end > step // BUCKET_STEPS, "the predicted end of a request is over"

@@ -1,4 +1,4 @@
-"""Leads: how far each account is ahead of its class. It decides who may lose a seat and who pauses. Integers only.
+"""Leads: how far each account is ahead of its class. They decide which may lose a seat and which pause. Integers only.
 
 Leads change in every step, but are computed only when they can matter: decoding alone cannot carry an account across the next
 threshold before a known step (`Account.steps_within`), and every other charge is followed by an update.

@@ -1,4 +1,4 @@
-"""The life of requests: each move from one state to the next, with all that is booked along with it. Knows no torch.
+"""The life cycle of requests: every state transition, with its bookkeeping. Knows no torch.
 
     add ─────────────► waiting ──start──► prefill ──start_decoding──► decode
       └► parked ─release─┘ ▲                 │                          │
@@ -125,7 +125,7 @@ class Lifecycle:
         self._policy.on_charged(account)
 
     def stop_decoding(self, request: Request) -> None:
-        """Its last token is under way: no further step is planned with it. It keeps its seat until that token is known."""
+        """Plan no further steps with a request whose last token is in flight. It keeps its seat until that token is known."""
         self._decodes.remove(request)
 
     def preempt(self, request: Request) -> None:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from engine.errors import EngineConfigError
 
-STEP_GUESSES_MAX = 64
-"""Guesses of all requests in one step, which has up to this many rows more than requests. Few cards compute more for free."""
+STEP_DRAFT_TOKENS_MAX = 64
+"""Draft tokens of all requests in one step: its rows beyond one per request. Few cards compute more for free."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class SchedulerLimits:
 
     @property
     def max_blocks(self) -> int:
-        """Of the longest request."""
+        """KV blocks of the longest request."""
         return -(-self.max_model_len // self.block_size)
 
     def check_blocks(self, num_blocks: int) -> None:

@@ -127,14 +127,14 @@ class Outcomes:
         if number < len(token_ids):
             token_ids, logprobs = token_ids[:number], logprobs and logprobs[:number]
         self._totals.generation_tokens += number
-        self._totals.accepted_draft_tokens += min(number, len(output.token_ids) - 1)  # the last one was not a guess
+        self._totals.accepted_draft_tokens += min(number, len(output.token_ids) - 1)  # the last one was not a draft
         event = token_event(request, token_ids) if reason is None else self._lifecycle.end(request, reason, token_ids)
         event.logprobs, event.prompt_logprobs = logprobs, output.prompt_logprobs
         return event
 
     def advance(self, batch: ScheduledBatch) -> InFlightBatch:
         """See `Scheduler.advance`."""
-        assert not batch.num_draft_tokens, "how far a guess gets is not known beforehand"
+        assert not batch.num_draft_tokens, "how many drafts are accepted is not known beforehand"
         self.num_in_flight += 1
         in_flight = self._advanced = InFlightBatch.of(batch, self._advanced)
         ending: list[Request] = []

@@ -19,7 +19,7 @@ from engine.scheduling.request import Request
 from engine.scheduling.urgency import Urgency
 
 SCAN_REQUESTS_MAX = 8
-"""Requests examined in a step: waiting ones behind one that does not fit, preempted ones, and those these could replace."""
+"""Requests examined in a step: waiting ones after one that does not fit, preempted ones, and those that these could replace."""
 
 SKIPS_MAX = 32
 """Times that others may pass a request that does not fit. Then all others wait for it, so that it cannot starve."""
@@ -80,7 +80,7 @@ class Policy(Protocol):
         """Accounts whose running requests must pause from this step on, and accounts whose requests may resume."""
 
     def next_prefill(self, can_start: CanStart | None) -> Request | None:
-        """The request that gets prefill tokens next: a prefill under way that is not in this step yet, or a waiting request
+        """The request that gets prefill tokens next: a running prefill that is not in this step yet, or a waiting request
         that can start. `can_start` is None when there is no seat."""
 
     def on_charged(self, account: Account) -> None:
@@ -127,7 +127,7 @@ def first_to_start(requests: Iterable[Request], can_start: CanStart) -> tuple[Re
 
 class PlainPolicy(Policy):
     """A policy without fairness: no account pauses, no request is preempted for another, the youngest gives up its blocks.
-    Methods of `Policy` that are not written here do nothing."""
+    Methods of `Policy` that are not overridden do nothing."""
 
     def __init__(self, context: PolicyContext) -> None:
         self._accounts = context.accounts

@@ -166,5 +166,5 @@ def _youngest(account: Account) -> Request | None:
 
 
 def _blocks(account: Account) -> int:
-    """Blocks that it holds and blocks that it was promised."""
+    """Blocks that an account holds or was promised."""
     return account.num_blocks + sum(request.num_promised_blocks for request in account.prefilling)

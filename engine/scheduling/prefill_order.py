@@ -1,6 +1,6 @@
 """The order of prefills within the accounts whose turn it is: which request gets prompt tokens next. Knows no torch.
 
-Prefills under way come before new requests. Of the waiting ones, preempted requests come first, then aged ones, then the
+Running prefills come before new requests. Of the waiting ones, preempted requests come first, then aged ones, then the
 longest cached prefix, then the oldest; requests too late for their first-token target come last (`scheduling.urgency`).
 """
 
@@ -19,7 +19,7 @@ AGEING_ROUNDS = 4
 """Rounds after which the oldest request of a tenant is no longer passed for a longer cached prefix."""
 
 OVERTAKEN_PREFILLS_MAX = 2
-"""Prefills under way that may be overtaken by requests that can still meet their first-token target: they hold seats."""
+"""Running prefills that may be overtaken by requests that can still meet their first-token target: they hold seats."""
 
 
 class Rank(IntEnum):
@@ -45,7 +45,7 @@ class PrefillOrder:
     ) -> tuple[Request | None, Request | None]:
         """The request that gets prompt tokens next, and the one that no other may pass any more; None where there is none.
 
-        The first is a prefill under way that is not in this step yet or, with `can_start`, a waiting request that can start.
+        The first is a running prefill that is not in this step yet or, with `can_start`, a waiting request that can start.
         """
         step = self._accounts.step
         prefills = [request for account in accounts for request in account.prefilling if request.scheduled_step != step]
@@ -61,15 +61,15 @@ class PrefillOrder:
 
     def _by_preference(self, accounts: Sequence[Account], current_round: int) -> list[Request]:
         """Waiting requests that may start, the next first; a bounded number per account."""
-        choices: list[tuple[Rank, int, float, int, Request]] = []  # rank, minus cached blocks, since when, place, request
+        choices: list[tuple[Rank, int, float, int, Request]] = []  # rank, minus cached blocks, since when, index, request
         for account in accounts:
             self._demote_late_requests(account)
             late = account.waiting.first_late
             if late is not None and self._is_due(late):
                 choices.append((Rank.AGED, 0, late.arrived_s, len(choices), late))
             has_aged = current_round - account.head_round >= AGEING_ROUNDS
-            for place, request in enumerate(islice(account.waiting, scan_limit(len(accounts)))):
-                preference = self._preference(request, has_aged=has_aged and place == 0)
+            for index, request in enumerate(islice(account.waiting, scan_limit(len(accounts)))):
+                preference = self._preference(request, has_aged=has_aged and index == 0)
                 choices.append((*preference, len(choices), request))
         choices.sort()
         return [choice[-1] for choice in choices]

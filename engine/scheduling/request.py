@@ -12,7 +12,7 @@ Token positions of a request, P tokens per block:
     │ found in cache      │ computed here        │ to compute next            │ to sample next
     └───────────── keys and values in block_table ─────────────┘
 
-While a step is under way (`scheduling.outcomes`), its tokens stand at the end of the list as `UNKNOWN_TOKEN`.
+While a step is in flight (`scheduling.outcomes`), its tokens stand at the end of the list as `UNKNOWN_TOKEN`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 UNKNOWN_TOKEN = -1
-"""Stands for a token that a step under way will yield. Hashing it or sending it to a device fails."""
+"""Stands for a token that a step in flight will yield. Hashing it or sending it to a device fails."""
 
 
 def table_of(block_ids: Iterable[int] = ()) -> array[int]:
@@ -80,7 +80,7 @@ class Request:
     num_prompt_tokens: int
     max_total_tokens: int  # of prompt and output, already bounded by the model's context
     stop_ids: frozenset[int]  # tokens that end it: end-of-sequence unless ignored, and the caller's own
-    arrived_s: float  # by the scheduler's clock, as every time here
+    arrived_s: float  # by the scheduler's clock, like all times here
     index: int = 0  # index of this answer among the answers of one submission
     weight: int = 1  # of its tenant
     priority: Priority = Priority.STANDARD
@@ -89,20 +89,20 @@ class Request:
     shares_token_ids: bool = False  # one list with the other answers, until it starts
     status: RequestStatus = RequestStatus.QUEUED
     block_table: array[int] = field(default_factory=table_of)
-    num_computed_tokens: int = 0  # with keys and values in its blocks, now or when the steps under way have ended
+    num_computed_tokens: int = 0  # with keys and values in its blocks, now or when the steps in flight have ended
     num_prompt_tokens_computed: int = 0  # the most prompt tokens ever computed, before preemptions too
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when it was first scheduled
     num_preemptions: int = 0
     num_rejected_draft_tokens: int = 0
-    num_unknown_tokens: int = 0  # at the end of `token_ids`, which steps under way will yield
-    num_in_flight_tokens: int = 0  # of prompt chunks under way
+    num_unknown_tokens: int = 0  # at the end of `token_ids`, which steps in flight will yield
+    num_in_flight_tokens: int = 0  # of prompt chunks in flight
     num_skips: int = 0  # times that others passed it because it did not fit
     first_scheduled_s: float | None = None
     queue_s: float = 0.0  # from arrival to its first schedule; 0.0 before that
     first_token_s: float | None = None
     finish_reason: FinishReason | None = None
     block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks, in the prefix cache
-    prefix_hash: Any = None  # the running hash behind the last of these
+    prefix_hash: Any = None  # the running hash after the last of these
     prefix_is_global: bool = False  # all hashed blocks so far are shared by all tenants
     num_promised_blocks: int = 0  # for its prompt, not held yet
     num_lost_tokens: int = 0  # computed when it was last preempted
@@ -111,7 +111,7 @@ class Request:
     growth_step: int = -1  # the step in which its blocks will be full
     moved_step: int = -1  # the step of its last start or preemption
     is_aged: bool = False  # it was started because its class had waited too long
-    is_late: bool = False  # it was moved behind others, because its first token will be late
+    is_late: bool = False  # it was moved after others, because its first token will be late
     account: Account | None = None  # the account charged for it; None before it reaches the scheduler
 
     @property
@@ -125,7 +125,7 @@ class Request:
 
     @property
     def num_settled_tokens(self) -> int:
-        """Tokens whose keys and values are in the blocks for certain, while at most one step is under way."""
+        """Tokens whose keys and values are in the blocks for certain, while at most one step is in flight."""
         settled = self.num_computed_tokens - self.num_in_flight_tokens
         return min(settled, len(self.token_ids) - self.num_unknown_tokens - 1) if self.num_unknown_tokens else settled
 
@@ -161,7 +161,7 @@ class Request:
         return self._end_reason(len(self.token_ids), token_id)
 
     def fill_token(self, position: int, token_id: int) -> FinishReason | None:
-        """Fill in the token of a step that was under way. Returns the reason to end with it, if any; unknown tokens behind a
+        """Fill in the token of a step that was in flight. Returns the reason to end with it, if any; unknown tokens after a
         stop token are dropped."""
         self.token_ids[position] = token_id
         self.num_unknown_tokens -= 1
@@ -191,6 +191,6 @@ class Request:
         self.num_unknown_tokens = num_unknown
 
     def discard_unknown_tokens(self) -> None:
-        """Drop the unknown tokens of a request for which the steps under way yield nothing."""
+        """Drop the unknown tokens of a request for which the steps in flight yield nothing."""
         self.remove_unknown_tokens()
         self.num_in_flight_tokens = 0

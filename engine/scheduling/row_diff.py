@@ -11,7 +11,7 @@ from itertools import compress, count
 from operator import is_not
 from typing import Any, TypeVar
 
-Each = TypeVar("Each")
+Item = TypeVar("Item")
 
 
 def removed_rows(before: Sequence[Any], after: Sequence[Any]) -> list[int]:
@@ -30,7 +30,7 @@ def removed_rows(before: Sequence[Any], after: Sequence[Any]) -> list[int]:
     return removed
 
 
-def without_rows(column: Sequence[Each], rows: Sequence[int]) -> list[Each]:
+def without_rows(column: Sequence[Item], rows: Sequence[int]) -> list[Item]:
     """A copy of a column without these rows, which are in ascending order."""
     kept = [*column]
     for row in reversed(rows):

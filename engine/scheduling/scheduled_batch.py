@@ -88,7 +88,7 @@ class StepOutput:
     """The result of a step for one scheduled request, or the error that ends this request.
 
     `token_ids`: the sampled token, preceded by the drafts that were accepted; empty when the step does not sample.
-    `logprobs`: one entry per token, when asked for. `prompt_logprobs`: one entry per prompt token that this chunk predicts.
+    `logprobs`: one entry per token, when requested. `prompt_logprobs`: one entry per prompt token that this chunk predicts.
     `error_param` names the field of the request that is to blame for `error`.
     """
 

@@ -1,7 +1,7 @@
 """The scheduler: which tokens of which requests the next step computes, under a token budget and a number of blocks. No torch.
 
-A step is `schedule()` → run → `apply()`. Decodes come first, then prefill chunks in the order that the policy gives: prefills
-under way and waiting requests that can start (`scheduling.admission`), until the step is full. When the predicted use of
+A step is `schedule()` → run → `apply()`. Decodes come first, then prefill chunks in the order that the policy gives: running
+prefills and waiting requests that can start (`scheduling.admission`), until the step is full. When the predicted use of
 blocks was too low and a decode finds none, the policy chooses a request that releases all of its blocks and continues later.
 
     Scheduler   plans a step: which requests are in it, which make room for others
@@ -132,11 +132,11 @@ class Scheduler:
         return self._lifecycle.expire()
 
     def should_settle_first(self) -> bool:
-        """Called before `schedule` while a step is under way: whether to settle it first, because guesses need its tokens."""
+        """Called before `schedule` while a step is in flight: whether to settle it first, because drafting needs its tokens."""
         return self._drafting is not None and self._drafting.should_settle_first()
 
     def schedule(self) -> ScheduledBatch:
-        """Plan one step. An empty batch means that no request is live, or that all of them wait for a step under way."""
+        """Plan one step. An empty batch means that no request is live, or that all of them wait for a step in flight."""
         batch = self._plan()
         if not batch.num_tokens and self.has_requests and not self._outcomes.num_in_flight:
             batch = self._plan()  # the request that room was made for was passed over: now it can start
@@ -235,12 +235,12 @@ class Scheduler:
 
     def advance(self, batch: ScheduledBatch) -> InFlightBatch:
         """Book a launched step that has no results yet as done, so that the next one can be planned. `settle` follows, in the
-        order of the steps. At most two steps are under way at a time, and one while a step is planned."""
+        order of the steps. At most two steps are in flight at a time, and one while a step is planned."""
         self._planned = None
         return self._outcomes.advance(batch)
 
     def settle(self, in_flight: InFlightBatch, outputs: Sequence[RowResult]) -> StepEvents:
-        """Apply what a step under way computed. `outputs[i]` belongs to row i; None for a row that was not computed because its
+        """Apply what a step in flight computed. `outputs[i]` belongs to row i; None for a row that was not computed because its
         request lost its blocks, and that will be computed again. Returns what to send."""
         return self._outcomes.settle(in_flight, outputs)
 

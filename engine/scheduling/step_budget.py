@@ -1,10 +1,10 @@
 """How many prefill tokens a step may compute beside its decodes, from the inter-token target of what is running. No torch.
 
 A step makes every running request wait, so its length is chosen, not its number of tokens: a chunk at position 100,000 costs
-several times one at 0. Without decodes nobody waits for a token and the step may last as long as the longest gap allowed.
+several times one at 0. Without decodes no request waits for a token, and the step may last as long as the longest gap allowed.
 With them, the step ends just before the target. (Letting a step last longer because earlier ones were short gains nothing: the
 same work is done, and the mean moves up to the target.) A chunk never falls below a minimum, so that prefill does not starve
-behind many long decodes.
+beside many long decodes.
 
 Where steps are rounded up to the size of a graph, a chunk that would end with the step's time is cut to end at a size instead:
 the time left over would go into padding.
@@ -106,8 +106,8 @@ class StepBudget:
         total = self._num_tokens + num_tokens
         if not self._sizes or total > CUT_RATIO_MAX * self._sizes[-1]:
             return num_tokens
-        place = bisect_right(self._sizes, total)
-        fitting = self._sizes[place - 1] - self._num_tokens if place else 0
+        index = bisect_right(self._sizes, total)
+        fitting = self._sizes[index - 1] - self._num_tokens if index else 0
         if fitting < self.targets.chunk_tokens_min:
             return num_tokens
         self._is_full = True

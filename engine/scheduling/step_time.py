@@ -8,7 +8,7 @@ keys and values of every context, and does the causal attention of the prefill c
 
 W bytes of layers and output head, P weights of one layer, kv bytes of one token's keys and values, rows that are sampled.
 The draft model computes all tokens of the step too, which is measured as a part of BW and FL. `depth` is the largest number of
-guesses per request; each takes a small step of the draft model before the step that verifies them.
+drafts per request; each takes a small step of the draft model before the step that verifies them.
 BW and FL are what the device was measured to reach, times an efficiency. The same linear costs, as integers, are what the
 scheduler charges tenants with: `token_costs`.
 
@@ -122,7 +122,7 @@ class StepTimeModel:
         self.shape = shape
         self.host_s = reached.host_s
         self.draft_step_s = 0.0
-        """Seconds in which a draft model guesses one more token for every request."""
+        """Seconds in which a draft model drafts one more token for every request."""
         self.dense_weights_s = weight_bytes * (shape.num_layers * shape.attention_params + shape.head_params) * byte_s
         self.expert_weights_s = weight_bytes * shape.num_layers * shape.num_experts * shape.expert_params * byte_s
         self.token_s = 2 * shape.num_layers * active * flop_s
@@ -153,7 +153,7 @@ class StepTimeModel:
         )
 
     def batch_s(self, batch: ScheduledBatch) -> float:
-        """Seconds of one step over `batch`, with the moves of blocks and the guesses of a draft model before it."""
+        """Seconds of one step over `batch`, with the moves of blocks and the drafts of a draft model before it."""
         context_tokens, pairs = 0, 0.0
         for item in batch.decodes:
             context_tokens += item.start

@@ -30,7 +30,7 @@ AGED_EVERY = 8
 
 
 class Urgency:
-    """Tells which requests are late, in O(log blocks) for each."""
+    """Decides which requests are late, in O(log blocks) for each."""
 
     def __init__(self, clock: Callable[[], float], costs: TokenCosts, prefix_cache: PrefixCache) -> None:
         self._clock = clock

@@ -11,7 +11,7 @@ from weakref import ref
 from engine.scheduling.request import Request
 
 DEADLINES_KEPT = 512
-"""Up to this many are kept without checking which still wait."""
+"""Up to this many deadlines are kept without checking which requests still wait."""
 
 
 class WaitingQueue:
@@ -45,7 +45,7 @@ class WaitingQueue:
         return next(iter(self._late), None)
 
     def move_to_late(self, request: Request) -> None:
-        """Move a request that is late for its first token behind those that are not."""
+        """Move a request that is late for its first token after those that are not."""
         del self._regular[request]
         self._late[request] = None
 

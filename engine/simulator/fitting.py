@@ -37,7 +37,7 @@ def memory_fit(
 
     Raises `EngineConfigError`, naming the option, `NotAModelDirectory` or `UnsupportedModel`, as that engine would.
     """
-    configured = [_configured(each, quantization, engine_options) for each in (model, *beside)]
+    configured = [_configured(name, quantization, engine_options) for name in (model, *beside)]
     return _divided(configured, gpu)[0]
 
 
@@ -62,11 +62,11 @@ def plan_together(engines: Sequence[Mapping[str, Any]], gpu: SimulatedGpu) -> li
                 alone.append(_planned(*configured[-1], engine_fit(*configured[-1], gpu)))
         except EngineError as error:
             raise EngineError(f"model {Path(engine['model']).name}: {error}") from error
-    together = [each for each, model in zip(configured, alone, strict=True) if model.problem is None]
+    together = [engine_config for engine_config, model in zip(configured, alone, strict=True) if model.problem is None]
     fits = iter(_divided(together, gpu))
     return [
-        model if model.problem is not None else _planned(*each, next(fits))
-        for each, model in zip(configured, alone, strict=True)
+        model if model.problem is not None else _planned(*engine_config, next(fits))
+        for engine_config, model in zip(configured, alone, strict=True)
     ]
 
 

@@ -25,7 +25,7 @@ class VtcPolicy(PlainPolicy):
         self._backlog.join(account_of(request), self._accounts.step)
 
     def on_dequeued(self, request: Request) -> None:
-        """A tenant without waiting requests needs no turn; its prefills under way go on without one."""
+        """A tenant without waiting requests needs no turn; its running prefills go on without one."""
         account = account_of(request)
         if not account.waiting:
             self._backlog.leave(account)

@@ -1,1 +1,1 @@
-"""Guesses of several tokens per step that the model verifies, without changing what it would have written. No torch."""
+"""Speculative decoding: which tokens to draft, and when drafts pay. Verification changes no token. No torch."""

@@ -1,14 +1,14 @@
-"""How many tokens to guess for a request before the model computes them, and for prompt lookup which ones. Knows no torch.
+"""How many tokens to draft for a request, and for prompt lookup which ones. Knows no torch.
 
-Speculative decoding (arXiv 2211.17192, 2302.01318) lets one step verify several guessed tokens of a request. Two proposers:
+Speculative decoding (arXiv 2211.17192, 2302.01318) lets one step verify several draft tokens of a request. Two proposers:
 
     prompt lookup  the text repeats itself: what followed an earlier occurrence of the last n tokens (arXiv 2304.04487)
-    draft model    a smaller model of the same vocabulary writes the guesses; this module only decides how many
+    draft model    a smaller model of the same vocabulary writes the drafts; this module only decides how many
 
-A guess costs a row of the batch whether it is right or not. The first rows of a step are almost free, because reading the
-weights takes longer than multiplying with them; later ones are not. So the depth k of a request is the one with the most
-expected tokens per time, (1 + a + … + aᵏ) / cost(rows), where a is the measured share of its guesses that were right, and the
-cost of rows is measured when the engine starts. In a large batch no guess is worth its row, so none is made.
+A draft token costs a row of the batch, accepted or not. The first rows of a step are almost free, because reading the weights
+takes longer than multiplying with them; later ones are not. So the depth k of a request is the one with the most
+expected tokens per time, (1 + a + … + aᵏ) / cost(rows), where a is the measured share of its drafts accepted, and the
+cost of rows is measured when the engine starts. In a large batch no draft is worth its row, so none is made.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from engine.scheduling.request import Request
 from engine.speculation.options import SpeculativeOptions
 
 ACCEPTANCE_DECAY = 0.7
-"""Decay per step of older guesses in a request's acceptance: text begins and stops repeating abruptly."""
+"""Decay per step of older drafts in a request's acceptance: text begins and stops repeating abruptly."""
 
 PRIOR_ACCEPTED, PRIOR_TRIED = 1.4, 2.0
-"""Acceptance of a request that has not been measured, expressed as this many guesses."""
+"""Acceptance of a request that has not been measured, expressed as this many draft tokens."""
 
 PROBE_INTERVAL = 16
-"""Tokens without a guess after which one is made anyway: the text may have begun to repeat itself."""
+"""Tokens without a draft after which one is made anyway: the text may have begun to repeat itself."""
 
 GOOD_ACCEPTANCE = 0.9
-"""If guesses of this quality are not worth their rows, none are looked for at all."""
+"""If drafts of this acceptance are not worth their rows, none are made at all."""
 
 ACCEPTANCE_STEPS = 64
 """Resolution of the acceptance when depths are chosen."""
 
 DEPTHS_CACHED = 4096
-"""Capacity of the cache of chosen depths: there are half a million combinations of requests and guesses."""
+"""Capacity of the cache of chosen depths: there are half a million combinations of requests and drafts."""
 
 NUM_RUNNING_MAX = 4096
 
@@ -52,8 +52,8 @@ INDEX_TOKENS_PER_STEP = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationCosts:
-    """Time of a step, measured for some numbers of rows (`rows`, ascending from 1), and of each guess of a draft model (0 for
-    prompt lookup), both in units of a step with one row. The draft model runs once in every step, with guesses or without, to
+    """Time of a step, measured for some numbers of rows (`rows`, ascending from 1), and of one pass of the draft model (0 for
+    prompt lookup), both in units of a step with one row. The draft model runs once in every step, with drafts or without, to
     compute its own keys and values of every token."""
 
     rows: tuple[int, ...]
@@ -69,7 +69,7 @@ class SpeculationCosts:
         return times[upper - 1] + slope * (num_rows - rows[upper - 1]) + self.draft_step * num_draft_steps
 
     def best_depth(self, acceptance: float, num_running: int, limit: int) -> int:
-        """The depth up to `limit` with the most expected tokens per time, if all running requests guess to the same depth."""
+        """The depth up to `limit` with the most expected tokens per time, if all running requests draft to the same depth."""
         best, best_rate = 0, 1.0 / self.relative_cost(num_running)
         expected = term = 1.0
         for depth in range(1, limit + 1):
@@ -81,7 +81,7 @@ class SpeculationCosts:
         return best
 
     def crossover(self, acceptance: float) -> int:
-        """The most requests for which a guess that is right with this probability is worth its row."""
+        """The most requests for which a draft token accepted with this probability is worth its row."""
         low, high = 0, NUM_RUNNING_MAX
         while low < high:
             middle = (low + high + 1) // 2
@@ -93,9 +93,9 @@ class SpeculationCosts:
 
 
 class AcceptanceRecord:
-    """The share of guesses for one request that were right, weighted towards recent ones.
+    """The share of draft tokens of one request that were accepted, weighted towards recent ones.
 
-    A step reports its accepted guesses and the first wrong one; those after it were never tried.
+    A step reports its accepted drafts and the first rejected one; those after it were never tried.
     """
 
     __slots__ = ("_accepted", "_tried")
@@ -115,7 +115,7 @@ class AcceptanceRecord:
 class NgramIndex:
     """The last occurrence of each n-gram of one token list, for some n; follows the list as it grows.
 
-    Keys are hashes: two n-grams with equal hashes cause a wrong guess, never a wrong token.
+    Keys are hashes: two n-grams with equal hashes cause a wrong draft, never a wrong token.
     """
 
     __slots__ = ("_num_indexed", "_older", "_recent", "_sizes")
@@ -160,7 +160,7 @@ class NgramIndex:
 
 @dataclass(slots=True)
 class _DraftState:
-    """`drafted_at`: number of tokens when a guess was last made."""
+    """`drafted_at`: number of tokens when a draft was last made."""
 
     record: AcceptanceRecord
     index: NgramIndex | None
@@ -182,7 +182,7 @@ class AdaptiveDrafter:
         return num_running <= self._num_running_max
 
     def draft(self, request: Request, *, limit: int, num_running: int) -> Draft:
-        """At most `limit` guesses for what follows `request.token_ids`; none if a choice depends on the choices before it."""
+        """At most `limit` draft tokens after `request.token_ids`; none if a choice depends on the choices before it."""
         if limit < 1 or not self.pays(num_running) or not can_draft(request):
             return NO_DRAFT
         state = self._states.get(request)
@@ -199,7 +199,7 @@ class AdaptiveDrafter:
         return Draft(depth, draft_ids[:depth])
 
     def read(self, num_running: int) -> None:
-        """Index more of the texts that are not fully indexed, as much as in a step that guesses."""
+        """Index more of the texts that are not fully indexed, as much as in a step that drafts."""
         for request in [*self._unindexed]:
             index = self._states[request].index
             if index is not None:
@@ -215,7 +215,7 @@ class AdaptiveDrafter:
         return is_indexed
 
     def _depth(self, request: Request, state: _DraftState, num_running: int, limit: int) -> int:
-        """The depth that pays best. If none pays, occasionally one guess, to notice when that changes."""
+        """The depth that pays best. If none pays, occasionally one draft token, to notice when that changes."""
         acceptance = round(state.record.acceptance * ACCEPTANCE_STEPS) / ACCEPTANCE_STEPS
         depth = self._best_depth(acceptance, num_running, limit)
         if not depth and request.num_tokens - state.drafted_at >= PROBE_INTERVAL:
@@ -225,14 +225,14 @@ class AdaptiveDrafter:
         return depth
 
     def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
-        """Record the result of a step that verified guesses."""
+        """Record the result of a step that verified drafts."""
         state = self._states.get(request)
         if state is not None:
             state.record.observe(num_drafted, num_accepted)
 
 
 def can_draft(request: Request) -> bool:
-    """Whether guesses can be verified in parallel: each row's choice must not depend on the choices before it."""
+    """Whether drafts can be verified in parallel: each row's choice must not depend on the choices before it."""
     sampling = request.sampling
     return not (
         sampling.is_guided

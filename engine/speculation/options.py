@@ -19,9 +19,9 @@ NGRAM_MAX = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeOptions:
-    """`ngram` guesses what followed an earlier occurrence of the last `prompt_lookup_max` … `prompt_lookup_min` tokens;
-    `draft_model` uses the smaller model in the directory `model`. At most `num_speculative_tokens` are guessed per step, and
-    none while more than `disable_by_batch_size` requests run; None derives that limit from the measured cost of guesses.
+    """`ngram` drafts what followed an earlier occurrence of the last `prompt_lookup_max` … `prompt_lookup_min` tokens;
+    `draft_model` uses the smaller model in the directory `model`. At most `num_speculative_tokens` are drafted per step, and
+    none while more than `disable_by_batch_size` requests run; None derives that limit from the measured cost of drafts.
 
     Raises `EngineConfigError` for the option `speculative_config`, naming the field.
     """

@@ -46,7 +46,7 @@ class _IterationBudget:
     def spend(self, iterations: int = 1) -> None:
         self.remaining -= iterations
         if self.remaining < 0:
-            raise TooManyIterations(f"its loops take more than {LOOP_ITERATIONS_MAX} turns for them")
+            raise TooManyIterations(f"its loops take more than {LOOP_ITERATIONS_MAX} iterations for them")
 
 
 class _CountedIterable:

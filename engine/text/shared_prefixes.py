@@ -55,5 +55,5 @@ def _in_conversation(model: Path, tokenizer: Tokenizer, text: str) -> list[list[
         ]
     except (ChatTemplateError, ModelError):
         return []
-    token_ids = [tokenizer.encode(each, add_special_tokens=False) for each in rendered]
+    token_ids = [tokenizer.encode(prompt, add_special_tokens=False) for prompt in rendered]
     return [[first for first, second in takewhile(lambda pair: pair[0] == pair[1], zip(*token_ids, strict=False))]]

@@ -1,4 +1,4 @@
-"""Rejection sampling of drafts, request by request and guess by guess."""
+"""Rejection sampling of drafts, request by request and token by token."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from kernels.gumbel import ACCEPT, NO_TOKEN, RESIDUAL
 def reject_drafts(
     target: torch.Tensor,
     draft: torch.Tensor,
-    guesses: torch.Tensor,
-    num_guesses: torch.Tensor,
+    draft_tokens: torch.Tensor,
+    num_draft_tokens: torch.Tensor,
     streams: torch.Tensor,
     positions: torch.Tensor,
 ) -> torch.Tensor:
     """As `kernels.triton.drafts.reject_drafts`."""
-    out = torch.full((len(guesses), guesses.shape[1] + 1), NO_TOKEN, dtype=torch.int64, device=target.device)
-    for i, count in enumerate(num_guesses.tolist()):
+    out = torch.full((len(draft_tokens), draft_tokens.shape[1] + 1), NO_TOKEN, dtype=torch.int64, device=target.device)
+    for i, count in enumerate(num_draft_tokens.tolist()):
         num_accepted, residual = 0, None
         while num_accepted < count and residual is None:
-            guess, position = int(guesses[i, num_accepted]), positions[i : i + 1] + num_accepted
+            token, position = int(draft_tokens[i, num_accepted]), positions[i : i + 1] + num_accepted
             uniform = float(gumbel.uniform(gumbel.keys(streams[i : i + 1], position, ACCEPT)))
-            if uniform * float(draft[i, num_accepted, guess]) < float(target[i, num_accepted, guess]):
-                out[i, num_accepted] = guess
+            if uniform * float(draft[i, num_accepted, token]) < float(target[i, num_accepted, token]):
+                out[i, num_accepted] = token
                 num_accepted += 1
             else:
                 residual = (target[i, num_accepted] - draft[i, num_accepted]).clamp(min=0)

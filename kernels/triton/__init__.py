@@ -11,7 +11,7 @@ have several, among which their launchers choose by shapes, types and the card, 
     attention, 1 request          lone_decode
       2 to 16 requests            attention_decode with rotation, called by rotated_decode
       more                        rope_and_cache, then attention_decode
-      guesses, 2 to 8 queries     attention_decode
+      drafts, 2 to 8 queries      attention_decode
       chunks                      attention_prefill; on Hopper mostly attention_prefill_hopper; chunk_splits where tiles are few
     experts                       experts; 4-bit weights experts_int4; those of mixed formats one by one in torch
     next token                    greedy_head in greedy steps of up to 16 rows; else sampling

@@ -211,7 +211,7 @@ def paged_decode(
     kv_scales [2] float32 (of keys, of values; None is 1); block_tables: [B, M] int32; context_lens: [B] int32, 0 reads nothing
     and gives zeros. Without `query_starts` T is B and row b is request b's newest token. With it ([B + 1] int32), rows
     query_starts[b] … query_starts[b + 1] - 1, at most `max_query_len`, are the newest tokens of request b, each of which
-    attends to itself and the tokens before it (guesses under verification); every row belongs to a request, and requests
+    attends to itself and the tokens before it (drafts under verification); every row belongs to a request, and requests
     without rows come last. With context 0, any number of queries gives zeros.
 
     Bytes: all visible keys and values, once per request; 4 · (D + 1) · H per split and query, written and read again.

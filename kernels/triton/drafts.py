@@ -1,12 +1,12 @@
-"""Rejection sampling for speculative decoding on the device: which guesses are accepted, and the token after them.
+"""Rejection sampling for speculative decoding on the device: which draft tokens are accepted, and the token after them.
 
-Formula (Leviathan et al., arXiv 2211.17192; `engine.sampling.acceptance` is the twin): guess i, drawn from q_i, is accepted
+Formula (Leviathan et al., arXiv 2211.17192; `engine.sampling.acceptance` is the twin): draft x_i of q_i is accepted
 if uniform(seed, position + i, ACCEPT) · q_i(x) < p_i(x); the first rejected one is replaced by a token drawn from max(0, p_i −
 q_i), or from p_i if that is empty; if all are accepted, one more is drawn from p_k. Tokens are drawn by Gumbel-max
 (`kernels.gumbel`) over weights: argmax of weight / E, E keyed by (seed, position, RESIDUAL) for a replacement and by (seed,
 position) for a token of p_k. If any of the weights is not finite, nothing is drawn.
 
-Memory: `accept_drafts` reads two numbers per guess; `sample_residual` reads one row of p and, after a rejection, one of q: 2 ·
+Memory: `accept_drafts` reads two numbers per draft; `sample_residual` reads one row of p and, after a rejection, one of q: 2 ·
 V · 4 bytes per request, split over programs; `emit_tokens` merges the splits. Nothing is summed; the product of uniform number
 and q is float64.
 """
@@ -113,20 +113,20 @@ def emit_tokens_kernel(guesses, accepted, scores, tokens, out, max_guesses, spli
 def reject_drafts(
     target: torch.Tensor,
     draft: torch.Tensor,
-    guesses: torch.Tensor,
-    num_guesses: torch.Tensor,
+    draft_tokens: torch.Tensor,
+    num_draft_tokens: torch.Tensor,
     streams: torch.Tensor,
     positions: torch.Tensor,
 ) -> torch.Tensor:
     """Tokens of each request, NO_TOKEN after the last: [B, k + 1] int64; also in place of the drawn token if none can be drawn.
 
-    target: [B, k + 1, V], draft: [B, k, V] float32 contiguous, rows that sum to 1; guesses: [B, k] int64, num_guesses: [B]
-    int32, up to k ≥ 1; streams: [B] int64 of the seeds; positions: [B], index of the first token in prompt plus output.
+    target: [B, k + 1, V], draft: [B, k, V] float32 contiguous, rows that sum to 1; draft_tokens: [B, k] int64; k ≥ 1;
+    num_draft_tokens: [B] int32; streams: [B] int64 of the seeds; positions: [B], of the first token in prompt plus output.
 
     For formula, source and memory see the module docstring. A hash and a logarithm per element of the rows that are read.
-    Tokens beyond V and guesses beyond num_guesses are masked.
+    Tokens beyond V and drafts beyond num_draft_tokens are masked.
     """
-    requests, max_guesses, vocab_size = draft.shape
+    requests, depth, vocab_size = draft.shape
     device = target.device
     blocks = triton.cdiv(vocab_size, BLOCK)
     max_splits = max(1, min(blocks, triton.cdiv(4 * multiprocessors(device), max(1, requests))))
@@ -135,18 +135,18 @@ def reject_drafts(
     accepted = torch.empty(requests, dtype=torch.int32, device=device)
     scores = torch.empty(requests, splits, 2, dtype=torch.float32, device=device)
     tokens = torch.empty(requests, splits, 2, dtype=torch.int32, device=device)
-    out = torch.empty(requests, max_guesses + 1, dtype=torch.int64, device=device)
+    out = torch.empty(requests, depth + 1, dtype=torch.int64, device=device)
     if requests:
         accept_drafts_kernel[(requests,)](
-            target, draft, guesses, num_guesses, streams, positions, accepted, vocab_size, max_guesses,
+            target, draft, draft_tokens, num_draft_tokens, streams, positions, accepted, vocab_size, depth,
             num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
         sample_residual_kernel[(requests, splits)](
-            target, draft, num_guesses, streams, positions, accepted, scores, tokens, vocab_size, max_guesses, blocks_per_split,
+            target, draft, num_draft_tokens, streams, positions, accepted, scores, tokens, vocab_size, depth, blocks_per_split,
             BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
         emit_tokens_kernel[(requests,)](
-            guesses, accepted, scores, tokens, out, max_guesses, splits,
-            SPLITS=power_of_two(splits), WIDTH=power_of_two(max_guesses + 1), num_warps=1,
+            draft_tokens, accepted, scores, tokens, out, depth, splits,
+            SPLITS=power_of_two(splits), WIDTH=power_of_two(depth + 1), num_warps=1,
         )  # fmt: skip
     return out

@@ -1,4 +1,4 @@
-"""Batch-invariant paged attention: one kernel for decodes, chunks of any length and guesses, with bits independent of the
+"""Batch-invariant paged attention: one kernel for decodes, chunks of any length and drafts, with bits independent of the
 batch.
 
 The keys of a request are split at multiples of SPLIT for every query, and every query is processed in the same tile of rows by

@@ -61,7 +61,7 @@ def test_the_host_tier_and_speculation_are_at_work_and_seen(tuned_server: Server
     assert engine(tuned_server)["draft_tokens_total"] >= engine(tuned_server)["accepted_draft_tokens_total"] >= 0
 
 
-def test_guesses_that_were_thrown_away_are_billed_to_their_request(tuned_server: Server) -> None:
+def test_rejected_draft_tokens_are_billed_to_their_request(tuned_server: Server) -> None:
     poll_until(lambda: engine(tuned_server)["requests_running"] == 0, DEADLINE_S, tuned_server.log)
     before = engine(tuned_server)
     answer = answered(tuned_server, max_tokens=60)

@@ -9,7 +9,7 @@ import torch
 
 from engine.sampling import randomness
 from kernels import gumbel
-from kernels.gumbel import ACCEPT, GUESS, RESIDUAL
+from kernels.gumbel import ACCEPT, DRAFT, RESIDUAL
 
 SEEDS = (0, 1, 2**63 - 1)
 POSITIONS = (0, 1, 4095, 2**31)
@@ -17,7 +17,7 @@ POSITIONS = (0, 1, 4095, 2**31)
 
 def test_kernels_key_a_token_by_the_bits_of_the_engine() -> None:
     """The SplitMix64 constants are in both: `engine.sampling.randomness` works on integers, `kernels.gumbel` on tensors."""
-    for draw in (0, GUESS, ACCEPT, RESIDUAL):
+    for draw in (0, DRAFT, ACCEPT, RESIDUAL):
         for seed in SEEDS:
             streams = torch.tensor([randomness.signed(randomness.stream(seed))] * len(POSITIONS))
             kernel_keys = gumbel.keys(streams, torch.tensor(POSITIONS), draw)

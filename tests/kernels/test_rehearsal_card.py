@@ -314,7 +314,7 @@ def test_tokens_are_those_of_their_step_and_are_there_when_its_event_has_passed(
     first = 12 if is_captured else 11  # what ran before the capture counted as no step
     assert returned(9) == [[first + number, first + 10 + number] for number in range(8)]
     monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda _: None)
-    with pytest.raises(RuntimeError, match="step 1 left no tokens: in its place are those of step 0"):
+    with pytest.raises(RuntimeError, match="step 1 left no tokens: its buffer has those of step 0"):
         returned(2)
 
 
@@ -334,7 +334,7 @@ def test_a_step_that_left_no_tokens_is_an_error_and_not_those_of_another(card: C
         steps.launch()
         steps.fetch()
     for number, fetch in ((6, steps.fetch()), (7, steps.back.fetch(steps.sampled, numbers(1, 2, 3)[:, None]))):
-        with pytest.raises(RuntimeError, match=f"step {number} left no tokens: in its place are those of step {number - 4}"):
+        with pytest.raises(RuntimeError, match=f"step {number} left no tokens: its buffer has those of step {number - 4}"):
             fetch.tokens()
 
 

@@ -25,7 +25,7 @@ from engine.runner.slot_timing import SlotTiming
 from engine.runner.slot_warm_up import WARM_ROWS
 from engine.runner.text_models import load_text_model
 from engine.sampling.columns import Kind
-from engine.scheduling.limits import STEP_GUESSES_MAX
+from engine.scheduling.limits import STEP_DRAFT_TOKENS_MAX
 from engine.speculation.options import SpeculativeOptions
 from kernels import ops
 from tests.support import quantised_checkpoints as layouts
@@ -154,10 +154,10 @@ def test_steps_of_few_rows_are_captured_before_the_first_request_and_larger_ones
 
 
 @pytest.mark.parametrize(
-    ("guesser", "largest"), [(None, 16), ("ngram", 16 + STEP_GUESSES_MAX), ("draft_model", 16 + STEP_GUESSES_MAX)]
+    ("method", "largest"), [(None, 16), ("ngram", 16 + STEP_DRAFT_TOKENS_MAX), ("draft_model", 16 + STEP_DRAFT_TOKENS_MAX)]
 )
 def test_the_largest_step_that_draws_is_captured_before_all_others_and_these_from_large_to_small(
-    guesser: str | None, largest: int, llama: Path, monkeypatch: pytest.MonkeyPatch
+    method: str | None, largest: int, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory of graphs is reused by what fits in it."""
     captured: list[tuple[str, int, Kind | None, bool]] = []
@@ -169,15 +169,15 @@ def test_the_largest_step_that_draws_is_captured_before_all_others_and_these_fro
 
     monkeypatch.setattr(CudaGraphs, "make_ready", note)
     options: dict[str, Any] = {**SMALL, "max_num_seqs": 16, "num_kv_blocks": 32}
-    if guesser is not None:
-        draft = llama if guesser == "draft_model" else None
-        options["speculative_config"] = SpeculativeOptions(method=guesser, model=draft)
+    if method is not None:
+        draft = llama if method == "draft_model" else None
+        options["speculative_config"] = SpeculativeOptions(method=method, model=draft)
     with rehearsal(), replace_triton_operations():
         small_engine(llama, device="cuda", dtype="float32", **options)
     few = [key for key in captured if key[1] <= WARM_ROWS[-1]]
-    assert captured[0] == ("decode", largest, Kind(), guesser is not None)
-    for group in {(name, has_guesses) for name, _, _, has_guesses in few}:
-        sizes = [size for name, size, _, has_guesses in few if (name, has_guesses) == group]
+    assert captured[0] == ("decode", largest, Kind(), method is not None)
+    for group in {(name, has_drafts) for name, _, _, has_drafts in few}:
+        sizes = [size for name, size, _, has_drafts in few if (name, has_drafts) == group]
         assert sizes == sorted(sizes, reverse=True)
 
 
@@ -236,7 +236,7 @@ def test_formats_of_8_bits_are_captured_as_any(llama: Path, options: dict[str, A
     assert card.num_replays
 
 
-GUESSING = SpeculativeOptions.parse({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3})
+SPECULATIVE = SpeculativeOptions.parse({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3})
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ GUESSING = SpeculativeOptions.parse({"method": "ngram", "num_speculative_tokens"
     [
         ("mistral-window", {}, True),
         ("qwen3_moe", {}, False),
-        ("llama", {"speculative_config": GUESSING}, True),
+        ("llama", {"speculative_config": SPECULATIVE}, True),
     ],
 )
 def test_what_needs_the_host_between_steps_is_not_captured(
@@ -261,7 +261,7 @@ def test_what_needs_the_host_between_steps_is_not_captured(
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
-def test_guesses_are_verified_by_captured_steps_of_which_only_the_tokens_are_waited_for(
+def test_drafts_are_verified_by_captured_steps_of_which_only_the_tokens_are_waited_for(
     kv_cache_dtype: str, llama: Path
 ) -> None:
     options = {**SMALL, "device": "cuda", "dtype": "float32", "kv_cache_dtype": kv_cache_dtype}
@@ -269,7 +269,7 @@ def test_guesses_are_verified_by_captured_steps_of_which_only_the_tokens_are_wai
     with rehearsal(), replace_triton_operations():
         expected = run_to_end(small_engine(llama, enforce_eager=True, **options), requests)
     with rehearsal() as card, replace_triton_operations():
-        engine = small_engine(llama, speculative_config=GUESSING, **options)
+        engine = small_engine(llama, speculative_config=SPECULATIVE, **options)
         assert card.num_captures == 1 + 2 * len((1, 2, 4)) + 2 * len((2, 4, 8)) + 2
         use_scripted_drafter(engine, tokens(expected["a"]), 4)
         card.syncs.clear()
@@ -302,8 +302,8 @@ def test_padding_of_a_captured_step_is_left_out_of_the_mixture(tmp_path: Path, m
             return sorted_tokens
 
         monkeypatch.setattr(experts, "sort_by_expert", counted)
-        guessing = SpeculativeOptions(method="ngram", num_speculative_tokens=1)
-        engine = small_engine(tmp_path / "moe", device="cuda", dtype="float16", speculative_config=guessing, **SMALL)
+        speculative = SpeculativeOptions(method="ngram", num_speculative_tokens=1)
+        engine = small_engine(tmp_path / "moe", device="cuda", dtype="float16", speculative_config=speculative, **SMALL)
         assert isinstance(engine.runner, SlotRunner)
         for num_rows in (1, 6):
             seen.zero_()

@@ -92,17 +92,17 @@ def failing(numbers: random.Random) -> Iterator[list[str]]:
         yield failed
 
 
-@pytest.mark.parametrize("guesser", [None, "ngram", "draft_model", "without graphs"])
+@pytest.mark.parametrize("method", [None, "ngram", "draft_model", "without graphs"])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_tokens_are_those_of_the_plain_runner_wherever_a_launch_fails(
-    folder: Path, guesser: str | None, seed: int, monkeypatch: pytest.MonkeyPatch
+    folder: Path, method: str | None, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    numbers, speculative = random.Random(f"{seed} {guesser}"), None
-    if guesser == "without graphs":
+    numbers, speculative = random.Random(f"{seed} {method}"), None
+    if method == "without graphs":
         monkeypatch.setenv(GRAPHS, "0")
-    elif guesser is not None:
-        model = folder / "draft" if guesser == "draft_model" else None
-        speculative = SpeculativeOptions(method=guesser, model=model, num_speculative_tokens=3)
+    elif method is not None:
+        model = folder / "draft" if method == "draft_model" else None
+        speculative = SpeculativeOptions(method=method, model=model, num_speculative_tokens=3)
     requests = [
         PlannedRequest(
             prompt=tuple((start + 7 * place) % VOCAB_SIZE for place in range(numbers.randint(1, 30))),

@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def guessing(draft: Path | None, num_tokens: int) -> SpeculativeOptions:
+def speculation(draft: Path | None, num_tokens: int) -> SpeculativeOptions:
     """By prompt lookup if there is no draft model."""
     method = "ngram" if draft is None else "draft_model"
     return SpeculativeOptions(method=method, model=draft, num_speculative_tokens=num_tokens)
@@ -55,7 +55,7 @@ def guessing(draft: Path | None, num_tokens: int) -> SpeculativeOptions:
 @given(
     family=st.sampled_from(FAMILIES),
     requests=st.lists(planned_requests | repetitive_requests, min_size=1, max_size=9),
-    guesses=st.sampled_from((None, 3, 8)),
+    depth=st.sampled_from((None, 3, 8)),
     drafts=st.booleans(),
     room=engine_limits,
     preempt_at=st.none() | st.integers(1, 12),
@@ -67,7 +67,7 @@ def test_tokens_are_those_of_the_plain_runner(
     folder: Path,
     family: str,
     requests: list[PlannedRequest],
-    guesses: int | None,
+    depth: int | None,
     drafts: bool,
     room: EngineLimits,
     preempt_at: int | None,
@@ -82,7 +82,7 @@ def test_tokens_are_those_of_the_plain_runner(
             device="cuda",
             dtype="float32",
             **room.options,
-            speculative_config=guesses and guessing(folder / f"{family} draft" if drafts else None, guesses),
+            speculative_config=depth and speculation(folder / f"{family} draft" if drafts else None, depth),
         )
         found = run_history(with_grammars(engine), requests, preempt_at=preempt_at)
     assert card.broken is None

@@ -33,15 +33,15 @@ NUM_TOKENS = 5
 REQUEST = generation_request("a", [5, 6, 7], max_tokens=NUM_TOKENS)
 
 
-def served(folder: Path, *, guesses: list[int] | None = None, **options: Any) -> tuple[list[int], set[bool]]:
-    """Tokens of a request on a rehearsed card, and whether decode steps with guesses (True) and without (False) had layers that
+def served(folder: Path, *, answer: list[int] | None = None, **options: Any) -> tuple[list[int], set[bool]]:
+    """Tokens of a request on a rehearsed card, and whether decode steps with drafts (True) and without (False) had layers that
     rotate inside their attention."""
     of_steps, forward_inputs = [False], DecodeInputBuffers.forward_inputs
     rotated: set[bool] = set()
 
-    def inputs(self: DecodeInputBuffers, decoder: Any, size: int, *, has_guesses: bool) -> Any:
-        of_steps[0] = has_guesses
-        return forward_inputs(self, decoder, size, has_guesses=has_guesses)
+    def inputs(self: DecodeInputBuffers, decoder: Any, size: int, *, has_drafts: bool) -> Any:
+        of_steps[0] = has_drafts
+        return forward_inputs(self, decoder, size, has_drafts=has_drafts)
 
     def noted(name: str) -> Any:
         launch = getattr(rotated_decode, name)
@@ -59,11 +59,11 @@ def served(folder: Path, *, guesses: list[int] | None = None, **options: Any) ->
         mock.patch.object(DecodeInputBuffers, "forward_inputs", inputs),
     ):
         engine = small_engine(folder, device="cuda", dtype="float32", **SMALL, **options)
-        if guesses is not None:
-            use_scripted_drafter(engine, guesses, 3)
+        if answer is not None:
+            use_scripted_drafter(engine, answer, 3)
         found = run_to_end(engine, [REQUEST])
     assert engine.fallbacks.count == 0
-    assert guesses is None or engine.status().accepted_draft_tokens_total > 0
+    assert answer is None or engine.status().accepted_draft_tokens_total > 0
     return tokens(found["a"]), rotated
 
 
@@ -94,5 +94,5 @@ def test_a_batch_invariant_engine_keeps_two_operations(tmp_path: Path) -> None:
 def test_so_do_steps_in_which_a_request_has_several_rows(tmp_path: Path) -> None:
     make_model("llama", tmp_path, num_hidden_layers=1)
     expected = plain(tmp_path)
-    guessing = SpeculativeOptions.parse({"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3})
-    assert served(tmp_path, guesses=expected, speculative_config=guessing) == (expected, {False})
+    speculative = SpeculativeOptions.parse({"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3})
+    assert served(tmp_path, answer=expected, speculative_config=speculative) == (expected, {False})

@@ -190,7 +190,7 @@ def test_tiles_over_an_fp8_cache_are_short_for_few_queries_and_where_registers_w
 def test_few_queries_over_an_fp8_cache_are_columns_of_its_products(
     heads: tuple[int, int, int], query_len: int, window: int | None, device: torch.device
 ) -> None:
-    """Up to eight queries per KV head, from heads or guesses; the queries of nine heads are rows."""
+    """Up to eight queries per KV head, from heads or drafts; the queries of nine heads are rows."""
     shape = AttentionShape(BLOCK, *heads, sliding_window=window)
     is_columns = splits.tile_rows(shape, query_len, 1) == splits.COLUMNS_MAX
     assert is_columns == (splits.query_rows(shape, query_len) <= splits.COLUMNS_MAX)
@@ -212,7 +212,7 @@ def test_drafts_of_large_groups_of_heads_over_an_fp8_cache_match_the_reference(
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("window", [None, 21])
-def test_guesses_attend_to_earlier_tokens_only(window: int | None, device: torch.device) -> None:
+def test_drafts_attend_to_earlier_tokens_only(window: int | None, device: torch.device) -> None:
     shape = replace(SHAPE, sliding_window=window)
     Batch([4, 70, 17, 130], shape, device, query_lens=[4, 1, 3, 4]).compare()
 
@@ -237,7 +237,7 @@ def grouped(rows: list[tuple[int, int]], group_size: int) -> list[tuple[int, int
         [(17, 130), (3, 0)],
         [(1, 40), (8, 513), (11, 0)],
     ],
-    ids=["with and without guesses", "padding", "more padding"],
+    ids=["with and without drafts", "padding", "more padding"],
 )
 def test_rows_in_groups_have_what_each_has_alone(
     rows: list[tuple[int, int]], window: int | None, group_size: int, device: torch.device

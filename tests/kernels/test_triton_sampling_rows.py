@@ -99,24 +99,25 @@ def test_drafts_are_judged_as_their_definition_and_the_engine_judge_them(
     draft = torch.softmax(
         target[:, :depth].log() + normal(count, depth, vocab_size, dtype=torch.float32, device=device), dim=-1
     )
-    draft[0] = target[0, :depth]  # every guess is accepted
-    guesses = draft.argmax(-1)
-    num_guesses = torch.full((count,), depth, dtype=torch.int32, device=device)
-    num_guesses[1] = 0
+    draft[0] = target[0, :depth]  # every draft token is accepted
+    draft_tokens = draft.argmax(-1)
+    num_draft_tokens = torch.full((count,), depth, dtype=torch.int32, device=device)
+    num_draft_tokens[1] = 0
     target[2, :, vocab_size // 2] = math.nan
-    guesses[3, 0] = impossible = int(target[3, 0].argmin())
+    draft_tokens[3, 0] = impossible = int(target[3, 0].argmin())
     target[3, 0, impossible] = draft[3, 0, impossible] = 0.0
     seeds = [2**63 - 1 - i for i in range(count)]
     streams = torch.tensor([signed(stream(seed)) for seed in seeds], device=device)
     positions = torch.arange(count, device=device) * 5
-    found = drafts.reject_drafts(target, draft, guesses, num_guesses, streams, positions)
-    expected = reference_drafts.reject_drafts(target, draft, guesses, num_guesses, streams, positions)
+    found = drafts.reject_drafts(target, draft, draft_tokens, num_draft_tokens, streams, positions)
+    expected = reference_drafts.reject_drafts(target, draft, draft_tokens, num_draft_tokens, streams, positions)
     assert found.tolist() == expected.tolist()
-    assert drafts_cpu.reject_drafts(target, draft, guesses, num_guesses, streams, positions).tolist() == expected.tolist()
+    on_cpu = drafts_cpu.reject_drafts(target, draft, draft_tokens, num_draft_tokens, streams, positions)
+    assert on_cpu.tolist() == expected.tolist()
     assert -1 in found[2].tolist()
     assert found[3, 0] != impossible
     for i in (0, 3, 4, 5):
-        output = accept_by_rejection(target[i], draft[i], guesses[i].tolist(), seed=seeds[i], position=5 * i)
+        output = accept_by_rejection(target[i], draft[i], draft_tokens[i].tolist(), seed=seeds[i], position=5 * i)
         assert output.token_ids == [token for token in found[i].tolist() if token >= 0]
 
 

@@ -12,7 +12,7 @@ from tests.support.triton_jobs import locked_versions
 from tests.support.triton_versions import compiling_process
 
 ALL_CASES = (
-    "plain", "window-fp8", "awq", "experts-int8", "experts-awq", "guesses-int8-head", "draft-fp8-static", "draft-eager",
+    "plain", "window-fp8", "awq", "experts-int8", "experts-awq", "ngram-int8-head", "draft-fp8-static", "draft-eager",
     "invariant-fp8", "invariant-awq-experts",
 )  # fmt: skip
 FEWER_CASES = ("window-fp8", "awq", "experts-int8", "experts-awq", "draft-eager", "invariant-awq-experts")
@@ -46,7 +46,7 @@ def test_every_variant_is_asked_for_before_the_first_launch_so_that_all_are_comp
     assert variants[case]["launched_first"] == {}
 
 
-def test_guesses_of_a_draft_model_are_judged_by_kernels_that_were_compiled(variants: dict[str, dict[str, Any]]) -> None:
+def test_drafts_of_a_draft_model_are_judged_by_kernels_that_were_compiled(variants: dict[str, dict[str, Any]]) -> None:
     assert {"accept_drafts_kernel", "sample_residual_kernel", "emit_tokens_kernel"} <= set(variants["draft-eager"]["asked"])
 
 

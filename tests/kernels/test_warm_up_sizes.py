@@ -15,11 +15,11 @@ from engine.runner.warm_up import (
     SOME_REQUESTS,
     _steps_of_each_kind,
 )
-from engine.scheduling.limits import STEP_GUESSES_MAX, SchedulerLimits
+from engine.scheduling.limits import STEP_DRAFT_TOKENS_MAX, SchedulerLimits
 from kernels.triton.attention_splits import SPLIT_QUERIES, scheduled_requests
 from kernels.triton.early_launch import EARLY_ROWS_MAX
 
-ROWS_MAX = SEATS_MAX + STEP_GUESSES_MAX
+ROWS_MAX = SEATS_MAX + STEP_DRAFT_TOKENS_MAX
 
 
 def test_every_number_of_decodes_and_of_chunks_is_of_a_size_that_was_compiled() -> None:

@@ -99,7 +99,7 @@ def test_prompts_of_mixed_lengths_in_one_batch(case: Case) -> None:
     ],
     ids=["chunks", "alone", "recomputed", "swapped", "speculative"],
 )
-def test_prompts_that_are_cut_up_preempted_or_guessed(llama: Case, options: dict[str, Any]) -> None:
+def test_prompts_that_are_cut_up_preempted_or_drafted(llama: Case, options: dict[str, Any]) -> None:
     with llama.llm(**options) as llm:
         for output in llm.generate(make_prompts(), SCORED, use_tqdm=False):
             assert_output(llama, output)

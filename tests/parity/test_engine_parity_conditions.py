@@ -1,5 +1,5 @@
 """Greedy tokens and logprobs equal those of transformers where the engine takes short cuts: blocks that were swapped or lost,
-tokens that were guessed, prompts that are shared by several answers. For every kind of family."""
+tokens that were drafted, prompts that are shared by several answers. For every kind of family."""
 
 from __future__ import annotations
 
@@ -113,12 +113,12 @@ def test_tokens_that_were_looked_up_in_the_text(family: str, case_of: Callable[[
 
 
 @families
-def test_tokens_that_a_draft_model_guessed(family: str, case_of: Callable[[str], Case]) -> None:
+def test_tokens_that_a_draft_model_drafted(family: str, case_of: Callable[[str], Case]) -> None:
     case = case_of(family)
     config = SpeculativeOptions(method="draft_model", model=case.directory, num_speculative_tokens=3)
     engine = case.engine(speculative_config=config, swap_space=SWAP_SPACE_GIB, kv_cache_bytes=None)
     case.check(engine)
-    assert engine.status().accepted_draft_tokens_total > 20, "the model should guess itself right"
+    assert engine.status().accepted_draft_tokens_total > 20, "the model drafts for itself"
 
 
 @families
@@ -129,7 +129,7 @@ def test_four_answers_that_share_the_blocks_of_their_prompt(family: str, case_of
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
-def test_guesses_under_swaps_with_several_answers(method: str, case_of: Callable[[str], Case]) -> None:
+def test_drafts_under_swaps_with_several_answers(method: str, case_of: Callable[[str], Case]) -> None:
     case = case_of("llama")
     model = case_of("qwen3").directory if method == "draft_model" else None
     config = SpeculativeOptions(method=method, model=model, num_speculative_tokens=2, prompt_lookup_min=1)

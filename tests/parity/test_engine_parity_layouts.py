@@ -1,4 +1,4 @@
-"""Requests with parameters of every kind write the same answers alone, together, in chunks, preempted and with guesses."""
+"""Requests with parameters of every kind write the same answers alone, together, in chunks, preempted and with drafts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "chunks": {"max_num_seqs": 8, "max_num_batched_tokens": 16},
     "swapped": {"num_gpu_blocks_override": 20, "max_model_len": 256, "swap_space": 0.01},
     "recomputed": {"num_gpu_blocks_override": 20, "max_model_len": 256, "enable_prefix_caching": False},
-    "guessed": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    "speculative": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
 }
 
 

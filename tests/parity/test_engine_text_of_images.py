@@ -123,5 +123,5 @@ def test_tensors_that_belong_to_no_part_are_refused(saved: tuple[Path, Any], tmp
     folder = rewritten(saved[0], tmp_path / "model", hub_names=True)
     tensors = load_file(folder / "model.safetensors")
     save_file({**tensors, "audio_tower.weight": torch.zeros(1)}, folder / "model.safetensors")
-    with pytest.raises(WeightsError, match=r"1 tensor belongs to nothing here: audio_tower\.weight"):
+    with pytest.raises(WeightsError, match=r"1 tensor belongs to no part of this model: audio_tower\.weight"):
         LLM(folder, max_model_len=128, max_num_seqs=2)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.runner.graph_eviction import WINDOW, WORTH, GraphEviction
-from engine.step_sizes import decode_graphs_kept, guesses_size, logits_size, step_size
+from engine.step_sizes import decode_graphs_kept, logits_size, step_size, verify_size
 
 SEATS = 256
 USUAL, RARE = ("greedy", "drawn"), ("weighs", "counts", "scores 1", "scores 8")
@@ -143,7 +143,7 @@ def test_places_are_never_more_than_there_are(num_places: int, keys: list[int]) 
 
 @given(num_rows=st.integers(1, 4096), more=st.integers(0, 64))
 def test_sizes_hold_the_rows_and_never_fall(num_rows: int, more: int) -> None:
-    for size in (step_size, logits_size, guesses_size):
+    for size in (step_size, logits_size, verify_size):
         assert num_rows <= size(num_rows, 5000) <= size(num_rows + more, 5000)
         assert size(num_rows, num_rows) == num_rows, "no larger than there are seats"
         assert size(size(num_rows, 5000), 5000) == size(num_rows, 5000)

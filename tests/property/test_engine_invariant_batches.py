@@ -101,7 +101,7 @@ asked = st.builds(
     block_size=st.sampled_from((4, 16)),
     preempt_at=st.none() | st.integers(1, 8),
     swap_space=st.sampled_from((0.0, 0.002)),
-    guesses=st.booleans(),
+    drafts=st.booleans(),
     enforce_eager=st.booleans(),
 )
 def test_no_batch_no_chunk_no_prefix_and_no_preemption_changes_a_bit(
@@ -112,10 +112,10 @@ def test_no_batch_no_chunk_no_prefix_and_no_preemption_changes_a_bit(
     block_size: int,
     preempt_at: int | None,
     swap_space: float,
-    guesses: bool,
+    drafts: bool,
     enforce_eager: bool,
 ) -> None:
-    config = SpeculativeOptions(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1) if guesses else None
+    config = SpeculativeOptions(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1) if drafts else None
     engine = small_engine(
         folder / family,
         batch_invariant=True,

@@ -38,7 +38,7 @@ class Seen:
         self.running: list[tuple[Reservation, int, int | None]] = []
 
     def expected(self, asked_max: int | None, answers: int) -> int:
-        """Return the guess as the guide tells it."""
+        """Return the estimate as the guide defines it."""
         known = self.ended[-OUTPUTS_KEPT:]
         usual = sorted(known)[round_up(len(known) * 9, 10) - 1] if len(known) >= OUTPUTS_MIN else EXPECTED_OUTPUT_TOKENS
         at_once = sum(reservation.request.answers for reservation, _held, _most in self.running) + answers

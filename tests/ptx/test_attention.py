@@ -1,4 +1,4 @@
-"""Paged attention as machine-level code: decode steps, verification of guesses, chunks of prompts, batch-invariant kernels."""
+"""Paged attention as machine-level code: decode steps, verification of drafts, chunks of prompts, batch-invariant kernels."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_decode_steps_of_several_splits_for_each_program(
     Batch(shape, lengths, [1] * len(lengths), kv_dtype).check_decode()
 
 
-def test_guesses_of_several_splits_for_each_program(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_of_several_splits_for_each_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_decode, "multiprocessors", lambda _: 1)
     Batch(AttentionShape(BLOCK, 4, 1, 128), [17, 2, 300, 40], [3, 2, 4, 1]).check_prefill()
 
@@ -209,7 +209,7 @@ def test_half_precision_matches_the_reference() -> None:
     Batch(AttentionShape(BLOCK, 4, 1, 64), [60], [33], torch.float16, torch.float16).check_prefill()
 
 
-def test_guesses_are_verified_by_the_decode_kernel() -> None:
+def test_drafts_are_verified_by_the_decode_kernel() -> None:
     Batch(AttentionShape(BLOCK, 4, 1, 128), [17, 2, 150], [3, 2, 4]).check_prefill()
 
 
@@ -220,9 +220,7 @@ def test_guesses_are_verified_by_the_decode_kernel() -> None:
         (AttentionShape(BLOCK, 8, 1, 64, sliding_window=90), torch.float16, torch.float16),
     ],
 )
-def test_guesses_of_one_request_are_verified_in_groups(
-    shape: AttentionShape, kv_dtype: torch.dtype, dtype: torch.dtype
-) -> None:
+def test_drafts_of_one_request_are_verified_in_groups(shape: AttentionShape, kv_dtype: torch.dtype, dtype: torch.dtype) -> None:
     """1 + 10 rows of one request, one of another, padding, and groups without rows."""
     batch = Batch(shape, [310, 17, 0], [11, 1, 3], kv_dtype, dtype)
     group_size = attention_splits.max_verify_group(shape, kv_dtype, CPU)

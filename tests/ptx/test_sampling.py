@@ -97,14 +97,14 @@ def test_generated_tokens_are_counted() -> None:
     assert_same(counts.check(), expected)
 
 
-def test_guesses_are_accepted_and_drawn_anew_as_their_definition_says() -> None:
+def test_drafts_are_accepted_and_replaced_as_their_definition_says() -> None:
     count, depth, vocab_size = 4, 3, 1500
     target = normal(count, depth + 1, vocab_size, dtype=torch.float32, device=CPU).mul(2).softmax(-1)
     noise = normal(count, depth, vocab_size, dtype=torch.float32, device=CPU, seed=1)
     draft = (target[:, :depth].log() + 0.3 * noise).softmax(-1)
-    guesses, numbers = draft.argmax(-1), torch.tensor([3, 2, 0, 1], dtype=torch.int32)
+    draft_tokens, numbers = draft.argmax(-1), torch.tensor([3, 2, 0, 1], dtype=torch.int32)
     streams, places = torch.arange(1, count + 1) * 0x123456789ABCDE, 11 * torch.arange(count)
-    given = (target, draft, guesses, numbers, streams, places)
+    given = (target, draft, draft_tokens, numbers, streams, places)
     assert drafts.reject_drafts(*given).tolist() == reference_drafts.reject_drafts(*given).tolist()
 
 

@@ -17,7 +17,7 @@ from engine.runner.model_runner import ModelRunner
 from engine.runner.runner_choice import make_slot_runner
 from engine.runner.slot_runner import SlotRunner
 from engine.runner.slot_warm_up import warm_up
-from engine.scheduling.limits import STEP_GUESSES_MAX
+from engine.scheduling.limits import STEP_DRAFT_TOKENS_MAX
 from engine.speculation.adaptive_drafter import AdaptiveDrafter, SpeculationCosts
 from engine.step_mode import StepMode
 
@@ -56,9 +56,9 @@ def overlapped_engine(model: Path, **changes: Any) -> Engine:
     plain = small_engine(model, **changes)
     runner, scheduler = plain.runner, plain._scheduler
     assert isinstance(runner, ModelRunner)
-    guesses = STEP_GUESSES_MAX if changes.get("speculative_config") else 0
+    max_draft_tokens = STEP_DRAFT_TOKENS_MAX if changes.get("speculative_config") else 0
     runner._accepts_by_equality = True
-    slot_runner = make_slot_runner(runner, scheduler.limits, StepMode.AHEAD, max_guesses=guesses)
+    slot_runner = make_slot_runner(runner, scheduler.limits, StepMode.AHEAD, max_draft_tokens=max_draft_tokens)
     warm_up(slot_runner.steps)
     return Engine(scheduler, slot_runner, plain.info, plain._grammars)
 

@@ -88,20 +88,20 @@ def expected_answer(submitted: GenerationRequest, index: int) -> list[int]:
     return answer
 
 
-class GuessingDrafter(RandomDrafter):
-    """Guesses of random length that are right up to a random place."""
+class PartlyRightDrafter(RandomDrafter):
+    """Drafts of random length that are right up to a random place."""
 
     def draft(self, request: Request, *, limit: int, num_running: int) -> Draft:
-        assert UNKNOWN_TOKEN not in request.token_ids, "guesses need the last token"
+        assert UNKNOWN_TOKEN not in request.token_ids, "drafting needs the last token"
         depth = self._rng.choice((0, 0, 0, 1, 2, 3))
         if not depth:
             return NO_DRAFT
-        prefix, guesses = prefix_of(request.token_ids), list[int]()
+        prefix, draft_ids = prefix_of(request.token_ids), list[int]()
         for _ in range(min(depth, limit)):
             is_right = self._rng.random() < 0.7
-            guesses.append(token_after(prefix, request.index) if is_right else self._rng.randrange(VOCAB_SIZE))
-            prefix = extended(prefix, guesses[-1])
-        return Draft(len(guesses), guesses)
+            draft_ids.append(token_after(prefix, request.index) if is_right else self._rng.randrange(VOCAB_SIZE))
+            prefix = extended(prefix, draft_ids[-1])
+        return Draft(len(draft_ids), draft_ids)
 
 
 class FakePendingStep:
@@ -131,7 +131,7 @@ class FakeDevice:
         self.is_synchronous = is_synchronous
         self.culprits: set[str] = set()
         self._size = block_size
-        self.num_wrong_launches = 0  # of batches that no slot can hold, and of guesses behind a step under way
+        self.num_wrong_launches = 0  # of batches that no slot can hold, and of drafts behind a step under way
         self._plain_batch: ScheduledBatch | None = None
         self._has_failed_to_move = False
         self._rng = rng
@@ -249,7 +249,7 @@ class LaunchedFuzz:
         pool = BlockPool(world.num_blocks, protected_percent=world.protected_percent)
         quantum_ps = COSTS.prefill_ps(0, world.quantum_tokens)
         settings = FairSettings(quantum_ps=quantum_ps, hysteresis_ps=2 * quantum_ps, cap_ps=4 * quantum_ps)
-        self.drafter = GuessingDrafter(rng) if world.drafts else None
+        self.drafter = PartlyRightDrafter(rng) if world.drafts else None
         self.scheduler = Scheduler(
             limits,
             pool,
@@ -286,7 +286,7 @@ class LaunchedFuzz:
         assert batch.num_draft_tokens == sum(item.num_draft_tokens for item in batch.items)
         for item in batch.decodes:
             last = item.request.num_tokens + item.num_draft_tokens + 1
-            assert last <= item.request.max_total_tokens, "a guess behind the last token"
+            assert last <= item.request.max_total_tokens, "a draft behind the last token"
         for item in batch.prefills:
             answer, num_cached = (item.request.request_id, item.request.index), min(item.start, item.request.num_prompt_tokens)
             self.starts.setdefault(answer, (num_cached, self.now_s - item.request.arrived_s))

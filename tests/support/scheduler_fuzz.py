@@ -231,7 +231,7 @@ class SchedulerFuzz:
         self.live: dict[Request, None] = {}
         self.ended: dict[Request, TokenEvent] = {}
         self.delivered: dict[Request, int] = {}
-        self.num_delivered_guesses = 0
+        self.num_delivered_drafts = 0
         self.joined: set[Account] = set()  # those whose backlog began since the last look
         for backlog in self.policy.backlogs.values():
             self._note_joins(backlog)
@@ -319,10 +319,10 @@ class SchedulerFuzz:
         outputs = [self.output(item) for item in batch.items]
         if fails:
             outputs[0] = StepOutput(error="broken")
-        guessed = {item.request: len(output.token_ids) - 1 for item, output in zip(batch.items, outputs, strict=True)}
+        accepted = {item.request: len(output.token_ids) - 1 for item, output in zip(batch.items, outputs, strict=True)}
         for event in self.scheduler.apply(batch, outputs):
             request = requests[event.request_id, event.index]
-            self.num_delivered_guesses += max(0, min(len(event.token_ids), guessed[request]))
+            self.num_delivered_drafts += max(0, min(len(event.token_ids), accepted[request]))
             self.record_event(request, event)
 
     def output(self, item: ScheduledRequest) -> StepOutput:
@@ -362,7 +362,7 @@ class SchedulerFuzz:
             served = account.service_at(self.scheduler.accounts.step)
             assert served == self.meter.service[account], f"{account.tenant_id} was charged {served}"
         if self.drafter is not None:
-            assert self.scheduler.totals.accepted_draft_tokens == self.num_delivered_guesses
+            assert self.scheduler.totals.accepted_draft_tokens == self.num_delivered_drafts
             rejected = sum(request.num_rejected_draft_tokens for request in (*self.live, *self.ended))
             assert rejected == self.drafter.num_drafted - self.drafter.num_accepted
         self.observe_gap()

@@ -1,4 +1,4 @@
-"""A drafter whose guesses are right up to a given depth."""
+"""A drafter whose drafts are right up to a given depth."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WRONG_TOKEN = VOCAB_SIZE - 1
 
 
 class ScriptedDrafter:
-    """Guesses `depth` tokens of a known answer, all right but the last."""
+    """Drafts `depth` tokens of a known answer, all right but the last."""
 
     def __init__(self, answer: Sequence[int], depth: int) -> None:
         self._answer = answer
@@ -24,8 +24,8 @@ class ScriptedDrafter:
 
     def draft(self, request: Request, *, limit: int, num_running: int) -> Draft:
         num_generated = request.num_output_tokens
-        guesses = [*self._answer[num_generated : num_generated + self._depth - 1], WRONG_TOKEN][:limit]
-        return Draft(len(guesses), guesses)
+        draft_ids = [*self._answer[num_generated : num_generated + self._depth - 1], WRONG_TOKEN][:limit]
+        return Draft(len(draft_ids), draft_ids)
 
     def read(self, num_running: int) -> None:
         """Do nothing: it reads no text."""

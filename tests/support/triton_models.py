@@ -8,7 +8,7 @@ registers) with which the gate compiles that kernel for no size: a limit of regi
 
 A variant is covered if the gate has one of the same kernel with the same types, constants, warps, stages and registers.
 Differences that do not matter to the assembler are ignored: the number of heads beyond those of a tile, float16 or bfloat16,
-32- or 64-bit integers, also for positions (32 in decodes, 64 in chunks), and, for guesses, whose registers are granted, the
+32- or 64-bit integers, also for positions (32 in decodes, 64 in chunks), and, for drafts, whose registers are granted, the
 number of requests that are searched. If a kernel receives its stages as a constant, that constant counts.
 """
 

@@ -39,7 +39,7 @@ from engine.grammar.spec import GrammarSpec
 from engine.grammar.vocabulary import NO_BYTES
 from engine.loop import Engine
 from engine.options import EngineOptions
-from engine.quantization.places import Fp8CodesPlace
+from engine.quantization.destinations import Fp8CodesDestination
 from engine.runner.cuda_graphs import DirectCalls
 from engine.runner.embedder import Embedder
 from engine.runner.token_return import Fetch, ImmediateFetch, TokenReturn
@@ -99,7 +99,7 @@ WIDE = 2304
 """So many outputs that programs of 16 each occupy all multiprocessors of an H200."""
 WINDOW = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 300}
 INVARIANT = {"batch_invariant": True}
-GUESSES = {"speculative_config": SpeculativeOptions(method="ngram")}
+NGRAM = {"speculative_config": SpeculativeOptions(method="ngram")}
 MANY_SEATS: dict[str, Any] = {"max_num_seqs": 1024, "max_num_batched_tokens": 8192}
 CASES: dict[str, Case] = {
     "plain": Case({"vocab_size": 32_000}),  # the others have fewer: the host sampler is slow and launches no kernels
@@ -107,7 +107,7 @@ CASES: dict[str, Case] = {
     "awq": quantised_case("awq", "qweight", **AWQ),
     "experts-int8": Case(EXPERTS, {"quantization": "int8"}),
     "experts-awq": quantised_case("awq", "qweight", EXPERTS, **AWQ),
-    "guesses-int8-head": Case({}, {**GUESSES, **MANY_SEATS, "quantization": "int8", "head_quantization": "int8"}),
+    "ngram-int8-head": Case({}, {**NGRAM, **MANY_SEATS, "quantization": "int8", "head_quantization": "int8"}),
     "draft-fp8-static": quantised_case("fp8", "weight_scale", None, {"speculative_config": DRAFT}, activation_scheme="static"),
     "draft-eager": Case({}, {"speculative_config": DRAFT, "enforce_eager": True}),
     "invariant-fp8": Case({}, {**INVARIANT, **MANY_SEATS, "quantization": "fp8", "kv_cache_dtype": "fp8"}),
@@ -274,25 +274,25 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 def write_weights(_: Path, plan: WeightPlan, **__: Any) -> None:
     """Replaces loading: valid values for every format."""
-    for name, place in plan.places.items():
-        if isinstance(place, torch.Tensor):
-            place.zero_()
+    for name, destination in plan.destinations.items():
+        if isinstance(destination, torch.Tensor):
+            destination.zero_()
         elif name not in plan.optional:
-            place.load(weights_for(name, place))
+            destination.load(weights_for(name, destination))
 
 
-def weights_for(name: str, place: Any) -> torch.Tensor:
+def weights_for(name: str, destination: Any) -> torch.Tensor:
     """Valid values for a weight; the input scale of values differs from that of queries and keys."""
     kind = name.rpartition(".")[2]
     if kind in ("qweight", "qzeros"):
-        return torch.zeros(place._shape, dtype=torch.int32)
+        return torch.zeros(destination._shape, dtype=torch.int32)
     if kind == "scales":
-        return torch.ones(place._shape, dtype=torch.float16)
+        return torch.ones(destination._shape, dtype=torch.float16)
     if kind in ("weight_scale", "input_scale"):
         return torch.full((1,), 2.0 if name.endswith("v_proj.input_scale") else 1.0)
-    if isinstance(place, Fp8CodesPlace):
-        return torch.zeros(place._target.shape, dtype=torch.float8_e4m3fn)
-    return torch.ones(place._shape, dtype=torch.bfloat16)
+    if isinstance(destination, Fp8CodesDestination):
+        return torch.zeros(destination._target.shape, dtype=torch.float8_e4m3fn)
+    return torch.ones(destination._shape, dtype=torch.bfloat16)
 
 
 def stored_names(case: Case) -> set[str]:
@@ -355,7 +355,7 @@ def send_traffic(engine: Engine, steps: int, seed: int) -> None:
 
 
 def send_bursts(engine: Engine, seed: int) -> None:
-    """Submit more requests at once than a kernel is compiled for; repetitive prompts make some of them verify guesses."""
+    """Submit more requests at once than a kernel is compiled for; repetitive prompts make some of them verify drafts."""
     rng = random.Random(seed)
     for size in BURST_SIZES:
         for number in range(size):

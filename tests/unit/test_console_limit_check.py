@@ -54,7 +54,7 @@ async def test_a_limit_check_consumes_nothing(box: Box) -> None:
         assert "Admitted: " in (await alice.fragment(f"{path}?model=demo&prompt_tokens=400&max_tokens=100")).text
 
 
-async def test_a_wait_for_running_requests_is_told_as_a_guess(box: Box) -> None:
+async def test_a_wait_for_running_requests_is_shown_as_an_estimate(box: Box) -> None:
     path = await limited(box, concurrent_requests=1)
     person = box.cast.bob
     tenant = await box.services.tenants.get(person.tenant.id, access=WHOLE_APPLIANCE)

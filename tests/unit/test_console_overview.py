@@ -435,10 +435,10 @@ async def test_without_requests_the_page_says_that_nobody_is_served(box: Box) ->
 
 
 async def test_an_engine_that_falls_back_to_its_plain_way_is_shown_with_the_reason(box: Box) -> None:
-    box.engine_side.status = engine_status(fallback_steps_total=1200, fallback_reason="a step under way failed: <boom>")
+    box.engine_side.status = engine_status(fallback_steps_total=1200, fallback_reason="a step in flight failed: <boom>")
     page = await overview(box)
 
-    assert "1,200 steps fell back to the slow path; the last because a step under way failed: &lt;boom&gt;" in page
+    assert "1,200 steps fell back to the slow path; the last because a step in flight failed: &lt;boom&gt;" in page
 
 
 @pytest.mark.parametrize(("scored", "told"), [(0, "3 logit_bias"), (1200, "1,200 prompt_logprobs, 3 logit_bias")])

@@ -68,7 +68,7 @@ def test_a_decode_is_timed_as_it_will_be_run_and_chunks_as_passes(monkeypatch: p
 
     def measured(steps: Any) -> StepTimeModel:
         models = cast("Any", passes), None
-        return calibration.measure_speed(config, steps, *models, LIMITS, weight_bytes=2.0, max_guesses=0).step_times
+        return calibration.measure_speed(config, steps, *models, LIMITS, weight_bytes=2.0, max_draft_tokens=0).step_times
 
     found = measured(Steps())
     assert found.weights_s(1) == pytest.approx(0.0043)
@@ -77,7 +77,7 @@ def test_a_decode_is_timed_as_it_will_be_run_and_chunks_as_passes(monkeypatch: p
     assert plain.weights_s(1) == pytest.approx(0.008), "the plain way's decodes are passes"
 
 
-def test_a_draft_model_has_a_part_in_every_step_and_one_of_its_own_for_each_guess(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_model_has_a_part_in_every_step_and_one_of_its_own_for_each_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     target, small = Passes(0.008), Passes(0.001)
     for each in (target, small):
         each.kv_caches[0].device = torch.device("cpu")
@@ -87,7 +87,7 @@ def test_a_draft_model_has_a_part_in_every_step_and_one_of_its_own_for_each_gues
     models = cast("Any", target), cast("Any", small)
 
     def measured(steps: Any) -> MeasuredSpeed:
-        return calibration.measure_speed(config, steps, *models, LIMITS, weight_bytes=2.0, max_guesses=64)
+        return calibration.measure_speed(config, steps, *models, LIMITS, weight_bytes=2.0, max_draft_tokens=64)
 
     found = measured(PassTiming(*models, LIMITS))
     times = found.step_times
@@ -128,10 +128,10 @@ class HostBound(Passes):
 
 
 @pytest.mark.parametrize(("max_tokens", "most"), [(8192, 2048), (1000, 1000)])
-@pytest.mark.parametrize("max_guesses", [0, 64])
+@pytest.mark.parametrize("max_draft_tokens", [0, 64])
 @pytest.mark.parametrize("max_len", [300, 100])
 def test_a_row_on_a_gpu_costs_what_it_does_in_a_step_that_is_not_bound_by_its_launches(
-    max_tokens: int, most: int, max_len: int, max_guesses: int, monkeypatch: pytest.MonkeyPatch
+    max_tokens: int, most: int, max_len: int, max_draft_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes = HostBound()
     monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=lambda: passes.now_s))
@@ -139,19 +139,19 @@ def test_a_row_on_a_gpu_costs_what_it_does_in_a_step_that_is_not_bound_by_its_la
     limits = SchedulerLimits(max_num_seqs=256, max_num_batched_tokens=max_tokens, max_model_len=max_len, block_size=16)
     found = calibration.measure_speed(
         parse_model_config(CONFIGS["llama-3.1-8b"], {}), PassTiming(decoder, None, limits), decoder, None, limits,
-        weight_bytes=2.0, max_guesses=max_guesses,
+        weight_bytes=2.0, max_draft_tokens=max_draft_tokens,
     )  # fmt: skip
     times = found.step_times
     assert most * times.token_s + 256 * times.sampled_row_s == pytest.approx(1e-5 * most)
     longest = max(len(row.token_ids) for rows in passes.passes for row in rows)
     assert longest == min(256, max_len), "a context holds them"
     logits = max(sum(len(row.outputs) for row in rows) for rows in passes.passes)
-    assert logits == 256 + max_guesses, "memory is planned for their logits"
-    assert max_guesses == 0 if found.speculation is None else found.speculation.rows[-1] == 256 + max_guesses
+    assert logits == 256 + max_draft_tokens, "memory is planned for their logits"
+    assert max_draft_tokens == 0 if found.speculation is None else found.speculation.rows[-1] == 256 + max_draft_tokens
 
 
 @pytest.mark.parametrize(("device", "rows"), [("cpu", (1, 2, 4, 16, 64)), ("cuda", (1, 2, 4, 16, 80))])
-def test_guesses_cost_what_the_steps_take_that_verify_them(
+def test_drafts_cost_what_the_steps_take_that_verify_them(
     device: str, rows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = 0.0
@@ -161,6 +161,6 @@ def test_guesses_cost_what_the_steps_take_that_verify_them(
         now_s += 0.5 + (num_rows > 1) + num_rows / 2
 
     monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=lambda: now_s))
-    costs = calibration._guess_costs(cast("Any", SimpleNamespace(decode=run)), 80, device, has_draft=False)
+    costs = calibration._speculation_costs(cast("Any", SimpleNamespace(decode=run)), 80, device, has_draft=False)
     assert costs.rows == rows
     assert costs.times == tuple(1.0 if number == 1 else 1.5 + number / 2 for number in rows)

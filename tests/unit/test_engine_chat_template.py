@@ -197,7 +197,7 @@ def test_a_template_that_looks_at_every_pair_is_bounded_by_its_turns(source: str
     template = ChatTemplate(source, {})
     few = template.render(MESSAGES * 20)
     assert few == template.render(MESSAGES * 20), "each rendering has turns of its own"
-    with pytest.raises(ChatTemplateError, match="refuses these messages: its loops take more than 1000 turns"):
+    with pytest.raises(ChatTemplateError, match="refuses these messages: its loops take more than 1000 iterations"):
         template.render(MESSAGES * 60)
 
 

@@ -152,11 +152,11 @@ def test_logits_that_are_not_finite_end_their_own_request(
                 logits[index, 17] = poison
         return sample(self, logits, rows, masks)
 
-    place, choose, bad_slots = ColumnSampler.place, ColumnSampler.choose, list[int]()
+    assign, choose, bad_slots = ColumnSampler.assign, ColumnSampler.choose, list[int]()
 
     def watched(self: ColumnSampler, slots: Sequence[int], requests: Sequence[Any]) -> Words:
         bad_slots.extend(slot for slot, request in zip(slots, requests, strict=True) if request.request_id == BAD)
-        return place(self, slots, requests)
+        return assign(self, slots, requests)
 
     def poisoned_in_slots(
         self: ColumnSampler, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, *more: Any, **named: Any
@@ -165,7 +165,7 @@ def test_logits_that_are_not_finite_end_their_own_request(
         return choose(self, logits, slots, positions, *more, **named)
 
     monkeypatch.setattr(Sampler, "sample", poisoned)
-    monkeypatch.setattr(ColumnSampler, "place", watched)
+    monkeypatch.setattr(ColumnSampler, "assign", watched)
     monkeypatch.setattr(ColumnSampler, "choose", poisoned_in_slots)
     engine = make_engine(model)
     events = run_with_bad_one(engine)
@@ -210,8 +210,8 @@ def test_a_culprit_is_found_in_few_passes_and_the_next_step_is_whole_again(
     assert sizes[-2:] == [15, 15]
 
 
-@pytest.mark.parametrize("fails", ["to guess", "to read"])
-def test_a_draft_model_that_fails_to_guess_ends_no_request_and_one_that_fails_at_all_the_one_it_reads(
+@pytest.mark.parametrize("fails", ["to draft", "to read"])
+def test_a_draft_model_that_fails_to_draft_ends_no_request_and_one_that_fails_at_all_the_one_it_reads(
     model: Path, undisturbed: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
     def is_bad(_: DraftModel, items: Sequence[ScheduledRequest]) -> bool:
@@ -221,7 +221,7 @@ def test_a_draft_model_that_fails_to_guess_ends_no_request_and_one_that_fails_at
     config = SpeculativeOptions(method="draft_model", model=model, num_speculative_tokens=2)
     events = run_with_bad_one(small_engine(model, speculative_config=config))
     if fails == "to read":
-        assert_alone_at_fault(events, undisturbed, "failed while guessing ahead for this request: ValueError: a fault")
+        assert_alone_at_fault(events, undisturbed, "failed while drafting tokens for this request: ValueError: a fault")
     else:
         assert {name: tokens(events[name]) for name in undisturbed} == undisturbed
         assert all(event.error is None for event in events[BAD])

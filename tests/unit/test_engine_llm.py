@@ -355,7 +355,7 @@ def test_a_second_interrupt_does_not_wait_and_leaves_an_engine_that_goes_on(llm:
 @pytest.mark.parametrize(
     ("place", "error", "message"),
     [
-        ("step_in_columns", EngineBroken("blocks cannot be moved"), "must be made anew: blocks cannot be moved"),
+        ("step_in_columns", EngineBroken("blocks cannot be moved"), "must be created anew: blocks cannot be moved"),
         ("abort_all", AssertionError("a block was lost"), "KeyboardInterrupt came within a step, .*: a block was lost"),
     ],
 )

@@ -192,7 +192,7 @@ def test_the_prompt_of_many_answers_is_counted_once_for_penalties(monkeypatch: p
     sampler = ColumnSampler(4, 20, torch.device("cpu"))
     monkeypatch.setattr("engine.sampling.columns.np.unique", unique)
     for slot, request in enumerate((first, *forks)):
-        sampler.place([slot], [request])
+        sampler.assign([slot], [request])
         sampler.restart(slot, request, request.num_tokens)
     assert sum(sorted_lens) <= len(prompt) + 4 * 20
     expected = [[3 if token == 3 else 1 if token < 10 else 0 for token in range(20)]]

@@ -32,7 +32,7 @@ from engine.runner.runner_choice import resolve_step_mode
 from engine.runner.slot_runner import SlotRunner
 from engine.runner.slot_warm_up import KINDS
 from engine.runner.token_spans import TokenSpan
-from engine.scheduling.limits import STEP_GUESSES_MAX
+from engine.scheduling.limits import STEP_DRAFT_TOKENS_MAX
 from engine.speculation.options import SpeculativeOptions
 from engine.start_times import StartTimes
 from engine.step_mode import StepMode
@@ -132,15 +132,15 @@ def test_keys_and_values_in_eight_bits_are_predicted(model: Path) -> None:
     assert cache.predicted_bytes == cache.measured_bytes == engine.info.kv_bytes
 
 
-@pytest.mark.parametrize("with_guesses", [False, True])
-def test_block_tables_beside_steps_over_slots_are_predicted(with_guesses: bool, model: Path) -> None:
-    guesses = SpeculativeOptions.parse({"method": "ngram"}) if with_guesses else None
-    engine = overlapped_engine(model, max_num_seqs=8, num_kv_blocks=64, kv_cache_bytes=None, speculative_config=guesses)
+@pytest.mark.parametrize("with_drafts", [False, True])
+def test_block_tables_beside_steps_over_slots_are_predicted(with_drafts: bool, model: Path) -> None:
+    speculation = SpeculativeOptions.parse({"method": "ngram"}) if with_drafts else None
+    engine = overlapped_engine(model, max_num_seqs=8, num_kv_blocks=64, kv_cache_bytes=None, speculative_config=speculation)
     assert isinstance(engine.runner, SlotRunner)
     steps = engine.runner.steps
     assert steps.chunks is not None
     kept = [steps.state.tables, steps.inputs.block_tables, steps.chunks._step._tables]
-    load = Load(num_tokens=256, num_seqs=8, block_size=16, num_guesses=STEP_GUESSES_MAX if with_guesses else 0)
+    load = Load(num_tokens=256, num_seqs=8, block_size=16, num_draft_tokens=STEP_DRAFT_TOKENS_MAX if with_drafts else 0)
     assert load.slot_tables_bytes(engine.info.max_model_len) == sum(tables.nbytes for tables in kept)
 
 
@@ -148,11 +148,11 @@ def test_block_tables_beside_steps_over_slots_are_predicted(with_guesses: bool, 
 def test_rotary_tables_of_both_models_are_predicted_and_told(family: str, model: Path, tmp_path: Path) -> None:
     make_model(family, tmp_path, vocab_size=load_model_config(model).vocab_size)
     speculative = SpeculativeOptions.parse({"method": "draft_model", "model": str(model), "num_speculative_tokens": 2})
-    for guesses in (None, speculative):
-        options = EngineOptions(model=tmp_path, device="cpu", num_kv_blocks=2, speculative_config=guesses)
+    for speculation in (None, speculative):
+        options = EngineOptions(model=tmp_path, device="cpu", num_kv_blocks=2, speculative_config=speculation)
         engine = build_engine(options)
         (part,) = (part for part in engine.info.memory if part.name == "rotary_tables")
-        configs = [load_model_config(tmp_path), *([load_model_config(model)] if guesses else [])]
+        configs = [load_model_config(tmp_path), *([load_model_config(model)] if speculation else [])]
         positions = sum(2 * rope.rotary_dim for config in configs for rope in config.ropes)
         assert part.predicted_bytes == part.measured_bytes == engine.info.max_model_len * positions * 4
 
@@ -222,17 +222,17 @@ def test_where_attention_reads_no_pages_nothing_is_recorded_and_nothing_foretold
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2", "granite", "qwen3"])
-def test_steps_of_all_kinds_keep_no_more_than_is_foretold_with_and_without_guesses(family: str, tmp_path: Path) -> None:
+def test_steps_of_all_kinds_keep_no_more_than_is_foretold_with_and_without_drafts(family: str, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
     make_model(family, tmp_path, intermediate_size=512, num_hidden_layers=3, **sizes)
-    guesses = SpeculativeOptions.parse({"method": "ngram"})
-    engine = build_engine(EngineOptions(model=tmp_path, device="cpu", num_kv_blocks=8, speculative_config=guesses))
+    speculation = SpeculativeOptions.parse({"method": "ngram"})
+    engine = build_engine(EngineOptions(model=tmp_path, device="cpu", num_kv_blocks=8, speculative_config=speculation))
     assert isinstance(engine.runner, SlotRunner)
     for kind in (*KINDS, None):
-        for has_guesses in (False, True):
+        for has_drafts in (False, True):
             decodes = engine.runner.steps.decodes
-            decodes.make_ready(decodes.shape(4, kind, has_guesses=has_guesses))
-            decodes.step.record(kind, has_guesses=has_guesses)
+            decodes.make_ready(decodes.shape(4, kind, has_drafts=has_drafts))
+            decodes.step.record(kind, has_drafts=has_drafts)
     buffers = engine.runner.target._recorded._buffers  # type: ignore[union-attr]
     kept = sum(tensor.numel() for layer in buffers.layers for tensor in layer)
     shape = MemoryShape.of(load_model_config(tmp_path))

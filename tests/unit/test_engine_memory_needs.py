@@ -124,7 +124,7 @@ def test_many_chunks_of_few_tokens_are_planned_for_with_the_workspace_that_they_
     assert activations(fewer, 65_536) == few_bytes + (256 << 20)
     decodes_bytes = LLAMA_8B.activations_bytes(512, 512, 2)
     assert activations(replace(small, num_seqs=512), 32_768) == decodes_bytes, "as many decodes have a workspace"
-    assert activations(replace(small, num_guesses=448), 32_768) == decodes_bytes, "and so have guesses"
+    assert activations(replace(small, num_draft_tokens=448), 32_768) == decodes_bytes, "and so have draft tokens"
     assert activations(replace(small, batch_invariant=True), 1024) == plain_bytes
     assert activations(replace(small, on_gpu=False), 1024) == plain_bytes
     assert activations(replace(small, num_tokens=8192), 32_768) == LLAMA_8B.activations_bytes(8192, 64, 2)
@@ -145,7 +145,7 @@ def test_memory_is_planned_for_as_many_graphs_as_are_kept() -> None:
     def graphs_of(load: Load, draft: MemoryShape | None = None) -> int:
         load = replace(load, has_slots=True)
         needs = MemoryNeeds.of(LLAMA_8B, BF16, load, context_bytes=0, context_len=8192, draft=draft)
-        rows = load.num_seqs + load.num_guesses
+        rows = load.num_seqs + load.num_draft_tokens
         chunks_bytes = LLAMA_8B.captured_chunks_bytes(960, 2, load.chunk_tables_bytes(8192))
         return needs.graphs_bytes - max(chunks_bytes, LLAMA_8B.activations_bytes(rows, rows, 2))
 
@@ -155,9 +155,9 @@ def test_memory_is_planned_for_as_many_graphs_as_are_kept() -> None:
     assert graphs_of(replace(LOAD, num_seqs=32)) == graphs_kept(32, 0, chunk_rows=960) * LLAMA_8B.graph_bytes, (
         "fewer seats have fewer sizes"
     )
-    guesses, small = replace(LOAD, num_guesses=64), shape_of("llama-3.2-1b")
-    assert graphs_of(guesses) == graphs_kept(256, 64, chunk_rows=960) * LLAMA_8B.graph_bytes
-    of_draft = graphs_of(guesses, small) - graphs_of(guesses)
+    with_drafts, small = replace(LOAD, num_draft_tokens=64), shape_of("llama-3.2-1b")
+    assert graphs_of(with_drafts) == graphs_kept(256, 64, chunk_rows=960) * LLAMA_8B.graph_bytes
+    of_draft = graphs_of(with_drafts, small) - graphs_of(with_drafts)
     assert of_draft == (graphs_kept(256, 64, chunk_rows=960) + draft_graphs_kept(256)) * small.graph_bytes, (
         "the draft is in those with chunks"
     )
@@ -187,14 +187,14 @@ def test_slots_hold_what_decodes_and_sampling_keep_for_each_of_them() -> None:
     ahead = replace(LOAD, on_gpu=True, has_slots=True)
     slots = MemoryNeeds.of(LLAMA_8B, BF16, ahead, context_bytes=0, context_len=32_768)
     assert slots.slots_bytes - eager.slots_bytes == LLAMA_8B.columns_bytes(256, 2) + ahead.slot_tables_bytes(32_768)
-    guesses = MemoryNeeds.of(LLAMA_8B, BF16, replace(ahead, num_guesses=64), context_bytes=0, context_len=32_768)
+    with_drafts = MemoryNeeds.of(LLAMA_8B, BF16, replace(ahead, num_draft_tokens=64), context_bytes=0, context_len=32_768)
     tables_bytes = 64 * 2048 * 4
-    assert guesses.slots_bytes - slots.slots_bytes == LLAMA_8B.splits_bytes(64, 32_768, 2) + 64 * 128_256 * 2 + tables_bytes
-    assert guesses.graphs_bytes > slots.graphs_bytes
+    assert with_drafts.slots_bytes - slots.slots_bytes == LLAMA_8B.splits_bytes(64, 32_768, 2) + 64 * 128_256 * 2 + tables_bytes
+    assert with_drafts.graphs_bytes > slots.graphs_bytes
     assert MemoryNeeds.of(LLAMA_8B, BF16, LOAD, context_bytes=0, context_len=32_768).slots_bytes == 0, "a CPU has neither"
 
 
-def test_rotary_tables_grow_with_the_context_and_with_the_model_that_guesses() -> None:
+def test_rotary_tables_grow_with_the_context_and_with_the_model_that_drafts() -> None:
     needs = MemoryNeeds.of(LLAMA_8B, BF16, LOAD, context_bytes=0, context_len=131_072)
     assert needs.rotary_bytes == 131_072 * 2 * 128 * 2 == 64 << 20
     assert MemoryNeeds.of(LLAMA_8B, BF16, LOAD, context_bytes=0, context_len=1_010_000).rotary_bytes == 1_010_000 * 512

@@ -143,7 +143,7 @@ def test_end_tokens_come_from_the_generation_config_first(
         ),
         (
             {"model.layers.7.mlp.down_proj.weight": torch.zeros(2, 2)},
-            r"1 tensor belongs to nothing here: model\.layers\.7.*; the files",
+            r"1 tensor belongs to no part of this model: model\.layers\.7.*; the files",
         ),
         ({"model.norm.weight": torch.zeros(47)}, r"model\.norm\.weight has shape \(47,\), expected \(48,\) by config\.json"),
         ({"model.norm.weight": torch.zeros(48, dtype=torch.int8)}, "expected a floating-point type"),
@@ -181,7 +181,7 @@ def test_shards_are_files_of_their_folder(name: object, model: Path) -> None:
 def test_a_damaged_file_is_named(model: Path) -> None:
     (model / "model.safetensors").write_bytes(b"not safetensors at all")
     with pytest.raises(
-        WeightsError, match=r"model\.safetensors is not a readable safetensors file .*of its bytes 22 are here; fetch it again"
+        WeightsError, match=r"model\.safetensors is not a readable safetensors file .*it has 22 bytes; fetch it again"
     ):
         small_engine(model)
 

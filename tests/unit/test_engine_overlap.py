@@ -24,7 +24,7 @@ from engine.scheduling.token_events import StepEvents, token_event
 from engine.speculation import adaptive_drafter
 from engine.speculation.adaptive_drafter import AdaptiveDrafter
 from engine.speculation.options import SpeculativeOptions
-from engine.step_sizes import draft_graphs_kept, graphs_kept, guesses_size, step_size
+from engine.step_sizes import draft_graphs_kept, graphs_kept, step_size, verify_size
 from tests.support.engines import FREE_ROWS, generation_request, run_to_end, tokens, unused_grammars
 from tests.support.scheduling import make_request
 
@@ -55,7 +55,7 @@ class FakePendingStep:
         assert self.is_complete or not self.culprits & self.runner.waits
         self.runner.log.append("collect")
         self.runner.now_s += 1.0
-        if self.culprits & self.runner.fails_under_way:
+        if self.culprits & self.runner.fails_in_flight:
             raise RuntimeError("the device failed")
         return self.found
 
@@ -72,7 +72,7 @@ class FakeAheadRunner:
         self.fails_at_launch: set[str] = set()
         self.waits: set[str] = set()
         self.fails_at_completion: set[str] = set()
-        self.fails_under_way: set[str] = set()
+        self.fails_in_flight: set[str] = set()
         self.yields_nothing: set[str] = set()
         self.fails_plainly: set[str] = set()
         self.not_launched: set[str] = set()
@@ -95,8 +95,8 @@ class FakeAheadRunner:
         return PlainReason.LOGIT_BIAS if is_plain else None
 
     def launch(self, batch: ScheduledBatch) -> FakePendingStep:
-        items, guesses = batch.items, [item.num_draft_tokens for item in batch.items]
-        self.log.append(f"verify {guesses}" if any(guesses) else f"launch {len(items)}")
+        items, depths = batch.items, [item.num_draft_tokens for item in batch.items]
+        self.log.append(f"verify {depths}" if any(depths) else f"launch {len(items)}")
         names = frozenset(item.request.request_id for item in items)
         if names & self.fails_at_launch:
             raise RuntimeError("it cannot be launched")
@@ -119,7 +119,7 @@ class FakeAheadRunner:
 
 
 class Oracle:
-    """Guesses as many tokens as it is told to beforehand, request by request, and knows what `token_of` will say."""
+    """Drafts as many tokens as it is set to, request by request, and knows what `token_of` will say."""
 
     def __init__(self, depths: dict[str, list[int]], *, pays: bool = True) -> None:
         self.depths = depths
@@ -298,9 +298,9 @@ def test_a_chunk_of_an_earlier_start_that_fails_takes_nothing_from_the_next_one(
     request = next(each for each in engine._scheduler.running if each.request_id == "a")
     assert request.num_in_flight_tokens
     engine._scheduler.preempt(request)
-    runner.fails_under_way = {"a"}
+    runner.fails_in_flight = {"a"}
     engine.step()  # starts it again, and computes in the plain way what was under way before
-    runner.fails_under_way = set()
+    runner.fails_in_flight = set()
     assert request.num_settled_tokens <= request.num_computed_tokens
     run_to_end(engine, [])
     assert request.token_ids[request.num_prompt_tokens :] == expected("a", request.num_prompt_tokens, 2, stops=False)
@@ -319,7 +319,7 @@ def test_everybody_gets_the_tokens_of_the_plain_loop_and_all_blocks_come_back() 
 
 
 @pytest.mark.parametrize("is_synchronous", [False, True])
-@pytest.mark.parametrize("place", ["fails_at_launch", "fails_under_way", "yields_nothing"])
+@pytest.mark.parametrize("place", ["fails_at_launch", "fails_in_flight", "yields_nothing"])
 def test_a_step_that_fails_is_computed_again_in_the_plain_way_and_only_the_culprit_ends(
     place: str, is_synchronous: bool
 ) -> None:
@@ -340,7 +340,7 @@ def test_a_step_that_fails_is_computed_again_in_the_plain_way_and_only_the_culpr
     [
         ("fails_at_launch", "a step could not be launched: RuntimeError: it cannot be launched"),
         ("fails_at_completion", "a step could not be launched to its end: RuntimeError: it cannot be completed"),
-        ("fails_under_way", "a step under way failed: RuntimeError: the device failed"),
+        ("fails_in_flight", "a step in flight failed: RuntimeError: the device failed"),
         ("yields_nothing", "a step gave no token where the plain way has one"),
     ],
 )
@@ -404,11 +404,11 @@ def test_what_was_launched_behind_a_failed_step_is_computed_again_too() -> None:
     for name in ("a", "b"):
         engine.submit(generation_request(name, [1, 2, 3], max_tokens=6))
     events = engine.step() + engine.step()
-    runner.fails_under_way = {"a"}
+    runner.fails_in_flight = {"a"}
     runner.log.clear()
     events += engine.step()
     assert runner.log == ["launch 2", "collect", "forget", "forget", "run 2", "run 2"]
-    runner.fails_under_way = set()
+    runner.fails_in_flight = set()
     for name, rest in run_to_end(engine, []).items():
         events += rest
         found = [token for event in events if event.request_id == name for token in event.token_ids]
@@ -452,7 +452,7 @@ def test_a_batch_that_needs_the_host_waits_for_the_step_under_way_and_is_not_lau
 
 def test_an_engine_whose_steps_all_fail_asks_to_be_replaced() -> None:
     runner = FakeAheadRunner()
-    runner.fails_under_way = runner.fails_plainly = {"a", "b", "c", "d", "e", "probe"}
+    runner.fails_in_flight = runner.fails_plainly = {"a", "b", "c", "d", "e", "probe"}
     with pytest.raises(EngineBroken):
         run_to_end(make_engine(runner, max_num_seqs=1), [generation_request(name, [1, 2], max_tokens=3) for name in "abcde"])
 
@@ -496,14 +496,14 @@ def test_an_interrupt_within_a_step_leaves_nothing_under_way_behind_the_end_of_a
     assert any(entry.startswith("verify") for entry in runner.log)
 
 
-def test_after_looks_for_guesses_that_found_nothing_more_and_more_steps_are_launched_without_one() -> None:
+def test_after_looks_for_drafts_that_found_nothing_more_and_more_steps_are_launched_without_one() -> None:
     runner = FakeAheadRunner()
     run_to_end(make_engine(runner, drafter=Oracle({})), [generation_request("a", [1, 2], max_tokens=12)])
     looked, ahead = ["collect", "launch 1"], ["launch 1", "collect"]
     assert runner.log == ["launch 1", *looked, *ahead, *looked, *ahead * 3, *looked, *ahead * 4, "collect"]
 
 
-def test_a_long_prompt_is_read_on_while_nobody_looks_for_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_is_read_on_while_no_drafts_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight tokens a step: by the third look, for the seventh step behind three chunks of the prompt, all is read."""
     monkeypatch.setattr(adaptive_drafter, "INDEX_TOKENS_PER_STEP", 8)
     options = SpeculativeOptions(method="ngram", num_speculative_tokens=2)
@@ -516,16 +516,16 @@ def test_a_long_prompt_is_read_on_while_nobody_looks_for_guesses(monkeypatch: py
 
 
 @pytest.mark.parametrize("is_synchronous", [False, True])
-def test_a_step_with_guesses_has_nothing_under_way_before_it_or_behind_it(is_synchronous: bool) -> None:
+def test_a_step_with_drafts_has_nothing_in_flight_before_it_or_after_it(is_synchronous: bool) -> None:
     runner = FakeAheadRunner(is_synchronous=is_synchronous)
     requests = [generation_request("a", [1, 2], max_tokens=9), generation_request("b", [1, 2], max_tokens=3)]
     events = run_to_end(make_engine(runner, drafter=Oracle({"a": [3, 2]})), requests)
     assert [tokens(events["a"]), tokens(events["b"])] == [expected("a", 2, 9, stops=False), expected("b", 2, 3)]
     assert runner.log[:5] == ["launch 2", "collect", "verify [3, 0]", "collect", "verify [2, 0]"]
-    assert runner.log[5:] == ["collect", "launch 1", "collect"], "a has one token left, of which none is guessed"
+    assert runner.log[5:] == ["collect", "launch 1", "collect"], "a has one token left, of which none is drafted"
 
 
-def test_guesses_for_what_no_slot_can_hold_are_verified_in_the_plain_way() -> None:
+def test_drafts_for_what_no_slot_can_hold_are_verified_in_the_plain_way() -> None:
     runner = FakeAheadRunner()
     runner.not_launched = {"a"}
     events = run_to_end(make_engine(runner, drafter=Oracle({"a": [2, 2]})), [generation_request("a", [1, 2], max_tokens=8)])
@@ -533,16 +533,16 @@ def test_guesses_for_what_no_slot_can_hold_are_verified_in_the_plain_way() -> No
     assert set(runner.log) == {"run 1"}
 
 
-def test_right_guesses_behind_the_end_of_an_answer_are_not_counted_as_accepted() -> None:
+def test_right_drafts_after_the_end_of_an_answer_are_not_counted_as_accepted() -> None:
     runner = FakeAheadRunner()
     engine = make_engine(runner, drafter=Oracle({"a": [5]}))
     events = run_to_end(engine, [generation_request("a", [1] * 6, max_tokens=20, stop_token_ids=[STOP])])
     assert tokens(events["a"]) == expected("a", 6, 20)
-    assert [len(event.token_ids) for event in events["a"]] == [1, 4], "and one more guess, which was right"
+    assert [len(event.token_ids) for event in events["a"]] == [1, 4], "and one more draft, which was right"
     assert (engine.status().draft_tokens_total, engine.status().accepted_draft_tokens_total) == (5, 4)
 
 
-def test_the_time_of_a_step_with_guesses_begins_when_the_step_that_it_waited_for_has_ended() -> None:
+def test_the_time_of_a_step_with_drafts_begins_when_the_step_that_it_waited_for_has_ended() -> None:
     runner = FakeAheadRunner()
     engine = make_engine(runner, drafter=Oracle({"a": [3]}))
     engine.submit(generation_request("a", [1, 2], max_tokens=9))
@@ -552,8 +552,8 @@ def test_the_time_of_a_step_with_guesses_begins_when_the_step_that_it_waited_for
     assert engine.status().step_ms == 1000
 
 
-@pytest.mark.parametrize("place", ["fails_at_launch", "fails_at_completion", "fails_under_way", "yields_nothing"])
-def test_a_step_with_guesses_that_fails_is_computed_in_the_plain_way_and_counted(place: str) -> None:
+@pytest.mark.parametrize("place", ["fails_at_launch", "fails_at_completion", "fails_in_flight", "yields_nothing"])
+def test_a_step_with_drafts_that_fails_is_computed_in_the_plain_way_and_counted(place: str) -> None:
     runner = FakeAheadRunner(is_synchronous=True)
     engine = make_engine(runner, drafter=Oracle({"a": [3]}))
     engine.submit(generation_request("a", [1, 2], max_tokens=9))
@@ -569,7 +569,7 @@ def test_a_step_with_guesses_that_fails_is_computed_in_the_plain_way_and_counted
 
 
 @pytest.mark.parametrize("max_tokens", range(9, 16))
-def test_an_answer_ends_by_length_however_far_guesses_brought_it_between_steps_launched_ahead(max_tokens: int) -> None:
+def test_an_answer_ends_by_length_however_far_drafts_brought_it_between_steps_launched_ahead(max_tokens: int) -> None:
     requests = [generation_request(name, [1, 2], max_tokens=max_tokens, ignore_eos=True) for name in ("a", "b")]
     oracle = Oracle({"a": [0, 4], "b": [0, 1]})
     events = run_to_end(make_engine(FakeAheadRunner(), drafter=oracle), requests)
@@ -579,7 +579,7 @@ def test_an_answer_ends_by_length_however_far_guesses_brought_it_between_steps_l
 
 
 @pytest.mark.parametrize("is_synchronous", [False, True])
-def test_nobody_waits_for_tokens_when_no_guess_is_worth_its_row(is_synchronous: bool) -> None:
+def test_nobody_waits_for_tokens_when_no_draft_is_worth_its_row(is_synchronous: bool) -> None:
     runner = FakeAheadRunner(is_synchronous=is_synchronous)
     run_to_end(make_engine(runner, drafter=Oracle({}, pays=False)), [generation_request("a", [1, 2], max_tokens=4)])
     ahead = ["launch 1", *["launch 1", "collect"] * 3, "collect"]
@@ -595,9 +595,9 @@ def test_steps_are_rounded_up_to_the_next_size_that_is_captured(max_rows: int) -
     assert max_rows < 256 or sizes[:5] == [1, 2, 4, 8, 16]
 
 
-def test_graphs_are_kept_for_every_size_of_steps_with_guesses_beside_those_without() -> None:
+def test_graphs_are_kept_for_every_size_of_steps_with_drafts_beside_those_without() -> None:
     steps = {step_size(num_rows, 64) for num_rows in range(1, 65)}
-    guesses = {guesses_size(num_rows, 128) for num_rows in range(2, 129)}
-    assert guesses == {2, 4, 8, 16, 32, 64, 128}
+    verify_sizes = {verify_size(num_rows, 128) for num_rows in range(2, 129)}
+    assert verify_sizes == {2, 4, 8, 16, 32, 64, 128}
     assert graphs_kept(64, 0) >= draft_graphs_kept(64) == 2 * len(steps), "greedy or not"
-    assert graphs_kept(64, 64) == graphs_kept(64, 0) + 2 * len(guesses)
+    assert graphs_kept(64, 64) == graphs_kept(64, 0) + 2 * len(verify_sizes)

@@ -115,9 +115,9 @@ def test_a_bias_may_be_read_after_the_weights(names: tuple[str, ...]) -> None:
         "v.bias": torch.full((4,), 2.0),
     }
     for name in names:
-        place = plan.places[name]
-        assert not isinstance(place, torch.Tensor)
-        place.load(tensors[name])
+        destination = plan.destinations[name]
+        assert not isinstance(destination, torch.Tensor)
+        destination.load(tensors[name])
     expected = torch.tensor([16.0 + 1] * 8 + [16.0 + 2] * 4)
     torch.testing.assert_close(linear.pack(ops.pack_linear)(torch.ones(1, 16))[0], expected)
 
@@ -217,7 +217,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, layouts.Writt
         ("awq", {"qweight": torch.ones(64, 8)}, "q_proj.qweight is torch.float32, expected torch.int32 with eight codes"),
         ("awq", {"qweight": torch.ones(8, 64, dtype=torch.int32)}, r"q_proj.qweight has shape \(8, 64\), expected \(64, 8\)"),
         ("awq", {"qzeros": None}, "1 tensor is missing: .*q_proj.qzeros"),
-        ("awq", {"scales": torch.ones(4, 64)}, r"q_proj.scales has shape \(4, 64\), expected \(2, 64\): group_size says so"),
+        ("awq", {"scales": torch.ones(4, 64)}, r"q_proj.scales has shape \(4, 64\), expected \(2, 64\) by group_size"),
         ("gptq", {"g_idx": torch.zeros(64)}, "q_proj.g_idx is torch.float32"),
         ("gptq", {"g_idx": torch.full((64,), 2)}, "q_proj.g_idx names groups that do not exist: there are 2"),
         ("gptq", {"g_idx": torch.zeros(64, dtype=torch.int32)}, "q_proj.g_idx does not divide 64 columns into groups of 32"),

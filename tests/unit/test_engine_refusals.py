@@ -53,7 +53,7 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.runner.text_models.load_weights", load)
 
 
-def guessing(model: Path, name: str) -> dict[str, Any]:
+def speculation(model: Path, name: str) -> dict[str, Any]:
     return {"speculative_config": SpeculativeOptions(method="draft_model", model=model.parent / name)}
 
 
@@ -90,7 +90,7 @@ def test_a_draft_model_that_does_not_follow_the_target_is_refused_before_loading
     model: Path, nothing_is_loaded: None, name: str, message: str
 ) -> None:
     with pytest.raises(EngineConfigError, match=f"^speculative_config {message}"):
-        build_engine(EngineOptions(model=model, device="cpu", threads=1, **guessing(model, name)))
+        build_engine(EngineOptions(model=model, device="cpu", threads=1, **speculation(model, name)))
 
 
 def test_a_draft_model_in_a_format_that_the_card_cannot_compute_is_refused_before_loading(

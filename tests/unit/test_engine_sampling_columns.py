@@ -40,8 +40,8 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-def place(sampler: ColumnSampler, slots: Sequence[int], requests: Sequence[Request]) -> None:
-    sampler.columns.words.write(*sampler.place(slots, requests))
+def assign(sampler: ColumnSampler, slots: Sequence[int], requests: Sequence[Request]) -> None:
+    sampler.columns.words.write(*sampler.assign(slots, requests))
 
 
 def test_slots_draw_the_tokens_of_the_plain_sampler() -> None:
@@ -51,7 +51,7 @@ def test_slots_draw_the_tokens_of_the_plain_sampler() -> None:
     requests = [sampling_request(str(i), seed=2**63 - 1 - i, **each) for i, each in enumerate(SETTINGS)]
     slots = [(7 * i) % (2 * len(SETTINGS)) for i in range(len(SETTINGS))]
     assert all(sampler.refusal(request) is None for request in requests)
-    place(sampler, slots, requests)
+    assign(sampler, slots, requests)
     for slot, request in zip(slots, requests, strict=True):
         request.token_ids += [9, 9]  # of an earlier life of the request
         sampler.restart(slot, request, request.num_tokens)
@@ -67,7 +67,7 @@ def test_slots_draw_the_tokens_of_the_plain_sampler() -> None:
 def test_a_bad_word_of_two_tokens_forbids_neither_alone() -> None:
     sampler, request = ColumnSampler(1, 20, CPU), sampling_request(temperature=0.0, bad_words_token_ids=[[3, 4]])
     assert sampler.refusal(request) is None
-    place(sampler, [0], [request])
+    assign(sampler, [0], [request])
     logits = torch.zeros(1, 20).index_fill(1, torch.tensor([3]), 1.0)
     chosen = sampler.choose(logits, torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32), Kind())
     assert chosen.tokens.tolist() == [3]
@@ -85,7 +85,7 @@ def test_a_slot_forgets_its_last_owner() -> None:
     ):
         request = sampling_request(prompt=(3,), output=(0, 1), temperature=0.0, **sampling)
         assert sampler.refusal(request) is None
-        place(sampler, [0], [request])
+        assign(sampler, [0], [request])
         sampler.restart(0, request, request.num_tokens)
         position = torch.tensor([request.num_prompt_tokens])
         chosen = sampler.choose(logits, torch.tensor([0]), position, sampler.needs([0]).kind)
@@ -125,7 +125,7 @@ def test_typical_sampling_is_a_filter_of_the_slots_beside_all_others(spread: flo
     sampler, slots = ColumnSampler(len(settings), VOCAB_SIZE, CPU, dtype=torch.float32), list(range(len(settings)))
     requests = [sampling_request(str(i), prompt=(9, 4, 9), output=(7,), seed=i, **each) for i, each in enumerate(settings)]
     assert all(sampler.refusal(request) is None for request in requests)
-    place(sampler, slots, requests)
+    assign(sampler, slots, requests)
     for slot, request in zip(slots, requests, strict=True):
         sampler.restart(slot, request, request.num_tokens)
     needs = sampler.needs(slots)
@@ -144,7 +144,7 @@ def test_what_depends_on_the_token_before_waits_for_a_mask(sampling: dict[str, A
     sampler = ColumnSampler(2, 50, CPU)
     requests = [sampling_request(), sampling_request(**sampling)]
     assert all(sampler.refusal(request) is None for request in requests)
-    place(sampler, [0, 1], requests)
+    assign(sampler, [0, 1], requests)
     assert sampler.needs([0, 1]).masked == [1]
     assert sampler.needs([1, 0]).masked == [0]
     assert sampler.needs([0]).masked == []
@@ -164,7 +164,7 @@ def test_scores_of_a_step_are_those_of_the_plain_sampler(counts: list[int]) -> N
     requests = [sampling_request(), *(sampling_request(seed=i, **each) for i, each in enumerate(settings))]
     logits = torch.randn(len(requests), VOCAB_SIZE, generator=torch.Generator().manual_seed(2)) * 3
     sampler, slots = ColumnSampler(8, VOCAB_SIZE, CPU, dtype=torch.float32), list(range(3, 3 + len(requests)))
-    place(sampler, slots, requests)
+    assign(sampler, slots, requests)
     needs = sampler.needs(slots)
     assert needs.scored == list(enumerate(counts, 1))
     chosen = sampler.choose(logits, torch.tensor(slots, dtype=torch.int32), torch.tensor([1] * len(slots)), needs.kind)
@@ -197,22 +197,22 @@ def test_requests_with_the_same_bias_share_a_row_until_the_last_of_them_ends() -
     third = sampling_request("third", logit_bias={5: 50.0}, temperature=0.0)
     for request in (first, second):
         assert sampler.refusal(request) is None
-    place(sampler, [0, 2], [first, second])
+    assign(sampler, [0, 2], [first, second])
     first.status = RequestStatus.FINISHED
     assert sampler.refusal(third) == PlainReason.LOGIT_BIAS
     slots, positions = torch.tensor([0, 1, 2]), torch.tensor([1, 1, 1])
-    place(sampler, [1], [sampling_request(temperature=0.0)])
+    assign(sampler, [1], [sampling_request(temperature=0.0)])
     assert sampler.choose(torch.zeros(3, 50), slots, positions, Kind()).tokens.tolist() == [3, 0, 3]
     second.status = RequestStatus.FINISHED
     assert sampler.refusal(third) is None
-    place(sampler, [0], [third])
+    assign(sampler, [0], [third])
     assert sampler.choose(torch.zeros(1, 50), slots[:1], positions[:1], Kind()).tokens.tolist() == [5]
 
 
 def test_only_top_p_without_top_k_weighs_the_vocabulary() -> None:
     settings: list[dict[str, Any]] = [{"top_p": 0.5}, {}, *({"top_p": 0.5, "top_k": top_k} for top_k in (4, 49, 50))]
     sampler = ColumnSampler(len(settings), 50, CPU)
-    place(sampler, range(len(settings)), [sampling_request(**each) for each in settings])
+    assign(sampler, range(len(settings)), [sampling_request(**each) for each in settings])
     assert [sampler.needs([slot]).kind.weighs for slot in range(len(settings))] == [True, False, False, False, True]
 
 

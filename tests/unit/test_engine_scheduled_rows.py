@@ -14,8 +14,8 @@ from engine.runner.scheduled_rows import (
     PlainStepRows,
     SlotStepRows,
     device_token_indices,
+    draft_token_indices,
     group_rows,
-    guess_token_indices,
     token_span,
 )
 from engine.runner.token_spans import forward_order
@@ -40,10 +40,10 @@ def request(*, num_outputs: int = 0, prompt_logprobs: int | None = None, index: 
     )
 
 
-def decode(num_outputs: int, guesses: list[int] | None = None, **of: Any) -> ScheduledRequest:
+def decode(num_outputs: int, draft_ids: list[int] | None = None, **of: Any) -> ScheduledRequest:
     answer = request(num_outputs=num_outputs, **of)
-    guesses = guesses or []
-    return ScheduledRequest(answer, answer.num_tokens - 1, 1 + len(guesses), True, len(guesses), guesses)
+    draft_ids = draft_ids or []
+    return ScheduledRequest(answer, answer.num_tokens - 1, 1 + len(draft_ids), True, len(draft_ids), draft_ids)
 
 
 def chunk(start: int, end: int, **of: Any) -> ScheduledRequest:
@@ -106,10 +106,10 @@ def test_every_prompt_token_but_the_first_is_scored_by_the_row_before_it(start: 
 
 
 def test_the_plain_runner_takes_no_token_that_only_the_device_knows() -> None:
-    guesses = decode(2, [1, 2])
-    guesses.draft_token_ids = []
-    with pytest.raises(AssertionError, match="guesses"):
-        PlainStepRows.of([guesses])
+    item = decode(2, [1, 2])
+    item.draft_token_ids = []
+    with pytest.raises(AssertionError, match="drafts"):
+        PlainStepRows.of([item])
     unknown = decode(2, prompt_logprobs=1)
     unknown.request.token_ids[-1] = UNKNOWN_TOKEN
     with pytest.raises(AssertionError, match="last token"):
@@ -127,8 +127,8 @@ def test_places_of_tokens_that_only_the_device_knows_are_found_in_the_order_of_t
     assert forward_order(rows) == [1, 4, 0, 2, 3, 5]
     assert device_token_indices(rows) == {1: 4, 2: 0}
     assert rows[0].token_ids is DEVICE_TOKEN
-    assert guess_token_indices(items, rows) == [4, 5, 11]
-    assert [tokens[place] for place in guess_token_indices(items, rows)] == [0, 0, 6]
+    assert draft_token_indices(items, rows) == [4, 5, 11]
+    assert [tokens[place] for place in draft_token_indices(items, rows)] == [0, 0, 6]
 
 
 def test_a_known_token_0_is_left_as_it_is() -> None:
@@ -138,7 +138,7 @@ def test_a_known_token_0_is_left_as_it_is() -> None:
 
 
 @given(depths=st.lists(st.integers(0, 3), max_size=6), known=st.booleans())
-def test_sampled_rows_are_one_behind_the_last_token_and_one_behind_each_guess(depths: list[int], known: bool) -> None:
+def test_sampled_rows_are_one_after_the_last_token_and_one_after_each_draft(depths: list[int], known: bool) -> None:
     items = [decode(1 + number, [20 + index for index in range(depth)]) for number, depth in enumerate(depths)]
     if not known:
         for item in items:
@@ -152,10 +152,10 @@ def test_sampled_rows_are_one_behind_the_last_token_and_one_behind_each_guess(de
     assert rows.slots == [slot for _, slot, _ in expected]
     assert rows.positions == [item.request.num_tokens + depth for item, _, depth in expected]
     tokens = [(item.request.token_ids[-1:] + item.draft_inputs)[depth] for item, _, depth in expected]
-    assert rows.tokens == (tokens if any(depths) else []), "where nobody guesses they are in the slots"
+    assert rows.tokens == (tokens if any(depths) else []), "without drafts they are in the slots"
     firsts = [row for row, (_, _, depth) in enumerate(expected) if depth == 0]
     assert rows.depths == {row: depth for row, depth in zip(firsts, depths, strict=True) if depth}
-    assert rows.guess_rows == [row for row, (_, _, depth) in enumerate(expected) if depth]
+    assert rows.draft_rows == [row for row, (_, _, depth) in enumerate(expected) if depth]
 
 
 requests = st.lists(st.tuples(st.integers(1, 20), st.integers(20, 99)), min_size=1, max_size=6)

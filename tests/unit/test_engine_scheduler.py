@@ -256,7 +256,7 @@ def test_steps_that_are_launched_ahead_are_counted_and_cached_like_others() -> N
     assert (counted[0][1].prompt_tokens, counted[0][1].generation_tokens) == (22 + 30 + 34, 10)
 
 
-class WrongGuesses:
+class WrongDrafter:
     """One for every request, as long as it fits into the last block."""
 
     def pays(self, num_running: int) -> bool:
@@ -294,8 +294,8 @@ def test_a_block_is_found_by_nobody_while_the_step_that_fills_it_may_fail(last_t
     scheduler.check_invariants()
 
 
-def test_guesses_that_are_rejected_leave_no_request_with_blocks_it_does_not_need() -> None:
-    scheduler = make_scheduler(drafter=WrongGuesses())
+def test_drafts_that_are_rejected_leave_no_request_with_blocks_it_does_not_need() -> None:
+    scheduler = make_scheduler(drafter=WrongDrafter())
     request = make_request("a", 5, max_tokens=30)
     scheduler.add(request)
     while not request.is_finished:

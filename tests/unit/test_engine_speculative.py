@@ -51,7 +51,7 @@ def followed(token_ids: list[int], sizes: tuple[int, ...] = (3, 2)) -> NgramInde
     return index
 
 
-def test_what_followed_the_last_tokens_before_is_guessed_from_where_they_stood_last() -> None:
+def test_what_followed_the_last_tokens_before_is_drafted_from_where_they_stood_last() -> None:
     tokens = [1, 2, 3, 4, 5, 9, 1, 2, 3, 7, 8, 9, 1, 2, 3]
     assert followed(tokens).continuation(tokens, 3) == [7, 8, 9]
 
@@ -84,8 +84,8 @@ def test_an_index_that_grows_with_its_text_knows_what_one_made_at_once_knows() -
 
 def test_a_step_indexes_a_bounded_part_of_a_long_prompt() -> None:
     request = make_request(list(range(INDEX_TOKENS_PER_STEP)) * 3)
-    guesser = drafter()
-    answers = [guesser.draft(request, limit=4, num_running=2) for _ in range(7)]
+    proposer = drafter()
+    answers = [proposer.draft(request, limit=4, num_running=2) for _ in range(7)]
     assert answers[:5] == [NO_DRAFT] * 5, "six halves of the index are needed for two requests"
     assert answers[-1].token_ids == [0, 1, 2, 3]
 
@@ -136,42 +136,42 @@ def test_a_draft_model_is_asked_for_fewer_tokens_the_slower_it_is() -> None:
     assert (depths[0], depths[-1]) == (16, 1)
 
 
-def test_the_crossover_is_the_largest_batch_in_which_a_good_guess_pays() -> None:
+def test_the_crossover_is_the_largest_batch_in_which_a_good_draft_pays() -> None:
     crossover = CURVE.crossover(0.9)
     assert CURVE.best_depth(0.9, crossover, 1) == 1
     assert CURVE.best_depth(0.9, crossover + 1, 1) == 0
     assert LINEAR.crossover(1.0) == 0
 
 
-def test_nothing_is_guessed_in_a_batch_beyond_the_crossover_or_the_limit_that_was_set() -> None:
+def test_nothing_is_drafted_in_a_batch_beyond_the_crossover_or_the_limit_that_was_set() -> None:
     repeating = make_request([1, 2, 3] * 5)
     assert drafter(CURVE).draft(repeating, limit=4, num_running=1).num_tokens == 4
     assert drafter(CURVE).draft(repeating, limit=4, num_running=CURVE.crossover(0.9) + 1) == NO_DRAFT
     assert drafter(CURVE, disable_by_batch_size=2).draft(repeating, limit=4, num_running=3) == NO_DRAFT
 
 
-def test_guesses_that_are_wrong_become_fewer_until_only_a_probe_is_left() -> None:
-    guesser, request = drafter(CURVE, num_speculative_tokens=8), make_request([1, 2, 3] * 9)
+def test_drafts_that_are_wrong_become_fewer_until_only_a_probe_is_left() -> None:
+    proposer, request = drafter(CURVE, num_speculative_tokens=8), make_request([1, 2, 3] * 9)
     depths = []
     for _ in range(60):
-        draft = guesser.draft(request, limit=8, num_running=2)
+        draft = proposer.draft(request, limit=8, num_running=2)
         depths.append(draft.num_tokens)
         if draft.num_tokens:
-            guesser.observe(request, draft.num_tokens, 0)
+            proposer.observe(request, draft.num_tokens, 0)
         request.token_ids.append(1 + request.num_tokens % 3)
     assert depths[0] > 1
     assert depths[-2 * PROBE_INTERVAL :].count(1) == 2
     assert sum(depths[-2 * PROBE_INTERVAL :]) == 2
     for _ in range(3 * PROBE_INTERVAL):
-        draft = guesser.draft(request, limit=8, num_running=2)
-        guesser.observe(request, draft.num_tokens, draft.num_tokens)
+        draft = proposer.draft(request, limit=8, num_running=2)
+        proposer.observe(request, draft.num_tokens, draft.num_tokens)
         request.token_ids.append(1 + request.num_tokens % 3)
-    assert draft.num_tokens > 1, "a text that repeats itself again is guessed again"
+    assert draft.num_tokens > 1, "a text that repeats itself again is drafted again"
 
 
-def test_a_guess_never_exceeds_what_the_scheduler_allows() -> None:
-    guesser, request = drafter(num_speculative_tokens=8), make_request([1, 2] * 9)
-    assert [guesser.draft(request, limit=limit, num_running=1).num_tokens for limit in (0, 1, 3, 20)] == [0, 1, 3, 8]
+def test_a_draft_never_exceeds_what_the_scheduler_allows() -> None:
+    proposer, request = drafter(num_speculative_tokens=8), make_request([1, 2] * 9)
+    assert [proposer.draft(request, limit=limit, num_running=1).num_tokens for limit in (0, 1, 3, 20)] == [0, 1, 3, 8]
     by_model = drafter(method="draft_model", model=Path("small"), num_speculative_tokens=8)
     assert by_model.draft(request, limit=3, num_running=1) == (3, [])
 
@@ -187,13 +187,13 @@ def test_a_guess_never_exceeds_what_the_scheduler_allows() -> None:
         {"guided_choice": ["yes", "no"]},
     ],
 )
-def test_nothing_is_guessed_where_a_choice_depends_on_the_choices_before_it(sampling: dict[str, Any]) -> None:
+def test_nothing_is_drafted_where_a_choice_depends_on_the_choices_before_it(sampling: dict[str, Any]) -> None:
     request = make_request([1, 2] * 9, **sampling)
     assert not can_draft(request)
     assert drafter().draft(request, limit=4, num_running=1) == NO_DRAFT
 
 
-def test_a_minimum_length_forbids_guesses_only_until_it_is_reached() -> None:
+def test_a_minimum_length_forbids_drafts_only_until_it_is_reached() -> None:
     request = make_request([1, 2] * 9, min_tokens=2, temperature=1.0, top_k=3, logit_bias={5: 1.0})
     assert not can_draft(request)
     request.token_ids += [1, 2]

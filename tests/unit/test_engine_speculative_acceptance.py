@@ -14,7 +14,7 @@ from engine.sampling.randomness import key, signed, stream
 from engine.sampling.sampler import NOT_FINITE, SampledToken
 from engine.speculation.options import SpeculativeOptions
 from kernels import ops
-from kernels.ops import GUESS, plain_sampling
+from kernels.ops import DRAFT, plain_sampling
 from tests.support.engines import generation_request, run_to_end, small_engine, tokens
 from tests.support.tiny_models import make_model
 
@@ -27,7 +27,7 @@ def drawn(*token_ids: int | None) -> list[SampledToken]:
 
 
 @pytest.mark.parametrize(
-    ("sampled", "guesses", "expected"),
+    ("sampled", "draft_ids", "expected"),
     [
         ((5,), [], [5]),
         ((5, 6, 7), [5, 6], [5, 6, 7]),
@@ -37,10 +37,10 @@ def drawn(*token_ids: int | None) -> list[SampledToken]:
         ((5, None, 7), [9, 6], [5]),
     ],
 )
-def test_guesses_are_accepted_as_long_as_they_equal_what_is_drawn(
-    sampled: tuple[int | None, ...], guesses: list[int], expected: list[int]
+def test_drafts_are_accepted_as_long_as_they_equal_what_is_drawn(
+    sampled: tuple[int | None, ...], draft_ids: list[int], expected: list[int]
 ) -> None:
-    assert accept_equal(drawn(*sampled), guesses).token_ids == expected
+    assert accept_equal(drawn(*sampled), draft_ids).token_ids == expected
 
 
 def test_a_first_row_that_failed_is_the_failure_of_its_request() -> None:
@@ -77,29 +77,29 @@ def test_tokens_accepted_by_rejection_have_the_distribution_of_the_model(closene
     other = torch.rand(depth, size, generator=generator)
     draft = closeness * target[:depth] + (1 - closeness) * other / other.sum(dim=-1, keepdim=True)
     position = 10
-    keys = torch.tensor([[signed(key(seed, position + i, draw=GUESS)) for i in range(depth)] for seed in range(NUM_DRAWS)])
-    guesses = plain_sampling.draw_weighted(draft.repeat(NUM_DRAWS, 1), keys.flatten()).view(NUM_DRAWS, depth)
+    keys = torch.tensor([[signed(key(seed, position + i, draw=DRAFT)) for i in range(depth)] for seed in range(NUM_DRAWS)])
+    draft_ids = plain_sampling.draw_weighted(draft.repeat(NUM_DRAWS, 1), keys.flatten()).view(NUM_DRAWS, depth)
     written = ops.operations(target.device).reject_drafts(
         target.expand(NUM_DRAWS, -1, -1),
         draft.expand(NUM_DRAWS, -1, -1),
-        guesses,
+        draft_ids,
         torch.full((NUM_DRAWS,), depth, dtype=torch.int32),
         torch.tensor([signed(stream(seed)) for seed in range(NUM_DRAWS)]),
         torch.full((NUM_DRAWS,), position),
     )
     answers = [[token for token in row if token != ops.NO_TOKEN] for row in written.tolist()]
     for seed in range(NUM_ALONE):
-        alone = accept_by_rejection(target, draft, guesses[seed].tolist(), seed=seed, position=position)
+        alone = accept_by_rejection(target, draft, draft_ids[seed].tolist(), seed=seed, position=position)
         assert alone.token_ids == answers[seed], "a request alone writes what it writes among others"
     firsts = [answer[0] for answer in answers]
     seconds = [answer[1] for answer in answers if len(answer) > 1]
     assert_follows(histogram(firsts, size), target[0])
     share = torch.minimum(target[0], draft[0]).sum().item()
-    assert len(seconds) / NUM_DRAWS == pytest.approx(share, abs=0.04), "the first guess is accepted with Σ min(p, q)"
+    assert len(seconds) / NUM_DRAWS == pytest.approx(share, abs=0.04), "the first draft token is accepted with Σ min(p, q)"
     assert (histogram(seconds, size) - target[1]).abs().max() < 0.04
 
 
-def test_equal_distributions_accept_every_guess() -> None:
+def test_equal_distributions_accept_every_draft() -> None:
     row = torch.tensor([0.25, 0.5, 0.25])
     for seed in range(50):
         assert len(accept_by_rejection(row.repeat(3, 1), row.repeat(2, 1), [1, 0], seed=seed, position=3).token_ids) == 3
@@ -144,10 +144,10 @@ def test_what_is_written_with_a_draft_model_has_the_distribution_of_plain_writin
 ) -> None:
     count, size = 600, 12
     plain = run(models[0], sampling, count)
-    guessed = run(models[0], sampling, count, **speculation("draft_model", models[1]))
-    assert guessed != plain, "rejection draws other tokens for the same seed"
+    speculative = run(models[0], sampling, count, **speculation("draft_model", models[1]))
+    assert speculative != plain, "rejection draws other tokens for the same seed"
     for position in range(3):
-        ours, theirs = (histogram([answer[position] for answer in answers], size) for answers in (guessed, plain))
+        ours, theirs = (histogram([answer[position] for answer in answers], size) for answers in (speculative, plain))
         pooled = (ours + theirs) / 2
         statistic = (count / 2 * (ours - theirs).square() / pooled.clamp(min=1e-9)).sum().item()
         freedom = int((pooled > 0).sum()) - 1
@@ -170,8 +170,8 @@ def test_a_draft_model_writes_the_very_tokens_where_it_cannot_depend_on_chance(
     options: dict[str, Any], models: tuple[Path, Path]
 ) -> None:
     sampling = {"max_tokens": 30, "temperature": 1.0 if options else 0.0}
-    guessed = run(models[0], sampling, 6, **options, **speculation("draft_model", models[1]))
-    assert guessed == run(models[0], sampling, 6, **options)
+    speculative = run(models[0], sampling, 6, **options, **speculation("draft_model", models[1]))
+    assert speculative == run(models[0], sampling, 6, **options)
 
 
 def test_only_what_was_generated_is_counted(models: tuple[Path, Path]) -> None:
@@ -183,13 +183,13 @@ def test_only_what_was_generated_is_counted(models: tuple[Path, Path]) -> None:
     assert [events[str(i)][-1].num_output_tokens for i in range(4)] == [1, 2, 7, 30]
     status = engine.status()
     assert status.generation_tokens_total == 40
-    assert status.accepted_draft_tokens_total == status.draft_tokens_total > 20, "the same model guesses what it would say"
+    assert status.accepted_draft_tokens_total == status.draft_tokens_total > 20, "the same model drafts what it would say"
     assert status.steps_total < 15
 
 
-def test_an_end_inside_the_accepted_guesses_ends_the_answer_there(models: tuple[Path, Path]) -> None:
+def test_an_end_inside_the_accepted_drafts_ends_the_answer_there(models: tuple[Path, Path]) -> None:
     plain = run(models[0], {"max_tokens": 30}, 1)[0]
     end = plain[10]
     sampling = {"max_tokens": 30, "stop_token_ids": [end]}
-    guessed = run(models[0], sampling, 1, **speculation("draft_model", models[0], depth=8))[0]
-    assert guessed == plain[: plain.index(end) + 1]
+    speculative = run(models[0], sampling, 1, **speculation("draft_model", models[0], depth=8))[0]
+    assert speculative == plain[: plain.index(end) + 1]

@@ -50,9 +50,9 @@ def test_a_start_tells_of_steps_that_cannot_be_recorded_because_of_the_draft_mod
     sizes: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
     make_model("llama", tmp_path / "target", **sizes)
     make_model(draft, tmp_path / "draft", **sizes)
-    guesses = SpeculativeOptions(method="draft_model", model=tmp_path / "draft", num_speculative_tokens=2)
+    speculation = SpeculativeOptions(method="draft_model", model=tmp_path / "draft", num_speculative_tokens=2)
     with caplog.at_level(logging.INFO):
-        engine = small_engine(tmp_path / "target", enforce_eager=False, speculative_config=guesses)
+        engine = small_engine(tmp_path / "target", enforce_eager=False, speculative_config=speculation)
     said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("started")]
     assert [f"runner={words}" in line for line in said] == [True]
     assert run_to_end(engine, [generation_request("a", [5, 6], max_tokens=4)])["a"][-1].finish_reason

@@ -353,16 +353,16 @@ async def test_usage_refused_in_shadow_mode_in_one_currency_gives_no_room_in_ano
 
 async def test_rejected_draft_tokens_with_a_price_count_towards_a_hard_budget(admission: Admission) -> None:
     hard, shared = with_tenant(principal(), cut_at_budget=True), policy(monthly_budget=100)
-    guessed = dataclasses.replace(price(), rejected_draft=2_000_000)
-    running = await admit(admission, hard, 10, cost=guessed, policy=shared)
+    with_rejected_drafts = dataclasses.replace(price(), rejected_draft=2_000_000)
+    running = await admit(admission, hard, 10, cost=with_rejected_drafts, policy=shared)
     assert not running.record_progress(0, 10, 29), "10 + 3 · 10 + 2 · 29"
     assert running.record_progress(0, 10, 30)
     running.settle(20, rejected_tokens=29)
-    again = await admit(admission, hard, 1, cost=guessed, policy=shared)
+    again = await admit(admission, hard, 1, cost=with_rejected_drafts, policy=shared)
     assert not again.record_progress(0, 0)
     again.settle(1)
     with pytest.raises(BudgetExceeded):
-        await admit(admission, hard, 2, cost=guessed, policy=shared)
+        await admit(admission, hard, 2, cost=with_rejected_drafts, policy=shared)
 
 
 async def test_a_soft_budget_ends_no_request_and_counts_each_ended_request_once(admission: Admission) -> None:

@@ -176,11 +176,11 @@ async def test_the_history_of_an_evicted_key_is_not_read(clock: FakeClock, monke
     assert len(history.histories) == 1
 
 
-@pytest.mark.parametrize(("begin", "guess"), [(5, 40), (6, EXPECTED_OUTPUT_TOKENS)])
-def test_a_running_answer_is_expected_to_be_short_while_nine_are_known_for_each(begin: int, guess: int) -> None:
+@pytest.mark.parametrize(("begin", "expected"), [(5, 40), (6, EXPECTED_OUTPUT_TOKENS)])
+def test_a_running_answer_is_expected_to_be_short_while_nine_are_known_for_each(begin: int, expected: int) -> None:
     lengths = AnswerLengths(START)
     lengths.prepend([40] * 45)
-    assert lengths.estimate(begin) == guess
+    assert lengths.estimate(begin) == expected
 
 
 async def test_a_request_that_waited_until_its_key_was_evicted_is_counted(

@@ -80,7 +80,7 @@ def test_an_engine_without_a_status_is_not_compared() -> None:
     assert reconciliation.unexplained_tokens == 0
 
 
-def test_rejected_guesses_of_all_answers_add_up() -> None:
+def test_rejected_drafts_of_all_answers_add_up() -> None:
     live = LiveRequest(
         id="req", tenant_id="tn", tenant_name="bob", key_id="key", key_prefix="gh", model="demo", endpoint="/", stream=True,
         prompt_tokens=3, admitted_at=START, admitted_monotonic_s=0.0, num_answers=2,

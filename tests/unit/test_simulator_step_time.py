@@ -61,14 +61,14 @@ def test_prefill_at_the_roofline_is_that_worked_out_by_hand(prompt: int, tokens_
     assert prompt / step_s(model, 0, 0, 0, prompt) == pytest.approx(tokens_per_s, rel=0.015)
 
 
-def test_a_draft_model_takes_a_step_for_each_guess_of_the_request_that_has_most() -> None:
+def test_a_draft_model_takes_a_step_for_each_draft_of_the_request_that_has_most() -> None:
     model, requests = llama(), [cast("Request", SimpleNamespace()) for _ in range(3)]
-    guesses = [ScheduledRequest(request, 100, 1 + k, True, k) for request, k in zip(requests, (0, 2, 5), strict=True)]
-    batch = ScheduledBatch(decodes=guesses, num_tokens=10, num_draft_tokens=7)
+    decodes = [ScheduledRequest(request, 100, 1 + k, True, k) for request, k in zip(requests, (0, 2, 5), strict=True)]
+    batch = ScheduledBatch(decodes=decodes, num_tokens=10, num_draft_tokens=7)
     plain_s = model.batch_s(batch)
     model.draft_step_s = 0.001
     assert model.batch_s(batch) == pytest.approx(plain_s + 0.005)
-    without = ScheduledBatch(decodes=guesses[:1], num_tokens=1)
+    without = ScheduledBatch(decodes=decodes[:1], num_tokens=1)
     assert model.batch_s(without) == llama().batch_s(without)
 
 

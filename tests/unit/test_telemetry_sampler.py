@@ -168,7 +168,7 @@ async def test_the_system_says_who_holds_what(clock: FakeClock) -> None:
 
 
 async def test_the_system_says_why_an_engine_fell_back_to_its_plain_way(clock: FakeClock) -> None:
-    reason, plain = "a step under way failed: RuntimeError: boom", {"typical_p": 4}
+    reason, plain = "a step in flight failed: RuntimeError: boom", {"typical_p": 4}
     status = engine_status(fallback_steps_total=2, fallback_reason=reason, plain_steps_total=plain)
     (engine,) = system_shape(await EngineSide(clock, status=status).sampler(3600.0).sample(), "test").engine
 

@@ -16,7 +16,7 @@ SPILL_BYTES_WIDE = 80  # heads of 256 over fp8: loop invariants; with rotation, 
 
 def compilations() -> list[Compilation]:
     """For every card: Llama-3.1-8B (and Qwen3-8B), Llama-3.2-1B, Qwen3-0.6B, Qwen3-30B-A3B and Gemma 3 in bf16 and with an fp8
-    cache, guesses, windows, soft-caps, other head sizes and groups, more requests. `tests/kernels/test_triton_gate_covers.py`
+    cache, drafts, windows, soft-caps, other head sizes and groups, more requests. `tests/kernels/test_triton_gate_covers.py`
     checks that they cover what models need; the number of heads matters only as far as it determines tiles."""
     llama, small_llama, qwen = (AttentionShape(16, 32, 8, 128), AttentionShape(16, 32, 8, 64), AttentionShape(16, 16, 8, 128))
     gemma, seven = AttentionShape(16, 8, 4, 256, sliding_window=4096, softcap=50.0), AttentionShape(16, 28, 4, 128)
@@ -49,7 +49,7 @@ def compilations() -> list[Compilation]:
     for requests in (512, 1024):  # beyond 256 seats
         for kv in ("bf16", "fp8e4nv"):
             configurations.append(_compilation(f"llama-8b {kv}, {requests} requests", llama, "bf16", kv, requests=requests))
-    label = "llama-8b fp8e4nv verifies 8 tokens, 2048 requests"  # 1024 seats and 64 guesses
+    label = "llama-8b fp8e4nv verifies 8 tokens, 2048 requests"  # 1024 seats and 64 draft tokens
     configurations.append(_compilation(label, llama, "bf16", "fp8e4nv", max_query_len=8, requests=2048))
     for window in (None, 1024):
         shape = AttentionShape(16, 8, 4, 256, sliding_window=window)

@@ -27,7 +27,7 @@ CARDS = ((80,), (89,), (90, 100))
 
 
 def compilations() -> list[Compilation]:
-    """The merge, for each head size, and for guesses and the windows of heads of 256. The splits themselves are computed in the
+    """The merge, for each head size, and for drafts and the windows of heads of 256. The splits themselves are computed in the
     decode kernel."""
     sizes = [(AttentionShape(16, 32, 8, 64), 2, 1), (AttentionShape(16, 32, 32, 96), 2, 1)]
     numbers = 1, *SPLIT_QUERIES

@@ -7,7 +7,7 @@ from kernels.triton.gate.compilation import Compilation
 
 
 def compilations() -> list[Compilation]:
-    """Up to 15 guesses."""
+    """Up to 15 draft tokens."""
     shared = {"target": "*fp32", "draft": "*fp32", "num_guesses": "*i32", "streams": "*i64", "positions": "*i64"}
     parts = {"accepted": "*i32", "scores": "*fp32", "tokens": "*i32"}
     numbers = {"V": "i32", "max_guesses": "i32"}

@@ -1,4 +1,4 @@
-"""Places for the tensors of quantised checkpoints that are not plain matrices: scales, packed codes, column orders."""
+"""Destinations of the tensors of quantised checkpoints that are not plain matrices: scales, packed codes, column orders."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from engine.errors import WeightsError
-from engine.weights import Place, copy_checked
+from engine.weights import Destination, copy_checked
 from kernels import ops
 
 NAN_BITS = 0x7F
@@ -17,7 +17,7 @@ CHECK_CHUNK_BYTES = 1 << 20
 """Checked at a time on a CPU, so that intermediate results stay in the second-level cache: five times faster."""
 
 
-class ScalePlace(Place):
+class ScaleDestination(Destination):
     """Fills `target`, [rows, 1] or [1] float32, from one number, or from one for each row. `is_divisor`: none may be zero."""
 
     def __init__(self, target: torch.Tensor, *, is_divisor: bool = False) -> None:
@@ -53,7 +53,7 @@ def finite_scales(tensor: torch.Tensor) -> torch.Tensor:
     return numbers
 
 
-class Fp8CodesPlace(Place):
+class Fp8CodesDestination(Destination):
     """Fills `target`, [rows, columns] float8_e4m3fn. The two codes that are no numbers are refused: products on CPUs read them
     as 480."""
 
@@ -74,7 +74,7 @@ def check_fp8_codes(codes: torch.Tensor) -> None:
         raise WeightsError("holds codes that are no numbers (NaN)")
 
 
-class Int8CodesPlace(Place):
+class Int8CodesDestination(Destination):
     """Fills `target`, [rows, columns] int8: from codes as they are, or, if they are `packed`, from words that hold four of them
     along the columns, offset by 128."""
 
@@ -92,7 +92,7 @@ class Int8CodesPlace(Place):
         self._target.copy_(words.contiguous().view(torch.uint8)[:, :columns].bitwise_xor(0x80).view(torch.int8))
 
 
-class CodesPlace(Place):
+class CodesDestination(Destination):
     """Keeps words of codes of `bits` bits as they are. `are_parameters`: else they are zero points, whose bytes count with
     those of their scales."""
 
@@ -116,7 +116,7 @@ def _checked_words(tensor: torch.Tensor, shape: tuple[int, int], bits: int) -> t
     return tensor
 
 
-class GroupScalesPlace(Place):
+class GroupScalesDestination(Destination):
     """Keeps the scales of groups, of `shape`, in the format of the checkpoint, which 16 bits must hold exactly if they are
     `packed` with their zero points. They may be negative: AutoRound's symmetric weights give the code 0 to the number of
     largest magnitude, whatever its sign."""
@@ -128,7 +128,7 @@ class GroupScalesPlace(Place):
 
     def load(self, tensor: torch.Tensor) -> None:
         if tensor.shape != self._shape:
-            raise WeightsError(f"has shape {tuple(tensor.shape)}, expected {self._shape}: group_size says so")
+            raise WeightsError(f"has shape {tuple(tensor.shape)}, expected {self._shape} by group_size")
         finite_scales(tensor)
         try:
             if self._packed:
@@ -138,9 +138,9 @@ class GroupScalesPlace(Place):
         self.tensor = tensor.to(self._device)
 
 
-class HeldPlace(Place):
-    """Keeps a tensor of `shape` and the kind of `dtype` until it is decoded. `check` raises `WeightsError` for numbers that it
-    must not hold."""
+class BufferDestination(Destination):
+    """Keeps a tensor of `shape` and the kind of `dtype` until it is decoded. `check` raises `WeightsError` for invalid
+    numbers."""
 
     def __init__(
         self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, check: Callable[[torch.Tensor], object]
@@ -157,8 +157,8 @@ class HeldPlace(Place):
         self.tensor = self.tensor.new_empty(0)
 
 
-class ShapePlace(Place):
-    """Checks the [2] integers that say how large a packed matrix is."""
+class ShapeDestination(Destination):
+    """Checks the [2] integers that state the shape of a packed matrix."""
 
     def __init__(self, rows: int, columns: int) -> None:
         self._shape = [rows, columns]
@@ -168,14 +168,14 @@ class ShapePlace(Place):
             raise WeightsError(f"is {tensor.flatten()[:4].tolist()}, expected {self._shape} by config.json")
 
 
-class UnusedPlace(Place):
-    """For what belongs to a matrix and is not used: scales of inputs that are not rounded."""
+class IgnoredDestination(Destination):
+    """Ignores a tensor that belongs to a matrix: scales of inputs that are not rounded."""
 
     def load(self, tensor: torch.Tensor) -> None:
-        """Any tensor will do."""
+        """Accepts any tensor."""
 
 
-class OrderPlace(Place):
+class OrderDestination(Destination):
     """Keeps the group of `group_size` that each column belongs to, when the checkpoint says so: [columns] integers."""
 
     def __init__(self, num_columns: int, group_size: int, device: torch.device) -> None:

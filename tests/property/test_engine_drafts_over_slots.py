@@ -41,7 +41,7 @@ LOOPS = {"launched ahead": overlapped_engine, "recorded": recorded_engine}
 MakeEngine = Callable[..., Engine]
 
 
-def guessing(num_tokens: int = 3, **options: Any) -> SpeculativeOptions:
+def speculation(num_tokens: int = 3, **options: Any) -> SpeculativeOptions:
     return SpeculativeOptions.parse({"method": "ngram", "num_speculative_tokens": num_tokens, **options})
 
 
@@ -68,7 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     room=engine_limits,
     preempt_at=st.none() | st.integers(1, 12),
 )
-def test_tokens_are_those_of_the_plain_runner_without_guesses(
+def test_tokens_are_those_of_the_plain_runner_without_drafts(
     folder: Path,
     loop: str,
     family: str,
@@ -79,7 +79,7 @@ def test_tokens_are_those_of_the_plain_runner_without_guesses(
 ) -> None:
     engine = LOOPS[loop](
         folder / family,
-        speculative_config=guessing(depth),
+        speculative_config=speculation(depth),
         **room.options,
     )
     assert_as_alone(folder, family, requests, run_history(with_grammars(engine), requests, preempt_at=preempt_at))
@@ -96,7 +96,7 @@ def test_tokens_are_those_of_the_plain_runner_without_guesses(
     room=engine_limits,
     preempt_at=st.none() | st.integers(1, 12),
 )
-def test_tokens_that_a_draft_model_guessed_are_those_of_the_plain_runner_without_guesses(
+def test_tokens_that_a_draft_model_drafted_are_those_of_the_plain_runner_without_drafts(
     folder: Path,
     loop: str,
     family: str,
@@ -117,8 +117,8 @@ def test_tokens_that_a_draft_model_guessed_are_those_of_the_plain_runner_without
 
 @pytest.mark.parametrize("loop", sorted(LOOPS))
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9}, {"logprobs": 2}])
-def test_a_model_that_guesses_for_itself_is_always_right(loop: str, sampling: dict[str, Any], folder: Path) -> None:
-    """Its own keys and values are then those of the large one, also behind chunks and steps without guesses."""
+def test_a_model_that_drafts_for_itself_is_always_right(loop: str, sampling: dict[str, Any], folder: Path) -> None:
+    """Its own keys and values are then those of the large one, also behind chunks and steps without drafts."""
     engine = LOOPS[loop](folder / "llama", speculative_config=drafting(folder / "llama", 4), max_num_batched_tokens=16)
     plain: Any = engine.runner.plain  # type: ignore[attr-defined]
     submitted = [
@@ -148,15 +148,15 @@ def test_a_draft_model_that_fails_costs_a_step_and_no_answer(loop: str, folder: 
     asked: dict[str, Any] = {"temperature": 0.8, "max_tokens": 20}
     (plain,) = run_to_end(small_engine(folder / "llama"), [generation_request("a", [5, 6, 7], **asked)]).values()
     engine = LOOPS[loop](folder / "llama", speculative_config=drafting(folder / "llama"))
-    drafts: Any = engine.runner.steps.drafts  # type: ignore[attr-defined]
-    right, calls = drafts.guess, iter((None, None, RuntimeError("out of memory")))
+    drafts: Any = engine.runner.steps.draft_steps  # type: ignore[attr-defined]
+    right, calls = drafts.propose, iter((None, None, RuntimeError("out of memory")))
 
     def fails_once(*values: Any) -> Any:
         if (error := next(calls, None)) is not None:
             raise error
         return right(*values)
 
-    with mock.patch.object(drafts, "guess", fails_once):
+    with mock.patch.object(drafts, "propose", fails_once):
         (events,) = run_to_end(engine, [generation_request("a", [5, 6, 7], **asked)]).values()
     assert tokens(events) == tokens(plain)
     assert engine.fallbacks.count == 1
@@ -165,10 +165,10 @@ def test_a_draft_model_that_fails_costs_a_step_and_no_answer(loop: str, folder: 
 
 
 @pytest.mark.parametrize("loop", sorted(LOOPS))
-def test_guesses_are_verified_over_slots_beside_chunks_of_prompts_and_beside_rows_that_wait_for_masks(
+def test_drafts_are_verified_over_slots_beside_chunks_of_prompts_and_beside_rows_that_wait_for_masks(
     loop: str, folder: Path
 ) -> None:
-    engine = with_grammars(LOOPS[loop](folder / "llama", speculative_config=guessing(), max_num_batched_tokens=16))
+    engine = with_grammars(LOOPS[loop](folder / "llama", speculative_config=speculation(), max_num_batched_tokens=16))
     requests = [
         PlannedRequest((5, 6, 7) * 4, "greedy", 24, 1, 0, None),
         PlannedRequest(tuple(range(3, 40)), "guided", 8, 1, 2, None),
@@ -184,10 +184,10 @@ def test_guesses_are_verified_over_slots_beside_chunks_of_prompts_and_beside_row
 
 @pytest.mark.parametrize("loop", sorted(LOOPS))
 @pytest.mark.parametrize("ends", ["by length", "by a token"])
-def test_an_answer_ends_within_its_accepted_guesses_where_it_would_have_ended_without(
+def test_an_answer_ends_within_its_accepted_drafts_where_it_would_have_ended_without(
     loop: str, ends: str, folder: Path
 ) -> None:
-    engine = LOOPS[loop](folder / "llama", speculative_config=guessing(8))
+    engine = LOOPS[loop](folder / "llama", speculative_config=speculation(8))
     asked: dict[str, Any] = {"temperature": 0.9, "max_tokens": 12}
     (plain,) = run_to_end(small_engine(folder / "llama"), [generation_request("a", [5, 6, 7], **asked)]).values()
     answer = tokens(plain)
@@ -203,14 +203,14 @@ def test_an_answer_ends_within_its_accepted_guesses_where_it_would_have_ended_wi
 @pytest.mark.parametrize("loop", sorted(LOOPS))
 @pytest.mark.parametrize(("what", "number"), [("blocks", 1), ("blocks", 2), ("blocks", 3), ("parameters", 1)])
 def test_what_did_not_reach_a_slot_is_sent_again(what: str, number: int, loop: str, folder: Path) -> None:
-    """After a step that failed, also when the plain way computed it and the next one verifies guesses again."""
+    """After a step that failed, also when the plain way computed it and the next one verifies drafts again."""
     asked: dict[str, Any] = {"temperature": 0.8, "top_k": 5, "max_tokens": 20}
     (plain,) = run_to_end(small_engine(folder / "llama"), [generation_request("a", [5, 6, 7], **asked)]).values()
-    engine = LOOPS[loop](folder / "llama", speculative_config=guessing(), block_size=4)
+    engine = LOOPS[loop](folder / "llama", speculative_config=speculation(), block_size=4)
     run_to_end(engine, [generation_request("b", [8, 6, 7], max_tokens=3)])  # whose slot a has next
     use_scripted_drafter(engine, tokens(plain), 3)
     runner: Any = engine.runner
-    owner, name = (runner.steps.state, "write") if what == "blocks" else (runner._sampler, "place")
+    owner, name = (runner.steps.state, "write") if what == "blocks" else (runner._sampler, "assign")
     right, calls = getattr(owner, name), iter([None] * (number - 1) + [RuntimeError("out of memory")])
 
     def fails_once(*values: Any) -> Any:
@@ -225,8 +225,8 @@ def test_what_did_not_reach_a_slot_is_sent_again(what: str, number: int, loop: s
     assert engine.fallbacks.count == 1, "what comes after it is over the slots again"
 
 
-def test_more_guesses_than_a_step_has_rows_for_are_not_made(folder: Path) -> None:
-    engine = recorded_engine(folder / "llama", speculative_config=guessing(32), max_num_seqs=4)
+def test_more_drafts_than_a_step_has_rows_for_are_not_made(folder: Path) -> None:
+    engine = recorded_engine(folder / "llama", speculative_config=speculation(32), max_num_seqs=4)
     use_scripted_drafter(engine, [7] * 40, 32)
     for name in "abcd":
         engine.submit(generation_request(name, [5, 6, 7], max_tokens=40))
@@ -235,7 +235,7 @@ def test_more_guesses_than_a_step_has_rows_for_are_not_made(folder: Path) -> Non
     assert [item.num_draft_tokens for item in batch.decodes] == [32, 32, 0, 0]
 
 
-def test_a_slot_whose_request_verified_guesses_is_sent_again_even_when_all_of_them_were_right() -> None:
+def test_a_slot_whose_request_verified_drafts_is_sent_again_even_when_all_of_them_were_right() -> None:
     """What the step left there is of one of its rows, of which the device chooses one."""
     state = slot_state(2, 4)
     table, request = slot_table(state), make_request("a", 5)
@@ -273,15 +273,15 @@ def test_blocks_of_several_requests_are_sent_to_where_the_host_itself_writes_the
 
 
 @pytest.mark.parametrize("make_engine", [small_engine, *LOOPS.values()])
-def test_a_wrong_guess_that_spoils_the_rows_before_it_ends_no_request(make_engine: MakeEngine, tmp_path: Path) -> None:
-    """Values that are not finite spoil sums in which they have no weight: a guess nobody would have made costs a step."""
+def test_a_wrong_draft_that_spoils_the_rows_before_it_ends_no_request(make_engine: MakeEngine, tmp_path: Path) -> None:
+    """Values that are not finite spoil sums in which they have no weight: an absurd draft costs a step."""
     make_model("llama", tmp_path, head_dim=LANES, hidden_size=4 * LANES)
     weights = load_file(tmp_path / "model.safetensors")
     weights["model.embed_tokens.weight"][WRONG_TOKEN] = torch.nan
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     asked: dict[str, Any] = {"temperature": 0.8, "max_tokens": 12, "logit_bias": {WRONG_TOKEN: -100.0}}
     (plain,) = run_to_end(small_engine(tmp_path), [generation_request("a", [5, 6, 7], **asked)]).values()
-    engine = make_engine(tmp_path, speculative_config=guessing())
+    engine = make_engine(tmp_path, speculative_config=speculation())
     use_scripted_drafter(engine, tokens(plain), 3)
     (events,) = run_to_end(engine, [generation_request("a", [5, 6, 7], **asked)]).values()
     assert engine.status().draft_tokens_total > 3

@@ -1,4 +1,4 @@
-"""Guesses of one request are attended in groups by the serving kernels: the tokens equal plain decoding."""
+"""Draft tokens of one request are attended in groups by the serving kernels: the tokens equal plain decoding."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ pytestmark = [
 ]
 
 SMALL: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 32, "num_kv_blocks": 8, "max_num_batched_tokens": 16}
-GUESSING = SpeculativeOptions.parse({"method": "ngram", "num_speculative_tokens": 9, "prompt_lookup_max": 3})
+SPECULATIVE = SpeculativeOptions.parse({"method": "ngram", "num_speculative_tokens": 9, "prompt_lookup_max": 3})
 
 
-def test_the_kernels_read_a_context_once_for_several_guesses(tmp_path: Path) -> None:
+def test_the_kernels_read_a_context_once_for_several_drafts(tmp_path: Path) -> None:
     make_model("llama", tmp_path, num_hidden_layers=1, head_dim=16)
     requests = [generation_request("a", [5, 6, 7], max_tokens=20), generation_request("b", [8], max_tokens=3)]
     expected = run_to_end(small_engine(tmp_path, dtype="float32", **SMALL), requests)
     decode = mock.Mock(wraps=paged_decode)
     with rehearsal(Schedule.RANDOM) as card:
-        engine = small_engine(tmp_path, device="cuda", dtype="float32", speculative_config=GUESSING, **SMALL)
+        engine = small_engine(tmp_path, device="cuda", dtype="float32", speculative_config=SPECULATIVE, **SMALL)
         use_scripted_drafter(engine, tokens(expected["a"]), 10)
         with mock.patch.object(attention_prefill, "paged_decode", decode):
             found = run_to_end(engine, requests)
@@ -53,7 +53,7 @@ def test_the_kernels_read_a_context_once_for_several_guesses(tmp_path: Path) -> 
     assert all(call.kwargs["max_query_len"] == 8 for call in grouped)
 
 
-def test_kernels_of_steps_with_guesses_are_asked_for_in_all_their_sizes_before_anything_is_launched(
+def test_kernels_of_steps_with_drafts_are_requested_in_all_their_sizes_before_anything_is_launched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_model("llama", tmp_path, num_hidden_layers=1, head_dim=16)
@@ -68,13 +68,13 @@ def test_kernels_of_steps_with_guesses_are_asked_for_in_all_their_sizes_before_a
         yield
         is_asking = False
 
-    def note(self: DecodeStep, size: int, *given: Any, has_guesses: bool = False) -> None:
+    def note(self: DecodeStep, size: int, *given: Any, has_drafts: bool = False) -> None:
         if is_asking:
-            asked.append((size, has_guesses))
-        step(self, size, *given, has_guesses=has_guesses)
+            asked.append((size, has_drafts))
+        step(self, size, *given, has_drafts=has_drafts)
 
     monkeypatch.setattr(ops, "compiled_together", compiled_together)
     monkeypatch.setattr(DecodeStep, "__call__", note)
     with rehearsal(runs_kernels=False):
-        small_engine(tmp_path, device="cuda", dtype="float32", speculative_config=GUESSING, **{**SMALL, "max_num_seqs": 8})
-    assert sorted({size for size, has_guesses in asked if has_guesses}) == [2, 4, 8, 16, 32, 64, 72]
+        small_engine(tmp_path, device="cuda", dtype="float32", speculative_config=SPECULATIVE, **{**SMALL, "max_num_seqs": 8})
+    assert sorted({size for size, has_drafts in asked if has_drafts}) == [2, 4, 8, 16, 32, 64, 72]
