@@ -1,10 +1,14 @@
-"""The error tree: every public class has a code, a status, a docstring, and its place in the diagram."""
+"""The error tree: every public class has a code, a status, a docstring, its place in the diagram and in the API reference."""
 
 from __future__ import annotations
+
+import re
+from pathlib import Path
 
 from appliance.base import errors
 from appliance.base.errors import GatehouseError
 
+API_REFERENCE = Path(__file__).resolve().parents[2] / "docs" / "api.md"
 STATUSES = {400, 401, 403, 404, 409, 413, 429, 500, 503}
 
 
@@ -26,3 +30,12 @@ def test_the_drawing_is_the_tree() -> None:
     drawing = (errors.__doc__ or "").partition("\n\n")[2]
     drawn = {word.strip(",") for word in drawing.split() if word.strip(",").isalpha() and word.strip(",") != "xx"}
     assert drawn == {kind.__name__ for kind in every(GatehouseError)}
+
+
+def test_the_api_reference_lists_every_code_under_its_status() -> None:
+    table = API_REFERENCE.read_text("utf-8").partition("\n## Errors\n")[2].partition("\n\n[")[0]
+    documented, status = set(), 0
+    for row in re.findall(r"^\| (\d*) ?\|[^|]*\|([^|]*)\|", table, re.MULTILINE):
+        status = int(row[0] or status)
+        documented |= {(status, code) for code in re.findall(r"`(\w+)`", row[1])}
+    assert documented - {(405, "method_not_allowed")} == {(kind.status, kind.code) for kind in every(GatehouseError)}
