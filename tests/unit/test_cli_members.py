@@ -13,7 +13,9 @@ def test_somebody_is_invited_promoted_and_removed(typed: Any) -> None:
     made = typed("members", "invite", DORA, "--tenant", "bob", "--role", "viewer", "--json").done()
 
     assert len(made["password"]) > 15
-    assert typed("members", "invite", DORA, "--tenant", "bob").err.startswith("gatehouse: this member already belongs to the tenant")
+    assert typed("members", "invite", DORA, "--tenant", "bob").err.startswith(
+        "gatehouse: this member already belongs to the tenant"
+    )
     assert typed("members", "set-role", DORA, "manager", "--tenant", "bob", "--json").done()["role"] == "manager"
     (listed,) = typed("members", "list", "--tenant", "bob", "--json").done()["data"]
     assert (listed["email"], listed["role"]) == (DORA, "manager")
