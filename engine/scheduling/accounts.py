@@ -52,7 +52,7 @@ class Account:
     head: Request | None = None  # of `waiting`, as of the last change
     head_round: int = 0  # the round in which `head` was set
     is_paused: bool = False
-    recovering: Request | None = None  # restarted after a preemption, protected until it has regained its tokens
+    recovering: Request | None = None  # restarted after a preemption and protected: `FairPolicy.on_recompute`
     watch_step: int = -1  # the step in which to check next whether it is too far ahead
     output_lens: deque[int] = field(default_factory=lambda: deque(maxlen=OUTPUT_LENGTHS_KEPT))
     _predicted_output_len: int | None = None

@@ -18,4 +18,4 @@ def slot_state(num_slots: int, max_blocks: int, device: torch.device = CPU) -> S
 
 def slot_table(state: SlotState) -> SlotTable:
     nothing = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
-    return SlotTable(state, mock.Mock(place=mock.Mock(return_value=nothing)))
+    return SlotTable(state, mock.Mock(assign=mock.Mock(return_value=nothing)))
