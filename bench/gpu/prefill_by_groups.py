@@ -10,9 +10,9 @@ signal what is loaded and what is free: two for each stage of a tile of keys, an
     rows 0-63    │                            │ exponentials                 │
     rows 64-127  │ exponentials               │                              │ exponentials
 
-Not in service: a candidate of `bench.gpu.choices`, timed last because it may leave the device unusable. On a card it gave right
-numbers in twelve checks, then made an illegal memory access while it was timed. One cause has since been found by executing its
-PTX, and is fixed: Triton 3.6 kept numbers for the warp groups in the memory of two barriers that were never used.
+Not in service: a candidate of `bench.gpu.choices`, timed last because it may leave the device unusable. On a card it gave
+correct results in twelve checks, then made an illegal memory access while it was timed. One cause has since been found by
+executing its PTX, and is fixed: Triton 3.6 kept values of the warp groups in the memory of two barriers that were never used.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kernels.triton.attention_prefill_hopper import copy_async
 from kernels.triton.attention_splits import TABLES, DecodeWorkspace, scheduled_requests
 
 NUM_WARPS = 4
-"""Warps: those of the first group of rows, which the launch is told of; Triton adds those of the others."""
+"""Warps of the first group of rows, as the launch specifies them; Triton adds those of the other groups."""
 CHOSEN = {"STAGES": 3, "LOADERS": 4, "GROUP_REGISTERS": 216, "LOADER_REGISTERS": 72}
 
 
