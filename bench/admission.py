@@ -5,13 +5,13 @@ a principal made beforehand, a reservation that reserves nothing and a ledger th
 its own process that answers after a fixed mean time, the clients are in a third process; all share the cores.
 
     latency     CLIENTS requests are always open. Blocks of BLOCK_S seconds with and without admission run in pairs of random
-                order, so that other work on the machine affects both. The figures are the time from sending a request to the
-                head of its answer, sent once the pending record is durable, and to its end, which waits for the settlement.
+                order, so that other work on the machine affects both. The figures are the time from sending a request to its
+                response headers, sent once the pending record is durable, and to its end, which waits for the settlement.
     sustained   the engine answers at once, and clients send the next request at once: admissions per second, and answers per
                 second of the same gateway without admission.
 
 Pairs of blocks and of rounds are repeated until enough of them were undisturbed (`bench.host_speed`), or TRIES_MAX times as
-many as requested. SQLite with synchronous=FULL, on the disk of --folder. All samples that counted are in the row.
+many as requested. SQLite with synchronous=FULL, on the disk of --folder. The row contains every counted sample.
 
     python -m bench.admission            prints one row and adds it to bench/results/
 """
@@ -66,7 +66,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Samples:
-    """Milliseconds to the head and to the end of each answer, in the order of their ends."""
+    """Milliseconds to the response headers and to the end of each response, in order of completion."""
 
     head_ms: list[float] = field(default_factory=list)
     end_ms: list[float] = field(default_factory=list)
@@ -76,15 +76,15 @@ def make_clients(port: int, key: str) -> list[RawHttpClient]:
     return [RawHttpClient(port, key) for _ in range(CLIENTS)]
 
 
-async def send_request(wire: RawHttpClient, body: bytes) -> tuple[float, float, float]:
-    """Send one request; return the times of sending it, of the answer's head and of its end."""
+async def send_request(client: RawHttpClient, body: bytes) -> tuple[float, float, float]:
+    """Send one request; return the times when it was sent, when its headers arrived and when its response ended."""
     sent_s = time.perf_counter()
-    head = await wire.send("POST", "/v1/chat/completions", body)
+    head = await client.send("POST", "/v1/chat/completions", body)
     head_s = time.perf_counter()
     if head.status != 200:
-        raise RuntimeError(f"{head.status}: {await wire.content(head)!r}")
+        raise RuntimeError(f"{head.status}: {await client.content(head)!r}")
     last = b""
-    async for data in wire.events():
+    async for data in client.events():
         last = data
     if last != b"[DONE]":
         raise RuntimeError(f"the stream ended with {last!r}")
@@ -92,25 +92,25 @@ async def send_request(wire: RawHttpClient, body: bytes) -> tuple[float, float, 
 
 
 async def run_block(
-    wires: Sequence[RawHttpClient], seconds: float, *, pause_s: float, rng: random.Random
+    clients: Sequence[RawHttpClient], seconds: float, *, pause_s: float, rng: random.Random
 ) -> tuple[Samples, float]:
-    """Keep every wire busy for `seconds`; return the samples after SETTLE_S and the answers per second in that time."""
+    """Keep every client busy for `seconds`; return the samples after SETTLE_S and their answers per second."""
     began_s = time.perf_counter()
     counted_from_s, end_s = began_s + SETTLE_S, began_s + seconds
     samples, body = Samples(), json.dumps(BODY).encode()
     count = 0
 
-    async def run_client(wire: RawHttpClient) -> None:
+    async def run_client(client: RawHttpClient) -> None:
         nonlocal count
         await asyncio.sleep(rng.uniform(0.0, pause_s))
         while (now_s := time.perf_counter()) < end_s:
-            sent_s, head_s, done_s = await send_request(wire, body)
+            sent_s, head_s, done_s = await send_request(client, body)
             if now_s >= counted_from_s:
                 samples.head_ms.append((head_s - sent_s) * 1000)
                 samples.end_ms.append((done_s - sent_s) * 1000)
             count += counted_from_s <= done_s < end_s
 
-    await asyncio.gather(*(run_client(wire) for wire in wires))
+    await asyncio.gather(*(run_client(client) for client in clients))
     return samples, count / (end_s - counted_from_s)
 
 
@@ -118,18 +118,18 @@ async def measure_latency(
     port: int, key: str, speed_of_host: HostSpeed, blocks: int, rng: random.Random
 ) -> tuple[dict[str, list[Samples]], Host]:
     """Return the samples of each block of both kinds, and the host's speed meanwhile."""
-    wires = {"with": make_clients(port, key), "without": make_clients(port, PLAIN)}
+    clients = {"with": make_clients(port, key), "without": make_clients(port, PLAIN)}
 
     async def run_pair() -> dict[str, Samples]:
         results: dict[str, Samples] = {}
         for kind in rng.sample(KINDS, len(KINDS)):
-            results[kind], _ = await run_block(wires[kind], BLOCK_S + SETTLE_S, pause_s=ANSWER_S, rng=rng)
+            results[kind], _ = await run_block(clients[kind], BLOCK_S + SETTLE_S, pause_s=ANSWER_S, rng=rng)
         return results
 
     await run_pair()  # the warm-up
     pairs, host = await until_undisturbed(speed_of_host, blocks, run_pair)
-    for wire in (*wires["with"], *wires["without"]):
-        wire.abort()
+    for client in (*clients["with"], *clients["without"]):
+        client.abort()
     return {kind: [results[kind] for results in pairs] for kind in KINDS}, host
 
 
@@ -144,13 +144,13 @@ async def measure_rate(
     async def run_pair() -> dict[str, tuple[float, float]]:
         results: dict[str, tuple[float, float]] = {}
         for kind, secret in (("with", key), ("without", PLAIN)):
-            wires = make_clients(port, secret)
+            clients = make_clients(port, secret)
             before_s = cpu_s(process)
-            samples, rate = await run_block(wires, seconds + SETTLE_S, pause_s=0.0, rng=random.Random(0))
+            samples, rate = await run_block(clients, seconds + SETTLE_S, pause_s=0.0, rng=random.Random(0))
             answers = len(samples.end_ms) * (seconds + SETTLE_S) / seconds
             results[kind] = round(rate, 1), round(1000 * (cpu_s(process) - before_s) / answers, 3)
-            for wire in wires:
-                wire.abort()
+            for client in clients:
+                client.abort()
         return results
 
     pairs, host = await until_undisturbed(speed_of_host, rounds, run_pair)
@@ -178,7 +178,7 @@ async def until_undisturbed(speed_of_host: HostSpeed, count: int, measure: Calla
 
 
 async def _speed(host: HostSpeed) -> float:
-    await asyncio.sleep(SETTLE_S)  # the last requests are answered
+    await asyncio.sleep(SETTLE_S)  # lets the last requests finish
     return host.measure()
 
 
@@ -246,7 +246,7 @@ def gateway(folder: Path, answer_s: float, before: str, profile: Path | None = N
         with started_gateway(command, TREE, log) as (port, pid):
             yield port, uvloop.run(prepare(port)), pid
             if "[error" in log.read_text():
-                raise RuntimeError("the gateway failed requests: what was measured is something else")
+                raise RuntimeError("the gateway logged errors, so the measurement is invalid")
     except Exception:
         sys.stderr.write(log.read_text()[-3000:])
         raise
@@ -283,7 +283,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=20, help="pairs of blocks with and without admission")
     parser.add_argument("--rounds", type=int, default=3, help="pairs of rounds at full speed")
     parser.add_argument("--seconds", type=float, default=10.0, help="length of a round at full speed")
-    parser.add_argument("--folder", type=Path, help="where the database lies")
+    parser.add_argument("--folder", type=Path, help="directory of the database")
     parser.add_argument("--before", default="", help="command that starts the gateway, such as `chrt -r 6` on a busy machine")
     parser.add_argument("--profile", type=Path, help="write cProfile's figures of the gateway at full speed to this file")
     options = parser.parse_args()

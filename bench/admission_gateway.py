@@ -1,7 +1,7 @@
 """The gateway of `bench.admission`: the appliance unchanged, plus a path that skips key, limits and pending record.
 
 python -m bench.admission_gateway FOLDER ANSWER_S [PROFILE]      serves a gateway and prints its port
-python -m bench.admission_gateway --fd N ANSWER_S                is its engine
+python -m bench.admission_gateway --fd N ANSWER_S                runs its engine
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ STATUS_S = 0.5
 
 
 class DelayedEngine(FakeEngine):
-    """Answers each request with all of its tokens at once, `step_s` after its arrival, plus or minus a half: equal delays would
-    synchronise the clients, and a burst of all of them would be measured."""
+    """Sends all tokens of a request at once, `step_s` ± 50 % after its arrival: equal delays would synchronise the clients, and
+    the bench would measure bursts."""
 
     _rng = random.Random(0)
 
@@ -96,7 +96,7 @@ class NoAdmission:
 
 
 class NoWatch:
-    """Watches no principal: the one of the plain path is in no table."""
+    """Watches no principal: the plain path's principal is in no table."""
 
     def add(self, *_generation: Any) -> None:
         """Do nothing."""
@@ -118,7 +118,7 @@ class NoLedger:
 
 
 def install_plain_path(generations: Generations) -> None:
-    """Let requests with the key PLAIN pass without admission, through the same handlers."""
+    """Serve requests with the key PLAIN through the same handlers, without admission."""
     now = datetime.now(UTC)
     common: dict[str, Any] = {"allowed_models": None, "limits": Limits(), "created_at": now}
     tenant = Tenant(id="plain", name="plain", tier="standard", weight=1, suspended=False, archived=False, **common)
@@ -132,20 +132,20 @@ def install_plain_path(generations: Generations) -> None:
     plain_generations.__dict__.update(_admission=NoAdmission(), _ledger=NoLedger(), _watch=NoWatch(), _generations={})
     authenticate, start = authenticate_tenant, Generations.start
 
-    async def authenticate_or_not(request: Any) -> Principal:
+    async def authenticate_unless_plain(request: Any) -> Principal:
         if request.headers.get("authorization", "").endswith(PLAIN):
             return principal
         return await authenticate(request)
 
-    async def start_either(self: Generations, prepared: PreparedRequest, *args: Any, **options: Any) -> Generation:
+    async def start_either_way(self: Generations, prepared: PreparedRequest, *args: Any, **options: Any) -> Generation:
         return await start(plain_generations if prepared.principal is principal else self, prepared, *args, **options)
 
-    chat.authenticate_tenant = authenticate_or_not  # type: ignore[attr-defined]
-    Generations.start = start_either  # type: ignore[method-assign]
+    chat.authenticate_tenant = authenticate_unless_plain  # type: ignore[attr-defined]
+    Generations.start = start_either_way  # type: ignore[method-assign]
 
 
 def main() -> None:
-    """Be the gateway or its engine."""
+    """Run the gateway or its engine."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     if sys.argv[1] == "--fd":
         serve_engine(DelayedEngine, int(sys.argv[2]), float(sys.argv[3]))

@@ -37,7 +37,7 @@ QUESTION = "Tell me about lists in Python. "
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one stream delivered."""
+    """Result of one stream."""
 
     request_id: str
     completion_tokens: int
@@ -65,7 +65,7 @@ def appliance(data_dir: Path, **settings: str) -> Iterator[tuple[str, str, float
 
 
 def wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
-    """Return when the appliance says that it is ready; raise RuntimeError if it has ended or takes too long."""
+    """Wait until the appliance reports that it is ready. Raises RuntimeError if it has ended or takes too long."""
     deadline_s = time.monotonic() + READY_TIMEOUT_S
     while time.monotonic() < deadline_s:
         if process.poll() is not None:
@@ -88,7 +88,7 @@ def make_key(url: str, token: str) -> str:
 
 
 async def stream_one(client: httpx.AsyncClient, lengths: tuple[int, int]) -> Answer:
-    """Stream one answer of a forced length; the prompt repeats the question."""
+    """Stream one answer of fixed length. `lengths`: how often the prompt repeats the question, and the answer's tokens."""
     repeats, max_tokens = lengths
     body = {
         "model": MODEL,
@@ -123,12 +123,12 @@ async def run_round(url: str, key: str, streams: int, rng: random.Random) -> tup
         base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=600, limits=limits
     ) as client:
         started_s = time.perf_counter()
-        answers = await asyncio.gather(*(stream_one(client, each) for each in lengths))
+        answers = await asyncio.gather(*(stream_one(client, pair) for pair in lengths))
     return time.perf_counter() - started_s, list(answers)
 
 
 def check_ledger(url: str, token: str, answers: list[Answer]) -> None:
-    """Raise RuntimeError unless the ledger has every answer once, posted, with the tokens that were delivered."""
+    """Raise RuntimeError unless the ledger has each answer posted once, with the number of tokens delivered."""
     posted: dict[str, int] = {}
     query: dict[str, Any] = {"limit": 100}
     with httpx.Client(base_url=f"{url}/admin/v1", headers={"authorization": f"Bearer {token}"}) as admin:
@@ -143,8 +143,12 @@ def check_ledger(url: str, token: str, answers: list[Answer]) -> None:
         raise RuntimeError(f"the ledger disagrees about {len(wrong)} requests, {wrong[0]} among them")
 
 
+def count_tokens(answers: list[Answer]) -> int:
+    return sum(answer.completion_tokens for answer in answers)
+
+
 def measure(streams: int, rounds: int) -> dict[str, Any]:
-    """Return one row: medians over rounds, after one round that is not counted."""
+    """Return one row: medians over rounds, after a warm-up round."""
     rng = random.Random(0)
     with tempfile.TemporaryDirectory() as folder, appliance(Path(folder)) as (url, token, ready_s):
         key = make_key(url, token)
@@ -161,12 +165,12 @@ def measure(streams: int, rounds: int) -> dict[str, Any]:
         "streams": streams,
         "rounds": rounds,
         "ready_s": round(ready_s, 2),
-        "tokens_per_s_median": round(statistics.median(sum(a.completion_tokens for a in each) / s for s, each in timed), 1),
+        "tokens_per_s_median": round(statistics.median(count_tokens(some) / wall_s for wall_s, some in timed), 1),
         "ttft_ms_p50": round(1000 * statistics.median(ttfts_s), 1),
         "ttft_ms_p95": round(1000 * ttfts_s[int(0.95 * (len(ttfts_s) - 1))], 1),
         "ttft_ms_max": round(1000 * ttfts_s[-1], 1),
         "cpu_percent": busy_percent,
-        "tokens_delivered": sum(answer.completion_tokens for answer in answers),
+        "tokens_delivered": count_tokens(answers),
         "ledger_agrees": True,
     }
 

@@ -4,7 +4,7 @@ Usage: python -m bench.batch_invariant [--size 8m|100m] [--rounds 5] [--threads 
 
 Two engines in one process run one right after the other in each round, in swapped order every other time. `one` is a single
 request, `sixteen` is 16 at once, `prompt` is a long prompt with one output token. Before anything is timed, the invariant
-engine must give the same bits for a request alone and among the sixteen. One row is appended to
+engine must give the same bits for a request alone and in the batch of sixteen. One row is appended to
 bench/results/batch_invariant.jsonl.
 """
 
@@ -32,7 +32,7 @@ def greedy_logprobs(llm: LLM, prompts: list[list[int]]) -> list[list[float]]:
 
 
 def ratios(plain: LLM, invariant: LLM, prompts: list[list[int]], max_tokens: int, rounds: int) -> dict[str, Any]:
-    """How many times as long the invariant engine takes; both are warmed up first."""
+    """Wall-clock and CPU time of the invariant engine over the plain engine's, after a warm-up of both."""
     run_plain, run_invariant = (partial(greedy_tokens, llm, prompts, max_tokens) for llm in (plain, invariant))
     run_plain(), run_invariant()
     pairs = time_pairs(run_plain, run_invariant, rounds)
@@ -59,9 +59,9 @@ def main() -> None:
         many = make_prompts(vocab_size, 16, PROMPT_LEN)
         long = make_prompts(vocab_size, 1, LONG_PROMPT_LEN)
         with LLM(directory, **common) as plain, LLM(directory, batch_invariant=True, **common) as invariant:
-            alone, among = greedy_logprobs(invariant, many[3:4]), greedy_logprobs(invariant, many)[3:4]
-            if alone != among:
-                raise SystemExit("the invariant engine gives other bits in a batch, so no speed is reported")
+            alone, batched = greedy_logprobs(invariant, many[3:4]), greedy_logprobs(invariant, many)[3:4]
+            if alone != batched:
+                raise SystemExit("the invariant engine gives different bits in a batch, so no speed is reported")
             results = {
                 "one": ratios(plain, invariant, many[:1], OUTPUT_LEN, options.rounds),
                 "sixteen": ratios(plain, invariant, many, OUTPUT_LEN, options.rounds),

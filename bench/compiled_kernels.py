@@ -5,10 +5,10 @@ Usage: python -m bench.compiled_kernels [--all] [--modules attention_decode …]
 Needs no GPU. Every version of Triton in the environment is used (the installer's test environment has the oldest and the
 newest that we allow). Writes bench/results/compiled_kernels.jsonl, the record that tells CI what need not be compiled again
 (kernels/triton/gate/record.py): sm (capability), regs and spill (bytes) per thread, shared (bytes) and tmem (columns of tensor
-memory) per program, mma (matrix instructions), programs that one multiprocessor holds at a time. What is in the record is not
-compiled again without `--all`, except one configuration of each kernel on every second card. Under Triton 3.6 a key can depend
-on which modules were read before (a kernel's captured constants are those of functions that were hashed already): make rows
-that are to be kept with all modules.
+memory) per program, mma (matrix instructions), programs that fit on one multiprocessor. Recorded configurations are compiled
+again only with `--all`, except one of each kernel on every second card. Under Triton 3.6 a key can depend on which modules were
+loaded before (a kernel's captured constants are those of functions that were hashed already), so save rows only from a run over
+all modules.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ Row = dict[str, Any]
 
 
 def compile_all(versions: list[TritonVersion], modules: list[str], processes: int, record: Path | None) -> list[Row]:
-    """The rows of every module under every version, in the order of module, configuration, capability and version."""
+    """The rows of every module under every version, ordered by module, configuration, capability and version."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(processes) as pool:
         jobs = [pool.submit(version.compile_modules, modules, Path(folder, version.version), record) for version in versions]
         rows = [row for job in jobs for row in job.result()]
-    order = {configuration: place for place, configuration in enumerate(dict.fromkeys(map(_configuration, rows)))}
+    order = {configuration: index for index, configuration in enumerate(dict.fromkeys(map(_configuration, rows)))}
     return sorted(rows, key=lambda row: (order[_configuration(row)], row["capability"], row["triton"]))
 
 
@@ -62,7 +62,7 @@ def _cell(value: object) -> str:
 def save_rows(rows: list[Row]) -> None:
     """Replace the rows of the compiled modules, and remove those of modules that no longer exist."""
     compiled, names = {row["module"] for row in rows}, module_names()
-    record: Record = {place: recorded for place, recorded in read(RECORD).items() if place[0] in set(names) - compiled}
+    record: Record = {key: recorded for key, recorded in read(RECORD).items() if key[0] in set(names) - compiled}
     for row in rows:
         if "registers" in row:  # it could be compiled
             values = {field.name: row[field.name] for field in fields(Compiled)}
@@ -75,8 +75,8 @@ def save_rows(rows: list[Row]) -> None:
 def main() -> None:
     """Compile, print the table, write the rows unless `--no-save`."""
     parser = argument_parser(__doc__)
-    parser.add_argument("--all", action="store_true", help="what the record holds too")
-    parser.add_argument("--modules", nargs="*", help="names of files in kernels/triton/gate; without it all")
+    parser.add_argument("--all", action="store_true", help="compile recorded configurations too")
+    parser.add_argument("--modules", nargs="*", help="names of files in kernels/triton/gate (default: all)")
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
     rows = compile_all(installed(), options.modules or module_names(), options.processes, None if options.all else RECORD)

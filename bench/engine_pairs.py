@@ -1,4 +1,4 @@
-"""What the benches of engines on a CPU share: random models, prompts, and the costs of two engines that run by turns.
+"""Shared by the benches of engines on a CPU: random models, prompts, and the costs of two engines that run alternately.
 
 Both run in this process, one right after the other, in swapped order every other round, so that other work on the machine
 affects both. Compare them within a round only.
@@ -81,13 +81,13 @@ def greedy_tokens(llm: LLM, prompts: list[Any], num_tokens: int) -> list[list[in
 
 
 class OtherWork:
-    """What other processes used of the machine since this was made. Linux only."""
+    """CPU time that other processes have used since this object was created. Linux only."""
 
     def __init__(self) -> None:
         self._started_s, self._started_cpu_s = time.perf_counter(), self._cpu_s()
 
     def cores(self) -> float:
-        """Cores, on average."""
+        """Average number of cores that they used."""
         return max(0.0, self._cpu_s() - self._started_cpu_s) / (time.perf_counter() - self._started_s)
 
     @staticmethod
@@ -100,7 +100,7 @@ class OtherWork:
 
 
 def environment(threads: int) -> dict[str, Any]:
-    """Facts besides the machine on which torch's figures depend."""
+    """What torch's speed depends on besides the machine."""
     return {
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": threads,

@@ -6,8 +6,8 @@
 
 All engines get the same random-weight Llama models, the same prompts of token ids and the same numbers of tokens; float32,
 greedy, two threads each, prefill and decode together in every figure. Each engine runs in a process of its own, which is
-stopped by a signal (SIGSTOP) while another has its turn. First both answer once, to compile and warm up, and the tokens are
-compared; then they are measured alternately in rounds of four runs, ABBA and BAAB. A round is discarded and repeated if, during
+paused by a signal (SIGSTOP) while another runs. First both answer once, to compile and warm up, and the tokens are compared;
+then they are measured alternately in rounds of four runs, ABBA and BAAB. A round is discarded and repeated if, during
 any of its runs, other processes and the host together took more than --noise cores. A row has the medians, the median of the
 ratios of neighbouring runs, and every raw sample, including those of discarded rounds; rows are added to
 bench/results/engine_peers.jsonl. The exit status is 0 if no row is missing.
@@ -40,7 +40,7 @@ from bench.peers.workers import PEERS_FOLDER, EngineSetup, PeerFailed, Worker, r
 from bench.rows import argument_parser, row_header, save_row, table_line
 
 EQUAL_MIN = 0.2
-"""A smaller share of tokens before the first difference cannot be rounding: another model was measured."""
+"""Minimum share of tokens before the first difference. A smaller share is not rounding: the engines ran different models."""
 HEADER = ("row", "ours", "peer", "unit", "ratio", "must show", "verdict")
 WIDTHS = (58, 9, 9, 9, 6, 20, 0)
 COUNTS = [1, 16, 48]
@@ -74,7 +74,7 @@ def compare(ours: Worker, peer: Worker, comparison: Comparison, model: str, opti
 def compare_with_peer(
     ours: Worker, peer: EngineSetup, planned: Sequence[Comparison], model: str, folders: RunFolders, options: argparse.Namespace
 ) -> Iterator[Row]:
-    """The rows of one peer. When it fails, the missing rows say so, and the next peer goes on."""
+    """The rows of one peer. If it fails, its remaining rows contain the error, and the run continues with the next peer."""
     done = 0
     try:
         with running_worker(peer, options.folder, folders.model, options.threads, folders.logs) as worker:
@@ -92,8 +92,8 @@ def select_comparisons(model: str, options: argparse.Namespace) -> list[Comparis
     return [each for each in comparisons(model) if each.count in options.requests and each.peer.name in names]
 
 
-def rows_of(model: str, folders: RunFolders, options: argparse.Namespace) -> list[tuple[Row, Target]]:
-    """Make the model, then compare our engine with one peer after another."""
+def compare_with_peers(model: str, folders: RunFolders, options: argparse.Namespace) -> list[tuple[Row, Target]]:
+    """Create the model, then compare our engine with one peer after another."""
     planned = select_comparisons(model, options)
     if not planned:
         return []
@@ -108,7 +108,7 @@ def rows_of(model: str, folders: RunFolders, options: argparse.Namespace) -> lis
 
 
 def document(model: str, rows: Sequence[tuple[Row, Target]], options: argparse.Namespace, taken_s: float) -> dict[str, Any]:
-    """The document that is added to the results: one per model."""
+    """The result row of one model, as saved."""
     return {
         **row_header("engine_peers"),
         "model": model,
@@ -152,7 +152,7 @@ def comma_separated(kind: type, allowed: Sequence[Any]) -> Callable[[str], list[
         except ValueError:
             values = [text]
         if wrong := [value for value in values if value not in allowed]:
-            raise argparse.ArgumentTypeError(f"{wrong[0]} is none of {', '.join(map(str, allowed))}")
+            raise argparse.ArgumentTypeError(f"{wrong[0]} is not one of {', '.join(map(str, allowed))}")
         return values
 
     return read
@@ -169,17 +169,17 @@ def options_parser() -> argparse.ArgumentParser:
     parser = argument_parser(__doc__)
     parser.add_argument("--models", type=comma_separated(str, list(SHAPES)), default=list(SHAPES), help="8M,100M")
     parser.add_argument("--peers", type=comma_separated(str, list(PEERS)), default=list(PEERS), help="vllm,transformers,llama")
-    parser.add_argument("--requests", type=comma_separated(int, COUNTS), default=COUNTS, help="1,16,48: how many at once")
+    parser.add_argument("--requests", type=comma_separated(int, COUNTS), default=COUNTS, help="1,16,48: concurrent requests")
     parser.add_argument(
         "--rounds", type=at_least_one, default=3, help="rounds of a judged row; costly ones get fewer (default 3)"
     )
     parser.add_argument("--served", action="store_true", help="also 16 streaming clients of both servers, 8M")
     parser.add_argument("--noise", type=float, default=CORES_MAX, help=f"cores that others may use (default {CORES_MAX})")
-    parser.add_argument("--threads", type=at_least_one, default=2, help="of every engine (default 2)")
+    parser.add_argument("--threads", type=at_least_one, default=2, help="threads of each engine (default 2)")
     parser.add_argument(
-        "--folder", type=Path, default=os.environ.get("GATEHOUSE_PEERS", PEERS_FOLDER), help="of the environments"
+        "--folder", type=Path, default=os.environ.get("GATEHOUSE_PEERS", PEERS_FOLDER), help="of the peers' environments"
     )
-    parser.add_argument("--logs", type=Path, help="where output of the engines goes (default: a new temporary folder)")
+    parser.add_argument("--logs", type=Path, help="directory for the engines' output (default: a new temporary one)")
     return parser
 
 
@@ -209,7 +209,7 @@ def main() -> None:
         started_s = time.perf_counter()
         # Always the same path: vLLM caches compiled code under the model's path, so a second run starts sooner.
         folders = RunFolders(options.folder / "models" / model, logs)
-        rows = rows_of(model, folders, options)
+        rows = compare_with_peers(model, folders, options)
         if options.served and model == served.MODEL:
             rows.append(served.row(folders.model, logs, options.folder, options.threads, options.rounds, options.noise))
         if not rows:

@@ -1,7 +1,7 @@
 """How long a newcomer waits: `python3 installer up` in a fresh clone with an empty home, then once more.
 
-Clones the committed state into a temporary directory, so that nothing of this checkout's environment helps. The first start is
-dominated by the package index; comparing it with the second start separates those seconds from the rest.
+Clones the committed state into a temporary directory, so that this checkout's environment does not help. The first start is
+dominated by downloads from the package index; the second start shows the time without them.
 
     python3 -m bench.first_start            prints one row and adds it to bench/results/
 """
@@ -25,7 +25,7 @@ READY_TIMEOUT_S = 600.0
 
 
 def seconds_to_ready(clone: Path, home: Path) -> float:
-    """Run `up` until the appliance says that it is ready, then stop it with Ctrl-C. Raises RuntimeError if that fails."""
+    """Run `up` until the appliance reports that it is ready, then stop it with Ctrl-C. Raises RuntimeError if that fails."""
     port = free_port()
     kept = {name: value for name, value in os.environ.items() if name == "PATH" or name.startswith("PIP_")}
     started_s = time.perf_counter()

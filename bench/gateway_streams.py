@@ -1,14 +1,14 @@
 """The gateway's cost per streamed token: the whole HTTP application with many streams and a stand-in engine.
 
-The engine runs in a process of its own: every `--step-ms` each live request gets a token, as from a card with a small
+The engine runs in a process of its own: every `--step-ms` each live request gets a token, as from a GPU with a small
 model. The clients are a third process that discards what it reads. A round is `--streams` concurrent requests of `--tokens`
-tokens, from the first byte sent to the last one read. Its figure is the processor time of the gateway's process, admission and
+tokens, from the first byte sent to the last one read. Its figure is the CPU time of the gateway's process, admission and
 settlement included, divided by the tokens of the round. If the gateway is slower than the engine, tokens reach the client
 several at a time: `tokens_per_frame` says how many.
 
     python -m bench.gateway_streams                     prints a row and adds it to bench/results/
-    python -m bench.gateway_streams --beside DIR        alternating with the gateway of another checkout, as ABBA
-    python -m bench.gateway_streams --profile FILE      also cProfile's figures of one gateway, which is slower then
+    python -m bench.gateway_streams --beside DIR        alternates with the gateway of another checkout, as ABBA
+    python -m bench.gateway_streams --profile FILE      one round under cProfile, which slows the gateway; no row
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.served_model import make_hollow_model
 
 HERE = Path(__file__).resolve().parents[1]
-"""This checkout. With --beside, this file also runs with the packages of the other one, `bench` included: it imports from that
-only what older checkouts have."""
+"""This checkout. With --beside, this file also runs with the packages of the other one, `bench` included, so it imports from
+`bench` only what older checkouts have too."""
 MODEL = "tiny"
 ADMIN_TOKEN = "gha_token-of-the-bench"
 STATUS_S = 0.25
@@ -56,7 +56,7 @@ CONTENT = b'"content":"'
 
 
 class SteppingEngine(FakeEngine):
-    """Sends each live request a token every `step_s`, never catching up on late steps, and a status a few times per second."""
+    """Sends each live request a token every `step_s`, without catching up on late steps, and a status every STATUS_S."""
 
     async def _step_forever(self) -> None:
         next_status_s = 0.0
@@ -105,7 +105,7 @@ class Client(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Report a connection that ended before its answer did."""
-        self._fail(exc or RuntimeError("the gateway hung up"))
+        self._fail(exc or RuntimeError("the gateway closed the connection"))
 
     def _fail(self, error: Exception) -> None:
         if not self.done.done():
@@ -113,7 +113,7 @@ class Client(asyncio.Protocol):
 
 
 async def run_round(gateway: Gateway, streams: int, tokens: int) -> Round:
-    """Return the measurements of `streams` answers of `tokens` tokens, all requested at once."""
+    """Request `streams` answers of `tokens` tokens at once; return the measurements."""
     body = {
         "model": MODEL,
         "messages": [{"role": "user", "content": "the quick brown fox jumps over the lazy dog"}],
@@ -209,15 +209,15 @@ def cpu_s(process: psutil.Process) -> float:
 
 def serve_gateway(
     folder: Path,
-    command_of_engine: Callable[[int], list[str]],
+    make_engine_command: Callable[[int], list[str]],
     profile: str | None,
     on_start: Callable[[Started], None] = lambda _: None,
 ) -> None:
-    """Serve until told to stop; the port is the first line of the output. `command_of_engine`: starts the stand-in that serves
-    on a file descriptor. profile: a file for cProfile's figures."""
+    """Serve until terminated; the first line of the output is the port. `make_engine_command` returns the command of an engine
+    that serves on a file descriptor. `profile`: path of cProfile's output."""
 
     def engine_command(_folder: ModelFolder, _settings: Settings, fd: int) -> list[str]:
-        return command_of_engine(fd)
+        return make_engine_command(fd)
 
     def announce(started: Started) -> None:
         prepare_to_serve()  # as `gatehouse serve` does
@@ -247,7 +247,7 @@ def serve_gateway(
 
 
 def serve_engine(kind: type[FakeEngine], fd: int, step_s: float) -> None:
-    """Be the engine on a file descriptor until the gateway closes it."""
+    """Run the engine on a file descriptor until the gateway closes it."""
 
     async def run() -> None:
         reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=fd))
@@ -258,30 +258,30 @@ def serve_engine(kind: type[FakeEngine], fd: int, step_s: float) -> None:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Return the row."""
+    """Run all rounds and return the row."""
     trees = [HERE] if options.beside is None else [HERE, options.beside.resolve()]
     rounds_by_tree: list[list[Round]] = [[] for _ in trees]
     with ExitStack() as stack:
         gateways = [
             stack.enter_context(gateway(tree, folder / str(index), options.step_ms / 1000)) for index, tree in enumerate(trees)
         ]
-        for one in gateways:
-            uvloop.run(run_round(one, options.streams, 20))  # warms up
+        for started in gateways:
+            uvloop.run(run_round(started, options.streams, 20))  # warms up
         for number in range(options.rounds):
             order = range(len(trees)) if number % 2 == 0 else reversed(range(len(trees)))
             for index in order:
                 rounds_by_tree[index].append(uvloop.run(run_round(gateways[index], options.streams, options.tokens)))
     num_tokens = options.streams * options.tokens
-    costs = [[round(1e6 * each.gateway_cpu_s / num_tokens, 1) for each in rounds] for rounds in rounds_by_tree]
+    costs = [[round(1e6 * result.gateway_cpu_s / num_tokens, 1) for result in rounds] for rounds in rounds_by_tree]
     row = {
         **rows.row_header("gateway_streams"),
         "streams": options.streams,
         "tokens": options.tokens,
         "step_ms": options.step_ms,
         "cpu_us_per_token": costs,
-        "cpu_us_per_token_median": [statistics.median(each) for each in costs],
-        "tokens_per_s": [[round(num_tokens / each.wall_s) for each in rounds] for rounds in rounds_by_tree],
-        "tokens_per_frame": [[round(num_tokens / each.num_frames, 2) for each in rounds] for rounds in rounds_by_tree],
+        "cpu_us_per_token_median": [statistics.median(samples) for samples in costs],
+        "tokens_per_s": [[round(num_tokens / result.wall_s) for result in rounds] for rounds in rounds_by_tree],
+        "tokens_per_frame": [[round(num_tokens / result.num_frames, 2) for result in rounds] for rounds in rounds_by_tree],
     }
     if len(trees) > 1:
         ratios = [other / own for own, other in zip(*costs, strict=True)]
@@ -292,7 +292,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print the row and keep it; or be the gateway or its engine."""
+    """Measure, print the row and save it; or run the gateway or its engine."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     if sys.argv[1:2] == ["--engine"]:
         serve_engine(SteppingEngine, int(sys.argv[2]), float(sys.argv[3]))
@@ -304,17 +304,17 @@ def main() -> None:
         return
     parser = rows.argument_parser(__doc__)
     parser.add_argument("--streams", type=int, default=256, help="requests at once")
-    parser.add_argument("--tokens", type=int, default=200, help="of each answer")
-    parser.add_argument("--step-ms", type=float, default=12.0, help="between two tokens of a stream")
+    parser.add_argument("--tokens", type=int, default=200, help="tokens of each answer")
+    parser.add_argument("--step-ms", type=float, default=12.0, help="milliseconds between two tokens of a stream")
     parser.add_argument("--rounds", type=int, default=4, help="counted rounds")
-    parser.add_argument("--beside", type=Path, help="another checkout, whose gateway is measured by turns with this one")
-    parser.add_argument("--profile", type=Path, help="where cProfile's figures go; one round, no row")
+    parser.add_argument("--beside", type=Path, help="another checkout, whose gateway is measured alternately with this one's")
+    parser.add_argument("--profile", type=Path, help="path of cProfile's output; runs one round, saves no row")
     options = parser.parse_args()
     prepare_to_serve()  # so that no garbage collection is measured as the gateway's
     with tempfile.TemporaryDirectory() as name:
         if options.profile is not None:
-            with gateway(HERE, Path(name) / "0", options.step_ms / 1000, options.profile) as one:
-                print(uvloop.run(run_round(one, options.streams, options.tokens)))
+            with gateway(HERE, Path(name) / "0", options.step_ms / 1000, options.profile) as started:
+                print(uvloop.run(run_round(started, options.streams, options.tokens)))
             return
         row = measure(options, Path(name))
     rows.publish(row, options)

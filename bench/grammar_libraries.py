@@ -17,7 +17,7 @@ class Refused(Exception):
 
 
 class Stopped(Exception):
-    """The library abandoned a text in the middle."""
+    """The library gave up in the middle of a text."""
 
 
 class Follower(Protocol):

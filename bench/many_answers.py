@@ -1,5 +1,5 @@
-"""The cost of many answers to one long prompt for everyone's steps: the engine's loop and scheduler, with a device that answers
-at once.
+"""How long a request for many answers to one long prompt delays the steps of everyone: the engine's loop and scheduler, with a
+device that takes no time.
 
 Usage: python -m bench.many_answers [--answers 128] [--prompt 130000] [--tries 5]
 

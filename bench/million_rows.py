@@ -2,10 +2,10 @@
 
 The events belong to TENANTS tenants with `--keys` keys each and the models MODELS, over the last DAYS days; a few owners use
 much, and many use little. There are as many requests as events. Both are written directly, in the form that the ledger's writer
-uses, and their sums are built by `rollups.rebuild`, which is timed too. Then the whole application answers in this process,
-without engines: each question QUESTIONS times, after one answer that is not counted; reports of many pages are then read from
-the first page to the last, each page once (`walks`). Other work on the machine is not stopped: the row records the load and,
-besides the time of an answer, this process's CPU time for it (which includes SQLite's work but not PostgreSQL's).
+uses, and rolled up by `rollups.rebuild`, which is timed too. Then the whole application answers in this process, without
+engines: each query REPEATS times after a warm-up; reports of many pages are then read from the first page to the last, each
+page once (`walks`). Other work on the machine is not stopped: the row records the load and, besides the time of an answer, this
+process's CPU time for it (which includes SQLite's work but not PostgreSQL's).
 
     python -m bench.million_rows [--events 1000000] [--keys 4] [--database sqlite]
                              prints one row per database and adds it to bench/results/
@@ -40,20 +40,20 @@ from appliance.metering.ledger.epochs import begin_epoch
 from appliance.serving.services import Services
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.browser_rules import session_cookie_name
-from bench.million_rows_questions import Filled, questions, walks
+from bench.million_rows_queries import QuerySubjects, queries, walks
 from bench.rows import argument_parser, publish, row_header
 from tests.support.databases import postgresql_binaries, running_cluster
 
 TENANTS, DAYS = 100, 30
 MODELS = {"small": 7000, "medium": 2499, "large": 500, "rare": 1}
 """How many of every ten thousand events belong to each model."""
-QUESTIONS = 15
+REPEATS = 15
 GOAL_MS = 200
 INSERT_ROWS = 20_000
 
 
-async def fill(services: Services, count: int, keys: int) -> Filled:
-    """Write `count` events and their requests, of tenants with `keys` keys each."""
+async def fill(services: Services, count: int, keys: int) -> QuerySubjects:
+    """Write `count` events and their requests, for tenants with `keys` keys each."""
     owners = []
     for number in range(TENANTS):
         tenant = await services.tenants.create(name=f"tenant {number}", access=WHOLE_APPLIANCE)
@@ -78,7 +78,7 @@ async def fill(services: Services, count: int, keys: int) -> Filled:
             await connection.execute(insert(requests), [_request(row) for row in rows])
     async with services.db.writing() as connection:
         await counters.take(connection, counters.POSTING, count)
-    return Filled(
+    return QuerySubjects(
         tenant_id=owners[0][0],
         key_id=owners[0][1],
         quiet_tenant_id=quiet.id,
@@ -161,9 +161,9 @@ async def time_pages(client: httpx.AsyncClient, path: str) -> list[float]:
 
 
 async def time_query(client: httpx.AsyncClient, path: str) -> list[tuple[float, float]]:
-    """Return the milliseconds of each answer but the first, and the CPU milliseconds that this process spent on it."""
+    """Return the milliseconds of each answer after the first, and the CPU milliseconds that this process spent on it."""
     samples = []
-    for _ in range(QUESTIONS + 1):
+    for _ in range(REPEATS + 1):
         began_s, worked_s = time.perf_counter(), time.process_time()
         answer = await client.get(path)
         samples.append(((time.perf_counter() - began_s) * 1000, (time.process_time() - worked_s) * 1000))
@@ -173,7 +173,7 @@ async def time_query(client: httpx.AsyncClient, path: str) -> list[tuple[float, 
 
 
 async def measure(url: str, folder: Path, count: int, keys: int) -> dict[str, Any]:
-    """Fill the database at `url`, ask every question, and return the row."""
+    """Fill the database at `url`, run every query, and return the row."""
     settings = load_settings(options={"data_dir": folder, "database_url": url, "log_level": "error"}, environ={})
     configure_logging("error", json=False)
     appliance = Appliance(settings, engines=False)
@@ -182,7 +182,7 @@ async def measure(url: str, folder: Path, count: int, keys: int) -> dict[str, An
     try:
         await services.sampler.sample()
         began_s = time.perf_counter()
-        filled = await fill(services, count, keys)
+        subjects = await fill(services, count, keys)
         filled_s, began_s = time.perf_counter() - began_s, time.perf_counter()
         num_sums = await rollups.rebuild(services.db, BillingCalendar())
         rebuilt_s = time.perf_counter() - began_s
@@ -192,9 +192,9 @@ async def measure(url: str, folder: Path, count: int, keys: int) -> dict[str, An
         prepare_to_serve()  # as `gatehouse serve` does
         transport = httpx.ASGITransport(app=cast(Any, create_app(appliance)))
         headers = {"cookie": f"{session_cookie_name(secure=False)}={token}", "sec-fetch-site": "same-origin"}
-        async with httpx.AsyncClient(transport=transport, base_url="http://box", headers=headers) as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://appliance", headers=headers) as client:
             now = services.clock.now()
-            samples = {name: await time_query(client, path) for name, path in questions(now, filled).items()}
+            samples = {name: await time_query(client, path) for name, path in queries(now, subjects).items()}
             pages = {name: await time_pages(client, path) for name, path in walks(now).items()}
     finally:
         await appliance.stop()
@@ -218,7 +218,7 @@ async def measure(url: str, folder: Path, count: int, keys: int) -> dict[str, An
 
 
 async def _analyze(database: Database) -> None:
-    """Update the query planner's statistics, as PostgreSQL does by itself in time."""
+    """Update the query planner's statistics, as PostgreSQL's autovacuum eventually does."""
     if database.kind == "postgresql":
         async with database.writing() as connection:
             await connection.execute(text("ANALYZE"))
@@ -226,7 +226,7 @@ async def _analyze(database: Database) -> None:
 
 @contextmanager
 def fresh_database(kind: str, folder: Path) -> Iterator[str]:
-    """Yield the URL of a migrated database of its own."""
+    """Yield the URL of a new, migrated database."""
     if kind == "sqlite":
         url = f"sqlite:///{folder / 'gatehouse.db'}"
         migrations.upgrade(url)
@@ -234,7 +234,7 @@ def fresh_database(kind: str, folder: Path) -> Iterator[str]:
         return
     binaries = postgresql_binaries()
     if binaries is None:
-        raise SystemExit("there are no PostgreSQL binaries on this machine")
+        raise SystemExit("PostgreSQL's binaries are not installed on this machine")
     with running_cluster(binaries) as cluster:
         yield cluster.acquire()
 
@@ -243,7 +243,7 @@ def main() -> None:
     """Measure and write the rows."""
     parser = argument_parser(__doc__)
     parser.add_argument("--events", type=int, default=1_000_000)
-    parser.add_argument("--keys", type=int, default=4, help="of each of the tenants")
+    parser.add_argument("--keys", type=int, default=4, help="keys of each tenant")
     parser.add_argument("--database", choices=("sqlite", "postgresql"), action="append")
     options = parser.parse_args()
     for kind in options.database or ("sqlite", "postgresql"):

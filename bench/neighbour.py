@@ -1,11 +1,11 @@
-"""The cost of one tenant's worst requests for the others: the whole appliance with the demo model, an attacker and a neighbour.
+"""How much one tenant's worst requests slow the others: the whole appliance with the demo model, an attacker and a neighbour.
 
-For each attack: the processor time that one request takes on the gateway's event-loop thread and on the engine's step thread
+For each attack: the CPU time that one request takes on the gateway's event-loop thread and on the engine's step thread
 (the smallest of the tries, measured without other requests), and a neighbour's longest wait for `/health/live` meanwhile (the
 smallest of the tries). Linux only.
 
     python -m bench.neighbour                    prints one row and adds it to bench/results/
-    python -m bench.neighbour --tree DIR         the same of the code in another checkout
+    python -m bench.neighbour --tree DIR         measures the code of another checkout
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class AttackedAppliance:
         self.pids = {each["role"]: each["pid"] for each in self.admin.get("/system").json()["processes"]}
 
     def cpu_ms(self, role: str) -> float:
-        """Processor time of the main thread of the gateway or the engine so far."""
+        """CPU time of the main thread of the gateway or the engine so far."""
         pid = self.pids[role]
         return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e6
 
     def post(self, body: bytes, *, key: str | None = None) -> None:
-        """Send a chat completion and read the whole answer, whatever it is."""
+        """Send a chat completion and read the whole response, whatever its status."""
         connection = http.client.HTTPConnection(*self.address, timeout=300)
         connection.request("POST", "/v1/chat/completions", body, {"authorization": f"Bearer {key or self.key}"})
         connection.getresponse().read()
@@ -112,19 +112,19 @@ def bodies() -> dict[str, bytes]:
     }
 
 
-def leave_queue(box: AttackedAppliance) -> float:
-    """The longest wait while QUEUE_CLIENTS clients that wait in one queue leave it together."""
-    box.admin.patch("/tiers/standard", json={"admission_wait_ms": 60_000}).raise_for_status()
+def leave_queue(target: AttackedAppliance) -> float:
+    """The longest wait while QUEUE_CLIENTS queued clients disconnect at the same time."""
+    target.admin.patch("/tiers/standard", json={"admission_wait_ms": 60_000}).raise_for_status()
     limits = {"limits": {"concurrent_requests": 1}}
-    tenant = box.admin.post("/tenants", json={"name": "line", "tier": "standard", **limits}).raise_for_status().json()
-    key = box.admin.post(f"/tenants/{tenant['id']}/keys", json={"name": "line"}).raise_for_status().json()["key"]
+    tenant = target.admin.post("/tenants", json={"name": "line", "tier": "standard", **limits}).raise_for_status().json()
+    key = target.admin.post(f"/tenants/{tenant['id']}/keys", json={"name": "line"}).raise_for_status().json()["key"]
     body = _chat(max_tokens=900, ignore_eos=True)
     head = (
         f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\ncontent-length: {len(body)}\r\n\r\n"
     )
     clients = []
     for _ in range(QUEUE_CLIENTS + 1):
-        clients.append(socket.create_connection(box.address))
+        clients.append(socket.create_connection(target.address))
         clients[-1].sendall(head.encode() + body)
     time.sleep(1.0)
 
@@ -133,31 +133,31 @@ def leave_queue(box: AttackedAppliance) -> float:
             client.close()
         time.sleep(3.0)
 
-    return box.longest_wait_ms(leave)
+    return target.longest_wait_ms(leave)
 
 
-def measure(box: AttackedAppliance, tries: int) -> dict[str, dict[str, float]]:
-    """Figures in milliseconds of each attack, by name."""
+def measure(target: AttackedAppliance, tries: int) -> dict[str, dict[str, float]]:
+    """Milliseconds measured for each attack, by name."""
     found = {}
     for name, body in bodies().items():
         costs = []
         for _ in range(tries):
-            gateway, engine = box.cpu_ms("gateway"), box.cpu_ms("engine")
-            box.post(body)
-            costs.append((box.cpu_ms("gateway") - gateway, box.cpu_ms("engine") - engine))
-        waits = [box.longest_wait_ms(lambda body=body: box.post(body)) for _ in range(tries)]  # type: ignore[misc]
+            gateway, engine = target.cpu_ms("gateway"), target.cpu_ms("engine")
+            target.post(body)
+            costs.append((target.cpu_ms("gateway") - gateway, target.cpu_ms("engine") - engine))
+        waits = [target.longest_wait_ms(lambda body=body: target.post(body)) for _ in range(tries)]  # type: ignore[misc]
         found[name] = {
             "gateway_cpu_ms": round(min(cost[0] for cost in costs), 1),
             "engine_cpu_ms": round(min(cost[1] for cost in costs), 1),
             "neighbour_ms": round(min(waits), 1),
         }
         sys.stderr.write(f"{name}: {found[name]}\n")
-    found[f"{QUEUE_CLIENTS} leave a line"] = {"neighbour_ms": round(leave_queue(box), 1)}
+    found[f"{QUEUE_CLIENTS} leave a line"] = {"neighbour_ms": round(leave_queue(target), 1)}
     return found
 
 
 def main() -> None:
-    """Measure, print the row and keep it."""
+    """Measure, print the row and save it."""
     parser = argument_parser(__doc__)
     parser.add_argument("--tries", type=int, default=5)
     parser.add_argument("--tree", type=Path, default=None, help="checkout whose appliance is measured")

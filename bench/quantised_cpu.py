@@ -2,7 +2,7 @@
 
 Usage: python -m bench.quantised_cpu [--size 100m] [--rounds 5] [--threads 1] [--batches 1,16] [--quantization int8|fp8|gptq]
 
-Every round runs the plain engine and the quantised one right after each other, in swapped order every other time, so that
+Every round runs the plain engine and the quantised one back to back, in swapped order every other time, so that
 other work on the machine affects both; results are ratios within a round. Outputs are not compared token for token, because
 rounded weights change them: the row has the mean difference of the prompt's log-probabilities, and the bytes that the weights
 take. gptq is a 4-bit checkpoint written for the bench; the other formats are made from the plain one when it is read. One JSON
@@ -41,7 +41,7 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 64, 64
 
 
 def compare(plain: LLM, quantised: LLM, prompts: list[list[int]], num_outputs: int, rounds: int, tokens: int) -> dict[str, Any]:
-    """Run both once to warm up, then `rounds` pairs. tokens: those of a run that count for its rate."""
+    """Run both once to warm up, then `rounds` pairs. `tokens`: how many tokens of a run its rate counts."""
     run_plain, run_quantised = (partial(greedy_tokens, llm, prompts, num_outputs) for llm in (plain, quantised))
     run_plain(), run_quantised()
     other_work = OtherWork()

@@ -1,5 +1,5 @@
-"""The rows that benches write to bench/results, one JSON object per line: their common fields and files, and their tables for
-people. Knows no bench."""
+"""The rows that benches write to bench/results, one JSON object per line: common fields, files and text tables. Imports no
+bench."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ MEASURED = ("appliance", "bench", "engine", "kernels", ":!bench/results")
 
 
 def row_header(bench: str) -> dict[str, Any]:
-    """The beginning of a row of `bench`: time, revision, machine and its load."""
+    """The first fields of a row of `bench`: time, revision, machine and its load."""
     return {"bench": bench, "at": datetime.now(UTC).isoformat(timespec="seconds"), **revision(), "machine": machine()}
 
 
 def argument_parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser for the options of a bench, with the one that all of them have. `description` is its module's docstring."""
+    """A parser with the option of all benches, `--no-save`. `description`: the docstring of the bench's module."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--no-save", action="store_true", help="print only")
     return parser
@@ -43,7 +43,7 @@ def save_row(row: Mapping[str, Any]) -> None:
 
 
 def append_row(path: Path, row: Mapping[str, Any]) -> None:
-    """Append `row` to the rows in the file."""
+    """Append `row` to the file at `path`."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
 
@@ -70,7 +70,7 @@ def cpu_name() -> str:
 
 
 def revision(tree: Path = TREE) -> dict[str, Any]:
-    """The commit of `tree`, and whether the measured code differs from it, None if that is not known. Without git, the value of
+    """The commit of `tree` and whether the measured code differs from it (None if unknown). Without git, the commit is that of
     GATEHOUSE_REVISION."""
 
     def git(*arguments: str) -> str | None:

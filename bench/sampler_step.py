@@ -1,4 +1,4 @@
-"""The cost of choosing a step's tokens by kind of request: milliseconds, and ratios to one `softmax` of the same logits.
+"""The cost of sampling a step's tokens, by kind of request: milliseconds, and ratios to one `softmax` of the same logits.
 
 Usage: python -m bench.sampler_step [--rows 64] [--vocab 32000] [--rounds 15] [--device cpu] [--threads 1]
 
@@ -52,7 +52,7 @@ def make_row(index: int, vocab_size: int, sampling: dict[str, Any]) -> SampledRo
 
 
 def timed(work: Callable[[torch.Tensor], object], logits: torch.Tensor) -> float:
-    """Seconds of one call on a copy; copying is not counted."""
+    """Seconds of one call on a copy of the logits, without the copying."""
     copy = logits.clone()
     if logits.is_cuda:
         torch.cuda.synchronize()

@@ -1,12 +1,12 @@
-"""The host's cost of scheduling a step: schedule() and apply() alone, with a device that answers at once. No model, no torch.
+"""The host's cost of scheduling a step: schedule() and apply() alone, with a device that takes no time. No model, no torch.
 
 Usage: python -m bench.scheduler [--quick] [--steps 2000] [--phases steady,admission,…]
 
 Grid: running requests × waiting requests × tenants × cached blocks × phases. Each cell gives the medians and 99th percentiles
 of schedule() and apply(), and the ratio of schedule() to a calibrator: 256 plain attribute updates, timed alternately with the
-cell's steps. The bars of a factor compare cells that differ in that factor alone. Garbage collection is off while a cell is
-timed; the first 50 steps are not counted. Times are CPU time of the thread, so that other work on the machine does not count;
-a call of that clock adds about 0.3 microseconds to each figure. One JSON row per run is appended to
+cell's steps. `ratios` compares cells that differ from the base cell in one factor with that cell. Garbage collection is off
+while a cell is timed; the first 50 steps are not counted. Times are CPU time of the thread, so that other work on the machine
+does not count; a call of that clock adds about 0.3 microseconds to each figure. One JSON row per run is appended to
 bench/results/scheduler.jsonl.
 """
 
@@ -52,7 +52,7 @@ BASE = {"running": 256, "waiting": 0, "tenants": 1, "cached": 1000}
 
 @dataclass(frozen=True)
 class Cell:
-    """One point of the grid. `cached`: blocks with content and no owner, besides those that serve the requests."""
+    """One point of the grid. `cached`: unowned blocks with cached content, besides the blocks that the requests use."""
 
     phase: str
     running: int
@@ -108,7 +108,7 @@ class CellState:
         self.scheduler.apply(batch, [TOKEN if item.samples else NO_TOKEN for item in batch.items])
 
     def before_step(self) -> None:
-        """The phase's actions between steps; not timed."""
+        """Apply the phase's changes between two steps, untimed."""
         phase, running = self.cell.phase, self.scheduler.accounts.running_requests
         if not running:
             return
@@ -186,7 +186,7 @@ def _p99(values: list[float]) -> float:
 
 
 def prefix_match() -> dict[str, float]:
-    """A fully cached 32k prompt: matched cold (block names are computed) and again (names are kept)."""
+    """A fully cached 32k prompt, matched cold (its block hashes are computed) and again (they are cached)."""
     pool = BlockPool(4096)
     cache = PrefixCache(pool, BLOCK_SIZE)
     cold_s: list[float] = []
@@ -222,7 +222,7 @@ def cells(grid: dict[str, tuple[int, ...]], phases: tuple[str, ...], *, full: bo
 
 
 def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Time of a step relative to the base cell of its phase, factor by factor."""
+    """Step times relative to the base cell of the same phase, for cells that differ from it in one factor."""
     bases = {row["phase"]: row for row in rows if not _changed_factors(row)}
     found = []
     for row in rows:

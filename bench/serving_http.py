@@ -80,7 +80,7 @@ async def frames_per_second(port: int, streams: int) -> float:
 
 
 def compare(streams: int, ports: Mapping[str, int]) -> dict[str, object]:
-    """Measure the servers one right after the other, ROUNDS times: other work on the machine slows both, so the ratio holds."""
+    """Measure the servers back to back, ROUNDS times: other work on the machine slows both, so the ratio stays valid."""
     rounds = [{name: asyncio.run(frames_per_second(port, streams)) for name, port in ports.items()} for _ in range(ROUNDS)]
     ratios = [one["granian"] / one["uvicorn"] for one in rounds]
     return {
@@ -96,7 +96,7 @@ def compare(streams: int, ports: Mapping[str, int]) -> dict[str, object]:
 
 @contextmanager
 def running(name: str) -> Iterator[int]:
-    """Yield the port of a server that answers."""
+    """Start a server and yield its port once it answers."""
     port = free_port()
     command = [sys.executable, *SERVERS[name], "--host", "127.0.0.1", "--port", str(port), "bench.serving_http:app"]
     server = subprocess.Popen(command, cwd=TREE)
@@ -122,7 +122,7 @@ def _wait_for(port: int) -> None:
 
 
 def main() -> None:
-    """Measure and keep the rows."""
+    """Measure, print the rows and save them."""
     options = argument_parser(__doc__).parse_args()
     with running("uvicorn") as uvicorn, running("granian") as granian:
         for streams in STREAM_COUNTS:

@@ -1,10 +1,10 @@
-"""Simulates what the scheduler achieves on real traffic: Llama-3.1-8B in bfloat16 on an H200.
+"""What the scheduler achieves on real traffic, simulated: Llama-3.1-8B in bfloat16 on an H200.
 
 Usage: python -m bench.simulator --traces DIR [--parts goodput,goodput_slow,whole,noisy,fairness,cache,others]
 
 DIR holds azure_conv_2023.csv, azure_code_2023.csv, servegen_chat_tenants.csv, servegen_reason_tenants.csv,
 mooncake_conversation.jsonl and sharegpt_lengths.csv. Every part prints its rows and appends one JSON row to
-bench/results/simulator.jsonl. Everything is deterministic except the seconds of processor time.
+bench/results/simulator.jsonl. Everything is deterministic except the CPU seconds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Row = dict[str, Any]
 
 
 def run(workload: Workload, objective: Objective | None = None, **options: Any) -> Row:
-    """Run one simulation; return its report, with the seconds of processor time that it took."""
+    """Run one simulation; return its report, with the CPU seconds that it took."""
     slo = objective or Objective()
     assert slo.tpot_s is not None
     replay = Replay(Setup(model=MODEL, gpu=GPU, inter_token_target_s=slo.tpot_s, **options), workload)
@@ -50,7 +50,7 @@ def highest_rate(
     steps: int = SEARCH_STEPS,
     **options: Any,
 ) -> Row:
-    """Bisect over the traffic's speed for the highest rate at which 99 % of the requests meet the objective."""
+    """Find the highest rate at which 99 % of the requests meet the objective, by bisecting the speed of the traffic."""
     best: Row = {"req_per_s": 0.0}
     for _ in range(steps):
         speed = (low + high) / 2

@@ -1,4 +1,4 @@
-"""Growth while the appliance serves: memory, open files and threads of gateway and engine, over hours of mixed traffic.
+"""Resource growth under load: memory, open files and threads of gateway and engine, over hours of mixed traffic.
 
 Clients of four tenants send every kind of request that takes a different path through the code: whole and streamed answers,
 several answers, new schemas and regular expressions each time, log-probabilities, prompts with and without a common prefix,
@@ -51,7 +51,7 @@ LISTS = ("/tenants", "/requests?limit=50", "/ledger?limit=100", "/audit?limit=50
 
 @dataclass(slots=True)
 class ClientResults:
-    """Results seen by clients: answers by manner and status, and for those read to their end the reported tokens."""
+    """Results seen by clients: answers by kind of request and status, and the reported tokens of those read to the end."""
 
     answers: Counter[str] = field(default_factory=Counter)
     completion_tokens: dict[str, int] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class ClientResults:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One process at one time."""
+    """Resources of one process at one time. `at_s`: seconds since the start; `anonymous`: bytes."""
 
     at_s: float
     num_answers: int
@@ -174,7 +174,7 @@ REFUSED: tuple[dict[str, Any], ...] = (
 
 
 async def watch_console(url: str) -> None:
-    """Act as a signed-in user: keep the live stream open, read pages, and occasionally sign in again."""
+    """Act as a signed-in user: keep the live stream open, read pages, and sign in again from time to time."""
     while True:
         async with httpx.AsyncClient(base_url=url, timeout=60, follow_redirects=True) as browser:
             form = CSRF.findall((await browser.get("/login")).text)
@@ -225,7 +225,7 @@ def anonymous_bytes(pid: int) -> int:
 
 
 def growth(series: list[Sample]) -> float:
-    """Bytes per thousand answers: the slope of a least-squares line through the second half."""
+    """Growth of memory in bytes per thousand answers: the slope of a least-squares line through the second half."""
     half = series[len(series) // 2 :]
     mean_x = sum(each.num_answers for each in half) / len(half)
     mean_y = sum(each.anonymous for each in half) / len(half)
@@ -234,7 +234,7 @@ def growth(series: list[Sample]) -> float:
 
 
 async def ledger_mismatches(admin: httpx.AsyncClient, results: ClientResults) -> list[str]:
-    """Ids of requests whose tokens in the ledger differ from those reported to the client, once no request runs."""
+    """Ids of requests whose tokens in the ledger differ from those reported to the client. No request may be running."""
     posted: dict[str, int] = {}
     query: dict[str, Any] = {"limit": 100}
     while True:
@@ -246,7 +246,7 @@ async def ledger_mismatches(admin: httpx.AsyncClient, results: ClientResults) ->
 
 
 async def soak(url: str, token: str, minutes: float, clients: int, seed: int) -> dict[str, Any]:
-    """Return the row's figures of traffic and growth."""
+    """Generate the traffic; return the row's figures."""
     rng, results = random.Random(seed), ClientResults()
     async with httpx.AsyncClient(base_url=f"{url}/admin/v1", headers={"authorization": f"Bearer {token}"}, timeout=60) as admin:
         (await admin.post("/prices", json={"model": MODEL, **PRICE})).raise_for_status()
@@ -280,8 +280,7 @@ async def soak(url: str, token: str, minutes: float, clients: int, seed: int) ->
 
 
 def growth_figures(series: list[Sample]) -> dict[str, Any]:
-    """What a process held at the beginning, in the middle and at the end; files and threads: at the beginning, most, at the
-    end."""
+    """Memory at the first sample, in the middle and at the last; open files and threads as [first, maximum, last]."""
     files, threads = [each.num_fds for each in series], [each.num_threads for each in series]
     return {
         "anonymous_mib_first": round(series[0].anonymous / MIB, 1),
@@ -297,8 +296,8 @@ def growth_figures(series: list[Sample]) -> dict[str, Any]:
 def main() -> None:
     """Measure, print the row, and add it to the results."""
     parser = argument_parser(__doc__)
-    parser.add_argument("--minutes", type=float, default=30.0, help="of traffic")
-    parser.add_argument("--clients", type=int, default=8, help="programs that ask at once")
+    parser.add_argument("--minutes", type=float, default=30.0, help="minutes of traffic")
+    parser.add_argument("--clients", type=int, default=8, help="concurrent clients")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -3,10 +3,11 @@
 Usage: python -m bench.structured_output SCHEMAS.jsonl [--libraries ours,llguidance,xgrammar] [--vocab 32000] [--samples 3]
 
 A line of the file is {"name", "schema", "tests": [{"valid", "data"}]} (the format of MaskBench, arXiv 2501.10868). Every
-instance is written both compactly and with the usual spaces, tokenised, and followed under the mask. Then random documents are
-drawn, each token uniformly from those that the mask allows, and validated by the package `jsonschema`, which is independent of
-any grammar. Times are CPU times, because the machine may be busy. Each library runs in a process of its own, so that a hang or
-crash costs only the schema that caused it. One JSON row per run is appended to bench/results/structured_output.jsonl.
+instance is written both compactly and with the usual spaces, tokenised, and checked token by token against the mask. Random
+documents are then drawn, each token uniformly from those that the mask allows, and validated by the package `jsonschema`, which
+is independent of any grammar. Times are CPU times, because the machine may be busy. Each library runs in a process of its own,
+so that a hang or crash costs only the schema that caused it. One JSON row per run is appended to
+bench/results/structured_output.jsonl.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class SchemaChecker:
         return allows(self.mask(follower), self.vocabulary.eos_token_ids[0])
 
     def sample(self, compiled: Any, schema: Any, rng: random.Random) -> dict[str, Any]:
-        """Draw random documents: how many ended, and those that `jsonschema` rejects."""
+        """Draw random documents; count those that ended, and list those that `jsonschema` rejects."""
         validator = validator_for(schema, default=jsonschema.Draft202012Validator)
         ended, bad = 0, []
         for _ in range(self.samples):
@@ -199,7 +200,7 @@ def _validation_error(validator: Any, schema: Any, text: str) -> str:
 
 
 def serve(library: str, vocab: int, samples: int) -> None:
-    """Run one library's process: each input line is a schema, each output line an answer."""
+    """Main loop of one library's process: reads a schema per line, writes an answer per line."""
     tokenizer = make_tokenizer(vocab)
     data = json.loads(tokenizer.to_str())
     vocabulary = vocabulary_of(data, tokenizer.get_vocab_size(), [0])
@@ -298,7 +299,7 @@ def main() -> None:
     parser.add_argument("--libraries", default="ours,llguidance,xgrammar")
     parser.add_argument("--vocab", type=int, default=32_000)
     parser.add_argument("--samples", type=int, default=3, help="random documents for each schema")
-    parser.add_argument("--limit", type=int, default=None, help="only so many schemas")
+    parser.add_argument("--limit", type=int, default=None, help="check only the first schemas, this many")
     parser.add_argument("--details", type=Path, default=None, help="write every answer to this file")
     parser.add_argument("--serve", choices=LIBRARIES, default=None, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -26,14 +26,14 @@ def main() -> int:
     known = sorted({part.target for part in PARTS})
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rehearse", action="store_true", help="on the CPU with tiny shapes; no figures")
-    parser.add_argument("--only", default="", help=f"parts, divided by commas: {', '.join(known)}")
-    parser.add_argument("--out", type=Path, help="where the JSON goes; else bench/results/, of a rehearsal nowhere")
-    parser.add_argument("--logs", type=Path, help="a folder or, by its name, a FILE.tgz for the whole log of each part")
-    parser.add_argument("--total", type=float, help=f"seconds for everything, {TOTAL_S:g} unless given")
+    parser.add_argument("--only", default="", help=f"comma-separated parts: {', '.join(known)}")
+    parser.add_argument("--out", type=Path, help="path of the JSON (default: in bench/results/; a rehearsal writes none)")
+    parser.add_argument("--logs", type=Path, help="directory or FILE.tgz for the whole log of each part")
+    parser.add_argument("--total", type=float, help=f"seconds for the whole run (default {TOTAL_S:g})")
     options = parser.parse_args()
     only = {name.strip() for name in options.only.split(",") if name.strip()} or None
     for name in (only or set()) - set(known):
-        parser.error(f"--only: there is no part {name!r}; there are {', '.join(known)}")
+        parser.error(f"--only: unknown part {name!r}; the parts are {', '.join(known)}")
     requirements.check(rehearse=options.rehearse)
     total_s = options.total or (REHEARSAL_S if options.rehearse else TOTAL_S)
     started_s = time.monotonic()
@@ -46,10 +46,10 @@ def main() -> int:
         rows = complete_rows(outcome, targets)
         return document(rows, outcome, rehearsal=options.rehearse, taken_s=time.monotonic() - started_s)
 
-    def is_kept(outcome: Outcome) -> bool:  # without a GPU there is no result to keep
+    def is_kept(outcome: Outcome) -> bool:  # without a GPU there is no result to write
         return bool(outcome.rows) or options.out is not None
 
-    signal.signal(signal.SIGTERM, _break_off)
+    signal.signal(signal.SIGTERM, _exit_on_signal)
     with ResultFiles(path, options.logs) as files:
 
         def keep(outcome: Outcome) -> None:
@@ -75,8 +75,8 @@ def main() -> int:
     return status(report)
 
 
-def _break_off(number: int, _: object) -> None:
-    """A time limit usually sends SIGTERM before SIGKILL: this keeps the rows of the stage under way."""
+def _exit_on_signal(number: int, _: object) -> None:
+    """Exit in an orderly way, which writes the rows of the running stage: a time limit usually sends SIGTERM before SIGKILL."""
     raise SystemExit(128 + number)
 
 

@@ -1,4 +1,4 @@
-"""What the card itself reaches: the base of every fraction. Copies, reads, matrix products, and the gap between kernels.
+"""Calibrates the card: copies, reads, matrix products and the gap between kernels. Every fraction relates to these figures.
 
 copy       out ← x, bytes read and written (the base of all bandwidth fractions: the best of the sizes). The best of three
            ways counts, because a slow one would raise every fraction: the driver's copy captured in a graph, the same
@@ -38,7 +38,7 @@ def nothing_kernel(place):  # type: ignore[no-untyped-def]
 
 
 def calibrate(context: Context) -> None:
-    """First measure the figures that other parts divide by, reporting each at once; nvidia-smi, which may hang, runs last."""
+    """Measure first what other parts divide by, and report each figure at once; nvidia-smi, which may hang, runs last."""
     card = _card(context)
     context.add_facts(**card)
     copies: list[float] = []

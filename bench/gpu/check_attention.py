@@ -123,9 +123,9 @@ def _rotated(context: Context, shape: AttentionShape, lengths: list[int], *, fp8
             weights = {name: weight.to(kind) for name, weight in norms.items()}
             heads: dict[str, Any] = {"num_kv_heads": shape.num_kv_heads, "rotary_dim": size}
             rotate(rotated, cos.to(kind), sin.to(kind), None if fp8 else cache, slots, eps=1e-6, **heads, **weights)
-            if fp8:  # rounded to 16 bits first, as served: an e4m3 number is farther from the next than all else that is judged
-                unturned = torch.ones_like(cos), torch.zeros_like(sin)
-                torch_rope(rotated.to(dtype), *unturned, cache, slots, kv_scales=scales, **heads)
+            if fp8:  # rounded to 16 bits first, as served: one step between e4m3 numbers exceeds every other error judged here
+                no_rotation = torch.ones_like(cos), torch.zeros_like(sin)
+                torch_rope(rotated.to(dtype), *no_rotation, cache, slots, kv_scales=scales, **heads)
             return rotated[:, : shape.num_heads], replace(pages, cache=cache)
 
         q, rotated_pages = separate(exact_rope, torch.float64)
@@ -168,7 +168,7 @@ def _torch_attention(q: torch.Tensor, pages: Pages, request: int, scales: torch.
 def _prefill(
     context: Context, shape: AttentionShape, chunks: list[tuple[int, int]], *, fp8: bool = False, label: str = ""
 ) -> Case:
-    """chunks: (number of queries, number of tokens of the request) for each"""
+    """chunks: (number of queries, context length) of each request"""
 
     def make() -> ResultTriple:
         lengths = [length for _, length in chunks]

@@ -42,12 +42,13 @@ def check(context: Context) -> None:
 
 
 def check_fused(context: Context) -> None:
-    """Check products in 4 bits, whose decoded weights are kept for later cases, fused products and experts."""
+    """Check products in 4 bits (whose decoded weights are cached for later cases), fused products and experts."""
     check_errors(context, "product int4", _cases(context, _int4))
     row_counts = [count for count in _rows(context) if count <= 16]
 
     def fused(make: Callable[[Context, int, Tail], ResultTriple]) -> list[tuple[str, Callable[[], ResultTriple]]]:
-        """One row takes all four products of a layer: it has its own kernels, and 8- and 4-bit models are timed with it."""
+        """One row is checked in all four products of a layer: it has its own kernels, and they serve the timed 8- and 4-bit
+        models."""
         found = [(f"{m} rows", partial(make, context, m, _out_and_gates(context))) for m in row_counts]
         return [*found, ("1 row, down and query-key-value", partial(make, context, 1, _down_and_first(context)))]
 
@@ -93,7 +94,7 @@ def _plain(context: Context, m: int, n: int, k: int) -> ResultTriple:
 def _quantised(context: Context, m: int, n: int, k: int, *, kind: str) -> ResultTriple:
     x, weight = _operands(context, m, n, k)
     packed = pack_weight(kind, weight)
-    assert not isinstance(packed, torch.Tensor), f"{kind} is no code"
+    assert not isinstance(packed, torch.Tensor), f"{kind} is not a quantised format"
     decoded = exact.dequantise(packed)
     return PRODUCTS[kind](x, packed), _product(x, decoded), functional.linear(x, decoded.to(x.dtype))
 
@@ -116,14 +117,14 @@ def _int4(context: Context, m: int, n: int, k: int) -> ResultTriple:
 
 @functools.cache
 def _int4_weight(dtype: torch.dtype, device: torch.device, n: int, k: int) -> tuple[Int4Weight, torch.Tensor]:
-    """The packed weight, and the weight decoded column by column, which takes a second."""
+    """The packed weight and its decoded values. Cached, because decoding column by column takes a second."""
     packed = pack_int4(normal(n, k, dtype=dtype, device=device, scale=k**-0.5), 128)
     return packed, exact.dequantise(packed)
 
 
 class Tail(NamedTuple):
-    """A product that is added to the stream, and the next one: width of the stream, columns of the first weight, outputs of the
-    next, counting both halves if it is gated."""
+    """A product that is added to the residual stream, and the next one: width of the stream, columns of the first weight,
+    outputs of the next, counting both halves if it is gated."""
 
     width: int
     columns: int
@@ -145,7 +146,7 @@ def _down_and_first(context: Context) -> Tail:
 
 
 def _fused(context: Context, m: int, tail: Tail) -> ResultTriple:
-    """A product added to the stream, its norm, and the next product."""
+    """A product added to the residual stream, the norm of the sum, and the next product."""
     weights = _plain_weights(context, tail)
     return _layer_tail(context, m, tail, weights, (weights[0].float(), weights[1].float()))
 
@@ -203,7 +204,7 @@ def _layer_tail(
     mean: float = 0.0,
 ) -> ResultTriple:
     """The result with `weights` as served, the one with `exact_weights` in float32, and torch's in the dtype of the rows.
-    mean: mean of the rows that are multiplied first."""
+    `mean`: mean of the input rows of the first product."""
     dtype, device = context.dtype, context.device
     gate: Gate | None = "silu" if tail.is_gated else None
     x, residual = mean + normal(m, tail.columns, dtype=dtype, device=device), normal(m, tail.width, dtype=dtype, device=device)

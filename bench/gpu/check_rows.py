@@ -27,11 +27,11 @@ from kernels.triton.rope_and_cache import rope_and_cache
 EPS = 1e-6
 HOST_TOKENS = "tokens left for the host"
 REPLAYED = 64
-"""Steps of a graph that write tokens: far more than there are places."""
+"""Replays of a graph that writes tokens: far more than `HostTokens` has places."""
 
 
 def check(context: Context) -> None:
-    """Check the operations on which every engine step depends first: if tokens are wrong, so are all rows of the engines."""
+    """Check first the operations on which every engine step depends: if tokens are wrong, so are all rows of the engines."""
     check_equal(
         context,
         HOST_TOKENS,
@@ -125,7 +125,7 @@ def _dequantise_rows(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor
 
 
 def _torch_fp8(x: torch.Tensor) -> torch.Tensor:
-    """Torch's way: one pass for the maximum of each row, one for the quotient."""
+    """Rows rounded to e4m3 by torch: one pass for the maximum of each row, one for the quotient."""
     scales = x.float().abs().amax(dim=1, keepdim=True).clamp_min(1e-12) / 448
     return _dequantise_rows((x.float() / scales).to(FP8), scales)
 
@@ -165,7 +165,7 @@ def _rope(context: Context, count: int, *, normed: bool = False, fp8: bool = Fal
 
 
 def _torch_rope(inputs: dict[str, Any]) -> list[torch.Tensor]:
-    """transformers' way: normalise, rotate by halves, write; all in the model's dtype."""
+    """The computation as transformers does it: normalise, rotate by halves, write; all in the model's dtype."""
     qkv, kv_heads, size = inputs["qkv"], inputs["num_kv_heads"], inputs["rotary_dim"]
     heads = qkv.shape[1] - 2 * kv_heads
     for weight, part in (("q_weight", slice(0, heads)), ("k_weight", slice(heads, heads + kv_heads))):
@@ -224,8 +224,8 @@ def _step_inputs(context: Context) -> ResultPair:
 
 
 def _host_tokens(context: Context) -> ResultPair:
-    """Tokens in page-locked memory on a GPU, read after an event as the engine does. Three steps: one with padding, one of
-    padding alone, and one that is longer than what the kernel handles at once."""
+    """Tokens written to page-locked memory by a GPU, read after an event as the engine does. Three steps: one with padding, one
+    of padding alone, and one with more rows than the kernel handles at once."""
     device = context.device
     on_card = device.type == "cuda"
     steps = [[3, 0, -1], [-1, -1], [*range(300)]]
@@ -248,9 +248,9 @@ def _host_tokens(context: Context) -> ResultPair:
 
 
 def _host_tokens_of_graph(context: Context) -> ResultPair:
-    """As in the engine: a captured step is replayed, an event follows each replay, and its place is read once the event has
-    passed, with the next replay under way. If this differs although "launched" does not, tokens were not yet in main memory
-    when the event had passed, or the capture is wrong. Without a card the step is called directly."""
+    """As in the engine: a captured step is replayed, an event follows each replay, and its tokens are read once the event has
+    completed, while the next replay runs. If this differs although "launched" does not, tokens were not yet in main memory when
+    the event had completed, or the capture is wrong. Without a card the step is called directly."""
     device, size = context.device, context.size(256, 3)
     on_card = device.type == "cuda"
     host = HostTokens(

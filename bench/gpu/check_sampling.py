@@ -65,7 +65,7 @@ def sampling_columns(
 
 
 def triton_and_reference(module: str, name: str) -> tuple[Launcher, Launcher]:
-    """A Triton launcher and its reference, imported per row, so that a missing one costs no other row."""
+    """A Triton launcher and its reference, imported per row, so that a failing import fails only its own row."""
     triton, reference = (importlib.import_module(f"kernels.{kind}.{module}") for kind in ("triton", "reference"))
     return getattr(triton, name), getattr(reference, name)
 
@@ -133,8 +133,8 @@ def _bitmask(context: Context) -> ResultPair:
 
 
 def _logprobs(context: Context) -> ResultTriple:
-    """Log-probabilities of so many tokens that the largest error of either side is what its arithmetic allows: with only a few,
-    torch is twice as exact by chance in one run of twenty."""
+    """Log-probabilities of so many tokens that the largest error of either side reflects its arithmetic: with only a few, torch
+    is twice as exact by chance in one run of twenty."""
     ours, _ = triton_and_reference("logprobs", "token_logprobs")
     rows, vocab = context.size(16, 5), context.size(128_256, 700)
     logits = normal(rows, vocab, dtype=torch.float32, device=context.device, scale=3.0)
@@ -144,7 +144,7 @@ def _logprobs(context: Context) -> ResultTriple:
 
 
 def _head_and_product(context: Context, kind: str) -> ResultPair:
-    """The fused head, and the plain product of the same rows as in the plain runner: ties included."""
+    """The fused head against the product and argmax of the plain runner, on the same rows: ties included."""
     ours, _ = triton_and_reference("greedy_head", "greedy_head")
     width, vocab = (64, 300) if context.rehearsal else (4096, 128_256)
     hidden = normal(16, width, dtype=context.dtype, device=context.device)

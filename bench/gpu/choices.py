@@ -1,8 +1,8 @@
-"""Choices made without a GPU at hand, compared with their alternatives: one run on a card decides.
+"""Choices made without a GPU, timed against their alternatives on a card.
 
-Nothing here is judged, and most of the time goes into compiling kernels that are not in service. A row's value is the time of
-the choice over that of the fastest candidate, so 1 if it is the fastest; its facts hold the microseconds of each. Candidates
-are those that the machine code alone could not rank. One row is a model's rate with an option that operators have.
+No row is judged, and most of the time goes into compiling kernels that are not in service. A row's value is the time of the
+choice over that of the fastest candidate, so 1 if it is the fastest; its facts list the microseconds of each. Candidates are
+those that could not be ranked by their machine code. One row is a model's rate with an option that operators can set.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ def _candidate_times(
 
 
 def _candidates(context: Context, weight: Weight, outputs: int, *, gated: bool) -> dict[str, AnyTiles]:
-    """Weights through shared memory, as for more rows (4 bits); in registers (16 and 8 bits); as operands of tensor cores,
-    with different numbers of warps (Hopper, 8 and 4 bits)."""
+    """Tiles that load weights through shared memory, as for more rows (4 bits); into registers (16 and 8 bits); as operands of
+    tensor cores, with different numbers of warps (Hopper, 8 and 4 bits)."""
     candidates: dict[str, AnyTiles] = {f"{each.block_n}x{each.block_k} of {each.num_warps} warps": each for each in ROW_TILES}
     if isinstance(weight, Int4Weight):
         tiles = fused_int4.fused_int4_tiles(outputs, weight.num_columns, multiprocessors(context.device), gated=gated)
@@ -125,7 +125,7 @@ def _candidates(context: Context, weight: Weight, outputs: int, *, gated: bool) 
 
 
 def _layer(context: Context) -> None:
-    """Layers of one row whose kernels let the next one begin before they have ended (`bench.gpu.sooner`)."""
+    """Layers of one row whose kernels trigger the next one before they end (`bench.gpu.sooner`)."""
     run, layers = make_layer(context, "Llama-8B", 1)
     times_s = {CHOSEN: median(seconds([run], context.device, samples=3))}
     for way, begin in SOONER.items():

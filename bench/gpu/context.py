@@ -1,4 +1,4 @@
-"""The input of every measurement: the device, the sizes, figures from earlier parts, and where rows are emitted."""
+"""The context of every measurement: the device, the sizes, figures from earlier parts, and the output of rows."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ import torch
 
 from bench.gpu.rows import Row
 
-WORDS_MAX = 1500
+TRACE_CHARS_MAX = 1500
 
 log = logging.getLogger("gatehouse.bench")
 
 
 class FactMissing(RuntimeError):
-    """A figure that a limit is computed from is missing from the calibration."""
+    """The calibration lacks a figure from which a limit is computed."""
 
 
 @dataclass(slots=True)
 class Context:
-    """One part under way. `facts` are figures of earlier parts and of this one: bandwidth and flops, tokens per second.
-    `measured`: names of the rows emitted without an error; `engines`: how many are open."""
+    """State of the running part. `facts`: figures of earlier parts and of this one, such as bandwidth, flops and tokens per
+    second; `measured`: names of the rows emitted without an error; `engines`: number of open engines."""
 
     device: torch.device
     rehearsal: bool
@@ -66,21 +66,21 @@ class Context:
 
     @property
     def left_s(self) -> float:
-        """Time until this part is ended from outside."""
+        """Seconds until this part is killed by the main process."""
         return self.deadline_s - self.clock()
 
     def size(self, real: int, rehearsed: int) -> int:
         return rehearsed if self.rehearsal else real
 
     def limit(self, row: Row, compute: Callable[[], float]) -> None:
-        """Give a row its limit. If the calibration lacks a figure for it, the row is kept without a limit and says why."""
+        """Set the limit of a row. If the calibration lacks a figure for it, the row has no limit, and its note says why."""
         try:
             row.limit = compute()
         except FactMissing as missing:
             row.note = "; ".join(note for note in (f"no limit: {missing}", row.note) if note)
 
     def bandwidth_row(self, name: str, num_bytes: int, times_s: Sequence[float]) -> Row:
-        """A row in GB/s for calls that moved `num_bytes` in each of these times; its limit is the calibrated bandwidth. Raises
+        """A row in GB/s from sampled times of calls that each moved `num_bytes`; its limit is the calibrated bandwidth. Raises
         `FactMissing`."""
         rates = [num_bytes / time_s / 1e9 for time_s in times_s]
         return Row(name=name, value=median(rates), limit=self.bandwidth / 1e9, samples=rates)
@@ -96,8 +96,8 @@ class Context:
         self.write({"facts": facts})
 
     def guard(self, names: str | Sequence[str], measure: Callable[[], object]) -> None:
-        """Measure. If that raises, the named rows say why, except those already measured, and the part goes on, unless the
-        device is broken: whatever followed would then fail without saying anything useful, so the part ends.
+        """Run `measure`. If it raises, emit an error row for each of `names` that was not measured yet and continue, unless the
+        device is broken: all that follows would fail without saying anything useful, so the part exits.
 
         Afterwards torch's cached GPU memory is released, except between successful rows of an open engine: its steps would
         request all of it from the driver again, piece by piece, while they are timed."""
@@ -106,7 +106,7 @@ class Context:
             measure()
         except Exception as error:
             self.failures += 1
-            trace = "".join(traceback.format_exception(error))[-WORDS_MAX:]
+            trace = "".join(traceback.format_exception(error))[-TRACE_CHARS_MAX:]
             listed = [names] if isinstance(names, str) else names
             for name in [name for name in listed if name not in self.measured] or [f"after {listed[-1]}"]:
                 self.emit(Row(name=name, error=f"{type(error).__name__}: {str(error)[:300]}", note=trace))

@@ -1,4 +1,4 @@
-"""The driver's facts about the card: version, clocks, power and temperature. A throttled or shared card is slow."""
+"""The card's state as its driver reports it: version, clocks, power, temperature. A throttled or shared card is slow."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ FIELDS = (
     "memory.used,mig.mode.current"
 )
 UNKNOWN = re.compile(r'Field "([^"]+)" is not a valid field')
-"""Drivers rename fields from time to time; for an unknown field they report none of the others either."""
+"""Drivers rename fields from time to time; if one field is unknown, nvidia-smi reports none of the others either."""
 WAIT_S = 3.0
 CHARS_MAX = 600
 
 
 def state() -> str:
-    """Names and values in one line, without fields unknown to this driver; or the reason why there are none."""
+    """Names and values in one line, without fields unknown to this driver; or the error of the query."""
     fields = FIELDS.split(",")
     while True:
         command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv"]
@@ -24,10 +24,10 @@ def state() -> str:
             answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=WAIT_S)
         except (OSError, subprocess.TimeoutExpired) as error:
             return f"{type(error).__name__}: {error}"
-        words = (answer.stdout or answer.stderr).strip()
-        unknown = set(UNKNOWN.findall(words)).intersection(fields)
+        text = (answer.stdout or answer.stderr).strip()
+        unknown = set(UNKNOWN.findall(text)).intersection(fields)
         if not unknown:
-            return " | ".join(words.splitlines())[:CHARS_MAX]
+            return " | ".join(text.splitlines())[:CHARS_MAX]
         fields = [field for field in fields if field not in unknown]
 
 

@@ -16,20 +16,20 @@ T = TypeVar("T")
 R = TypeVar("R")
 Outputs = torch.Tensor | Sequence[torch.Tensor]
 ResultPair = tuple[Outputs, Outputs]
-"""Our result, and the one that it must equal."""
+"""(ours, expected), which must be equal"""
 ResultTriple = tuple[Outputs, Outputs, Outputs]
-"""Our result, the exact one, and torch's."""
+"""(ours, exact, torch's)"""
 Cases = Sequence[tuple[str, Callable[[], T]]]
-"""Each case's name, and the function that computes it."""
+"""(name, function that computes the results) of each case"""
 FLOOR_UNITS = 0.25
-"""In rounding units of the largest result: below this, torch's error is a matter of chance (a copy has none)."""
+"""Floor of torch's error, in rounding units of the largest result: a smaller one is a matter of chance (a copy has none)."""
 
 
 def check_errors(context: Context, name: str, cases: Cases[ResultTriple]) -> None:
     """Emit a row with the error of the worst case; its facts list all cases."""
 
     def measure() -> None:
-        found = _of_each(cases, lambda results: _error(*results))
+        found = _evaluate_cases(cases, lambda results: _error(*results))
         worst = max(found, key=lambda label: found[label]["ratio"])
         samples = [each["ratio"] for each in found.values()]
         row = Row(name=error_row(name), value=found[worst]["ratio"], samples=samples, facts={"cases": found})
@@ -39,8 +39,8 @@ def check_errors(context: Context, name: str, cases: Cases[ResultTriple]) -> Non
     context.guard(error_row(name), measure)
 
 
-def _of_each(cases: Cases[T], measure: Callable[[T], R]) -> dict[str, R]:
-    """The measure of each case, by its name. Raises AssertionError for two of one name: one would hide the other."""
+def _evaluate_cases(cases: Cases[T], measure: Callable[[T], R]) -> dict[str, R]:
+    """Apply `measure` to each case; results by name. Raises AssertionError for duplicate names: one would hide the other."""
     found: dict[str, R] = {}
     for label, make in cases:
         assert label not in found, f"two cases are named {label}"
@@ -49,7 +49,7 @@ def _of_each(cases: Cases[T], measure: Callable[[T], R]) -> dict[str, R]:
 
 
 def _error(ours: Outputs, exact: Outputs, theirs: Outputs) -> dict[str, float]:
-    """Our error and torch's, for the output with the worst ratio of the two; infinite where any of the three is not finite."""
+    """Our error and torch's, for the output with the worst ratio of the two; infinite if any of the three is not finite."""
     found = []
     for mine, true, other in zip(_as_list(ours), _as_list(exact), _as_list(theirs), strict=True):
         true = true.double()
@@ -57,7 +57,7 @@ def _error(ours: Outputs, exact: Outputs, theirs: Outputs) -> dict[str, float]:
         error, base = ((each.double() - true).abs().max().item() for each in (mine, other))
         floor = FLOOR_UNITS * torch.finfo(mine.dtype).eps * true.abs().max().item()
         ratio = error / max(base, floor, 1e-30)
-        if not math.isfinite(error + base):  # NaN compares as no worse than anything
+        if not math.isfinite(error + base):  # NaN would not compare as worse than anything
             ratio = error = float("inf")
         found.append({"ratio": ratio, "ours": error, "torch": base, "largest": true.abs().max().item()})
     return max(found, key=lambda each: each["ratio"])
@@ -75,7 +75,7 @@ def check_invariant(context: Context, name: str, cases: Cases[ResultPair]) -> No
 
 def _count(context: Context, name: str, cases: Cases[ResultPair]) -> None:
     def measure() -> None:
-        found = _of_each(cases, lambda results: _differences(*results))
+        found = _evaluate_cases(cases, lambda results: _differences(*results))
         note = ", ".join(f"{label}: {count}" for label, count in found.items() if count)
         context.emit(Row(name=name, value=float(sum(found.values())), note=note, facts={"cases": found}))
 

@@ -1,9 +1,9 @@
 """The host thread's cost of a step's calls, depending on what the device does meanwhile: one call of each kind, separately.
 
 `step_parts` divides a step's host time among parts of our code. This measures the calls that they make: on an H200, launching a
-step took 616 µs of processor time; the same Python code takes 28 µs with the driver mocked.
+step took 616 µs of CPU time; the same Python code takes 28 µs with the driver mocked.
 
-idle      the device has nothing to do, and the host has just been at work
+idle      the device has nothing to do, and the host has just been busy
 busy      the device computes for some milliseconds, and the host stays awake for half of them, as it does between steps
 behind    the same, and a graph was launched just before, as a step's tokens are sent after its graph
 """
@@ -100,7 +100,7 @@ def _make_busy(context: Context, product: Call) -> Call:
 
 
 def _cpu_time_s(context: Context, call: Call, make_ready: Call) -> float:
-    """Processor time that `call` takes this thread."""
+    """CPU time of this thread in `call`."""
     make_ready()
     started_s = time.thread_time()
     call()

@@ -2,12 +2,12 @@
 
 waits    from events around each replay of a graph, as served: the time between two replays is a wait for the host. Idle time
          within a graph is not seen, nor is a device that was idle while the host was still launching a graph
-busy     from torch's profiler, over steps whose kernels are launched in turn: the time per step that any kernel or copy covers.
-         (A kernel launched early would count as running while it waits for its predecessor.) The judged figure is 1 - busy /
-         served step, but never less than the waits; the served step launches its kernels early and runs without the profiler
-gaps     from the same trace: the time that nothing covers. A served step has no such gaps, and the profiler widens them
+busy     from torch's profiler, over steps whose kernels are launched in turn: the time per step in which any kernel or copy
+         runs. (A kernel launched early would count as running while it waits for its predecessor.) The judged figure is
+         1 - busy / served step, but at least the waits; the served step launches its kernels early, without the profiler
+gaps     from the same trace: the time in which nothing runs. A served step has no such gaps, and the profiler widens them
 
-How a step that idles could pass, and what prevents it:
+How an idle step could go unnoticed, and what prevents that:
 
 kernels overlap in the trace (they were launched early after all), so waiting counts as running: the row fails
 the profiler makes kernels take longer than a step launched in turn takes without the profiler: the row fails
@@ -15,8 +15,8 @@ requests are longer when the trace begins, so kernels take longer than in the se
 a step launched before the trace runs within it: no work is under way when the trace begins
 overlap from early launches makes up for a host that causes waits: waits count whatever the kernels do
 
-One case remains: within a graph, an early launch may make up for a gap elsewhere. The judged figure is what a step loses
-compared with running its own kernels one after another without gaps. A trace that lost kernels shows more idle time, not less.
+One case remains: within a graph, an early launch may make up for a gap elsewhere. The judged figure is therefore what a step
+loses compared with running its kernels back to back without gaps. A trace that lost kernels shows more idle time, not less.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ LONG_US = 5.0
 
 @dataclass(slots=True)
 class Replays:
-    """Graph replays: when each began and ended, in milliseconds since the first began, and the objects that own the graphs."""
+    """Graph replays: begin and end of each, in milliseconds since the first began, and the objects that own the graphs."""
 
     spans_ms: list[tuple[float, float]] = field(default_factory=list)
     graphs: dict[CudaGraphs, None] = field(default_factory=dict)
 
     @property
     def waits(self) -> float:
-        """The share of the time from the first replay to the last that no replay covers."""
+        """The share of the time from the first replay to the last during which no replay runs."""
         if not self.spans_ms:
             raise RuntimeError("no step was replayed or called")
         whole = self.spans_ms[-1][1] - self.spans_ms[0][0]
@@ -83,7 +83,7 @@ def timed_replays(device: torch.device) -> Iterator[Replays]:
         yield replays
     if device.type == "cuda":
         torch.cuda.synchronize()
-    replays.spans_ms = [(_since(marks[0][0], begin), _since(marks[0][0], end)) for begin, end in marks]
+    replays.spans_ms = [(_ms_between(marks[0][0], begin), _ms_between(marks[0][0], end)) for begin, end in marks]
 
 
 def _mark(device: torch.device) -> Any:
@@ -94,7 +94,7 @@ def _mark(device: torch.device) -> Any:
     return event
 
 
-def _since(first: Any, mark: Any) -> float:
+def _ms_between(first: Any, mark: Any) -> float:
     """Milliseconds from one mark to another."""
     return float(mark - first if isinstance(mark, float) else first.elapsed_time(mark))
 
@@ -131,16 +131,16 @@ class StepSpan:
 
 def growth_s(earlier: StepSpan, later: StepSpan) -> float:
     """How many seconds longer each step takes than the one before, because requests grow: the median over steps at the same
-    position in both stretches, so that one disturbed step carries no more weight than any other. Never negative: a negative
-    growth would only mean that the card was warming up."""
+    position in both series, so that one disturbed step carries no more weight than any other. Never negative: a negative growth
+    would only mean that the card was warming up."""
     longer = [after - before for before, after in zip(earlier.warm_s, later.warm_s, strict=False)]
     return max(0.0, median(longer) / (later.at - earlier.at))
 
 
 @dataclass(frozen=True, slots=True)
 class TracedSteps:
-    """A trace of steps launched in turn; the time, without the profiler, of a served step and of one launched in turn, both at
-    the position of the trace; and the share of waits, as served."""
+    """A trace of steps launched in turn; the times of a served step and of one launched in turn, both without the profiler and
+    at the position of the trace; and the share of waits, as served."""
 
     trace: Idle
     num_steps: int
@@ -187,25 +187,25 @@ def measure_idle(run: Callable[[], object], device: torch.device) -> Idle:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text("utf-8"))["traceEvents"]
-    return idle_of(events, WORK if on_gpu else ("cpu_op",))
+    return idle_from_trace(events, WORK if on_gpu else ("cpu_op",))
 
 
-def idle_of(events: list[dict[str, Any]], kinds: tuple[str, ...]) -> Idle:
+def idle_from_trace(events: list[dict[str, Any]], kinds: tuple[str, ...]) -> Idle:
     """Compute the idle time of a trace from the union of everything that ran, overlapping or not."""
     work = sorted((float(e["ts"]), float(e["ts"]) + float(e["dur"]), e["name"]) for e in events if e.get("cat") in kinds)
     if not work:
         raise RuntimeError(f"the profiler saw none of {', '.join(kinds)}")
     first, end = work[0][0], work[0][1]
     gaps: list[float] = []
-    of_kernel: dict[str, float] = {}
+    kernel_us: dict[str, float] = {}
     for begin, until, name in work:
         if begin > end:
             gaps.append(begin - end)
         end = max(end, until)
-        of_kernel[name] = of_kernel.get(name, 0.0) + until - begin
+        kernel_us[name] = kernel_us.get(name, 0.0) + until - begin
     span = max(end - first, 1e-9)
-    longest = sorted(of_kernel, key=lambda name: -of_kernel[name])[:KERNELS_NAMED]
-    top = {name[:60]: of_kernel[name] / span for name in longest}
+    longest = sorted(kernel_us, key=lambda name: -kernel_us[name])[:KERNELS_NAMED]
+    top = {name[:60]: kernel_us[name] / span for name in longest}
     long = sum(gap for gap in gaps if gap > LONG_US)
-    overlap = sum(of_kernel.values()) - (span - sum(gaps))
+    overlap = sum(kernel_us.values()) - (span - sum(gaps))
     return Idle(sum(gaps) / span, long / span, span, len(work), max(gaps, default=0.0), top, overlap / span)

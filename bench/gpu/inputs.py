@@ -17,7 +17,7 @@ from kernels.triton.linear_int8 import linear_int8
 
 FP8 = torch.float8_e4m3fn
 LLAMA, TINY = AttentionShape(16, 32, 8, 128), AttentionShape(16, 4, 2, 32)
-"""Attention of Llama-3.1-8B, and what a rehearsal has in its place."""
+"""Attention of Llama-3.1-8B, and of the model that a rehearsal uses instead."""
 PRODUCTS: dict[str, Callable[..., torch.Tensor]] = {
     "bf16": linear, "int8": linear_int8, "fp8": linear_fp8, "int4": linear_int4,
 }  # fmt: skip
@@ -61,8 +61,8 @@ class Pages:
 
 
 def make_pages(lengths: Sequence[int], shape: AttentionShape, *, dtype: torch.dtype, device: torch.device) -> Pages:
-    """Scattered blocks for requests of these lengths, and one block that belongs to no request. After a request's last token,
-    its last block holds NaN."""
+    """Scattered blocks for requests of these lengths, and one block that belongs to no request. The rest of each request's last
+    block is filled with NaN."""
     counts = [-(-length // shape.block_size) for length in lengths]
     num_blocks = sum(counts) + 1
     size = (num_blocks, shape.block_size, 2, shape.num_kv_heads, shape.head_dim)
@@ -99,7 +99,7 @@ def stored_bytes(weight: Weight) -> int:
 
 
 def make_queries(pages: Pages, num_rows: int, dtype: torch.dtype) -> torch.Tensor:
-    """[T, H, D], a view into a projection: in each row, keys and values follow the queries."""
+    """[T, H, D], a view of a QKV projection: in each row, keys and values follow the queries."""
     shape = pages.shape
     wide = normal(num_rows, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim, dtype=dtype, device=pages.cache.device)
     return wide[:, : shape.num_heads]

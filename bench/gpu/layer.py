@@ -38,7 +38,7 @@ CHOSEN = "chosen"
 
 
 def measure_layers(context: Context) -> None:
-    """Measure whether kernels are launched early where that is faster: a row for each model and number of rows."""
+    """Check that kernels are launched early exactly where that is faster: a result for each model and number of rows."""
     for model, row_counts in LAYER_ROWS.items():
         for rows in row_counts:
             name = layer_row(model, rows)
@@ -61,7 +61,7 @@ def _measure_layer(context: Context, name: str, model: str, rows: int) -> None:
 
 
 def emit_choice(context: Context, name: str, times_s: dict[str, float]) -> None:
-    """taken: seconds by case, including `CHOSEN`. The row's value is the time of `CHOSEN` over that of the fastest case."""
+    """times_s: seconds by case, including `CHOSEN`. The row's value is the time of `CHOSEN` over that of the fastest case."""
     row = Row(name=name, value=times_s[CHOSEN] / min(times_s.values()))
     row.facts = {"us": {case: time_s * 1e6 for case, time_s in times_s.items()}}
     row.note = ", ".join(f"{case}: {time_s * 1e6:.3g} µs" for case, time_s in times_s.items())
@@ -75,7 +75,7 @@ def launched_serially() -> AbstractContextManager[None]:
 
 @contextmanager
 def launches_patched(patch: AbstractContextManager[object]) -> Iterator[None]:
-    """Apply a patch to launches inside the block, and not to those after it."""
+    """Apply a patch to the launches inside the block only, by clearing the cached decision on early launches around it."""
     try:
         with patch:
             supports_early_launch.cache_clear()
@@ -119,8 +119,8 @@ def make_layer(context: Context, model: str, rows: int) -> tuple[Callable[[], No
             qkv = linear(normed, layer["qkv"]).view(rows, -1, shape.head_dim)
             rope_and_cache(qkv, cos, sin, pages.cache, slots, num_kv_heads=shape.num_kv_heads, rotary_dim=shape.head_dim)
             queries = qkv[:, : shape.num_heads]
-            given = (queries, pages.cache, pages.tables, pages.context_lens, shape)
-            attended = attention_decode.paged_decode(*given, workspace=workspace)
+            args = (queries, pages.cache, pages.tables, pages.context_lens, shape)
+            attended = attention_decode.paged_decode(*args, workspace=workspace)
             normed, total = add_rms_norm(linear(attended.view(rows, -1), layer["out"]), total, norm_weight, 1e-6)
             gated = silu_mul(linear(normed, layer["gate_up"]))
             normed, total = add_rms_norm(linear(gated, layer["down"]), total, norm_weight, 1e-6)

@@ -1,4 +1,4 @@
-"""Models of real shapes with random weights, made on the device: a model's directory holds only a config.json.
+"""Models of real shapes with random weights, created on the device: a model's directory has only a config.json.
 
 The engine is built as usual, except for two functions that read weight files: their replacement fills every tensor from a seed
 derived from the tensor's name, so that a peer can be given the same weights.

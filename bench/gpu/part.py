@@ -1,7 +1,7 @@
 """A process of the bench: `python -m bench.gpu.part NAME…`. It imports first, waits for a line of facts, then measures.
 
 Lines of JSON go to the original standard output; everything that libraries print goes to standard error, as do the engine's log
-lines: starts, captures, fallbacks. A part that is about to be ended prints its stack traces: a card that hangs shows no more.
+lines: starts, captures, fallbacks. A part about to be killed prints its stack traces: a hung card leaves no other information.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger("gatehouse.bench")
 STACK_DUMP_S = 2.0
 """How long before its end a part prints the stack of each of its threads."""
 HUNG_S = 1.0
-"""If the main thread has not done so after this long, it no longer runs Python, and the watchdog prints them instead."""
+"""If the main thread has not printed them after this long, it no longer runs Python, and the watchdog prints them instead."""
 WARM_UP_NICENESS = 10
 """Added niceness of a part that gives no rows, so that it yields to the parts that run alongside it."""
 
@@ -80,14 +80,15 @@ def main() -> None:
 
 
 def _lower_priority(names: Sequence[str]) -> None:
-    """A warm-up part compiles with as many threads as there are cores, a check with one: let the check go first."""
+    """Lower the priority of a warm-up part: it compiles with as many threads as there are cores, a check with one."""
     if all(BY_NAME[name].target == "warm-up" for name in names):
         os.nice(WARM_UP_NICENESS)
 
 
 def _schedule_stack_dump(in_s: float) -> None:
     """Dumping the stacks of running threads from another thread may crash the process (CPython, issue 116008), as it did on an
-    H200 to a part that had two seconds left. So the main thread does it, holding the GIL, the watchdog only if it hangs."""
+    H200 to a part that had two seconds left. So the main thread does it, holding the GIL; the watchdog does only if that hangs.
+    """
 
     def dump(*_: object) -> None:
         faulthandler.cancel_dump_traceback_later()
@@ -99,8 +100,8 @@ def _schedule_stack_dump(in_s: float) -> None:
 
 
 def _prepare_interpreter() -> None:
-    """Triton's interpreter rounds to e4m3 as no card does, and spends most of its time on work without visible effect; the
-    tests' support modules correct both."""
+    """Apply the tests' corrections of Triton's interpreter, which rounds to e4m3 as no card does and spends most of its time on
+    work without visible effect."""
     import pytest
 
     from tests.support.interpreted_fp8 import correct_e4m3
@@ -127,8 +128,8 @@ def _reserve_stdout() -> TextIO:
 
 
 def run_and_exit() -> NoReturn:
-    """Run `main` and end the process at once, also by an error: on a card that is lost, torch (2.11) aborts the process as soon
-    as Python frees page-locked memory, so that its stack traces would replace what the part has to say."""
+    """Run `main` and end the process at once, even after an error: on a lost card, torch (2.11) aborts the process as soon as
+    Python frees page-locked memory, and its stack traces would hide the part's own error."""
     try:
         main()
     except SystemExit as error:
@@ -147,5 +148,5 @@ def _exit(status: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    end_with_parent()  # a run that is killed leaves no process on the card: the next run needs its memory and time
+    end_with_parent()  # so that a killed run leaves no process on the card: the next run needs its memory and time
     run_and_exit()

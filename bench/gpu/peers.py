@@ -3,11 +3,11 @@
 Ratios compare the same conversations: those that the part `llama 8b` served all at once, after a warm-up, greedy. Continuous
 batching also gets all of them at once, after a warm-up of its own, with the workload hints that it accepts.
 
-`generate` gets padded batches of 16 in order of arrival, which is how the goal of 15 defines this peer: a batch runs until its
-longest answer is done, and its caller waits for the whole batch. A batch takes about ten seconds, so `generate` gets the first
+`generate` gets padded batches of 16 in order of arrival, as the goal of 15 defines this peer: a batch runs until its longest
+answer is done, and its caller waits for the whole batch. A batch takes about ten seconds, so `generate` gets the first
 conversations that fit its share of the time, and at least one batch. If time allows, one batch of all conversations is also
-reported but not judged: more rows per step make `generate` several times as fast. A peer that is not installed, or did not
-finish in time, gets a row that says so, never a pass.
+reported but not judged: more rows per step make `generate` several times as fast. The row of a peer that is not installed, or
+did not finish in time, contains the error and never passes.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ STATIC_BATCH = 16
 STATIC = f"against transformers static generate, batches of {STATIC_BATCH}"
 NAMES = (CONTINUOUS, STATIC)
 STATIC_SHARE = 0.25
-"""Share of the time left at its start that `generate` may use, its first batch aside. The rest is for continuous batching,
-which on an H200 had done three quarters of its work in 40 s."""
+"""Share of the part's remaining time that `generate` may use, its first batch aside. The rest is for continuous batching, which
+on an H200 had done three quarters of its work in 40 s."""
 SINGLE_BATCH_COST_MAX = 2.0
 """Upper bound: time of a batch of all conversations over that of a batch of 16. Both have as many steps, bound by the host."""
 WARM_OUTPUTS = 2
@@ -54,7 +54,7 @@ END_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class PeerResult:
-    """Tokens requested and returned, the number of conversations, and how they ran. `longest_s`: time of the slowest batch."""
+    """Tokens requested and returned, the number of conversations, and how they were run. `longest_s`: the slowest batch."""
 
     num_requested: int
     returned: int
@@ -74,7 +74,7 @@ def against_transformers(context: Context) -> None:
         return
     if "chats_rate" not in context.facts and not context.rehearsal:
         for name in NAMES:
-            context.emit(Row(name=name, error="our own rate is missing: the part `llama 8b` did not give it"))
+            context.emit(Row(name=name, error="our own rate is missing: the part `llama 8b` did not measure it"))
         return
     models: list[Any] = []
     context.guard(NAMES, lambda: models.append(_model(context)))
@@ -104,13 +104,13 @@ def _model(context: Context) -> Any:
 
 
 def _row(context: Context, name: str, run: Run, model: Any, emitted: dict[str, tuple[Row, PeerResult]]) -> None:
-    """Emit a row, and store it in `emitted` with the result it was computed from."""
+    """Run a peer and emit its row; store both the row and the result in `emitted`."""
     work = traffic.conversations(context, model.config.vocab_size)
     num_requested = sum(each.num_outputs for each in work)
     num_ours = context.facts.get("chats_tokens", num_requested)
     if num_ours != num_requested:
         raise RuntimeError(
-            f"we were asked for {num_ours} tokens, the peer for {num_requested}: these are not the same conversations"
+            f"our engine served {num_ours} tokens, but {num_requested} are requested of the peer: not the same conversations"
         )
     on_cpu = _on_cpu(model, STATIC_BATCH if name == STATIC else len(work))
     result = run(context, model, work)
@@ -144,8 +144,8 @@ def _single_batch(context: Context, model: Any, row: Row, result: PeerResult) ->
 
 @torch.inference_mode()
 def _on_cpu(model: Any, num_rows: int) -> float:
-    """Upper bound of the peer's decode rate with `num_rows` rows on this machine's CPU, in tokens per second: the time of the
-    first feed-forward block scaled to all weights, with attention taking no time."""
+    """Upper bound of the peer's decode rate with `num_rows` rows on this machine's CPU, in tokens per second: from the time of
+    the first feed-forward block, scaled to all weights, without attention."""
     part = copy.deepcopy(model.model.layers[0].mlp).to("cpu")
     rows = torch.zeros(num_rows, model.config.hidden_size, dtype=next(part.parameters()).dtype)
     part(rows[:1])
@@ -189,7 +189,7 @@ def _generate(model: Any, requests: list[BenchRequest], context: Context) -> int
 
 
 def _run_continuous(context: Context, model: Any, work: list[BenchRequest]) -> PeerResult:
-    """Continuous batching with the sizes that it chooses itself or, if those fail, with smaller ones."""
+    """Continuous batching with its own choice of sizes or, if those fail, with smaller ones."""
     attempts: list[dict[str, int]] = [{}, {"max_batch_tokens": 4096, "num_blocks": 1024}]
     if context.rehearsal:
         attempts = [{"num_blocks": 16, "max_batch_tokens": 64, "max_requests_per_batch": 4}]
@@ -206,7 +206,7 @@ def _run_continuous(context: Context, model: Any, work: list[BenchRequest]) -> P
 
 
 def _run_manager(context: Context, model: Any, work: list[BenchRequest], sizes: dict[str, int]) -> tuple[int, float, str]:
-    """Tokens, seconds, and how it computes. `warmup` captures any graphs that it uses before anything is timed."""
+    """Tokens, seconds, and the configuration used. `warmup` captures any graphs before anything is timed."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
     from transformers.generation.continuous_batching.utils import WorkloadHints
 
@@ -225,12 +225,12 @@ def _run_manager(context: Context, model: Any, work: list[BenchRequest], sizes: 
         ) as manager,
     ):
         how = f"{model.config._attn_implementation}, graphs {manager.continuous_batching_config.use_cuda_graph}"
-        # Prompts are reversed, so that no part of a timed conversation's prompt is found in the cache.
+        # Reversed prompts: the cache must not contain a prefix of a timed conversation.
         _serve_all(manager, [BenchRequest(request.prompt[::-1], WARM_OUTPUTS) for request in work], "w", context)
         started_s = time.perf_counter()
         try:
             returned = _serve_all(manager, work, "r", context)
-        except TimeoutError as error:  # what it would have done at the most says more than that it was not done
+        except TimeoutError as error:  # an upper bound of the rate says more than that it did not finish
             taken_s = time.perf_counter() - started_s
             most = sum(request.num_outputs for request in work) / taken_s
             raise TimeoutError(f"{error} after {taken_s:.1f} s, so all take longer: below {most:.0f} tokens/s") from error
@@ -239,8 +239,8 @@ def _run_manager(context: Context, model: Any, work: list[BenchRequest], sizes: 
 
 @contextmanager
 def _attention_restored(model: Any) -> Iterator[None]:
-    """Continuous batching replaces the model's attention and, if it fails to start, does not restore it (5.17): neither
-    `generate` nor a second attempt runs with that attention."""
+    """Restore the model's attention afterwards. Continuous batching replaces it and, if it fails to start, does not restore it
+    (5.17), after which neither `generate` nor a second attempt runs."""
     before = model.config._attn_implementation
     try:
         yield
@@ -261,7 +261,7 @@ def _serve_all(manager: Any, work: list[BenchRequest], label: str, context: Cont
             raise TimeoutError(f"no time left: {len(answers)} of {len(work)} conversations were done")
         result = manager.get_result(timeout=2)
         if result is None and not manager.is_running():
-            raise RuntimeError("its loop has ended")
+            raise RuntimeError("the peer's generation loop has ended")
         if result is not None and result.is_finished():
             answers[result.request_id] = len(result.generated_tokens)
     return sum(answers.values())

@@ -7,11 +7,10 @@ A check compiles its kernel variants one after another, about 35 to 50 per proce
 attention and of products take two processes each. Warm-up parts use all cores and yield to the checks.
 
 The first part's time begins when its imports are done; the others import while the stage before them measures.
-A part has two times, both for a cold kernel cache. `usual_s` is reserved for it whatever earlier parts do: their sum fits the
-time of a run, so that no part is left out because another was slow. `limit_s` is the most that it gets while time is left; the
-limits within each of `COMMANDS` fit too. Both come from a run on an H200, plus a third. In that run 32k tokens among 64
-decoders had not finished 20 s after their arrival, and `transformers` had done 97 of 128 conversations in what was left of
-61 s.
+A part has two times, both for a cold kernel cache. `usual_s` is reserved for it however long earlier parts take: the sum fits
+the time of a run, so that no part is skipped because another was slow. `limit_s` is its maximum if time is left; the limits
+within each of `COMMANDS` fit too. Both come from a run on an H200, plus a third. In that run 32k tokens among 64 decoders had
+not finished 20 s after their arrival, and `transformers` had done 97 of 128 conversations in what was left of 61 s.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 TOTAL_S = 470.0
-"""Of the whole command; eight minutes including start and output."""
+"""Seconds for the whole command; with start and output, eight minutes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """`target` is the part of the targets whose rows it gives. A run executes each part of a `family` in its own process,
+    """`target`: the part of `bench.gpu.targets` whose rows it emits. A run executes each part of a `family` in its own process,
     one after another, or at the same time if they are `concurrent`; a rehearsal executes a family in one process, and
-    the families after the checks in one process as well. `needs` names parts that are included with it: without its warm-up
-    it would compile while it measures. A part that is `on_request` runs only when it is named."""
+    the families after the checks in one process as well. `needs`: parts that are run with it, because without its warm-up it
+    would compile while it measures. `on_request`: runs only when named."""
 
     name: str
     target: str
@@ -73,13 +72,13 @@ COMMANDS = (
     ("checks", "invariant", "kernels", "choices"),
     ("llama 8b", "small models", "formats", "latency", "saturated", "peers"),
 )
-"""All parts in two commands, for longer use of a card: each command has time for the limits of all its parts."""
+"""All parts in two commands, for when a card is available for longer: each has time for the limits of all its parts."""
 BY_NAME = {part.name: part for part in PARTS}
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The parts that one process computes, one after the other."""
+    """The parts that one process runs, one after the other."""
 
     parts: tuple[Part, ...]
 
@@ -97,22 +96,22 @@ class Job:
 
 
 Stage = Sequence[Job]
-"""Jobs that run at a time."""
+"""Jobs that run at the same time."""
 
 
 def usual_s(stages: Sequence[Stage]) -> float:
-    """What these stages usually take, one after the other."""
+    """The usual total time of these stages."""
     return sum(max(job.usual_s for job in stage) for stage in stages)
 
 
 def allotted_s(stages: Sequence[Stage], left_s: float) -> float:
-    """How long the first of these stages may take when `left_s` seconds are left: all but what the others usually take, and no
-    less than what it usually takes itself."""
+    """How long the first of these stages may take when `left_s` seconds are left: the time that the others do not usually take,
+    and at least its own usual time."""
     return min(left_s, max(left_s - usual_s(stages[1:]), usual_s(stages[:1])))
 
 
 def stages(only: set[str] | None = None, *, rehearse: bool = False) -> list[list[Job]]:
-    """The stages of a run. `only` names targets' parts; the calibration and what the chosen parts need are always included."""
+    """The stages of a run. `only`: parts of the targets. The calibration and what the chosen parts need are always included."""
     found: list[list[Job]] = []
     for part in _selected(only, rehearse=rehearse):
         family = found[-1][0].parts[0].family if found else None
@@ -127,7 +126,7 @@ def stages(only: set[str] | None = None, *, rehearse: bool = False) -> list[list
 
 
 def _selected(only: set[str] | None, *, rehearse: bool) -> list[Part]:
-    """Chosen parts, in the order of the plan. Without `only`, a rehearsal has all of them."""
+    """The parts to run, in the order of the plan. Without `only`, a rehearsal runs all of them."""
 
     def is_chosen(part: Part) -> bool:
         if only is not None:

@@ -1,7 +1,7 @@
 """The planner's formulae for a workload on the calibrated card: the roofline, and the prediction that operators get.
 
-The same step-time model as the scheduler's and the simulator's (`engine.scheduling.step_time`): without losses for the limit,
-with the shares that the planner expects for the prediction.
+Both use the step-time model of scheduler and simulator (`engine.scheduling.step_time`): the roofline without losses, the
+prediction with the efficiencies that the planner expects.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Planner:
     """Times of one model on the calibrated device. All methods raise `FactMissing` if the calibration lacks a figure."""
 
     def __init__(self, context: Context, directory: Path, info: EngineInfo, *, expected: bool) -> None:
-        """`expected`: use the planner's shares instead of the full bandwidth and matmul rate."""
+        """`expected`: use the planner's efficiencies instead of the full bandwidth and matmul rate."""
         self._context, self._info, self._expected = context, info, expected
         self._shape = find_model(str(directory)).shape
         self._embedding = 0 if self._shape.tied else self._shape.head_params
@@ -72,7 +72,7 @@ class Planner:
         return tokens / seconds
 
     def _step(self, running: list[PlannedRequest], budget: int) -> float:
-        """One step: every decode, then prompts in order while the budget lasts."""
+        """Advance one step and return its seconds: every decode, then prompts in order while the token budget lasts."""
         decodes = [request for request in running if request.num_computed >= request.prompt_len]
         left, num_tokens, rows = budget - len(decodes), len(decodes), len(decodes)
         seen, pairs = sum(request.num_computed for request in decodes), 0.0
@@ -94,7 +94,7 @@ class Planner:
         return self.model.step_s(num_tokens=num_tokens, num_rows=rows, context_tokens=seen, attention_pairs=pairs)
 
     def saturated_rate(self, in_len: int, out_len: int, seats: int) -> float:
-        """Output tokens per second when each seat's next request follows at once: prefill and decode one after another."""
+        """Output tokens per second when each finished request is replaced at once; prefill and decode do not overlap."""
         decode_s = out_len / self.decode_rate(seats, in_len + out_len / 2)
         return out_len / (self.prefill_s(in_len) + decode_s)
 

@@ -2,17 +2,17 @@
 
 In `attention_prefill_hopper` all warps run in step: they wait for keys together, multiply together and exponentiate together,
 leaving the tensor cores idle meanwhile. Here no warp waits for all the others. Four warps load pages, tile after tile, as soon
-as a stage is free; two groups of four warps hold 64 rows each and go through the tiles at their own pace: while one computes
-exponentials, the other's products are under way (FlashAttention-3, arXiv 2407.08608). Barriers in shared memory (mbarrier)
-signal what is loaded and what is free: two for each stage of a tile of keys, and one for each stage of values.
+as a stage is free; two groups of four warps handle 64 rows each and process the tiles at their own pace: while one computes
+exponentials, the other's products run (FlashAttention-3, arXiv 2407.08608). Barriers in shared memory (mbarrier) signal which
+stages are loaded and which are free: two for each stage of a tile of keys, and one for each stage of values.
 
     tensor cores │ rows 0-63: Q·Kᵀ, weights·V │ rows 64-127: Q·Kᵀ, weights·V │ rows 0-63 …
     rows 0-63    │                            │ exponentials                 │
     rows 64-127  │ exponentials               │                              │ exponentials
 
-Not in service: a candidate of `bench.gpu.choices`, timed last because it may leave the device unusable. On a card it gave right
-numbers in twelve checks, then made an illegal memory access while it was timed. One cause has since been found by executing its
-PTX, and is fixed: Triton 3.6 kept numbers for the warp groups in the memory of two barriers that were never used.
+Not in service: a candidate of `bench.gpu.choices`, timed last because it may leave the device unusable. On a card it gave
+correct results in twelve checks, then made an illegal memory access while it was timed. One cause has since been found by
+executing its PTX, and is fixed: Triton 3.6 kept values of the warp groups in the memory of two barriers that were never used.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kernels.triton.attention_prefill_hopper import copy_async
 from kernels.triton.attention_splits import TABLES, DecodeWorkspace, scheduled_requests
 
 NUM_WARPS = 4
-"""Warps: those of the first group of rows, which the launch is told of; Triton adds those of the others."""
+"""Warps of the first group of rows, as the launch specifies them; Triton adds those of the other groups."""
 CHOSEN = {"STAGES": 3, "LOADERS": 4, "GROUP_REGISTERS": 216, "LOADER_REGISTERS": 72}
 
 
@@ -69,54 +69,54 @@ def groups_kernel(
     GROUP: gl.constexpr = H // K
     QUERIES: gl.constexpr = ROWS // GROUP
     DTYPE: gl.constexpr = kv_cache.dtype.element_ty
-    EACH: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, D], DTYPE)
-    ASKED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], DTYPE)
+    REQUEST_LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    LOAD_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    SHARED_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, D], DTYPE)
+    QUERY_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], DTYPE)
 
     kv_head = gl.program_id(0) % K
     query_tile = num_tiles - 1 - gl.program_id(0) // K
-    each = gl.arange(0, REQUESTS, layout=EACH)
-    first_tile = gl.load(query_starts + each, mask=each < num_requests, other=0) // QUERIES + each
-    request = gl.sum(((first_tile <= query_tile) & (each < num_requests)).to(gl.int32), 0) - 1
+    index = gl.arange(0, REQUESTS, layout=REQUEST_LAYOUT)
+    first_tile = gl.load(query_starts + index, mask=index < num_requests, other=0) // QUERIES + index
+    request = gl.sum(((first_tile <= query_tile) & (index < num_requests)).to(gl.int32), 0) - 1
     first_row = gl.load(query_starts + request)
     num_queries = gl.load(query_starts + request + 1) - first_row
-    first = (query_tile - (first_row // QUERIES + request)) * QUERIES
-    # The three groups begin and end in every program, also where there is nothing to do: `newest` is -1 there.
-    is_work = first < num_queries
-    # Positions of the queries: every key up to the first one's is seen by all of them, none behind `newest` by any.
+    first_query = (query_tile - (first_row // QUERIES + request)) * QUERIES
+    # The three groups start and end in every program; in one without queries, `newest` is -1 and they do nothing.
+    has_queries = first_query < num_queries
+    # Keys up to the position of the first query are visible to all queries, keys after `newest` to none.
     start = gl.load(context_lens + request) - num_queries
-    newest = start + gl.minimum(first + QUERIES, num_queries) - 1
+    newest = start + gl.minimum(first_query + QUERIES, num_queries) - 1
     table = block_tables + request.to(gl.int64) * table_stride
-    num_whole = (start + first + 1) // KEYS
+    num_unmasked = (start + first_query + 1) // KEYS
 
-    queries = gl.allocate_shared_memory(DTYPE, [2, 64, D], ASKED)
-    key_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, D], SHARED)
-    value_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, D], SHARED)
-    queries_there = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    keys_there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    values_there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    begun = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(queries_there.index(0), count=32 * LOADERS)
-    for place in gl.static_range(STAGES):
-        mbarrier.init(keys_there.index(place), count=32 * LOADERS)
-        mbarrier.init(values_there.index(place), count=32 * LOADERS)
-        mbarrier.init(begun.index(place), count=2)
-    # In front of the first tile stands one that weighs nothing.
-    value_tiles.index(STAGES - 1).store(gl.zeros([KEYS, D], DTYPE, LOADED))
+    queries = gl.allocate_shared_memory(DTYPE, [2, 64, D], QUERY_LAYOUT)
+    key_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, D], SHARED_LAYOUT)
+    value_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, D], SHARED_LAYOUT)
+    queries_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    keys_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    values_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    tile_started = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(queries_ready.index(0), count=32 * LOADERS)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(keys_ready.index(stage), count=32 * LOADERS)
+        mbarrier.init(values_ready.index(stage), count=32 * LOADERS)
+        mbarrier.init(tile_started.index(stage), count=2)
+    # The pipeline starts with an empty tile: values and weights of zero.
+    value_tiles.index(STAGES - 1).store(gl.zeros([KEYS, D], DTYPE, LOAD_LAYOUT))
     fence_async_shared()
     gl.thread_barrier()
 
-    newest = gl.where(is_work, newest, -1)
-    shared = (queries, key_tiles, value_tiles, queries_there, keys_there, values_there, begun)
-    places = (q, kv_cache, table, out)
-    sizes = (kv_head, first_row, num_queries, first, start, newest, num_whole)
-    numbers = (scale, q_stride, block_stride)
+    newest = gl.where(has_queries, newest, -1)
+    shared = (queries, key_tiles, value_tiles, queries_ready, keys_ready, values_ready, tile_started)
+    pointers = (q, kv_cache, table, out)
+    sizes = (kv_head, first_row, num_queries, first_query, start, newest, num_unmasked)
+    scalars = (scale, q_stride, block_stride)
     gl.warp_specialize(
         [
-            (_attend, (shared, places, sizes, numbers, 0, H, K, D, ROWS, KEYS, STAGES)),
-            (_attend, (shared, places, sizes, numbers, 1, H, K, D, ROWS, KEYS, STAGES)),
-            (_load, (shared, places, sizes, numbers, H, K, D, P, ROWS, KEYS, STAGES, LOADERS)),
+            (_attend, (shared, pointers, sizes, scalars, 0, H, K, D, ROWS, KEYS, STAGES)),
+            (_attend, (shared, pointers, sizes, scalars, 1, H, K, D, ROWS, KEYS, STAGES)),
+            (_load, (shared, pointers, sizes, scalars, H, K, D, P, ROWS, KEYS, STAGES, LOADERS)),
         ],
         [4, LOADERS],
         [GROUP_REGISTERS, LOADER_REGISTERS],
@@ -126,9 +126,9 @@ def groups_kernel(
 @gluon.jit
 def _load(
     shared,
-    places,
+    pointers,
     sizes,
-    numbers,
+    scalars,
     H: gl.constexpr,
     K: gl.constexpr,
     D: gl.constexpr,
@@ -138,30 +138,30 @@ def _load(
     STAGES: gl.constexpr,
     LOADERS: gl.constexpr,
 ):
-    """Loads queries, and tiles of keys and of values one after the other, zeros behind the newest token."""
-    queries, key_tiles, value_tiles, queries_there, keys_there, values_there, begun = shared
-    q, kv_cache, table, _out = places
-    kv_head, first_row, num_queries, first, _start, newest, _num_whole = sizes
-    _scale, q_stride, block_stride = numbers
+    """Loads the queries, then tiles of keys and of values alternately, with zeros after the newest token."""
+    queries, key_tiles, value_tiles, queries_ready, keys_ready, values_ready, tile_started = shared
+    q, kv_cache, table, _out = pointers
+    kv_head, first_row, num_queries, first_query, _start, newest, _num_unmasked = sizes
+    _scale, q_stride, block_stride = scalars
     if newest >= 0:
         GROUP: gl.constexpr = H // K
-        ASKED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [LOADERS, 1], [1, 0])
-        lane = gl.arange(0, D, layout=gl.SliceLayout(0, ASKED))
+        QUERY_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [LOADERS, 1], [1, 0])
+        lane = gl.arange(0, D, layout=gl.SliceLayout(0, QUERY_LAYOUT))
         for part in gl.static_range(2):
-            half, live = _half_places(
-                kv_head, first_row, num_queries, first, q_stride, D, GROUP, ROWS, part, gl.SliceLayout(1, ASKED)
+            offsets, row_mask = _half_offsets(
+                kv_head, first_row, num_queries, first_query, q_stride, D, GROUP, ROWS, part, gl.SliceLayout(1, QUERY_LAYOUT)
             )
-            copy_async(queries.index(part), q + half[:, None] + lane[None, :], mask=live[:, None])
-        async_copy.mbarrier_arrive(queries_there.index(0), increment_count=False)
+            copy_async(queries.index(part), q + offsets[:, None] + lane[None, :], mask=row_mask[:, None])
+        async_copy.mbarrier_arrive(queries_ready.index(0), increment_count=False)
 
-        # A warp loads tokens that follow one another, so that a thread needs few numbers of blocks.
-        LOADED: gl.constexpr = _loaded_layout(KEYS, D, LOADERS)
-        PAGED: gl.constexpr = _paged_layout(KEYS, D, LOADERS, P)
-        TOKENS: gl.constexpr = gl.SliceLayout(1, LOADED)
-        page = gl.arange(0, KEYS // P, layout=gl.SliceLayout(1, PAGED))
-        within = gl.arange(0, P, layout=gl.SliceLayout(0, PAGED)) * (2 * K * D)
-        column = gl.arange(0, KEYS, layout=TOKENS)
-        lane = gl.arange(0, D, layout=gl.SliceLayout(0, LOADED))
+        # A warp loads consecutive tokens, so that a thread needs few block numbers.
+        LOAD_LAYOUT: gl.constexpr = _load_layout(KEYS, D, LOADERS)
+        PAGE_LAYOUT: gl.constexpr = _page_layout(KEYS, D, LOADERS, P)
+        TOKEN_LAYOUT: gl.constexpr = gl.SliceLayout(1, LOAD_LAYOUT)
+        page = gl.arange(0, KEYS // P, layout=gl.SliceLayout(1, PAGE_LAYOUT))
+        page_offset = gl.arange(0, P, layout=gl.SliceLayout(0, PAGE_LAYOUT)) * (2 * K * D)
+        column = gl.arange(0, KEYS, layout=TOKEN_LAYOUT)
+        lane = gl.arange(0, D, layout=gl.SliceLayout(0, LOAD_LAYOUT))
         keys = kv_cache + kv_head * D
         last = newest // KEYS
         block = gl.load(table + page, mask=page * P <= newest, other=0)
@@ -169,37 +169,39 @@ def _load(
             begin = last if MASKED else 0
             for tile in range(begin, last + MASKED):
                 stage = tile % STAGES
-                place = (block.to(gl.int64) * block_stride)[:, None] + within[None, :]
-                place = gl.multiple_of(gl.convert_layout(gl.reshape(place, [KEYS]), TOKENS), 8)
-                key_places = keys + place[:, None] + lane[None, :]
-                held = (tile * KEYS + column <= newest)[:, None]
+                token_offsets = (block.to(gl.int64) * block_stride)[:, None] + page_offset[None, :]
+                token_offsets = gl.multiple_of(gl.convert_layout(gl.reshape(token_offsets, [KEYS]), TOKEN_LAYOUT), 8)
+                key_pointers = keys + token_offsets[:, None] + lane[None, :]
+                token_mask = (tile * KEYS + column <= newest)[:, None]
                 if not MASKED:
-                    ahead = (tile + 1) * (KEYS // P) + page
-                    block = gl.load(table + ahead, mask=ahead * P <= newest, other=0)
-                # Where tile - STAGES was, when both groups have begun the tile behind that: its keys are read then.
-                after = tile - STAGES + 1
-                mbarrier.wait(begun.index((after + STAGES) % STAGES), after // STAGES & 1, pred=after > 0)
+                    next_page = (tile + 1) * (KEYS // P) + page
+                    block = gl.load(table + next_page, mask=next_page * P <= newest, other=0)
+                # This stage held the keys of tile - STAGES, which have been read once both groups have started the next tile.
+                read_tile = tile - STAGES + 1
+                mbarrier.wait(tile_started.index((read_tile + STAGES) % STAGES), read_tile // STAGES & 1, pred=read_tile > 0)
                 if MASKED:
-                    copy_async(key_tiles.index(stage), key_places, mask=held)
+                    copy_async(key_tiles.index(stage), key_pointers, mask=token_mask)
                 else:
-                    copy_async(key_tiles.index(stage), key_places)
-                async_copy.mbarrier_arrive(keys_there.index(stage), increment_count=False)
-                # Its values are read when the next but one is begun; the last place held zeros in front of the first tile.
-                mbarrier.wait(begun.index((after + 1 + STAGES) % STAGES), (after + 1) // STAGES & 1, pred=after + 1 > 0)
+                    copy_async(key_tiles.index(stage), key_pointers)
+                async_copy.mbarrier_arrive(keys_ready.index(stage), increment_count=False)
+                # Its values have been read one tile later. The last stage held the zeros of the empty tile.
+                mbarrier.wait(
+                    tile_started.index((read_tile + 1 + STAGES) % STAGES), (read_tile + 1) // STAGES & 1, pred=read_tile + 1 > 0
+                )
                 if MASKED:
-                    copy_async(value_tiles.index(stage), key_places + K * D, mask=held)
+                    copy_async(value_tiles.index(stage), key_pointers + K * D, mask=token_mask)
                 else:
-                    copy_async(value_tiles.index(stage), key_places + K * D)
-                async_copy.mbarrier_arrive(values_there.index(stage), increment_count=False)
-        # Nothing is under way to shared memory when the program ends.
+                    copy_async(value_tiles.index(stage), key_pointers + K * D)
+                async_copy.mbarrier_arrive(values_ready.index(stage), increment_count=False)
+        # No copy to shared memory may be pending when the program ends.
         async_copy.commit_group()
         async_copy.wait_group(0)
 
 
 @gluon.constexpr_function
-def _loaded_layout(KEYS: int, D: int, LOADERS: int) -> gl.constexpr:
-    """[KEYS, D]: 16 bytes a thread, whole rows by threads side by side, each warp rows that follow one another."""
-    across = D.bit_length() - 4  # bits of the lane that go along a row
+def _load_layout(KEYS: int, D: int, LOADERS: int) -> gl.constexpr:
+    """[KEYS, D]: 16 bytes per thread, whole rows by adjacent threads, consecutive rows by each warp."""
+    across = D.bit_length() - 4  # bits of the lane that count along a row
     down = [[1 << bit, 0] for bit in range(KEYS.bit_length() - 1)]
     lanes = [[0, 8 << bit] for bit in range(across)] + down[: 5 - across]
     warps = LOADERS.bit_length() - 1
@@ -208,8 +210,8 @@ def _loaded_layout(KEYS: int, D: int, LOADERS: int) -> gl.constexpr:
 
 
 @gluon.constexpr_function
-def _paged_layout(KEYS: int, D: int, LOADERS: int, P: int) -> gl.constexpr:
-    """[KEYS // P, P]: the rows of `_loaded_layout` by block and place in it."""
+def _page_layout(KEYS: int, D: int, LOADERS: int, P: int) -> gl.constexpr:
+    """[KEYS // P, P]: the rows of `_load_layout`, by block and position within the block."""
     across = D.bit_length() - 4
     down = [[0, 1 << bit] if 1 << bit < P else [(1 << bit) // P, 0] for bit in range(KEYS.bit_length() - 1)]
     lanes = [*[[0, 0]] * across, *down[: 5 - across]]
@@ -222,9 +224,9 @@ def _paged_layout(KEYS: int, D: int, LOADERS: int, P: int) -> gl.constexpr:
 @gluon.jit
 def _attend(
     shared,
-    places,
+    pointers,
     sizes,
-    numbers,
+    scalars,
     PART: gl.constexpr,
     H: gl.constexpr,
     K: gl.constexpr,
@@ -233,70 +235,72 @@ def _attend(
     KEYS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """64 rows over all tiles, and writes what was found."""
-    queries, key_tiles, value_tiles, queries_there, keys_there, values_there, begun = shared
-    _q, kv_cache, _table, out = places
-    kv_head, first_row, num_queries, first, start, newest, num_whole = sizes
-    scale, _q_stride, _block_stride = numbers
+    """Computes attention of 64 rows over all tiles, and stores it."""
+    queries, key_tiles, value_tiles, queries_ready, keys_ready, values_ready, tile_started = shared
+    _q, kv_cache, _table, out = pointers
+    kv_head, first_row, num_queries, first_query, start, newest, num_unmasked = sizes
+    scale, _q_stride, _block_stride = scalars
     GROUP: gl.constexpr = H // K
     DTYPE: gl.constexpr = kv_cache.dtype.element_ty
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    FOUND: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, FOUND, 2)
-    row = 64 * PART + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
+    SCORE_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    WEIGHT_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, ACC_LAYOUT, 2)
+    row = 64 * PART + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORE_LAYOUT))
     if newest >= 0:
-        position = start + first + row // GROUP
-        column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORES))
-        weight = gl.zeros([64, KEYS], DTYPE, WEIGHTS)
-        largest = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-        total = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
-        found = gl.zeros([64, D], gl.float32, FOUND)
-        nothing = gl.zeros([64, KEYS], gl.float32, SCORES)
-        asked = queries.index(PART)
-        mbarrier.wait(queries_there.index(0), 0)
-        mbarrier.wait(keys_there.index(0), 0)
+        position = start + first_query + row // GROUP
+        column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORE_LAYOUT))
+        previous_weight = gl.zeros([64, KEYS], DTYPE, WEIGHT_LAYOUT)
+        row_max = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORE_LAYOUT))
+        row_sum = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORE_LAYOUT))
+        acc = gl.zeros([64, D], gl.float32, ACC_LAYOUT)
+        zeros = gl.zeros([64, KEYS], gl.float32, SCORE_LAYOUT)
+        query_tile = queries.index(PART)
+        mbarrier.wait(queries_ready.index(0), 0)
+        mbarrier.wait(keys_ready.index(0), 0)
         for MASKED in gl.static_range(2):
-            begin = num_whole if MASKED else 0
-            end = newest // KEYS + 1 if MASKED else num_whole
+            begin = num_unmasked if MASKED else 0
+            end = newest // KEYS + 1 if MASKED else num_unmasked
             for tile in range(begin, end):
-                stage, before = tile % STAGES, (tile + STAGES - 1) % STAGES
-                mbarrier.wait(values_there.index(before), (tile - 1) // STAGES & 1, pred=tile > 0)
+                stage, previous = tile % STAGES, (tile + STAGES - 1) % STAGES
+                mbarrier.wait(values_ready.index(previous), (tile - 1) // STAGES & 1, pred=tile > 0)
                 fence_async_shared()
-                score = warpgroup_mma(asked, key_tiles.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-                found = warpgroup_mma(weight, value_tiles.index(before), found, is_async=True)
-                mbarrier.arrive(begun.index(stage))
+                score = warpgroup_mma(query_tile, key_tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+                acc = warpgroup_mma(previous_weight, value_tiles.index(previous), acc, is_async=True)
+                mbarrier.arrive(tile_started.index(stage))
                 score = warpgroup_mma_wait(1, deps=[score])
                 if MASKED:
                     score = gl.where((tile * KEYS + column)[None, :] <= position[:, None], score, float("-inf"))
-                larger = gl.maximum(largest, gl.max(score, 1) * scale)
-                power = gl.exp2(score * scale - larger[:, None])
-                faded = gl.exp2(largest - larger)
-                total = total * faded + gl.sum(power, 1)
-                largest = larger
-                rounded = gl.convert_layout(power.to(DTYPE), WEIGHTS)
-                faded = gl.convert_layout(faded, gl.SliceLayout(1, FOUND))
-                # Waited for here, in code that the assembler does not move: it took the next wait in front of exponentials.
-                mbarrier.wait(keys_there.index((tile + 1) % STAGES), (tile + 1) // STAGES & 1, pred=tile < newest // KEYS)
-                found, _ = warpgroup_mma_wait(0, deps=[found, weight])
-                found = found * faded[:, None]
-                weight = rounded
+                new_max = gl.maximum(row_max, gl.max(score, 1) * scale)
+                weight = gl.exp2(score * scale - new_max[:, None])
+                rescale = gl.exp2(row_max - new_max)
+                row_sum = row_sum * rescale + gl.sum(weight, 1)
+                row_max = new_max
+                weight_operand = gl.convert_layout(weight.to(DTYPE), WEIGHT_LAYOUT)
+                rescale = gl.convert_layout(rescale, gl.SliceLayout(1, ACC_LAYOUT))
+                # This wait is here because the assembler does not move it; it moved the next wait before the exponentials.
+                mbarrier.wait(keys_ready.index((tile + 1) % STAGES), (tile + 1) // STAGES & 1, pred=tile < newest // KEYS)
+                acc, _ = warpgroup_mma_wait(0, deps=[acc, previous_weight])
+                acc = acc * rescale[:, None]
+                previous_weight = weight_operand
         last = newest // KEYS
-        mbarrier.wait(values_there.index(last % STAGES), last // STAGES & 1)
+        mbarrier.wait(values_ready.index(last % STAGES), last // STAGES & 1)
         fence_async_shared()
-        found = warpgroup_mma(weight, value_tiles.index(last % STAGES), found)
+        acc = warpgroup_mma(previous_weight, value_tiles.index(last % STAGES), acc)
 
-        found = found / gl.convert_layout(total, gl.SliceLayout(1, FOUND))[:, None]
-        lane = gl.arange(0, D, layout=gl.SliceLayout(0, FOUND))
-        rows, live = _half_places(kv_head, first_row, num_queries, first, H * D, D, GROUP, ROWS, PART, gl.SliceLayout(1, FOUND))
-        gl.store(out + rows[:, None] + lane[None, :], found.to(DTYPE), mask=live[:, None])
+        acc = acc / gl.convert_layout(row_sum, gl.SliceLayout(1, ACC_LAYOUT))[:, None]
+        lane = gl.arange(0, D, layout=gl.SliceLayout(0, ACC_LAYOUT))
+        offsets, row_mask = _half_offsets(
+            kv_head, first_row, num_queries, first_query, H * D, D, GROUP, ROWS, PART, gl.SliceLayout(1, ACC_LAYOUT)
+        )
+        gl.store(out + offsets[:, None] + lane[None, :], acc.to(DTYPE), mask=row_mask[:, None])
 
 
 @gluon.jit
-def _half_places(
+def _half_offsets(
     kv_head,
     first_row,
     num_queries,
-    first,
+    first_query,
     stride,
     D: gl.constexpr,
     GROUP: gl.constexpr,
@@ -304,11 +308,11 @@ def _half_places(
     PART: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """As `_row_places`, of 64 of the rows: [64]."""
+    """As `_row_offsets` of `attention_prefill_hopper`, for 64 of the rows: [64] each."""
     row = 64 * PART + gl.arange(0, 64, layout=LAYOUT)
-    query, head = first + row // GROUP, kv_head * GROUP + row % GROUP
-    live = (row < ROWS // GROUP * GROUP) & (query < num_queries)
-    return (first_row + query).to(gl.int64) * stride + head * D, live
+    query, head = first_query + row // GROUP, kv_head * GROUP + row % GROUP
+    row_mask = (row < ROWS // GROUP * GROUP) & (query < num_queries)
+    return (first_row + query).to(gl.int64) * stride + head * D, row_mask
 
 
 def prefill_by_groups(
@@ -323,7 +327,7 @@ def prefill_by_groups(
     parts: DecodeWorkspace | None,
 ) -> None:
     """As `attention_prefill_hopper.overlapped_prefill`, for tiles whose keys are not split."""
-    assert parts is None, "this kernel knows no splits"
+    assert parts is None, "this kernel does not support splits"
     num_requests, sizes = block_tables.shape[0], hopper.overlapped_constants(shape)
     del sizes["SPLIT"]
     groups_kernel[(num_tiles * shape.num_kv_heads,)](

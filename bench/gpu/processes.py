@@ -1,4 +1,4 @@
-"""Runs the parts of a plan in separate processes, ends those that take too long, and collects their output."""
+"""Runs the parts of a plan in separate processes, kills those that take too long, and collects their output."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from bench.rows import TREE
 from engine.environment import FP_FUSION
 
 HEAD_CHARS, TAIL_CHARS = 2000, 6000
-"""Characters of each part's log in the result: its head, where engines start, and its tail. `--logs` keeps the whole log."""
+"""Characters of each part's log in the result: its head, where engines start, and its tail. `--logs` writes the whole log."""
 BASE_FACT = "bandwidth"
 """The calibrated figure that every part after the first divides by."""
 REHEARSAL_LIMIT_FACTOR = 8.0
-"""Factor for the limits of parts in a rehearsal, which may share two busy cores with everything else."""
+"""Factor on the time limits of parts in a rehearsal, which may share two busy cores with everything else."""
 STAGE_MIN_S = 8.0
 """With less time left than this, a stage is not begun."""
 NOT_BEGUN = "not begun"
@@ -36,13 +36,13 @@ IMPORT_S = 120.0
 TF32_VARIABLES = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")
 """A container image may set these: float32 products would then have 10-bit mantissas, even those that checks treat as exact."""
 KILL_WAIT_S = 10.0
-"""Time that a process may take to end, from when it was killed or said its last. A process that hangs in the driver never ends;
-the run goes on without it, and waits for several of them at the same time."""
+"""Time for a process to end after it was killed or closed its output. A process that hangs in the driver never ends; the run
+continues without it, and waits for several such processes at the same time."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """Everything a run produced: rows in order of arrival, facts, and the outcome of each part."""
+    """Everything that a run produced: rows in order of arrival, facts, and a record of each part."""
 
     rows: list[Row] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Process:
         self.allowed_s = job.limit_s * (REHEARSAL_LIMIT_FACTOR if rehearse else 1.0)
         self.limit_s = 0.0
         self.grace_s = 0.0
-        self.ended = False
+        self.timed_out = False
         self.abandon_reason = ""
         self._is_read = False
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - `close` closes it
@@ -75,7 +75,7 @@ class Process:
         self._killed_s: float | None = None
 
     def start_reader(self, lines: Lines) -> None:
-        """Put its output lines into `lines`, then None at the end of the output."""
+        """Start a thread that puts output lines into `lines`, and None at the end of the output."""
         self._is_read = True
         threading.Thread(target=self._read, args=(lines,), daemon=True).start()
 
@@ -104,8 +104,8 @@ class Process:
         return time.monotonic() - self._begun_s
 
     def time_out(self) -> None:
-        """Kill it because its time is up, and allow KILL_WAIT_S for its output to end as well."""
-        self.ended = True
+        """Kill it at its time limit, and allow KILL_WAIT_S for its output to end as well."""
+        self.timed_out = True
         self.kill()
         self.grace_s = self.elapsed_s - self.limit_s + KILL_WAIT_S
 
@@ -133,7 +133,7 @@ class Process:
         try:
             status = self._process.wait(timeout=max(0.0, since_s + KILL_WAIT_S - now_s))
         except subprocess.TimeoutExpired:
-            self.abandon_reason = f"its process does not end, {KILL_WAIT_S:g} s after it was killed or said its last"
+            self.abandon_reason = f"its process does not end, {KILL_WAIT_S:g} s after it was killed or closed its output"
             return None
         self.abandon_reason = ""
         return status
@@ -141,8 +141,8 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Recorder:
-    """Collects in `outcome` what processes say. `show` gets a line for each row and each part that ends; `logs` is a directory
-    for everything that parts print besides rows; `keep` receives the outcome so far."""
+    """Collects the messages of processes in `outcome`. `show` gets a line for each row and each part that ends; `logs` is the
+    directory for everything else that parts print; `keep` receives the outcome so far."""
 
     outcome: Outcome
     show: Callable[[str], None]
@@ -161,12 +161,12 @@ class Recorder:
             self.outcome.facts.update(message["facts"])
 
     def add_end(self, process: Process) -> None:
-        """Close a process and add its part."""
+        """Close a process and record its part."""
         elapsed_s = round(process.elapsed_s, 2)
         status, log_text = process.close()
         log_text = log_text.replace(f"{TREE}/", "")
         record: dict[str, Any] = {**_part_record(process.job), "s": elapsed_s, "limit_s": round(process.limit_s, 1)}
-        if process.ended:
+        if process.timed_out:
             record["error"] = f"ended after its limit of {process.limit_s:g} s"
             if process.abandon_reason:
                 record["error"] += f"; {process.abandon_reason}"
@@ -197,8 +197,8 @@ def run_stages(
     keep: Callable[[Outcome], None] = lambda _: None,
 ) -> Outcome:
     """Run all stages. The next stage's processes import while the current one measures; while the first imports, no other does,
-    because the run would lose that time. `show`, `logs` and `keep`: of the `Recorder`; `keep` is called after each stage, and
-    when the run is broken off."""
+    because the run would lose that time. `show`, `logs` and `keep` as in `Recorder`; `keep` is called after each stage and when
+    the run is interrupted."""
     outcome = Outcome(facts=dict(facts))
     recorder = Recorder(outcome, show, logs, keep)
     environment = _environment(rehearse)
@@ -270,7 +270,7 @@ def _skip(processes: Sequence[Process], recorder: Recorder, reason: str) -> None
 
 
 def _run(processes: Sequence[Process], lines: Lines, allotted_s: float, recorder: Recorder) -> None:
-    """Let all processes measure at the same time; return when all have ended or were given up."""
+    """Let all processes measure at the same time; return when each has ended or was abandoned."""
     for process in processes:
         process.begin(recorder.outcome.facts, min(process.allowed_s, allotted_s))
     running = list(processes)
@@ -281,30 +281,30 @@ def _run(processes: Sequence[Process], lines: Lines, allotted_s: float, recorder
                 process, line = lines.get(timeout=max(0.05, soonest_s))
             except queue.Empty:
                 for late in [process for process in running if process.left_s <= 0]:
-                    if not late.ended:
+                    if not late.timed_out:
                         late.time_out()  # its end then arrives as a line
                     else:  # another process still holds its output open
                         running.remove(late)
                         recorder.add_end(late)
                 continue
             if process not in running:
-                continue  # it was given up before its output ended
+                continue  # it was abandoned before its output ended
             if line is None:
                 running.remove(process)
                 recorder.add_end(process)
             else:
                 recorder.add_line(process, line)
-    except BaseException:  # the run is broken off: keep the outcome before waiting for processes to end
+    except BaseException:  # the run is interrupted: write the outcome before waiting for processes to end
         recorder.keep(recorder.outcome)
         raise
     finally:
         _end(running)
 
 
-def shorten_log(words: str) -> str:
+def shorten_log(text: str) -> str:
     """The head and tail of a log."""
-    left_out = len(words) - HEAD_CHARS - TAIL_CHARS
-    return words if left_out <= 0 else f"{words[:HEAD_CHARS]}\n… {left_out} characters …\n{words[-TAIL_CHARS:]}"
+    left_out = len(text) - HEAD_CHARS - TAIL_CHARS
+    return text if left_out <= 0 else f"{text[:HEAD_CHARS]}\n… {left_out} characters …\n{text[-TAIL_CHARS:]}"
 
 
 def _part_record(job: Job) -> dict[str, Any]:
@@ -312,4 +312,4 @@ def _part_record(job: Job) -> dict[str, Any]:
 
 
 def _last_line(log_text: str) -> str:
-    return next((line for line in reversed(log_text.splitlines()) if line.strip()), "no words")
+    return next((line for line in reversed(log_text.splitlines()) if line.strip()), "no output")

@@ -20,15 +20,15 @@ from engine.switches import SWITCHES
 PACKAGES = ("torch", "triton", "numpy", "transformers", "safetensors", "llguidance")
 HEADER = ("row", "value", "unit", "limit", "frac", "peer", "ratio", "must show", "verdict")
 VARIABLES = (*SWITCHES, "CUDA_LAUNCH_BLOCKING", "PYTORCH_ALLOC_CONF", "OMP_NUM_THREADS")
-"""Of the environment: those that change what is measured."""
+"""Environment variables that change what is measured."""
 CALIBRATED = {"bandwidth": (1e9, "GB/s"), "flops": (1e12, "TFLOP/s bf16"), "flops_fp8": (1e12, "TFLOP/s fp8")}
-"""Facts, their units and words."""
+"""Calibrated facts, with divisor and unit."""
 LAST_LINES = 12
 WIDTHS = (67, 10, 16, 10, 5, 10, 7, 32, 0)
 
 
 def complete_rows(outcome: Outcome, parts: set[str] | None = None) -> list[Row]:
-    """One row per target, in target order, then rows without a target. A row that was not measured says why."""
+    """One row per target, in target order, then rows without a target. The error of a row that was not measured says why."""
     found = {row.name: row for row in outcome.rows}
     reasons: dict[str, list[str]] = {}
     for part in outcome.parts:
@@ -83,8 +83,8 @@ def document(rows: Sequence[Row], outcome: Outcome, *, rehearsal: bool, taken_s:
 
 
 def status(report: dict[str, Any]) -> int:
-    """0 if every row is there and every part ended well, whatever the rows show (after a failed warm-up, engines compile while
-    they are timed). 3 if only peers are missing that the machine does not have, else 1."""
+    """Exit status: 0 if every row was measured and no part failed, whatever the figures; 3 if only rows of peers that are not
+    installed are missing; else 1. (A failed warm-up counts, because engines then compile while they are timed.)"""
     wrong = {row["error"] or row["invalid"] for row in report["rows"]} - {""}
     if wrong - {PEER_MISSING} or any("error" in part for part in report["parts"]):
         return 1
@@ -92,13 +92,13 @@ def status(report: dict[str, Any]) -> int:
 
 
 def measured_nothing(report: dict[str, Any]) -> bool:
-    """Whether the run ended before anything was known of a card."""
+    """Whether the run ended before anything was known about the card."""
     return not report["card"] and all(row["value"] is None for row in report["rows"])
 
 
 def table(report: dict[str, Any]) -> str:
-    """The rows as text for people to read. A rehearsal shows which rows are there, without figures. A run that measured nothing
-    shows only the parts that failed."""
+    """The rows as a text table. A rehearsal shows which rows were measured, without figures. A run that measured nothing shows
+    only the parts that failed."""
     facts, rehearsal = report["facts"], report["rehearsal"]
     if measured_nothing(report):
         begun = [part for part in report["parts"] if not part.get("error", "").startswith(NOT_BEGUN)]

@@ -1,7 +1,7 @@
-"""What the bench needs of the machine, checked before anything is started. Imports no package that it looks for.
+"""The bench's requirements, checked before anything is started. Imports none of the packages that it checks.
 
 The engine half needs few packages. A GPU machine without the web half's packages must suffice, so a package that is only needed
-for grammars, which are not measured here, is replaced by a stand-in that says so when it is used.
+for grammars, which are not measured here, is replaced by a stand-in that raises an error when used.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OLDEST = {"torch": (2, 11), "triton": (3, 6)}
 BELOW = {"triton": (3, 10)}
 """Both as in pyproject.toml."""
 OLD_INTERPRETER, NUMPY_TOO_NEW = (3, 7), (2, 4)
-"""The interpreter of a Triton before that makes numbers of arrays in a way that numpy refuses from there on."""
+"""Before this version, Triton's interpreter converts arrays to numbers in a way that numpy rejects from this version on."""
 GRAMMARS = "llguidance"
 
 
@@ -45,15 +45,15 @@ def unsuitable(versions: dict[str, tuple[int, ...]], *, rehearse: bool) -> list[
         if version < OLDEST.get(name, ()):
             lines.append(f"  {name} {_text(version)}: {_text(OLDEST[name])} or newer is needed")
         elif name in BELOW and version >= BELOW[name]:
-            lines.append(f"  {name} {_text(version)}: one below {_text(BELOW[name])} is needed")
+            lines.append(f"  {name} {_text(version)}: a version below {_text(BELOW[name])} is needed")
     if rehearse and versions.get("triton", OLD_INTERPRETER) < OLD_INTERPRETER and versions.get("numpy", ()) >= NUMPY_TOO_NEW:
-        needed = f"a rehearsal with Triton {_text(versions['triton'])} needs one below {_text(NUMPY_TOO_NEW)}"
+        needed = f"a rehearsal with Triton {_text(versions['triton'])} needs a version below {_text(NUMPY_TOO_NEW)}"
         lines.append(f"  numpy {_text(versions['numpy'])}: {needed}; a run on a GPU does not")
     return lines
 
 
 def check(*, rehearse: bool = False) -> None:
-    """Exit with one message that names everything missing or unsuitable; replace what only grammars need."""
+    """Exit with one message that names everything missing or unsuitable; replace the package that only grammars need."""
     lines = missing(NEEDED | NEEDED_TO_REHEARSE if rehearse else NEEDED) or unsuitable(_installed(), rehearse=rehearse)
     if not rehearse and (problem := toolchain_problem()):
         lines.append(f"  {problem}")
@@ -64,7 +64,7 @@ def check(*, rehearse: bool = False) -> None:
 
 
 def _installed() -> dict[str, tuple[int, ...]]:
-    """Package → the numbers of its version. A package installed without version metadata is not judged."""
+    """Package → (major, minor) version. A package installed without version metadata is not checked."""
     found = {}
     for name in NEEDED:
         try:
@@ -79,7 +79,7 @@ def _text(version: tuple[int, ...]) -> str:
 
 
 class StandIn(ModuleType):
-    """A module that has every name; each is a class that cannot be instantiated."""
+    """A module in which every name exists, as a class that cannot be instantiated."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

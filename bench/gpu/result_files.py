@@ -14,8 +14,8 @@ ARCHIVES = (".tgz", ".tar.gz")
 
 
 class ResultFiles:
-    """The files are rewritten after each stage, so that a run that is broken off leaves its results so far. `logs`: a
-    directory, or an archive, as its suffix says."""
+    """The files are rewritten after each stage, so that an interrupted run leaves its results so far. `logs`: a directory, or
+    an archive if its suffix is one of ARCHIVES."""
 
     def __init__(self, result: Path | None, logs: Path | None) -> None:
         self.result = result
@@ -33,7 +33,7 @@ class ResultFiles:
         self._stack.close()
 
     def write(self, report: dict[str, Any]) -> None:
-        """Write the files; each appears complete or not at all."""
+        """Write the files, each atomically."""
         if self.result is not None:
             self.result.parent.mkdir(parents=True, exist_ok=True)
             beside = self.result.with_name(f"{self.result.name}.part")

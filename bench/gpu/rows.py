@@ -1,7 +1,7 @@
-"""Rows of the result: what was measured, against which limit and peer, and whether it passes. Knows no torch.
+"""Rows of the result: what was measured, against which limit and peer, and whether it passes. Does not import torch.
 
-A row's target says whether its value, its fraction of the calibrated limit or its ratio to the peer is judged. A row that looks
-too good, or does not add up, is marked invalid and never passes. A value that is a goal for one card is not judged on another.
+A row's target says whether its value, its fraction of the calibrated limit or its ratio to the peer is judged. An implausibly
+good or inconsistent row is marked invalid and never passes. A goal for one card is not judged on another.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from typing import Any, Literal
 
 Judged = Literal["value", "fraction", "ratio"]
 GOALS_CARD, CARD_SHORT = "NVIDIA H200", "H200"
-"""The card for which goals ask for rates and times, by the name that its driver gives. An H200 NVL, a slice of an H200 and a
-GH200 have other names and other limits."""
+"""The card that goals for rates and times apply to, as its driver names it. An H200 NVL, a slice of an H200 and a GH200 have
+other names and other limits."""
 PEER_MISSING = "transformers is not installed here: no peer, no comparison"
 FRACTION_MAX = 1.10
-"""More than a read-only stream can gain over the calibrating copy: beyond this, bytes or time were counted wrongly."""
+"""More than a read-only stream can gain over the calibrating copy: above this, bytes or time were counted wrongly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
     """The goals of a row; without `pass_at` it is reported but not judged. `card_specific`: the goal is a time or a rate for
-    one card, and does not apply to others. `stretch_value`: what the value itself must reach for stretch, on that card."""
+    one card, and does not apply to others. `stretch_value`: what the value must also reach on that card for a stretch."""
 
     name: str
     part: str
@@ -91,7 +91,7 @@ def invalid_reason(row: Row, *, has_figures: bool = True) -> str:
     if has_figures and row.fraction is not None and row.fraction > FRACTION_MAX:
         return f"fraction {row.fraction:.2f} is above {FRACTION_MAX:.2f}: bytes or time are counted wrongly"
     if has_figures and None not in (row.peer, row.peer_on_cpu) and row.peer < row.peer_on_cpu:  # type: ignore[operator]
-        return f"the peer did {row.peer:.3g} on the card and {row.peer_on_cpu:.3g} on the CPU: this is not its speed"
+        return f"the peer reached {row.peer:.3g} on the card and {row.peer_on_cpu:.3g} on the CPU: it did not run properly"
     if row.counted != row.returned:
         return f"{row.counted} tokens were counted, {row.returned} returned"
     return ""

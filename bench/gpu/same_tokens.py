@@ -1,15 +1,15 @@
 """Compares the tokens of steps launched ahead, with slots and graphs, with those of the plain runner: without this check, a
-graph that computes something else would serve nonsense at full speed.
+wrong graph would generate nonsense at full speed.
 
-The weights are random, so the two best tokens of a row are sometimes as close as rounding. The twin (the plain runner)
+The weights are random, so a row's two best logits sometimes differ by no more than rounding. The twin (the plain runner)
 therefore computes as many rows as the graph of a step has: torch's products of 21 and of 24 rows need not have the same bits.
-What still differs is judged at a request's first differing token: by how much the twin prefers its own token, noise included.
+Remaining differences are judged at a request's first differing token: by how much the twin prefers its own, noise included.
 Up to `TIE` it is rounding; beyond, the fast path is wrong, and rerunning without early launches and without graphs shows where.
 
 Captured steps with chunks are padded where the twin's are not, so prompts' keys are rounded differently, and about a third of
-the greedy requests reach a tie (docs/log/gpu-kernels.md). Tokens after the tie are not compared, and a fault as small as
-rounding, for example a key that is read too early, could hide there. So everything is compared once more with chunks launched
-one by one, as the twin computes them: then hardly any request differs at all.
+the greedy requests reach a tie (docs/log/gpu-kernels.md). Tokens after the tie are not compared, so a fault as small as
+rounding, for example a key that is read too early, could go unnoticed. Therefore everything is compared once more with chunks
+launched one by one, as the twin computes them: then hardly any request differs at all.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MODEL, LAYERS = "qwen3-0.6b", 4
 SIZES, SEATS = (1, 16, 17, 200), 200
 """Concurrent requests. A step of 17 rows is rounded up to 24; requests end at different steps, so many sizes between occur."""
 ALONE, ALONE_PROMPT, ALONE_TOKENS = "one after the other", 900, 60
-"""Requests that run alone, most with more keys than one program attends: their kernels read some inputs before they wait for
+"""Requests that run alone, most with more keys than one program handles: their kernels read some inputs before they wait for
 the previous kernel, and no check of a single kernel can detect a fault in that."""
 KV_BYTES = 3 << 30
 LATE_STEP = 5
@@ -59,7 +59,7 @@ TIE = 0.1
 
 @dataclass(slots=True)
 class CaseResult:
-    """Result of one case: the number of requests, how many differ by a tie only, and a description of each that is wrong."""
+    """Result of one case: the number of requests, how many differ only by a tie, and a description of each wrong one."""
 
     requests: int = 0
     ties: int = 0
@@ -68,7 +68,7 @@ class CaseResult:
 
 class PaddedDecoder:
     """The plain runner's decoder, with decodes padded to the sizes of graphs: padding repeats the last row, whose keys are thus
-    written more than once with the same values. Keeps the logits that it returned last."""
+    written more than once with the same values. `last_logits`: those of the last step."""
 
     def __init__(self, target: PagedDecoder, max_rows: int) -> None:
         self._target = target
@@ -112,7 +112,7 @@ def _check(context: Context) -> None:
 
         def compare(labels: Sequence[str]) -> dict[str, CaseResult]:
             with _engine(context, Path(folder)) as ahead:
-                failures.append(_failure(ahead))
+                failures.append(_capture_failure(ahead))
                 actual = {label: _generate_case(ahead, label, cases[label]) for label in labels}
                 return {label: _compare(twin, decoder, cases[label], expected[label], actual[label]) for label in labels}
 
@@ -134,8 +134,8 @@ def _check(context: Context) -> None:
         context.guard(CHUNKS_ONE_BY_ONE, lambda: _check_chunks_one_by_one(context, lambda: compare(list(cases))))
 
 
-def _failure(engine: Engine) -> str:
-    """Why steps with chunks are not captured: launched one by one, they would still give the right tokens."""
+def _capture_failure(engine: Engine) -> str:
+    """Why steps with chunks were not captured, or empty. The tokens do not show it: uncaptured steps give the right ones."""
     chunks = engine.runner.steps.chunks  # type: ignore[attr-defined]
     return "" if chunks is None or not chunks.failure else f"steps with chunks lack graphs: {chunks.failure}"
 
@@ -163,14 +163,14 @@ def _bisect(context: Context, rerun: Callable[[], dict[str, CaseResult]]) -> str
         "both": (_in_turn(context), mock.patch.dict(os.environ, {GRAPHS: "0"})),
         "chunks one by one": (_chunks_one_by_one(),),
     }
-    words = []
+    results = []
     for name, patches in switches.items():
         with ExitStack() as stack:
             for patch in patches:
                 stack.enter_context(patch)
             gc.collect()  # the previous engine has cycles: its graphs must not be freed while the next one's are captured
-            words.append(f"{name}: {sum(len(each.wrong) for each in rerun().values())} wrong")
-    return "with " + ", ".join(words)
+            results.append(f"{name}: {sum(len(each.wrong) for each in rerun().values())} wrong")
+    return "with " + ", ".join(results)
 
 
 def _in_turn(context: Context) -> AbstractContextManager[object]:
@@ -191,9 +191,9 @@ def _engine(context: Context, folder: Path, **options: Any) -> Iterator[Engine]:
 def _cases(context: Context, vocab_size: int) -> dict[str, list[GenerationRequest]]:
     sizes = (1, 3, 4) if context.rehearsal else SIZES
     found = {
-        f"{size} {words}": _requests(size, temperature, vocab_size, context.size(300, 9), context.size(16, 3))
+        f"{size} {kind}": _requests(size, temperature, vocab_size, context.size(300, 9), context.size(16, 3))
         for size in sizes
-        for words, temperature in (("greedy", 0.0), ("drawn", 0.8))
+        for kind, temperature in (("greedy", 0.0), ("drawn", 0.8))
     }
     longest, min_outputs = context.size(ALONE_PROMPT, 20), context.size(ALONE_TOKENS, 3)
     return {**found, ALONE: _requests(context.size(6, 2), 0.0, vocab_size, longest, min_outputs)}
@@ -261,22 +261,18 @@ def _compare(
     for request, expected_tokens, actual_tokens in zip(requests, expected, actual, strict=True):
         if actual_tokens == expected_tokens:
             continue
-        place = next(
-            (place for place, both in enumerate(zip(expected_tokens, actual_tokens, strict=False)) if both[0] != both[1]),
-            None,
-        )
-        if place is None:
-            result.wrong.append(
-                f"request {request.request_id} of {len(requests)} has {len(actual_tokens)} tokens for {len(expected_tokens)}"
-            )
+        label = f"request {request.request_id} of {len(requests)}"
+        both = zip(expected_tokens, actual_tokens, strict=False)
+        index = next((index for index, (expected_token, token) in enumerate(both) if token != expected_token), None)
+        if index is None:
+            result.wrong.append(f"{label} has {len(actual_tokens)} tokens instead of {len(expected_tokens)}")
             continue
-        gap = _gap(twin, decoder, request, expected_tokens[: place + 1], actual_tokens[place])
+        gap = _gap(twin, decoder, request, expected_tokens[: index + 1], actual_tokens[index])
         if gap <= TIE:
             result.ties += 1
         else:
-            tokens = f"{actual_tokens[place]} for {expected_tokens[place]}"
-            words = f"request {request.request_id} of {len(requests)}, token {place}: {tokens}"
-            result.wrong.append(f"{words}, {gap:.2f} of a logit apart")
+            tokens = f"{actual_tokens[index]} instead of {expected_tokens[index]}"
+            result.wrong.append(f"{label}, token {index}: {tokens}, {gap:.2f} of a logit apart")
     return result
 
 

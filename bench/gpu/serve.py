@@ -33,10 +33,10 @@ MODEL_LEN = 4096
 GB = 1_000_000_000
 MANY_SEATS = 512
 KV_FILLED = 0.95
-"""Share of the cache that a closed loop may fill on average: the sum of its requests' tokens fluctuates."""
+"""Share of the cache that a closed loop may fill on average, because the number of its requests' tokens fluctuates."""
 TURNOVER = "host critical path, a request replaced every second step, batch 256"
 JUDGED_LAST_S = 20.0
-"""Time for the last rows of `llama_8b`, which are judged. On an H200 they took 13 s."""
+"""Time reserved for the last rows of `llama_8b`, which are judged. On an H200 they took 13 s."""
 SLOTS_USED = "KV slots used at saturation"
 FEW_SEATS, FORMATS_LEN = 8, 8448
 FEW_KV_BYTES = 6 * GB
@@ -75,14 +75,14 @@ def llama_8b(context: Context) -> None:
 
 
 def _measure_unjudged(context: Context, engine: Engine) -> None:
-    """Rows without a goal, left out if the judged ones that follow would lack the time."""
+    """Rows without a goal, left out if there is not enough time for them and the judged rows that follow."""
     unjudged: dict[str, Callable[[], None]] = {TURNOVER: lambda: _turnover(context, engine, TURNOVER)}
     unjudged |= {chunk_row(size): partial(measure_chunk, context, engine, size) for size in CHUNK_SIZES}
     for name, measure in unjudged.items():
         if context.left_s >= JUDGED_LAST_S:
             context.guard(name, measure)
         else:
-            left_out = f"left out: {context.left_s:.0f} s were left, and the judged rows behind it take up to {JUDGED_LAST_S:g}"
+            left_out = f"left out: {context.left_s:.0f} s were left, and the judged rows after it take up to {JUDGED_LAST_S:g}"
             context.emit(Row(name=name, error=left_out))
 
 
@@ -141,7 +141,7 @@ def _format(
 
 
 def _prefill(context: Context, engine: Engine, directory: Path, name: str) -> None:
-    """One prompt at a time to its first token; the limit takes each product at the matmul rate of its operands' format."""
+    """One prompt at a time to its first token; the limit counts each product at the matmul rate of its operands' format."""
     in_len, rates = context.size(8192, 24), []
     for sample in range(context.size(4, 2)):
         request = BenchRequest(traffic.random_prompt(random.Random(100 + sample), in_len, engine.info.vocab_size), 1)
@@ -166,8 +166,8 @@ def saturated(context: Context) -> None:
 
 
 def num_seats(kv_tokens: int, in_len: int, out_len: int, block_size: int, seats_max: int) -> int:
-    """How many requests the cache holds at once when their ages are spread evenly, at most `seats_max`: every seat on an H200,
-    about 270 on a card with 80 GB. With more, requests would be preempted and recomputed."""
+    """How many requests fit into the cache when their ages are spread evenly, at most `seats_max`: every seat on an H200, about
+    270 on a card with 80 GB. With more, requests would be preempted and recomputed."""
     return min(seats_max, int(KV_FILLED * kv_tokens / (in_len + out_len / 2 + block_size)))
 
 
@@ -236,7 +236,7 @@ def _planned_blocks(context: Context, engine: Engine) -> None:
 def _steady(
     context: Context, engine: Engine, directory: Path, num_requests: int, name: str, *, profiled: list[str] | None = None
 ) -> None:
-    """Every request decodes and none arrives; contexts of about 1k."""
+    """Steady decode: `num_requests` requests with contexts of about 1k, no arrivals."""
     num_requests = context.size(num_requests, 3)
     in_len, num_steps = context.size(960, 6), context.size(64, 3)
     rng, vocab = random.Random(2), engine.info.vocab_size
@@ -267,8 +267,8 @@ def _after_steps(num_steps: int) -> Callable[[Window], bool]:
 
 
 def _host(context: Context, name: str, engine: Engine, window: Window) -> None:
-    """CPU time of the thread without its waits for tokens: the work between two launches. The breakdown into parts comes from
-    further steps, because the clocks around the parts take time too."""
+    """CPU time of the thread without its waits for tokens: the work between two launches. The breakdown into parts is measured
+    over further steps, because the clocks around the parts take time too."""
     samples = [1e6 * cpu_s for cpu_s in window.cpu_s]
     row = Row(name=name, value=median(samples), samples=samples, facts={"p99_us": sorted(samples)[int(0.99 * len(samples))]})
     with step_parts() as total_s_of:
@@ -277,14 +277,13 @@ def _host(context: Context, name: str, engine: Engine, window: Window) -> None:
     row.facts["wait_us"] = parts.pop(WAIT)
     row.facts["parts_us"] = parts | {REST: 1e6 * mean(further) - sum(parts.values())}
     parts_text = ", ".join(f"{label} {time_us:.0f}" for label, time_us in row.facts["parts_us"].items())
-    row.note = "CPU time of a step as it is served, without what its thread spends waiting for tokens; its parts in further "
+    row.note = "CPU time of a served step, without its thread's waits for tokens; its parts in further "
     row.note += f"steps, mean µs: {parts_text}"
     context.emit(window.graphs.annotate(row, whole=True))
 
 
 def _turnover(context: Context, engine: Engine, name: str) -> None:
-    """As `_host`, while in every second step a request ends and another one replaces it, for which slots, columns and blocks
-    are sent."""
+    """As `_host`, while in every second step a request ends and is replaced, so that slots, columns and blocks are sent."""
     seats, rng, vocab, request_ids = context.size(SEATS, 3), random.Random(4), engine.info.vocab_size, count()
 
     def submit_next(length: int) -> None:
@@ -294,19 +293,19 @@ def _turnover(context: Context, engine: Engine, name: str) -> None:
     def replace(_: str) -> None:
         submit_next(2 * seats)
 
-    for place in range(seats):
-        submit_next(2 + 2 * place)
+    for seat in range(seats):
+        submit_next(2 + 2 * seat)
     traffic.steps(engine, _after_steps(context.size(16, 2)), on_finish=replace)
     window = traffic.steps(engine, _after_steps(context.size(128, 6)), on_finish=replace)
     engine.abort_all()
     samples = [1e6 * cpu_s for cpu_s in window.cpu_s]
     row = Row(name=name, value=mean(samples), samples=samples, facts={"p50_us": median(samples), "max_us": max(samples)})
-    row.note = "mean over steps that admit a request of 8 tokens and steps that do not, by turns; waiting for tokens left out"
+    row.note = "mean over steps that admit a request of 8 tokens and steps that do not, alternately; without waits for tokens"
     context.emit(window.graphs.annotate(row, whole=True))
 
 
 def _mixed(context: Context, engine: Engine, directory: Path, name: str, *, planned: str | None = None) -> None:
-    """256 requests of 100 to 1024 tokens in and out, all at once: nano-vllm's bench."""
+    """nano-vllm's bench: 256 requests of 100 to 1024 tokens in and out, all at once."""
     vocab = engine.info.vocab_size
     num_requests, low, high = (6, 3, 12) if context.rehearsal else (256, 100, 1024)
     requests = traffic.uniform_requests(num_requests, low, high, vocab)
@@ -323,7 +322,7 @@ def _mixed(context: Context, engine: Engine, directory: Path, name: str, *, plan
 
 
 def _chats(context: Context, engine: Engine) -> None:
-    """Our side of the comparison with the peers: greedy and warmed up, as they are. Greedy steps have graphs of their own."""
+    """Our side of the comparison with the peers, greedy and warmed up like theirs. Greedy steps have graphs of their own."""
     requests = traffic.conversations(context, engine.info.vocab_size)
     traffic.run_every_size(engine, len(requests), temperature=0.0)
     result = traffic.run(engine, requests, label="c")
@@ -334,7 +333,8 @@ def _chats(context: Context, engine: Engine) -> None:
 
 
 def _saturated(context: Context, engine: Engine, directory: Path, name: str) -> None:
-    """The first requests have outputs of every length up to the full one, so that they end as in the steady state."""
+    """The first requests have outputs of every length up to the full one, so that they end at different times, as in the steady
+    state."""
     in_len, out_len = (8, 12) if context.rehearsal else (1000, 1000)
     seats_max = context.size(MANY_SEATS, 4)
     seats = num_seats(traffic.kv_tokens(engine), in_len, out_len, engine.info.block_size, seats_max)
@@ -351,8 +351,8 @@ def _saturated(context: Context, engine: Engine, directory: Path, name: str) -> 
     def is_filled(window: Window) -> bool:
         return bool(window.tokens) and window.tokens[-1] >= 0.9 * seats
 
-    for place in range(seats):
-        submit_next(out_len * (place + 1) // seats)
+    for seat in range(seats):
+        submit_next(out_len * (seat + 1) // seats)
     filling = traffic.steps(engine, is_filled, on_finish=replace)
     end_s = time.perf_counter() + min(window_s, max(2.0, context.left_s - 6))
     before, used = engine.status(), [_slots_used(engine)]
@@ -370,8 +370,8 @@ def _saturated(context: Context, engine: Engine, directory: Path, name: str) -> 
         "preemptions": after.preemptions_total - before.preemptions_total,
         "kv_used_percent": 100 * after.kv_blocks_used / after.kv_blocks_total, "running": after.num_running,
     }  # fmt: skip
-    held = "" if seats == seats_max else f", as many as the cache of {traffic.kv_tokens(engine)} tokens holds"
-    row.note = f"{seats} seats{held}; window of {sum(window.step_s):.0f} s; the limit is serial: prefill, then decode"
+    capped = "" if seats == seats_max else f", as many as the cache of {traffic.kv_tokens(engine)} tokens holds"
+    row.note = f"{seats} seats{capped}; window of {sum(window.step_s):.0f} s; the limit is serial: prefill, then decode"
     context.limit(row, lambda: planner.saturated_rate(in_len, out_len, seats))
     context.emit(window.graphs.annotate(row))
     context.emit(
@@ -381,8 +381,8 @@ def _saturated(context: Context, engine: Engine, directory: Path, name: str) -> 
 
 
 def _slots_used(engine: Engine) -> float:
-    """Percentage of the slots in blocks held by requests that contain a key and a value."""
+    """Percentage of slots that contain a key and a value, in the blocks that requests hold."""
     status = engine.status(with_requests=True)
-    assert status.requests is not None, "the engine was asked for them"
+    assert status.requests is not None
     tokens = sum(request.num_computed_tokens for request in status.requests)
     return 100 * tokens / (status.kv_blocks_used * engine.info.block_size)

@@ -1,5 +1,5 @@
-"""The time that a graph saves in a step with a prompt chunk: the same pass, captured and launched kernel by kernel. Both must
-give the same result."""
+"""The time that a graph saves in a step with a prompt chunk: the same forward pass, captured and launched kernel by kernel.
+Their results are compared too."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from engine.runner.token_spans import TokenSpan
 
 SAMPLES = 15
 DIFFERENCE_MAX = 0.2
-"""Allowed norm of the difference between the hidden states of both ways, over the norm of the expected ones. Products of other
-sizes round differently: by a hundredth through four layers in 16 bits, by a few hundredths through 32. Wrong states are
-unrelated to the right ones, so the difference is as large as the states themselves."""
+"""Maximum norm of the difference between the two hidden states, over the norm of the expected ones. Products of other sizes
+round differently: by a hundredth through four layers in 16 bits, by a few hundredths through 32. Wrong states are unrelated to
+the right ones, so their difference is as large as the states themselves."""
 
 
 def measure_chunk(context: Context, engine: Engine, size: int) -> None:
-    """Run a prompt chunk through all layers, alternating between both ways. The keys and values that it writes go to blocks
-    that no request holds any more. Raises RuntimeError if steps with such a chunk have no graph."""
+    """Run a prompt chunk through all layers, alternately captured and launched. It writes its keys and values to blocks that no
+    request holds any more. Raises RuntimeError if steps with such a chunk have no graph."""
     steps: Any = engine.runner.steps  # type: ignore[attr-defined]
     length, block_size = context.size(size, 5), engine.info.block_size
     rows = [TokenSpan([0] * length, 0, range(-(-length // block_size)), (length - 1,))]
@@ -57,7 +57,7 @@ def measure_chunk(context: Context, engine: Engine, size: int) -> None:
     difference = _difference(hidden_states["captured"], hidden_states["one by one"])
     row.facts["difference"] = difference
     if not difference <= DIFFERENCE_MAX:
-        row.error = f"what a captured chunk computes is wrong: {difference:.3g} of the size of what it should be"
+        row.error = f"a captured chunk gives a wrong result: the relative difference is {difference:.3g}"
     context.emit(row)
 
 

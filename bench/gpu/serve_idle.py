@@ -14,7 +14,7 @@ from engine.loop import Engine
 
 
 def progress(engine: Engine) -> float:
-    """Tokens per running request: the difference of two readings is the number of steps in between, as all of them decode."""
+    """Tokens per running request. As all requests decode, the difference of two readings is the number of steps in between."""
     status = engine.status()
     return status.generation_tokens_total / max(1, status.num_running)
 
@@ -25,7 +25,7 @@ def steps(engine: Engine, num_steps: int) -> StepSpan:
 
 
 def idle_row(context: Context, name: str, engine: Engine, num_steps: int, earlier: StepSpan) -> None:
-    """`earlier`: served steps before these. The profiler runs last, because it may slow down whatever comes after it."""
+    """`earlier`: served steps measured before. The profiler runs last, because it may slow down whatever comes after it."""
     row, num_traced = Row(name=name), context.size(16, 3)
     with count_graph_use() as use, timed_replays(context.device) as replays:
         served = steps(engine, num_steps)

@@ -1,4 +1,4 @@
-"""The effect of one long prompt on decoding requests, and the savings of a cached prefix."""
+"""How long one long prompt delays decoding requests, and how much time a cached prefix saves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CACHED = "32k cached prefix + 128 new tokens: TTFT against cold"
 
 
 def latency(context: Context) -> None:
-    """Measure two engines: the first may spend any time on a prompt, the second must not keep decoders waiting."""
+    """Measure two engines: the first without an inter-token target, the second with one, so that decoders do not wait long."""
     with tempfile.TemporaryDirectory() as folder:
         context.guard(CACHED, lambda: _prefix(context, Path(folder)))
         options: dict[str, Any] = {"max_num_seqs": SEATS, "max_model_len": 34_816, "inter_token_target_ms": TARGET_MS}

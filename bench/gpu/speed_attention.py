@@ -1,6 +1,6 @@
 """Speed of paged attention: bytes of keys and values that a step must read, over the calibrated bandwidth.
 
-KV caches are used in turn: together they are far larger than the L2 cache, and 8 GB where the row says so.
+Several KV caches are used in turn: together they are far larger than the L2 cache, and 8 GB where the row says so.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def measure(context: Context) -> None:
 
 
 def _batch(context: Context, lengths: Sequence[int]) -> list[int]:
-    """The lengths or, in a rehearsal, three lengths that are as unequal."""
+    """The lengths or, in a rehearsal, the first three of them divided by 1024."""
     return [max(1, length // 1024) for length in lengths[:3]] if context.rehearsal else list(lengths)
 
 
@@ -68,7 +68,7 @@ def _shape(context: Context, shape: AttentionShape) -> AttentionShape:
 def decode_seconds(
     context: Context, shape: AttentionShape, lengths: Sequence[int], *, copies: int, fp8: bool = False
 ) -> tuple[list[float], Pages]:
-    """Samples of the seconds of one decode, and the last of the caches."""
+    """Sampled seconds of one decode, and the last of the caches."""
     caches = [
         make_pages(lengths, shape, dtype=FP8 if fp8 else context.dtype, device=context.device)
         for _ in range(1 if context.rehearsal else copies)
@@ -119,9 +119,9 @@ def _rotated_row(context: Context, name: str, shape: AttentionShape, lengths: Se
 
 
 def _torch_decode(context: Context, pages: Pages) -> float:
-    """Seconds of torch's attention over contiguous keys and values, all requests of one length."""
+    """Seconds of torch's attention over contiguous keys and values. Raises RuntimeError if the requests differ in length."""
     if len(set(pages.lengths)) > 1:
-        raise RuntimeError("torch's has no lengths of their own")
+        raise RuntimeError("torch's attention needs requests of one length")
     pairs = [gather_kv(pages, request) for request in range(len(pages.lengths))]
     keys, values = torch.cat([pair[0] for pair in pairs]).contiguous(), torch.cat([pair[1] for pair in pairs]).contiguous()
     q = make_queries(pages, len(pages.lengths), context.dtype).unsqueeze(2)
@@ -130,7 +130,7 @@ def _torch_decode(context: Context, pages: Pages) -> float:
 
 
 def _skewed(context: Context) -> None:
-    """One long request among short ones, compared alternately with as many tokens in equal parts."""
+    """One long request among short ones, compared with requests of equal length and as many tokens in total."""
     skewed = [131_072] + [4096] * 31
     uniform = [sum(skewed) // 32] * 32
     shape, times = _shape(context, LLAMA), {"skewed": [0.0], "uniform": [0.0]}
@@ -145,7 +145,7 @@ def _skewed(context: Context) -> None:
 
 
 def _fp8(context: Context, name: str, lengths: Sequence[int]) -> None:
-    """Decode over an fp8 cache. Up to 32 requests, a different kernel variant searches among them."""
+    """Decode over an fp8 cache, compared with a bf16 one. Up to 32 requests have their own kernel variant."""
     shape, lengths = _shape(context, LLAMA), _batch(context, lengths)
     bf16_times_s, pages = decode_seconds(context, shape, lengths, copies=8)
     del pages
@@ -163,7 +163,7 @@ Peers = dict[str, float]
 
 
 def _prefill(context: Context, name: str, peer: Callable[[Context, AttentionShape, int], Peers]) -> None:
-    """One prompt of 8k; counts causal operations: two products over half a square for each query head."""
+    """One prompt of 8k. Counts causal operations only: two products over half of the square, for each query head."""
     shape, length = _shape(context, LLAMA), context.size(8192, 20)
     pages = make_pages([length], shape, dtype=context.dtype, device=context.device)
     q = make_queries(pages, length, context.dtype)

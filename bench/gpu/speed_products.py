@@ -1,4 +1,4 @@
-"""Speed of matrix products: the four of a Llama-3.1-8B layer, bytes of the weights over the calibrated bandwidth; and whole
+"""Speed of matrix products: the four of a Llama-3.1-8B layer, as bytes of the weights over the calibrated bandwidth; and whole
 layers, launched early or in turn."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kernels.triton.linear_fp8 import linear_fp8
 LAYER = {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (28_672, 4096), "down": (4096, 14_336)}
 TINY = {"qkv": (24, 32), "down": (16, 48)}
 LAYERS = 4
-"""So many layers' weights in turn: 1.7 GB in 16 bits and 0.45 in 4, of which the second-level cache holds 60 MB."""
+"""Layers whose weights are read in turn: 1.7 GB in 16 bits and 0.45 in 4, of which the L2 cache holds 60 MB."""
 
 
 def measure(context: Context) -> None:
@@ -98,7 +98,7 @@ def _fused(context: Context, name: str, kind: str) -> None:
 
 
 def _many_rows(context: Context) -> None:
-    """A prefill's product: e4m3 rows with a scale each, on the card's fp8 instructions."""
+    """A prefill's product: e4m3 rows with one scale each, using the card's fp8 instructions."""
     m, n, k = (8, 16, 32) if context.rehearsal else (4096, 28_672, 4096)
     weight = pack_fp8(normal(n, k, dtype=context.dtype, device=context.device, scale=k**-0.5))
     values, scales = quantize_rows_fp8(normal(m, k, dtype=context.dtype, device=context.device))

@@ -1,6 +1,6 @@
 """Speed of row operations: bytes that must be read and written, over the calibrated bandwidth; the sampler; and the host's cost
-of driver calls. The latter is measured here because only one process imports meanwhile: during the calibration a dozen do, on
-all cores."""
+of driver calls. Those are measured here because only one process imports meanwhile: during the calibration a dozen do, on all
+cores."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kernels.triton.rope_and_cache import rope_and_cache
 from kernels.triton.sampling import sample, sampling_workspace
 
 COPIES = 4
-"""Inputs in turn, for what would fit into the second-level cache alone."""
+"""Copies of the inputs, used in turn: a single one might fit into the L2 cache."""
 
 
 def measure(context: Context) -> None:
@@ -100,7 +100,7 @@ def _head(context: Context, kind: str) -> tuple[Call, int]:
 
 
 def _experts(context: Context) -> tuple[Call, int]:
-    """64 tokens choose 8 of 128 experts each: nearly all are read. The bytes are those of the experts that any token chose."""
+    """64 tokens choose 8 of 128 experts each, so nearly all are read. Counts the bytes of every expert chosen by any token."""
     tokens, hidden, inner, count, top_k = (3, 32, 24, 4, 2) if context.rehearsal else (64, 2048, 768, 128, 8)
     dtype, device = context.dtype, context.device
     gate_up = normal(count, 2 * inner, hidden, dtype=dtype, device=device, scale=hidden**-0.5)
@@ -143,7 +143,7 @@ def _sampler(context: Context, name: str, against: str) -> None:
 
 
 def _sorted_sample(logits: torch.Tensor) -> torch.Tensor:
-    """The usual implementation in plain torch."""
+    """Top-k, top-p sampling as usually written in plain torch."""
     ordered, ids = (logits / 0.8).sort(dim=-1, descending=True)
     ordered[:, 50:] = float("-inf")
     probs = ordered.softmax(dim=-1)

@@ -1,4 +1,4 @@
-"""Where the host's time of a step goes: the thread's CPU time in each part, excluding other parts nested in it."""
+"""Where a step's host time goes: the thread's CPU time in each part, excluding other parts nested in it."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ PARTS: tuple[tuple[str, Any, str], ...] = (
     ("settle", Scheduler, "settle"),
     (WAIT, CudaFetch, "wait"),
 )
-"""plan: who is in the step · book: whether slots hold it, and booking it as done · launch: its inputs, and what is launched
-beside the graph · write: slots and blocks that changed, a copy and an operation · graph: asking the driver for it · return: an
-event that brings its tokens · complete: the rest of a step whose masks come late · fetch: its tokens, when they are there ·
-settle: tokens and events of the step before · wait: until they are there, which is no work of the host"""
+"""plan: scheduling the step · book: whether slots can hold its requests, and advancing the scheduler past it · launch: its
+inputs, and what is launched besides the graph · write: sending changed slots and blocks, a copy and an operation · graph: the
+driver call that launches it · return: the event that returns its tokens · complete: the rest of a step whose masks come late ·
+fetch: its tokens, once they have arrived · settle: tokens and events of the previous step · wait: until tokens have arrived,
+which is not host work"""
 REST = "rest"
 
 

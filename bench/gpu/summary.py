@@ -1,4 +1,4 @@
-"""The judged rows, short enough for a reader who sees only the end of the output."""
+"""A summary of the judged rows, short enough for a reader who sees only the end of the output."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from bench.gpu.report import count_verdicts, format_figure, measured_nothing
 
 CHARS_MAX = 6000
 COUNTED_PARTS = ("checks", "invariant")
-"""Parts whose rows are counted, and named where they do not pass."""
+"""Parts whose rows are only counted, and listed if they do not pass."""
 NAMED_MAX = 12
 PASSING = ("pass", "stretch")
 JUDGED_BY = {"of limit": "fraction", "× peer": "ratio"}
 
 
 def summary(report: dict[str, Any]) -> str:
-    """One line for every row with a goal: verdict, name, figure, goal. Checks are only counted, unless they fail. Without a
-    card: the reason."""
+    """One line for every row with a goal: verdict, name, figure, goal. Checks are only counted, unless they fail. If nothing
+    was measured, the reason."""
     if measured_nothing(report):
         reason = next((part["error"] for part in report["parts"] if "error" in part), "no part was run")
         return f"\nnothing was measured: {reason}; {report['taken_s']} s"
@@ -40,15 +40,15 @@ def _counted(part: str, rows: list[dict[str, Any]]) -> list[str]:
 
 def _line(row: dict[str, Any]) -> str:
     goal = row["must_show"]
-    value = row[next((field for words, field in JUDGED_BY.items() if words in goal), "value")]
-    words = format_figure(None if row["verdict"] == "REHEARSAL" else value)
-    return f"{row['verdict']:<10} {row['name']}:  {words}  ({goal})"
+    value = row[next((field for unit, field in JUDGED_BY.items() if unit in goal), "value")]
+    figure = format_figure(None if row["verdict"] == "REHEARSAL" else value)
+    return f"{row['verdict']:<10} {row['name']}:  {figure}  ({goal})"
 
 
-def _truncated(lines: list[str], most: int) -> list[str]:
+def _truncated(lines: list[str], chars_max: int) -> list[str]:
     """As many lines as fit, and the number of those that do not."""
     kept: list[str] = []
-    left = most - 40
+    left = chars_max - 40
     for number, line in enumerate(lines):
         left -= len(line) + 1
         if left < 0:

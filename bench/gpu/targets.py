@@ -1,8 +1,8 @@
 """Every row that a run must have, with its goals: the table follows this list, and the rehearsal is checked against it.
 
-The figures are those for pass and stretch; fractions relate to the bandwidth and matmul rate calibrated in the same run. Rates
-and times that depend on the card are goals for one H200 (`card_specific`) and are judged on no other card; fractions, ratios,
-errors and the host's times are judged on any.
+A row has up to two goals, pass and stretch; fractions relate to the bandwidth and matmul rate calibrated in the same run. Rates
+and times that depend on the card are goals for one H200 (`card_specific`) and not judged on any other card; fractions, ratios,
+errors and the host's times are judged on every card.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ INVARIANCE_CHECKS = ("paged decode", "product bf16", "product int4", "rms norm",
 SAME_TOKENS = "same tokens: ahead against plain"
 CHUNKS_ONE_BY_ONE = "same tokens, chunks one by one: requests that differ at all"
 DIFFERING_PERCENT_MAX = 10
-"""Percentage of requests that may differ. On an H200, with all chunks launched one by one, 1.3 % did."""
+"""Maximum percentage of differing requests. On an H200, with all chunks launched one by one, it was 1.3 %."""
 
 
 def error_row(name: str) -> str:

@@ -1,6 +1,6 @@
 """Seconds per call of work on a device: calls captured into one graph and replayed, so that the host's launches do not count.
 
-If one call's data would fit into the cache, pass several calls over different memory: they run one after another. Without
+If one call's data would fit into the cache, pass several calls over different memory, which run one after another. Without
 a GPU (rehearsal) each call is timed once, and the figures mean nothing.
 """
 
@@ -14,14 +14,14 @@ import torch
 
 Call = Callable[[], object]
 SAMPLE_S = 0.004
-"""The least length of a sample: events resolve half a microsecond."""
+"""Minimum length of a sample: events have a resolution of half a microsecond."""
 WARM_S = 0.05
-"""So long a card works before the first sample, by the time of its first replay: its clock falls while nothing runs, and takes
-some tens of milliseconds to rise. Where the first replay was slow it is less, by as much."""
+"""How long the card is kept busy before the first sample, because its clock falls when idle and takes some tens of milliseconds
+to rise. Estimated from the first replay, so a slow first replay shortens it."""
 
 
 def seconds(calls: Sequence[Call], device: torch.device, *, samples: int = 7, captured: bool = True) -> list[float]:
-    """Samples of the mean time of a call, in seconds."""
+    """Samples of the mean seconds per call."""
     if device.type != "cuda":
         started_s = time.perf_counter()
         for call in calls:
@@ -36,7 +36,7 @@ def seconds(calls: Sequence[Call], device: torch.device, *, samples: int = 7, ca
 
 
 def _warm_up(replay: Call) -> float:
-    """Seconds of one replay, after the card has been busy for WARM_S."""
+    """Keep the card busy for WARM_S; return the seconds of one replay."""
     once_s = max(_elapsed(replay, 1), 1e-6)
     count = math.ceil(WARM_S / once_s) - 1
     return max(_elapsed(replay, count) / count, 1e-6) if count else once_s
@@ -59,7 +59,7 @@ def _captured(calls: Sequence[Call]) -> Call:
 
 
 def capture(call: Call) -> Call:
-    """Capture a call into a graph, after running it once on a stream of its own; return the graph's replay."""
+    """Capture a call into a graph, after running it once on a side stream; return the function that replays the graph."""
     side_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side_stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side_stream):

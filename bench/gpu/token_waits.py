@@ -1,4 +1,4 @@
-"""Processor time that a thread spends waiting for the device: it waits without sleeping, and that is no work of the host."""
+"""CPU time that a thread spends waiting for the device: it waits without sleeping, but waiting is not host work."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class TokenWaits:
 
 @contextmanager
 def time_token_waits() -> Iterator[TokenWaits]:
-    """Time the waits for tokens inside the block, and no others: waiting for a buffer that is not yet free delays the host. For
-    a wait that sleeps, this includes falling asleep and waking. The clock itself counts as the host's time, less than a
-    microsecond per step."""
+    """Time the waits for tokens inside the block, and no others: waiting for a buffer that is not yet free counts as host time.
+    For a wait that sleeps, this includes falling asleep and waking. The clock's own time, less than a microsecond per step,
+    counts as host time."""
     waits, wait = TokenWaits(), CudaFetch.wait
 
     def timed_wait(fetch: CudaFetch) -> None:

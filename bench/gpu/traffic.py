@@ -17,9 +17,9 @@ from engine.loop import Engine
 from engine.protocol import GenerationRequest, SamplingParams, TokenEvent
 
 CHAT_LEN_MAX = 512
-"""Longer prompts and answers are cut: a peer that takes 40 ms a step is done in half a minute."""
+"""Longer prompts and answers are cut, so that a peer that takes 40 ms per step is done in half a minute."""
 CONVERSATIONS = 128
-"""As many as a peer's continuous batching has done by then."""
+"""As many as a peer's continuous batching finishes in that time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class BenchRequest:
 
 @dataclass(slots=True)
 class RunResult:
-    """The result of a run. `returned`: tokens that events carried; `counted`: tokens by the engine's totals."""
+    """The result of a run. `returned`: tokens received in events; `counted`: tokens by the engine's own totals."""
 
     wall_s: float = 0.0
     returned: int = 0
@@ -57,7 +57,7 @@ def uniform_requests(count: int, low: int, high: int, vocab: int, *, seed: int =
 
 
 def chat_requests(count: int, longest: int, vocab: int) -> list[BenchRequest]:
-    """Requests with the lengths of conversations; none longer than `longest`, in or out."""
+    """Requests with the lengths of conversations, at most `longest` tokens in and out."""
     rng = random.Random(5)
 
     def length(lens: Sequence[int]) -> int:
@@ -67,7 +67,7 @@ def chat_requests(count: int, longest: int, vocab: int) -> list[BenchRequest]:
 
 
 def conversations(context: Context, vocab: int) -> list[BenchRequest]:
-    """The requests on which we and the peers are compared: the same prompts and lengths for each, all at once."""
+    """The requests of the comparison with peers: the same prompts and lengths for each engine, submitted all at once."""
     return chat_requests(context.size(CONVERSATIONS, 6), context.size(CHAT_LEN_MAX, 10), vocab)
 
 
@@ -97,19 +97,19 @@ def kv_tokens(engine: Engine) -> int:
 def check_kv_capacity(engine: Engine, num_requests: int, num_tokens: int) -> None:
     """Raise RuntimeError if `num_requests` requests of `num_tokens` tokens do not fit into the cache at the same time."""
     if num_requests * (num_tokens + engine.info.block_size) > kv_tokens(engine):
-        wanted = f"{num_requests} requests of {num_tokens} tokens at a time"
+        wanted = f"{num_requests} requests of {num_tokens} tokens at once"
         raise RuntimeError(f"this card has no room for {wanted}: its KV cache holds {kv_tokens(engine)}")
 
 
 @contextmanager
 def watched(engine: Engine) -> Iterator[tuple[Callable[[], None], GraphUse]]:
     """Watch an engine that is timed. Yields a function to call after every step, which raises if the step fell back to the
-    plain path, whose time is different, and the use of graphs. If the block raises, none of its requests stays live."""
+    plain path, whose time is different, and the use of graphs. If the block raises, all requests are aborted."""
     fallbacks, before = engine.fallbacks, engine.fallbacks.count
 
     def check_fallbacks() -> None:
         if fallbacks.count != before:
-            raise RuntimeError(f"{fallbacks.count - before} steps fell back to the plain way: {fallbacks.reason}")
+            raise RuntimeError(f"{fallbacks.count - before} steps fell back to the plain path: {fallbacks.reason}")
 
     try:
         with count_graph_use() as use:
@@ -138,21 +138,20 @@ def run(engine: Engine, requests: Sequence[BenchRequest], *, temperature: float 
     result.counted = engine.status().generation_tokens_total - before
     result.wrong = [f"{label}{n}" for n, request in enumerate(requests) if lengths.get(f"{label}{n}") != request.num_outputs]
     if result.wrong:
-        raise RuntimeError(f"{len(result.wrong)} requests did not give as many tokens as were asked for: {result.wrong[:4]}")
+        raise RuntimeError(f"{len(result.wrong)} requests did not give as many tokens as requested: {result.wrong[:4]}")
     return result
 
 
 def run_every_size(engine: Engine, seats: int, *, temperature: float) -> None:
     """Run every size of a decode step: requests end eight at a time, the first ones once all prompts are done."""
     rng = random.Random(1)
-    requests = [BenchRequest(random_prompt(rng, 8, engine.info.vocab_size), 5 + place // 8) for place in range(seats)]
+    requests = [BenchRequest(random_prompt(rng, 8, engine.info.vocab_size), 5 + seat // 8) for seat in range(seats)]
     run(engine, requests, temperature=temperature, label="w")
 
 
 @dataclass(slots=True)
 class Window:
-    """Steps of an engine that is kept busy: wall time of each, thread CPU time without waits for tokens, and tokens of each
-    step."""
+    """Consecutive steps of a busy engine: wall time, thread CPU time without waits for tokens, and tokens of each."""
 
     step_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
@@ -165,7 +164,7 @@ class Window:
 
 
 def steps(engine: Engine, until: Callable[[Window], bool], *, on_finish: Callable[[str], None] | None = None) -> Window:
-    """Step until told to stop; `on_finish` is called for every request that finishes."""
+    """Step until `until` returns true or no request is left; `on_finish` is called for every request that finishes."""
     window = Window()
     with watched(engine) as (check_fallbacks, window.graphs), time_token_waits() as token_waits:
         while engine.has_requests and not until(window):

@@ -23,7 +23,7 @@ from engine.loop import Engine
 from engine.protocol import GenerationRequest, SamplingParams
 
 KV_BYTES = 3 << 30
-"""So little that all processes of this stage have room."""
+"""Small enough for all processes of this stage to fit on the card."""
 FORMATS: dict[str, Any] = {"max_num_seqs": FEW_SEATS, "max_model_len": FORMATS_LEN}
 
 
@@ -90,7 +90,7 @@ def _run_one_and_all(_: Context, engine: Engine) -> None:
 
 
 def invariant(context: Context) -> None:
-    """Check that a request alone and among others gives the same tokens and bit-identical log-probabilities."""
+    """Check that a request gives the same tokens and bit-identical log-probabilities alone and in a batch."""
     name = invariance_row("engine, batch_invariant")
     context.guard(name, lambda: _invariant(context, name))
 
@@ -119,7 +119,7 @@ def _scored_tokens(context: Context, engine: Engine, prompts: list[tuple[int, ..
             GenerationRequest(request_id=str(number), tenant_id="bench", prompt_token_ids=list(prompt), sampling=sampling)
         )
         assert not refused, f"a request was refused: {refused}"
-    # The plain path gives the same bits, and would hide that the fast one fails.
+    # The plain path gives the same bits, so a fallback to it would hide a failure of the fast path.
     with traffic.watched(engine) as (check_fallbacks, _):
         while engine.has_requests:
             events = engine.step()

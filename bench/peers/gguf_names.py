@@ -1,4 +1,4 @@
-"""llama.cpp's names for the tensors of a Llama, and the order in which it needs their rows. Names and numbers, no tensors.
+"""llama.cpp's names for the tensors of a Llama, and the order in which it needs their rows. Standard library only.
 
 llama.cpp rotates neighbouring dimensions of a head together; a model directory's layout rotates dimension i with i + half. So
 the rows of q and k are reordered.

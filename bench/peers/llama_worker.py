@@ -1,6 +1,6 @@
 """llama.cpp as a worker of the peer bench: one request after another, float32, through its C interface.
 
-The prompt is one batch, followed by one token at a time; llama.cpp's own sampler makes the greedy choice, so Python adds two
+The prompt is one batch, followed by one token at a time; llama.cpp's own greedy sampler chooses the tokens, so Python adds two
 calls per token and reads no logits.
 """
 
@@ -14,7 +14,7 @@ from bench.peers.gguf_names import GGUF
 from bench.peers.protocol import Run, leave_repository, serve_commands
 
 KEPT: list[Any] = []
-"""Objects to which C holds a pointer and which Python would free."""
+"""Objects that C code points to, referenced here so that Python does not free them."""
 
 
 def load(folder: Path, threads: int, settings: dict[str, Any]) -> tuple[Run, dict[str, Any]]:
@@ -38,12 +38,12 @@ def load(folder: Path, threads: int, settings: dict[str, Any]) -> tuple[Run, dic
     llama.llama_log_set(KEPT[-1], ctypes.c_void_p(0))
 
     def step(token_ids: list[int]) -> int:
-        token_array = (llama.llama_token * len(token_ids))(*token_ids)  # the batch holds its address, not the array
+        token_array = (llama.llama_token * len(token_ids))(*token_ids)  # the batch has only its address: keep it alive
         if status := llama.llama_decode(context, llama.llama_batch_get_one(token_array, len(token_ids))):
             raise RuntimeError(f"llama_decode returned {status}")
         return int(llama.llama_sampler_sample(greedy, context, -1))
 
-    def one(prompt: list[int], length: int) -> list[int]:
+    def answer_one(prompt: list[int], length: int) -> list[int]:
         llama.llama_memory_clear(llama.llama_get_memory(context), True)
         answer = [step(prompt)]
         while len(answer) < length:
@@ -51,7 +51,7 @@ def load(folder: Path, threads: int, settings: dict[str, Any]) -> tuple[Run, dic
         return answer
 
     def run(prompts: list[list[int]], output_lens: list[int]) -> list[list[int]]:
-        return [one(prompt, length) for prompt, length in zip(prompts, output_lens, strict=True)]
+        return [answer_one(prompt, length) for prompt, length in zip(prompts, output_lens, strict=True)]
 
     system = llama.llama_print_system_info().decode().strip()
     return run, {"llama_cpp_python": llama.__version__, "system": system}

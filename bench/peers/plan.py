@@ -1,4 +1,4 @@
-"""Which engines are compared on which requests, and the goals. Names and numbers, no engine."""
+"""Which engines are compared on which requests, and the goals. Imports no engine."""
 
 from __future__ import annotations
 

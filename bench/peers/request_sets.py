@@ -8,7 +8,7 @@ from dataclasses import dataclass
 PROMPT_LENS = (16, 200)
 OUTPUT_LENS = (16, 128)
 ONE_BY_ONE = 4
-"""Requests in the set of one at a time: the clock of a machine's CPU time is too coarse for one alone."""
+"""Number of requests that run one at a time: a machine's CPU-time counters are too coarse for a single one."""
 ONE_LENS = (100, 64)
 FIRST_ORDINARY_ID = 3
 
@@ -27,8 +27,8 @@ class RequestSet:
 
 
 def request_set(count: int, vocab_size: int) -> RequestSet:
-    """`count` mixed requests at once; for 1, a few of equal lengths, one at a time. They are the same every time, with the same
-    lengths for every vocabulary."""
+    """`count` mixed requests at once; for 1, ONE_BY_ONE requests of equal lengths, one at a time. Deterministic; the lengths do
+    not depend on the vocabulary."""
     lengths, ids = random.Random(count), random.Random(count + 1)
     if count == 1:
         pairs = [ONE_LENS] * ONE_BY_ONE

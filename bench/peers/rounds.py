@@ -1,7 +1,7 @@
 """Two engines run alternately on the same requests: rounds of four runs in the order ABBA, then BAAB, and their evaluation.
 
 A round gives two pairs of neighbouring runs, one in each order, so that neither engine gains by being first. A round with a
-disturbed run is discarded whole and repeated, up to `ATTEMPTS` times the requested rounds in all. Knows no engine.
+disturbed run is discarded whole and repeated, up to `ATTEMPTS` times the requested rounds in all. Imports no engine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class LoadedEngine(Protocol):
 
 @dataclass(slots=True)
 class Measurement:
-    """Rounds that count, in the order of their runs, and discarded rounds, each with its reason."""
+    """Counted rounds, in the order of their runs, and discarded rounds, each with its reason."""
 
     rounds: list[Round] = field(default_factory=list)
     discarded: list[tuple[str, Round]] = field(default_factory=list)
@@ -70,18 +70,19 @@ def measure(
 
 
 def equal_tokens(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> tuple[float, float]:
-    """Share of tokens before an answer's first difference, and share of answers without any. Once a near-tie is decided
-    differently, an answer takes another course, and its later tokens say nothing."""
-    before = [
-        next((place for place, (a, b) in enumerate(zip(mine, yours, strict=True)) if a != b), len(mine))
-        for mine, yours in zip(ours, theirs, strict=True)
+    """Share of tokens before an answer's first difference, and share of answers without any. Tokens after a near-tie that was
+    decided differently are not comparable: the answer continues from another text."""
+    equal_lens = [
+        next((position for position, (a, b) in enumerate(zip(our_ids, their_ids, strict=True)) if a != b), len(our_ids))
+        for our_ids, their_ids in zip(ours, theirs, strict=True)
     ]
-    whole = sum(place == len(mine) for place, mine in zip(before, ours, strict=True))
-    return sum(before) / sum(map(len, ours)), whole / len(before)
+    num_equal = sum(length == len(our_ids) for length, our_ids in zip(equal_lens, ours, strict=True))
+    return sum(equal_lens) / sum(map(len, ours)), num_equal / len(equal_lens)
 
 
 def make_row(name: str, peer_name: str, requests: RequestSet, measured: Measurement, rounds: int) -> Row:
-    """Medians in tokens per second, the median of the pairs' ratios, every raw sample; an error if no round was undisturbed."""
+    """The row: medians in tokens per second, the median of the pairs' ratios, every raw sample; an error if every round was
+    disturbed."""
     facts: dict[str, Any] = {
         "output_tokens": requests.num_output_tokens,
         "rounds": [_raw(samples) for samples in measured.rounds],

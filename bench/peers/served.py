@@ -1,6 +1,6 @@
-"""The whole service against vLLM's server: 16 clients that stream chat answers, both on loopback, the client in this process.
+"""The whole service against vLLM's server: 16 streaming chat clients in this process, over loopback.
 
-Ours is `gatehouse serve` with everything that it does for a request: key, limits, ledger. vLLM's server is stopped (SIGSTOP)
+Ours is `gatehouse serve` with everything that it does for a request: key, limits, ledger. vLLM's server is paused (SIGSTOP)
 while ours answers, because it uses 0.7 cores when idle; ours keeps running, and its idle load counts as a disturbance of vLLM.
 Every run has new prompts, the same for both.
 """
@@ -51,7 +51,7 @@ TARGET = Target(name=NAME, part=MODEL, unit="tokens/s", judged="ratio", pass_at=
 
 
 class Server:
-    """A ready server and its clients. With `pauses`, all of its processes are stopped except during its runs."""
+    """A running server and its clients. With `pauses`, all of its processes are paused (SIGSTOP) between runs."""
 
     def __init__(self, process: psutil.Process, port: int, model: str, key: str, *, pauses: bool = False) -> None:
         self._process, self._port, self._model, self._key = process, port, model, key
@@ -59,7 +59,8 @@ class Server:
         self._rng = random.Random(0)
 
     def run(self, requests: RequestSet) -> tuple[list[list[int]], Sample]:
-        """Send all requests at once, with these lengths and new texts; no tokens come back, only text. Raises PeerFailed."""
+        """Send requests of these lengths, all at once, with new texts. Returns no tokens: servers answer with text only. Raises
+        PeerFailed."""
         texts = ["".join(self._rng.choices(LETTERS, k=2 * len(prompt))) for prompt in requests.prompts]
         self._signal(signal.SIGCONT)
         own_s, used_s, before = time.process_time(), self._cpu_s(), read_machine()
@@ -76,21 +77,21 @@ class Server:
             "model": self._model, "messages": [{"role": "user", "content": text}], "max_tokens": length, "ignore_eos": True,
             "temperature": 0.0, "stream": True, "stream_options": {"include_usage": True},
         }  # fmt: skip
-        wire, usage = RawHttpClient(self._port, self._key), b""
+        client, usage = RawHttpClient(self._port, self._key), b""
         try:
-            head = await wire.send("POST", "/v1/chat/completions", body)
+            head = await client.send("POST", "/v1/chat/completions", body)
             if head.status != 200:
-                raise PeerFailed(f"{self._model} answered {head.status}: {(await wire.content(head))[:300]!r}")
-            async for event in wire.events():
+                raise PeerFailed(f"{self._model} answered {head.status}: {(await client.content(head))[:300]!r}")
+            async for event in client.events():
                 if b'"usage":{' in event or b'"usage": {' in event:
                     usage = event
         except ConnectionLost as error:
-            raise PeerFailed(f"{self._model}: the server hung up: {error}") from error
+            raise PeerFailed(f"{self._model}: the server closed the connection: {error}") from error
         finally:
-            wire.abort()
+            client.abort()
         counted = json.loads(usage)["usage"]["completion_tokens"] if usage else None
         if counted != length:
-            raise PeerFailed(f"{self._model} counted {counted} tokens of {length}")
+            raise PeerFailed(f"{self._model} reported {counted} tokens instead of {length}")
 
     def _signal(self, number: signal.Signals) -> None:
         if self._pauses:
@@ -103,7 +104,7 @@ class Server:
 
 
 def row(folder: Path, logs: Path, peers: Path, threads: int, rounds: int, cores_max: float) -> tuple[Row, Target]:
-    """Start and warm up both servers, then measure alternately. If a server fails, the row says so."""
+    """Start and warm up both servers, then measure them alternately. If a server fails, the row contains the error."""
     print(f"  {NAME}: {rounds} rounds", file=sys.stderr)
     requests = request_set(CLIENTS, SHAPES[MODEL]["vocab_size"])
     make_model(SHAPES[MODEL], folder)
@@ -125,13 +126,13 @@ def row(folder: Path, logs: Path, peers: Path, threads: int, rounds: int, cores_
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Write a vocabulary with a text for every id, so that every token can be streamed: bytes, then pairs of bytes."""
+    """Write a tokenizer in which every id has a text, so that every token can be streamed: bytes, then pairs of bytes."""
     vocabulary = {token: index for index, token in enumerate(SPECIAL)}
     # Letters first, so that the prompts' letters merge in pairs.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda byte: (byte not in LETTERS, byte))
-    vocabulary |= {byte: len(SPECIAL) + place for place, byte in enumerate(alphabet)}
+    vocabulary |= {byte: len(SPECIAL) + index for index, byte in enumerate(alphabet)}
     pairs = [(first, second) for first in alphabet for second in alphabet][: vocab_size - len(vocabulary)]
-    vocabulary |= {first + second: len(vocabulary) + place for place, (first, second) in enumerate(pairs)}
+    vocabulary |= {first + second: len(vocabulary) + index for index, (first, second) in enumerate(pairs)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -148,7 +149,7 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
 
 @contextmanager
 def gatehouse(folder: Path, data: Path, threads: int, log: IO[str]) -> Iterator[Server]:
-    """Our service with a tenant and a key."""
+    """Run our service, with a tenant and a key."""
     port, token = free_port(), f"gha_{secrets.token_hex(16)}"
     variables = {
         "GATEHOUSE_ADMIN_TOKEN": token, "GATEHOUSE_ENGINE_THREADS": str(threads), "GATEHOUSE_MAX_NUM_SEQS": str(SEATS),
@@ -160,7 +161,7 @@ def gatehouse(folder: Path, data: Path, threads: int, log: IO[str]) -> Iterator[
 
 @contextmanager
 def vllm(folder: Path, peers: Path, threads: int, log: IO[str]) -> Iterator[Server]:
-    """vLLM's OpenAI server, compiled; its engine is a second process, as it is by default."""
+    """Run vLLM's OpenAI server in its compiled mode; its engine is a second process, as by default."""
     port = free_port()
     command = [
         VLLM_SERVED.interpreter(peers), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", str(port),

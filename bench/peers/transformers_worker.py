@@ -1,7 +1,7 @@
-"""transformers' continuous batching as a worker of the peer bench, tuned: small pages, a cache no larger than is used.
+"""transformers' continuous batching as a worker of the peer bench, tuned: small pages, a cache no larger than needed.
 
 By default it sizes the cache by the machine's memory and attends over far more of it than requests fill, which was measured to
-be four times slower. The manager lives as long as the worker, so its start does not count in a run.
+be four times slower. The manager lives as long as the worker, so no run includes its start.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Worker processes of the peer bench: started, given runs, and stopped by a signal while another has its turn."""
+"""Worker processes of the peer bench, each paused by a signal (SIGSTOP) while another runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from bench.peers.request_sets import RequestSet
 
 ANSWER_TIMEOUT_S = 600.0
 SETTLE_S = 0.05
-"""Between the signal that wakes a worker and its measurement: threads that were stopped in a wait run once and sleep again."""
+"""Delay between the signal that resumes a worker and its measurement: threads paused in a wait wake up once and sleep again."""
 
 PEERS_FOLDER = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gatehouse" / "peers"
 
@@ -34,7 +34,7 @@ class PeerFailed(Exception):
 class EngineSetup:
     """One engine with its settings. `environment` names a directory made by bench/peers/set_up.sh; empty: this interpreter.
 
-    `prepare` is a module that its interpreter runs once on the model's directory before loading.
+    `prepare`: a module that the environment's interpreter runs once on the model's directory before loading.
     """
 
     name: str
@@ -45,14 +45,14 @@ class EngineSetup:
     prepare: str = ""
 
     def interpreter(self, folder: Path) -> str:
-        """Path of the peer's python. Raises PeerFailed with the command that makes it."""
+        """Path of the peer's Python. If it is missing, raises PeerFailed with the command that installs it."""
         if not self.environment:
             return sys.executable
-        place = folder / self.environment
-        if not (place / ".ready").exists():
+        root = folder / self.environment
+        if not (root / ".ready").exists():
             option = "" if folder == PEERS_FOLDER else f" --folder {folder}"
-            raise PeerFailed(f"{place} is not ready: make it with bench/peers/set_up.sh --only {self.environment}{option}")
-        return str(place / "bin" / "python")
+            raise PeerFailed(f"{root} is not ready: make it with bench/peers/set_up.sh --only {self.environment}{option}")
+        return str(root / "bin" / "python")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +73,10 @@ class Sample:
 
 
 class Worker:
-    """A loaded engine in its own process group, stopped between its turns so that none of its threads can spin."""
+    """A loaded engine in its own process group, paused between runs so that none of its threads can spin."""
 
     def __init__(self, kind: EngineSetup, folder: Path, model: Path, threads: int, log: IO[str]) -> None:
-        """Start the worker and load the model, then stop it by signal. Raises PeerFailed."""
+        """Start the worker, load the model and pause. Raises PeerFailed."""
         self.kind = kind
         self._log = log
         variables = {
@@ -97,7 +97,7 @@ class Worker:
         self._signal(signal.SIGSTOP)
 
     def run(self, requests: RequestSet) -> tuple[list[list[int]], Sample]:
-        """Continue the worker, run the requests, stop it again. Raises PeerFailed."""
+        """Resume the worker, run the requests, pause it again. Raises PeerFailed."""
         self._signal(signal.SIGCONT)
         time.sleep(SETTLE_S)
         own_s, before = time.process_time(), read_machine()
@@ -108,7 +108,7 @@ class Worker:
         return answer["tokens"], Sample(answer["wall_s"], answer["cpu_s"], disturbance)
 
     def close(self) -> None:
-        """End the process and whatever it started."""
+        """Kill the process and its children."""
         for number in (signal.SIGCONT, signal.SIGKILL):
             self._signal(number)
         self._process.wait()
@@ -117,7 +117,7 @@ class Worker:
             pipe.close()
 
     def _signal(self, number: signal.Signals) -> None:
-        with suppress(ProcessLookupError):  # if it has ended, the next command finds out why
+        with suppress(ProcessLookupError):  # if it has ended, the next command reports why
             os.killpg(self._process.pid, number)
 
     def _send_command(self, command: dict[str, Any]) -> dict[str, Any]:

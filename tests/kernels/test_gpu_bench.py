@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 
 from bench.gpu import check_attention, check_products, driver, requirements
 from bench.gpu.context import Context
-from bench.gpu.idle import WORK, idle_of
+from bench.gpu.idle import WORK, idle_from_trace
 from bench.gpu.part import STACK_DUMP_S
 from bench.gpu.plan import COMMANDS, PARTS, TOTAL_S, Job, allotted_s, stages, usual_s
 from bench.gpu.processes import Outcome, shorten_log
@@ -431,7 +431,7 @@ def test_a_version_outside_the_range_is_named_before_anything_runs() -> None:
         "  torch 2.10: 2.11 or newer is needed",
         "  triton 3.5: 3.6 or newer is needed",
     ]
-    assert requirements.unsuitable({"triton": (3, 10)}, rehearse=False) == ["  triton 3.10: one below 3.10 is needed"]
+    assert requirements.unsuitable({"triton": (3, 10)}, rehearse=False) == ["  triton 3.10: a version below 3.10 is needed"]
 
 
 def test_the_range_is_that_of_the_project_file() -> None:
@@ -458,7 +458,7 @@ def test_idle_time_is_what_no_kernel_covers() -> None:
         return {"ts": begin, "dur": taken, "cat": kind, "name": "k"}
 
     events = [ran(0, 10), ran(5, 10, "gpu_memcpy"), ran(17, 3), ran(40, 10), ran(2, 90, "cpu_op"), {"name": "no time"}]
-    idle = idle_of(events, WORK)
+    idle = idle_from_trace(events, WORK)
     assert idle.share == pytest.approx(22 / 50)
     assert idle.long == pytest.approx(20 / 50)
     assert idle.longest_us == 20

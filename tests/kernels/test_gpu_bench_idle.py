@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from bench.gpu import traffic
-from bench.gpu.idle import WORK, Idle, StepSpan, TracedSteps, growth_s, idle_of
+from bench.gpu.idle import WORK, Idle, StepSpan, TracedSteps, growth_s, idle_from_trace
 from bench.gpu.step_parts import REST, WAIT, step_parts
 from bench.host_step import make_engine, submit
 from engine.runner.token_return import CudaFetch
@@ -26,7 +26,7 @@ def trace(kernels: list[tuple[float, float]], num_steps: int, step_us: float = 1
         for step in range(num_steps)
         for begin, taken in kernels
     ]
-    return idle_of(events, WORK)
+    return idle_from_trace(events, WORK)
 
 
 def traced(**changed: Any) -> TracedSteps:

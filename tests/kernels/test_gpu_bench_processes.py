@@ -32,14 +32,14 @@ class Stuck:
     limit_s: float = 1.0
     left_s: float = -1.0
     elapsed_s: float = 2.0
-    ended: bool = False
+    timed_out: bool = False
     abandon_reason: str = ""
     ends: int = 0
 
     def begin(self, facts: dict[str, Any], limit_s: float) -> None: ...
 
     def time_out(self) -> None:
-        self.ended, self.ends = True, self.ends + 1
+        self.timed_out, self.ends = True, self.ends + 1
 
     def close(self) -> tuple[int | None, str]:
         self.abandon_reason = "it does not end"

@@ -1,4 +1,4 @@
-"""PTX of kernels that let the next one begin before they have ended: candidates of the GPU benchmark."""
+"""PTX of kernels that trigger the next one before they end: candidates of the GPU bench."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WAIT, TRIGGER = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 
 
 @pytest.mark.parametrize(("sooner", "num_kernels"), [(way, count) for count, way in enumerate(SOONER.values(), 1)])
-def test_kernels_say_that_the_next_may_begin_only_behind_their_own_wait(
+def test_kernels_trigger_the_next_one_only_after_their_own_wait(
     sooner: Callable[[], AbstractContextManager[object]], num_kernels: int, card: EmulatedCard
 ) -> None:
     programs: list[str] = []
@@ -41,6 +41,6 @@ def test_kernels_say_that_the_next_may_begin_only_behind_their_own_wait(
     expected = reference.linear_add(x, weight, residual, norm_weight)
     assert_near(found.total, expected.total, "matmul")
     assert not arrival_counters(CPU).any()
-    signalling = [ptx for ptx in programs if TRIGGER in ptx]
-    assert len(signalling) == num_kernels
-    assert all(ptx.index(WAIT) < ptx.index(TRIGGER) for ptx in signalling)
+    triggering = [ptx for ptx in programs if TRIGGER in ptx]
+    assert len(triggering) == num_kernels
+    assert all(ptx.index(WAIT) < ptx.index(TRIGGER) for ptx in triggering)

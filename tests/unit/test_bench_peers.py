@@ -174,7 +174,7 @@ def test_a_worker_answers_apart_from_what_its_library_prints(tmp_path: Path) -> 
 def test_a_worker_that_gives_another_number_of_tokens_fails_by_name(tmp_path: Path) -> None:
     with running_worker(echo(tmp_path, off=1), tmp_path, tmp_path, 1, tmp_path) as worker, pytest.raises(PeerFailed) as failed:
         worker.run(RequestSet([[7]], [1]))
-    assert "echo: RuntimeError: [2] tokens came for [1]" in str(failed.value)
+    assert "echo: RuntimeError: generated [2] tokens instead of [1]" in str(failed.value)
 
 
 def test_a_worker_that_ends_is_named_with_its_output(tmp_path: Path) -> None:

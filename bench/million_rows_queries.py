@@ -1,4 +1,4 @@
-"""The questions of the million-row bench: every kind of usage API query, and the pages that read most."""
+"""The queries of the million-row bench: every kind of usage API query, and the console pages that read most."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ GROUPINGS = ("model", "tenant", "key", "tenant,model", "tenant,key,model")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Filled:
-    """Subjects of the questions: the tenant and the key that use most, a tenant that used nothing, keys that use little, and
-    one request."""
+class QuerySubjects:
+    """Ids that the queries refer to: the tenant and the key that use most, a tenant that used nothing, keys that use little,
+    and one request."""
 
     tenant_id: str
     key_id: str
@@ -20,15 +20,15 @@ class Filled:
     request_id: str
 
 
-def questions(now: datetime, filled: Filled) -> dict[str, str]:
-    """Return the questions by name."""
-    usage = _usage_questions(now, filled)
-    return usage | _organization_questions(now, filled) | _row_questions(now, filled) | _console_questions(filled)
+def queries(now: datetime, subjects: QuerySubjects) -> dict[str, str]:
+    """Return the paths to request, by name of the query."""
+    usage = _usage_queries(now, subjects)
+    return usage | _organization_queries(now, subjects) | _row_queries(now, subjects) | _console_queries(subjects)
 
 
-def _usage_questions(now: datetime, filled: Filled) -> dict[str, str]:
+def _usage_queries(now: datetime, subjects: QuerySubjects) -> dict[str, str]:
     day, week, month = (_iso(now - timedelta(days=days)) for days in (1, 7, 30))
-    one, key, quiet = f"tenant_id={filled.tenant_id}", f"key_id={filled.key_id}", f"tenant_id={filled.quiet_tenant_id}"
+    one, key, quiet = f"tenant_id={subjects.tenant_id}", f"key_id={subjects.key_id}", f"tenant_id={subjects.quiet_tenant_id}"
     api = "/admin/v1/usage?"
     urls = {
         "usage of 30 days": api,
@@ -59,8 +59,8 @@ def _usage_questions(now: datetime, filled: Filled) -> dict[str, str]:
     return urls
 
 
-def _organization_questions(now: datetime, filled: Filled) -> dict[str, str]:
-    quiet = "".join(f"&api_key_ids[]={key_id}" for key_id in filled.quiet_key_ids)
+def _organization_queries(now: datetime, subjects: QuerySubjects) -> dict[str, str]:
+    quiet = "".join(f"&api_key_ids[]={key_id}" for key_id in subjects.quiet_key_ids)
     usage, costs = "/v1/organization/usage/completions?", "/v1/organization/costs?"
     urls = {"organization costs of 180 days": f"{costs}limit=180&start_time={_unix(now, 180)}"}
     urls["organization costs of 30 days by project and line item"] = (
@@ -77,53 +77,53 @@ def _organization_questions(now: datetime, filled: Filled) -> dict[str, str]:
     return urls
 
 
-def _row_questions(now: datetime, filled: Filled) -> dict[str, str]:
+def _row_queries(now: datetime, subjects: QuerySubjects) -> dict[str, str]:
     ledger, past = "/admin/v1/ledger?", "/admin/v1/requests?"
     middle = f"start={_iso(now - timedelta(days=15))}&end={_iso(now - timedelta(days=14))}"
     return {
         "ledger": ledger,
         "ledger, newest first": f"{ledger}order=desc",
         "ledger, a thousand": f"{ledger}limit=1000",
-        "ledger of the largest tenant": f"{ledger}tenant_id={filled.tenant_id}",
-        "ledger of a quiet tenant": f"{ledger}tenant_id={filled.quiet_tenant_id}",
-        "ledger of one key": f"{ledger}key_id={filled.key_id}",
-        "ledger of one key, newest first": f"{ledger}key_id={filled.key_id}&order=desc",
+        "ledger of the largest tenant": f"{ledger}tenant_id={subjects.tenant_id}",
+        "ledger of a quiet tenant": f"{ledger}tenant_id={subjects.quiet_tenant_id}",
+        "ledger of one key": f"{ledger}key_id={subjects.key_id}",
+        "ledger of one key, newest first": f"{ledger}key_id={subjects.key_id}&order=desc",
         "ledger of a rare model": f"{ledger}model=rare",
         "ledger of an unknown model": f"{ledger}model=none",
         "ledger of what was voided": f"{ledger}status=voided",
         "ledger of what is pending": f"{ledger}status=pending",
         "ledger of adjustments": f"{ledger}kind=adjustment",
-        "ledger of one request": f"{ledger}request_id={filled.request_id}",
+        "ledger of one request": f"{ledger}request_id={subjects.request_id}",
         "ledger of a day": f"{ledger}{middle}",
         "ledger of a day, newest first": f"{ledger}{middle}&order=desc",
         "requests": past,
         "requests, a thousand": f"{past}limit=1000",
-        "requests of the largest tenant": f"{past}tenant_id={filled.tenant_id}",
-        "requests of one key": f"{past}key_id={filled.key_id}",
+        "requests of the largest tenant": f"{past}tenant_id={subjects.tenant_id}",
+        "requests of one key": f"{past}key_id={subjects.key_id}",
         "requests of a rare model": f"{past}model=rare",
         "requests of an unknown model": f"{past}model=none",
     }
 
 
-def _console_questions(filled: Filled) -> dict[str, str]:
+def _console_queries(subjects: QuerySubjects) -> dict[str, str]:
     return {
         "console usage": "/usage",
         "console usage by key": "/usage?group=key",
         "console usage by model": "/usage?group=model",
-        "console usage of one tenant": f"/usage?tenant={filled.tenant_id}",
+        "console usage of one tenant": f"/usage?tenant={subjects.tenant_id}",
         "console usage of today": "/usage?period=today",
         "console usage of this month by key": "/usage?period=month&group=key",
         "console usage as CSV": "/usage.csv?group=key",
         "console overview": "/",
         "console tenants": "/tenants",
-        "console tenant": f"/tenants/{filled.tenant_id}",
-        "console key": f"/keys/{filled.key_id}",
+        "console tenant": f"/tenants/{subjects.tenant_id}",
+        "console key": f"/keys/{subjects.key_id}",
         "console requests": "/requests",
         "console requests that mention a model": "/requests?q=rare",
         "console requests that mention nothing known": "/requests?q=nothing-like-it",
-        "console request by its whole id": f"/requests?q={filled.request_id}",
+        "console request by its whole id": f"/requests?q={subjects.request_id}",
         "console requests that failed": "/requests?state=error",
-        "console request": f"/requests/{filled.request_id}",
+        "console request": f"/requests/{subjects.request_id}",
         "console invoices": "/invoices",
         "console prices": "/prices",
         "console economics": "/settings/economics",
@@ -131,7 +131,7 @@ def _console_questions(filled: Filled) -> dict[str, str]:
 
 
 def walks(now: datetime) -> dict[str, str]:
-    """Return the reports that are read from the first page to the last, by name."""
+    """Return the paths of the reports that are read page by page to the end, by name."""
     hours = f"/admin/v1/usage?bucket=hour&start={_iso(now - timedelta(days=30))}"
     minutes = f"/admin/v1/usage?bucket=minute&start={_iso(now - timedelta(days=1))}"
     usage = f"/v1/organization/usage/completions?bucket_width=1h&limit=168&start_time={_unix(now, 7)}"
