@@ -66,20 +66,21 @@ class ModelSettings:
         return Path(self.model).expanduser().absolute()
 
     @classmethod
-    def parse(cls, value: object, appliance_keys: Container[str]) -> ModelSettings:
-        """Parse an entry of the setting `models`: a path or name, or a table with `model` and its own engine settings. Raises
-        ValueError with the rest of the sentence "models …"."""
+    def parse(cls, value: object, number: int, appliance_keys: Container[str]) -> ModelSettings:
+        """Parse entry `number`, counted from 1, of the setting `models`: a path or name, or a table with `model` and its own
+        engine settings. Raises ValueError with the rest of the sentence "models …"."""
         if isinstance(value, str):
             value = {"model": value}
         model = value.get("model") if isinstance(value, Mapping) else None
         if not isinstance(value, Mapping) or not isinstance(model, str) or not model.strip():
-            raise ValueError(_MODELS_MESSAGE)
+            raise ValueError(f"has no model in entry {number}: {_ENTRY_MESSAGE}")
         model = model.strip()
         own = {key: _parse_own(model, str(key), setting, appliance_keys) for key, setting in value.items() if key != "model"}
         return cls(model, own)
 
 
 _MODELS_MESSAGE = "must be a list of paths or names, or of tables with the key model and engine settings"
+_ENTRY_MESSAGE = "an entry is a path or name, or a table with the key model and engine settings"
 
 
 def parse_models(value: object, appliance_keys: Container[str] = ()) -> tuple[ModelSettings, ...]:
@@ -92,7 +93,7 @@ def parse_models(value: object, appliance_keys: Container[str] = ()) -> tuple[Mo
             raise ValueError(_MODELS_MESSAGE) from None
     if not isinstance(value, list | tuple):
         raise ValueError(_MODELS_MESSAGE)  # noqa: TRY004 - the same error as for invalid text
-    return tuple(ModelSettings.parse(entry, appliance_keys) for entry in value)
+    return tuple(ModelSettings.parse(entry, number, appliance_keys) for number, entry in enumerate(value, start=1))
 
 
 def _parse_own(model: str, key: str, value: object, appliance_keys: Container[str]) -> Any:

@@ -96,9 +96,10 @@ def test_a_model_may_have_settings_of_its_engine_that_the_others_have_not(
             "{'model'='/m', 'gpu_memory_utilization'=0.5}",
             "has an invalid setting for /m: gpu_memory_utilization is shared by all models on a GPU",
         ),
-        ("{'quantization'='int8'}", "must be a list of paths or names, or of tables with the key model and engine settings"),
-        ("{'model'=' '}", "must be a list of paths or names"),
-        ("' '", "must be a list of paths or names"),
+        ("'a', {'quantization'='int8'}", "has no model in entry 2: an entry is a path or name, or a table with"),
+        ("{'model'=' '}", "has no model in entry 1"),
+        ("'a', 'b', ' '", "has no model in entry 3"),
+        ("'a', {'model'=7}", "has no model in entry 2"),
     ],
 )
 def test_a_mistake_in_the_settings_of_one_model_names_both(models: str, words: str, tmp_path: Path) -> None:
@@ -112,9 +113,16 @@ def test_models_in_the_file_are_a_list(value: str, tmp_path: Path) -> None:
         load(tmp_path, f"models = {value}")
 
 
-@pytest.mark.parametrize("text", ["[", "[1]", '[["a"]]', "a,,b", ",", '{"model": "a"}'])
-def test_models_in_the_environment_are_names_with_commas_or_a_list_in_json(text: str, tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="environment GATEHOUSE_MODELS must be a list of paths or names"):
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        *((text, "must be a list of paths or names") for text in ("[", '{"model": "a"}')),
+        *((text, "has no model in entry 1:") for text in ("[1]", '[["a"]]', ",")),
+        ("a,,b", "has no model in entry 2:"),
+    ],
+)
+def test_models_in_the_environment_are_names_with_commas_or_a_list_in_json(text: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=f"environment GATEHOUSE_MODELS {words}"):
         load(tmp_path, "", {"GATEHOUSE_MODELS": text})
 
 
@@ -138,7 +146,7 @@ def test_models_in_the_environment_are_names_with_commas_or_a_list_in_json(text:
         ("", {"GATEHOUSE_DRAIN_TIMEOUT_S": "nan"}, {}, "GATEHOUSE_DRAIN_TIMEOUT_S must be a number of seconds"),
         ("", {"GATEHOUSE_ADMIN_EMAIL": "alice"}, {}, "GATEHOUSE_ADMIN_EMAIL must be an e-mail address"),
         ("", {"GATEHOUSE_HOST": " "}, {}, "GATEHOUSE_HOST must be a non-empty string"),
-        ("models = [1]", {}, {}, "models in .* must be a list"),
+        ("models = [1]", {}, {}, "models in .* has no model in entry 1"),
         ("currency = 'EURO'", {}, {}, "currency in"),
         ("data_dir = '/x'", {}, {}, "data_dir cannot be set in"),
         ("port = ", {}, {}, "gatehouse.toml is not valid TOML"),
