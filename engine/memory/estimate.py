@@ -58,7 +58,8 @@ def check_start(config: ModelConfig, options: EngineOptions, fit: MemoryFit) -> 
     """Raise `EngineConfigError` for what an engine of these options, whose estimate is `fit`, would refuse before it loads."""
     check_fit(options.model.name, fit, options)
     block_bytes = fit.needs.block_bytes
-    plan = plan_memory(config, options, block_bytes=block_bytes, available_bytes=fit.num_blocks * block_bytes)
+    kv_bytes = fit.num_blocks * block_bytes if fit.fixed_kv_bytes is None else fit.fixed_kv_bytes
+    plan = plan_memory(config, options, block_bytes=block_bytes, available_bytes=kv_bytes)
     if options.draft_model is not None:
         check_draft_context(load_model_config(options.draft_model), plan.max_model_len)
     SchedulerLimits(

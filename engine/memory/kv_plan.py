@@ -82,7 +82,13 @@ def plan_memory(config: ModelConfig, options: EngineOptions, *, block_bytes: int
         raise EngineConfigError("swap_space", f"({options.swap_space} GiB) is less than one KV block ({block_bytes} bytes)")
     num_blocks = available_bytes // block_bytes
     if num_blocks < 1:
-        raise EngineConfigError("kv_cache_bytes", f"({available_bytes}) is less than one KV block ({block_bytes} bytes)")
+        named = "the model's whole context" if options.max_model_len is None else "max_model_len"
+        context_len = options.max_model_len or config.max_position_len
+        raise EngineConfigError(
+            "kv_cache_bytes",
+            f"({available_bytes} bytes) is less than one KV block: no request fits. A block of {size} tokens takes "
+            f"{block_bytes} bytes, {named} ({context_len} tokens) {-(-context_len // size) * block_bytes} bytes",
+        )
     if num_blocks * size < CONTEXT_MIN:
         option = "kv_cache_bytes" if options.num_kv_blocks is None else "num_gpu_blocks_override"
         raise EngineConfigError(option, f"leaves {num_blocks * size} tokens of context; {SHORTEST_REQUEST}")
@@ -91,7 +97,8 @@ def plan_memory(config: ModelConfig, options: EngineOptions, *, block_bytes: int
     if options.max_model_len > num_blocks * size:
         raise EngineConfigError(
             "max_model_len",
-            f"({options.max_model_len}) does not fit into the KV cache: {num_blocks} blocks of {size} tokens "
-            f"({num_blocks * block_bytes} bytes); lower it or give the cache more memory",
+            f"({options.max_model_len}) does not fit into the KV cache: it needs "
+            f"{-(-options.max_model_len // size) * block_bytes} bytes, and {num_blocks} blocks of {size} tokens have "
+            f"{num_blocks * block_bytes}; lower it or give the cache more memory",
         )
     return MemoryPlan(num_blocks, size, block_bytes, options.max_model_len, num_host_blocks)

@@ -216,7 +216,7 @@ def test_sixteen_bit_weights_are_computed_in_float32_on_the_cpu(model: Path) -> 
     ("options", "message"),
     [
         ({"max_model_len": 257}, "max_model_len .* longer than the model's context"),
-        ({"num_kv_blocks": 4, "max_model_len": 65}, "max_model_len .* does not fit into the KV cache: 4 blocks"),
+        ({"num_kv_blocks": 4, "max_model_len": 65}, "max_model_len .* does not fit into the KV cache: it needs 30720 bytes"),
         ({"kv_cache_bytes": 100}, "kv_cache_bytes .* less than one KV block"),
         ({"max_num_seqs": 8, "max_num_batched_tokens": 4}, "max_num_batched_tokens must be at least max_num_seqs"),
         ({"device": "tpu"}, "device must be one of"),

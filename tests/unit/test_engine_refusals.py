@@ -64,8 +64,20 @@ def speculation(model: Path, name: str) -> dict[str, Any]:
         ({"max_model_len": 1}, r"max_model_len \(1\) is too short: a request needs at least one prompt token"),
         ({"num_kv_blocks": 1, "block_size": 1}, "num_gpu_blocks_override leaves 1 tokens of context"),
         ({"kv_cache_bytes": 2 * 2 * 2 * 12 * 4, "block_size": 1}, "kv_cache_bytes leaves 1 tokens of context"),
-        ({"kv_cache_bytes": 100}, r"kv_cache_bytes \(100\) is less than one KV block"),
-        ({"max_model_len": 200, "num_kv_blocks": 2}, r"max_model_len \(200\) does not fit into the KV cache: 2 blocks"),
+        (
+            {"kv_cache_bytes": 100},
+            r"kv_cache_bytes \(100 bytes\) is less than one KV block: no request fits\. A block of 16 tokens takes 6144 bytes, "
+            r"the model's whole context \(256 tokens\) 98304 bytes$",
+        ),
+        (
+            {"kv_cache_bytes": 100, "max_model_len": 20},
+            r"kv_cache_bytes \(100 bytes\) is less than one KV block: .* 6144 bytes, max_model_len \(20 tokens\) 12288 bytes$",
+        ),
+        (
+            {"max_model_len": 200, "num_kv_blocks": 2},
+            r"max_model_len \(200\) does not fit into the KV cache: it needs 79872 bytes, "
+            r"and 2 blocks of 16 tokens have 12288; lower it or give the cache more memory$",
+        ),
         ({"max_num_seqs": 8, "max_num_batched_tokens": 4}, r"max_num_batched_tokens must be at least max_num_seqs \(8\)"),
         ({"swap_space": 1e-9}, "swap_space .* is less than one KV block"),
         ({"shared_prefixes": (Path("missing"),)}, "shared_prefixes file missing cannot be read"),
