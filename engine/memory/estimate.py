@@ -109,7 +109,7 @@ def estimate_fit(
     fixed_kv_bytes = _fixed_kv_bytes(options, memory.device_type, fit.needs.block_bytes)
     if fixed_kv_bytes is None:
         return fit
-    fit = replace(fit, fixed_kv_bytes=fixed_kv_bytes)
+    fit = replace(fit, fixed_kv_bytes=fixed_kv_bytes, required_len=options.max_model_len or 0)
     return replace(fit, wanted_len=min(fit.wanted_len, fit.kv_tokens))
 
 

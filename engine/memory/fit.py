@@ -1,13 +1,14 @@
 """Whether a model fits into a device's memory, and which changes would make it fit, in words. Knows no torch.
 
 Changes are offered in the order of what they cost, each with the context that it leaves: a larger share of the card, which
-other programs then lack; fewer requests and tokens at a time and no captured steps, which cost speed; a dtype of 16 bits, or
-fewer bits for output head, keys and values, or weights, which cost quality; and last, all of them together.
+other programs then lack; smaller fixed caches of the other models; fewer requests and tokens at a time and no captured steps,
+which cost speed; a dtype of 16 bits, or fewer bits for output head, keys and values, or weights, which cost quality; and last,
+all of them together.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -26,6 +27,7 @@ FEW_SEATS = 32
 FEW_TOKENS = 2048
 """Tokens of a step: enough for prompts to read the weights seldom, few enough for activations to stay at a few hundred MB."""
 
+MIB = 1 << 20
 LARGER_SHARE = 0.95
 """A share of a card's memory that leaves the rest for what was not predicted."""
 
@@ -47,7 +49,7 @@ class MemoryFit:
     """A model that is to have `wanted_len` tokens of context in `usable_bytes` of a device that computes with fp8, or not.
     `memory_bytes`: all of a GPU's, of which an option sets the usable share. `others_bytes`: what is left to the
     engines of `others`, models that are served from the same GPU; `context_bytes` may include it. `fixed_kv_bytes`: the size
-    of the cache, where it is not to take what is left."""
+    of the cache, where it is not to take what is left; `required_len`: the context that an option demands of it, else 0."""
 
     model: MemoryShape
     formats: Formats
@@ -61,6 +63,7 @@ class MemoryFit:
     others: tuple[MemoryFit, ...] = ()
     others_bytes: int = 0
     fixed_kv_bytes: int | None = None
+    required_len: int = 0
 
     @property
     def needs(self) -> MemoryNeeds:
@@ -185,6 +188,43 @@ def raise_memory_share(fit: MemoryFit) -> Changed | None:
     return Changed(words, replace(fit, usable_bytes=usable_bytes))
 
 
+def shrink_other_caches(fit: MemoryFit) -> Changed | None:
+    """Smaller caches of the other models that have a fixed size, by as much as the wanted context needs. No cache becomes
+    smaller than its part if none were fixed, or than the context that its own options require."""
+    spare_bytes = _spare_kv_bytes(fit)
+    most = sum(spare_bytes) // MIB
+    if fit.fits or not most:
+        return None
+    less = bisect_left(range(most), True, key=lambda mib: _with_smaller_caches(fit, spare_bytes, mib * MIB).fits)
+    several = sum(spare > 0 for spare in spare_bytes) > 1
+    words = "smaller fixed caches of the other models" if several else "a smaller fixed cache of another model"
+    words += f" (kv_cache_bytes {less} MiB less{' in all' if several else ''})"
+    return Changed(words, _with_smaller_caches(fit, spare_bytes, less * MIB))
+
+
+def _spare_kv_bytes(fit: MemoryFit) -> list[int]:
+    """By how much the fixed cache of each of the other models may become smaller."""
+    divided = [replace(other, fixed_kv_bytes=None) for other in fit.others]
+    spare_bytes = []
+    for other, part in zip(fit.others, divide_memory(fit.usable_bytes, [fit, *divided])[1:], strict=True):
+        needs = other.needs
+        part_kv_bytes = part - (needs.fixed_bytes - needs.context_bytes + CONTEXT_BYTES)
+        least_bytes = max(part_kv_bytes, needs.kv_bytes(other.required_len or 1))
+        spare_bytes.append(max(0, (other.fixed_kv_bytes or 0) - least_bytes))
+    return spare_bytes
+
+
+def _with_smaller_caches(fit: MemoryFit, spare_bytes: Sequence[int], less_bytes: int) -> MemoryFit:
+    """`fit` beside caches that are smaller by `less_bytes` in all, each by the same share of what it can spare."""
+    smaller = []
+    for other, spare in zip(fit.others, spare_bytes, strict=True):
+        if spare:
+            other = replace(other, fixed_kv_bytes=(other.fixed_kv_bytes or 0) - spare * less_bytes // sum(spare_bytes))
+            other = replace(other, wanted_len=min(other.wanted_len, other.kv_tokens))
+        smaller.append(other)
+    return _beside(fit, smaller)
+
+
 def shrink_batch(fit: MemoryFit) -> Changed | None:
     load = fit.load
     few = replace(load, num_seqs=min(load.num_seqs, FEW_SEATS), num_tokens=min(load.num_tokens, FEW_TOKENS))
@@ -242,6 +282,7 @@ def weights_4_bit(fit: MemoryFit) -> Changed | None:
 
 CHANGES_BY_COST: tuple[tuple[Change, ...], ...] = (
     (raise_memory_share,),
+    (shrink_other_caches,),
     (shrink_batch,),
     (disable_graphs,),
     (shrink_batch, disable_graphs),
@@ -255,9 +296,9 @@ CHANGES_BY_COST: tuple[tuple[Change, ...], ...] = (
     (weights_4_bit, kv_8_bit),
 )
 COMBINED_CHANGES: tuple[tuple[Change, ...], ...] = (
-    (raise_memory_share, shrink_batch, disable_graphs, weights_8_bit, kv_8_bit),
-    (raise_memory_share, shrink_batch, disable_graphs, weights_4_bit, kv_8_bit),
-    (raise_memory_share, shrink_batch, disable_graphs, weights_4_bit, head_8_bit, kv_8_bit),
+    (raise_memory_share, shrink_batch, disable_graphs, weights_8_bit, kv_8_bit, shrink_other_caches),
+    (raise_memory_share, shrink_batch, disable_graphs, weights_4_bit, kv_8_bit, shrink_other_caches),
+    (raise_memory_share, shrink_batch, disable_graphs, weights_4_bit, head_8_bit, kv_8_bit, shrink_other_caches),
 )
 
 
@@ -285,8 +326,12 @@ def _change_others(change: Change, fit: MemoryFit) -> MemoryFit:
     """`fit` with the same change of the other models, where they have room for it, and the GPU divided anew."""
     if not fit.others:
         return fit
-    others = tuple(other if (changed := change(other)) is None else changed.fit for other in fit.others)
-    return replace(fit, others=others, others_bytes=sum(divide_memory(fit.usable_bytes, [fit, *others])[1:]))
+    return _beside(fit, [other if (changed := change(other)) is None else changed.fit for other in fit.others])
+
+
+def _beside(fit: MemoryFit, others: Sequence[MemoryFit]) -> MemoryFit:
+    """`fit` beside these other models, with the GPU divided anew."""
+    return replace(fit, others=tuple(others), others_bytes=sum(divide_memory(fit.usable_bytes, [fit, *others])[1:]))
 
 
 def divide_memory(usable_bytes: int, fits: Sequence[MemoryFit]) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +253,43 @@ def test_models_that_do_not_fit_together_say_so(card: Card, folders: list[Path])
     with pytest.raises(EngineConfigError, match=r"large does not fit: .*the other models of this GPU \d\.\d GiB") as refused:
         forecast(folders[0], folders[1]).check(EngineOptions(model=folders[0]))
     assert "for all models of this GPU: weights in 8 bits (quantization=int8 or fp8): max_model_len about" in str(refused.value)
+
+
+SMALLER = r"(?:a )?smaller fixed caches? of (?:another model|the other models) \(kv_cache_bytes (\d+) MiB less(?: in all)?\)"
+
+
+@pytest.mark.parametrize("num_fixed", [1, 2])
+def test_a_smaller_fixed_cache_of_another_model_is_offered_and_helps_as_much_as_it_says(
+    num_fixed: int, card: Card, folders: list[Path]
+) -> None:
+    card.total = 60 * GIB
+    fixed = {folder: {"kv_cache_bytes": 24 * GIB // num_fixed} for folder in folders[1 : 1 + num_fixed]}
+    models = folders[: 1 + num_fixed]
+    remedy = next(each for each in forecast(*models, own=fixed).fit.remedies() if "smaller" in each.words)
+    less = re.fullmatch(SMALLER, remedy.words)
+    assert less is not None
+    assert remedy.context_len == LLAMA_8B["max_position_embeddings"]
+    smaller = {
+        folder: {"kv_cache_bytes": (24 * GIB - int(less[1]) * (1 << 20)) // num_fixed} for folder in folders[1 : 1 + num_fixed]
+    }
+    assert forecast(*models, own=smaller).fit.fits
+    almost = {folder: {"kv_cache_bytes": own["kv_cache_bytes"] + GIB} for folder, own in smaller.items()}
+    assert not forecast(*models, own=almost).fit.fits
+
+
+def test_no_fixed_cache_is_to_be_smaller_than_an_equal_part_or_than_its_own_context(card: Card, folders: list[Path]) -> None:
+    card.total = 40 * GIB
+    own: dict[str, Any] = {"kv_cache_bytes": 16 * GIB}
+    (remedy,) = (each for each in forecast(*folders[:2], own={folders[1]: own}).fit.remedies() if "smaller" in each.words)
+    equal = forecast(*folders[:2]).fit
+    assert remedy.context_len == pytest.approx(equal.kv_tokens, rel=0.1)
+    kept = forecast(*folders[:2], own={folders[1]: {**own, "max_model_len": 131_072}}).fit
+    assert kept.others[0].kv_tokens >= 131_072
+    for found in kept.remedies():
+        assert "smaller" not in found.words or found.context_len < remedy.context_len
+    little = forecast(*folders[:2], own={folders[1]: {"kv_cache_bytes": 1 * GIB}}).fit
+    assert not little.fits
+    assert not any("smaller" in each.words for each in little.remedies())
 
 
 @pytest.mark.parametrize("others_have_started", [False, True])
