@@ -17,7 +17,7 @@ from appliance.cli.options import AsJson, DataDir, settings_from
 
 if TYPE_CHECKING:
     from appliance.base.settings import Settings
-    from engine.simulator.fitting import PlannedModel
+    from engine.simulator.fitting import PlannedModel, Refusal
     from engine.simulator.models import SimulatedGpu
 
 NOT_ENGINE_OPTIONS = ("gpu", "memory_gib", "as_json", "data_dir")
@@ -71,18 +71,20 @@ def plan(
     """Predict the GPU memory of a model, or of all in the settings. If one does not fit, lists remedies and exits with
     status 1."""
     from engine.errors import EngineError
-    from engine.simulator.fitting import PlannedModel, memory_fit, with_memory
+    from engine.simulator.fitting import PlannedModel, plan_beside, with_memory
     from engine.simulator.models import find_gpu
 
     settings = settings_from(data_dir, None)
+    refused: Sequence[Refusal] = ()
     try:
         card = with_memory(find_gpu(gpu), memory_gib)
         if model is None:
             _refuse_engine_options(context)
             planned = _plan_settings(settings, card)
         else:
-            fit = memory_fit(
+            fit, refused = plan_beside(
                 _path_or_known_name(model, settings.data_dir),
+                [_path_or_known_name(other, settings.data_dir) for other in beside or ()],
                 card,
                 dtype=dtype,
                 quantization=quantization,
@@ -93,15 +95,16 @@ def plan(
                 max_num_batched_tokens=max_num_batched_tokens,
                 enforce_eager=enforce_eager,
                 gpu_memory_utilization=gpu_memory_utilization,
-                beside=[_path_or_known_name(other, settings.data_dir) for other in beside or ()],
             )
+            for other in refused:
+                sys.stderr.write(f"{other.name} is not counted: its engine would refuse it: {other.problem}\n")
             name = _name(model, settings.data_dir)
             if not fit.context_len or (max_model_len is not None and not fit.fits):
                 raise CommandFailed(f"{name} does not fit: it {fit.explain(in_lines=not as_json)}", code="does_not_fit")
             planned = [PlannedModel(name, fit)]
     except EngineError as error:
         raise CommandFailed(str(error), code="invalid_option", status=2) from error
-    _print(planned, gpu.lower(), as_list=model is None, as_json=as_json)
+    _print(planned, gpu.lower(), None if model is None else refused, as_json=as_json)
 
 
 def _refuse_engine_options(context: typer.Context) -> None:
@@ -135,12 +138,17 @@ def _plan_settings(settings: Settings, gpu: SimulatedGpu) -> list[PlannedModel]:
     return planned
 
 
-def _print(planned: Sequence[PlannedModel], gpu: str, *, as_list: bool, as_json: bool) -> None:
+def _print(planned: Sequence[PlannedModel], gpu: str, refused: Sequence[Refusal] | None, *, as_json: bool) -> None:
+    """Print the plans. `refused`: the refused models of --beside; None if the models of the settings were planned."""
     from engine.simulator.fitting import fit_report, readable_report
 
     if as_json:
         reports = [{"model": model.name, "gpu": gpu, **fit_report(model.fit)} for model in planned]
-        output.data({"data": reports} if as_list else reports[0])
+        if refused is None:
+            output.data({"data": reports})
+        else:
+            not_counted = [{"model": model.name, "problem": model.problem} for model in refused]
+            output.data({**reports[0], "refused_beside": not_counted})
         return
     for number, model in enumerate(planned):
         if number:

@@ -141,6 +141,34 @@ def test_what_would_make_several_models_fit_is_told_for_all_of_them(typed: Any) 
     assert fitting.status == 0
 
 
+@pytest.mark.parametrize(
+    ("beside", "asked", "problem"),
+    [
+        ("llama-3.1-8b", ("--memory-gib", "12"), "model llama-3.1-8b does not fit: needs"),
+        ("qwen3-8b", ("--max-model-len", "100000"), "max_model_len (100000) is longer than the model's context (40960)"),
+    ],
+)
+def test_a_model_beside_that_its_engine_refuses_is_left_nothing_and_named(
+    beside: str, asked: tuple[str, ...], problem: str, typed: Any
+) -> None:
+    name = "llama-3.2-1b"
+    answer = typed(name, *asked, "--beside", beside, "--beside", name)
+    assert answer.status == 0
+    assert answer.err.startswith(f"{beside} is not counted: its engine would refuse it: {problem}")
+    assert answer.out == typed(name, *asked, "--beside", name).out
+    plan = typed(name, *asked, "--beside", beside, "--json").json()
+    assert plan["other_models_bytes"] == 0
+    assert [refused["model"] for refused in plan["refused_beside"]] == [beside]
+    assert plan["refused_beside"][0]["problem"].startswith(problem)
+    assert typed(name, *asked, "--json").json()["refused_beside"] == []
+
+
+def test_a_folder_beside_that_cannot_be_read_is_named(typed: Any, tmp_path: Path) -> None:
+    answer = typed("qwen3-0.6b", "--beside", str(tmp_path))
+    assert answer.status == 2
+    assert f"{tmp_path} has no config.json" in answer.err
+
+
 def test_a_model_beside_that_nobody_knows_is_told_which_are_known(typed: Any) -> None:
     answer = typed("qwen3-8b", "--beside", "gpt-9")
     assert answer.status == 2
@@ -168,6 +196,12 @@ def test_an_option_that_cannot_be_is_named(typed: Any, option: str, value: str) 
     answer = typed("llama-3.1-8b", option, value)
     assert answer.status == 2
     assert option.strip("-").replace("-", "_") in answer.err
+
+
+def test_fewer_tokens_in_a_step_than_requests_are_refused_as_by_the_engine(typed: Any) -> None:
+    answer = typed("llama-3.1-8b", "--max-num-seqs", "8", "--max-num-batched-tokens", "4")
+    assert (answer.status, answer.out) == (2, "")
+    assert answer.err == "gatehouse: max_num_batched_tokens must be at least max_num_seqs (8), not 4\n"
 
 
 def test_a_model_that_nobody_knows_is_told_which_are_known(typed: Any) -> None:
