@@ -14,9 +14,9 @@ from engine.config.model import ModelConfig, load_model_config
 from engine.device import device_capability, format_name, resolve_device, resolve_dtype, resolve_kv_dtype
 from engine.draft_config import draft_config
 from engine.formats import check_formats
-from engine.memory.device import check_swap_space
 from engine.memory.forecast import MemoryForecast, forecast_memory
 from engine.memory.kv_plan import MemoryPlan, check_context, plan_memory
+from engine.memory.main_memory import check_swap_space
 from engine.options import EngineOptions
 from engine.runner.runner_choice import resolve_step_mode
 from engine.scheduling.limits import SchedulerLimits
@@ -54,7 +54,7 @@ class ResolvedOptions:
         dtype = resolve_dtype(options.dtype, config.torch_dtype, device)
         capability = device_capability(device)
         check_formats(config, options, format_name(dtype), capability)
-        check_swap_space(options, device)
+        check_swap_space(options, device.type)
         draft = draft_config(options, config, format_name(dtype), capability)
         mode = resolve_step_mode(config, options, dtype=dtype, device=device)
         name = options.name or options.model.name

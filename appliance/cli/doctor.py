@@ -18,17 +18,22 @@ import typer
 
 from appliance.base.clock import SystemClock
 from appliance.cli import output
+from appliance.cli.configured_models import configured_models, engine_options
 from appliance.cli.connection import read_control
 from appliance.cli.failure import CommandFailed
 from appliance.cli.model_store import locate
 from appliance.cli.options import DEFAULTS, CommonOptions
 
 if TYPE_CHECKING:
+    from appliance.base.engine_settings import ModelSettings
     from appliance.base.settings import Settings
+    from appliance.telemetry.gpu import GpuReading
+    from engine.errors import EngineError
 
 MIB = 1024 * 1024
 DISK_FREE_MIN_BYTES = 500 * MIB
 UNPRICED_DAYS = 30
+NOT_A_MODEL_ADVICE = "give --model the folder of a model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,28 +242,46 @@ def _prices(settings: Settings) -> list[Check]:
 
 
 def _models(settings: Settings) -> list[Check]:
-    from appliance.base.engine_settings import ModelSettings
-    from appliance.cli.model_check import check_model
-    from appliance.serving.model_builder import DEMO_MODEL
-
     if not settings.models and read_control(settings.data_dir) is not None:
         return []  # the running appliance may serve other models; its readiness covers them
-    checks = []
-    for model in settings.models or [ModelSettings(str(DEMO_MODEL))]:
-        path = locate(model.model, settings.data_dir)
-        try:
-            facts = check_model(path)
-        except CommandFailed as failure:
-            checks.append(Check(f"model {path.name}", "wrong", failure.message, "give --model the folder of a model"))
-            continue
-        choices = facts.get("quantization_options", "")
-        if choices and settings.for_model(model).quantization not in choices.split(", "):
-            problem = f"its weights are {facts['quantization']}, and the setting quantization does not say how to load them"
-            checks.append(Check(f"model {path.name}", "wrong", problem, f"set quantization to one of {choices}"))
-        else:
-            size = f"{facts['parameters'] / 1e6:.1f} million parameters"
-            checks.append(Check(f"model {path.name}", "ok", f"{facts['architecture']}, {size}"))
-    return checks
+    models = zip(configured_models(settings), _start_problems(settings), strict=True)
+    return [_model(model, problem, settings) for model, problem in models]
+
+
+def _model(model: ModelSettings, problem: EngineError | None, settings: Settings) -> Check:
+    """Check one model. `problem`: why its engine would refuse to start, found in its configuration; if there is none, its
+    tensors are checked, which takes seconds."""
+    from appliance.cli.model_check import check_model
+
+    path = locate(model.model, settings.data_dir)
+    name = f"model {path.name}"
+    if problem is not None:
+        return Check(name, "wrong", str(problem), _start_advice(problem))
+    try:
+        facts = check_model(path)
+    except CommandFailed as failure:
+        return Check(name, "wrong", failure.message, NOT_A_MODEL_ADVICE)
+    return Check(name, "ok", f"{facts['architecture']}, {facts['parameters'] / 1e6:.1f} million parameters")
+
+
+def _start_advice(problem: EngineError) -> str:
+    from engine.errors import EngineConfigError
+
+    if not isinstance(problem, EngineConfigError):
+        return NOT_A_MODEL_ADVICE
+    if problem.option == "model":
+        return "make a change that is listed, or serve fewer or smaller models"
+    return "correct this setting, or leave it out: the engine then chooses"
+
+
+def _start_problems(settings: Settings) -> Sequence[EngineError | None]:
+    """Return for each configured model why its engine would refuse to start on this machine, None if it would start."""
+    from engine.simulator.refusals import gpu_of_machine, start_problems
+
+    cards, _ = _read_gpus()
+    card = max(cards, key=lambda card: card.memory_total_bytes, default=None)
+    gpu = None if card is None else gpu_of_machine(card.memory_total_bytes, card.compute_capability)
+    return start_problems(engine_options(settings), gpu)
 
 
 def _model_names(settings: Settings) -> list[Check]:
@@ -283,13 +306,9 @@ def _switches(settings: Settings) -> list[Check]:
 
 
 def _gpu(settings: Settings) -> list[Check]:
-    from appliance.telemetry.gpu import NO_GPU, GpuProbe
+    from appliance.telemetry.gpu import NO_GPU
 
-    probe = GpuProbe()
-    probe.open()
-    readings = probe.read()
-    error = probe.error
-    probe.close()
+    readings, error = _read_gpus()
     devices = {settings.for_model(model).device for model in settings.models} or {settings.device}
     if readings:
         named = ", ".join(f"{card.name} ({card.memory_total_bytes // MIB} MiB)" for card in readings)
@@ -297,6 +316,17 @@ def _gpu(settings: Settings) -> list[Check]:
     if "cuda" in devices:
         return [Check("gpu", "wrong", error or NO_GPU, "install the NVIDIA driver, or omit --device")]
     return [Check("gpu", "ok" if error in (None, NO_GPU) else "note", f"{error or NO_GPU}: models run on the CPU")]
+
+
+def _read_gpus() -> tuple[list[GpuReading], str | None]:
+    """Return the GPUs of this machine, and if there are none, the reason."""
+    from appliance.telemetry.gpu import GpuProbe
+
+    probe = GpuProbe()
+    probe.open()
+    readings = probe.read()
+    probe.close()
+    return readings, probe.error
 
 
 def _toolchain() -> list[Check]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from appliance.cli import model_store, output
+from appliance.cli.configured_models import configured_models, engine_options
 from appliance.cli.failure import CommandFailed, WrongUsage
 from appliance.cli.options import AsJson, DataDir, settings_from
 
@@ -117,22 +118,13 @@ def _refuse_engine_options(context: typer.Context) -> None:
 
 def _plan_settings(settings: Settings, gpu: SimulatedGpu) -> list[PlannedModel]:
     """Plan all models in the settings on one GPU. Models for the CPU are left out and named on standard error."""
-    from appliance.base.engine_settings import ModelSettings
-    from appliance.serving.model_builder import DEMO_MODEL
     from engine.simulator.fitting import plan_together
 
-    models = settings.models or [ModelSettings(str(DEMO_MODEL))]
-    planned = plan_together(
-        [
-            {"model": model_store.locate(model.model, settings.data_dir), **settings.for_model(model).engine_options()}
-            for model in models
-        ],
-        gpu,
-    )
+    planned = plan_together(engine_options(settings), gpu)
     for result in planned:
         if result.problem is not None:
             raise CommandFailed(result.problem, code="does_not_fit")
-    for model in models:
+    for model in configured_models(settings):
         if settings.for_model(model).device == "cpu":
             sys.stderr.write(f"{_name(model.model, settings.data_dir)} is not planned: its device is cpu\n")
     return planned

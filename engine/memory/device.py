@@ -1,19 +1,13 @@
-"""Memory that this machine has left for keys and values, on its device and in main memory."""
+"""Memory that a GPU has left for keys and values, and what its driver reports."""
 
 from __future__ import annotations
 
 import gc
-import os
 from typing import NamedTuple
 
 import torch
 
-from engine import cgroup
-from engine.errors import EngineConfigError
-from engine.memory.needs import CONTEXT_BYTES, GIB, MemoryNeeds
-from engine.options import EngineOptions
-
-SWAP_SPACE_SHARE_MAX = 0.8
+from engine.memory.needs import CONTEXT_BYTES, MemoryNeeds
 
 WORKSPACE_BYTES = 128 << 20
 """For libraries and the code of kernels on a GPU, which take their memory in the first step."""
@@ -54,23 +48,3 @@ def driver_bytes(device: torch.device) -> int:
     graphs, and by other processes, whose share the driver does not report."""
     free, total = torch.cuda.mem_get_info(device)
     return total - free - torch.cuda.memory_reserved(device)
-
-
-def main_memory_bytes() -> int:
-    """Memory of the machine, or of the container, whose processes are killed if they exceed it."""
-    machine_bytes, limit_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), cgroup.memory_bytes()
-    return machine_bytes if limit_bytes is None else min(machine_bytes, limit_bytes)
-
-
-def check_swap_space(options: EngineOptions, device: torch.device) -> None:
-    """Raise `EngineConfigError` for a host tier that main memory cannot hold. Beside a GPU it is page-locked, of which
-    torch takes the next power of two."""
-    memory, wanted = main_memory_bytes(), int(options.swap_space * GIB)
-    needed_bytes = 1 << (wanted - 1).bit_length() if wanted and device.type == "cuda" else wanted
-    if needed_bytes > memory * SWAP_SPACE_SHARE_MAX:
-        rounded = f", page-locked as {needed_bytes / GIB:g} GiB," if needed_bytes > wanted else ""
-        raise EngineConfigError(
-            "swap_space",
-            f"({options.swap_space:g} GiB){rounded} is more than {SWAP_SPACE_SHARE_MAX:.0%} of main memory "
-            f"({memory / GIB:.1f} GiB)",
-        )

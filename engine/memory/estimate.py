@@ -44,14 +44,16 @@ Estimate = Callable[[DeviceMemory], MemoryFit]
 """How one model with its options fits into so much memory."""
 
 
-def checked_estimate(config: ModelConfig, options: EngineOptions, capability: tuple[int, int] | None) -> Estimate:
-    """The estimate of an engine of these options on a GPU of this capability. Raises `ModelError` or `EngineConfigError` for
-    what it would refuse, whatever the memory."""
+def checked_estimate(
+    config: ModelConfig, options: EngineOptions, capability: tuple[int, int] | None, *, device_type: str = "cuda"
+) -> Estimate:
+    """The estimate of an engine of these options on a GPU of this capability, or on a CPU, which has none. Raises `ModelError`
+    or `EngineConfigError` for what it would refuse, whatever the memory."""
     check_context(config, options)
-    dtype = computed_dtype(options.dtype, config.torch_dtype, "cuda")
+    dtype = computed_dtype(options.dtype, config.torch_dtype, device_type)
     check_formats(config, options, dtype, capability)
     draft = draft_config(options, config, dtype, capability)
-    return partial(estimate_fit, config, options, dtype, mode=StepMode.of(options, "cuda"), draft=draft)
+    return partial(estimate_fit, config, options, dtype, mode=StepMode.of(options, device_type), draft=draft)
 
 
 def check_start(config: ModelConfig, options: EngineOptions, fit: MemoryFit) -> None:

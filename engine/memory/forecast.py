@@ -16,16 +16,11 @@ from engine.device import format_name
 from engine.errors import EngineConfigError, ModelError
 from engine.formats import formats_of, has_fp8
 from engine.memory.colocation import alone, estimate_beside
-from engine.memory.device import (
-    WORKSPACE_BYTES,
-    CapturedGraphs,
-    driver_bytes,
-    main_memory_bytes,
-    release_dropped_engines,
-)
+from engine.memory.device import WORKSPACE_BYTES, CapturedGraphs, driver_bytes, release_dropped_engines
 from engine.memory.estimate import DeviceMemory, Estimate, check_start, checked_estimate, estimate_fit
 from engine.memory.fit import FEW_TOKENS, MemoryFit, format_distinct, gib
 from engine.memory.kv_plan import check_fit
+from engine.memory.main_memory import main_memory_bytes
 from engine.memory.shape import Load, MemoryShape
 from engine.options import EngineOptions
 from engine.protocol import MemoryPart

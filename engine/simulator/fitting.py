@@ -60,7 +60,7 @@ def plan_beside(
             refused.append(Refusal(options.model.name, str(error)))
         else:
             counted.append((config, options))
-    fit, (config, options) = _divided(counted, gpu)[0], configured[0]
+    fit, (config, options) = fit_together(counted, gpu)[0], configured[0]
     if fit.fits or (fit.context_len and options.max_model_len is None):
         check_start(config, options, fit)
     return fit, refused
@@ -88,7 +88,7 @@ def plan_together(engines: Sequence[Mapping[str, Any]], gpu: SimulatedGpu) -> li
         except EngineError as error:
             raise EngineError(f"model {Path(engine['model']).name}: {error}") from error
     together = [engine_config for engine_config, model in zip(configured, alone, strict=True) if model.problem is None]
-    fits = iter(_divided(together, gpu))
+    fits = iter(fit_together(together, gpu))
     return [
         model if model.problem is not None else _planned(*engine_config, next(fits))
         for engine_config, model in zip(configured, alone, strict=True)
@@ -104,7 +104,8 @@ def _planned(config: ModelConfig, options: EngineOptions, fit: MemoryFit) -> Pla
     return PlannedModel(options.model.name, fit)
 
 
-def _divided(engines: Sequence[tuple[ModelConfig, EngineOptions]], gpu: SimulatedGpu) -> list[MemoryFit]:
+def fit_together(engines: Sequence[tuple[ModelConfig, EngineOptions]], gpu: SimulatedGpu) -> list[MemoryFit]:
+    """How these models fit on `gpu` together. Raises as `memory_fit` does."""
     estimates = [checked_estimate(config, options, gpu.capability) for config, options in engines]
     fits = []
     for own, (_, options) in enumerate(engines):

@@ -12,7 +12,7 @@ import pytest
 
 from appliance.base.engine_settings import ModelSettings
 from appliance.base.settings import Settings
-from appliance.cli import doctor, model_check
+from appliance.cli import doctor
 from appliance.cli.model_check import check_model
 from appliance.telemetry.gpu import GpuProbe
 from engine.errors import NotAModelDirectory, WeightsError
@@ -36,28 +36,6 @@ def test_a_whole_model_passes_with_its_facts(model: Path) -> None:
     assert facts["architecture"] == "LlamaForCausalLM"
     assert facts["parameters"] > 0
     assert fractions == sorted(fractions)
-
-
-@pytest.mark.parametrize("of_this_model", [False, True])
-@pytest.mark.parametrize("quantization", [None, "int8", "awq"])
-def test_doctor_names_a_model_for_which_an_option_is_missing(
-    quantization: str | None, of_this_model: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    facts = {"architecture": "LlamaForCausalLM", "parameters": 10**6, "quantization": "fp8 in blocks of 128 x 128"}
-    facts["quantization_options"] = "int8, fp8, none"
-    monkeypatch.setattr(model_check, "check_model", lambda _: facts)
-    own, others = ({"quantization": quantization}, None) if of_this_model else ({}, quantization)
-    model = ModelSettings(str(tmp_path / "blocks"), own)
-    (check,) = doctor._models(Settings(data_dir=tmp_path, database_url="sqlite://", models=(model,), quantization=others))
-    assert check.name == "model blocks"
-    if quantization == "int8":
-        assert check.state == "ok"
-    else:
-        assert (check.state, check.advice) == ("wrong", "set quantization to one of int8, fp8, none")
-        assert (
-            check.found
-            == "its weights are fp8 in blocks of 128 x 128, and the setting quantization does not say how to load them"
-        )
 
 
 def test_doctor_says_that_two_models_would_be_served_under_one_name(tmp_path: Path) -> None:

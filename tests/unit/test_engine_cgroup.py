@@ -10,7 +10,7 @@ import pytest
 
 from engine import cgroup
 from engine.environment import default_threads, num_cores
-from engine.memory.device import main_memory_bytes
+from engine.memory.main_memory import main_memory_bytes
 
 GIB = 1 << 30
 Write = Callable[[str, str], None]

@@ -11,8 +11,8 @@ import torch
 
 from engine.build import build_engine
 from engine.errors import EngineConfigError, EngineError
-from engine.memory import device as memory_device
 from engine.memory import forecast as memory_forecast
+from engine.memory import main_memory
 from engine.memory.estimate import DeviceMemory
 from engine.memory.needs import GIB
 from engine.options import EngineOptions
@@ -20,6 +20,7 @@ from engine.resolved_options import ResolvedOptions
 from engine.runner.text_models import load_text_model
 from engine.simulator.fitting import memory_fit
 from engine.simulator.models import find_gpu
+from engine.simulator.refusals import start_problems
 from engine.speculation.options import SpeculativeOptions
 from engine.step_mode import StepMode
 from tests.support import quantised_checkpoints as layouts
@@ -80,6 +81,7 @@ def speculation(model: Path, name: str) -> dict[str, Any]:
         ),
         ({"max_num_seqs": 8, "max_num_batched_tokens": 4}, r"max_num_batched_tokens must be at least max_num_seqs \(8\)"),
         ({"swap_space": 1e-9}, "swap_space .* is less than one KV block"),
+        ({"swap_space": 4096.0}, "swap_space .* is more than 80% of main memory"),
         ({"shared_prefixes": (Path("missing"),)}, "shared_prefixes file missing cannot be read"),
         ({"quantization": "awq"}, "quantization = 'awq' cannot be applied to an unquantised checkpoint"),
     ],
@@ -87,8 +89,10 @@ def speculation(model: Path, name: str) -> dict[str, Any]:
 def test_options_that_contradict_each_other_or_the_model_are_refused_before_loading(
     model: Path, nothing_is_loaded: None, asked: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(EngineConfigError, match=f"^{message}"):
+    with pytest.raises(EngineConfigError, match=f"^{message}") as refused:
         build_engine(EngineOptions(model=model, device="cpu", threads=1, **asked))
+    (predicted,) = start_problems([{"model": model, "device": "cpu", **asked}])
+    assert str(predicted) == str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +209,7 @@ def test_on_a_gpu_the_predicted_plan_decides_and_nobody_is_refused_who_fits(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (79 * GIB, 80 * GIB))
-    monkeypatch.setattr(memory_device, "main_memory_bytes", lambda: 100 * GIB)
+    monkeypatch.setattr(main_memory, "main_memory_bytes", lambda: 100 * GIB)
     resolved = ResolvedOptions.of(EngineOptions(model=model, device="cuda", swap_space=1.0))
     assert resolved.mode is StepMode.CAPTURED
     assert resolved.memory_plan(resolved.forecast.available_kv_bytes).max_model_len == 256

@@ -16,9 +16,9 @@ from engine.config.model import load_model_config
 from engine.device import resolve_device
 from engine.errors import EngineConfigError
 from engine.main import INTER_TOKEN_TARGET_MS, _engine_options, parse_arguments
-from engine.memory import device as memory_device
-from engine.memory.device import check_swap_space
+from engine.memory import main_memory
 from engine.memory.kv_plan import plan_memory
+from engine.memory.main_memory import check_swap_space
 from engine.memory.needs import GIB
 from engine.options import EngineOptions
 from engine.runner.kv_cache import BlockMover, allocate_kv_cache
@@ -67,7 +67,7 @@ def test_a_host_tier_smaller_than_a_block_or_larger_than_main_memory_is_refused(
     with pytest.raises(EngineConfigError, match=r"swap_space .* is less than one KV block"):
         plan_memory(config, EngineOptions(model=model, swap_space=1e-9), block_bytes=2048, available_bytes=1 << 20)
     with pytest.raises(EngineConfigError, match=r"swap_space .* is more than 80% of main memory"):
-        check_swap_space(EngineOptions(model=model, swap_space=4096.0), torch.device("cpu"))
+        check_swap_space(EngineOptions(model=model, swap_space=4096.0), "cpu")
 
 
 def test_a_card_that_torch_cannot_use_is_told_with_the_reason(
@@ -89,12 +89,12 @@ def test_a_card_that_torch_cannot_use_is_told_with_the_reason(
 
 
 def test_locked_memory_counts_as_the_power_of_two_that_torch_takes(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_device, "main_memory_bytes", lambda: 100 << 30)
+    monkeypatch.setattr(main_memory, "main_memory_bytes", lambda: 100 << 30)
     options = EngineOptions(model=model, swap_space=65.0)
-    check_swap_space(options, torch.device("cpu"))
-    check_swap_space(EngineOptions(model=model, swap_space=64.0), torch.device("cuda"))
+    check_swap_space(options, "cpu")
+    check_swap_space(EngineOptions(model=model, swap_space=64.0), "cuda")
     with pytest.raises(EngineConfigError, match=r"swap_space \(65 GiB\), page-locked as 128 GiB, is more than 80% of main"):
-        check_swap_space(options, torch.device("cuda"))
+        check_swap_space(options, "cuda")
 
 
 def test_a_host_tier_that_cannot_be_allocated_is_an_error_of_its_option(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pynvml
@@ -99,6 +100,32 @@ def test_a_lost_gpu_is_an_error_and_no_crash(monkeypatch: pytest.MonkeyPatch) ->
     assert probe.read() == []
     assert "GPU cannot be read" in (probe.error or "")
     probe.close()
+
+
+def test_a_gpu_is_read_with_what_it_reports_and_none_for_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*_arguments: Any) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    answers: dict[str, Any] = {
+        "nvmlInit": lambda: None,
+        "nvmlDeviceGetCount": lambda: 1,
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetMemoryInfo": lambda _: SimpleNamespace(total=80 << 30, used=1 << 30),
+        "nvmlDeviceGetName": lambda _: "Card",
+        "nvmlDeviceGetPowerUsage": lambda _: 250_000,
+        "nvmlDeviceGetUtilizationRates": unsupported,
+        "nvmlDeviceGetTemperature": unsupported,
+        "nvmlDeviceGetCudaComputeCapability": lambda _: (9, 0),
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(pynvml, name, answer)
+    probe = GpuProbe()
+    probe.open()
+    (reading,) = probe.read()
+    assert (reading.name, reading.power_w, reading.utilization, reading.temperature_c) == ("Card", 250.0, None, None)
+    assert reading.compute_capability == (9, 0)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCudaComputeCapability", unsupported)
+    assert probe.read()[0].compute_capability is None
 
 
 def test_labels_of_tenants_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

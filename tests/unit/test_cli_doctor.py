@@ -1,0 +1,141 @@
+"""`gatehouse doctor` reports the settings of a model that its engine would refuse, in the engine's words."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appliance.cli import model_check
+from appliance.cli.main import main
+from appliance.serving.model_builder import DEMO_MODEL
+from appliance.telemetry.gpu import GpuProbe, GpuReading
+from tests.support.published_configs import LLAMA_8B
+from tests.support.typed_commands import CommandResult
+
+GIB = 1 << 30
+LLAMA_SMALL = {**LLAMA_8B, "num_hidden_layers": 2, "vocab_size": 4096}
+
+
+@pytest.fixture(autouse=True)
+def checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check of the tensors, which takes seconds, passes."""
+    facts = {"architecture": "LlamaForCausalLM", "parameters": 6_600_000}
+    monkeypatch.setattr(model_check, "check_model", lambda _: facts)
+
+
+@pytest.fixture
+def rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    def run(settings: str) -> dict[str, dict[str, str]]:
+        (tmp_path / "gatehouse.toml").write_text(settings)
+        capsys.readouterr()
+        status = main(["doctor", "--data-dir", str(tmp_path), "--port", "0", "--json"])
+        answer = CommandResult(status, *capsys.readouterr()).json()
+        assert status == (0 if answer["ok"] else 1)
+        return {row["check"]: row for row in answer["data"]}
+
+    return run
+
+
+def reading(memory_gib: float, capability: tuple[int, int] | None) -> GpuReading:
+    return GpuReading(
+        index=0,
+        name="Card",
+        memory_total_bytes=int(memory_gib * GIB),
+        memory_used_bytes=0,
+        utilization=None,
+        power_w=None,
+        temperature_c=None,
+        compute_capability=capability,
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ("max_model_len = 2048", "max_model_len (2048) is longer than the model's context (1024)"),
+        ("quantization = 'awq'", "quantization = 'awq' cannot be applied to an unquantised checkpoint"),
+        ("kv_cache_bytes = '1 MiB'\nblock_size = 1024", "kv_cache_bytes (1048576 bytes) is less than one KV block"),
+        ("kv_cache_bytes = '1 MiB'\nmax_model_len = 1024", "max_model_len (1024) does not fit into the KV cache"),
+        ("max_num_seqs = 8\nmax_num_batched_tokens = 4", "max_num_batched_tokens must be at least max_num_seqs (8)"),
+        ("swap_space_gib = 4096", "swap_space (4096 GiB) is more than 80% of main memory"),
+        (
+            f"enable_prefix_caching = false\nshared_prefixes = ['{__file__}']",
+            "shared_prefixes need prefix caching, which is off",
+        ),
+    ],
+)
+def test_a_setting_that_an_engine_refuses_is_reported_with_its_model(settings: str, problem: str, rows: Any) -> None:
+    row = rows(f"[[models]]\nmodel = 'gatehouse-demo'\n{settings}")["model gatehouse-demo"]
+    assert row["state"] == "wrong"
+    assert row["found"].startswith(problem)
+    assert row["advice"].startswith("correct this setting")
+    row = rows(settings)["model gatehouse-demo"]
+    assert row["found"].startswith(problem), "the demo model has the settings of all models"
+
+
+def test_each_model_is_judged_by_its_own_settings(rows: Any, tmp_path: Path) -> None:
+    shutil.copytree(DEMO_MODEL, tmp_path / "models" / "other")
+    found = rows("[[models]]\nmodel = 'gatehouse-demo'\n[[models]]\nmodel = 'other'\nmax_model_len = 1025")
+    assert found["model gatehouse-demo"]["state"] == "ok"
+    assert found["model other"]["found"].startswith("max_model_len (1025) is longer")
+
+
+def test_what_does_not_fit_the_gpu_of_this_machine_is_reported_with_the_changes(
+    rows: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(DEMO_MODEL, tmp_path / "models" / "other")
+    two = "[[models]]\nmodel = 'gatehouse-demo'\n[[models]]\nmodel = 'other'"
+    for memory_gib, state in (8, "ok"), (1.2, "wrong"):
+        card = reading(memory_gib, (9, 0))
+        monkeypatch.setattr(GpuProbe, "read", lambda _, card=card: [card])
+        found = rows(two)
+        assert [found[f"model {name}"]["state"] for name in ("gatehouse-demo", "other")] == [state] * 2
+    assert "does not fit: needs" in found["model other"]["found"]
+    assert found["model other"]["advice"].startswith("make a change that is listed")
+    assert rows("device = 'cpu'\n" + two)["model other"]["state"] == "ok"
+
+
+def test_a_format_that_the_gpu_does_not_compute_is_reported(rows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for capability, state in ((8, 0), "wrong"), ((8, 9), "ok"), (None, "ok"):
+        card = reading(80, capability)
+        monkeypatch.setattr(GpuProbe, "read", lambda _, card=card: [card])
+        assert rows("kv_cache_dtype = 'fp8'")["model gatehouse-demo"]["state"] == state
+
+
+@pytest.mark.parametrize("of_this_model", [False, True])
+@pytest.mark.parametrize(
+    ("quantization", "problem"),
+    [
+        (None, "quantization must be chosen: the checkpoint is fp8 in blocks of 128 x 128"),
+        ("awq", "quantization = 'awq' cannot be applied: the checkpoint is fp8 in blocks of 128 x 128"),
+        ("int8", None),
+    ],
+)
+def test_a_checkpoint_for_which_a_format_must_be_chosen_is_reported(
+    quantization: str | None, problem: str | None, of_this_model: bool, rows: Any, tmp_path: Path
+) -> None:
+    stored = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    (tmp_path / "blocks").mkdir()
+    (tmp_path / "blocks" / "config.json").write_text(json.dumps({**LLAMA_SMALL, "quantization_config": stored}))
+    setting = "" if quantization is None else f"quantization = '{quantization}'\n"
+    entry = f"[[models]]\nmodel = '{tmp_path / 'blocks'}'\n"
+    row = rows(entry + setting if of_this_model else setting + entry)["model blocks"]
+    assert row["state"] == ("ok" if problem is None else "wrong")
+    assert problem is None or (row["found"].startswith(problem) and 'quantization = "int8"' in row["found"])
+
+
+def test_a_folder_that_is_no_model_is_reported(rows: Any, tmp_path: Path) -> None:
+    row = rows(f"models = ['{tmp_path / 'missing'}']")["model missing"]
+    assert (row["state"], row["advice"]) == ("wrong", "give --model the folder of a model")
+    assert "is not a directory" in row["found"]
+
+
+def test_no_tensor_library_is_loaded_for_it(rows: Any) -> None:
+    loaded = "torch" in sys.modules
+    rows("max_model_len = 2048")
+    assert ("torch" in sys.modules) == loaded
