@@ -21,7 +21,7 @@ from appliance.cli import output
 from appliance.cli.configured_models import configured_models, engine_options
 from appliance.cli.connection import read_control
 from appliance.cli.failure import CommandFailed
-from appliance.cli.model_store import locate
+from appliance.cli.model_store import locate, locate_existing
 from appliance.cli.options import DEFAULTS, CommonOptions
 
 if TYPE_CHECKING:
@@ -253,11 +253,11 @@ def _model(model: ModelSettings, problem: EngineError | None, settings: Settings
     tensors are checked, which takes seconds."""
     from appliance.cli.model_check import check_model
 
-    path = locate(model.model, settings.data_dir)
-    name = f"model {path.name}"
-    if problem is not None:
-        return Check(name, "wrong", str(problem), _start_advice(problem))
+    name = f"model {locate(model.model, settings.data_dir).name}"
     try:
+        path = locate_existing(model.model, settings.data_dir)
+        if problem is not None:
+            return Check(name, "wrong", str(problem), _start_advice(problem))
         facts = check_model(path)
     except CommandFailed as failure:
         return Check(name, "wrong", failure.message, NOT_A_MODEL_ADVICE)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from appliance.cli.failure import CommandFailed, WrongUsage
@@ -13,12 +14,21 @@ from appliance.cli.failure import CommandFailed, WrongUsage
 FOLDER = "models"
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
 _COPY_CHUNK_BYTES = 16 * 1024 * 1024
+_NAMES_LISTED_MAX = 20
+_NOT_FOUND = "not_a_model"
 
 
 def added_models(data_dir: Path) -> list[Path]:
     """Return the added models, sorted by name."""
     folder = data_dir / FOLDER
     return sorted(path for path in folder.iterdir() if _NAME.match(path.name)) if folder.is_dir() else []
+
+
+def names(data_dir: Path) -> list[str]:
+    """Return the names by which models are found without a folder: the demo model's, and those of the added models."""
+    from appliance.serving.model_builder import DEMO_MODEL
+
+    return [DEMO_MODEL.name, *(path.name for path in added_models(data_dir))]
 
 
 def locate(model: str, data_dir: Path) -> Path:
@@ -32,6 +42,49 @@ def locate(model: str, data_dir: Path) -> Path:
     if added.exists():
         return added
     return DEMO_MODEL if model == DEMO_MODEL.name else path.absolute()
+
+
+def locate_existing(model: str, data_dir: Path) -> Path:
+    """As `locate`. Raises CommandFailed if the folder does not exist, with the closest one or the names of the added models."""
+    path = locate(model, data_dir)
+    if not _NAME.match(model):
+        check_folder(path)
+    if path.exists():
+        return path
+    link = data_dir / FOLDER / model
+    if link.is_symlink():
+        raise CommandFailed(f"the added model {model!r} is a link to {link.readlink()}, which does not exist", code=_NOT_FOUND)
+    added = [known.name for known in added_models(data_dir)]
+    hint = did_you_mean(model, [*names(data_dir), *_folders_in(path.parent)]) or list_added(added)
+    raise CommandFailed(f"there is neither a folder {path} nor an added model named {model!r}{hint}", code=_NOT_FOUND)
+
+
+def check_folder(path: Path) -> None:
+    """Raise CommandFailed if `path` does not exist, with the closest folder beside it."""
+    if not path.exists():
+        closest = difflib.get_close_matches(path.name, _folders_in(path.parent), n=1)
+        hint = "".join(f"; did you mean {str(path.parent / name)!r}?" for name in closest)
+        raise CommandFailed(f"there is no folder {path}, and nothing is downloaded{hint}", code=_NOT_FOUND)
+
+
+def _folders_in(folder: Path) -> list[str]:
+    try:
+        return [path.name for path in folder.iterdir() if path.is_dir()]
+    except OSError:
+        return []
+
+
+def did_you_mean(name: str, known: Sequence[str]) -> str:
+    """Return "; did you mean …?" with the known name that is closest to a mistyped one, nothing if none is close."""
+    return "".join(f"; did you mean {match!r}?" for match in difflib.get_close_matches(name, known, n=1))
+
+
+def list_added(names: Sequence[str]) -> str:
+    """Return the end of a message about an unknown model: the names of the added ones."""
+    if not names:
+        return "; no model has been added"
+    more = len(names) - _NAMES_LISTED_MAX
+    return f"; the added models are {', '.join(names[:_NAMES_LISTED_MAX])}{f' and {more} more' if more > 0 else ''}"
 
 
 def new_model_path(name: str, data_dir: Path) -> Path:

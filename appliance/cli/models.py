@@ -46,6 +46,7 @@ def add(
 
     settings = options.settings()
     source = path.expanduser().absolute()
+    model_store.check_folder(source)
     target = model_store.new_model_path(name or source.resolve().name, settings.data_dir)
     with output.progress("Verifying", quiet=options.as_json) as report:
         facts = check_model(source, progress=report)
@@ -78,8 +79,8 @@ def verify(
 
     formats = {"quantization": quantization, "head_quantization": head_quantization, "kv_cache_dtype": kv_cache_dtype}
     settings = options.settings()
-    path = model_store.locate(model, settings.data_dir)
-    reference = None if unquantized is None else str(model_store.locate(unquantized, settings.data_dir))
+    path = model_store.locate_existing(model, settings.data_dir)
+    reference = None if unquantized is None else str(model_store.locate_existing(unquantized, settings.data_dir))
     given = {f"--{name.replace('_', '-')}": value for name, value in {**formats, "unquantized": reference}.items()}
     arguments = [part for option, value in given.items() if value is not None for part in (option, value)]
     with output.progress("Verifying", quiet=options.as_json) as report:
@@ -96,9 +97,11 @@ def remove(
 ) -> None:
     """Remove an added model. A linked folder is kept; a copy is deleted."""
     settings = options.settings()
-    path = next((added for added in model_store.added_models(settings.data_dir) if added.name == name), None)
-    if path is None:
-        raise CommandFailed(f"there is no added model named {name!r}", code="not_found")
+    added = {path.name: path for path in model_store.added_models(settings.data_dir)}
+    if name not in added:
+        hint = model_store.did_you_mean(name, list(added)) or model_store.list_added(list(added))
+        raise CommandFailed(f"there is no added model named {name!r}{hint}", code="not_found")
+    path = added[name]
     if name in _served(settings):
         raise CommandFailed(f"{name} is being served: stop the appliance, or restart it without this model", code="in_use")
     if not path.is_symlink() and not yes:

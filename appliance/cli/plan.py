@@ -120,6 +120,8 @@ def _plan_settings(settings: Settings, gpu: SimulatedGpu) -> list[PlannedModel]:
     """Plan all models in the settings on one GPU. Models for the CPU are left out and named on standard error."""
     from engine.simulator.fitting import plan_together
 
+    for model in configured_models(settings):
+        model_store.locate_existing(model.model, settings.data_dir)
     planned = plan_together(engine_options(settings), gpu)
     for result in planned:
         if result.problem is not None:
@@ -155,6 +157,12 @@ def _name(model: str, data_dir: Path) -> str:
 
 
 def _path_or_known_name(model: str, data_dir: Path) -> str:
-    """Return the folder of `model` if it exists, else the name, which may be that of a known model."""
+    """Return the folder of `model` if it exists, else the name of a known model. Raises CommandFailed if it is neither."""
+    from engine.simulator.models import MODELS
+
     found = model_store.locate(model, data_dir)
-    return str(found) if found.exists() else model
+    if found.exists() or model.lower() in MODELS:
+        return str(found) if found.exists() else model
+    close = model_store.did_you_mean(model, [*MODELS, *model_store.names(data_dir)])
+    message = f"model must be one of {', '.join(MODELS)}, an added model, or a folder with a config.json, not {model!r}{close}"
+    raise CommandFailed(message, code="invalid_option", status=2)

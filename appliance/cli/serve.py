@@ -11,7 +11,7 @@ import typer
 
 from appliance.cli import output
 from appliance.cli.failure import CommandFailed
-from appliance.cli.model_store import locate
+from appliance.cli.model_store import locate_existing
 from appliance.cli.options import DatabaseUrl, DataDir, settings_from
 
 if TYPE_CHECKING:
@@ -48,7 +48,9 @@ def serve(
 
 
 def _with_models_located(settings: Settings) -> Settings:
-    models = [dataclasses.replace(model, model=str(locate(model.model, settings.data_dir))) for model in settings.models]
+    models = [
+        dataclasses.replace(model, model=str(locate_existing(model.model, settings.data_dir))) for model in settings.models
+    ]
     return dataclasses.replace(settings, models=tuple(models))
 
 

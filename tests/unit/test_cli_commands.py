@@ -21,7 +21,7 @@ from appliance.base.database_claim import DatabaseClaim, claim_database
 from appliance.base.db import Database
 from appliance.base.sealing import Sealer
 from appliance.base.version import current_version
-from appliance.cli import output
+from appliance.cli import model_store, output
 from appliance.cli.main import main
 from appliance.metering.alerts.targets import TargetPolicy
 from appliance.metering.alerts.webhooks import SEALING_PURPOSE, Webhooks
@@ -496,8 +496,24 @@ def test_a_format_that_is_none_is_told_with_those_that_are(typed: Any) -> None:
     assert "supported here: int8, fp8" in answer.json()["error"]["message"]
 
 
-def test_only_added_models_can_be_removed(typed: Any) -> None:
-    assert typed("models", "remove", "gatehouse-demo").status == 1
+def test_only_added_models_can_be_removed(typed: Any, data_dir: Path) -> None:
+    answer = typed("models", "remove", "gatehouse-demo")
+    assert answer.status == 1
+    assert answer.err == "gatehouse: there is no added model named 'gatehouse-demo'; no model has been added\n"
+    model_store.link(DEMO_MODEL, model_store.new_model_path("tiny", data_dir))
+    assert typed("models", "remove", "tinny").err.endswith("named 'tinny'; did you mean 'tiny'?\n")
+    assert typed("models", "remove", "other").err.endswith("named 'other'; the added models are tiny\n")
+    assert typed("models", "remove", "tiny").status == 0
+
+
+def test_a_mistyped_model_is_told_the_closest_one(typed: Any, data_dir: Path) -> None:
+    for command in ("models", "verify"), ("serve", "--model"):
+        answer = typed(*command, "gatehouse-dmeo")
+        assert answer.status == 1
+        assert answer.err.endswith("; did you mean 'gatehouse-demo'?\n")
+    answer = typed("models", "add", f"{DEMO_MODEL}x")
+    assert answer.status == 1
+    assert answer.err.endswith(f"; did you mean {str(DEMO_MODEL)!r}?\n")
 
 
 async def _seal_something(url: str, pepper: bytes) -> None:

@@ -130,9 +130,16 @@ def test_a_checkpoint_for_which_a_format_must_be_chosen_is_reported(
 
 
 def test_a_folder_that_is_no_model_is_reported(rows: Any, tmp_path: Path) -> None:
-    row = rows(f"models = ['{tmp_path / 'missing'}']")["model missing"]
+    (tmp_path / "empty").mkdir()
+    row = rows(f"models = ['{tmp_path / 'empty'}']")["model empty"]
     assert (row["state"], row["advice"]) == ("wrong", "give --model the folder of a model")
-    assert "is not a directory" in row["found"]
+    assert "has no config.json" in row["found"]
+
+
+def test_a_mistyped_model_is_told_the_closest_one(rows: Any) -> None:
+    row = rows("models = ['gatehouse-dmeo']")["model gatehouse-dmeo"]
+    assert row["state"] == "wrong"
+    assert row["found"].endswith("nor an added model named 'gatehouse-dmeo'; did you mean 'gatehouse-demo'?")
 
 
 def test_no_tensor_library_is_loaded_for_it(rows: Any) -> None:

@@ -78,3 +78,38 @@ def test_removing_a_link_leaves_the_model(model: Path, tmp_path: Path) -> None:
     model_store.remove(place)
     assert (model / "config.json").exists()
     assert not place.is_symlink()
+
+
+def message_of(model: str, tmp_path: Path) -> str:
+    with pytest.raises(CommandFailed) as refused:
+        model_store.locate_existing(model, tmp_path)
+    return refused.value.message
+
+
+def test_a_mistyped_name_is_told_the_closest_model_or_all_that_were_added(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert model_store.locate_existing("gatehouse-demo", tmp_path) == DEMO_MODEL
+    neither = f"there is neither a folder {tmp_path}/{{0}} nor an added model named '{{0}}'"
+    assert message_of("gatehouse-dmeo", tmp_path) == f"{neither.format('gatehouse-dmeo')}; did you mean 'gatehouse-demo'?"
+    assert message_of("zzz", tmp_path) == f"{neither.format('zzz')}; no model has been added"
+    for name in ("tiny", "large"):
+        model_store.link(model, model_store.new_model_path(name, tmp_path))
+    assert message_of("tinny", tmp_path).endswith("; did you mean 'tiny'?")
+    assert message_of("zzz", tmp_path).endswith("; the added models are large, tiny")
+
+
+def test_a_mistyped_folder_is_told_the_closest_one_beside_it(model: Path, tmp_path: Path) -> None:
+    assert (
+        message_of(f"{model}y", tmp_path)
+        == f"there is no folder {model}y, and nothing is downloaded; did you mean {str(model)!r}?"
+    )
+    nowhere = f"{tmp_path}/nowhere/tiny"
+    assert message_of(nowhere, tmp_path) == f"there is no folder {nowhere}, and nothing is downloaded"
+
+
+def test_an_added_model_whose_folder_is_gone_says_so(model: Path, tmp_path: Path) -> None:
+    model_store.link(model, model_store.new_model_path("tiny", tmp_path))
+    model.rename(model.parent / "moved")
+    assert message_of("tiny", tmp_path) == f"the added model 'tiny' is a link to {model}, which does not exist"

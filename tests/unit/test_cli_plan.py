@@ -210,6 +210,18 @@ def test_a_model_that_nobody_knows_is_told_which_are_known(typed: Any) -> None:
     assert "qwen3-8b" in answer.err
 
 
+def test_a_mistyped_model_is_told_the_closest_one(typed: Any, two_models: Path) -> None:
+    for mistyped, meant in ("qwen3-8", "qwen3-8b"), ("othr", "other"), ("gatehouse-dmeo", "gatehouse-demo"):
+        for arguments in (mistyped,), ("qwen3-8b", "--beside", mistyped):
+            answer = typed(*arguments, "--data-dir", str(two_models))
+            assert answer.status == 2
+            assert answer.err.endswith(f"not {mistyped!r}; did you mean {meant!r}?\n")
+    (two_models / "gatehouse.toml").write_text("models = ['othr']")
+    answer = typed("--data-dir", str(two_models))
+    assert answer.status == 1
+    assert answer.err.endswith("nor an added model named 'othr'; did you mean 'other'?\n")
+
+
 def test_an_added_model_and_the_demo_are_planned_by_their_names(typed: Any, tmp_path: Path) -> None:
     model_store.link(DEMO_MODEL, model_store.new_model_path("tiny", tmp_path))
     for name in ("tiny", DEMO_MODEL.name):
