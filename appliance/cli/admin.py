@@ -31,12 +31,14 @@ T = TypeVar("T")
 ROLES = "Role: owner, admin, billing or viewer."
 RESERVED_NAMES = ("create", "list", "revoke")  # subcommands elsewhere: here they are surely typed by mistake
 KEEP_IT = "Save it now: it is not shown again."
+TO_BE_CHANGED = "It is temporary and must be replaced at the next sign-in."
 TOKEN_COLUMNS = ("id", "name", "role", "revoked_at", "created_at")
 
 Email = Annotated[str, typer.Argument(metavar="E-MAIL", help="The member's e-mail address.")]
 FromStdin = Annotated[
     bool, typer.Option("--password-stdin", help="Read the password from standard input instead of generating one.")
 ]
+Temporary = Annotated[bool, typer.Option("--temporary", help="The member must replace the password at the next sign-in.")]
 
 
 @app.command("create")
@@ -44,15 +46,17 @@ def create(
     email: Email,
     role: Annotated[str, typer.Option(metavar="ROLE", help=ROLES)] = "admin",
     password_stdin: FromStdin = False,
+    temporary: Temporary = False,
     options: CommonOptions = DEFAULTS,
 ) -> None:
-    """Create a member who can sign in to the console. Prints the generated password once."""
+    """Create a member who can sign in to the console. Prints the generated password once. It stays valid unless --temporary
+    is given."""
     from appliance.tenancy.members import Members
 
     given, password = _password(password_stdin)
     settings = options.settings()
     _make_tables(settings)
-    member = _on_database(settings, lambda db: Members(db, SystemClock()).create(email, password, role))
+    member = _on_database(settings, lambda db: Members(db, SystemClock()).create(email, password, role, temporary=temporary))
     _print_member(member, None if given else password, as_json=options.as_json)
 
 
@@ -60,13 +64,15 @@ def create(
 def reset_password(
     email: Email,
     password_stdin: FromStdin = False,
+    temporary: Temporary = False,
     options: CommonOptions = DEFAULTS,
 ) -> None:
-    """Reset a member's password and end all their sessions."""
+    """Reset a member's password and end all their sessions. Prints a generated password once."""
     from appliance.tenancy.members import Members
 
     given, password = _password(password_stdin)
-    member = _on_database(options.settings(), lambda db: Members(db, SystemClock()).reset_password(email, password))
+    settings = options.settings()
+    member = _on_database(settings, lambda db: Members(db, SystemClock()).reset_password(email, password, temporary=temporary))
     _print_member(member, None if given else password, as_json=options.as_json)
 
 
@@ -151,7 +157,8 @@ def _print_member(member: Member, password: str | None, *, as_json: bool) -> Non
     if password is None:
         output.item(facts, as_json=as_json)
     else:
-        output.item({**facts, "password": password}, as_json=as_json, note=KEEP_IT)
+        note = f"{KEEP_IT} {TO_BE_CHANGED}" if member.password_temporary else KEEP_IT
+        output.item({**facts, "password": password}, as_json=as_json, note=note)
 
 
 def _token_row(token: AdminToken) -> dict[str, Any]:

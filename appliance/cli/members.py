@@ -17,7 +17,7 @@ app = typer.Typer(help="Manage members and their roles.", no_args_is_help=True)
 
 COLUMNS = ("id", "email", "role", "disabled", "memberships", "created_at")
 TENANT_COLUMNS = ("member_id", "email", "role", "disabled", "created_at")
-KEEP_IT = "Pass on the password now: it is not shown again."
+KEEP_IT = "Pass on the password now: it is not shown again. It must be replaced at the first sign-in."
 APPLIANCE_ROLES = "owner, admin, billing, viewer, or member for none."
 TENANT_ROLES = "manager, developer or viewer."
 
@@ -59,7 +59,7 @@ def invite(
     role: Annotated[str, typer.Option(metavar="ROLE", help=f"Role: {TENANT_ROLES}")] = "developer",
     options: CommonOptions = DEFAULTS,
 ) -> None:
-    """Add a member to a tenant. Prints a new member's password once."""
+    """Add a member to a tenant. Prints a new member's temporary password once, which must be replaced at the first sign-in."""
     body = {"email": email, "role": role}
     made = run(options.settings(), call_on_tenant(tenant, "POST", "/members", body=body))
     if made["password"] or options.as_json:

@@ -31,6 +31,7 @@ from appliance.serving.model_builder import DEMO_MODEL
 from appliance.telemetry.gpu import GpuProbe, GpuReading
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.admin_tokens import AdminTokens
+from appliance.tenancy.members import Member, Members
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT
 from appliance.tenancy.second_factor import SecondFactors
 from tests.support import factories
@@ -309,6 +310,21 @@ def test_somebody_may_sign_in_and_get_a_new_password(typed: Any) -> None:
         assert typed("admin", command, "Alice@example.com", "--json").json()["id"] == made["id"]
         assert typed("admin", command, "nobody@example.com").status == 1
     assert typed("admin", "create", "alice@example.com", "--json").json()["error"]["code"] == "name_taken"
+
+
+def test_a_password_is_temporary_if_that_is_asked_for(typed: Any, data_dir: Path) -> None:
+    async def find() -> Member:
+        async with Database.open(f"sqlite:///{data_dir / 'gatehouse.db'}") as database:
+            return await Members(database, SystemClock()).get_by_email("alice@example.com")
+
+    for command in "create", "reset-password":
+        answer = typed("admin", command, "alice@example.com", "--temporary")
+        assert (answer.status, "must be replaced at the next sign-in" in answer.err) == (0, True)
+        assert asyncio.run(find()).password_temporary
+        typed("admin", "reset-password", "alice@example.com")
+        assert not asyncio.run(find()).password_temporary
+    for path in ("admin", "create"), ("members", "invite"):
+        assert "emporary" in typed(*path, "--help").out
 
 
 def test_a_given_password_is_not_printed(typed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
