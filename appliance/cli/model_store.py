@@ -62,9 +62,14 @@ def locate_existing(model: str, data_dir: Path) -> Path:
 def check_folder(path: Path) -> None:
     """Raise CommandFailed if `path` does not exist, with the closest folder beside it."""
     if not path.exists():
-        closest = difflib.get_close_matches(path.name, _folders_in(path.parent), n=1)
-        hint = "".join(f"; did you mean {str(path.parent / name)!r}?" for name in closest)
+        hint = closest_folder(path)
         raise CommandFailed(f"there is no folder {path}, and nothing is downloaded{hint}", code=_NOT_FOUND)
+
+
+def closest_folder(path: Path) -> str:
+    """As `did_you_mean`, of the folders beside `path`."""
+    closest = difflib.get_close_matches(path.name, _folders_in(path.parent), n=1)
+    return "".join(f"; did you mean {str(path.parent / name)!r}?" for name in closest)
 
 
 def _folders_in(folder: Path) -> list[str]:

@@ -137,7 +137,7 @@ def _print(planned: Sequence[PlannedModel], gpu: str, refused: Sequence[Refusal]
     from engine.simulator.fitting import fit_report, readable_report
 
     if as_json:
-        reports = [{"model": model.name, "gpu": gpu, **fit_report(model.fit)} for model in planned]
+        reports = [{"model": model.name, "gpu": gpu, **fit_report(model.fit), **_note(model)} for model in planned]
         if refused is None:
             output.data({"data": reports})
         else:
@@ -147,9 +147,13 @@ def _print(planned: Sequence[PlannedModel], gpu: str, refused: Sequence[Refusal]
     for number, model in enumerate(planned):
         if number:
             output.say("")
-        output.facts({"model": model.name, "gpu": gpu, **readable_report(model.fit)})
+        output.facts({"model": model.name, "gpu": gpu, **readable_report(model.fit), **_note(model)})
         for remedy in model.fit.remedies():
             output.say(f"  {remedy}")
+
+
+def _note(model: PlannedModel) -> dict[str, str]:
+    return {} if model.note is None else {"note": model.note}
 
 
 def _name(model: str, data_dir: Path) -> str:
@@ -163,6 +167,7 @@ def _path_or_known_name(model: str, data_dir: Path) -> str:
     found = model_store.locate(model, data_dir)
     if found.exists() or model.lower() in MODELS:
         return str(found) if found.exists() else model
-    close = model_store.did_you_mean(model, [*MODELS, *model_store.names(data_dir)])
+    known = [*MODELS, *model_store.names(data_dir)]
+    close = model_store.did_you_mean(model, known) or model_store.closest_folder(found)
     message = f"model must be one of {', '.join(MODELS)}, an added model, or a folder with a config.json, not {model!r}{close}"
     raise CommandFailed(message, code="invalid_option", status=2)

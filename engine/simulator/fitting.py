@@ -67,11 +67,13 @@ def plan_beside(
 
 
 class PlannedModel(NamedTuple):
-    """How a model fits. `problem`: why its engine would refuse it there, None if it would not."""
+    """How a model fits. `problem`: why its engine would refuse it there, None if it would not. `note`: that the size of
+    its cache makes its context shorter than the model's, None if it does not."""
 
     name: str
     fit: MemoryFit
     problem: str | None = None
+    note: str | None = None
 
 
 def plan_together(engines: Sequence[Mapping[str, Any]], gpu: SimulatedGpu) -> list[PlannedModel]:
@@ -101,7 +103,16 @@ def _planned(config: ModelConfig, options: EngineOptions, fit: MemoryFit) -> Pla
     except EngineConfigError as error:
         problem = str(error) if error.option == "model" else f"model {options.model.name}: {error}"
         return PlannedModel(options.model.name, fit, problem)
-    return PlannedModel(options.model.name, fit)
+    return PlannedModel(options.model.name, fit, note=_short_cache_note(config, options, fit))
+
+
+def _short_cache_note(config: ModelConfig, options: EngineOptions, fit: MemoryFit) -> str | None:
+    """Why the context is shorter than the model's where that is due to the size that the cache was given."""
+    longest = config.max_position_len
+    if not fit.fits or options.max_model_len is not None or fit.context_len == longest:
+        return None
+    room = f"kv_cache_bytes has room for {fit.kv_tokens} tokens"
+    return f"{SHORTER_CONTEXT}: {room}, {longest} tokens need {fit.needs.kv_bytes(longest)} bytes"
 
 
 def fit_together(engines: Sequence[tuple[ModelConfig, EngineOptions]], gpu: SimulatedGpu) -> list[MemoryFit]:

@@ -216,6 +216,8 @@ def test_a_mistyped_model_is_told_the_closest_one(typed: Any, two_models: Path) 
             answer = typed(*arguments, "--data-dir", str(two_models))
             assert answer.status == 2
             assert answer.err.endswith(f"not {mistyped!r}; did you mean {meant!r}?\n")
+    answer = typed(f"{two_models}/models/othr")
+    assert answer.err.endswith(f"; did you mean '{two_models}/models/other'?\n")
     (two_models / "gatehouse.toml").write_text("models = ['othr']")
     answer = typed("--data-dir", str(two_models))
     assert answer.status == 1
@@ -286,6 +288,19 @@ def test_a_cache_of_a_given_size_is_planned_with_that_size(typed: Any, two_model
     refused = typed("--data-dir", str(two_models), "--memory-gib", "2.4")
     assert refused.status == 1
     assert "other models of this GPU" in refused.err
+
+
+def test_a_cache_of_a_given_size_that_holds_less_than_a_context_says_so(typed: Any, two_models: Path) -> None:
+    entry = '[[models]]\nmodel = "gatehouse-demo"\nkv_cache_bytes = "2 MiB"\n'
+    (two_models / "gatehouse.toml").write_text(entry)
+    (plan,) = typed("--data-dir", str(two_models), "--json").json()["data"]
+    assert plan["max_model_len"] == plan["kv_tokens"] == 576
+    note = "the context is shorter than the model's: kv_cache_bytes has room for 576 tokens, 1024 tokens need 3670016 bytes"
+    assert plan["note"] == note
+    assert f"note\t{note}\n" in typed("--data-dir", str(two_models)).out
+    (two_models / "gatehouse.toml").write_text(entry + "max_model_len = 100\n")
+    (plan,) = typed("--data-dir", str(two_models), "--json").json()["data"]
+    assert (plan["max_model_len"], plan["note"]) == (100, None)
 
 
 def test_a_model_of_the_settings_that_runs_on_the_cpu_is_not_planned(typed: Any, two_models: Path) -> None:
