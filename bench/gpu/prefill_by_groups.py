@@ -34,6 +34,9 @@ from kernels.triton.attention_decode import score_factor
 from kernels.triton.attention_prefill_hopper import copy_async
 from kernels.triton.attention_splits import TABLES, DecodeWorkspace, scheduled_requests
 
+# Triton renamed it after 3.6.
+thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
 NUM_WARPS = 4
 """Warps of the first group of rows, as the launch specifies them; Triton adds those of the other groups."""
 CHOSEN = {"STAGES": 3, "LOADERS": 4, "GROUP_REGISTERS": 216, "LOADER_REGISTERS": 72}
@@ -105,7 +108,7 @@ def groups_kernel(
     # The pipeline starts with an empty tile: values and weights of zero.
     value_tiles.index(STAGES - 1).store(gl.zeros([KEYS, D], DTYPE, LOAD_LAYOUT))
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
 
     newest = gl.where(has_queries, newest, -1)
     shared = (queries, key_tiles, value_tiles, queries_ready, keys_ready, values_ready, tile_started)

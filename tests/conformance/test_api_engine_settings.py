@@ -120,7 +120,7 @@ def test_a_draft_model_that_cannot_be_loaded_stops_the_start_and_is_named(served
     try:
         poll_until(lambda: not server.process.is_alive(), DEADLINE_S, server.log)
 
-        assert server.ended() == 1
+        assert server.wait_for_exit() == 1
         assert "hollow" in server.log()
     finally:
         server.kill()

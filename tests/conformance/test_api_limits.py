@@ -50,7 +50,7 @@ def settled(box: Server, tenants: set[str]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
 
     def none_pending() -> bool:
-        rows = box.everything("/ledger")
+        rows = box.list_all("/ledger")
         found.update((row["request_id"], row) for row in rows if row["tenant_id"] in tenants)
         return all(row["status"] != "pending" for row in found.values())
 
@@ -182,7 +182,7 @@ async def test_of_200_clients_at_once_the_sum_that_is_charged_is_the_sum_of_the_
 
 def _so_far(box: Server) -> dict[str, str]:
     """Ask for all days of which the ledger has something: midnight may come meanwhile."""
-    days = [date.fromisoformat(row["admitted_at"][:10]) for row in box.everything("/ledger")]
+    days = [date.fromisoformat(row["admitted_at"][:10]) for row in box.list_all("/ledger")]
     end = max(days) + timedelta(days=1)
     return {"start": f"{min(days)}T00:00:00Z", "end": f"{end}T00:00:00Z", "bucket": "hour", "group_by": "tenant"}
 
@@ -213,7 +213,7 @@ async def test_a_stream_whose_key_or_tenant_may_not_go_on_ends_with_an_error_eve
     box: Server, truths: Path, clients: Clients, change: str, code: str
 ) -> None:
     tenant_id, secret = box.new_key()
-    key_id = box.everything(f"/tenants/{tenant_id}/keys")[0]["id"]
+    key_id = box.list_all(f"/tenants/{tenant_id}/keys")[0]["id"]
     begun = asyncio.Event()
     reading = asyncio.create_task(clients.read(secret, max_tokens=900, seed=ENDLESS_SEED, begun=begun))
     await begun.wait()

@@ -226,7 +226,7 @@ async def test_thirty_two_streams_of_mixed_lengths_all_finish_and_are_counted(se
         return chunks[0].id, 4 + 3 * index, chunks[-1].usage.completion_tokens
 
     results = await asyncio.gather(*(one(index) for index in range(STREAMS)))
-    recorded = {event["request_id"]: event for event in server.everything("/ledger")}
+    recorded = {event["request_id"]: event for event in server.list_all("/ledger")}
 
     for request_id, asked, told in results:
         assert told == asked == recorded[request_id]["completion_tokens"]

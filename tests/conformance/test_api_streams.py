@@ -72,7 +72,7 @@ async def test_a_client_that_leaves_before_a_whole_answer_ends_it(slow_server: S
     headers = {"authorization": f"Bearer {slow_server.api_key}"}
 
     async def requests() -> set[str]:
-        return {row["id"] for row in await asyncio.to_thread(slow_server.everything, "/requests")}
+        return {row["id"] for row in await asyncio.to_thread(slow_server.list_all, "/requests")}
 
     known, new = await requests(), set[str]()
     async with asyncio.timeout(DEADLINE_S), httpx.AsyncClient(headers=headers, timeout=DEADLINE_S) as client:

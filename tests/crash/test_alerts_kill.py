@@ -60,7 +60,7 @@ async def test_a_message_that_was_being_sent_at_a_kill_comes_again_with_its_id(t
         try:
             await poll_until(lambda: len(receiver.requests) == 3)
             await asyncio.to_thread(server.wait_until_ready)
-            sent = await asyncio.to_thread(server.everything, f"/webhooks/{webhook_id}/deliveries")
+            sent = await asyncio.to_thread(server.list_all, f"/webhooks/{webhook_id}/deliveries")
             assert await asyncio.to_thread(server.stop) == 0
         finally:
             server.kill()

@@ -73,7 +73,7 @@ def test_a_killed_engine_ends_streams_settles_records_and_comes_back(
         seen = asyncio.run(kill_engine_under(server))
         unready = server.ready()
         server.wait_until_ready()
-        events = {event["request_id"]: event for event in server.everything("/ledger")}
+        events = {event["request_id"]: event for event in server.list_all("/ledger")}
         poll_until(lambda: restarts(server) == 1, READY_DEADLINE_S, server.log)  # the system page is a second old at most
         answer = httpx.post(
             f"{server.url}/v1/chat/completions",

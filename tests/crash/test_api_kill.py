@@ -56,8 +56,8 @@ def test_after_a_kill_under_load_every_admitted_request_is_recorded_once(tmp_pat
     finally:
         server.kill()
     with running_server(model, tmp_path / "data", fake_engine_step_s=STEP_S) as again:
-        events = again.everything("/ledger")
-        rows = again.everything("/requests")
+        events = again.list_all("/ledger")
+        rows = again.list_all("/requests")
         status = again.stop()
 
     counts = Counter(event["request_id"] for event in events)

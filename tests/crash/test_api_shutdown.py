@@ -59,7 +59,7 @@ def test_draining_refuses_new_requests_and_finishes_running_ones(tmp_path: Path,
         assert (tmp_path / "data" / CONTROL_FILE).exists()
         refused, text = asyncio.run(stream_through_a_signal(server))
 
-        assert server.ended() == 0
+        assert server.wait_for_exit() == 0
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
     assert int(refused.headers["retry-after"]) >= 1
     assert text.endswith("data: [DONE]")
@@ -83,7 +83,7 @@ def test_a_second_signal_ends_at_once_and_the_ledger_says_that_the_appliance_shu
             poll_until(lambda: server.ready().json()["parts"]["gateway"] == "draining", 60)
             server.send_signal(signal.SIGINT)
 
-            assert server.ended() == 0
+            assert server.wait_for_exit() == 0
     assert causes(tmp_path / "data") == [("aborted", "shutdown")]
 
 
@@ -97,7 +97,7 @@ def test_a_request_that_outlives_the_drain_ends_as_one_to_send_again(tmp_path: P
             server.send_signal(signal.SIGTERM)
             *_, last = filter(None, lines)
 
-        assert server.ended() == 0
+        assert server.wait_for_exit() == 0
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "draining"
     assert causes(tmp_path / "data") == [("aborted", "shutdown")]
 
@@ -141,7 +141,7 @@ def test_the_appliance_serves_over_postgresql(tmp_path: Path, model: Path, postg
     with running_server(model, tmp_path / "data", fake_engine_step_s=0.0, database_url=url) as server:
         headers = {"authorization": f"Bearer {server.api_key}"}
         answer = httpx.post(f"{server.url}/v1/chat/completions", json={**body(5), "stream": False}, headers=headers, timeout=30)
-        (event,) = server.everything("/ledger")
+        (event,) = server.list_all("/ledger")
 
         assert answer.status_code == 200
         assert answer.json()["usage"]["completion_tokens"] == event["completion_tokens"] == 5
@@ -174,7 +174,7 @@ def test_an_appliance_whose_database_another_one_has_taken_ends_its_requests_and
                 take_claim(url, other)
                 *_, last = filter(None, lines)
 
-        assert server.ended() == 1
+        assert server.wait_for_exit() == 1
         log = server.log()
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "draining"
     assert "another Gatehouse claimed the database" in log

@@ -90,7 +90,7 @@ def test_tokens_before_the_window_are_not_read(device: torch.device) -> None:
     found = compare(batch)
     for token in range(150 - 40):
         batch.cache[batch.tables[0, token // 16], token % 16] = torch.nan
-    assert_same(rotated_decode(*batch.given(batch.cache), **batch.options), found)
+    assert_same(rotated_decode(*batch.arguments(batch.cache), **batch.options), found)
 
 
 @pytest.mark.parametrize("head_dim", [64, 256])
@@ -106,7 +106,7 @@ def test_half_precision_matches_the_reference(device: torch.device) -> None:
 def test_a_key_beyond_448_is_kept_as_448(device: torch.device) -> None:
     batch = RotatedDecodeBatch([33], SHAPE, device, kv_dtype=FP8)
     batch.qkv *= 4000.0
-    rotated_decode(*batch.given(batch.cache), **batch.options)
+    rotated_decode(*batch.arguments(batch.cache), **batch.options)
     written = batch.cache[batch.slots[0] // 16, batch.slots[0] % 16].float()
     assert written.abs().max() == 448
 
@@ -114,22 +114,22 @@ def test_a_key_beyond_448_is_kept_as_448(device: torch.device) -> None:
 def test_a_row_without_a_slot_is_attended_and_not_stored(device: torch.device) -> None:
     batch = RotatedDecodeBatch([40], SHAPE, device)
     cache = batch.cache.clone()
-    stored = rotated_decode(*batch.given(cache), **batch.options)
+    stored = rotated_decode(*batch.arguments(cache), **batch.options)
     batch.slots[0] = -1
     before = batch.cache.clone()
-    assert_same(rotated_decode(*batch.given(batch.cache), **batch.options), stored)
+    assert_same(rotated_decode(*batch.arguments(batch.cache), **batch.options), stored)
     assert_same(batch.cache, before)
 
 
 def test_a_longer_table_changes_no_bit(device: torch.device) -> None:
     """A step's tables are as wide as the longest request may be."""
     batch = RotatedDecodeBatch([130], SHAPE, device)
-    found = rotated_decode(*batch.given(batch.cache.clone()), **batch.options)
+    found = rotated_decode(*batch.arguments(batch.cache.clone()), **batch.options)
     batch.tables = torch.nn.functional.pad(batch.tables, (0, 7), value=2**30)
-    assert_same(rotated_decode(*batch.given(batch.cache), **batch.options), found)
+    assert_same(rotated_decode(*batch.arguments(batch.cache), **batch.options), found)
 
 
 def test_it_is_one_launch(device: torch.device, launches: Callable[[], int]) -> None:
     batch = RotatedDecodeBatch([333], SHAPE, device)
-    rotated_decode(*batch.given(batch.cache), **batch.options)
+    rotated_decode(*batch.arguments(batch.cache), **batch.options)
     assert launches() == 1

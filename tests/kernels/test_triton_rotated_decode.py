@@ -72,7 +72,7 @@ def test_an_8_bit_cache_matches_the_reference(head_dim: int, device: torch.devic
 def test_a_key_beyond_448_is_kept_as_448(device: torch.device) -> None:
     batch = RotatedDecodeBatch([33, 5], SHAPE, device, kv_dtype=FP8)
     batch.qkv *= 4000.0
-    kernel.rotated_decode(*batch.given(batch.cache), **batch.options)
+    kernel.rotated_decode(*batch.arguments(batch.cache), **batch.options)
     written = batch.cache[batch.slots[0] // 16, batch.slots[0] % 16].float()
     assert written.abs().max() == 448
 
@@ -81,7 +81,7 @@ def test_a_row_without_a_slot_is_attended_and_not_stored(device: torch.device) -
     batch = RotatedDecodeBatch([40, 3], SHAPE, device)
     batch.slots[0] = -1
     before = batch.cache.clone()
-    found = kernel.rotated_decode(*batch.given(batch.cache), **batch.options)
+    found = kernel.rotated_decode(*batch.arguments(batch.cache), **batch.options)
     changed = batch.cache.nan_to_num(7.0) != before.nan_to_num(7.0)
     assert changed.any(-1).any(-1).any(-1).sum() == 1
     assert found.isfinite().all()
@@ -97,14 +97,14 @@ def test_a_row_has_the_same_bits_among_others(device: torch.device) -> None:
 
 
 def rotated_rows(batch: RotatedDecodeBatch, rows: slice) -> torch.Tensor:
-    return kernel.rotated_decode(*batch.given(batch.cache.clone(), rows), **batch.options)
+    return kernel.rotated_decode(*batch.arguments(batch.cache.clone(), rows), **batch.options)
 
 
 def test_it_takes_one_launch_fewer(device: torch.device, launches: Callable[[], int]) -> None:
     batch = RotatedDecodeBatch([33, 7], SHAPE, device)
-    kernel.rotated_decode(*batch.given(batch.cache), **batch.options)
+    kernel.rotated_decode(*batch.arguments(batch.cache), **batch.options)
     assert launches() == 2
-    qkv, cos, sin, cache, slots, tables, lens, shape = batch.given(batch.cache)
+    qkv, cos, sin, cache, slots, tables, lens, shape = batch.arguments(batch.cache)
     rope_and_cache(qkv, cos, sin, cache, slots, num_kv_heads=shape.num_kv_heads, **batch.options)
     paged_decode(qkv[:, : shape.num_heads], cache, tables, lens, shape)
     assert launches() == 3

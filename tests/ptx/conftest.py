@@ -1,7 +1,7 @@
-"""Kernels as machine-level code, executed without a GPU: one Triton for the process, compiled for an H200 that is emulated.
+"""Executes the PTX of kernels without a GPU: one Triton per process compiles for an H200, which is emulated.
 
-The oldest Triton that is promised is the one of the machine with a GPU; `GATEHOUSE_PTX_TRITON` names another. In a process
-whose kernels are interpreted there is nothing to execute: run this folder by itself.
+That is the oldest supported Triton, which the GPU machine has; `GATEHOUSE_PTX_TRITON` selects another. Kernels that the same
+process interprets have no PTX, so run this folder by itself.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if FOUND is None:
 elif not IS_LATE:
     if FOUND.folder is not None:
         sys.path.insert(0, str(FOUND.folder))
-    CACHE = tempfile.TemporaryDirectory(prefix="gatehouse-ptx-")  # what is in there is for no card
+    CACHE = tempfile.TemporaryDirectory(prefix="gatehouse-ptx-")  # its binaries run on no card
     atexit.register(CACHE.cleanup)
     os.environ["TRITON_CACHE_DIR"] = CACHE.name
     from engine.environment import prepare_environment
@@ -43,7 +43,7 @@ elif not IS_LATE:
 
     prepare_environment()
     CARDS.append(install())
-    replaced: tuple[tuple[Any, str, Any], ...] = (  # as on an H200; whoever imports these finds them so
+    replaced: tuple[tuple[Any, str, Any], ...] = (  # as on an H200, replaced before other modules import them
         (card_properties, "multiprocessors", lambda _: MULTIPROCESSORS),
         (early_launch, "early_launch", lambda *_: {"EARLY": True, "launch_pdl": True}),
     )
@@ -53,7 +53,7 @@ elif not IS_LATE:
 
 @pytest.fixture(autouse=True)
 def card() -> Iterator[EmulatedCard]:
-    """The card that everything in this folder is launched on."""
+    """The emulated card that all launches of this folder go to."""
     if not CARDS:
         pytest.skip("kernels are interpreted in this process: run tests/ptx by itself")
     yield CARDS[0]
@@ -61,11 +61,11 @@ def card() -> Iterator[EmulatedCard]:
 
 
 def pytest_unconfigure() -> None:
-    """Let go of all programs: pytest looks at its end five times through what there is, and they are a million objects."""
+    """Release the parsed programs, a million objects: at its end pytest collects garbage five times."""
     if CARDS:
         clear_programs()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What looks back on all other tests comes last."""
+    """Run the test that checks what all others have executed last."""
     items.sort(key=lambda item: item.path.name == "test_every_kernel.py")

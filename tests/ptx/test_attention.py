@@ -43,7 +43,7 @@ SCALES = torch.tensor([0.5, 2.0])
 
 
 class Batch:
-    """Requests of `lengths` tokens in a cache that is NaN elsewhere; queries are the last `counts` of each, among NaN."""
+    """Requests of `lengths` tokens in a cache that is NaN elsewhere, and queries for the last `counts` tokens of each."""
 
     def __init__(
         self,
@@ -137,8 +137,8 @@ def test_rotated_decode_steps_match_the_reference(
 def check_rotated(batch: RotatedDecodeBatch) -> None:
     """Compares outputs and the cache with the reference."""
     cache = batch.cache.clone()
-    expected = exact.rotated_decode(*batch.given(cache), **batch.options)
-    found = rotated_decode.rotated_decode(*batch.given(batch.cache), **batch.options)
+    expected = exact.rotated_decode(*batch.arguments(cache), **batch.options)
+    found = rotated_decode.rotated_decode(*batch.arguments(batch.cache), **batch.options)
     is_fp8 = batch.cache.dtype == FP8
     kind: Kind = "fp8" if is_fp8 else "normed"
     assert_near(found, expected, "attention", scale=2**6 if is_fp8 else 4)

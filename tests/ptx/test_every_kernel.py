@@ -1,4 +1,4 @@
-"""No kernel is left out: what the tests beside this one have executed, against what the compile gate declares."""
+"""Every kernel that the compile gate declares was executed by the other tests of this folder."""
 
 from __future__ import annotations
 

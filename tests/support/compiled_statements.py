@@ -16,7 +16,7 @@ from sqlalchemy.util import LRUCache
 
 from appliance.base import db, migrations
 
-CACHE_ENTRIES = 4000  # more than a part of the suite sends
+CACHE_ENTRIES = 4000  # more than any part of the suite sends
 
 
 class SharedStatements(LRUCache[Any, Any]):

@@ -94,7 +94,7 @@ def make_engine_info(*, device: str = "cpu", device_name: str = "A processor") -
 
 
 def tenant(name: str, *, running: int = 1, waiting: int = 0, blocks: int = 0, service_s: float = 0.0) -> TenantReading:
-    """What a tenant uses of the engine."""
+    """A tenant's use of the engine."""
     return TenantReading(
         tenant_id=f"tn_{name}",
         name=name,
@@ -126,7 +126,7 @@ def engine_status(*, prompt_tokens: int = 0, **changes: Any) -> EngineStatus:
 
 @dataclass
 class EngineSide:
-    """What the console reads about engines and machine; a test changes it and samples again."""
+    """The readings of engines and machine that the console shows; a test changes them and samples again."""
 
     clock: Clock
     requests: dict[str, LiveRequest] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""An empty ledger, as admission reads it at the first request of an owner, without a database."""
+"""The sums of an empty ledger, as admission reads them at the first request of an owner, without a database."""
 
 from __future__ import annotations
 

@@ -217,9 +217,11 @@ def run_history(engine: Engine, requests: list[PlannedRequest], *, preempt_at: i
     return [answers_by_index(events[str(index)]) for index in range(len(requests))]
 
 
-def assert_as_alone(folder: Path, family: str, requests: Sequence[PlannedRequest], found_of: Sequence[dict[int, Any]]) -> None:
-    """Assert that each request has the result that it has alone; of an aborted one, the beginning of it."""
-    for results, each in zip(found_of, requests, strict=True):
+def assert_as_alone(
+    folder: Path, family: str, requests: Sequence[PlannedRequest], results_of: Sequence[dict[int, Any]]
+) -> None:
+    """Assert that each request has the same result as alone; an aborted one, the beginning of it."""
+    for results, each in zip(results_of, requests, strict=True):
         expected = run_alone(folder, family, *each[:4])
         for index, (tokens, scored, reason, counts) in results.items():
             for some, all_of_them in zip(scored, expected[index][1], strict=True):

@@ -1,4 +1,4 @@
-"""A stand-in for Triton's GPU driver on a machine without a GPU: the queries of its compiler and of its launches."""
+"""A stand-in for Triton's GPU driver on a machine without a GPU, which answers the queries of compilation and launches."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ MAP_NORESERVE = 0x4000  # of Linux: no swap is reserved for pages that are not t
 
 
 def untouched(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """As `torch.empty`, of any size: memory is taken page by page. An index that wraps finds zeros before it."""
+    """Like `torch.empty`, of any size: memory is taken page by page. An index that overflows reads zeros before it."""
     if device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
     flags, before = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE, FAR * dtype.itemsize

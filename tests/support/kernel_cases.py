@@ -24,7 +24,7 @@ SENTINEL = 97  # every dtype represents this value exactly: bytes of 0x61
 
 
 def poisoned(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of NaN; of integers, their smallest value, which no table has as an index."""
+    """A tensor of NaN, or of the smallest integer, which is never a valid index."""
     if dtype.is_floating_point:
         return torch.full(shape, math.nan, dtype=torch.float32, device=device).to(dtype)
     return torch.full(shape, torch.iinfo(dtype).min, dtype=dtype, device=device)
@@ -120,32 +120,33 @@ class RotatedDecodeBatch:
         rotary_dim: int | None = None,
         is_normed: bool = False,
     ) -> None:
-        size, turned = shape.head_dim, rotary_dim or shape.head_dim
+        size, rotary_dim = shape.head_dim, rotary_dim or shape.head_dim
         self.shape = shape
         tables, num_blocks = scatter_block_tables(lengths, shape.block_size)
-        held = [max(length - 1, 0) for length in lengths]
+        cached_lens = [max(length - 1, 0) for length in lengths]
         cached = (num_blocks, shape.block_size, shape.num_kv_heads, size)
-        self.cache = fill_cache(tables, held, cached, dtype=kv_dtype or dtype, device=device)
+        self.cache = fill_cache(tables, cached_lens, cached, dtype=kv_dtype or dtype, device=device)
         self.tables = table_tensor(tables, device)
         self.lens = torch.tensor(lengths, dtype=torch.int32, device=device)
-        places = [divmod(length, shape.block_size) for length in held]
+        positions = [divmod(length, shape.block_size) for length in cached_lens]
         slots = [
-            table[block] * shape.block_size + at if table else -1 for table, (block, at) in zip(tables, places, strict=True)
+            table[block] * shape.block_size + offset if table else -1
+            for table, (block, offset) in zip(tables, positions, strict=True)
         ]
         self.slots = torch.tensor(slots, device=device)
         wide = (shape.num_heads + 2 * shape.num_kv_heads) * size
         self.qkv = padded_rows(normal(len(lengths), wide, dtype=dtype, device=device), wide + 16).view(len(lengths), -1, size)
-        angles = normal(len(lengths), 1, turned // 2, dtype=torch.float32, device=device, seed=1) * 3
+        angles = normal(len(lengths), 1, rotary_dim // 2, dtype=torch.float32, device=device, seed=1) * 3
         self.cos = torch.cat((angles.cos(), angles.cos()), -1).to(dtype)
         self.sin = torch.cat((-angles.sin(), angles.sin()), -1).to(dtype)
-        self.options: dict[str, Any] = {"rotary_dim": turned, "eps": 1e-6}
+        self.options: dict[str, Any] = {"rotary_dim": rotary_dim, "eps": 1e-6}
         if is_normed:
             weights = normal(2, size, dtype=dtype, device=device, seed=2)
             self.options |= {"q_weight": weights[0], "k_weight": weights[1]}
         if kv_dtype is not None and kv_dtype.itemsize == 1:
             self.options["kv_scales"] = torch.tensor([0.5, 2.0], device=device)
 
-    def given(self, cache: torch.Tensor, rows: slice = slice(None)) -> tuple[Any, ...]:
+    def arguments(self, cache: torch.Tensor, rows: slice = slice(None)) -> tuple[Any, ...]:
         """The positional arguments of `rotated_decode`, for some of the rows."""
         angles = self.cos[rows], self.sin[rows]
         return self.qkv[rows], *angles, cache, self.slots[rows], self.tables[rows], self.lens[rows], self.shape
@@ -153,8 +154,8 @@ class RotatedDecodeBatch:
     def compare(self, decode: Callable[..., torch.Tensor]) -> torch.Tensor:
         """Raise unless outputs and cache equal the reference's and nothing else was written. → outputs"""
         cache, qkv = self.cache.clone(), self.qkv.clone()
-        expected = rotated_decode(*self.given(cache), **self.options)
-        found = decode(*self.given(self.cache), **self.options)
+        expected = rotated_decode(*self.arguments(cache), **self.options)
+        found = decode(*self.arguments(self.cache), **self.options)
         kind: Kind = "fp8" if self.cache.dtype.itemsize == 1 else "attention"
         assert_near(found, expected, "attention", scale=2.0**8 if kind == "fp8" else 1.0)
         untouched = cache.float().isnan()
@@ -165,8 +166,8 @@ class RotatedDecodeBatch:
 
 
 def tied_tokens(vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A head whose tokens are alike in pairs, and again half a vocabulary later: the most likely one always has a tie in its
-    tile and in another. Whole numbers: sums are exact in any order."""
+    """An output head in which pairs of tokens have equal rows, repeated half a vocabulary later: the likeliest token always has
+    a tie in its tile and in another. Rows are integers, so sums are exact in any order."""
     different = normal(vocab_size, hidden_size, dtype=dtype, device=device, seed=1).round()
     ids = torch.arange(vocab_size, device=device) % max(1, vocab_size // 2)
     return different[ids // 2 * 2]

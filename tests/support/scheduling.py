@@ -75,7 +75,7 @@ def make_request(
 
 
 def apply_outputs(scheduler: Scheduler, batch: ScheduledBatch) -> list[TokenEvent]:
-    """Apply token 7 as the output of every item that samples."""
+    """Apply a step in which every item that samples gets token 7."""
     events = scheduler.apply(batch, [StepOutput([7]) if item.samples else StepOutput() for item in batch.items])
     scheduler.check_invariants()
     return events

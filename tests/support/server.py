@@ -39,7 +39,7 @@ class Server:
         assert answer.is_success, answer.text
         return answer.json()
 
-    def everything(self, path: str) -> list[dict[str, Any]]:
+    def list_all(self, path: str) -> list[dict[str, Any]]:
         """Return all rows of a list of the administrators' API."""
         rows: list[dict[str, Any]] = []
         cursor = None
@@ -51,7 +51,7 @@ class Server:
                 return rows
 
     def new_key(self, *, tenant: dict[str, Any] | None = None, **key: Any) -> tuple[str, str]:
-        """Make a tenant with these fields and one key with those; return (tenant id, secret)."""
+        """Create a tenant and one key with these fields; return (tenant id, secret)."""
         fields = {"name": f"tenant {time.monotonic_ns()}", **(tenant or {})}
         tenant_id = self.admin("POST", "/tenants", json=fields)["id"]
         made = self.admin("POST", f"/tenants/{tenant_id}/keys", json={"name": "key", **key})
@@ -85,19 +85,19 @@ class Server:
         """Send a signal."""
         forked_processes.send_signal(self.process, number)
 
-    def ended(self) -> int:
-        """Wait for the end and return the exit status."""
+    def wait_for_exit(self) -> int:
+        """Wait for the process to end and return its exit status."""
         return forked_processes.wait_for_exit(self.process, STOP_DEADLINE_S)
 
     def stop(self) -> int:
         """Stop gracefully and return the exit status."""
         self.send_signal(signal.SIGTERM)
-        return self.ended()
+        return self.wait_for_exit()
 
     def kill(self) -> None:
         """Kill it, if it is still running."""
         self.process.kill()
-        self.ended()
+        self.wait_for_exit()
 
     def _alive(self) -> bool:
         assert self.process.is_alive(), self.log()

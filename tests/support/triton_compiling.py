@@ -105,7 +105,7 @@ def when_found_on_disk() -> dict[str, Any]:
 
 
 def when_asked_again_meanwhile() -> dict[str, Any]:
-    """As a model's second layer does while the first one's kernels are being compiled."""
+    """A model's second layer requests kernels that are being compiled for the first."""
     fill_kernel.device_caches.clear()
     describe, described = fill_kernel._pack_args, []
 
@@ -137,7 +137,7 @@ def when_it_cannot_be_loaded() -> dict[str, Any]:
 
 
 def when_one_never_ends() -> dict[str, Any]:
-    """The thread is abandoned: the process exits all the same."""
+    """A compilation that hangs does not keep the process from exiting: its thread is abandoned."""
     fill_kernel.device_caches.clear()
     launch(fill_kernel, SIZES[2:])  # which sets `compile`
     compile_function = fill_kernel.compile

@@ -1,4 +1,4 @@
-"""Requests that wait for room in their limits on a clock that stands still, and an observer that notes what it is told."""
+"""Requests that wait for room in their limits, on a clock that only the test moves, and an observer that records the waits."""
 
 from __future__ import annotations
 
@@ -17,39 +17,43 @@ from tests.support.fake_timer import FakeTimer
 from tests.support.ledgers import utc_admission
 
 
-def asked(who: Principal, tokens: int) -> AdmissionRequest:
-    """Return a request of so many tokens."""
+def admission_request(who: Principal, tokens: int) -> AdmissionRequest:
+    """Return a request with a prompt of `tokens` tokens."""
     return AdmissionRequest(principal=who, model="demo", prompt_tokens=tokens, max_output_tokens=0, price=None)
 
 
 class Queue:
-    """Admission on a clock that stands still, and requests that wait in it."""
+    """Admission on a clock that only the test moves, and the requests that wait in it."""
 
     def __init__(self, clock: FakeClock, **options: Any) -> None:
-        self.alarms = FakeTimer(clock)
-        self.admission = utc_admission(clock, EmptySums(), call_later=self.alarms.call_later, **options)
+        self.timer = FakeTimer(clock)
+        self.admission = utc_admission(clock, EmptySums(), call_later=self.timer.call_later, **options)
         self._tasks: list[asyncio.Task[Reservation]] = []
         self._failures: list[dict[str, Any]] = []
         asyncio.get_running_loop().set_exception_handler(lambda _loop, context: self._failures.append(context))
 
-    def alarms_of(self) -> int:
+    def num_scheduled_retries(self) -> int:
         """Return the number of scheduled retries."""
-        return sum(planned.call is not None for _due_us, _number, planned in self.alarms._planned)
+        return sum(planned.call is not None for _due_us, _number, planned in self.timer._planned)
 
-    async def refusing(self, who: Principal, tokens: int, **changes: object) -> set[tuple[str, str]]:
+    async def refusing_limits(self, who: Principal, tokens: int, **changes: object) -> set[tuple[str, str]]:
         """Return the scope and kind of each limit that would refuse one more request."""
-        forecast = await self.admission.forecast(msgspec.structs.replace(asked(who, tokens), **changes))
+        forecast = await self.admission.forecast(msgspec.structs.replace(admission_request(who, tokens), **changes))
         return {(decision.scope, decision.kind) for decision in forecast.refusals}
 
-    async def ask(self, who: Principal, tokens: int, *, wait_s: float = 60.0, **changes: object) -> asyncio.Task[Reservation]:
-        """Start an admission and let it run until it is answered or waits."""
-        task = asyncio.create_task(self.admission.admit(msgspec.structs.replace(asked(who, tokens), **changes), wait_s))
+    async def submit(
+        self, who: Principal, tokens: int, *, wait_s: float = 60.0, **changes: object
+    ) -> asyncio.Task[Reservation]:
+        """Start an admission and let it run until it is decided or waits."""
+        task = asyncio.create_task(
+            self.admission.admit(msgspec.structs.replace(admission_request(who, tokens), **changes), wait_s)
+        )
         self._tasks.append(task)
-        await self.alarms.settle()
+        await self.timer.settle()
         return task
 
     async def close(self) -> None:
-        """Cancel what still waits, and check that no callback failed unnoticed."""
+        """Cancel the waiting requests, and check that no callback failed unnoticed."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -59,18 +63,18 @@ class Queue:
 
 
 class Waits:
-    """Records what an observer of waits receives."""
+    """An observer that records the beginning and end of each wait."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[str, str] | tuple[str, str, float]] = []
+        self.records: list[tuple[str, str] | tuple[str, str, float]] = []
 
     def wait_began(self, model: str) -> None:
-        self.told.append(("began", model))
+        self.records.append(("began", model))
 
     def wait_ended(self, model: str, how: str, waited_s: float) -> None:
-        self.told.append((how, model, round(waited_s, 3)))
+        self.records.append((how, model, round(waited_s, 3)))
 
 
 def limited(who: Principal, limits: Limits) -> dict[str, Principal]:
-    """Return the principal after a change of its tenant's limits, by the id of the key."""
+    """Return the principal with other limits of its tenant, by the id of its key."""
     return {who.key.id: dataclasses.replace(who, tenant=dataclasses.replace(who.tenant, limits=limits))}

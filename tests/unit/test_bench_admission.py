@@ -14,7 +14,7 @@ from bench import admission
 from bench.admission_gateway import NoLedger, NoReservation
 from bench.host_speed import HostSpeed
 from tests.support.factories import principal
-from tests.support.waiting_requests import asked
+from tests.support.waiting_requests import admission_request
 
 SERVING = Path(__file__).parents[2] / "appliance" / "serving"
 
@@ -24,7 +24,7 @@ def test_a_reservation_that_reserves_nothing_has_all_that_serving_uses() -> None
     used = {name for source in sources for name in re.findall(r"reservation\.([a-z]\w*)", source)}
 
     assert {"settle", "mark_recorded"} <= used
-    assert used - {name for name in dir(NoReservation(asked(principal(), 1))) if not name.startswith("_")} == set()
+    assert used - {name for name in dir(NoReservation(admission_request(principal(), 1))) if not name.startswith("_")} == set()
 
 
 def test_a_ledger_that_writes_nothing_is_called_as_the_real_one() -> None:

@@ -60,17 +60,17 @@ async def test_an_unexpected_error_in_a_retry_fails_only_that_request(
     queue: Queue, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], step: str
 ) -> None:
     bob = principal(TWO)
-    running = [await queue.ask(bob, 1) for _ in range(2)]
-    first, second = await queue.ask(bob, 7, wait_s=5.0), await queue.ask(bob, 1)
+    running = [await queue.submit(bob, 1) for _ in range(2)]
+    first, second = await queue.submit(bob, 7, wait_s=5.0), await queue.submit(bob, 1)
     break_step(queue, step, monkeypatch)
     queue.admission.reconfigure(limited(bob, TWO), {})
-    await queue.alarms.settle()
-    await queue.alarms.advance(5.0)
+    await queue.timer.settle()
+    await queue.timer.advance(5.0)
     assert isinstance(first.exception(), BugError)
     assert capfd.readouterr().out.count("Traceback") == 1, "logged once, whoever still waits"
 
     running[0].result().settle(1)
-    await queue.alarms.settle()
+    await queue.timer.settle()
     assert second.result()
 
 
@@ -79,16 +79,16 @@ async def test_an_unexpected_error_while_joining_the_queues_leaves_nobody_in_the
 ) -> None:
     bob = principal(TWO)
     for _ in range(2):
-        await queue.ask(bob, 1)
+        await queue.submit(bob, 1)
     break_step(queue, "the queues", monkeypatch)
-    assert isinstance((await queue.ask(bob, 7)).exception(), BugError)
+    assert isinstance((await queue.submit(bob, 7)).exception(), BugError)
     assert queue.admission.waiting == []
 
 
 async def test_a_reservation_that_cannot_be_delivered_is_given_back(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     bob = principal(TWO)
-    running = [await queue.ask(bob, 1) for _ in range(2)]
-    first, second = await queue.ask(bob, 7), await queue.ask(bob, 1)
+    running = [await queue.submit(bob, 1) for _ in range(2)]
+    first, second = await queue.submit(bob, 7), await queue.submit(bob, 1)
     leave, failures = AdmissionQueue._leave_queue, [BugError()]
 
     def leave_once(admission_queue: AdmissionQueue, waiter: Waiter, allowance: Allowance) -> None:
@@ -98,7 +98,7 @@ async def test_a_reservation_that_cannot_be_delivered_is_given_back(queue: Queue
 
     monkeypatch.setattr(AdmissionQueue, "_leave_queue", leave_once)
     running[0].result().settle(1)
-    await queue.alarms.settle()
+    await queue.timer.settle()
     assert isinstance(first.exception(), BugError)
     assert second.result()
     assert num_running(queue.admission, bob.tenant.id) == 2
@@ -110,13 +110,13 @@ async def test_a_wait_ended_by_an_unexpected_error_is_counted_as_failed(
     waits, bob = Waits(), principal(TWO)
     queue = Queue(clock, waits=waits)
     for _ in range(2):
-        await queue.ask(bob, 1)
-    await queue.ask(bob, 7)
+        await queue.submit(bob, 1)
+    await queue.submit(bob, 7)
     break_step(queue, "the attempt", monkeypatch)
-    await queue.alarms.advance(3.0)
+    await queue.timer.advance(3.0)
     queue.admission.reconfigure(limited(bob, TWO), {})
-    await queue.alarms.settle()
-    assert waits.told == [("began", "demo"), ("failed", "demo", 3.0)]
+    await queue.timer.settle()
+    assert waits.records == [("began", "demo"), ("failed", "demo", 3.0)]
     await queue.close()
 
 
@@ -126,20 +126,20 @@ async def test_an_unexpected_error_while_taking_leaves_nothing_taken(
 ) -> None:
     limits = Limits(concurrent_requests=2, tokens_per_minute=60, requests_per_minute=60, tokens_per_day=100)
     bob, policy = principal(limits, limits), ModelPolicy(model="demo", limits=limits, limit_mode="enforce", updated_at=START)
-    (await queue.ask(bob, 10, policy=policy)).result().void()
+    (await queue.submit(bob, 10, policy=policy)).result().void()
     allowances = list(queue.admission._allowances.values())
     assert [allowance.owner.scope for allowance in allowances] == ["tenant", "key", "model"]
     before, at = [allowance.in_use(queue.admission._moment()) for allowance in allowances], queue.admission._moment()
     with monkeypatch.context() as bug:
         if broken == "adopt":  # without the policy the model's limits do not hold, but what uses it counts there
             bug.setattr(Allowance, "adopt", failing(Allowance.adopt))
-            failed = await queue.ask(bob, 10)
+            failed = await queue.submit(bob, 10)
         else:
             last = allowances[-1]
             kind, its = (Allowance, last) if broken == "take" else (TokenBucket, last.requests)
             bug.setattr(kind, "take", failing(kind.take, lambda self, *_given: self is its))
-            failed = await queue.ask(bob, 10, policy=policy)
+            failed = await queue.submit(bob, 10, policy=policy)
     assert isinstance(failed.exception(), BugError)
     assert [allowance.in_use(at) for allowance in allowances] == before
     for tokens in (50, 10):
-        (await queue.ask(bob, tokens, policy=policy)).result()
+        (await queue.submit(bob, tokens, policy=policy)).result()

@@ -80,7 +80,7 @@ def compute(block: Block, code: Instruction, active: Array) -> None:
 
 
 @instruction("min max", "NaN ftz xorsign abs")
-def least_or_most(block: Block, code: Instruction, active: Array) -> None:
+def minimum_or_maximum(block: Block, code: Instruction, active: Array) -> None:
     """Without `.NaN`, the operand that is a number wins over NaN. `.xorsign.abs` compares magnitudes; the result is negative if
     one of the operands is."""
     a, b = _operands(block, code)

@@ -95,8 +95,8 @@ def count_bits(block: Block, code: Instruction, active: Array) -> None:
 
 
 @instruction("lop3")
-def any_logic(block: Block, code: Instruction, active: Array) -> None:
-    """An 8-bit table maps three bits to one."""
+def three_input_logic(block: Block, code: Instruction, active: Array) -> None:
+    """An 8-bit lookup table maps three bits to one."""
     a, b, c = (block.raw(operand, 4) for operand in code.operands[1:4])
     table = int(block.raw(code.operands[4], 4)[0])
     found = np.zeros_like(a)

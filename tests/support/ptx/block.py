@@ -39,8 +39,8 @@ Action = Callable[["Block", Instruction, Array], None]
 
 @dataclass(frozen=True)
 class Launch:
-    """arguments: a number for each parameter of the program. `early`: memory must not be accessed before griddepcontrol.wait.
-    `adds_waits`: wait for a product whose result is read too early."""
+    """`arguments`: a number for each parameter of the program. `early`: memory must not be accessed before griddepcontrol.wait.
+    `adds_waits`: wait for a product whose result is read too early, instead of raising Fault."""
 
     program: Program
     actions: list[Action | None]
