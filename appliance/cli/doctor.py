@@ -302,8 +302,9 @@ def _model_names(settings: Settings) -> list[Check]:
     checks = []
     for model in settings.models:
         path = locate(model.model, settings.data_dir)
-        other = folders.setdefault(path.name, path)
-        if other is not path:
+        other = folders.get(path.name)
+        folders[path.name] = path
+        if other is not None:
             found = f"two models are named {path.name}: {other} and {path}"
             checks.append(Check(f"model {path.name}", "wrong", found, advice))
     return checks

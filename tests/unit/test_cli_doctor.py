@@ -130,6 +130,12 @@ def test_a_checkpoint_for_which_a_format_must_be_chosen_is_reported(
     assert problem is None or (row["found"].startswith(problem) and 'quantization = "int8"' in row["found"])
 
 
+def test_a_model_that_is_listed_twice_is_reported_as_a_start_refuses_it(rows: Any) -> None:
+    row = rows("models = ['gatehouse-demo', 'gatehouse-demo']")["model gatehouse-demo"]
+    assert row["state"] == "wrong"
+    assert row["found"].startswith("two models are named gatehouse-demo")
+
+
 def test_a_folder_that_is_no_model_is_reported(rows: Any, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     row = rows(f"models = ['{tmp_path / 'empty'}']")["model empty"]
