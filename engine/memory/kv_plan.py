@@ -50,8 +50,7 @@ def check_context(config: ModelConfig, options: EngineOptions) -> None:
 
 def check_fit(name: str, fit: MemoryFit, options: EngineOptions) -> None:
     """Raise `EngineConfigError`, naming the option, when a model does not fit as requested. A cache of a fixed size that holds
-    no block is left to `plan_memory`. Operators set `num_kv_blocks` as
-    `num_gpu_blocks_override`."""
+    no block is left to `plan_memory`. Operators set `num_kv_blocks` as `num_gpu_blocks_override`."""
     needs, given = fit.needs, fit.fixed_kv_bytes
     if given is None:
         if not fit.context_len:
