@@ -40,15 +40,18 @@ far beyond."""
 OPTIONS = ("quantization", "head_quantization", "kv_cache_dtype", "unquantized")
 
 
-def verify_model(directory: Path, *, progress: Callable[[float], None] = lambda _: None) -> dict[str, Any]:
+def verify_model(
+    directory: Path, *, progress: Callable[[float], None] = lambda _: None, is_draft: bool = False
+) -> dict[str, Any]:
     """Return facts about a model that would load. Raises `ModelError`, naming the file, key or tensor that is wrong.
+    `is_draft`: it is to draft for another model, whose tokenizer it shares; its own is not read.
 
     The tensors of the decoder are on the meta device: every tensor is matched by name, shape and type, none is kept. A
     checkpoint that is decoded while it is read is checked without the option that it needs; the facts name the option's values.
     """
     config = load_model_config(directory)
     decoded = None if config.quantization is None else config.quantization.decoded
-    tokenizer_size = _tokenizer_size(directory, config.vocab_size, _chat_template(directory))
+    tokenizer_size = None if is_draft else _tokenizer_size(directory, config.vocab_size, _chat_template(directory))
     scheme = weight_scheme(directory, config, None if decoded is None else UNQUANTISED)
     plan = Decoder(config, dtype=torch.float32, device=torch.device("meta")).weight_plan(scheme.storage)
     load_weights(directory, plan, progress=progress)
@@ -162,6 +165,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--kv-cache-dtype", default="auto", help=f"with keys and values in this one: {_join_or(KV_CACHE_DTYPES)}"
     )
+    parser.add_argument("--draft", action="store_true", help="as a draft model, of which no tokenizer is read")
     parser.add_argument("--unquantized", type=Path, metavar="PATH", help="compare with this model")
     return parser.parse_args(arguments)
 
@@ -177,7 +181,7 @@ def main(arguments: list[str]) -> int:
     is_loaded = bool(options.perplexity or options.unquantized or formats != FormatOptions())
     try:
         _check_options(options.path, formats, is_loaded=is_loaded)
-        facts = verify_model(options.path, progress=_Report())
+        facts = verify_model(options.path, progress=_Report(), is_draft=options.draft)
         if is_loaded:
             facts |= _perplexities(options.path, formats, options.unquantized, stored=facts["quantization"])
     except EngineConfigError as error:

@@ -180,7 +180,7 @@ class LimitedConnection(HttpToolsProtocol):
         body = encode_error(error)
         head = (
             f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-            f"x-request-id: {new_id('req')}\r\nconnection: close\r\n\r\n"
+            f"cache-control: no-store\r\nx-request-id: {new_id('req')}\r\nconnection: close\r\n\r\n"
         )
         self.transport.write(head.encode() + body)
         self.transport.close()

@@ -13,6 +13,9 @@ from appliance.base import setting_values as parsers
 _OPTION_NAMES = {"engine_threads": "threads", "swap_space_gib": "swap_space", "speculative": "speculative_config"}
 """Names in `engine.options.EngineOptions` that differ from the setting's name."""
 
+SETTING_NAMES = {option: setting for setting, option in _OPTION_NAMES.items()}
+"""The settings of these engine options; the others have the option's name."""
+
 _NOT_PER_MODEL = ("gpu_memory_utilization",)
 """All models on a GPU share this fraction of its memory."""
 
@@ -44,6 +47,12 @@ class EngineSettings:
     scheduling_policy: Annotated[str, parsers.choice("fair", "fcfs")] = "fair"
     inter_token_target_ms: Annotated[float | None, parsers.number(0.1, 60_000)] = None
     shared_prefixes: Annotated[tuple[str, ...], parsers.files] = ()
+
+    @property
+    def draft_folder(self) -> Path | None:
+        """The folder of the draft model, None without one."""
+        folder = None if self.speculative is None else json.loads(self.speculative).get("model")
+        return None if folder is None else Path(folder)
 
     def engine_options(self) -> dict[str, Any]:
         """Return the engine's options by name, as JSON values; settings that are None are omitted."""

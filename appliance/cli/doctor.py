@@ -252,26 +252,37 @@ def _model(model: ModelSettings, problem: EngineError | None, settings: Settings
     """Check one model. `problem`: why its engine would refuse to start, found in its configuration; if there is none, its
     tensors are checked, which takes seconds."""
     from appliance.cli.model_check import check_model
+    from appliance.serving.model_folder import NotAModel, check_folder_name
 
-    name = f"model {locate(model.model, settings.data_dir).name}"
+    name, own = f"model {locate(model.model, settings.data_dir).name}", settings.for_model(model)
     try:
         path = locate_existing(model.model, settings.data_dir)
+        check_folder_name(path)
         if problem is not None:
-            return Check(name, "wrong", str(problem), _start_advice(problem))
+            return Check(name, "wrong", str(problem), _start_advice(problem, own))
         facts = check_model(path)
+        if own.draft_folder is not None:
+            check_model(own.draft_folder, ["--draft"])
+    except NotAModel as error:
+        return Check(name, "wrong", str(error), NOT_A_MODEL_ADVICE)
     except CommandFailed as failure:
         return Check(name, "wrong", failure.message, NOT_A_MODEL_ADVICE)
     return Check(name, "ok", f"{facts['architecture']}, {facts['parameters'] / 1e6:.1f} million parameters")
 
 
-def _start_advice(problem: EngineError) -> str:
+def _start_advice(problem: EngineError, own: Settings) -> str:
+    """Return what to do about `problem`. `own`: the settings of this model."""
+    from appliance.base.engine_settings import SETTING_NAMES
     from engine.errors import EngineConfigError
 
     if not isinstance(problem, EngineConfigError):
         return NOT_A_MODEL_ADVICE
     if problem.option == "model":
         return "make a change that is listed, or serve fewer or smaller models"
-    return "correct this setting, or leave it out: the engine then chooses"
+    setting = SETTING_NAMES.get(problem.option, problem.option)
+    if getattr(own, setting, None) is None:
+        return f"give {setting} a value in the settings"
+    return f"correct the setting {setting}, or leave it out for its default"
 
 
 def _start_problems(settings: Settings) -> Sequence[EngineError | None]:
@@ -291,8 +302,9 @@ def _model_names(settings: Settings) -> list[Check]:
     checks = []
     for model in settings.models:
         path = locate(model.model, settings.data_dir)
-        other = folders.setdefault(path.name, path)
-        if other is not path:
+        other = folders.get(path.name)
+        folders[path.name] = path
+        if other is not None:
             found = f"two models are named {path.name}: {other} and {path}"
             checks.append(Check(f"model {path.name}", "wrong", found, advice))
     return checks

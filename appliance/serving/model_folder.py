@@ -32,7 +32,7 @@ class ModelFolder:
         path = path.expanduser().absolute()
         if not path.is_dir():
             raise NotAModel(f"{path} is not a model: there is no such folder, and nothing is downloaded")
-        _check_name(path)
+        check_folder_name(path)
         missing = [name for name in ("config.json", "tokenizer.json") if not (path / name).is_file()]
         missing += _missing_weights(path)
         if missing:
@@ -61,7 +61,7 @@ class ModelFolder:
         }
 
 
-def _check_name(path: Path) -> None:
+def check_folder_name(path: Path) -> None:
     """Raise NotAModel for names that cannot be typed or that display as another name."""
     try:
         name = check_name(path.name)
@@ -75,8 +75,10 @@ def _missing_weights(path: Path) -> list[str]:
     index = path / "model.safetensors.index.json"
     if not index.is_file():
         return [] if (path / "model.safetensors").is_file() else ["model.safetensors"]
-    shards = sorted(set(_read_json(index).get("weight_map", {}).values()))
-    return [shard for shard in shards if not (path / shard).is_file()]
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise NotAModel(f"{index} cannot be read: its weight_map must give the file of each tensor")
+    return [shard for shard in sorted(set(weight_map.values())) if not (path / shard).is_file()]
 
 
 def _read_json(path: Path) -> dict[str, Any]:

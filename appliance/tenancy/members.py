@@ -135,7 +135,7 @@ class Members:
         member = await self.get_by_email(email)
         async with self._db.writing() as connection:
             await _replace_password(connection, member.id, password_hash, temporary=temporary)
-            facts = {"email": member.email}
+            facts = {"email": member.email, "password_temporary": temporary}
             await audit.record(connection, self._clock, "member.reset_password", "member", member.id, after=facts)
         return dataclasses.replace(member, password_temporary=temporary)
 

@@ -49,8 +49,8 @@ def check_context(config: ModelConfig, options: EngineOptions) -> None:
 
 
 def check_fit(name: str, fit: MemoryFit, options: EngineOptions) -> None:
-    """Raise `EngineConfigError`, naming the option, when a model does not fit as requested. Operators set `num_kv_blocks` as
-    `num_gpu_blocks_override`."""
+    """Raise `EngineConfigError`, naming the option, when a model does not fit as requested. A cache of a fixed size that holds
+    no block is left to `plan_memory`. Operators set `num_kv_blocks` as `num_gpu_blocks_override`."""
     needs, given = fit.needs, fit.fixed_kv_bytes
     if given is None:
         if not fit.context_len:
@@ -58,6 +58,8 @@ def check_fit(name: str, fit: MemoryFit, options: EngineOptions) -> None:
         if options.max_model_len is not None and not fit.fits:
             raise EngineConfigError("max_model_len", f"({options.max_model_len}) does not fit: {name} {fit.explain()}")
         return
+    if not fit.num_blocks:
+        return  # no request fits, whatever the device has: `plan_memory` refuses it
     most = needs.num_blocks(fit.usable_bytes)
     room_bytes = most * needs.block_bytes
     if most and fit.num_blocks > most:

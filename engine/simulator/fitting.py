@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from engine.config.model import ModelConfig, load_model_config, parse_model_config
 from engine.config.quantization_keys import KEY
-from engine.errors import EngineConfigError, EngineError, ModelError
+from engine.errors import EngineConfigError, EngineError, ModelError, NotAModelDirectory
 from engine.memory.colocation import estimate_beside
 from engine.memory.estimate import DeviceMemory, check_start, checked_estimate
 from engine.memory.fit import MemoryFit, gib
@@ -51,16 +51,18 @@ def plan_beside(
     model: str, beside: Sequence[str], gpu: SimulatedGpu, *, quantization: str | None = None, **engine_options: Any
 ) -> tuple[MemoryFit, list[Refusal]]:
     """As `memory_fit`, with the models of `beside` that are left no memory because their engines would refuse them."""
-    configured = [_configured(name, quantization, engine_options) for name in (model, *beside)]
-    counted, refused = configured[:1], []
-    for config, options in configured[1:]:
+    counted, refused = [_configured(model, quantization, engine_options)], []
+    for other in beside:
         try:
+            config, options = _configured(other, quantization, engine_options)
             check_start(config, options, engine_fit(config, options, gpu))
+        except NotAModelDirectory:
+            raise
         except (EngineConfigError, ModelError) as error:
-            refused.append(Refusal(options.model.name, str(error)))
+            refused.append(Refusal(Path(other).name, str(error)))
         else:
             counted.append((config, options))
-    fit, (config, options) = fit_together(counted, gpu)[0], configured[0]
+    fit, (config, options) = fit_together(counted, gpu)[0], counted[0]
     if fit.fits or (fit.context_len and options.max_model_len is None):
         check_start(config, options, fit)
     return fit, refused

@@ -37,8 +37,12 @@ def start_problems(engines: Sequence[Mapping[str, Any]], gpu: SimulatedGpu | Non
         try:
             options = EngineOptions.of(engine)
             config = load_model_config(options.model)
-            if _check_alone(config, options, gpu):
+            device_type = "cuda" if options.device == "cuda" or (options.device == "auto" and gpu is not None) else "cpu"
+            _check_memory(config, options, gpu, device_type)
+            if gpu is not None and device_type == "cuda":
                 on_gpu[number] = config, options
+            check_swap_space(options, device_type)
+            shared_prefixes(options)
         except (EngineConfigError, ModelError) as error:
             problems[number] = error
     if gpu is not None:
@@ -47,21 +51,17 @@ def start_problems(engines: Sequence[Mapping[str, Any]], gpu: SimulatedGpu | Non
             try:
                 check_start(config, options, fit)
             except EngineConfigError as error:
-                problems[number] = error
+                problems[number] = problems[number] or error
     return problems
 
 
-def _check_alone(config: ModelConfig, options: EngineOptions, gpu: SimulatedGpu | None) -> bool:
-    """Raise what an engine would that has the machine for itself. Returns whether it takes memory of `gpu`."""
-    is_on_gpu = options.device == "cuda" or (options.device == "auto" and gpu is not None)
-    device_type = "cuda" if is_on_gpu else "cpu"
-    check_swap_space(options, device_type)
-    if gpu is not None and is_on_gpu:
+def _check_memory(config: ModelConfig, options: EngineOptions, gpu: SimulatedGpu | None, device_type: str) -> None:
+    """Raise what an engine would of its formats and memory that has the machine for itself. One that passes is left its
+    memory by the others, even if something else keeps it from a start."""
+    if gpu is not None and device_type == "cuda":
         check_start(config, options, engine_fit(config, options, gpu))
-    else:
-        estimate = checked_estimate(config, options, None, device_type=device_type)
-        if not is_on_gpu:
-            memory = DeviceMemory(device_type="cpu", usable_bytes=main_memory_bytes(), context_bytes=0)
-            check_start(config, options, estimate(memory))
-    shared_prefixes(options)
-    return is_on_gpu and gpu is not None
+        return
+    estimate = checked_estimate(config, options, None, device_type=device_type)
+    if device_type == "cpu":
+        memory = DeviceMemory(device_type="cpu", usable_bytes=main_memory_bytes(), context_bytes=0)
+        check_start(config, options, estimate(memory))

@@ -142,6 +142,7 @@ async def test_what_is_no_request_is_refused_in_the_shape_of_every_error(start: 
     head, _, body = wire.sent.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400 ")
     assert b"\r\nx-request-id: req_" in head
+    assert b"\r\ncache-control: no-store\r\n" in head
     assert b"\r\ncontent-length: %d\r\n" % len(body) in head + b"\r\n"
     error = json.loads(body)["error"]
     assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", None, "invalid_value")

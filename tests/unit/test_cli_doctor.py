@@ -18,6 +18,7 @@ from tests.support.published_configs import LLAMA_8B
 from tests.support.typed_commands import CommandResult
 
 GIB = 1 << 30
+CHECK_MODEL = model_check.check_model
 LLAMA_SMALL = {**LLAMA_8B, "num_hidden_layers": 2, "vocab_size": 4096}
 
 
@@ -25,7 +26,7 @@ LLAMA_SMALL = {**LLAMA_8B, "num_hidden_layers": 2, "vocab_size": 4096}
 def checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check of the tensors, which takes seconds, passes."""
     facts = {"architecture": "LlamaForCausalLM", "parameters": 6_600_000}
-    monkeypatch.setattr(model_check, "check_model", lambda _: facts)
+    monkeypatch.setattr(model_check, "check_model", lambda *_: facts)
 
 
 @pytest.fixture
@@ -73,7 +74,7 @@ def test_a_setting_that_an_engine_refuses_is_reported_with_its_model(settings: s
     row = rows(f"[[models]]\nmodel = 'gatehouse-demo'\n{settings}")["model gatehouse-demo"]
     assert row["state"] == "wrong"
     assert row["found"].startswith(problem)
-    assert row["advice"].startswith("correct this setting")
+    assert row["advice"].startswith("correct the setting ")
     row = rows(settings)["model gatehouse-demo"]
     assert row["found"].startswith(problem), "the demo model has the settings of all models"
 
@@ -129,11 +130,53 @@ def test_a_checkpoint_for_which_a_format_must_be_chosen_is_reported(
     assert problem is None or (row["found"].startswith(problem) and 'quantization = "int8"' in row["found"])
 
 
+def test_a_model_that_is_listed_twice_is_reported_as_a_start_refuses_it(rows: Any) -> None:
+    row = rows("models = ['gatehouse-demo', 'gatehouse-demo']")["model gatehouse-demo"]
+    assert row["state"] == "wrong"
+    assert row["found"].startswith("two models are named gatehouse-demo")
+
+
 def test_a_folder_that_is_no_model_is_reported(rows: Any, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     row = rows(f"models = ['{tmp_path / 'empty'}']")["model empty"]
     assert (row["state"], row["advice"]) == ("wrong", "give --model the folder of a model")
     assert "has no config.json" in row["found"]
+
+
+def test_the_advice_names_the_setting_and_not_the_option_of_the_engine(rows: Any) -> None:
+    advice = {
+        "swap_space_gib = 4096": "correct the setting swap_space_gib, or leave it out for its default",
+        "engine_threads = 1024": "correct the setting engine_threads, or leave it out for its default",
+        "max_num_seqs = 1024\nblock_size = 1024\nmax_num_batched_tokens = 8": "correct the setting max_num_batched_tokens",
+        "speculative = {method = 'ngram', num_speculative_tokens = 33}": "correct the setting speculative, or leave it out",
+    }
+    for settings, start in advice.items():
+        assert rows(settings)["model gatehouse-demo"]["advice"].startswith(start)
+
+
+def test_a_setting_that_is_needed_is_not_to_be_left_out(rows: Any, tmp_path: Path) -> None:
+    stored = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    (tmp_path / "blocks").mkdir()
+    (tmp_path / "blocks" / "config.json").write_text(json.dumps({**LLAMA_SMALL, "quantization_config": stored}))
+    row = rows(f"models = ['{tmp_path / 'blocks'}']")["model blocks"]
+    assert row["advice"] == "give quantization a value in the settings"
+
+
+def test_a_folder_whose_name_a_start_refuses_is_reported(rows: Any, tmp_path: Path) -> None:
+    shutil.copytree(DEMO_MODEL, tmp_path / "demo\u200b")
+    (row,) = (row for name, row in rows(f"models = ['{tmp_path}/demo\u200b']").items() if name.startswith("model "))
+    assert row["state"] == "wrong"
+    assert "cannot name a model" in row["found"]
+
+
+def test_a_draft_model_without_weights_is_reported(rows: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_check, "check_model", CHECK_MODEL)
+    for number, left_out in enumerate((("tokenizer.json",), ("model.safetensors",))):
+        draft = tmp_path / f"draft-{number}"
+        shutil.copytree(DEMO_MODEL, draft, ignore=shutil.ignore_patterns(*left_out))
+        row = rows(f"speculative = {{method = 'draft_model', model = '{draft}'}}")["model gatehouse-demo"]
+        assert row["state"] == ("wrong" if number else "ok"), row
+    assert row["found"].startswith(f"{draft} has no weights")
 
 
 def test_a_mistyped_model_is_told_the_closest_one(rows: Any) -> None:

@@ -163,6 +163,14 @@ def test_a_model_beside_that_its_engine_refuses_is_left_nothing_and_named(
     assert typed(name, *asked, "--json").json()["refused_beside"] == []
 
 
+def test_an_architecture_beside_that_no_engine_serves_is_left_nothing_too(typed: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["BertModel"]}))
+    answer = typed("qwen3-0.6b", "--beside", str(tmp_path))
+    assert answer.status == 0
+    assert answer.err.startswith(f"{tmp_path.name} is not counted: its engine would refuse it: architecture BertModel")
+    assert answer.out == typed("qwen3-0.6b").out
+
+
 def test_a_folder_beside_that_cannot_be_read_is_named(typed: Any, tmp_path: Path) -> None:
     answer = typed("qwen3-0.6b", "--beside", str(tmp_path))
     assert answer.status == 2

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from appliance.base.errors import ModelNotFound
 from appliance.base.settings import ENGINE_SWITCHES, ENVIRONMENT_PREFIX, SettingsError, load_settings
 from appliance.serving import model_builder
 from appliance.serving.engine_readings import tenant_readings
-from appliance.serving.model_builder import build_models, engine_command
+from appliance.serving.model_builder import DEMO_MODEL, build_models, engine_command
 from appliance.serving.model_folder import ModelFolder, NotAModel
 from appliance.serving.model_registry import ModelRegistry
 from appliance.telemetry.metrics import Metrics
@@ -70,6 +71,14 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), "utf-8")
     (folder / "part-1.safetensors").touch()
     with pytest.raises(NotAModel, match=r"no part-2\.safetensors"):
+        ModelFolder.check(folder)
+
+
+@pytest.mark.parametrize("index", [{}, {"weight_map": []}, {"weight_map": {"a": ["part-1.safetensors"]}}])
+def test_an_index_without_files_is_named(index: dict[str, Any], tmp_path: Path) -> None:
+    folder = shutil.copytree(DEMO_MODEL, tmp_path / "model")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), "utf-8")
+    with pytest.raises(NotAModel, match=r"index\.json cannot be read: its weight_map must give the file of each tensor"):
         ModelFolder.check(folder)
 
 

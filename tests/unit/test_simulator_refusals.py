@@ -92,3 +92,18 @@ def test_main_memory_and_files_are_looked_at_too(folder: str, tmp_path: Path, mo
     assert "shared_prefixes need the model's tokenizer" in str(prefix)
     assert isinstance(missing, NotAModelDirectory)
     assert fine is None
+
+
+def test_an_engine_that_refuses_a_file_is_still_left_its_memory_by_the_others(folder: str, tmp_path: Path) -> None:
+    gpu, refused = gpu_of_machine(24 * GIB, (9, 0)), {"model": folder, "shared_prefixes": [str(tmp_path / "missing")]}
+    assert start_problems([{"model": folder}], gpu) == [None]
+    other, problem = start_problems([{"model": folder}, refused], gpu)
+    assert "does not fit" in str(other), "its engine counts the options of the refused one as colocated_models"
+    assert "shared_prefixes need the model's tokenizer" in str(problem)
+
+
+@pytest.mark.parametrize("memory_gib", [8, 141])
+def test_a_cache_without_a_block_is_refused_for_that_even_if_the_model_does_not_fit(memory_gib: int, folder: str) -> None:
+    engine = {"model": folder, "kv_cache_bytes": 1 << 20, "block_size": 1024}
+    (problem,) = start_problems([engine], gpu_of_machine(memory_gib * GIB, (9, 0)))
+    assert "kv_cache_bytes (1048576 bytes) is less than one KV block: no request fits" in str(problem)

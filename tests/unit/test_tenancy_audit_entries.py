@@ -88,12 +88,14 @@ async def test_changes_of_members_and_sessions_are_audited(database: Database, c
         made = await members.create("dora@example.com", "dora's long password", "viewer")
         token, _ = await sessions.open(made.id, "Firefox", "10.0.0.9")
         await sessions.record_refusal("dora@example.com", "password")
-        await members.reset_password("dora@example.com", "dora's other password")
+        await members.reset_password("dora@example.com", "dora's other password", temporary=True)
         token_again, _ = await sessions.open(made.id, "Firefox", "10.0.0.9")
         await sessions.close(token_again)
         await sessions.close(token_again)
     actions = [row[0] for row in await told(database)]
     assert [action for action in actions if not action.startswith("session.")] == ["member.create", "member.reset_password"]
+    (reset,) = (row[3] for row in await told(database) if row[0] == "member.reset_password")
+    assert reset == {"email": "dora@example.com", "password_temporary": True}
     assert actions.count("session.open") == 2
     assert (actions.count("session.refuse"), actions[-1]) == (1, "session.close")
     await nothing_secret_is_in(database, "dora's long password", "dora's other password", token, token_again, "$argon2")
