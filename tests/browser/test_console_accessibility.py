@@ -54,7 +54,7 @@ async def pages(site: Site) -> list[str]:
     webhook, _ = await box.services.alerts.webhooks.create(kind="webhook", target=address, access=WHOLE_APPLIANCE)
     await box.services.alerts.outbox.send_test(webhook.id, access=WHOLE_APPLIANCE)
     await box.services.members.create("somebody-with-quite-a-long-address@engineering.example.com", "a password of tests")
-    await box.services.box_records.put("seller", Seller(name=LONG_NAME, address=("1 Long Lane", "Bristol")).to_record())
+    await box.services.appliance_records.put("seller", Seller(name=LONG_NAME, address=("1 Long Lane", "Bristol")).to_record())
     hosted = (HostedPrice(name=LONG_NAME, prompt=1, completion=2),)
     costs = Hardware(currency="EUR", cost_micros=10**10, months=36, kwh_price_micros=300_000, power_w=400, hosted=hosted)
     await box.services.economics.set_hardware(costs)

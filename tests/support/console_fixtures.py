@@ -24,7 +24,7 @@ from appliance.base.errors import NotFound
 from appliance.base.settings import Settings
 from appliance.console.routes import create_console_router
 from appliance.console.unknown_paths import answer_unknown_path
-from appliance.metering.box_records import BoxRecords
+from appliance.metering.appliance_records import ApplianceRecords
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.economics_report import EconomicsReport
 from appliance.metering.invoicing.free_allowances import FreeAllowances
@@ -345,7 +345,7 @@ def _services(
     prices = euro_prices(database, clock)
     tiers, policies = Tiers(database, clock), ModelPolicies(database, clock)
     settings = Settings(data_dir=folder, database_url=f"sqlite:///{folder / 'gatehouse.db'}")
-    records, reports = BoxRecords(database, clock), UsageReports(database, calendar=calendar)
+    records, reports = ApplianceRecords(database, clock), UsageReports(database, calendar=calendar)
     parts: dict[str, Any] = {
         "settings": settings,
         "clock": clock,
@@ -382,7 +382,7 @@ def _services(
         "reports": reports,
         "past_requests": PastRequests(database),
         "corrections": utc_corrections(database, clock, calendar=calendar),
-        "box_records": records,
+        "appliance_records": records,
         "free_allowances": FreeAllowances(database, clock),
         "economics": EconomicsReport(records, reports, clock),
         "alerts": Alerts(settings, database, clock, calendar, PEPPER),

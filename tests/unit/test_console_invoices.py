@@ -90,7 +90,7 @@ async def test_an_invoice_without_an_issuer_is_not_closed_without_a_word(box: Bo
         page = (await alice.get(path)).text
         assert warning in page
         assert 'href="/settings/seller"' in page
-    await box.services.box_records.put("seller", Seller(name="Box AG").to_record())
+    await box.services.appliance_records.put("seller", Seller(name="Box AG").to_record())
     for path in (address, f"{address}/close"):
         assert warning not in (await alice.get(path)).text
     await box.services.invoices.close(address.rpartition("/")[2], access=WHOLE_APPLIANCE)
@@ -216,7 +216,7 @@ async def test_a_viewer_reads_and_a_member_of_another_tenant_does_not(box: Box) 
 
 
 async def test_list_and_page_say_the_same_sum_with_the_tax_by_its_name(box: Box, clock: FakeClock) -> None:
-    await box.services.box_records.put("seller", {"name": "Alice Ltd", "tax_label": "VAT", "tax_basis_points": 2000})
+    await box.services.appliance_records.put("seller", {"name": "Alice Ltd", "tax_label": "VAT", "tax_basis_points": 2000})
     await use(box, box.cast.bob, completion=50_000_000)
     over(clock)
     alice = await box.alice()
@@ -228,7 +228,7 @@ async def test_list_and_page_say_the_same_sum_with_the_tax_by_its_name(box: Box,
 
 
 async def test_the_sums_stand_in_the_order_in_which_they_are_computed_as_on_the_pdf(box: Box) -> None:
-    await box.services.box_records.put("seller", {"name": "Alice Ltd", "tax_label": "VAT", "tax_basis_points": 2000})
+    await box.services.appliance_records.put("seller", {"name": "Alice Ltd", "tax_label": "VAT", "tax_basis_points": 2000})
     await use(box, box.cast.bob, completion=50_000_000)
     alice = await box.alice()
     page = (await alice.get(await drafted(box, alice, box.cast.bob))).text

@@ -75,7 +75,7 @@ async def test_who_writes_the_invoices_is_saved_and_stands_there(box: Box) -> No
     alice = await box.alice()
     assert "no issuer" in (await alice.get("/settings")).text
     assert (await alice.post("/settings/seller", **SELLER)).headers["location"] == "/settings"
-    seller = await read_seller(box.services.box_records)
+    seller = await read_seller(box.services.appliance_records)
     assert seller is not None
     assert (seller.name, seller.address, seller.tax_basis_points) == ("Alice & Co", ("1 Long Lane", "Bristol"), 1950)
     page = (await alice.get("/settings")).text
@@ -101,7 +101,7 @@ async def test_a_wrong_seller_is_named_and_loses_nothing(box: Box, change: dict[
     assert answer.status_code == 422
     assert sentence in answer.text
     assert 'value="0117 496"' in answer.text
-    assert await read_seller(box.services.box_records) is None
+    assert await read_seller(box.services.appliance_records) is None
 
 
 async def test_what_the_box_costs_leads_to_the_cost_of_a_million_tokens_and_to_break_even(box: Box, clock: FakeClock) -> None:

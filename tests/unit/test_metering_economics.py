@@ -9,7 +9,7 @@ import pytest
 
 from appliance.base.db import Database
 from appliance.base.errors import InvalidValue, NotFound
-from appliance.metering.box_records import BoxRecords
+from appliance.metering.appliance_records import ApplianceRecords
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.economics import Economics, Hardware, HostedPrice, Measured, economics_of
 from appliance.metering.economics_report import EconomicsReport
@@ -108,7 +108,7 @@ def test_an_invalid_hardware_field_is_named(changes: dict[str, object], param: s
 
 
 async def test_the_hardware_is_stored_and_the_report_requires_it(database: Database, clock: FakeClock) -> None:
-    report = EconomicsReport(BoxRecords(database, clock), UsageReports(database, calendar=BillingCalendar()), clock)
+    report = EconomicsReport(ApplianceRecords(database, clock), UsageReports(database, calendar=BillingCalendar()), clock)
     with pytest.raises(NotFound, match="hardware"):
         await report.report([])
     await report.set_hardware(BOX)

@@ -43,7 +43,7 @@ NO_LIMITS = Limits()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """Result of a dry run: each limit's decision, the tokens that would be reserved, and whether the request would wait."""
+    """What the limits would decide on a request: each decision, the tokens it would reserve, and whether it would wait."""
 
     decisions: Sequence[LimitDecision]
     tokens: int
