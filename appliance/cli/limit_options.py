@@ -61,8 +61,8 @@ class OwnerLimitOptions(LimitOptions):
         typer.Option(
             "--model-limit",
             metavar="MODEL:LIMIT=N",
-            help="Limit for a single model, such as large:tokens_per_minute=1000; repeatable; replaces all earlier "
-            "ones; `none` removes them.",
+            help="Limit for a single model, such as large:tokens_per_minute=1000; a budget in millionths of the currency; "
+            "repeatable; together they replace all earlier ones; `none` removes them.",
         ),
     ] = None
     limit_mode: ModeOption = None

@@ -18,12 +18,13 @@ from unittest import mock
 import torch
 
 from bench.gpu.context import Context
-from bench.gpu.inputs import LLAMA, TINY, Pages, make_pages, make_queries, normal, pack_weight, rope_angles
+from bench.gpu.inputs import LLAMA, PRODUCTS, TINY, Pages, make_pages, make_queries, normal, pack_weight, rope_angles
 from bench.gpu.layer import CHOSEN, emit_choice, make_layer
 from bench.gpu.prefill_by_groups import prefill_by_groups
 from bench.gpu.rows import Row
 from bench.gpu.serve import head_in_8_bits
 from bench.gpu.sooner import SOONER
+from bench.gpu.targets import slabs_row
 from bench.gpu.timing import Call, seconds
 from kernels.operations import FUSED_ROWS_MAX
 from kernels.quantised_weights import Int4Weight, Weight
@@ -33,6 +34,7 @@ from kernels.triton import (
     attention_prefill_hopper,
     attention_splits,
     chunk_splits,
+    dequantised_slabs,
     fused_int4,
     fused_linear,
     lone_decode,
@@ -49,6 +51,7 @@ from kernels.triton.rotated_decode import rotated_decode
 ROW_TILES = [GemvTiles(2, 2048), GemvTiles(2, 2048, 8), GemvTiles(4, 1024), GemvTiles(8, 512), GemvTiles(16, 512, 8)]
 PREFILL = "prefill 8k: chosen tile over others"
 CHAT_TURN = "100 tokens behind 32k: chosen splits over others"
+SLAB_ROWS = 600
 LAYER = "layer of Llama-8B, 1 row: launches as served over sooner ones"
 
 
@@ -61,6 +64,9 @@ def measure(context: Context) -> None:
         context.guard(name, partial(_decode, context, name, lengths))
         name = f"decode {len(lengths)} × 1k with its rotation: chosen launches over others"
         context.guard(name, partial(_rotation, context, name, lengths))
+    for kind in ("int8", "int4"):
+        name = slabs_row(kind, SLAB_ROWS)
+        context.guard(name, partial(_slabs, context, name, kind))
     context.guard(LAYER, lambda: _layer(context))
     context.guard(CHAT_TURN, lambda: _chat_turn(context))
     head = "Llama-3.1-8B int4, head in 8 bits, batch 1"
@@ -94,6 +100,23 @@ def _products(context: Context, name: str, kind: str) -> None:
         "us": {part: {case: each * 1e6 for case, each in part_times_s.items()} for part, part_times_s in times_s.items()}
     }
     context.emit(row)
+
+
+def _slabs(context: Context, name: str, kind: str) -> None:
+    """The four products of a layer for little more than the fewest rows that take slabs, with slabs and in tiles."""
+    hidden, inner = (32, 48) if context.rehearsal else (4096, 14_336)
+    sizes = [(hidden * 3 // 2, hidden), (hidden, hidden), (2 * inner, hidden), (hidden, inner)]
+    rows, device, dtype = context.size(SLAB_ROWS, 3), context.device, context.dtype
+    inputs = {columns: normal(rows, columns, dtype=dtype, device=device) for columns in (hidden, inner)}
+    weights = [pack_weight(kind, normal(*size, dtype=dtype, device=device, scale=size[1] ** -0.5)) for size in sizes]
+    calls: list[Call] = [
+        partial(PRODUCTS[kind], inputs[columns], weight) for (_, columns), weight in zip(sizes, weights, strict=True)
+    ]
+    times_s = {}
+    for case, tiled_rows_max in ((CHOSEN, rows - 1), ("tiles", rows)):
+        with mock.patch.object(dequantised_slabs, "TILED_ROWS_MAX", tiled_rows_max):
+            times_s[case] = len(calls) * median(seconds(calls, device, samples=3))
+    emit_choice(context, name, times_s)
 
 
 def _candidate_times(

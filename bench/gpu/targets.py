@@ -72,6 +72,10 @@ def fused_products_row(kind: str) -> str:
     return f"fused products of Llama-8B (norm, gate, residual), {kind}, 1 row"
 
 
+def slabs_row(kind: str, rows: int) -> str:
+    return f"products of Llama-8B, {kind}, {_rows(rows)}: slabs over tiles"
+
+
 def layer_row(model: str, rows: int) -> str:
     return f"layer of {model}, {_rows(rows)}: launches as they are over the faster way"
 
@@ -197,6 +201,7 @@ TARGETS: list[Target] = [
         "choices", "× the fastest",
         *[(f"fused products of Llama-8B, {kind}: chosen tiles over others",) for kind in PRODUCT_GOALS],
         *[(f"decode {size} × 1k: chosen splits over others",) for size in (256, 1)],
+        *[(slabs_row(kind, 600),) for kind in ("int8", "int4")],
         ("layer of Llama-8B, 1 row: launches as served over sooner ones",),
         ("prefill 8k: chosen tile over others",),
         ("100 tokens behind 32k: chosen splits over others",),

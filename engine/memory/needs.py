@@ -11,6 +11,8 @@ b_kv bytes per weight, per number computed with and per stored key or value, T t
                      context keys are cut into splits, whose results are kept too
                      Chunks of at most 8 tokens each that are more rows than R leave their splits in memory of their own:
                      at least t·w·b + min(t·splits·H·(D + 1)·4, 256 MiB) with t = min(T, 8 · requests)
+                     On a GPU with weights of 8 or 4 bits and b = 2, steps of more than 512 rows: 2^23·b for the weights that
+                     are dequantised at a time; not batch-invariant
     graphs       G = A of the largest captured step, and for each that is kept 24 KiB for each of its 10·L + 20 launches;
                      13 in a layer that is a mixture. Steps over slots hold the logits of all rows at once, so that both
                      their A are at least R·V·b. Captured steps with chunks have at most 128 MiB / (w·b) tokens, no more
@@ -82,7 +84,7 @@ class MemoryNeeds:
         largest_step_bytes = max(logits_bytes, *(shape.step_bytes(load, context_len, formats) for shape in models))
         num_graphs = graphs_bytes = 0
         if load.has_slots:
-            num_graphs, graphs_bytes = cls._graphs(model, draft, load, context_len, size, logits_bytes)
+            num_graphs, graphs_bytes = cls._graphs(model, draft, load, context_len, formats, logits_bytes)
         return cls(
             weights_bytes=model.weights_bytes(formats.weights, size) + drafts_bytes,
             activations_bytes=largest_step_bytes + recorded_bytes,
@@ -112,16 +114,18 @@ class MemoryNeeds:
 
     @staticmethod
     def _graphs(
-        model: MemoryShape, draft: MemoryShape | None, load: Load, context_len: int, element_bytes: int, logits_bytes: int
+        model: MemoryShape, draft: MemoryShape | None, load: Load, context_len: int, formats: Formats, logits_bytes: int
     ) -> tuple[int, int]:
         """How many captured steps are kept, and what they take. They share one pool of activations, at least `logits_bytes`.
         Those of a draft model are a part of all, and there are some of its own."""
+        element_bytes = formats.element_bytes
         chunk_rows = model.chunk_rows(load, context_len, element_bytes)
         num_graphs = graphs_kept(load.num_seqs, load.num_draft_tokens, chunk_rows=chunk_rows)
         decodes_bytes = model.activations_bytes(load.num_rows, load.num_rows, element_bytes)
         tables_bytes = load.chunk_tables_bytes(context_len)
         chunks_bytes = model.captured_chunks_bytes(chunk_rows, element_bytes, tables_bytes)
-        activations_bytes = max(logits_bytes, decodes_bytes, chunks_bytes)
+        slab_bytes = 0 if load.batch_invariant else model.slab_bytes(max(load.num_rows, chunk_rows), formats)
+        activations_bytes = max(logits_bytes, decodes_bytes, chunks_bytes) + slab_bytes
         graphs_bytes = num_graphs * model.graph_bytes + activations_bytes
         if draft is None:
             return num_graphs, graphs_bytes

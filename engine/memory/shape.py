@@ -21,6 +21,10 @@ from engine.step_sizes import CHUNKS_MANY, chunk_rows_max
 LOGITS_ELEMENTS_MAX = 1 << 25
 """The most logits in memory at a time, 128 MiB: the logits of a step's rows are computed in slices of this size."""
 
+SLAB_TOKENS_MIN, SLAB_ELEMENTS_MAX = 513, 1 << 23
+"""Weights of 8 and 4 bits on a GPU (`kernels.triton.dequantised_slabs`): the fewest rows that are multiplied with slabs, and
+the most weights of a slab. A test compares both."""
+
 LAUNCHES_OF_LAYER, LAUNCHES_OF_STEP, LAUNCHES_OF_EXPERTS = 10, 20, 3
 LAUNCH_BYTES = 24 << 10
 """Of a captured step: the most kernels of a layer, the most before and after all layers, and how many more a mixture of
@@ -157,7 +161,17 @@ class MemoryShape:
         if not load.on_gpu or load.batch_invariant:
             return largest
         chunks = self.split_chunks_bytes(load.num_tokens, context_len, size)
-        return max(largest, chunks, self.few_queries_bytes(load, context_len, formats))
+        largest = max(largest, chunks, self.few_queries_bytes(load, context_len, formats))
+        return largest + self.slab_bytes(load.num_tokens, formats)
+
+    def slab_bytes(self, num_tokens: int, formats: Formats) -> int:
+        """What a product of `num_tokens` rows on a GPU keeps of weights that it dequantises: some rows of one matrix at a time.
+        0 for few rows, for unquantised weights and for rows of 32 bits. Products that round their rows to fp8 need none, but
+        are planned for alike."""
+        is_quantised = formats.weights.bits <= 8 or formats.weights.head_bits > 0
+        if num_tokens < SLAB_TOKENS_MIN or not is_quantised or formats.element_bytes != 2:
+            return 0
+        return min(SLAB_ELEMENTS_MAX, self.matrices) * formats.element_bytes
 
     def split_chunks_bytes(self, num_tokens: int, context_len: int, element_bytes: int) -> int:
         """What a step of few tokens after a long context needs: activations, and the partial results of two or more splits of

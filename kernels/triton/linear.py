@@ -36,7 +36,7 @@ def linear(
     float32.
     """
     if x.shape[0] > FUSED_ROWS_MAX:
-        return _cublas(x, weight, bias, out)
+        return functional.linear(x, weight, bias) if out is None else cublas(x, weight, bias, out)
     out = x.new_empty(x.shape[0], weight.shape[0]) if out is None else out
     if not x.shape[0]:
         return out
@@ -45,9 +45,8 @@ def linear(
     return launch(x, weight, tiles, out, bias=bias)
 
 
-def _cublas(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None) -> torch.Tensor:
-    if out is None:
-        return functional.linear(x, weight, bias)
+def cublas(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    """x Wᵀ + bias by cuBLAS; its result is written to `out`, [M, N], whose rows need not adjoin each other."""
     return torch.mm(x, weight.T, out=out) if bias is None else torch.addmm(bias, x, weight.T, out=out)
 
 

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
-from torch.nn import functional
 
 from kernels.quantised_weights import CHUNK_COLUMNS, Int4Weight
 from kernels.triton.card_properties import capability, card, multiprocessors, power_of_two
+from kernels.triton.dequantised_slabs import multiply_slabs, takes_slabs
 from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.int4_codes import COLUMNS, RUN, RUNS, accumulate_int4, unpack_scales
 from kernels.triton.split_k import UNPACK, choose_splits, reduce_and_store, split_workspace
 
 SPLIT_K_ROWS_MAX = 64
-UNPACK_PER_TILE_ROWS_MAX = 512  # above, unpacking the weight to 16 bits once costs less than unpacking it in every tile
-SLAB_ELEMENTS = 1 << 23  # unpacked at a time: 16 MiB, so that the product reads them from the L2 cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +105,10 @@ def linear_int4(
     The layout is `Int4Weight`'s; zero points are subtracted before the sum over a group and its scale is applied after it, so
     the codes are multiplied as exact integers (AWQ: arXiv 2306.00978, GPTQ: arXiv 2210.17323). A shift and a mask convert codes
     to floats by putting them under a fixed exponent. For M ≤ 64 split-K (arXiv 2402.00025) with a fixed order of addition; up
-    to 512 rows tiles of 64 or 128 rows; above, some rows of the weight at a time are unpacked to x's type, which rounds them
-    once, and multiplied by cuBLAS. If packing permuted the columns, those of x are permuted first. Reads N·K / 2
-    + 4·N·K / group bytes of weights once per row tile, writes 2·M·N; 2·M·N·K operations. Rows beyond M, columns beyond N and K
-    are masked. Accumulates in float32. Raises ValueError for an x of 32 bits.
+    to 512 rows tiles of 64 or 128 rows; above, slabs (`dequantised_slabs`) of x's type, to which weights are rounded once. If
+    packing permuted the columns, those of x are permuted first. Reads N·K / 2 + 4·N·K / group bytes of weights once per row
+    tile, or once and 2·N·K of slabs, writes 2·M·N; 2·M·N·K operations. Rows beyond M, columns beyond N and K are masked.
+    Accumulates in float32. Raises ValueError for an x of 32 bits.
     """
     check_int4_rows(x)
     if weight.permutation is not None:
@@ -117,8 +116,8 @@ def linear_int4(
     out = x.new_empty(x.shape[0], weight.num_rows) if out is None else out
     if not x.shape[0]:
         return out
-    if x.shape[0] > UNPACK_PER_TILE_ROWS_MAX:
-        return _dequantise_and_multiply(x, weight, bias, out)
+    if takes_slabs(x, out):
+        return multiply_slabs(x, partial(dequantise_rows, weight), weight.words.shape[0] * CHUNK_COLUMNS, bias, out)
     shape = weight.num_rows, weight.num_columns
     return _launch(x, weight, int4_tiles(x.shape[0], *shape, capability(x.device), multiprocessors(x.device)), bias, out)
 
@@ -159,20 +158,6 @@ def _launch(
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages, num_warps=tiles.num_warps,
         **early_launch(x.device, num_rows),
     )  # fmt: skip
-    return out
-
-
-def _dequantise_and_multiply(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    """Unpacks a slab of the weight's rows at a time and multiplies it with cuBLAS."""
-    num_chunks, num_outputs, _ = weight.words.shape
-    width = num_chunks * CHUNK_COLUMNS
-    slab_rows = max(16, SLAB_ELEMENTS // width // 16 * 16)
-    slab = x.new_empty(min(slab_rows, num_outputs), width)
-    for first in range(0, num_outputs, slab_rows):
-        rows = slab[: min(slab_rows, num_outputs - first)]
-        dequantise_rows(weight, first, rows)
-        slab_bias = None if bias is None else bias[first : first + slab_rows]
-        out[:, first : first + slab_rows] = functional.linear(x, rows[:, : weight.num_columns], slab_bias)
     return out
 
 

@@ -10,6 +10,7 @@ import torch
 
 from kernels.quantised_weights import Int4Weight, pack_gptq, pack_int4
 from kernels.reference import quantised as reference
+from kernels.triton import dequantised_slabs
 from kernels.triton import linear_int4 as kernel
 from kernels.triton.linear_int4 import Int4Tiles, int4_tiles, linear_int4
 from kernels.triton.split_k import arrival_counters
@@ -116,8 +117,8 @@ def test_more_rows_than_a_low_tile_holds(device: torch.device) -> None:
 def test_many_rows_are_multiplied_with_unpacked_rows_of_the_weight(
     group_size: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel, "UNPACK_PER_TILE_ROWS_MAX", 2)
-    monkeypatch.setattr(kernel, "SLAB_ELEMENTS", 256 * 32)
+    monkeypatch.setattr(dequantised_slabs, "TILED_ROWS_MAX", 2)
+    monkeypatch.setattr(dequantised_slabs, "SLAB_ELEMENTS", 256 * 32)
     bias = normal(70, dtype=HALF, device=device, seed=7)
     compare(rows(3, 200, device), int4_weight(70, 200, device, group_size), bias)
 

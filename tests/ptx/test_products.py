@@ -14,6 +14,7 @@ from kernels.quantised_weights import Int4Weight, pack_fp8, pack_int4, pack_int8
 from kernels.reference import fused_linear as reference
 from kernels.reference import quantised as exact
 from kernels.residual_stream import Gate
+from kernels.triton import dequantised_slabs
 from kernels.triton.fp8_rows import quantize_rows_fp8
 from kernels.triton.fused_linear import linear_add, normed_linear
 from kernels.triton.invariant_int4 import invariant_int4
@@ -88,6 +89,22 @@ def test_rows_of_8_bits_meet_weights_of_8_bits(card: EmulatedCard, kernel: Kerne
 def test_half_precision_products_match_the_exact_ones(kind: str, kernel: Kernel) -> None:
     pack = PACKERS[kind]
     x, weight = rows(3, 384).half(), pack(weights(80, 384).half())
+    assert_near(kernel(x, weight), x.float() @ exact.dequantise(weight).T, "matmul")
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("int8", BF16), ("int8", torch.float16), ("fp8", BF16)])
+def test_weights_of_8_bits_are_written_out_rounded_once_to_the_nearest(kind: str, dtype: torch.dtype) -> None:
+    weight = PACKERS[kind](weights(80, 400))
+    out = torch.empty(48, 400, dtype=dtype)
+    dequantised_slabs.dequantise_rows(weight, 16, out)
+    assert_same(out, exact.dequantise(weight)[16:64].to(dtype))
+
+
+@pytest.mark.parametrize(("kind", "kernel"), [("int8", linear_int8), ("int4", linear_int4)])
+def test_many_rows_are_multiplied_in_slabs(kind: str, kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dequantised_slabs, "TILED_ROWS_MAX", 16)
+    monkeypatch.setattr(dequantised_slabs, "SLAB_ELEMENTS", 32 * 384)
+    x, weight = rows(17, 384), PACKERS[kind](weights(80, 384))
     assert_near(kernel(x, weight), x.float() @ exact.dequantise(weight).T, "matmul")
 
 

@@ -90,7 +90,7 @@ def test_a_model_may_have_settings_of_its_engine_that_the_others_have_not(
         ("{'model'='/m', 'quantization'='int3'}", "has an invalid setting for /m: quantization must be one of int8, fp8, none"),
         (
             "{'model'='/m', 'max_num_seqs'=true}",
-            "has an invalid setting for /m: max_num_seqs must be a whole number from 1 to",
+            "has an invalid setting for /m: max_num_seqs must be a whole number from 1 to 1024",
         ),
         (
             "{'model'='/m', 'gpu_memory_utilization'=0.5}",
@@ -154,9 +154,14 @@ def test_models_in_the_environment_are_names_with_commas_or_a_list_in_json(text:
             "kv_cache_bytes = '4 MB'",
             {},
             {},
-            "kv_cache_bytes .* must be from 1048576 to .*, or a whole number with the unit KiB",
+            "kv_cache_bytes .* must be from 1048576 to .*, or a whole number with the unit KiB, MiB or GiB",
         ),
-        ("max_body_bytes = 1", {}, {}, "max_body_bytes .* must be from 1024 to .*, or a whole number with the unit KiB"),
+        (
+            "max_body_bytes = 1",
+            {},
+            {},
+            "max_body_bytes .* must be from 1024 to .*, or a whole number with the unit KiB, MiB or GiB",
+        ),
         ("block_size = 24", {}, {}, "block_size .* must be a power of two from 1 to 1024"),
         ("block_size = 2048", {}, {}, "block_size .* must be a power of two from 1 to 1024"),
         ("block_size = 0", {}, {}, "block_size .* must be a power of two from 1 to 1024"),

@@ -465,7 +465,9 @@ def test_a_price_to_come_is_withdrawn_and_one_in_force_is_not(typed: Any) -> Non
 
 def test_a_budget_says_its_unit_before_and_after(typed: Any) -> None:
     for command in (["tenants", "create"], ["tenants", "update"], ["keys", "create"], ["keys", "update"], ["limits", "model"]):
-        assert "5000000 is 5.00 EUR" in " ".join(re.sub(r"[^\w.]+", " ", typed(*command, "--help").out).split())
+        explained = " ".join(re.sub(r"[^\w.]+", " ", typed(*command, "--help").out).split())
+        assert "5000000 is 5.00 EUR" in explained
+        assert ("a budget in millionths of the currency" in explained) == (command[0] != "limits")
     budget = ("--monthly-budget", "2500000")
     assert "monthly_budget=2.500000 CHF" in typed("tenants", "create", "bob", "--currency", "CHF", *budget).out
     assert "monthly_budget=0.000100 CHF" in typed("tenants", "update", "bob", "--monthly-budget", "100").out

@@ -290,7 +290,7 @@ INFINITE = torch.full((64, 2), float("inf"), dtype=torch.float16)
         (
             "packed-4-channel",
             {"weight_zero_point": torch.ones(8, 1).int()},
-            "belongs to no part of this model: .*zero_point",
+            "1 tensor belongs to no part of this model: .*zero_point",
         ),
         ("packed-4", {"weight_scale": INFINITE}, "q_proj.weight_scale holds scales that are not finite"),
         (
@@ -317,11 +317,11 @@ INFINITE = torch.full((64, 2), float("inf"), dtype=torch.float16)
         (
             "int8",
             {"weight_zero_point": torch.ones(64, 1).to(torch.int8)},
-            "belongs to no part of this model: .*zero_point",
+            "1 tensor belongs to no part of this model: .*zero_point",
         ),
         ("modelopt", {"input_scale": None}, "1 tensor is missing: .*q_proj.input_scale"),
         ("modelopt", {"weight": NAN_CODES}, "q_proj.weight holds codes that are no numbers"),
-        ("modelopt", {"pre_quant_scale": torch.ones(64)}, "belongs to no part of this model: .*pre_quant_scale"),
+        ("modelopt", {"pre_quant_scale": torch.ones(64)}, "1 tensor belongs to no part of this model: .*pre_quant_scale"),
         ("blocks", {"weight": NAN_CODES}, "q_proj.weight holds codes that are no numbers"),
         ("blocks", {"weight": torch.ones(64, 64)}, "q_proj.weight is torch.float32, expected torch.float8_e4m3fn"),
         ("blocks", {"weight": NAN_CODES[:, :32].clone()}, r"q_proj.weight has shape \(64, 32\), expected \(64, 64\)"),

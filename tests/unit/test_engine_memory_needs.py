@@ -130,6 +130,31 @@ def test_many_chunks_of_few_tokens_are_planned_for_with_the_workspace_that_they_
     assert activations(replace(small, num_tokens=8192), 32_768) == LLAMA_8B.activations_bytes(8192, 64, 2)
 
 
+def test_many_rows_of_a_gpu_are_planned_for_with_the_weights_that_they_dequantise() -> None:
+    """16 MiB by themselves, and 16 in captured steps of so many rows: Llama-8B's largest with chunks have 960."""
+    load = replace(LOAD, num_tokens=2048, on_gpu=True, has_slots=True)
+    slab_bytes = 2 << 23
+
+    def beyond_plain(formats: Formats, load: Load) -> tuple[int, int]:
+        found, plain = (
+            MemoryNeeds.of(LLAMA_8B, each, load, context_bytes=0, context_len=4096)
+            for each in (formats, replace(formats, weights=unquantised(formats.element_bytes)))
+        )
+        return found.activations_bytes - plain.activations_bytes, found.graphs_bytes - plain.graphs_bytes
+
+    in_8_bits = replace(BF16, weights=EIGHT_BITS)
+    for formats in (in_8_bits, replace(BF16, weights=FOUR_BITS), replace(BF16, weights=BF16.weights._replace(head_bits=8))):
+        assert beyond_plain(formats, load) == (slab_bytes, slab_bytes)
+    assert beyond_plain(in_8_bits, replace(load, num_tokens=512)) == (0, 0), "tiles decode them in registers"
+    assert beyond_plain(in_8_bits, replace(load, num_tokens=513)) == (slab_bytes, slab_bytes)
+    assert beyond_plain(in_8_bits, replace(load, has_slots=False)) == (slab_bytes, 0)
+    assert beyond_plain(in_8_bits, replace(load, on_gpu=False, has_slots=False)) == (0, 0)
+    assert beyond_plain(in_8_bits, replace(load, batch_invariant=True)) == (0, 0), "which has kernels of its own"
+    assert beyond_plain(replace(in_8_bits, element_bytes=4), load) == (0, 0), "no matrix instruction multiplies 32 bits"
+    tiny = replace(LLAMA_8B, matrices=1000)
+    assert tiny.slab_bytes(513, in_8_bits) == 2000
+
+
 def test_steps_over_slots_hold_the_logits_of_all_rows_at_once() -> None:
     qwen, load = shape_of("qwen3-0.6b"), replace(LOAD, num_seqs=1024, num_tokens=1024, on_gpu=True, has_slots=True)
     kept_bytes = graphs_kept(1024, 0, chunk_rows=1024) * qwen.graph_bytes

@@ -276,7 +276,7 @@ def _group_title(line: InvoiceLine) -> str:
 
 
 def _terms(invoice: Invoice) -> Iterator[str]:
-    """Yield the terms of format_payment."""
+    """Yield the terms of payment."""
     seller, due, currency = invoice.seller, invoice.totals.due_micros, invoice.currency
     if invoice.is_draft:
         yield "This is a draft. Nothing is due yet: its figures can change until the month is closed."
