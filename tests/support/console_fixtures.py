@@ -228,7 +228,7 @@ class EngineSide:
 
 
 @dataclass(kw_only=True)
-class Box:
+class ConsoleApp:
     """A running console, its users, and the services behind it."""
 
     app: Litestar
@@ -301,9 +301,9 @@ def _create(services: Services) -> Litestar:
 
 
 @asynccontextmanager
-async def open_box(
+async def open_console(
     template: Path, folder: Path, clock: Clock, *, interval_s: float = 3600.0, time_zone: str = "UTC"
-) -> AsyncIterator[Box]:
+) -> AsyncIterator[ConsoleApp]:
     """Open a console over a copy of the migrated database `template` in `folder`; one sample is taken at the start."""
     path = folder / "gatehouse.db"
     shutil.copyfile(template, path)
@@ -317,7 +317,7 @@ async def open_box(
     standing = idle.pop() if idle else ReusedApp(services, _create)
     standing.serve(services)
     try:
-        yield Box(app=standing.app, services=services, engine_side=engine_side, cast=people)
+        yield ConsoleApp(app=standing.app, services=services, engine_side=engine_side, cast=people)
         idle.append(standing)
     finally:
         await services.sampler.stop()

@@ -49,12 +49,12 @@ def test_the_figures_are_those_of_the_worked_example() -> None:
     # 400 M × 0.15 + 200 M × 0.075 + 120 M × 0.60 = 147 for 720 M tokens
     assert row.hosted_per_million_micros == 204_167
     assert row.break_even_tokens_month == 6_367_346_939  # 1,300 / (147 / 720 M), rounded up
-    assert row.share_basis_points == 21_806  # more than twice the busiest hour: this box has not shown that it can
+    assert row.share_basis_points == 21_806  # more than twice the busiest hour: this appliance has not shown that it can
     assert row.hosted_month_micros == 149_041_667
     assert row.saved_month_micros == 149_041_667 - 1_300 * UNIT
 
 
-def test_one_token_below_the_break_even_this_box_costs_more() -> None:
+def test_one_token_below_the_break_even_this_appliance_costs_more() -> None:
     (row,) = economics_of(BOX, MEASURED, []).break_even
     assert row.break_even_tokens_month is not None
     hosted_picos, total_picos = 147 * 10**12, 1_300 * 10**12

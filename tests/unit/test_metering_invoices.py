@@ -43,7 +43,7 @@ from appliance.tenancy.audit import AuditLog
 from appliance.tenancy.principals import TenantChanges
 from appliance.tenancy.roles import Role, TenantRole
 from appliance.tenancy.tenants import Tenants
-from tests.support.alerts import TARGET, alert_box
+from tests.support.alerts import TARGET, alert_parts
 from tests.support.billing import Tokens, add_price, post_event
 from tests.support.cast import Cast, Person, make_person
 from tests.support.clock import FakeClock
@@ -185,7 +185,7 @@ async def test_what_is_posted_while_a_month_is_being_closed_is_on_it_or_on_the_n
 
 
 async def test_who_listens_hears_once_that_an_invoice_was_closed(books: Books) -> None:
-    alerts = alert_box(books.database, books.clock)
+    alerts = alert_parts(books.database, books.clock)
     await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=books.bob.tenant.id, access=WHOLE_APPLIANCE)
     changes = TenantChanges(billing={"name": "Bob Builders Ltd"})
     await Tenants(books.database, books.clock).update(books.bob.tenant.id, changes, access=WHOLE_APPLIANCE)

@@ -159,7 +159,7 @@ async def test_an_enforced_limit_refuses_whatever_is_in_shadow_mode(admission: A
         await admit(admission, bob, 50)
 
 
-async def test_a_budget_is_in_the_currency_of_its_tenant_and_a_models_in_that_of_the_box(clock: FakeClock) -> None:
+async def test_a_budget_is_in_the_currency_of_its_tenant_and_a_models_in_that_of_the_appliance(clock: FakeClock) -> None:
     admission = utc_admission(clock, EmptySums(), currency="EUR")
     francs = with_tenant(principal(Limits(monthly_budget=100)), currency="CHF")
     cost = dataclasses.replace(price(prompt=1_000_000, cached=0, completion=0), currency="CHF")
