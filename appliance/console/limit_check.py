@@ -61,14 +61,14 @@ async def check_request(context: ContextDependency, tenant_id: FromPath[str]) ->
         fields=FIELDS,
         result=result,
         headline=headline(result) if result else None,
-        rows=[_row(decision, context.services, tenant) for decision in result.forecast.decisions] if result else [],
+        rows=[_row(decision, context.services, tenant) for decision in result.limits.decisions] if result else [],
     )
 
 
 def headline(result: DryRunResult) -> tuple[str, str]:
     """Return a tone and one sentence on what would happen to the request."""
     if result.allowed:
-        return "ok", f"Admitted: {count(result.forecast.tokens)} tokens would be reserved."
+        return "ok", f"Admitted: {count(result.limits.tokens)} tokens would be reserved."
     if result.would_wait:
         wait = format_wait(result.wait_s or 0.0)
         return "warn", f"Waits {wait} for room, and is then admitted unless other requests take it."

@@ -123,7 +123,7 @@ class Harness:
 
     async def meet(self) -> None:
         """Let the process read what it knows of the tenant."""
-        await self.admission.forecast(
+        await self.admission.dry_run(
             AdmissionRequest(principal=self.who, model="demo", prompt_tokens=0, max_output_tokens=0, price=None)
         )
 

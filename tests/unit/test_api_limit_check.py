@@ -126,7 +126,7 @@ async def test_a_name_that_somebody_makes_up_is_remembered_nowhere(
 ) -> None:
     bob = await tenant(api)
     await api.call("PATCH", f"/tenants/{bob}", json=changes)
-    for part, question in ((api.services.admission, "forecast"), (api.services.prices, "current")):
+    for part, question in ((api.services.admission, "dry_run"), (api.services.prices, "current")):
         monkeypatch.setattr(part, question, None)
     for number in range(3):
         assert (await check(api, bob, model=f"made-up-{number}"))["error"]

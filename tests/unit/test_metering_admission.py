@@ -237,15 +237,15 @@ async def test_a_dry_run_of_a_request_that_fits_or_never_fits_would_not_wait(
     bob = principal(Limits(tokens_per_minute=100))
     for prompt, refusals in ((50, 0), (100, 0), (101, 1)):
         asked = AdmissionRequest(principal=bob, model="demo", prompt_tokens=prompt, max_output_tokens=0, price=None)
-        forecast = await admission.forecast(asked, wait_s=60.0)
-        assert (len(forecast.refusals), forecast.would_wait) == (refusals, False)
+        dry_run = await admission.dry_run(asked, wait_s=60.0)
+        assert (len(dry_run.refusals), dry_run.would_wait) == (refusals, False)
 
 
 async def test_a_dry_run_would_wait_only_if_there_is_room_within_its_patience(admission: Admission) -> None:
     bob = principal(Limits(tokens_per_minute=100))
     await admit(admission, bob, 100, 0)
     asked = AdmissionRequest(principal=bob, model="demo", prompt_tokens=50, max_output_tokens=0, price=None)
-    assert [(await admission.forecast(asked, wait_s)).would_wait for wait_s in (0.0, 29.0, 30.0)] == [False, False, True]
+    assert [(await admission.dry_run(asked, wait_s)).would_wait for wait_s in (0.0, 29.0, 30.0)] == [False, False, True]
 
 
 async def test_levels_are_returned_once_per_change_and_again_after_a_failed_save(

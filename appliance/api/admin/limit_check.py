@@ -103,7 +103,7 @@ async def check_limits(request: AdminRequest) -> LimitCheckShape:
 def _shape(result: DryRunResult) -> LimitCheckShape:
     return LimitCheckShape.of(
         result,
-        reserved_tokens=result.forecast.tokens,
+        reserved_tokens=result.limits.tokens,
         error=None if result.error is None else LimitErrorShape.of(result.error),
-        decisions=[LimitDecisionShape.of(decision) for decision in result.forecast.decisions],
+        decisions=[LimitDecisionShape.of(decision) for decision in result.limits.decisions],
     )
