@@ -29,7 +29,7 @@ class DryRunRequest:
     model: str
     prompt_tokens: int
     max_tokens: int | None = None
-    answers: int = 1
+    num_answers: int = 1
     batch: bool = False
 
 
@@ -93,7 +93,7 @@ class DryRuns:
             max_output_tokens=hypothetical.max_tokens,
             price=await self._prices.current(model, self._clock.now(), currency=tenant.currency),
             output_room=hypothetical.max_tokens or self._remaining_context(model, hypothetical.prompt_tokens),
-            answers=hypothetical.answers,
+            num_answers=hypothetical.num_answers,
             batch=hypothetical.batch,
             policy=await self._policies.find(model),
         )

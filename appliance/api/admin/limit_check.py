@@ -94,7 +94,7 @@ async def check_limits(request: AdminRequest) -> LimitCheckShape:
         model=check_name(body.model, "model"),
         prompt_tokens=check_whole(body.prompt_tokens, "prompt_tokens", 0, LIMIT_MAX),
         max_tokens=None if body.max_tokens is None else check_whole(body.max_tokens, "max_tokens", 1, LIMIT_MAX),
-        answers=check_whole(body.n, "n", 1, CHOICES_MAX),
+        num_answers=check_whole(body.n, "n", 1, CHOICES_MAX),
         batch=body.service_tier is not None and is_batch_work(body.service_tier),
     )
     return _shape(await services.dry_runs.run(hypothetical))
