@@ -33,7 +33,7 @@ from appliance.console.routes import create_console_router
 from appliance.console.unknown_paths import answer_unknown_path
 from appliance.metering import sealed_secrets
 from appliance.metering.alerts.outbox_pruning import OutboxPruner
-from appliance.metering.box_records import BoxRecords
+from appliance.metering.appliance_records import ApplianceRecords
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.economics_report import EconomicsReport
 from appliance.metering.invoicing.free_allowances import FreeAllowances
@@ -175,7 +175,7 @@ class Appliance:
             db, clock, epoch_id, currency=settings.currency, calendar=calendar, on_settled=on_settled, journal=self._journal
         )
         limits, prices = RequestLimits.of(settings), PriceBook(db, clock, currency=settings.currency)
-        reports, box_records = UsageReports(db, calendar=calendar), BoxRecords(db, clock)
+        reports, appliance_records = UsageReports(db, calendar=calendar), ApplianceRecords(db, clock)
         generations = Generations(
             db, clock, metrics, limits, admission=admission, tiers=tiers, policies=policies, ledger=ledger, prices=prices
         )
@@ -213,10 +213,10 @@ class Appliance:
             prices=prices,
             reports=reports,
             past_requests=PastRequests(db),
-            box_records=box_records,
+            appliance_records=appliance_records,
             free_allowances=FreeAllowances(db, clock),
             invoices=Invoices(db, clock, calendar, currency=settings.currency),
-            economics=EconomicsReport(box_records, reports, clock),
+            economics=EconomicsReport(appliance_records, reports, clock),
             housekeeping=Housekeeping(
                 keys,
                 RequestHistory(db, clock, keep_days=settings.request_history_days),

@@ -17,7 +17,7 @@ from appliance.cli.tenants import TenantFilter, tenant_field
 
 if TYPE_CHECKING:
     from appliance.base.settings import Settings
-    from appliance.tenancy.audit_chain import Verdict
+    from appliance.tenancy.audit_chain import Verification
 
 app = typer.Typer(help="List the audit log, and verify its hash chain.", no_args_is_help=True)
 
@@ -65,21 +65,21 @@ def verify(
         raise WrongUsage(
             "--expect takes the 64 hexadecimal digits that `gatehouse audit verify` prints for a non-empty log",
         )
-    verdict = asyncio.run(_verdict(options.settings(), expect, quiet=options.as_json))
-    fault = verdict.fault
+    verification = asyncio.run(_verify(options.settings(), expect, quiet=options.as_json))
+    fault = verification.fault
     if options.as_json:
         wrong = None if fault is None else {"entry_id": str(fault.entry_id), "kind": fault.kind, "message": fault.text}
-        output.data({"ok": fault is None, "entries": verdict.entries, "hash": verdict.hash, "fault": wrong})
+        output.data({"ok": fault is None, "entries": verification.entries, "hash": verification.hash, "fault": wrong})
     elif fault is None:
-        last = f", hash of the last one: {verdict.hash}" if verdict.entries else ""
-        output.say(f"Audit log verified: {verdict.entries} entries{last}")
+        last = f", hash of the last one: {verification.hash}" if verification.entries else ""
+        output.say(f"Audit log verified: {verification.entries} entries{last}")
     else:
         output.failed(f"audit log verification failed: {fault.text}", "audit_log", as_json=False)
     if fault is not None:
         raise typer.Exit(1)
 
 
-async def _verdict(settings: Settings, expect: str | None, *, quiet: bool) -> Verdict:
+async def _verify(settings: Settings, expect: str | None, *, quiet: bool) -> Verification:
     from appliance.tenancy.audit import AuditLog
 
     await asyncio.to_thread(check_has_tables, settings)

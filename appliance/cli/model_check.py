@@ -37,7 +37,7 @@ def check_model(
         text=True,
     )
     assert process.stdout is not None
-    verdict: dict[str, Any] | None = None
+    result: dict[str, Any] | None = None
     last = ""
     with process:
         for line in process.stdout:
@@ -47,13 +47,13 @@ def check_model(
             elif "fraction" in message:
                 progress(float(message["fraction"]))
             else:
-                verdict = message
-    if verdict is None:
+                result = message
+    if result is None:
         raise CommandFailed(f"the check of {path} failed: {last[-_ERROR_CHARS_MAX:] or process.returncode}", code="not_a_model")
-    if not verdict.pop("ok"):
-        code = str(verdict["code"])
-        raise CommandFailed(str(verdict["error"]), code=code, status=2 if code == "invalid_option" else 1)
-    return verdict
+    if not result.pop("ok"):
+        code = str(result["code"])
+        raise CommandFailed(str(result["error"]), code=code, status=2 if code == "invalid_option" else 1)
+    return result
 
 
 def _message(line: str) -> dict[str, Any] | None:

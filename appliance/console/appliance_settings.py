@@ -86,6 +86,6 @@ async def _page(context: Context, form: Form | None = None) -> Html:
         form=form,
         model_lines=model_lines({policy.model: policy.limits for policy in policies}),
         modes_of={policy.model: policy.limit_mode for policy in policies},
-        seller=await read_seller(services.box_records),
+        seller=await read_seller(services.appliance_records),
         costs=await cost_section(services),
     )

@@ -42,42 +42,42 @@ FIELDS = {
 
 @get("/tenants/{tenant_id:str}/check")
 async def check_request(context: ContextDependency, tenant_id: FromPath[str]) -> Html:
-    """The form, and the verdict on the request in the query string; htmx requests only the verdict."""
+    """The form, and the result for the request in the query string. htmx requests only the result."""
     access = context.access
     tenant = await context.services.tenants.get(tenant_id, access=access)
     page = await context.services.keys.list(tenant.id, KEYS_LISTED_MAX, None, access=access)
     keys = [key for key in page.data if key.revoked_at is None]
     models = [served.name for served in context.services.models.list()]
     form = Form({"model": models[0] if models else "", "prompt_tokens": str(PROMPT_TOKENS)} | dict(context.query))
-    verdict = await _ask(context.services, form, tenant, keys)
+    result = await _run_check(context.services, form, tenant, keys)
     return context.page(
         "pages/limit_check.html",
-        part="fragments/limit_verdict.html",
+        part="fragments/limit_check_result.html",
         status=200,
         tenant=tenant,
         keys=keys,
         models=models,
         form=form,
         fields=FIELDS,
-        verdict=verdict,
-        headline=headline(verdict) if verdict else None,
-        rows=[_row(decision, context.services, tenant) for decision in verdict.forecast.decisions] if verdict else [],
+        result=result,
+        headline=headline(result) if result else None,
+        rows=[_row(decision, context.services, tenant) for decision in result.limits.decisions] if result else [],
     )
 
 
-def headline(verdict: DryRunResult) -> tuple[str, str]:
+def headline(result: DryRunResult) -> tuple[str, str]:
     """Return a tone and one sentence on what would happen to the request."""
-    if verdict.allowed:
-        return "ok", f"Admitted: {count(verdict.forecast.tokens)} tokens would be reserved."
-    if verdict.would_wait:
-        wait = format_wait(verdict.wait_s or 0.0)
+    if result.allowed:
+        return "ok", f"Admitted: {count(result.limits.tokens)} tokens would be reserved."
+    if result.would_wait:
+        wait = format_wait(result.wait_s or 0.0)
         return "warn", f"Waits {wait} for room, and is then admitted unless other requests take it."
-    assert verdict.error is not None, "what neither passes nor waits is refused"
-    return "bad", f"Refused with {verdict.error.status} {verdict.error.code}: {sentence(verdict.error.message)}"
+    assert result.error is not None, "a request that is neither admitted nor waits is refused"
+    return "bad", f"Refused with {result.error.status} {result.error.code}: {sentence(result.error.message)}"
 
 
-async def _ask(services: Services, form: Form, tenant: Tenant, keys: list[ApiKey]) -> DryRunResult | None:
-    """Return the verdict, or None if the form is wrong; its `errors` say how."""
+async def _run_check(services: Services, form: Form, tenant: Tenant, keys: list[ApiKey]) -> DryRunResult | None:
+    """Return the result, or None if the form is wrong; its `errors` say how."""
     prompt_tokens = form.whole_number("prompt_tokens", most=LIMIT_MAX)
     max_tokens = form.whole_number("max_tokens", least=1, most=LIMIT_MAX)
     key = next((key for key in keys if key.id == form.raw("key")), None)
@@ -90,7 +90,7 @@ async def _ask(services: Services, form: Form, tenant: Tenant, keys: list[ApiKey
     if form.errors:
         return None
     try:
-        question = DryRunRequest(
+        hypothetical = DryRunRequest(
             tenant=tenant,
             key=key,
             model=check_name(form.raw("model"), "model"),
@@ -98,7 +98,7 @@ async def _ask(services: Services, form: Form, tenant: Tenant, keys: list[ApiKey
             max_tokens=max_tokens,
             batch=is_batch_work(form.raw("service_tier") or "default"),
         )
-        return await services.dry_runs.run(question)
+        return await services.dry_runs.run(hypothetical)
     except GatehouseError as error:
         form.fail_with(error, tuple(FIELDS))
         return None

@@ -155,7 +155,7 @@ def _max_or_none(values: Sequence[float | None]) -> float | None:
 
 def engine_view(engine: EngineReading, history: Sequence[SystemSnapshot], now: datetime) -> EngineView:
     """Return the card of one engine."""
-    figures, prompt_rates = engine.figures, prompt_history(engine.model, history)
+    status, prompt_rates = engine.status_or_zeros, prompt_history(engine.model, history)
     return EngineView(
         reading=engine,
         tone=_TONES.get(engine.state, ""),
@@ -164,10 +164,10 @@ def engine_view(engine: EngineReading, history: Sequence[SystemSnapshot], now: d
         tokens_in_per_s=prompt_rates[-1] if prompt_rates else 0.0,
         out_history=[reading.tokens_per_second for snapshot in history for reading in _readings_of(engine.model, snapshot)],
         in_history=prompt_rates,
-        step_s=None if engine.status is None else figures.step_ms / 1000,
-        hit_rate=_hit_rate(figures),
-        draft_rate=_draft_rate(figures),
-        plain_steps={reason: steps for reason, steps in figures.plain_steps_total.items() if steps},
+        step_s=None if engine.status is None else status.step_ms / 1000,
+        hit_rate=_hit_rate(status),
+        draft_rate=_draft_rate(status),
+        plain_steps={reason: steps for reason, steps in status.plain_steps_total.items() if steps},
         memory=[] if engine.info is None else _labelled_parts(engine.info.memory),
         tenants=tenants_view(engine.tenants),
     )
@@ -179,16 +179,16 @@ def _labelled_parts(parts: Sequence[MemoryPart]) -> list[tuple[str, MemoryPart]]
     return [(_MEMORY_LABELS.get(part.name, part.name), part) for part in non_empty]
 
 
-def _hit_rate(figures: EngineStatus) -> float | None:
-    if not figures.prompt_tokens_total:
+def _hit_rate(status: EngineStatus) -> float | None:
+    if not status.prompt_tokens_total:
         return None
-    return min(figures.prefix_cache_hit_tokens_total / figures.prompt_tokens_total, 1.0)
+    return min(status.prefix_cache_hit_tokens_total / status.prompt_tokens_total, 1.0)
 
 
-def _draft_rate(figures: EngineStatus) -> float | None:
-    if not figures.draft_tokens_total:
+def _draft_rate(status: EngineStatus) -> float | None:
+    if not status.draft_tokens_total:
         return None
-    return figures.accepted_draft_tokens_total / figures.draft_tokens_total
+    return status.accepted_draft_tokens_total / status.draft_tokens_total
 
 
 def tenants_view(tenants: Sequence[TenantReading]) -> TenantsView:

@@ -26,12 +26,12 @@ from appliance.console import (
     members,
     month_closing,
     overview,
-    people,
     prices,
     requests,
     second_factor,
     seller,
     server_costs,
+    tenant_members,
     tenant_terms,
     tenants,
     usage,
@@ -45,8 +45,9 @@ if TYPE_CHECKING:
     from appliance.serving.services import Services
 
 MODULES = (
-    login, login_code, login_oidc, account, second_factor, overview, live_stream, requests, tenants, tenant_terms, people, keys,
-    limit_check, usage, invoices, month_closing, prices, members, alerts, audit, appliance_settings, seller, server_costs,
+    login, login_code, login_oidc, account, second_factor, overview, live_stream, requests, tenants, tenant_terms,
+    tenant_members, keys, limit_check, usage, invoices, month_closing, prices, members, alerts, audit, appliance_settings,
+    seller, server_costs,
 )  # fmt: skip
 FORM_BYTES_MAX = 64 * 1024
 NAME_BYTES_MAX = 255

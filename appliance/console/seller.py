@@ -42,7 +42,7 @@ async def save_seller(context: ContextDependency) -> Html:
     values = _read(form)
     if not form.errors:
         try:
-            await store_seller(context.services.box_records, Seller(**values))
+            await store_seller(context.services.appliance_records, Seller(**values))
             return context.redirect("/settings", done="seller-saved")
         except BadRequest as error:
             form.fail_with(error, FIELDS)
@@ -75,7 +75,7 @@ def _read_tax(form: Form) -> int:
 
 
 async def _form(context: Context, form: Form | None) -> Html:
-    seller = await read_seller(context.services.box_records)
+    seller = await read_seller(context.services.appliance_records)
     return context.sheet(
         "fragments/seller.html",
         title="Invoice issuer",

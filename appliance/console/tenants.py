@@ -11,10 +11,10 @@ from appliance.base.errors import BadRequest, Conflict
 from appliance.console.context import Context, ContextDependency
 from appliance.console.forms import NAME_CHARS_MAX, Form
 from appliance.console.limits import read_limits, tenant_levels
-from appliance.console.people import people_of
 from appliance.console.prices import group_prices
 from appliance.console.rendering import Html
 from appliance.console.security import needs
+from appliance.console.tenant_members import tenant_members_of
 from appliance.console.tenant_terms import free_terms, model_lines
 from appliance.console.totals import costs_this_month, totals_this_month, totals_today
 from appliance.console.urls import next_page_url
@@ -187,5 +187,5 @@ async def _tenant_page(context: Context, tenant: Tenant, form: Form | None = Non
         month_name=month_name,
         form=form,
         **await _prices(services, tenant),
-        **await people_of(context, tenant.id),
+        **await tenant_members_of(context, tenant.id),
     )

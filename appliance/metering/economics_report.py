@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 
 from appliance.base.clock import Clock
 from appliance.base.errors import NotFound
-from appliance.metering.box_records import HARDWARE, BoxRecords
+from appliance.metering.appliance_records import HARDWARE, ApplianceRecords
 from appliance.metering.economics import (
     MEASURED_DAYS,
     Economics,
@@ -23,7 +23,7 @@ from appliance.tenancy.access import WHOLE_APPLIANCE
 class EconomicsReport:
     """The hardware as entered by the operator, and the figures computed from it and the measured usage."""
 
-    def __init__(self, records: BoxRecords, reports: UsageReports, clock: Clock) -> None:
+    def __init__(self, records: ApplianceRecords, reports: UsageReports, clock: Clock) -> None:
         self._records = records
         self._reports = reports
         self._clock = clock

@@ -44,7 +44,7 @@ from appliance.metering.usage_segments import EVENT, Segment
 
 Measure = Literal["cost", "tokens", "requests"]  # tokens: prompt and output together
 OWNER_COLUMNS = ("tenant_id", "key_id", "model")
-_BOX_COLUMNS = ("model",)
+_COLUMNS_OVER_TENANTS = ("model",)
 OWNERS_MAX = 20  # with filters on more tenants or keys than this, the first row keys are not searched for each of them
 PROBES_MAX = 20_000  # with more index probes than this, the rollups of a period are scanned instead
 
@@ -74,7 +74,7 @@ class ReportScope:
     @property
     def table(self) -> Table:
         """The rollup table to read."""
-        return usage_box_rollups if {*self.columns, *self.filters} <= set(_BOX_COLUMNS) else usage_rollups
+        return usage_box_rollups if {*self.columns, *self.filters} <= set(_COLUMNS_OVER_TENANTS) else usage_rollups
 
     def conditions(self, table: Table) -> list[ColumnElement[bool]]:
         """Return the filters as conditions on `table`, including the tenants of keys, because rollups are ordered by tenant."""
@@ -194,7 +194,7 @@ def _time_conditions(
 def _segment_page(segment: Segment, scope: ReportScope, rows_max: int, after: RowKey | None) -> Select[Any]:
     """Return the query for the sums of at least the first `rows_max` row keys after `after`, in a segment of whole buckets."""
     table = scope.table
-    owner = _BOX_COLUMNS if table is usage_box_rollups else OWNER_COLUMNS
+    owner = _COLUMNS_OVER_TENANTS if table is usage_box_rollups else OWNER_COLUMNS
     row_key = [table.c[name] for name in ("start_at", *scope.key_columns, "currency")]
     if scope.key_columns == owner and not scope.split():
         begin = segment.start if after is None else max(segment.start, after.start_at)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from appliance.base.clock import Clock
 from appliance.base.errors import GatehouseError
-from appliance.metering.limits.admission import Admission, Forecast
+from appliance.metering.limits.admission import Admission, LimitsDryRun
 from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.queue import exact_wait_s
 from appliance.metering.limits.refusals import not_priced, refusal
@@ -29,7 +29,7 @@ class DryRunRequest:
     model: str
     prompt_tokens: int
     max_tokens: int | None = None
-    answers: int = 1
+    num_answers: int = 1
     batch: bool = False
 
 
@@ -39,7 +39,7 @@ class DryRunResult:
     None if waiting cannot help. `admission_wait_ms` is how long the tenant's tier may wait. For an unknown model no limits are
     checked."""
 
-    forecast: Forecast
+    limits: LimitsDryRun
     error: GatehouseError | None
     wait_s: float | None
     admission_wait_ms: int
@@ -47,12 +47,12 @@ class DryRunResult:
     @property
     def would_wait(self) -> bool:
         """Return whether the request would wait in the admission queue and then probably be admitted."""
-        return self.error is None and self.forecast.would_wait
+        return self.error is None and self.limits.would_wait
 
     @property
     def allowed(self) -> bool:
         """Return whether the request would start at once."""
-        return self.error is None and not self.forecast.refusals
+        return self.error is None and not self.limits.refusals
 
 
 class DryRuns:
@@ -84,8 +84,8 @@ class DryRuns:
         tier = await self._tiers.get(tenant.tier)
         error = self._precheck_error(principal, hypothetical)
         if error is not None and self._find_model(model) is None:  # so that made-up model names never reach caches or counters
-            empty = Forecast(decisions=(), tokens=0, would_wait=False)
-            return DryRunResult(forecast=empty, error=error, wait_s=None, admission_wait_ms=tier.admission_wait_ms)
+            empty = LimitsDryRun(decisions=(), tokens=0, would_wait=False)
+            return DryRunResult(limits=empty, error=error, wait_s=None, admission_wait_ms=tier.admission_wait_ms)
         request = AdmissionRequest(
             principal=principal,
             model=model,
@@ -93,17 +93,17 @@ class DryRuns:
             max_output_tokens=hypothetical.max_tokens,
             price=await self._prices.current(model, self._clock.now(), currency=tenant.currency),
             output_room=hypothetical.max_tokens or self._remaining_context(model, hypothetical.prompt_tokens),
-            answers=hypothetical.answers,
+            num_answers=hypothetical.num_answers,
             batch=hypothetical.batch,
             policy=await self._policies.find(model),
         )
-        forecast = await self._admission.forecast(request, tier.admission_wait_ms / 1000)
+        dry_run = await self._admission.dry_run(request, tier.admission_wait_ms / 1000)
         if error is None and request.price is None and self._limits.refuse_unpriced:
             error = not_priced(model, tenant.currency)
-        wait_s = _wait_s(forecast) if error is None else None  # waiting does not cure an error of the prechecks
-        if error is None and forecast.refusals and not forecast.would_wait:
-            error = refusal(forecast.refusals)
-        return DryRunResult(forecast=forecast, error=error, wait_s=wait_s, admission_wait_ms=tier.admission_wait_ms)
+        wait_s = _wait_s(dry_run) if error is None else None  # waiting does not cure an error of the prechecks
+        if error is None and dry_run.refusals and not dry_run.would_wait:
+            error = refusal(dry_run.refusals)
+        return DryRunResult(limits=dry_run, error=error, wait_s=wait_s, admission_wait_ms=tier.admission_wait_ms)
 
     def _remaining_context(self, model: str, prompt_tokens: int) -> int | None:
         """Return the tokens left for an answer without `max_tokens`; None if the context length is unknown."""
@@ -133,11 +133,11 @@ class DryRuns:
         return None
 
 
-def _wait_s(forecast: Forecast) -> float | None:
-    if any(decision.wait_s is None for decision in forecast.refusals):
+def _wait_s(dry_run: LimitsDryRun) -> float | None:
+    if any(decision.wait_s is None for decision in dry_run.refusals):
         return None
-    known = exact_wait_s(forecast.refusals)
-    return known or max((decision.wait_s or 0.0 for decision in forecast.refusals), default=0.0)
+    known = exact_wait_s(dry_run.refusals)
+    return known or max((decision.wait_s or 0.0 for decision in dry_run.refusals), default=0.0)
 
 
 def _limitless_key(tenant: Tenant) -> ApiKey:

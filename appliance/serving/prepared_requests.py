@@ -51,7 +51,7 @@ class PreparedRequest:
             max_output_tokens=self.max_output_tokens,
             price=price,
             output_room=self.sampling.max_tokens,
-            answers=self.sampling.num_answers,
+            num_answers=self.sampling.num_answers,
             batch=self.batch,
             policy=policy,
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from appliance.base.clock import Clock
 from appliance.base.db import Database
 from appliance.base.settings import Settings
-from appliance.metering.box_records import BoxRecords
+from appliance.metering.appliance_records import ApplianceRecords
 from appliance.metering.economics_report import EconomicsReport
 from appliance.metering.invoicing.free_allowances import FreeAllowances
 from appliance.metering.invoicing.invoices import Invoices
@@ -85,7 +85,7 @@ class Services:
     prices: PriceBook
     reports: UsageReports
     past_requests: PastRequests
-    box_records: BoxRecords
+    appliance_records: ApplianceRecords
     free_allowances: FreeAllowances
     invoices: Invoices
     economics: EconomicsReport

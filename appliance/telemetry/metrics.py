@@ -22,15 +22,15 @@ LATENCY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10
 TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
 
 ENGINE_GAUGES: dict[str, tuple[str, Callable[[EngineReading], float]]] = {
-    "gatehouse_requests_running": ("Requests in the running batch", lambda e: e.figures.num_running),
-    "gatehouse_requests_waiting": ("Requests waiting for a seat in the batch", lambda e: e.figures.num_waiting),
+    "gatehouse_requests_running": ("Requests in the running batch", lambda e: e.status_or_zeros.num_running),
+    "gatehouse_requests_waiting": ("Requests waiting for a seat in the batch", lambda e: e.status_or_zeros.num_waiting),
     "gatehouse_kv_cache_usage_ratio": (
         "Used share of the KV blocks, 0 to 1",
-        lambda e: e.figures.kv_blocks_used / max(e.figures.kv_blocks_total, 1),
+        lambda e: e.status_or_zeros.kv_blocks_used / max(e.status_or_zeros.kv_blocks_total, 1),
     ),
     "gatehouse_engine_up": ("1 if the engine accepts requests", lambda e: float(e.state == "ready")),
-    "gatehouse_host_kv_blocks": ("KV blocks that fit in main memory", lambda e: e.figures.host_blocks_total),
-    "gatehouse_host_kv_blocks_used": ("KV blocks kept in main memory", lambda e: e.figures.host_blocks_used),
+    "gatehouse_host_kv_blocks": ("KV blocks that fit in main memory", lambda e: e.status_or_zeros.host_blocks_total),
+    "gatehouse_host_kv_blocks_used": ("KV blocks kept in main memory", lambda e: e.status_or_zeros.host_blocks_used),
 }
 ENGINE_COUNTERS: dict[str, tuple[str, Callable[[EngineStatus], int]]] = {
     "gatehouse_engine_steps": ("Steps of the current engine process", lambda s: s.steps_total),
@@ -254,7 +254,7 @@ def _engine_counters(snapshot: SystemSnapshot) -> Iterator[Metric]:
     for name, (text, total) in ENGINE_COUNTERS.items():
         family = CounterMetricFamily(name, text, labels=["model"])
         for engine in snapshot.engines:
-            family.add_metric([engine.model], total(engine.figures))
+            family.add_metric([engine.model], total(engine.status_or_zeros))
         yield family
 
 
@@ -264,7 +264,7 @@ def _plain_steps(snapshot: SystemSnapshot) -> Iterator[Metric]:
     family = CounterMetricFamily("gatehouse_engine_plain_steps", text, labels=["model", "reason"])
     for engine in snapshot.engines:
         for reason in PlainReason:
-            family.add_metric([engine.model, reason.value], engine.figures.plain_steps_total.get(reason.value, 0))
+            family.add_metric([engine.model, reason.value], engine.status_or_zeros.plain_steps_total.get(reason.value, 0))
     yield family
 
 

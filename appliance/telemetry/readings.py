@@ -62,7 +62,7 @@ class EngineReading:
     tenants: list[TenantReading] = field(default_factory=list)
 
     @property
-    def figures(self) -> EngineStatus:
+    def status_or_zeros(self) -> EngineStatus:
         """Return the engine's status, all zeros before it has sent one."""
         return NO_STATUS if self.status is None else self.status
 

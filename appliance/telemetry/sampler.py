@@ -126,8 +126,8 @@ class SystemSampler:
             host=self._host(),
             database=await self._database(),
             processes=[self._gateway, *(_engine_process(engine) for engine in engines)],
-            requests_running=sum(engine.figures.num_running for engine in engines),
-            requests_waiting=sum(engine.figures.num_waiting for engine in engines),
+            requests_running=sum(engine.status_or_zeros.num_running for engine in engines),
+            requests_waiting=sum(engine.status_or_zeros.num_waiting for engine in engines),
             tokens_per_second=sum(engine.tokens_per_second for engine in engines),
         )
 

@@ -27,7 +27,7 @@ from appliance.tenancy.audit_chain import (
     AuditEntry,
     ChainVerifier,
     Head,
-    Verdict,
+    Verification,
     canonical_json,
     changed_fault,
     hash_of,
@@ -147,7 +147,9 @@ class AuditLog:
         page = page_of([_from_row(row) for row in rows], limit, "audit", lambda entry: [entry.id])
         return Page(data=page.data[::-1], next_cursor=None) if is_backward else page
 
-    async def verify(self, expect: str | None = None, on_progress: Callable[[float], None] = lambda _fraction: None) -> Verdict:
+    async def verify(
+        self, expect: str | None = None, on_progress: Callable[[float], None] = lambda _fraction: None
+    ) -> Verification:
         """Verify the chain in batches, while others may append to it.
 
         `expect` is a hash printed by an earlier verification: some entry must still have it.
@@ -163,7 +165,7 @@ class AuditLog:
             if verifier.fault is not None or len(entries) < BATCH_ROWS:
                 return verifier.finish(head)
 
-    async def _verify_singly(self, verifier: ChainVerifier) -> Verdict:
+    async def _verify_singly(self, verifier: ChainVerifier) -> Verification:
         """Verify entry by entry, to find the one that cannot be decoded: SQLite accepts any value in a timestamp column."""
         head = Head()
         while verifier.fault is None:

@@ -64,7 +64,7 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class Verification:
     """The result of a verification. `fault` is None if no entry is missing and all are as they were written."""
 
     entries: int
@@ -111,11 +111,11 @@ class ChainVerifier:
             self.seen = Head(entry.id, entry.hash)
             self._found_expected = self._found_expected or entry.hash == self._expect
 
-    def finish(self, head: Head) -> Verdict:
+    def finish(self, head: Head) -> Verification:
         """Compare the end of the chain with `head`, read in the same snapshot as the last entries, and return the result."""
         if self.fault is None:
             self.fault = self._fault_of_end(head)
-        return Verdict(entries=self.seen.entries, hash=self.seen.hash, fault=self.fault)
+        return Verification(entries=self.seen.entries, hash=self.seen.hash, fault=self.fault)
 
     def _fault_of(self, entry: AuditEntry) -> Fault | None:
         expected = self.seen.entries + 1

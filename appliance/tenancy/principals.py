@@ -13,7 +13,7 @@ from appliance.tenancy.fields import LIMIT_MAX, UNSET, Unset, check_whole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits of a tenant or a key; None means no limit at this level. `monthly_budget` is in micro-units of the currency.
+    """Limits of a tenant, key or model; None means no limit at this level. `monthly_budget` is in micro-units of the currency.
 
     Raises InvalidValue naming `limits.<field>` unless a limit is None or an integer from 0 to LIMIT_MAX.
     """

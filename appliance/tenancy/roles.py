@@ -44,7 +44,7 @@ class Action(StrEnum):
     """Change who belongs to a tenant, and with which role."""
     WEBHOOKS = "webhooks"
     """Change where alerts about a tenant go."""
-    READ_APPLIANCE = "read_box"
+    READ_APPLIANCE = "read_appliance"
     """Read what belongs to no tenant: machine, engines, prices, tiers, model limits, server costs."""
     WRITE = "write"
     """Change tenants and their limits, tiers, model limits, engines."""

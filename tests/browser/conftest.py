@@ -17,7 +17,7 @@ from playwright.async_api import Browser, BrowserContext, ConsoleMessage, Error,
 
 from appliance.base.clock import SystemClock
 from tests.support.cast import ALICE_PASSWORD
-from tests.support.console_fixtures import Box, open_box
+from tests.support.console_fixtures import ConsoleApp, open_console
 from tests.support.databases import is_required
 
 SAMPLE_INTERVAL_S = 0.15
@@ -69,7 +69,7 @@ class Site:
     """A served console and the browser that visits it. `complaints` is what the browser had to say."""
 
     url: str
-    box: Box
+    console: ConsoleApp
     chromium: Browser
     complaints: list[str] = field(default_factory=list)
 
@@ -98,13 +98,13 @@ class Site:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def site(migrated_sqlite_file: Path, tmp_path: Path, chromium: Browser) -> AsyncIterator[Site]:
-    """The console of a box that samples several times a second. The browser must have nothing to complain of."""
-    async with open_box(migrated_sqlite_file, tmp_path, SystemClock(), interval_s=SAMPLE_INTERVAL_S) as box:
+    """The console of an appliance that samples several times a second. The browser must have nothing to complain of."""
+    async with open_console(migrated_sqlite_file, tmp_path, SystemClock(), interval_s=SAMPLE_INTERVAL_S) as console:
         listener = socket.create_server(("127.0.0.1", 0))
-        config = uvicorn.Config(box.app, log_level="warning", ws="none", lifespan="off", timeout_graceful_shutdown=1)
+        config = uvicorn.Config(console.app, log_level="warning", ws="none", lifespan="off", timeout_graceful_shutdown=1)
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
-        site = Site(url=f"http://127.0.0.1:{listener.getsockname()[1]}", box=box, chromium=chromium)
+        site = Site(url=f"http://127.0.0.1:{listener.getsockname()[1]}", console=console, chromium=chromium)
         try:
             yield site
         finally:

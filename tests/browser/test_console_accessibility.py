@@ -34,31 +34,33 @@ LONG_NAME = "A tenant whose lawyers insisted on the whole registered name of the
 
 async def pages(site: Site) -> list[str]:
     """Return the paths of every page, with something to show on each."""
-    box = site.box
-    tenant = await box.services.tenants.create(name=LONG_NAME, access=WHOLE_APPLIANCE)
-    key, secret = await box.services.keys.create(
+    console = site.console
+    tenant = await console.services.tenants.create(name=LONG_NAME, access=WHOLE_APPLIANCE)
+    key, secret = await console.services.keys.create(
         tenant.id, name="a key with quite a long name for a program", access=WHOLE_APPLIANCE
     )
-    await box.services.tenants.update(
+    await console.services.tenants.update(
         tenant.id, TenantChanges(weight=7, limits={"tokens_per_minute": 10**12}), access=WHOLE_APPLIANCE
     )
     person = Person(tenant=tenant, key=key, secret=secret)
     entry = pending(person, batch=True)
-    await box.services.ledger.open(entry)
-    await box.services.ledger.settle(posted(entry.request_id))
-    box.engine_side.add(person, "req_live_and_kicking", batch=True, completion_tokens=7, ttft_s=0.2, decode_s=1.0)
-    box.engine_side.add(person, "req_waiting_in_line", state="queued", queue_position=0)
-    box.engine_side.tenants = [tenant_load(LONG_NAME, waiting=3, blocks=200), *(tenant_load(f"team {n}") for n in range(9))]
-    await box.services.sampler.sample()
+    await console.services.ledger.open(entry)
+    await console.services.ledger.settle(posted(entry.request_id))
+    console.engine_side.add(person, "req_live_and_kicking", batch=True, completion_tokens=7, ttft_s=0.2, decode_s=1.0)
+    console.engine_side.add(person, "req_waiting_in_line", state="queued", queue_position=0)
+    console.engine_side.tenants = [tenant_load(LONG_NAME, waiting=3, blocks=200), *(tenant_load(f"team {n}") for n in range(9))]
+    await console.services.sampler.sample()
     address = "https://hooks.example.com/services/a-long-path-of-a-program-that-hears-of-budgets"
-    webhook, _ = await box.services.alerts.webhooks.create(kind="webhook", target=address, access=WHOLE_APPLIANCE)
-    await box.services.alerts.outbox.send_test(webhook.id, access=WHOLE_APPLIANCE)
-    await box.services.members.create("somebody-with-quite-a-long-address@engineering.example.com", "a password of tests")
-    await box.services.box_records.put("seller", Seller(name=LONG_NAME, address=("1 Long Lane", "Bristol")).to_record())
+    webhook, _ = await console.services.alerts.webhooks.create(kind="webhook", target=address, access=WHOLE_APPLIANCE)
+    await console.services.alerts.outbox.send_test(webhook.id, access=WHOLE_APPLIANCE)
+    await console.services.members.create("somebody-with-quite-a-long-address@engineering.example.com", "a password of tests")
+    await console.services.appliance_records.put(
+        "seller", Seller(name=LONG_NAME, address=("1 Long Lane", "Bristol")).to_record()
+    )
     hosted = (HostedPrice(name=LONG_NAME, prompt=1, completion=2),)
     costs = Hardware(currency="EUR", cost_micros=10**10, months=36, kwh_price_micros=300_000, power_w=400, hosted=hosted)
-    await box.services.economics.set_hardware(costs)
-    await box.services.model_policies.put("demo", Limits(tokens_per_minute=10**12))
+    await console.services.economics.set_hardware(costs)
+    await console.services.model_policies.put("demo", Limits(tokens_per_minute=10**12))
     of_tenant, of_key, of_alert = f"/tenants/{tenant.id}", f"/keys/{key.id}", f"/alerts/{webhook.id}"
     plain = ["/", "/requests", f"/requests/{entry.request_id}", "/tenants", "/keys", "/tenants/new", "/audit"]
     box_pages = ["/members", "/members/new", "/alerts", "/alerts/new", of_alert, f"{of_alert}/rotate", "/settings"]
@@ -84,7 +86,7 @@ async def test_no_page_has_a_serious_violation(site: Site) -> None:
     for path in await pages(site):
         await page.goto(path)
         found[path] = await violations(page)
-    await page.goto(f"/tenants/{site.box.cast.bob.tenant.id}")
+    await page.goto(f"/tenants/{site.console.cast.bob.tenant.id}")
     await page.get_by_role("link", name="New key").click()
     await expect(page.get_by_role("dialog").get_by_label("Name")).to_be_focused()
     found["dialog"] = await violations(page)
@@ -116,7 +118,7 @@ async def test_no_page_is_wider_than_a_telephone(site: Site) -> None:
 
 @pytest.mark.parametrize("width", [390, 320])
 async def test_no_figure_of_a_tenant_is_broken_on_a_telephone(site: Site, width: int) -> None:
-    services, bob = site.box.services, site.box.cast.bob
+    services, bob = site.console.services, site.console.cast.bob
     price = await services.prices.add(
         model="demo", currency="EUR", prompt=9_000_000, cached_prompt=0, completion=9_000_000, effective_from=START
     )

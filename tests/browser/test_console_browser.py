@@ -47,7 +47,7 @@ async def test_a_tenant_and_a_key_are_made_the_secret_is_copied_once_and_the_key
     await expect(dialog.get_by_role("status").filter(has_text="Copied")).to_be_attached()
     secret = await page.evaluate("navigator.clipboard.readText()")
     assert SECRET.match(secret)
-    assert (await site.box.services.keys.authenticate(secret, "192.0.2.1")).tenant.name == "Acme"
+    assert (await site.console.services.keys.authenticate(secret, "192.0.2.1")).tenant.name == "Acme"
     await page.keyboard.press("Escape")
     await expect(dialog).to_be_visible()
     async with page.expect_navigation():
@@ -79,7 +79,7 @@ async def test_a_wrong_field_is_told_inside_the_dialog_and_has_the_focus(site: S
 @pytest.mark.parametrize("scripts", [True, False])
 async def test_a_wrong_field_of_a_page_has_the_focus_and_is_in_sight(site: Site, scripts: bool) -> None:
     page = await site.alice(java_script_enabled=scripts, viewport={"width": 800, "height": 500})
-    await page.goto(f"/tenants/{site.box.cast.bob.tenant.id}")
+    await page.goto(f"/tenants/{site.console.cast.bob.tenant.id}")
     await page.get_by_label("Requests per minute").fill("many")
     await page.get_by_label("Tokens per day").fill("some")
     await page.get_by_role("button", name="Save").click()
@@ -114,11 +114,11 @@ async def test_a_click_beside_the_dialog_closes_it_but_never_loses_what_was_type
     await expect(dialog).to_be_hidden()
 
     await opener.click()
-    box = await dialog.get_by_label("Name").bounding_box()
-    assert box is not None
-    await page.mouse.move(box["x"] + 90, box["y"] + 9)
+    bounds = await dialog.get_by_label("Name").bounding_box()
+    assert bounds is not None
+    await page.mouse.move(bounds["x"] + 90, bounds["y"] + 9)
     await page.mouse.down()
-    await page.mouse.move(5, box["y"] + 9)
+    await page.mouse.move(5, bounds["y"] + 9)
     await page.mouse.up()
     await expect(dialog).to_be_visible()  # what was pressed inside was a selection, wherever it was let go
     await dialog.get_by_label("Name").fill("Acme")
@@ -127,9 +127,9 @@ async def test_a_click_beside_the_dialog_closes_it_but_never_loses_what_was_type
 
 
 async def test_a_running_request_is_cancelled_and_leaves_the_table(site: Site) -> None:
-    side = site.box.engine_side
-    side.add(site.box.cast.bob, "req_keeps_running_1")
-    side.add(site.box.cast.bob, "req_to_be_cancelled_2")
+    side = site.console.engine_side
+    side.add(site.console.cast.bob, "req_keeps_running_1")
+    side.add(site.console.cast.bob, "req_to_be_cancelled_2")
     page = await site.alice()
     await page.goto("/requests")
     questions: list[str] = []
@@ -150,28 +150,28 @@ async def test_a_running_request_is_cancelled_and_leaves_the_table(site: Site) -
 
 
 async def test_the_page_of_a_running_request_follows_it_to_its_end(site: Site) -> None:
-    box = site.box
-    entry = pending(box.cast.bob, admitted_at=box.services.clock.now())
-    await box.services.ledger.open(entry)
-    live = box.engine_side.add(box.cast.bob, entry.request_id)
+    console = site.console
+    entry = pending(console.cast.bob, admitted_at=console.services.clock.now())
+    await console.services.ledger.open(entry)
+    live = console.engine_side.add(console.cast.bob, entry.request_id)
     page = await site.alice()
     await page.goto(f"/requests/{entry.request_id}")
     await expect(page.locator(".page-head .badge")).to_have_text("decode")
 
     live.kv_blocks = 41
     await expect(page.get_by_text("41", exact=True)).to_be_visible()
-    del box.engine_side.requests[entry.request_id]
-    await box.services.ledger.settle(posted(entry.request_id, reason="length"))
+    del console.engine_side.requests[entry.request_id]
+    await console.services.ledger.settle(posted(entry.request_id, reason="length"))
 
     await expect(page.locator(".page-head .badge")).to_have_text("length")
     await expect(page.locator("#request [hx-get]")).to_have_count(0)
 
 
 async def test_the_page_of_a_running_request_leaves_focus_and_selection_where_they_are(site: Site) -> None:
-    box = site.box
-    entry = pending(box.cast.bob, admitted_at=box.services.clock.now())
-    await box.services.ledger.open(entry)
-    live = box.engine_side.add(box.cast.bob, entry.request_id)
+    console = site.console
+    entry = pending(console.cast.bob, admitted_at=console.services.clock.now())
+    await console.services.ledger.open(entry)
+    live = console.engine_side.add(console.cast.bob, entry.request_id)
     page = await site.alice()
     await page.goto(f"/requests/{entry.request_id}")
     cancel = page.get_by_role("button", name="Cancel")
@@ -187,8 +187,8 @@ async def test_the_page_of_a_running_request_leaves_focus_and_selection_where_th
 
 
 async def test_an_action_that_comes_too_late_is_told_in_a_toast_that_stays(site: Site) -> None:
-    side = site.box.engine_side
-    side.add(site.box.cast.bob, "req_about_to_end")
+    side = site.console.engine_side
+    side.add(site.console.cast.bob, "req_about_to_end")
     page = await site.alice()
     await page.goto("/requests")
     await expect(page.locator("[data-live-text]")).to_have_text("Live")
@@ -234,13 +234,13 @@ async def test_choices_of_the_usage_page_are_made_one_after_another_by_keyboard(
 
 
 async def test_requests_that_ended_join_the_history_when_it_is_reloaded(site: Site) -> None:
-    box = site.box
+    console = site.console
     page = await site.alice()
     await page.goto("/requests")
     await expect(page.get_by_text("No requests yet.")).to_be_visible()
-    entry = pending(box.cast.bob, admitted_at=box.services.clock.now())
-    await box.services.ledger.open(entry)
-    await box.services.ledger.settle(posted(entry.request_id))
+    entry = pending(console.cast.bob, admitted_at=console.services.clock.now())
+    await console.services.ledger.open(entry)
+    await console.services.ledger.settle(posted(entry.request_id))
 
     await page.get_by_role("button", name="Reload").click()
 
@@ -248,8 +248,8 @@ async def test_requests_that_ended_join_the_history_when_it_is_reloaded(site: Si
 
 
 async def test_the_page_of_an_alert_target_follows_a_test_until_it_is_delivered(site: Site) -> None:
-    box = site.box
-    webhook, _ = await box.services.alerts.webhooks.create(
+    console = site.console
+    webhook, _ = await console.services.alerts.webhooks.create(
         kind="webhook", target="https://hooks.example.com/x", tenant_id=None, events=None, access=WHOLE_APPLIANCE
     )
     page = await site.alice()
@@ -257,7 +257,7 @@ async def test_the_page_of_an_alert_target_follows_a_test_until_it_is_delivered(
     await page.get_by_role("button", name="Send test").click()
     await expect(page.locator("#deliveries .badge")).to_have_text("pending")
 
-    async with box.services.db.writing() as connection:
+    async with console.services.db.writing() as connection:
         await connection.execute(update(outbox).values(next_attempt_at=None, attempts=1, delivered_at=outbox.c.created_at))
 
     await expect(page.locator("#deliveries .badge")).to_have_text("delivered")

@@ -27,12 +27,12 @@ async def test_live_numbers_change_without_a_reload_and_hold_still_when_paused(s
     await expect(page.locator("[data-live-text]")).to_have_text("Live")
     await page.evaluate("window.marker = 'same document'")
 
-    site.box.engine_side.status = engine_status(num_running=17)
+    site.console.engine_side.status = engine_status(num_running=17)
     await expect(running).to_have_text("17")
     await page.get_by_role("button", name="Pause").click()
-    site.box.engine_side.status = engine_status(num_running=23)
-    seen = len(site.box.services.sampler.history)
-    while len(site.box.services.sampler.history) < seen + 3:
+    site.console.engine_side.status = engine_status(num_running=23)
+    seen = len(site.console.services.sampler.history)
+    while len(site.console.services.sampler.history) < seen + 3:
         await page.evaluate("new Promise(requestAnimationFrame)")
     await expect(running).to_have_text("17")
 
@@ -45,15 +45,15 @@ async def test_a_page_that_hears_nothing_says_that_it_is_stale(site: Site) -> No
     page = await site.alice()
     await expect(page.locator("[data-live-text]")).to_have_text("Live")
 
-    await site.box.services.sampler.stop()
+    await site.console.services.sampler.stop()
 
     await expect(page.locator("[data-live-text]")).to_have_text("Stale")
 
 
 async def test_the_history_stays_where_it_is_while_requests_in_flight_end(site: Site) -> None:
-    side = site.box.engine_side
+    side = site.console.engine_side
     for number in range(9):
-        side.add(site.box.cast.bob, f"req_{number}")
+        side.add(site.console.cast.bob, f"req_{number}")
     page = await site.alice()
     await page.goto("/requests")
     await expect(page.locator("#live tbody tr")).to_have_count(9)
@@ -75,16 +75,16 @@ async def test_the_first_request_in_flight_appears_where_none_was(site: Site) ->
     await page.goto("/requests")
     await expect(page.get_by_text("No requests in flight.")).to_be_visible()
 
-    site.box.engine_side.add(site.box.cast.bob, "req_first")
+    site.console.engine_side.add(site.console.cast.bob, "req_first")
 
     await expect(page.locator("#live-req_first")).to_be_visible()
 
 
 @pytest.mark.parametrize("width", [390, 1440])
 async def test_a_request_in_flight_stays_where_it_is_until_it_ends(site: Site, width: int) -> None:
-    side = site.box.engine_side
+    side = site.console.engine_side
     for name in ("first", "second", "third"):
-        side.add(site.box.cast.bob, f"req_{name}", state="queued")
+        side.add(site.console.cast.bob, f"req_{name}", state="queued")
     page = await site.alice()
     await page.set_viewport_size({"width": width, "height": 900})
     await page.goto("/requests")
@@ -98,7 +98,7 @@ async def test_a_request_in_flight_stays_where_it_is_until_it_ends(site: Site, w
     assert await third.evaluate("row => row.offsetTop") == top
     await expect(page.get_by_role("button", name="Cancel", disabled=True)).to_have_count(1)
 
-    side.add(site.box.cast.bob, "req_fourth")
+    side.add(site.console.cast.bob, "req_fourth")
     await expect(page.locator("#live tbody tr").first).to_have_id("live-req_fourth")
     assert await third.evaluate("row => row.offsetTop") == top
 
@@ -107,7 +107,7 @@ async def test_a_request_in_flight_stays_where_it_is_until_it_ends(site: Site, w
 
 
 async def test_the_overview_stays_where_it_is_while_tenants_come_and_go(site: Site) -> None:
-    side = site.box.engine_side
+    side = site.console.engine_side
     side.tenants = [tenant(name) for name in ("alice", "bob", "charlie")]
     page = await site.alice()
     rows, host = page.locator(".shares tbody tr"), page.get_by_label("Host")
@@ -124,12 +124,12 @@ async def test_the_overview_stays_where_it_is_while_tenants_come_and_go(site: Si
 
 async def test_the_recent_requests_stay_as_they_are_under_the_pointer(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_board, "LEDGER_REFRESH_S", 0.0)
-    box = site.box
+    console = site.console
 
     async def one_ends() -> None:
-        entry = pending(box.cast.bob, admitted_at=box.services.clock.now())
-        await box.services.ledger.open(entry)
-        await box.services.ledger.settle(posted(entry.request_id))
+        entry = pending(console.cast.bob, admitted_at=console.services.clock.now())
+        await console.services.ledger.open(entry)
+        await console.services.ledger.settle(posted(entry.request_id))
 
     await one_ends()
     page = await site.alice()
@@ -146,9 +146,9 @@ async def test_the_recent_requests_stay_as_they_are_under_the_pointer(site: Site
 
 async def test_a_session_that_ends_elsewhere_leads_to_the_sign_in_page(site: Site) -> None:
     page = await site.alice()
-    site.box.engine_side.status = engine_status(num_running=17)
+    site.console.engine_side.status = engine_status(num_running=17)
     await expect(tile(page, "Running")).to_have_text("17")  # only a page whose stream is open can hear of the end
 
-    await site.box.services.sessions.close_all(site.box.cast.alice.id)
+    await site.console.services.sessions.close_all(site.console.cast.alice.id)
 
     await page.wait_for_url("**/login")

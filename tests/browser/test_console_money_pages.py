@@ -37,7 +37,7 @@ CUT = """() => [...document.querySelectorAll('tbody td')]
 
 async def money_pages(site: Site) -> list[str]:
     """Return the paths of pages with amounts that have many digits and names that are long."""
-    services, bob = site.box.services, site.box.cast.bob
+    services, bob = site.console.services, site.console.cast.bob
     price = await services.prices.add(
         model=MODEL,
         currency="CHF",

@@ -115,7 +115,7 @@ async def test_signing_in_through_a_provider_on_another_site(site: Site) -> None
     listener = socket.create_server(("127.0.0.1", 0))
     issuer = f"http://localhost:{listener.getsockname()[1]}"
     fake = FakeProvider(SystemClock(), issuer=issuer, external_url=site.url)
-    site.box.services.oidc = fake.client(name="Example ID")
+    site.console.services.oidc = fake.client(name="Example ID")
     async with served(fake, listener):
         page = await (await site.context()).new_page()
         await page.goto("/login?next=%2Fkeys")
@@ -144,7 +144,7 @@ async def test_account_dialogs_and_code_have_no_serious_violation(site: Site) ->
 
 
 async def test_no_page_of_signing_in_is_wider_than_a_telephone(site: Site) -> None:
-    await site.box.services.sessions.open(site.box.cast.alice.id, "x" * 400, "2001:db8:85a3:1234:5678:8a2e:370:7334")
+    await site.console.services.sessions.open(site.console.cast.alice.id, "x" * 400, "2001:db8:85a3:1234:5678:8a2e:370:7334")
     alice = await site.alice(viewport={"width": 390, "height": 800}, has_touch=True)
     for path in ("/account", "/account/second-factor", "/account/second-factor/disable", "/account/recovery-codes"):
         await alice.goto(path)

@@ -32,7 +32,7 @@ def truths(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def box(tmp_path_factory: pytest.TempPathFactory, truths: Path) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory, truths: Path) -> Iterator[Server]:
     """A running appliance over a stand-in engine."""
     model = make_hollow_model(tmp_path_factory.mktemp("models") / MODEL)
     options = {"fake_engine_step_s": STEP_S, "truths": truths, "max_num_seqs": 256, "max_waiting_requests": 512}
@@ -45,16 +45,16 @@ def counted(truths: Path) -> dict[str, Work]:
     return {request_id: work for path in truths.iterdir() for request_id, work in Truth.read(path).requests.items()}
 
 
-def settled(box: Server, tenants: set[str]) -> dict[str, dict[str, Any]]:
+def settled(server: Server, tenants: set[str]) -> dict[str, dict[str, Any]]:
     """Return the events of these tenants by request, as soon as none is pending."""
     found: dict[str, dict[str, Any]] = {}
 
     def none_pending() -> bool:
-        rows = box.list_all("/ledger")
+        rows = server.list_all("/ledger")
         found.update((row["request_id"], row) for row in rows if row["tenant_id"] in tenants)
         return all(row["status"] != "pending" for row in found.values())
 
-    poll_until(none_pending, SETTLED_DEADLINE_S, box.log)
+    poll_until(none_pending, SETTLED_DEADLINE_S, server.log)
     return found
 
 
@@ -73,8 +73,8 @@ def check_tokens(events: dict[str, dict[str, Any]], truths: Path) -> None:
 class Clients:
     """Programs of tenants, each of which asks, reads and leaves as it likes."""
 
-    def __init__(self, box: Server, client: httpx.AsyncClient) -> None:
-        self._box = box
+    def __init__(self, server: Server, client: httpx.AsyncClient) -> None:
+        self._server = server
         self._client = client
 
     async def read(
@@ -84,7 +84,7 @@ class Clients:
         which has text."""
         body = {"model": MODEL, "messages": MESSAGES, "stream": True, "max_tokens": 20, **fields}
         headers = {"authorization": f"Bearer {secret}"}
-        url, frames = f"{self._box.url}/v1/chat/completions", []
+        url, frames = f"{self._server.url}/v1/chat/completions", []
         async with self._client.stream("POST", url, json=body, headers=headers) as answer:
             async for line in answer.aiter_lines():
                 if line.startswith("data: "):
@@ -99,35 +99,35 @@ class Clients:
         """Return an answer in one piece."""
         body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 20, **fields}
         headers = {"authorization": f"Bearer {secret}"}
-        return await self._client.post(f"{self._box.url}/v1/chat/completions", json=body, headers=headers)
+        return await self._client.post(f"{self._server.url}/v1/chat/completions", json=body, headers=headers)
 
 
-async def metrics(box: Server) -> str:
+async def metrics(server: Server) -> str:
     """Return what the metrics say now."""
-    return str((await asyncio.to_thread(httpx.get, f"{box.url}/metrics")).text)
+    return str((await asyncio.to_thread(httpx.get, f"{server.url}/metrics")).text)
 
 
-async def until_metrics(box: Server, text: str) -> None:
+async def until_metrics(server: Server, text: str) -> None:
     """Return as soon as the metrics have `text`."""
     async with asyncio.timeout(SETTLED_DEADLINE_S):
-        while text not in await metrics(box):
+        while text not in await metrics(server):
             pass
 
 
-async def call(box: Server, method: str, path: str, **options: Any) -> Any:
+async def call(server: Server, method: str, path: str, **options: Any) -> Any:
     """Call the administrators' API beside running streams."""
-    return await asyncio.to_thread(box.admin, method, path, **options)
+    return await asyncio.to_thread(server.admin, method, path, **options)
 
 
 @pytest.fixture
-async def clients(box: Server) -> Any:
+async def clients(server: Server) -> Any:
     limits = httpx.Limits(max_connections=CLIENTS + 10, max_keepalive_connections=CLIENTS)
     async with httpx.AsyncClient(timeout=60, limits=limits) as client:
-        yield Clients(box, client)
+        yield Clients(server, client)
 
 
-async def test_the_headers_tell_of_the_tightest_of_all_limits(box: Server, clients: Clients) -> None:
-    _, secret = box.new_key(
+async def test_the_headers_tell_of_the_tightest_of_all_limits(server: Server, clients: Clients) -> None:
+    _, secret = server.new_key(
         tenant={
             "name": "headers",
             "limits": {"tokens_per_minute": 50_000, "requests_per_minute": 100},
@@ -135,9 +135,9 @@ async def test_the_headers_tell_of_the_tightest_of_all_limits(box: Server, clien
         },
         limits={"tokens_per_minute": 20_000},
     )
-    box.admin("PUT", f"/model-limits/{MODEL}", json={"limits": {"requests_per_minute": 30}})
+    server.admin("PUT", f"/model-limits/{MODEL}", json={"limits": {"requests_per_minute": 30}})
     answer = await clients.whole(secret, max_tokens=4)
-    box.admin("DELETE", f"/model-limits/{MODEL}")
+    server.admin("DELETE", f"/model-limits/{MODEL}")
 
     assert answer.headers["x-ratelimit-limit-tokens"] == "9000"
     assert 9000 - 300 < int(answer.headers["x-ratelimit-remaining-tokens"]) <= 9000
@@ -147,12 +147,12 @@ async def test_the_headers_tell_of_the_tightest_of_all_limits(box: Server, clien
 
 
 async def test_of_200_clients_at_once_the_sum_that_is_charged_is_the_sum_of_the_engine(
-    box: Server, truths: Path, clients: Clients
+    server: Server, truths: Path, clients: Clients
 ) -> None:
     chance = random.Random(4)
-    box.admin("PATCH", "/tiers/standard", json={"admission_wait_ms": 1500})
+    server.admin("PATCH", "/tiers/standard", json={"admission_wait_ms": 1500})
     limits = [{}, {"tokens_per_minute": 4000}, {"concurrent_requests": 10}, {"tokens_per_day": 3000, "requests_per_minute": 40}]
-    people = [box.new_key(tenant={"name": f"crowd {place}", "limits": each}) for place, each in enumerate(limits)]
+    people = [server.new_key(tenant={"name": f"crowd {place}", "limits": each}) for place, each in enumerate(limits)]
 
     async def one(index: int) -> int:
         _, secret = people[index % len(people)]
@@ -168,33 +168,33 @@ async def test_of_200_clients_at_once_the_sum_that_is_charged_is_the_sum_of_the_
                 return (await clients.read(secret, max_tokens=chance.randrange(1, 90)))[0]
 
     statuses = await asyncio.gather(*(one(index) for index in range(CLIENTS)))
-    box.admin("PATCH", "/tiers/standard", json={"admission_wait_ms": 0})
-    events = settled(box, {tenant_id for tenant_id, _ in people})
+    server.admin("PATCH", "/tiers/standard", json={"admission_wait_ms": 0})
+    events = settled(server, {tenant_id for tenant_id, _ in people})
 
     assert set(statuses) <= {200, 429}
     assert len(events) == statuses.count(200) >= CLIENTS // 3
     check_tokens(events, truths)
-    usage = box.admin("GET", "/usage", params=_so_far(box))["data"]
+    usage = server.admin("GET", "/usage", params=_so_far(server))["data"]
     tenants = {tenant_id for tenant_id, _ in people}
     charged = sum(row["completion_tokens"] for row in usage if row["tenant_id"] in tenants)
     assert charged == sum(event["completion_tokens"] for event in events.values())
 
 
-def _so_far(box: Server) -> dict[str, str]:
+def _so_far(server: Server) -> dict[str, str]:
     """Ask for all days of which the ledger has something: midnight may come meanwhile."""
-    days = [date.fromisoformat(row["admitted_at"][:10]) for row in box.list_all("/ledger")]
+    days = [date.fromisoformat(row["admitted_at"][:10]) for row in server.list_all("/ledger")]
     end = max(days) + timedelta(days=1)
     return {"start": f"{min(days)}T00:00:00Z", "end": f"{end}T00:00:00Z", "bucket": "hour", "group_by": "tenant"}
 
 
 async def test_at_every_token_position_of_a_disconnect_the_event_has_the_engines_count(
-    box: Server, truths: Path, clients: Clients
+    server: Server, truths: Path, clients: Clients
 ) -> None:
-    tenant_id, secret = box.new_key()
+    tenant_id, secret = server.new_key()
     for chunks in range(1, 16):
         status, frames = await clients.read(secret, chunks=chunks, max_tokens=400, seed=ENDLESS_SEED)
         assert (status, len(frames)) == (200, chunks)
-    events = settled(box, {tenant_id})
+    events = settled(server, {tenant_id})
 
     assert {(event["finish_reason"], event["cause"]) for event in events.values()} == {("disconnected", "client")}
     check_tokens(events, truths)
@@ -210,24 +210,24 @@ async def test_at_every_token_position_of_a_disconnect_the_event_has_the_engines
     ],
 )
 async def test_a_stream_whose_key_or_tenant_may_not_go_on_ends_with_an_error_event_and_is_billed(
-    box: Server, truths: Path, clients: Clients, change: str, code: str
+    server: Server, truths: Path, clients: Clients, change: str, code: str
 ) -> None:
-    tenant_id, secret = box.new_key()
-    key_id = box.list_all(f"/tenants/{tenant_id}/keys")[0]["id"]
+    tenant_id, secret = server.new_key()
+    key_id = server.list_all(f"/tenants/{tenant_id}/keys")[0]["id"]
     begun = asyncio.Event()
     reading = asyncio.create_task(clients.read(secret, max_tokens=900, seed=ENDLESS_SEED, begun=begun))
     await begun.wait()
     match change:
         case "revoke":
-            await call(box, "DELETE", f"/keys/{key_id}")
+            await call(server, "DELETE", f"/keys/{key_id}")
         case "suspend":
-            await call(box, "PATCH", f"/tenants/{tenant_id}", json={"suspended": True})
+            await call(server, "PATCH", f"/tenants/{tenant_id}", json={"suspended": True})
         case "archive":
-            await call(box, "DELETE", f"/tenants/{tenant_id}")
+            await call(server, "DELETE", f"/tenants/{tenant_id}")
         case _:
-            await call(box, "POST", f"/keys/{key_id}/rotate", json={"grace_s": 1})
+            await call(server, "POST", f"/keys/{key_id}/rotate", json={"grace_s": 1})
     status, frames = await reading
-    events = settled(box, {tenant_id})
+    events = settled(server, {tenant_id})
     error = json.loads(frames[-1])["error"]
 
     assert status == 200
@@ -239,11 +239,11 @@ async def test_a_stream_whose_key_or_tenant_may_not_go_on_ends_with_an_error_eve
     check_tokens(events, truths)
 
 
-async def test_a_hard_budget_ends_a_stream_with_an_error_event(box: Server, truths: Path, clients: Clients) -> None:
-    box.admin("POST", "/prices", json={"model": MODEL, "prompt": 10**6, "cached_prompt": 10**6, "completion": 10**6})
-    tenant_id, secret = box.new_key(tenant={"name": "spender", "limits": {"monthly_budget": 400}, "cut_at_budget": True})
+async def test_a_hard_budget_ends_a_stream_with_an_error_event(server: Server, truths: Path, clients: Clients) -> None:
+    server.admin("POST", "/prices", json={"model": MODEL, "prompt": 10**6, "cached_prompt": 10**6, "completion": 10**6})
+    tenant_id, secret = server.new_key(tenant={"name": "spender", "limits": {"monthly_budget": 400}, "cut_at_budget": True})
     _, frames = await clients.read(secret, max_tokens=900)
-    events = settled(box, {tenant_id})
+    events = settled(server, {tenant_id})
 
     assert json.loads(frames[-1])["error"]["code"] == "budget_exceeded"
     (event,) = events.values()
@@ -253,14 +253,14 @@ async def test_a_hard_budget_ends_a_stream_with_an_error_event(box: Server, trut
     check_tokens(events, truths)
 
 
-async def test_a_refusal_says_when_to_come_back_and_a_patient_tier_waits_instead(box: Server, clients: Clients) -> None:
-    _, secret = box.new_key(tenant={"name": "patient", "tier": "batch", "limits": {"requests_per_minute": 60}})
+async def test_a_refusal_says_when_to_come_back_and_a_patient_tier_waits_instead(server: Server, clients: Clients) -> None:
+    _, secret = server.new_key(tenant={"name": "patient", "tier": "batch", "limits": {"requests_per_minute": 60}})
     crowd = await asyncio.gather(*(clients.whole(secret, max_tokens=1) for _ in range(90)))  # a place comes back each second
     refused = next(answer for answer in crowd if answer.status_code != 200)
-    box.admin("PATCH", "/tiers/batch", json={"admission_wait_ms": 60_000})
+    server.admin("PATCH", "/tiers/batch", json={"admission_wait_ms": 60_000})
     waited = await asyncio.gather(*(clients.whole(secret, max_tokens=1) for _ in range(3)))
-    box.admin("PATCH", "/tiers/batch", json={"admission_wait_ms": 0})
-    counts = await metrics(box)
+    server.admin("PATCH", "/tiers/batch", json={"admission_wait_ms": 0})
+    counts = await metrics(server)
 
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
     assert 0 < int(refused.headers["retry-after-ms"]) <= 1000
@@ -270,27 +270,27 @@ async def test_a_refusal_says_when_to_come_back_and_a_patient_tier_waits_instead
     assert f'gatehouse_admission_waiting{{model="{MODEL}"}} 0.0' in counts
 
 
-async def test_a_client_that_leaves_the_admission_queue_takes_nothing(box: Server, clients: Clients) -> None:
-    tenant_id, secret = box.new_key(tenant={"name": "leaver", "tier": "batch", "limits": {"concurrent_requests": 1}})
-    box.admin("PATCH", "/tiers/batch", json={"admission_wait_ms": 20_000})
+async def test_a_client_that_leaves_the_admission_queue_takes_nothing(server: Server, clients: Clients) -> None:
+    tenant_id, secret = server.new_key(tenant={"name": "leaver", "tier": "batch", "limits": {"concurrent_requests": 1}})
+    server.admin("PATCH", "/tiers/batch", json={"admission_wait_ms": 20_000})
     begun = asyncio.Event()
     first = asyncio.create_task(clients.read(secret, max_tokens=900, seed=ENDLESS_SEED, begun=begun))
     await begun.wait()
     waiting = asyncio.create_task(clients.read(secret, max_tokens=5))
-    await until_metrics(box, f'gatehouse_admission_waiting{{model="{MODEL}"}} 1.0')
+    await until_metrics(server, f'gatehouse_admission_waiting{{model="{MODEL}"}} 1.0')
     waiting.cancel()
-    await until_metrics(box, 'reason="abandoned"} 1.0')
+    await until_metrics(server, 'reason="abandoned"} 1.0')
     first.cancel()
     await asyncio.gather(first, waiting, return_exceptions=True)
-    box.admin("PATCH", "/tiers/batch", json={"admission_wait_ms": 0})
+    server.admin("PATCH", "/tiers/batch", json={"admission_wait_ms": 0})
 
-    assert len(settled(box, {tenant_id})) == 1
+    assert len(settled(server, {tenant_id})) == 1
 
 
-async def test_limits_in_shadow_mode_refuse_nobody_and_are_counted(box: Server, clients: Clients) -> None:
-    _, secret = box.new_key(tenant={"name": "shadow", "limits": {"requests_per_minute": 1}, "limit_mode": "shadow"})
+async def test_limits_in_shadow_mode_refuse_nobody_and_are_counted(server: Server, clients: Clients) -> None:
+    _, secret = server.new_key(tenant={"name": "shadow", "limits": {"requests_per_minute": 1}, "limit_mode": "shadow"})
     answers = [await clients.whole(secret, max_tokens=1) for _ in range(3)]
 
     assert [answer.status_code for answer in answers] == [200] * 3
     assert "x-ratelimit-limit-requests" in answers[0].headers
-    assert 'gatehouse_shadow_refusals_total{reason="tenant_requests"} 2.0' in await metrics(box)
+    assert 'gatehouse_shadow_refusals_total{reason="tenant_requests"} 2.0' in await metrics(server)

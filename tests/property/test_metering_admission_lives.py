@@ -114,7 +114,7 @@ async def test_reservations_are_returned_in_full_and_a_refusal_changes_nothing(s
             _end(chance, live.pop(chance.randrange(len(live)))[1])
             continue
         asked = _asked(chance, chance.choice(people), policy)
-        await admission.forecast(asked)  # meets everyone, so that the state before a refusal is complete
+        await admission.dry_run(asked)  # meets everyone, so that the state before a refusal is complete
         before = _state(admission)
         answer = await _ask(admission, asked)
         if isinstance(answer, Refused):

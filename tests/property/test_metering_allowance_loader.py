@@ -73,7 +73,7 @@ class Books(EmptySums):
             await asyncio.sleep(0)
 
 
-class Box:
+class Harness:
     """Clients of a process that has just started, and what they were given."""
 
     def __init__(self, seed: int) -> None:
@@ -167,29 +167,29 @@ def owners(reservation: Reservation) -> tuple[Owner, ...]:
 
 @pytest.mark.parametrize("seed", range(20))
 async def test_every_owner_is_read_once_and_everything_counts_once(seed: int) -> None:
-    box = Box(seed)
-    limited_from = box.chance.randrange(REQUESTS)
+    harness = Harness(seed)
+    limited_from = harness.chance.randrange(REQUESTS)
     requests, corrections = [], []
     for number in range(REQUESTS):
-        requests.append(asyncio.create_task(box.request(limited=number >= limited_from)))
-        if box.chance.random() < 0.1:
-            corrections.append(asyncio.create_task(box.correct()))
-        if box.chance.random() < 0.2:
-            box.chance.choice(requests[-10:]).cancel()
-        for _ in range(box.chance.randrange(3)):
+        requests.append(asyncio.create_task(harness.request(limited=number >= limited_from)))
+        if harness.chance.random() < 0.1:
+            corrections.append(asyncio.create_task(harness.correct()))
+        if harness.chance.random() < 0.2:
+            harness.chance.choice(requests[-10:]).cancel()
+        for _ in range(harness.chance.randrange(3)):
             await asyncio.sleep(0)
     for answer in await asyncio.gather(*requests, *corrections, return_exceptions=True):
         assert answer is None or isinstance(answer, asyncio.CancelledError), answer
-    await asyncio.gather(*box.recording)
-    await box.admission.stop()
+    await asyncio.gather(*harness.recording)
+    await harness.admission.stop()
 
-    box.check()
-    assert len(box.admission._allowances) > TENANTS
-    assert box.books.failures > 0
-    for owner, allowance in box.admission._allowances.items():
+    harness.check()
+    assert len(harness.admission._allowances) > TENANTS
+    assert harness.books.failures > 0
+    for owner, allowance in harness.admission._allowances.items():
         assert (allowance.running, allowance._windows.day.reserved) == (0, 0)
-        assert allowance._windows.day.used == USED + box.settled[owner] + box.books.corrected[owner]
-    loader = box.admission._loader
+        assert allowance._windows.day.used == USED + harness.settled[owner] + harness.books.corrected[owner]
+    loader = harness.admission._loader
     assert (loader._task, list(loader._queued), loader._loading, loader._corrections) == (None, [], {}, [])
     assert (loader._ended, loader._recorded) == ({}, [])
     assert not [task for task in asyncio.all_tasks() if task.get_name() == "allowance loader"]

@@ -23,7 +23,7 @@ from appliance.tenancy.keys import Keys
 from appliance.tenancy.model_policies import ModelPolicies
 from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
 from appliance.tenancy.tenants import Tenants
-from tests.support.alerts import TARGET, AlertBox, alert_box, settled_event
+from tests.support.alerts import TARGET, AlertParts, alert_parts, settled_event
 from tests.support.cast import PEPPER, Cast, Person
 from tests.support.clock import START, FakeClock
 from tests.support.ledgers import FailingDatabase, euro_budget_alerts
@@ -102,7 +102,7 @@ class Life:
             *(Owner(model=model) for model in MODELS),
         ]
         self.database = FailingDatabase.around(database)
-        self.alerts = alert_box(self.database, clock)
+        self.alerts = alert_parts(self.database, clock)
         self.budgets = euro_budget_alerts(self.database, clock, CALENDAR)
 
     async def step(self) -> None:
@@ -216,8 +216,8 @@ class Life:
         return told
 
 
-async def listeners(alerts: AlertBox, cast: Cast) -> dict[str, str]:
-    """Return webhooks of the box, of Bob and of Charlie, and whose they are."""
+async def listeners(alerts: AlertParts, cast: Cast) -> dict[str, str]:
+    """Return webhooks of the appliance, of Bob and of Charlie, and whose they are."""
     made = {}
     for tenant_id in (None, cast.bob.tenant.id, cast.charlie.tenant.id):
         webhook, _ = await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=tenant_id, access=WHOLE_APPLIANCE)
@@ -243,10 +243,10 @@ async def test_every_crossing_is_told_to_each_who_listens_once(
         owner.currency = "CHF" if owner.tenant == cast.charlie.tenant.id else "EUR"
         await life.limit(owner)
     heard_by = await listeners(life.alerts, cast)
-    of_box = next(webhook_id for webhook_id, tenant_id in heard_by.items() if not tenant_id)
+    of_appliance = next(webhook_id for webhook_id, tenant_id in heard_by.items() if not tenant_id)
     for _ in range(STEPS):
         await life.step()
-        assert set(await life.alerts_sent(of_box)) == {(owner.name, due) for owner in life.owners for due in owner.due}
+        assert set(await life.alerts_sent(of_appliance)) == {(owner.name, due) for owner in life.owners for due in owner.due}
     for webhook_id, tenant_id in heard_by.items():
         told = await life.alerts_sent(webhook_id)
         heard = [owner for owner in life.owners if tenant_id in ("", owner.tenant)]

@@ -41,7 +41,7 @@ class Running:
 
 
 @dataclass
-class Box:
+class Harness:
     """A process with limits that can be killed, and beside it one bucket that never is."""
 
     database: Database
@@ -123,15 +123,15 @@ class Box:
 
     async def meet(self) -> None:
         """Let the process read what it knows of the tenant."""
-        await self.admission.forecast(
+        await self.admission.dry_run(
             AdmissionRequest(principal=self.who, model="demo", prompt_tokens=0, max_output_tokens=0, price=None)
         )
 
 
-def make_box(database: Database, clock: FakeClock, cast: Cast) -> Box:
+def make_harness(database: Database, clock: FakeClock, cast: Cast) -> Harness:
     limits = Limits(tokens_per_minute=CAPACITY)
     who = dataclasses.replace(cast.bob.principal, tenant=dataclasses.replace(cast.bob.tenant, limits=limits))
-    return Box(database, clock, who, cast, TokenBucket(CAPACITY, clock.monotonic_s()))
+    return Harness(database, clock, who, cast, TokenBucket(CAPACITY, clock.monotonic_s()))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -139,80 +139,80 @@ async def test_no_series_of_kills_grants_more_than_a_run_without_any(
     database: Database, clock: FakeClock, cast: Cast, seed: int
 ) -> None:
     chance = random.Random(seed)
-    box = make_box(database, clock, cast)
-    await box.start()
-    await box.ask(1, 0)
-    await box.save()  # of a level that was never saved only the last minute is known
+    harness = make_harness(database, clock, cast)
+    await harness.start()
+    await harness.ask(1, 0)
+    await harness.save()  # of a level that was never saved only the last minute is known
     for _ in range(STEPS):
         clock.advance(chance.choice([0.001, 0.4, 1.0, 8.0, 61.0]))
         dice = chance.random()
         if dice < 0.45:
-            await box.ask(chance.randrange(1, 300), chance.choice([0, 100, 256]))
-        elif dice < 0.7 and box.running:
-            request = chance.choice(box.running)
-            await box.end(request, max(request.generated, chance.choice([0, 50, 300, 900])))
-        elif dice < 0.8 and box.running:
-            chance.choice(box.running).generated += chance.randrange(1, 400)
+            await harness.ask(chance.randrange(1, 300), chance.choice([0, 100, 256]))
+        elif dice < 0.7 and harness.running:
+            request = chance.choice(harness.running)
+            await harness.end(request, max(request.generated, chance.choice([0, 50, 300, 900])))
+        elif dice < 0.8 and harness.running:
+            chance.choice(harness.running).generated += chance.randrange(1, 400)
         elif dice < 0.92:
-            await box.save()
+            await harness.save()
         else:
-            await box.kill()
-    await box.ledger.stop()
+            await harness.kill()
+    await harness.ledger.stop()
 
 
 async def test_usage_beyond_a_reservation_is_charged_at_the_end_of_the_request_not_at_its_admission(
     database: Database, clock: FakeClock, cast: Cast
 ) -> None:
     """It left a debt at its end; charged at its admission, the refill of all the time that it ran would have paid it."""
-    box = make_box(database, clock, cast)
-    await box.start()
-    await box.ask(300, 0)
-    await box.save()
+    harness = make_harness(database, clock, cast)
+    await harness.start()
+    await harness.ask(300, 0)
+    await harness.save()
     clock.advance(1.0)
-    await box.ask(174, 0)
+    await harness.ask(174, 0)
     clock.advance(61.0)
-    await box.end(box.running[1], 900)
-    await box.kill()  # compares
-    assert box.level() == 600 - 726
-    await box.ledger.stop()
+    await harness.end(harness.running[1], 900)
+    await harness.kill()  # compares
+    assert harness.level() == 600 - 726
+    await harness.ledger.stop()
 
 
 async def test_an_orderly_stop_keeps_even_a_debt_of_an_hour(database: Database, clock: FakeClock, cast: Cast) -> None:
-    box = make_box(database, clock, cast)
-    await box.start()
-    await box.ask(100, 0)
-    await box.end(box.running[0], 20_000)
+    harness = make_harness(database, clock, cast)
+    await harness.start()
+    await harness.ask(100, 0)
+    await harness.end(harness.running[0], 20_000)
     clock.advance(0.001)
-    await box.save()
-    before = box.level()
+    await harness.save()
+    before = harness.level()
     assert before == 500 - 19_900
     clock.advance(30)
-    await box.kill()
-    await box.meet()
+    await harness.kill()
+    await harness.meet()
 
-    assert box.level() == before + 300
+    assert harness.level() == before + 300
     with pytest.raises(RateLimitExceeded) as refused:
-        await box.admission.admit(
-            AdmissionRequest(principal=box.who, model="demo", prompt_tokens=1, max_output_tokens=0, price=None)
+        await harness.admission.admit(
+            AdmissionRequest(principal=harness.who, model="demo", prompt_tokens=1, max_output_tokens=0, price=None)
         )
     assert refused.value.retry_after_s == 1910.099  # 19,101 tokens at ten a second, since a millisecond before it was saved
-    await box.ledger.stop()
+    await harness.ledger.stop()
 
 
 async def test_levels_that_cannot_be_saved_are_saved_later(
     database: Database, clock: FakeClock, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    box = make_box(database, clock, cast)
-    await box.start()
-    await box.ask(100, 0)
+    harness = make_harness(database, clock, cast)
+    await harness.start()
+    await harness.ask(100, 0)
     with monkeypatch.context() as broken:
         broken.setattr(database, "batch_write", None)
         with pytest.raises(TypeError):
-            await box.levels.save()
-    assert await box.levels.save() == 1
-    assert await box.levels.save() == 0, "what did not change is not written again"
-    await box.end(box.running[0], 100)
-    await box.ledger.stop()
+            await harness.levels.save()
+    assert await harness.levels.save() == 1
+    assert await harness.levels.save() == 0, "what did not change is not written again"
+    await harness.end(harness.running[0], 100)
+    await harness.ledger.stop()
 
 
 async def test_saved_levels_are_about_a_second_old_at_most(database: Database, clock: FakeClock, cast: Cast) -> None:
@@ -225,25 +225,25 @@ async def test_saved_levels_are_about_a_second_old_at_most(database: Database, c
             enough.set()
             await asyncio.Event().wait()
 
-    box = make_box(database, clock, cast)
-    await box.start()
-    levels = LevelSaver(database, box.admission, sleep=pause)
+    harness = make_harness(database, clock, cast)
+    await harness.start()
+    levels = LevelSaver(database, harness.admission, sleep=pause)
     levels.start()
     await enough.wait()
     await levels.stop()
     assert pauses == [1.0] * 4
-    await box.ledger.stop()
+    await harness.ledger.stop()
 
 
 async def test_a_stop_writes_the_levels_changed_since_the_last_save(database: Database, clock: FakeClock, cast: Cast) -> None:
-    box = make_box(database, clock, cast)
-    await box.start()
-    box.levels.start()
-    await box.ask(100, 0)
-    await box.levels.stop()
-    assert await box.levels.save() == 0
-    await box.end(box.running[0], 100)
-    await box.ledger.stop()
+    harness = make_harness(database, clock, cast)
+    await harness.start()
+    harness.levels.start()
+    await harness.ask(100, 0)
+    await harness.levels.stop()
+    assert await harness.levels.save() == 0
+    await harness.end(harness.running[0], 100)
+    await harness.ledger.stop()
 
 
 async def test_nothing_is_written_after_a_stop(database: Database, clock: FakeClock, cast: Cast) -> None:

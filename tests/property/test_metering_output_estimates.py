@@ -41,7 +41,7 @@ class Seen:
         """Return the estimate as the guide defines it."""
         known = self.ended[-OUTPUTS_KEPT:]
         usual = sorted(known)[round_up(len(known) * 9, 10) - 1] if len(known) >= OUTPUTS_MIN else EXPECTED_OUTPUT_TOKENS
-        at_once = sum(reservation.request.answers for reservation, _held, _most in self.running) + answers
+        at_once = sum(reservation.request.num_answers for reservation, _held, _most in self.running) + answers
         if at_once > len(known) / 9 + 1:
             usual = max(usual, EXPECTED_OUTPUT_TOKENS)
         return usual if asked_max is None else min(usual, asked_max)
@@ -50,7 +50,7 @@ class Seen:
     def cheap(self) -> int:
         """Return how many answers run that hold less than a key without a history would hold for them."""
         return sum(
-            reservation.request.answers
+            reservation.request.num_answers
             for reservation, held, most in self.running
             if held < min(EXPECTED_OUTPUT_TOKENS, EXPECTED_OUTPUT_TOKENS if most is None else most)
         )
@@ -77,7 +77,7 @@ async def test_a_burst_is_never_underestimated_whatever_came_before(clock: FakeC
             most, answers = chance.choice([None, 3, 200, 5000]), chance.choice([1, 1, 1, 2, 14])
             expected = seen.expected(most, answers)
             asked = AdmissionRequest(
-                principal=bob, model="demo", prompt_tokens=7, max_output_tokens=most, price=None, answers=answers
+                principal=bob, model="demo", prompt_tokens=7, max_output_tokens=most, price=None, num_answers=answers
             )
             reservation = await admission.admit(asked)
             assert reservation.reserved_tokens == 7 + answers * expected
@@ -89,6 +89,6 @@ async def test_a_burst_is_never_underestimated_whatever_came_before(clock: FakeC
                 reservation.void()
                 continue
             each = chance.randint(1, min(longest, most or longest))
-            reservation.settle(7 + reservation.request.answers * each)
+            reservation.settle(7 + reservation.request.num_answers * each)
             seen.ended.append(each)
     assert len(seen.ended) > OUTPUTS_KEPT

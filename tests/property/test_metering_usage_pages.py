@@ -265,17 +265,17 @@ async def test_a_cursor_is_blamed_for_a_period_that_is_none(story: Story) -> Non
         assert refused.value.param == "cursor"
 
 
-async def test_the_sums_of_the_box_are_those_of_its_owners_and_can_be_built_again(story: Story) -> None:
-    async def box() -> set[tuple[Any, ...]]:
+async def test_the_sums_of_the_appliance_are_those_of_its_owners_and_can_be_built_again(story: Story) -> None:
+    async def appliance_sums() -> set[tuple[Any, ...]]:
         async with story.database.reading() as connection:
             rows = (await connection.execute(select(usage_box_rollups))).all()
         return {tuple(row) for row in rows}
 
     for _ in range(10):
         await story.write(7)
-    written = await box()
+    written = await appliance_sums()
     assert len(written) > 50
     await rollups.rebuild(story.database, story.calendar)
-    assert await box() == written
+    assert await appliance_sums() == written
     async with story.database.reading() as connection:
         assert await rollups.mismatched_levels(connection, story.database.kind, story.calendar) == []

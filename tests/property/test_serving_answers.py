@@ -15,13 +15,13 @@ from appliance.serving.event_queue import EventQueue
 from engine.protocol import FinishReason, TokenEvent
 
 ANSWERS = 4
-BOX = 6
+QUEUE_MAX = 6
 steps = st.lists(st.one_of(st.integers(0, ANSWERS - 1), st.just("read")), max_size=80)
 
 
 @pytest.fixture(autouse=True)
-def small_box(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_queue, "EVENTS_MAX", BOX)
+def small_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_queue, "EVENTS_MAX", QUEUE_MAX)
 
 
 @given(steps=steps)
@@ -42,7 +42,7 @@ def test_events_arrive_whole_and_in_order(steps: list[int | str]) -> None:
                     num_prompt_tokens_computed=1, finish_reason=FinishReason.STOP if is_last else None,
                 )
             )  # fmt: skip
-            assert len(queue._events) < BOX + ANSWERS
+            assert len(queue._events) < QUEUE_MAX + ANSWERS
         events += await queue.take()
         assert queue.open_answers == set()
         for index in range(ANSWERS):
@@ -54,7 +54,7 @@ def test_events_arrive_whole_and_in_order(steps: list[int | str]) -> None:
     asyncio.run(live())
 
 
-@given(steps=steps, limit=st.integers(1, BOX))
+@given(steps=steps, limit=st.integers(1, QUEUE_MAX))
 def test_chunks_arrive_whole_and_in_order(steps: list[int | str], limit: int) -> None:
     async def live() -> None:
         queue = ChunkQueue(limit)

@@ -76,7 +76,7 @@ def test_a_stranger_reads_nothing_and_hears_that_there_is_nothing(access: Access
 
 
 @given(strangers, actions)
-def test_who_has_no_role_on_the_box_gets_nothing_of_the_box(access: Access, action: Action) -> None:
+def test_who_has_no_role_on_the_appliance_gets_nothing_of_the_appliance(access: Access, action: Action) -> None:
     assert not access.sees_all
     assert not access.may(action)
     assert None not in read(access, action)
@@ -121,7 +121,7 @@ def test_a_greater_role_takes_nothing_away(held: dict[str, TenantRole], ranks: t
     assert read(less, action) <= read(more, action)
 
 
-def test_no_tenant_role_covers_what_belongs_to_the_box() -> None:
-    of_the_box = {Action.READ_APPLIANCE, Action.WRITE, Action.BILLING, Action.MEMBERS}
+def test_no_tenant_role_covers_what_belongs_to_the_appliance() -> None:
+    of_the_appliance = {Action.READ_APPLIANCE, Action.WRITE, Action.BILLING, Action.MEMBERS}
 
-    assert not any(of_the_box & covered for covered in ALLOWED_IN_TENANT.values())
+    assert not any(of_the_appliance & covered for covered in ALLOWED_IN_TENANT.values())

@@ -60,7 +60,7 @@ class RecordingSender:
 
 
 @dataclass(slots=True, kw_only=True)
-class AlertBox:
+class AlertParts:
     """The components of alerting over one database."""
 
     db: Database
@@ -99,10 +99,10 @@ class AlertBox:
         return [Delivery(**{name: row[name] for name in Delivery.__slots__}) for row in rows]
 
 
-def alert_box(database: Database, clock: Clock, *, target_policy: TargetPolicy = LOOPBACK, mail: bool = True) -> AlertBox:
+def alert_parts(database: Database, clock: Clock, *, target_policy: TargetPolicy = LOOPBACK, mail: bool = True) -> AlertParts:
     """Return the components over `database`."""
     webhooks = Webhooks(database, clock, Sealer(PEPPER, SEALING_PURPOSE), target_policy=target_policy, mail=mail)
-    return AlertBox(db=database, clock=clock, outbox=Outbox(database, clock), webhooks=webhooks)
+    return AlertParts(db=database, clock=clock, outbox=Outbox(database, clock), webhooks=webhooks)
 
 
 def settled_event(person: Person, cost_picos: int, at: datetime, *, tokens: int = 0, kind: str = "adjustment") -> UsageEvent:

@@ -24,7 +24,7 @@ from appliance.base.errors import NotFound
 from appliance.base.settings import Settings
 from appliance.console.routes import create_console_router
 from appliance.console.unknown_paths import answer_unknown_path
-from appliance.metering.box_records import BoxRecords
+from appliance.metering.appliance_records import ApplianceRecords
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.economics_report import EconomicsReport
 from appliance.metering.invoicing.free_allowances import FreeAllowances
@@ -228,7 +228,7 @@ class EngineSide:
 
 
 @dataclass(kw_only=True)
-class Box:
+class ConsoleApp:
     """A running console, its users, and the services behind it."""
 
     app: Litestar
@@ -301,9 +301,9 @@ def _create(services: Services) -> Litestar:
 
 
 @asynccontextmanager
-async def open_box(
+async def open_console(
     template: Path, folder: Path, clock: Clock, *, interval_s: float = 3600.0, time_zone: str = "UTC"
-) -> AsyncIterator[Box]:
+) -> AsyncIterator[ConsoleApp]:
     """Open a console over a copy of the migrated database `template` in `folder`; one sample is taken at the start."""
     path = folder / "gatehouse.db"
     shutil.copyfile(template, path)
@@ -317,7 +317,7 @@ async def open_box(
     standing = idle.pop() if idle else ReusedApp(services, _create)
     standing.serve(services)
     try:
-        yield Box(app=standing.app, services=services, engine_side=engine_side, cast=people)
+        yield ConsoleApp(app=standing.app, services=services, engine_side=engine_side, cast=people)
         idle.append(standing)
     finally:
         await services.sampler.stop()
@@ -345,7 +345,7 @@ def _services(
     prices = euro_prices(database, clock)
     tiers, policies = Tiers(database, clock), ModelPolicies(database, clock)
     settings = Settings(data_dir=folder, database_url=f"sqlite:///{folder / 'gatehouse.db'}")
-    records, reports = BoxRecords(database, clock), UsageReports(database, calendar=calendar)
+    records, reports = ApplianceRecords(database, clock), UsageReports(database, calendar=calendar)
     parts: dict[str, Any] = {
         "settings": settings,
         "clock": clock,
@@ -382,7 +382,7 @@ def _services(
         "reports": reports,
         "past_requests": PastRequests(database),
         "corrections": utc_corrections(database, clock, calendar=calendar),
-        "box_records": records,
+        "appliance_records": records,
         "free_allowances": FreeAllowances(database, clock),
         "economics": EconomicsReport(records, reports, clock),
         "alerts": Alerts(settings, database, clock, calendar, PEPPER),

@@ -137,7 +137,7 @@ LIMITS = RequestLimits(
 
 
 @asynccontextmanager
-async def serving(
+async def open_serving(
     database: Database, clock: Clock, folder: Path, epoch_id: str, *, step_s: float = 0.0, seats: int = 8, **options: Any
 ) -> AsyncIterator[Serving]:
     """Yield a serving layer whose engine runs `seats` requests at a time; at the end, everything must have settled."""

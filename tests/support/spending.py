@@ -19,7 +19,7 @@ from appliance.metering.prices import Price
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import TenantChanges
 from appliance.tenancy.tenants import Tenants
-from tests.support.alerts import AlertBox
+from tests.support.alerts import AlertParts
 from tests.support.cast import Person
 from tests.support.factories import pending, posted, voided
 from tests.support.ledgers import euro_budget_alerts, euro_prices, utc_ledger
@@ -31,7 +31,7 @@ PICOS = 10**12
 class Spender:
     """A ledger with budget alerts. Each completion token costs one unit of money."""
 
-    def __init__(self, alerts: AlertBox, budgets: BudgetAlerts, ledger: Ledger, price: Price) -> None:
+    def __init__(self, alerts: AlertParts, budgets: BudgetAlerts, ledger: Ledger, price: Price) -> None:
         self.alerts = alerts
         self.budgets = budgets
         self.price = price
@@ -62,7 +62,7 @@ class Spender:
 
 @asynccontextmanager
 async def running_spender(
-    alerts: AlertBox,
+    alerts: AlertParts,
     epoch_id: str,
     *,
     database: Database | None = None,

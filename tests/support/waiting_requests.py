@@ -38,8 +38,8 @@ class Queue:
 
     async def refusing_limits(self, who: Principal, tokens: int, **changes: object) -> set[tuple[str, str]]:
         """Return the scope and kind of each limit that would refuse one more request."""
-        forecast = await self.admission.forecast(msgspec.structs.replace(admission_request(who, tokens), **changes))
-        return {(decision.scope, decision.kind) for decision in forecast.refusals}
+        dry_run = await self.admission.dry_run(msgspec.structs.replace(admission_request(who, tokens), **changes))
+        return {(decision.scope, decision.kind) for decision in dry_run.refusals}
 
     async def submit(
         self, who: Principal, tokens: int, *, wait_s: float = 60.0, **changes: object

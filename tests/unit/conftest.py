@@ -12,16 +12,16 @@ from hypothesis import settings
 
 from tests.support import cached_commands
 from tests.support.clock import FakeClock
-from tests.support.console_fixtures import Box, open_box
+from tests.support.console_fixtures import ConsoleApp, open_console
 from tests.support.typed_commands import Run, command_runner
 
 settings.load_profile("ci")  # the same examples in every run, and no verdict on how long one took
 
 
 @pytest.fixture
-async def box(migrated_sqlite_file: Path, tmp_path: Path, clock: FakeClock) -> AsyncIterator[Box]:
+async def console(migrated_sqlite_file: Path, tmp_path: Path, clock: FakeClock) -> AsyncIterator[ConsoleApp]:
     """A console with Alice (owner), Vera (viewer), and the tenants of Bob and Charlie."""
-    async with open_box(migrated_sqlite_file, tmp_path, clock) as opened:
+    async with open_console(migrated_sqlite_file, tmp_path, clock) as opened:
         yield opened
 
 

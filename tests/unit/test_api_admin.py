@@ -16,7 +16,7 @@ from appliance.api.queries import parse_timestamp
 from appliance.serving.live_requests import LiveRequest
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.browser_rules import PLAIN_COOKIE, SECURE_COOKIE
-from tests.support.api_box import ApiBox, open_api_box
+from tests.support.api_app import ApiApp, open_api_app
 from tests.support.cast import Person
 from tests.support.console_fixtures import EngineSide
 
@@ -38,43 +38,43 @@ READS = ["/tenants", "/usage", "/costs", "/ledger", "/prices", "/requests", "/sy
 
 
 @pytest.fixture
-async def box(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiBox]:
-    async with open_api_box(migrated_sqlite_file, tmp_path) as opened:
+async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiApp]:
+    async with open_api_app(migrated_sqlite_file, tmp_path) as opened:
         yield opened
 
 
-async def new_tenant(box: ApiBox, **fields: Any) -> dict[str, Any]:
-    tenant: dict[str, Any] = await box.call("POST", "/tenants", status=201, json={"name": "Bob & Söhne", **fields})
+async def new_tenant(api: ApiApp, **fields: Any) -> dict[str, Any]:
+    tenant: dict[str, Any] = await api.call("POST", "/tenants", status=201, json={"name": "Bob & Söhne", **fields})
     return tenant
 
 
-async def refusal(box: ApiBox, method: str, path: str, status: int, **options: Any) -> tuple[str, str | None]:
-    error = (await box.call(method, path, status=status, **options))["error"]
+async def refusal(api: ApiApp, method: str, path: str, status: int, **options: Any) -> tuple[str, str | None]:
+    error = (await api.call(method, path, status=status, **options))["error"]
     return error["code"], error["param"]
 
 
-async def test_a_tenant_is_made_read_changed_and_archived(box: ApiBox) -> None:
-    tenant = await new_tenant(box, limits={"tokens_per_minute": 1000}, tier="batch", weight=3)
+async def test_a_tenant_is_made_read_changed_and_archived(api: ApiApp) -> None:
+    tenant = await new_tenant(api, limits={"tokens_per_minute": 1000}, tier="batch", weight=3)
     path = f"/tenants/{tenant['id']}"
 
     assert set(tenant) >= TENANT_FIELDS
     assert set(tenant["limits"]) == LIMIT_FIELDS
     assert tenant["created_at"].endswith("Z")
-    changed = await box.call("PATCH", path, json={"limits": {"requests_per_minute": 5}, "suspended": True})
+    changed = await api.call("PATCH", path, json={"limits": {"requests_per_minute": 5}, "suspended": True})
     assert (changed["limits"]["tokens_per_minute"], changed["limits"]["requests_per_minute"]) == (1000, 5)
     assert changed["suspended"]
-    assert (await box.call("PATCH", path, json={"limits": {"tokens_per_minute": None}}))["limits"]["tokens_per_minute"] is None
-    assert (await box.call("DELETE", path))["archived"]
-    assert (await box.call("GET", path))["archived"]
-    assert tenant["id"] not in [row["id"] for row in (await box.call("GET", "/tenants"))["data"]]
-    listed = (await box.call("GET", "/tenants", params={"include_archived": "true"}))["data"]
+    assert (await api.call("PATCH", path, json={"limits": {"tokens_per_minute": None}}))["limits"]["tokens_per_minute"] is None
+    assert (await api.call("DELETE", path))["archived"]
+    assert (await api.call("GET", path))["archived"]
+    assert tenant["id"] not in [row["id"] for row in (await api.call("GET", "/tenants"))["data"]]
+    listed = (await api.call("GET", "/tenants", params={"include_archived": "true"}))["data"]
     assert tenant["id"] in [row["id"] for row in listed]
 
 
-async def test_a_keys_secret_is_shown_when_it_is_made_and_never_again(box: ApiBox) -> None:
-    tenant = await new_tenant(box)
-    made = await box.call("POST", f"/tenants/{tenant['id']}/keys", status=201, json={"name": "first"})
-    (listed,) = (await box.call("GET", f"/tenants/{tenant['id']}/keys"))["data"]
+async def test_a_keys_secret_is_shown_when_it_is_made_and_never_again(api: ApiApp) -> None:
+    tenant = await new_tenant(api)
+    made = await api.call("POST", f"/tenants/{tenant['id']}/keys", status=201, json={"name": "first"})
+    (listed,) = (await api.call("GET", f"/tenants/{tenant['id']}/keys"))["data"]
 
     assert set(made) >= KEY_FIELDS | {"key"}
     assert made["key"].startswith(made["prefix"])
@@ -82,37 +82,37 @@ async def test_a_keys_secret_is_shown_when_it_is_made_and_never_again(box: ApiBo
     assert made["key"] not in str(listed)
 
 
-async def test_a_rotated_key_is_replaced_and_a_revoked_one_is_refused(box: ApiBox) -> None:
-    tenant = await new_tenant(box)
-    made = await box.call("POST", f"/tenants/{tenant['id']}/keys", status=201, json={"name": "first"})
-    fresh = await box.call("POST", f"/keys/{made['id']}/rotate")
+async def test_a_rotated_key_is_replaced_and_a_revoked_one_is_refused(api: ApiApp) -> None:
+    tenant = await new_tenant(api)
+    made = await api.call("POST", f"/tenants/{tenant['id']}/keys", status=201, json={"name": "first"})
+    fresh = await api.call("POST", f"/keys/{made['id']}/rotate")
 
     def models(secret: str) -> Any:
-        return box.client.get("/v1/models", headers={"authorization": f"Bearer {secret}"})
+        return api.client.get("/v1/models", headers={"authorization": f"Bearer {secret}"})
 
     assert fresh["key"] != made["key"]
     assert (await models(made["key"])).status_code == 401
     assert (await models(fresh["key"])).status_code == 200
-    assert (await box.call("DELETE", f"/keys/{fresh['id']}"))["revoked_at"] is not None
+    assert (await api.call("DELETE", f"/keys/{fresh['id']}"))["revoked_at"] is not None
     assert (await models(fresh["key"])).status_code == 401
 
 
-async def test_a_keys_expiry_and_limits_can_be_changed(box: ApiBox) -> None:
-    tenant = await new_tenant(box)
-    made = await box.call("POST", f"/tenants/{tenant['id']}/keys", status=201, json={"name": "k"})
+async def test_a_keys_expiry_and_limits_can_be_changed(api: ApiApp) -> None:
+    tenant = await new_tenant(api)
+    made = await api.call("POST", f"/tenants/{tenant['id']}/keys", status=201, json={"name": "k"})
     changes = {
         "expires_at": "2999-01-01T00:00:00+01:00",
         "limits": {"concurrent_requests": 2},
         "allowed_networks": ["10.0.0.0/8"],
     }
-    changed = await box.call("PATCH", f"/keys/{made['id']}", json=changes)
+    changed = await api.call("PATCH", f"/keys/{made['id']}", json=changes)
 
     assert changed["expires_at"] == "2998-12-31T23:00:00.000Z"
     assert changed["limits"]["concurrent_requests"] == 2
     assert changed["allowed_networks"] == ["10.0.0.0/8"]
-    renamed = await box.call("PATCH", f"/keys/{made['id']}", json={"name": "another"})
+    renamed = await api.call("PATCH", f"/keys/{made['id']}", json={"name": "another"})
     assert (renamed["name"], renamed["expires_at"]) == ("another", changed["expires_at"])
-    assert (await box.call("PATCH", f"/keys/{made['id']}", json={"expires_at": None}))["expires_at"] is None
+    assert (await api.call("PATCH", f"/keys/{made['id']}", json={"expires_at": None}))["expires_at"] is None
 
 
 @pytest.mark.parametrize(
@@ -126,11 +126,11 @@ async def test_a_keys_expiry_and_limits_can_be_changed(box: ApiBox) -> None:
         ("limits", {"tokens_per_minute": 7}),
     ],
 )
-async def test_each_field_of_a_key_can_be_changed_alone(box: ApiBox, name: str, value: Any) -> None:
-    tenant = await new_tenant(box)
-    made = await box.call("POST", f"/tenants/{tenant['id']}/keys", status=201, json={"name": "k"})
+async def test_each_field_of_a_key_can_be_changed_alone(api: ApiApp, name: str, value: Any) -> None:
+    tenant = await new_tenant(api)
+    made = await api.call("POST", f"/tenants/{tenant['id']}/keys", status=201, json={"name": "k"})
     del made["key"]
-    changed = await box.call("PATCH", f"/keys/{made['id']}", json={name: value})
+    changed = await api.call("PATCH", f"/keys/{made['id']}", json={name: value})
 
     assert changed == {**made, name: {**made["limits"], **value} if name == "limits" else value}
 
@@ -146,9 +146,9 @@ async def test_each_field_of_a_key_can_be_changed_alone(box: ApiBox, name: str, 
         ("suspended", True),
     ],
 )
-async def test_each_field_of_a_tenant_can_be_changed_alone(box: ApiBox, name: str, value: Any) -> None:
-    tenant = await new_tenant(box)
-    changed = await box.call("PATCH", f"/tenants/{tenant['id']}", json={name: value})
+async def test_each_field_of_a_tenant_can_be_changed_alone(api: ApiApp, name: str, value: Any) -> None:
+    tenant = await new_tenant(api)
+    changed = await api.call("PATCH", f"/tenants/{tenant['id']}", json={name: value})
 
     assert changed == {**tenant, name: {**tenant["limits"], **value} if name == "limits" else value}
 
@@ -165,57 +165,57 @@ async def test_each_field_of_a_tenant_can_be_changed_alone(box: ApiBox, name: st
     ],
     ids=str,
 )
-async def test_a_wrong_field_is_named(box: ApiBox, body: dict[str, Any], code: str, param: str) -> None:
-    assert await refusal(box, "POST", "/tenants", 400, json=body) == (code, param)
+async def test_a_wrong_field_is_named(api: ApiApp, body: dict[str, Any], code: str, param: str) -> None:
+    assert await refusal(api, "POST", "/tenants", 400, json=body) == (code, param)
 
 
-async def test_an_unknown_field_of_a_change_is_refused_and_changes_nothing(box: ApiBox) -> None:
-    tenant = await new_tenant(box)
+async def test_an_unknown_field_of_a_change_is_refused_and_changes_nothing(api: ApiApp) -> None:
+    tenant = await new_tenant(api)
     path = f"/tenants/{tenant['id']}"
 
-    assert await refusal(box, "PATCH", path, 400, json={"name": "new", "nme": "x"}) == ("unknown_parameter", "nme")
-    assert (await box.call("GET", path))["name"] == tenant["name"]
+    assert await refusal(api, "PATCH", path, 400, json={"name": "new", "nme": "x"}) == ("unknown_parameter", "nme")
+    assert (await api.call("GET", path))["name"] == tenant["name"]
 
 
-async def test_a_name_that_is_taken_is_a_conflict(box: ApiBox) -> None:
-    await new_tenant(box)
+async def test_a_name_that_is_taken_is_a_conflict(api: ApiApp) -> None:
+    await new_tenant(api)
 
-    assert (await refusal(box, "POST", "/tenants", 409, json={"name": "Bob & Söhne"}))[0] == "name_taken"
+    assert (await refusal(api, "POST", "/tenants", 409, json={"name": "Bob & Söhne"}))[0] == "name_taken"
 
 
 @pytest.mark.parametrize("path", ["/tenants/tn_x", "/tenants/tn_x/keys", "/requests/req_x"])
-async def test_what_does_not_exist_is_not_found(box: ApiBox, path: str) -> None:
-    assert (await refusal(box, "GET", path, 404))[0] == "not_found"
+async def test_what_does_not_exist_is_not_found(api: ApiApp, path: str) -> None:
+    assert (await refusal(api, "GET", path, 404))[0] == "not_found"
 
 
 @pytest.mark.parametrize(("state", "aborts"), [("decode", 1), ("finished", 0)])
 async def test_an_abort_is_noted_only_of_what_still_ran(
-    box: ApiBox, monkeypatch: pytest.MonkeyPatch, state: str, aborts: int
+    api: ApiApp, monkeypatch: pytest.MonkeyPatch, state: str, aborts: int
 ) -> None:
-    tenant = await new_tenant(box)
+    tenant = await new_tenant(api)
     person = Person(
-        tenant=await box.services.tenants.get(tenant["id"], access=WHOLE_APPLIANCE),
-        key=(await box.services.keys.create(tenant["id"], name="key", access=WHOLE_APPLIANCE))[0],
+        tenant=await api.services.tenants.get(tenant["id"], access=WHOLE_APPLIANCE),
+        key=(await api.services.keys.create(tenant["id"], name="key", access=WHOLE_APPLIANCE))[0],
         secret="",
     )
-    live = EngineSide(box.services.clock).add(person, "req_live", state=state)
+    live = EngineSide(api.services.clock).add(person, "req_live", state=state)
 
     async def ended(_id: str, **_access: Any) -> LiveRequest:
         return live
 
-    monkeypatch.setattr(box.services.generations, "find", lambda _id, **_access: live)
-    monkeypatch.setattr(box.services.generations, "abort_and_wait", ended)
-    assert (await box.call("DELETE", "/requests/req_live"))["id"] == "req_live"
-    noted = await box.call("GET", "/audit", params={"action": "request.abort"})
+    monkeypatch.setattr(api.services.generations, "find", lambda _id, **_access: live)
+    monkeypatch.setattr(api.services.generations, "abort_and_wait", ended)
+    assert (await api.call("DELETE", "/requests/req_live"))["id"] == "req_live"
+    noted = await api.call("GET", "/audit", params={"action": "request.abort"})
     assert len(noted["data"]) == aborts
 
 
-async def test_lists_are_paged_by_cursor_to_the_end(box: ApiBox) -> None:
-    made = [(await new_tenant(box, name=f"tenant {number}"))["id"] for number in range(5)]
+async def test_lists_are_paged_by_cursor_to_the_end(api: ApiApp) -> None:
+    made = [(await new_tenant(api, name=f"tenant {number}"))["id"] for number in range(5)]
     seen: list[str] = []
     cursor = None
     while True:
-        page = await box.call("GET", "/tenants", params={"limit": 2, **({"cursor": cursor} if cursor else {})})
+        page = await api.call("GET", "/tenants", params={"limit": 2, **({"cursor": cursor} if cursor else {})})
         assert set(page) == PAGE_FIELDS
         seen += [row["id"] for row in page["data"]]
         cursor = page["next_cursor"]
@@ -230,17 +230,17 @@ async def test_lists_are_paged_by_cursor_to_the_end(box: ApiBox) -> None:
 @pytest.mark.parametrize(
     ("query", "param"), [("limit=0", "limit"), ("limit=x", "limit"), ("limit=99999", "limit"), ("cursor=zzz", "cursor")]
 )
-async def test_wrong_paging_is_named(box: ApiBox, query: str, param: str) -> None:
-    assert await refusal(box, "GET", f"/tenants?{query}", 400) == ("invalid_value", param)
+async def test_wrong_paging_is_named(api: ApiApp, query: str, param: str) -> None:
+    assert await refusal(api, "GET", f"/tenants?{query}", 400) == ("invalid_value", param)
 
 
 @pytest.mark.parametrize("path", ["/tenants/%00", "/ledger?tenant_id=a%00", "/requests/%00"])
-async def test_the_character_that_no_database_compares_is_refused(box: ApiBox, path: str) -> None:
-    assert (await refusal(box, "GET", path, 400))[0] == "invalid_value"
+async def test_the_character_that_no_database_compares_is_refused(api: ApiApp, path: str) -> None:
+    assert (await refusal(api, "GET", path, 400))[0] == "invalid_value"
 
 
-async def test_an_unknown_query_parameter_is_named(box: ApiBox) -> None:
-    assert await refusal(box, "GET", "/ledger?tenant=x", 400) == ("unknown_parameter", "tenant")
+async def test_an_unknown_query_parameter_is_named(api: ApiApp) -> None:
+    assert await refusal(api, "GET", "/ledger?tenant=x", 400) == ("unknown_parameter", "tenant")
 
 
 @pytest.mark.parametrize(
@@ -253,15 +253,15 @@ async def test_an_unknown_query_parameter_is_named(box: ApiBox) -> None:
         ("audit?limit=1&limit=2", "limit"),
     ],
 )
-async def test_a_parameter_of_one_value_that_is_given_twice_is_named(box: ApiBox, query: str, param: str) -> None:
-    assert await refusal(box, "GET", f"/{query}", 400) == ("invalid_value", param)
+async def test_a_parameter_of_one_value_that_is_given_twice_is_named(api: ApiApp, query: str, param: str) -> None:
+    assert await refusal(api, "GET", f"/{query}", 400) == ("invalid_value", param)
 
 
 @pytest.mark.parametrize(
     "query", ["usage?group_by=tenant&group_by=key&key_id=a&key_id=b&model=a&model=b", "audit?actor=a&actor=b"]
 )
-async def test_a_parameter_of_several_values_may_be_given_several_times(box: ApiBox, query: str) -> None:
-    await box.call("GET", f"/{query}")
+async def test_a_parameter_of_several_values_may_be_given_several_times(api: ApiApp, query: str) -> None:
+    await api.call("GET", f"/{query}")
 
 
 @pytest.mark.parametrize(
@@ -271,8 +271,8 @@ async def test_a_parameter_of_several_values_may_be_given_several_times(box: Api
         *("group_by=colour", "group_by=", "group_by=model,"),
     ],
 )
-async def test_wrong_report_queries_are_named(box: ApiBox, query: str) -> None:
-    assert await refusal(box, "GET", f"/usage?{query}", 400) == ("invalid_value", query.partition("=")[0])
+async def test_wrong_report_queries_are_named(api: ApiApp, query: str) -> None:
+    assert await refusal(api, "GET", f"/usage?{query}", 400) == ("invalid_value", query.partition("=")[0])
 
 
 @pytest.mark.parametrize(
@@ -284,22 +284,22 @@ def test_a_time_is_understood_in_every_form_of_rfc_3339(text: str) -> None:
     assert parse_timestamp(text, "start") == datetime(2026, 1, 31, 12, tzinfo=UTC)
 
 
-async def test_a_price_is_added_with_the_boxs_currency(box: ApiBox) -> None:
-    price = await box.call("POST", "/prices", status=201, json={"model": "m", "prompt": 10, "completion": 30})
+async def test_a_price_is_added_with_the_appliances_currency(api: ApiApp) -> None:
+    price = await api.call("POST", "/prices", status=201, json={"model": "m", "prompt": 10, "completion": 30})
 
     assert set(price) >= PRICE_FIELDS
     assert (price["currency"], price["cached_prompt"], price["batch_percent"]) == ("EUR", 10, 100)
-    assert (await box.call("GET", "/prices"))["data"] == [price]
+    assert (await api.call("GET", "/prices"))["data"] == [price]
 
 
-async def test_an_empty_currency_of_a_price_is_not_the_boxs(box: ApiBox) -> None:
+async def test_an_empty_currency_of_a_price_is_not_the_appliances(api: ApiApp) -> None:
     body = {"model": "m", "prompt": 10, "completion": 30, "currency": ""}
 
-    assert await refusal(box, "POST", "/prices", 400, json=body) == ("invalid_value", "currency")
+    assert await refusal(api, "POST", "/prices", 400, json=body) == ("invalid_value", "currency")
 
 
-async def test_the_system_says_what_there_is(box: ApiBox) -> None:
-    system = await box.call("GET", "/system")
+async def test_the_system_says_what_there_is(api: ApiApp) -> None:
+    system = await api.call("GET", "/system")
 
     assert set(system) >= SYSTEM_FIELDS
     assert [process["role"] for process in system["processes"]] == ["gateway"]
@@ -307,111 +307,111 @@ async def test_the_system_says_what_there_is(box: ApiBox) -> None:
     assert system["gpus"] or system["gpu_error"]
 
 
-async def test_events_begin_with_the_newest_reading(box: ApiBox) -> None:
-    box.services.generations.draining = True  # the stream ends with its first beat, so that the test can read it whole
-    await box.services.sampler.sample()
-    answer = await box.client.get("/admin/v1/events")
+async def test_events_begin_with_the_newest_reading(api: ApiApp) -> None:
+    api.services.generations.draining = True  # the stream ends with its first beat, so that the test can read it whole
+    await api.services.sampler.sample()
+    answer = await api.client.get("/admin/v1/events")
 
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert answer.text.startswith("event: system\ndata: {")
     assert "\r" not in answer.text
 
 
-async def test_events_end_soon_after_the_token_is_revoked(box: ApiBox) -> None:
-    token, secret = await box.services.admin_tokens.create("a program's", "viewer")
+async def test_events_end_soon_after_the_token_is_revoked(api: ApiApp) -> None:
+    token, secret = await api.services.admin_tokens.create("a program's", "viewer")
     reading = asyncio.create_task(
-        box.client.get("/admin/v1/events", headers={"authorization": f"Bearer {secret}"})  # returns when the stream ends
+        api.client.get("/admin/v1/events", headers={"authorization": f"Bearer {secret}"})  # returns when the stream ends
     )
     async with asyncio.timeout(60):
-        while not box.services.sampler._subscribers:  # noqa: ASYNC110 - the sampler has no event for it
+        while not api.services.sampler._subscribers:  # noqa: ASYNC110 - the sampler has no event for it
             await asyncio.sleep(0)
-        await box.services.admin_tokens.revoke(token.id)
+        await api.services.admin_tokens.revoke(token.id)
         while not reading.done():
-            await box.services.sampler.sample()
+            await api.services.sampler.sample()
             await asyncio.sleep(0)
 
     assert 1 <= (await reading).text.count("event: system") <= 2 * CREDENTIAL_CHECKED_EVERY_TICKS
 
 
 @pytest.mark.parametrize("body", [b'{"name": "\\ud800"}', b'{"name": "\\ud800\\u0041"}', b'{"name": "\xff"}', b"\xff"])
-async def test_a_body_that_is_no_utf8_is_told_so(box: ApiBox, body: bytes) -> None:
-    answer = await box.call("POST", "/tenants", status=400, content=body)
+async def test_a_body_that_is_no_utf8_is_told_so(api: ApiApp, body: bytes) -> None:
+    answer = await api.call("POST", "/tenants", status=400, content=body)
 
     assert "not valid UTF-8 JSON" in answer["error"]["message"]
     assert "truncated" not in answer["error"]["message"]
     assert "position" not in answer["error"]["message"]
 
 
-async def test_programs_leave_places_of_live_streams_to_the_console(box: ApiBox, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_programs_leave_places_of_live_streams_to_the_console(api: ApiApp, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(system, "STREAMS_MAX", 0)
 
-    assert (await refusal(box, "GET", "/events", 503))[0] == "overloaded"
-    live_page = box.services.sampler.subscribe()
+    assert (await refusal(api, "GET", "/events", 503))[0] == "overloaded"
+    live_page = api.services.sampler.subscribe()
     await anext(live_page)
     await live_page.aclose()
 
 
 @pytest.mark.parametrize("path", READS)
-async def test_nobody_reads_without_a_token(box: ApiBox, path: str) -> None:
+async def test_nobody_reads_without_a_token(api: ApiApp, path: str) -> None:
     for headers in ({"authorization": ""}, {"authorization": "Bearer gha_wrong"}):
-        assert (await refusal(box, "GET", path, 401, headers=headers))[0] == "invalid_api_key"
+        assert (await refusal(api, "GET", path, 401, headers=headers))[0] == "invalid_api_key"
 
 
-async def test_a_tenants_key_is_no_administrator(box: ApiBox) -> None:
-    tenant = await new_tenant(box)
-    made = await box.call("POST", f"/tenants/{tenant['id']}/keys", status=201, json={"name": "k"})
+async def test_a_tenants_key_is_no_administrator(api: ApiApp) -> None:
+    tenant = await new_tenant(api)
+    made = await api.call("POST", f"/tenants/{tenant['id']}/keys", status=201, json={"name": "k"})
     headers = {"authorization": f"Bearer {made['key']}"}
 
     for path in READS:
-        await refusal(box, "GET", path, 401, headers=headers)
+        await refusal(api, "GET", path, 401, headers=headers)
 
 
 @pytest.mark.parametrize("role", ["viewer", "billing"])
-async def test_who_may_not_write_reads_everything_and_changes_nothing(box: ApiBox, role: str) -> None:
-    headers = await box.as_role(role)
+async def test_who_may_not_write_reads_everything_and_changes_nothing(api: ApiApp, role: str) -> None:
+    headers = await api.as_role(role)
     for path in READS:
-        await box.call("GET", path, headers=headers)
+        await api.call("GET", path, headers=headers)
     for method, path in WRITES:
-        assert (await refusal(box, method, path, 403, headers=headers))[0] == "role_not_allowed"
+        assert (await refusal(api, method, path, 403, headers=headers))[0] == "role_not_allowed"
 
 
-async def test_a_price_to_come_is_withdrawn(box: ApiBox) -> None:
+async def test_a_price_to_come_is_withdrawn(api: ApiApp) -> None:
     body = {"model": "m", "prompt": 10, "completion": 30}
-    now = await box.call("POST", "/prices", status=201, json=body)
-    later = await box.call("POST", "/prices", status=201, json={**body, "effective_from": "2190-01-01T00:00:00Z"})
-    await box.call("DELETE", f"/prices/{later['id']}", status=403, headers=await box.as_role("viewer"))
-    assert await box.call("DELETE", f"/prices/{later['id']}") == later
-    refused = await box.call("DELETE", f"/prices/{now['id']}", status=409)
+    now = await api.call("POST", "/prices", status=201, json=body)
+    later = await api.call("POST", "/prices", status=201, json={**body, "effective_from": "2190-01-01T00:00:00Z"})
+    await api.call("DELETE", f"/prices/{later['id']}", status=403, headers=await api.as_role("viewer"))
+    assert await api.call("DELETE", f"/prices/{later['id']}") == later
+    refused = await api.call("DELETE", f"/prices/{now['id']}", status=409)
     assert refused["error"]["code"] == "price_begun"
-    await box.call("DELETE", f"/prices/{later['id']}", status=404)
-    assert (await box.call("GET", "/prices"))["data"] == [now]
+    await api.call("DELETE", f"/prices/{later['id']}", status=404)
+    assert (await api.call("GET", "/prices"))["data"] == [now]
 
 
-async def test_only_roles_with_billing_set_prices(box: ApiBox) -> None:
+async def test_only_roles_with_billing_set_prices(api: ApiApp) -> None:
     body = {"model": "m", "prompt": 1, "completion": 1}
 
-    await box.call("POST", "/prices", status=403, json=body, headers=await box.as_role("viewer"))
-    await box.call("POST", "/prices", status=201, json=body, headers=await box.as_role("billing"))
+    await api.call("POST", "/prices", status=403, json=body, headers=await api.as_role("viewer"))
+    await api.call("POST", "/prices", status=201, json=body, headers=await api.as_role("billing"))
 
 
-async def test_a_session_reads_but_writes_only_with_its_token_from_its_own_pages(box: ApiBox) -> None:
-    member = await box.services.members.create("alice@example.com", "a password of tests", "owner")
-    token, session = await box.services.sessions.open(member.id, "test", "127.0.0.1")
+async def test_a_session_reads_but_writes_only_with_its_token_from_its_own_pages(api: ApiApp) -> None:
+    member = await api.services.members.create("alice@example.com", "a password of tests", "owner")
+    token, session = await api.services.sessions.open(member.id, "test", "127.0.0.1")
     cookie = {"authorization": "", "cookie": f"{PLAIN_COOKIE}={token}"}
     own = {**cookie, "x-csrf-token": session.csrf_token}
 
-    await box.call("GET", "/tenants", headers=cookie)
-    await box.call("POST", "/tenants", status=403, json={"name": "a"}, headers=cookie)
-    await box.call("POST", "/tenants", status=403, json={"name": "a"}, headers={**own, "sec-fetch-site": "cross-site"})
-    await box.call("POST", "/tenants", status=201, json={"name": "a"}, headers={**own, "sec-fetch-site": "same-origin"})
+    await api.call("GET", "/tenants", headers=cookie)
+    await api.call("POST", "/tenants", status=403, json={"name": "a"}, headers=cookie)
+    await api.call("POST", "/tenants", status=403, json={"name": "a"}, headers={**own, "sec-fetch-site": "cross-site"})
+    await api.call("POST", "/tenants", status=201, json={"name": "a"}, headers={**own, "sec-fetch-site": "same-origin"})
 
 
 @pytest.mark.parametrize(("scheme", "expected"), [("http", [200, 401]), ("https", [401, 200])])
-async def test_only_the_cookie_of_the_connections_own_scheme_counts(box: ApiBox, scheme: str, expected: list[int]) -> None:
-    member = await box.services.members.create("alice@example.com", "a password of tests", "owner")
-    token, _ = await box.services.sessions.open(member.id, "test", "127.0.0.1")
+async def test_only_the_cookie_of_the_connections_own_scheme_counts(api: ApiApp, scheme: str, expected: list[int]) -> None:
+    member = await api.services.members.create("alice@example.com", "a password of tests", "owner")
+    token, _ = await api.services.sessions.open(member.id, "test", "127.0.0.1")
     address = f"{scheme}://box/admin/v1/tenants"
     plain, secure = [{"authorization": "", "cookie": f"{name}={token}"} for name in (PLAIN_COOKIE, SECURE_COOKIE)]
 
-    statuses = [(await box.client.get(address, headers=headers)).status_code for headers in (plain, secure)]
+    statuses = [(await api.client.get(address, headers=headers)).status_code for headers in (plain, secure)]
     assert statuses == expected

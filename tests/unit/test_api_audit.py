@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from appliance.tenancy.access import WHOLE_APPLIANCE
-from tests.support.api_box import ApiBox, open_api_box
+from tests.support.api_app import ApiApp, open_api_app
 from tests.support.cast import ALICE_PASSWORD, quick_hasher
 
 FIELDS = {
@@ -20,26 +20,26 @@ FIELDS = {
 
 
 @pytest.fixture
-async def box(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiBox]:
-    async with open_api_box(migrated_sqlite_file, tmp_path) as opened:
+async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiApp]:
+    async with open_api_app(migrated_sqlite_file, tmp_path) as opened:
         yield opened
 
 
-async def make(box: ApiBox, name: str) -> tuple[str, str]:
+async def make(api: ApiApp, name: str) -> tuple[str, str]:
     """Return the ids of a new tenant and its key."""
-    tenant = await box.call("POST", "/tenants", status=201, json={"name": name})
-    key = await box.call("POST", f"/tenants/{tenant['id']}/keys", status=201, json={"name": "first"})
+    tenant = await api.call("POST", "/tenants", status=201, json={"name": name})
+    key = await api.call("POST", f"/tenants/{tenant['id']}/keys", status=201, json={"name": "first"})
     return tenant["id"], key["id"]
 
 
-async def actions(box: ApiBox, **query: Any) -> list[str]:
-    return [row["action"] for row in (await box.call("GET", "/audit", params=query))["data"]]
+async def actions(api: ApiApp, **query: Any) -> list[str]:
+    return [row["action"] for row in (await api.call("GET", "/audit", params=query))["data"]]
 
 
-async def test_an_entry_has_its_shape_and_its_author(box: ApiBox) -> None:
-    headers = await box.as_role("admin")
-    answer = await box.client.post("/admin/v1/tenants", json={"name": "bob"}, headers=headers)
-    (row,) = (await box.call("GET", "/audit", params={"action": "tenant.create"}))["data"]
+async def test_an_entry_has_its_shape_and_its_author(api: ApiApp) -> None:
+    headers = await api.as_role("admin")
+    answer = await api.client.post("/admin/v1/tenants", json={"name": "bob"}, headers=headers)
+    (row,) = (await api.call("GET", "/audit", params={"action": "tenant.create"}))["data"]
     assert set(row) == FIELDS
     assert (row["actor"]["kind"], row["actor"]["name"]) == ("token", "token of a admin")
     assert row["target"] == {"kind": "tenant", "id": answer.json()["id"]}
@@ -47,73 +47,73 @@ async def test_an_entry_has_its_shape_and_its_author(box: ApiBox) -> None:
     assert (row["before"], row["after"]["name"]) == (None, "bob")
 
 
-async def test_a_change_tells_only_what_differs(box: ApiBox) -> None:
-    tenant_id, _ = await make(box, "bob")
-    await box.call("PATCH", f"/tenants/{tenant_id}", json={"limits": {"tokens_per_minute": 5}, "weight": 1})
-    (row,) = (await box.call("GET", "/audit", params={"action": "tenant.update"}))["data"]
+async def test_a_change_tells_only_what_differs(api: ApiApp) -> None:
+    tenant_id, _ = await make(api, "bob")
+    await api.call("PATCH", f"/tenants/{tenant_id}", json={"limits": {"tokens_per_minute": 5}, "weight": 1})
+    (row,) = (await api.call("GET", "/audit", params={"action": "tenant.update"}))["data"]
     assert row["before"] == {"limits": {"tokens_per_minute": None}}
     assert row["after"] == {"limits": {"tokens_per_minute": 5}}
 
 
-async def test_a_command_says_which_user_of_the_machine_acts_and_nobody_else_can(box: ApiBox) -> None:
+async def test_a_command_says_which_user_of_the_machine_acts_and_nobody_else_can(api: ApiApp) -> None:
     operator = {"x-gatehouse-operator": "zo%C3%AB"}
-    await box.call("POST", "/tenants", status=201, json={"name": "bob"}, headers={**box.client.headers, **operator})
-    await box.call("POST", "/tenants", status=201, json={"name": "eve"}, headers={**await box.as_role("owner"), **operator})
-    actors = [row["actor"] for row in (await box.call("GET", "/audit", params={"action": "tenant.create"}))["data"]]
+    await api.call("POST", "/tenants", status=201, json={"name": "bob"}, headers={**api.client.headers, **operator})
+    await api.call("POST", "/tenants", status=201, json={"name": "eve"}, headers={**await api.as_role("owner"), **operator})
+    actors = [row["actor"] for row in (await api.call("GET", "/audit", params={"action": "tenant.create"}))["data"]]
     assert [actor["kind"] for actor in actors] == ["token", "cli"]
     assert actors[1]["name"] == "zoë"
     assert actors[0]["name"] != "zoë"
 
 
-async def test_the_list_is_paged_and_narrowed(box: ApiBox) -> None:
-    bob, key = await make(box, "bob")
-    charlie, _ = await make(box, "charlie")
-    await box.call("DELETE", f"/keys/{key}")
-    first = await box.call("GET", "/audit", params={"limit": 2})
-    rest = await box.call("GET", "/audit", params={"limit": 100, "cursor": first["next_cursor"]})
+async def test_the_list_is_paged_and_narrowed(api: ApiApp) -> None:
+    bob, key = await make(api, "bob")
+    charlie, _ = await make(api, "charlie")
+    await api.call("DELETE", f"/keys/{key}")
+    first = await api.call("GET", "/audit", params={"limit": 2})
+    rest = await api.call("GET", "/audit", params={"limit": 100, "cursor": first["next_cursor"]})
     ids = [int(row["id"]) for row in (*first["data"], *rest["data"])]
     assert ids == sorted(ids, reverse=True)
     assert ids[-1] == 1
-    assert await actions(box, target=key) == ["key.revoke", "key.create"]
-    assert await actions(box, tenant_id=charlie) == ["key.create", "tenant.create"]
-    assert await actions(box, tenant_id=bob, action="tenant.create") == ["tenant.create"]
-    assert len(await actions(box, actor="command line")) == 5
-    assert await actions(box, actor="nobody") == []
+    assert await actions(api, target=key) == ["key.revoke", "key.create"]
+    assert await actions(api, tenant_id=charlie) == ["key.create", "tenant.create"]
+    assert await actions(api, tenant_id=bob, action="tenant.create") == ["tenant.create"]
+    assert len(await actions(api, actor="command line")) == 5
+    assert await actions(api, actor="nobody") == []
     moment = first["data"][0]["at"]
-    assert await actions(box, start=moment) == ["key.revoke"]
-    assert "key.revoke" not in await actions(box, end=moment)
+    assert await actions(api, start=moment) == ["key.revoke"]
+    assert "key.revoke" not in await actions(api, end=moment)
 
 
 @pytest.mark.parametrize(
     ("query", "param"),
     [({"start": "now"}, "start"), ({"cursor": "x"}, "cursor"), ({"limit": "0"}, "limit"), ({"who": "x"}, "who")],
 )
-async def test_bad_input_names_its_parameter(box: ApiBox, query: dict[str, str], param: str) -> None:
-    assert (await box.call("GET", "/audit", status=400, params=query))["error"]["param"] == param
+async def test_bad_input_names_its_parameter(api: ApiApp, query: dict[str, str], param: str) -> None:
+    assert (await api.call("GET", "/audit", status=400, params=query))["error"]["param"] == param
 
 
 @pytest.mark.parametrize("role", ["owner", "admin", "billing", "viewer"])
-async def test_every_role_of_the_box_reads_it(box: ApiBox, role: str) -> None:
-    assert (await box.client.get("/admin/v1/audit", headers=await box.as_role(role))).status_code == 200
+async def test_every_role_of_the_appliance_reads_it(api: ApiApp, role: str) -> None:
+    assert (await api.client.get("/admin/v1/audit", headers=await api.as_role(role))).status_code == 200
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE"])
-async def test_there_is_no_way_to_change_it(box: ApiBox, method: str) -> None:
+async def test_there_is_no_way_to_change_it(api: ApiApp, method: str) -> None:
     for path in ("/admin/v1/audit", "/admin/v1/audit/1"):
-        assert (await box.client.request(method, path, json={})).status_code in (404, 405)
+        assert (await api.client.request(method, path, json={})).status_code in (404, 405)
 
 
-async def test_a_manager_sees_the_own_tenant_and_a_viewer_of_the_tenant_nothing(box: ApiBox) -> None:
-    bob, _ = await make(box, "bob")
-    charlie, _ = await make(box, "charlie")
-    services = box.services
+async def test_a_manager_sees_the_own_tenant_and_a_viewer_of_the_tenant_nothing(api: ApiApp) -> None:
+    bob, _ = await make(api, "bob")
+    charlie, _ = await make(api, "charlie")
+    services = api.services
     services.members._hasher = quick_hasher()
     seen: dict[str, Any] = {}
     for role in ("manager", "viewer"):
         member = await services.members.create(f"{role}@example.com", ALICE_PASSWORD, "member")
         await services.memberships.add(bob, member.id, role, access=WHOLE_APPLIANCE)
         token, _ = await services.sessions.open(member.id, "test", "127.0.0.1")
-        answer = await box.client.get("/admin/v1/audit", headers={"authorization": "", "cookie": f"gatehouse_session={token}"})
+        answer = await api.client.get("/admin/v1/audit", headers={"authorization": "", "cookie": f"gatehouse_session={token}"})
         seen[role] = (answer.status_code, answer.json())
     assert seen["viewer"][0] == 403
     status, page = seen["manager"]
@@ -122,9 +122,9 @@ async def test_a_manager_sees_the_own_tenant_and_a_viewer_of_the_tenant_nothing(
     assert charlie not in json.dumps(page)
 
 
-async def test_the_hash_of_an_entry_can_be_computed_from_what_is_shown(box: ApiBox) -> None:
-    await make(box, "bob")
-    rows = (await box.call("GET", "/audit", params={"limit": 100}))["data"][::-1]
+async def test_the_hash_of_an_entry_can_be_computed_from_what_is_shown(api: ApiApp) -> None:
+    await make(api, "bob")
+    rows = (await api.call("GET", "/audit", params={"limit": 100}))["data"][::-1]
     previous = "0" * 64
     for row in rows:
         told = {

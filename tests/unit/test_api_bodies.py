@@ -19,7 +19,7 @@ from appliance.api.bodies import decode_body
 from appliance.api.sampling import sampling_params
 from appliance.api.schemas import PARTS_MAX, STOP_TOKEN_IDS_MAX, ChatCompletionRequest, check_messages, check_supported
 from appliance.base.errors import InvalidValue, UnknownParameter, UnsupportedParameter
-from tests.support.api_box import open_api_box
+from tests.support.api_app import open_api_app
 
 
 @pytest.mark.parametrize(
@@ -192,15 +192,15 @@ async def test_who_leaves_before_the_body_is_whole_is_no_fault_of_ours(
     async def send(message: Any) -> None:
         sent.append(message)
 
-    async with open_api_box(migrated_sqlite_file, tmp_path) as box:
-        headers = {"host": "a", "content-type": "application/x-www-form-urlencoded", **await box.as_role("owner")}
+    async with open_api_app(migrated_sqlite_file, tmp_path) as api:
+        headers = {"host": "a", "content-type": "application/x-www-form-urlencoded", **await api.as_role("owner")}
         scope: Any = {
             "type": "http", "http_version": "1.1", "method": "POST", "scheme": "http", "path": path, "raw_path": path.encode(),
             "query_string": b"", "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
             "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80), "state": {},
         }  # fmt: skip
         with structlog.testing.capture_logs() as logs:
-            await box.app(scope, receive, send)
+            await api.app(scope, receive, send)
 
     assert sent[0]["status"] == 400
     assert [entry for entry in logs if entry["log_level"] not in ("debug", "info")] == []

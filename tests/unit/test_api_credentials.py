@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.api_box import ApiBox, open_api_box
+from tests.support.api_app import ApiApp, open_api_app
 
 
 @pytest.fixture
-async def box(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiBox]:
-    async with open_api_box(migrated_sqlite_file, tmp_path) as opened:
+async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiApp]:
+    async with open_api_app(migrated_sqlite_file, tmp_path) as opened:
         yield opened
 
 
@@ -25,18 +25,18 @@ async def box(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiBo
         ("DELETE", "/requests/req_x"),
     ],
 )
-async def test_whatever_takes_no_query_refuses_one_by_name(box: ApiBox, method: str, path: str) -> None:
-    error = (await box.call(method, f"{path}?expand=keys", status=400))["error"]
+async def test_whatever_takes_no_query_refuses_one_by_name(api: ApiApp, method: str, path: str) -> None:
+    error = (await api.call(method, f"{path}?expand=keys", status=400))["error"]
 
     assert (error["code"], error["param"]) == ("unknown_parameter", "expand")
 
 
-async def test_a_credential_for_the_other_interface_is_told_which_one_it_is_for(box: ApiBox) -> None:
-    tenant = await box.call("POST", "/tenants", status=201, json={"name": "Bob"})
-    key = await box.call("POST", f"/tenants/{tenant['id']}/keys", status=201, json={"name": "k"})
+async def test_a_credential_for_the_other_interface_is_told_which_one_it_is_for(api: ApiApp) -> None:
+    tenant = await api.call("POST", "/tenants", status=201, json={"name": "Bob"})
+    key = await api.call("POST", f"/tenants/{tenant['id']}/keys", status=201, json={"name": "k"})
 
     async def told(path: str, secret: str) -> str:
-        answer = await box.client.get(path, headers={"authorization": f"Bearer {secret}"})
+        answer = await api.client.get(path, headers={"authorization": f"Bearer {secret}"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
         return str(answer.json()["error"]["message"])
 
@@ -44,7 +44,7 @@ async def test_a_credential_for_the_other_interface_is_told_which_one_it_is_for(
     assert "send an API key, gh_" in await told("/v1/models", "gha_first")
 
 
-async def test_nobody_unknown_is_told_of_parameters(box: ApiBox) -> None:
-    answer = await box.client.get("/admin/v1/system?expand=keys", headers={"authorization": "Bearer gha_unknown"})
+async def test_nobody_unknown_is_told_of_parameters(api: ApiApp) -> None:
+    answer = await api.client.get("/admin/v1/system?expand=keys", headers={"authorization": "Bearer gha_unknown"})
 
     assert answer.status_code == 401

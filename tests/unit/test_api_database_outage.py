@@ -12,13 +12,13 @@ from sqlalchemy.exc import InterfaceError, InternalError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from appliance.base.database_errors import as_outage
-from tests.support.api_box import ApiBox, open_api_box
-from tests.support.console_fixtures import Box
+from tests.support.api_app import ApiApp, open_api_app
+from tests.support.console_fixtures import ConsoleApp
 
 
 @pytest.fixture
-async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiBox]:
-    async with open_api_box(migrated_sqlite_file, tmp_path) as opened:
+async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiApp]:
+    async with open_api_app(migrated_sqlite_file, tmp_path) as opened:
         yield opened
 
 
@@ -52,7 +52,7 @@ def failing(error: Exception) -> Callable[..., Awaitable[None]]:
     ],
 )
 async def test_a_key_that_cannot_be_looked_up_now_is_told_to_come_back(
-    api: ApiBox, monkeypatch: pytest.MonkeyPatch, error: Exception
+    api: ApiApp, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     monkeypatch.setattr(api.services.keys, "_read", failing(error))
     answer = await api.client.post("/v1/chat/completions", headers={"authorization": f"Bearer gh_{'a' * 8}_{'b' * 26}"})
@@ -62,9 +62,11 @@ async def test_a_key_that_cannot_be_looked_up_now_is_told_to_come_back(
     assert str(error) not in answer.text
 
 
-async def test_a_page_that_meets_a_locked_database_says_so(box: Box, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    alice = await box.alice()
-    monkeypatch.setattr(box.services.tenants, "list", failing(sqlite_error(tmp_path / "locked.db", "BEGIN IMMEDIATE")))
+async def test_a_page_that_meets_a_locked_database_says_so(
+    console: ConsoleApp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alice = await console.alice()
+    monkeypatch.setattr(console.services.tenants, "list", failing(sqlite_error(tmp_path / "locked.db", "BEGIN IMMEDIATE")))
     answer = await alice.get("/tenants")
 
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")

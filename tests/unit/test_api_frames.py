@@ -26,15 +26,15 @@ from appliance.serving.endings import Outcome
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import STALL
-from tests.support.generations import Serving, serving
+from tests.support.generations import Serving, open_serving
 from tests.support.loop_iterations import count_iterations
 
 pytestmark = pytest.mark.on_either_database
 
 
 @pytest.fixture
-async def box(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) -> AsyncIterator[Serving]:
-    async with serving(database, clock, tmp_path / "model", cast.epoch_id) as opened:
+async def serving(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) -> AsyncIterator[Serving]:
+    async with open_serving(database, clock, tmp_path / "model", cast.epoch_id) as opened:
         yield opened
 
 
@@ -60,8 +60,8 @@ def payload(frame: bytes) -> dict[str, Any]:
     return decoded
 
 
-async def test_silence_is_filled_with_comments(box: Serving, cast: Cast) -> None:
-    generation = await box.start(cast.bob, [STALL, 5])
+async def test_silence_is_filled_with_comments(serving: Serving, cast: Cast) -> None:
+    generation = await serving.start(cast.bob, [STALL, 5])
     frames = chat_frames(generation, framer(), ping_after_s=0.01)
     await anext(frames)
 
@@ -71,19 +71,19 @@ async def test_silence_is_filled_with_comments(box: Serving, cast: Cast) -> None
     await frames.aclose()  # type: ignore[attr-defined]
 
 
-async def test_a_stream_that_cannot_go_on_ends_with_the_error_and_without_done(box: Serving, cast: Cast) -> None:
-    generation = await box.start(cast.bob, "the quick fox", max_tokens=1000)
+async def test_a_stream_that_cannot_go_on_ends_with_the_error_and_without_done(serving: Serving, cast: Cast) -> None:
+    generation = await serving.start(cast.bob, "the quick fox", max_tokens=1000)
     frames = chat_frames(generation, framer())
     await anext(frames)
-    box.engine_task.cancel()
+    serving.engine_task.cancel()
     sent = [frame async for frame in frames]
 
     assert payload(sent[-1])["error"]["code"] == "engine_unavailable"
     assert not any(DONE in frame for frame in sent)
 
 
-async def test_a_bug_while_sending_is_told_in_the_stream(box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch) -> None:
-    generation = await box.start(cast.bob, "the quick fox")
+async def test_a_bug_while_sending_is_told_in_the_stream(serving: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch) -> None:
+    generation = await serving.start(cast.bob, "the quick fox")
     broken = framer()
     monkeypatch.setattr(broken, "text", None)
     sent = [frame async for frame in chat_frames(generation, broken)]
@@ -92,8 +92,8 @@ async def test_a_bug_while_sending_is_told_in_the_stream(box: Serving, cast: Cas
     assert not any(DONE in frame for frame in sent)
 
 
-async def test_a_stream_that_ends_well_ends_with_done(box: Serving, cast: Cast) -> None:
-    generation = await box.start(cast.bob, "the quick fox")
+async def test_a_stream_that_ends_well_ends_with_done(serving: Serving, cast: Cast) -> None:
+    generation = await serving.start(cast.bob, "the quick fox")
     sent = b"".join([frame async for frame in chat_frames(generation, framer(include_usage=True))])
     chunks = [json.loads(part.removeprefix(b"data: ")) for part in sent.removesuffix(DONE).split(b"\n\n") if part]
 
@@ -108,9 +108,9 @@ def parsed(sent: bytes) -> list[dict[str, Any]]:
     return [json.loads(part.removeprefix(b"data: ")) for part in sent.removesuffix(DONE).split(b"\n\n") if part]
 
 
-async def test_a_stream_of_several_answers_tells_them_apart_and_ends_each_once(box: Serving, cast: Cast) -> None:
-    prompt = [*box.ids("fox"), *box.ids("a") * 30]
-    generation = await box.start(cast.bob, prompt, n=2, stop=["fox"], max_tokens=len(prompt) - 1)
+async def test_a_stream_of_several_answers_tells_them_apart_and_ends_each_once(serving: Serving, cast: Cast) -> None:
+    prompt = [*serving.ids("fox"), *serving.ids("a") * 30]
+    generation = await serving.start(cast.bob, prompt, n=2, stop=["fox"], max_tokens=len(prompt) - 1)
     options = {"num_answers": 2, "include_usage": True, "continuous_usage": True}
     chunks = parsed(b"".join([frame async for frame in chat_frames(generation, framer(**options))]))
     choices = [chunk["choices"][0] for chunk in chunks[:-1]]
@@ -122,9 +122,9 @@ async def test_a_stream_of_several_answers_tells_them_apart_and_ends_each_once(b
     assert ends == {0: "stop", 1: "length"}
     assert len([choice for choice in choices if choice["finish_reason"]]) == 2
     said = ["".join(choice["delta"].get("content", "") for choice in choices if choice["index"] == index) for index in (0, 1)]
-    assert said == ["", box.text(prompt[1:])]
+    assert said == ["", serving.text(prompt[1:])]
     assert counts == sorted(counts)
-    assert counts[-1] == (await generation.outcome).usage.completion_tokens == len(box.ids("fox")) + len(prompt) - 1
+    assert counts[-1] == (await generation.outcome).usage.completion_tokens == len(serving.ids("fox")) + len(prompt) - 1
 
 
 def test_the_log_probability_of_a_last_token_without_text_of_its_own_is_told() -> None:
@@ -232,8 +232,8 @@ def test_log_probabilities_of_a_slow_reader_are_joined_to_pieces_of_a_bounded_si
     assert len(pieces) < 50
 
 
-async def test_nothing_is_encoded_of_the_backlog_of_a_client_that_has_left(box: Serving, cast: Cast) -> None:
-    generation = await box.start(cast.bob, [STALL, 5])
+async def test_nothing_is_encoded_of_the_backlog_of_a_client_that_has_left(serving: Serving, cast: Cast) -> None:
+    generation = await serving.start(cast.bob, [STALL, 5])
     encoded: list[Chunk] = []
     making = framer(logprobs=True)
     text = making.text
@@ -268,8 +268,8 @@ def test_a_backlog_is_cut_where_a_piece_would_have_too_many_log_probabilities() 
     assert len(sse._split([named(0)] * 1000)) == 1
 
 
-async def test_others_run_between_the_pieces_of_a_backlog(box: Serving, cast: Cast) -> None:
-    generation = await box.start(cast.bob, [STALL, 5])
+async def test_others_run_between_the_pieces_of_a_backlog(serving: Serving, cast: Cast) -> None:
+    generation = await serving.start(cast.bob, [STALL, 5])
     frames = chat_frames(generation, framer(logprobs=True))
     await anext(frames)
     for _ in range(5):
@@ -285,10 +285,10 @@ async def test_others_run_between_the_pieces_of_a_backlog(box: Serving, cast: Ca
     await frames.aclose()  # type: ignore[attr-defined]
 
 
-async def test_every_frame_of_a_stream_says_its_service_tier_when_the_request_said_one(box: Serving, cast: Cast) -> None:
+async def test_every_frame_of_a_stream_says_its_service_tier_when_the_request_said_one(serving: Serving, cast: Cast) -> None:
     said: dict[str | None, list[dict[str, Any]]] = {}
     for tier in ("flex", None):
-        generation = await box.start(cast.bob, "the quick fox")
+        generation = await serving.start(cast.bob, "the quick fox")
         sent = b"".join([frame async for frame in chat_frames(generation, framer(service_tier=tier, include_usage=True))])
         said[tier] = [json.loads(part.removeprefix(b"data: ")) for part in sent.removesuffix(DONE).split(b"\n\n") if part]
 
@@ -315,8 +315,8 @@ def test_rate_limit_headers_are_always_there() -> None:
     assert headers["x-ratelimit-limit-tokens"] == str(UNLIMITED)
 
 
-async def test_the_end_of_an_answer_leaves_with_its_last_frame(box: Serving, cast: Cast) -> None:
-    generation = await box.start(cast.bob, "the quick fox")
+async def test_the_end_of_an_answer_leaves_with_its_last_frame(serving: Serving, cast: Cast) -> None:
+    generation = await serving.start(cast.bob, "the quick fox")
     sent: list[dict[str, Any]] = []
 
     async def send(message: Any) -> None:

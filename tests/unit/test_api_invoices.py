@@ -14,7 +14,7 @@ import pytest
 from pypdf import PdfReader
 
 from appliance.metering.ledger.epochs import begin_epoch
-from tests.support.api_box import ApiBox, open_api_box
+from tests.support.api_app import ApiApp, open_api_app
 from tests.support.billing import Tokens, add_price, post_event
 from tests.support.cast import Person, make_person
 from tests.support.tenant_isolation import PopulatedTenant, make_populated_tenant, session_headers
@@ -26,15 +26,15 @@ HARDWARE = {"cost_micros": 36_000_000_000, "months": 36, "kwh_price_micros": 300
 
 
 @pytest.fixture
-async def box(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiBox]:
-    async with open_api_box(migrated_sqlite_file, tmp_path) as opened:
+async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiApp]:
+    async with open_api_app(migrated_sqlite_file, tmp_path) as opened:
         yield opened
 
 
 @pytest.fixture
-async def bob(box: ApiBox) -> Person:
+async def bob(api: ApiApp) -> Person:
     """Bob, who used a million prompt tokens on a day of January and has a currency unit of them free."""
-    services = box.services
+    services = api.services
     person = await make_person(services.db, services.clock, "bob")
     price = await add_price(services.db, prompt=3_000_000)
     epoch_id = await begin_epoch(services.db, services.clock, "test")
@@ -43,51 +43,51 @@ async def bob(box: ApiBox) -> Person:
     return person
 
 
-async def drafted(box: ApiBox, person: Person, month: str = "2026-01") -> dict[str, Any]:
+async def drafted(api: ApiApp, person: Person, month: str = "2026-01") -> dict[str, Any]:
     path = f"/tenants/{person.tenant.id}/invoices"
-    invoice: dict[str, Any] = await box.call("POST", path, status=201, json={"month": month})
+    invoice: dict[str, Any] = await api.call("POST", path, status=201, json={"month": month})
     return invoice
 
 
-async def refusal(box: ApiBox, method: str, path: str, status: int, **options: Any) -> tuple[str, str | None]:
-    error = (await box.call(method, path, status=status, **options))["error"]
+async def refusal(api: ApiApp, method: str, path: str, status: int, **options: Any) -> tuple[str, str | None]:
+    error = (await api.call(method, path, status=status, **options))["error"]
     return error["code"], error["param"]
 
 
 @pytest.mark.parametrize("ending", ["", ".json", ".csv", ".pdf", ".odt"])
-async def test_no_cache_keeps_an_invoice(box: ApiBox, bob: Person, ending: str) -> None:
-    draft = await drafted(box, bob)
-    answer = await box.client.get(f"/admin/v1/invoices/{draft['id']}{ending}")
+async def test_no_cache_keeps_an_invoice(api: ApiApp, bob: Person, ending: str) -> None:
+    draft = await drafted(api, bob)
+    answer = await api.client.get(f"/admin/v1/invoices/{draft['id']}{ending}")
     assert answer.headers.get_list("cache-control") == ["no-store"]
 
 
-async def test_an_invoice_is_drafted_closed_and_read(box: ApiBox, bob: Person) -> None:
-    await box.call("PUT", "/seller", json=SELLER)
+async def test_an_invoice_is_drafted_closed_and_read(api: ApiApp, bob: Person) -> None:
+    await api.call("PUT", "/seller", json=SELLER)
     allowance = {"first_month": "2026-01", "monthly_micros": 1_000_000}
-    await box.call("POST", f"/tenants/{bob.tenant.id}/allowances", status=201, json=allowance)
-    draft = await drafted(box, bob)
+    await api.call("POST", f"/tenants/{bob.tenant.id}/allowances", status=201, json=allowance)
+    draft = await drafted(api, bob)
 
     assert set(draft) >= INVOICE_FIELDS
     assert all(set(line) >= LINE_FIELDS for line in draft["lines"])
     assert [line["rounded_micros"] for line in draft["lines"]] == [3_000_000, -1_000_000]
     assert (draft["state"], draft["number"], draft["usage_picos"]) == ("draft", None, 3 * 10**12)
     assert (draft["subtotal_micros"], draft["tax_micros"], draft["total_micros"]) == (2_000_000, 380_000, 2_380_000)
-    closed = await box.call("POST", f"/invoices/{draft['id']}/close")
+    closed = await api.call("POST", f"/invoices/{draft['id']}/close")
     assert re.fullmatch(r"20\d\d-0001", closed["number"])
     assert (closed["seller"]["name"], closed["buyer"]["name"]) == ("Box AG", "bob")
-    await box.call("PUT", "/seller", json={"name": "Another AG"})
-    assert await box.call("GET", f"/invoices/{draft['id']}") == closed
-    assert await box.call("GET", f"/invoices/{draft['id']}.json") == closed
-    assert (await box.call("GET", f"/tenants/{bob.tenant.id}/invoices"))["data"] == [closed]
-    (head,) = (await box.call("GET", "/invoices", params={"month": "2026-01", "state": "closed"}))["data"]
+    await api.call("PUT", "/seller", json={"name": "Another AG"})
+    assert await api.call("GET", f"/invoices/{draft['id']}") == closed
+    assert await api.call("GET", f"/invoices/{draft['id']}.json") == closed
+    assert (await api.call("GET", f"/tenants/{bob.tenant.id}/invoices"))["data"] == [closed]
+    (head,) = (await api.call("GET", "/invoices", params={"month": "2026-01", "state": "closed"}))["data"]
     assert (head["id"], head["total_micros"]) == (closed["id"], closed["total_micros"])
 
 
-async def test_an_invoice_comes_as_csv_and_pdf(box: ApiBox, bob: Person) -> None:
-    draft = await drafted(box, bob)
-    answer = await box.client.get(f"/admin/v1/invoices/{draft['id']}.csv")
+async def test_an_invoice_comes_as_csv_and_pdf(api: ApiApp, bob: Person) -> None:
+    draft = await drafted(api, bob)
+    answer = await api.client.get(f"/admin/v1/invoices/{draft['id']}.csv")
     rows = list(csv.DictReader(io.StringIO(answer.text)))
-    page = await box.client.get(f"/admin/v1/invoices/{draft['id']}.pdf")
+    page = await api.client.get(f"/admin/v1/invoices/{draft['id']}.pdf")
 
     assert answer.headers["content-type"] == "text/csv; charset=utf-8"
     assert [(row["kind"], row["exact_picos"], row["rounded_micros"]) for row in rows] == [
@@ -97,38 +97,38 @@ async def test_an_invoice_comes_as_csv_and_pdf(box: ApiBox, bob: Person) -> None
     assert page.headers["content-type"] == "application/pdf"
     assert page.headers["content-disposition"] == f'inline; filename="draft-2026-01-{bob.tenant.id}.pdf"'
     assert "DRAFT" in PdfReader(io.BytesIO(page.content)).pages[0].extract_text()
-    assert await refusal(box, "GET", f"/invoices/{draft['id']}.docx", 404) == ("not_found", "invoice_id")
+    assert await refusal(api, "GET", f"/invoices/{draft['id']}.docx", 404) == ("not_found", "invoice_id")
 
 
-async def test_the_events_behind_an_invoice_are_listed(box: ApiBox, bob: Person) -> None:
-    draft = await drafted(box, bob)
-    (event,) = (await box.call("GET", f"/invoices/{draft['id']}/events"))["data"]
+async def test_the_events_behind_an_invoice_are_listed(api: ApiApp, bob: Person) -> None:
+    draft = await drafted(api, bob)
+    (event,) = (await api.call("GET", f"/invoices/{draft['id']}/events"))["data"]
     assert (event["tenant_id"], event["cost_picos"]) == (bob.tenant.id, draft["usage_picos"])
-    assert await refusal(box, "GET", f"/invoices/{draft['id']}/events?cursor=x", 400) == ("invalid_value", "cursor")
+    assert await refusal(api, "GET", f"/invoices/{draft['id']}/events?cursor=x", 400) == ("invalid_value", "cursor")
 
 
-async def test_a_draft_that_nobody_wants_is_discarded_and_can_be_drafted_again(box: ApiBox, bob: Person) -> None:
-    draft = await drafted(box, bob)
-    assert (await box.client.delete(f"/admin/v1/invoices/{draft['id']}")).status_code == 204
-    assert await refusal(box, "GET", f"/invoices/{draft['id']}", 404) == ("not_found", "invoice_id")
-    assert (await drafted(box, bob))["lines"] == draft["lines"]
+async def test_a_draft_that_nobody_wants_is_discarded_and_can_be_drafted_again(api: ApiApp, bob: Person) -> None:
+    draft = await drafted(api, bob)
+    assert (await api.client.delete(f"/admin/v1/invoices/{draft['id']}")).status_code == 204
+    assert await refusal(api, "GET", f"/invoices/{draft['id']}", 404) == ("not_found", "invoice_id")
+    assert (await drafted(api, bob))["lines"] == draft["lines"]
 
 
-async def test_what_cannot_be_done_is_a_conflict_that_says_why(box: ApiBox, bob: Person) -> None:
-    draft = await drafted(box, bob)
-    later = await drafted(box, bob, "2026-02")
-    assert await refusal(box, "POST", f"/invoices/{later['id']}/close", 409) == ("month_out_of_order", "month")
-    await box.call("POST", f"/invoices/{draft['id']}/close")
+async def test_what_cannot_be_done_is_a_conflict_that_says_why(api: ApiApp, bob: Person) -> None:
+    draft = await drafted(api, bob)
+    later = await drafted(api, bob, "2026-02")
+    assert await refusal(api, "POST", f"/invoices/{later['id']}/close", 409) == ("month_out_of_order", "month")
+    await api.call("POST", f"/invoices/{draft['id']}/close")
     for method, path in (("POST", f"/invoices/{draft['id']}/close"), ("DELETE", f"/invoices/{draft['id']}")):
-        assert await refusal(box, method, path, 409) == ("invoice_closed", "invoice_id")
+        assert await refusal(api, method, path, 409) == ("invoice_closed", "invoice_id")
     again = {"month": draft["month"]}
-    assert await refusal(box, "POST", f"/tenants/{bob.tenant.id}/invoices", 409, json=again) == ("invoice_closed", "month")
+    assert await refusal(api, "POST", f"/tenants/{bob.tenant.id}/invoices", 409, json=again) == ("invoice_closed", "month")
     allowances = f"/tenants/{bob.tenant.id}/allowances"
     late = {"first_month": "2026-01", "monthly_micros": 1}
-    assert await refusal(box, "POST", allowances, 409, json=late) == ("invoice_closed", "first_month")
-    this_month = f"{box.services.clock.now():%Y-%m}"
-    running = await drafted(box, bob, this_month)
-    assert await refusal(box, "POST", f"/invoices/{running['id']}/close", 409) == ("month_not_over", "month")
+    assert await refusal(api, "POST", allowances, 409, json=late) == ("invoice_closed", "first_month")
+    this_month = f"{api.services.clock.now():%Y-%m}"
+    running = await drafted(api, bob, this_month)
+    assert await refusal(api, "POST", f"/invoices/{running['id']}/close", 409) == ("month_not_over", "month")
 
 
 @pytest.mark.parametrize(
@@ -155,40 +155,40 @@ async def test_what_cannot_be_done_is_a_conflict_that_says_why(box: ApiBox, bob:
     ],
 )
 async def test_what_is_wrong_is_named(
-    box: ApiBox, bob: Person, method: str, path: str, body: Any, status: int, param: str | None
+    api: ApiApp, bob: Person, method: str, path: str, body: Any, status: int, param: str | None
 ) -> None:
-    answer = await refusal(box, method, path.format(bob=bob.tenant.id), status, json=body)
+    answer = await refusal(api, method, path.format(bob=bob.tenant.id), status, json=body)
     assert param is None or answer[1] == param
 
 
 @pytest.mark.parametrize(("role", "status"), [("owner", 200), ("admin", 200), ("billing", 200), ("viewer", 403)])
-async def test_those_who_bill_close_and_a_viewer_reads(box: ApiBox, bob: Person, role: str, status: int) -> None:
-    headers = await box.as_role(role)
-    draft = await drafted(box, bob)
+async def test_those_who_bill_close_and_a_viewer_reads(api: ApiApp, bob: Person, role: str, status: int) -> None:
+    headers = await api.as_role(role)
+    draft = await drafted(api, bob)
     writes = [
         ("POST", f"/invoices/{draft['id']}/close", None),
         ("PUT", "/seller", SELLER),
         ("PUT", "/economics", HARDWARE),
     ]
-    assert (await box.call("GET", f"/invoices/{draft['id']}.json", headers=headers))["id"] == draft["id"]
+    assert (await api.call("GET", f"/invoices/{draft['id']}.json", headers=headers))["id"] == draft["id"]
     for method, path, body in writes:
-        await box.call(method, path, status=status, headers=headers, json=body)
+        await api.call(method, path, status=status, headers=headers, json=body)
 
 
 @pytest.mark.parametrize(("role", "reads"), [("manager", 200), ("developer", 403), ("viewer", 403)])
-async def test_a_manager_reads_the_invoices_of_his_own_tenant_alone(box: ApiBox, role: str, reads: int) -> None:
-    own, other = await make_populated_tenant(box.services, "bob"), await make_populated_tenant(box.services, "charlie")
-    headers = await session_headers(box.services, own.people[role])
+async def test_a_manager_reads_the_invoices_of_his_own_tenant_alone(api: ApiApp, role: str, reads: int) -> None:
+    own, other = await make_populated_tenant(api.services, "bob"), await make_populated_tenant(api.services, "charlie")
+    headers = await session_headers(api.services, own.people[role])
 
     def paths(of: PopulatedTenant) -> list[str]:
         tenant, invoice = f"/tenants/{of.ids['tenant_id']}", f"/invoices/{of.ids['invoice_id']}"
         return [f"{tenant}/invoices", f"{tenant}/allowances", f"{invoice}.pdf", f"{invoice}.csv", f"{invoice}/events"]
 
     for path in paths(own):
-        assert (await box.client.get(f"/admin/v1{path}", headers=headers)).status_code == reads, path
+        assert (await api.client.get(f"/admin/v1{path}", headers=headers)).status_code == reads, path
     for path in paths(other):
-        assert (await box.client.get(f"/admin/v1{path}", headers=headers)).status_code in (403, 404), path
-    listed = await box.client.get("/admin/v1/invoices", headers=headers)
+        assert (await api.client.get(f"/admin/v1{path}", headers=headers)).status_code in (403, 404), path
+    listed = await api.client.get("/admin/v1/invoices", headers=headers)
     if reads == 200:
         assert [row["tenant_id"] for row in listed.json()["data"]] == [own.ids["tenant_id"]]
     for method, path in (
@@ -197,13 +197,13 @@ async def test_a_manager_reads_the_invoices_of_his_own_tenant_alone(box: ApiBox,
         ("GET", "/seller"),
         ("GET", "/economics"),
     ):
-        assert (await refusal(box, method, path, 403, headers=headers, json={}))[0] == "role_not_allowed"
+        assert (await refusal(api, method, path, 403, headers=headers, json={}))[0] == "role_not_allowed"
 
 
-async def test_economics_say_where_each_figure_comes_from(box: ApiBox) -> None:
+async def test_economics_say_where_each_figure_comes_from(api: ApiApp) -> None:
     hosted = [{"name": "hosted", "prompt": 150_000, "completion": 600_000}]
-    entered = await box.call("PUT", "/economics", json={**HARDWARE, "hosted": hosted})
-    read = await box.call("GET", "/economics")
+    entered = await api.call("PUT", "/economics", json={**HARDWARE, "hosted": hosted})
+    read = await api.call("GET", "/economics")
 
     assert read["figures"] == entered["figures"]
     values = {figure["name"]: figure["value"] for figure in read["figures"]}
@@ -213,12 +213,12 @@ async def test_economics_say_where_each_figure_comes_from(box: ApiBox) -> None:
     assert read["break_even"][0]["break_even_tokens_month"] is None  # nothing was used: there is no mix of tokens
 
 
-async def test_a_sum_beyond_64_bits_is_told_to_the_last_digit(box: ApiBox, bob: Person) -> None:
-    services = box.services
+async def test_a_sum_beyond_64_bits_is_told_to_the_last_digit(api: ApiApp, bob: Person) -> None:
+    services = api.services
     dear = await add_price(services.db, prompt=10**12)
     epoch_id = await begin_epoch(services.db, services.clock, "test")
     for _ in range(3):
         tokens = Tokens(prompt=9_000_000, completion=0)
         await post_event(services.db, bob, date(2026, 3, 1), tokens, epoch_id=epoch_id, of=dear)
-    draft = await drafted(box, bob, "2026-03")
+    draft = await drafted(api, bob, "2026-03")
     assert draft["lines"][0]["exact_picos"] == draft["usage_picos"] == 27 * 10**18

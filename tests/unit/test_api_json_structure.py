@@ -20,7 +20,7 @@ from appliance.api.schemas import MESSAGES_MAX, PARTS_MAX, ChatCompletionRequest
 from appliance.base.errors import RequestTooLarge
 from appliance.serving.fair_semaphore import FairSemaphore
 from engine.sampling_params import GUIDED_CHARS_MAX
-from tests.support.api_box import open_api_box
+from tests.support.api_app import open_api_app
 from tests.support.loop_iterations import count_iterations
 
 
@@ -83,8 +83,8 @@ async def test_no_path_decodes_what_is_refused(
         raise AssertionError("it was to be refused before")
 
     monkeypatch.setattr(tenants, "decode_body", decode)
-    async with open_api_box(migrated_sqlite_file, tmp_path) as box:
-        refused = await box.call("POST", "/tenants", status=413, content=b"[" * (STRUCTURE_MAX + 1))
+    async with open_api_app(migrated_sqlite_file, tmp_path) as api:
+        refused = await api.call("POST", "/tenants", status=413, content=b"[" * (STRUCTURE_MAX + 1))
     assert refused["error"]["code"] == "request_too_large"
 
 
@@ -148,10 +148,10 @@ async def test_long_bodies_are_counted_one_at_a_time_and_tenants_take_turns(monk
 
 
 async def test_a_chat_is_counted_too(migrated_sqlite_file: Path, tmp_path: Path) -> None:
-    async with open_api_box(migrated_sqlite_file, tmp_path) as box:
-        tenant = await box.call("POST", "/tenants", status=201, json={"name": "alice"})
-        key = await box.call("POST", f"/tenants/{tenant['id']}/keys", status=201, json={"name": "key"})
-        refused = await box.client.post(
+    async with open_api_app(migrated_sqlite_file, tmp_path) as api:
+        tenant = await api.call("POST", "/tenants", status=201, json={"name": "alice"})
+        key = await api.call("POST", f"/tenants/{tenant['id']}/keys", status=201, json={"name": "key"})
+        refused = await api.client.post(
             "/v1/chat/completions",
             content=b"[" * (STRUCTURE_MAX + 1),
             headers={"authorization": f"Bearer {key['key']}"},

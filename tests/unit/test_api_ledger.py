@@ -15,7 +15,7 @@ from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.tenants import Tenants
 from tests.support import factories
-from tests.support.api_box import ApiBox, open_api_box
+from tests.support.api_app import ApiApp, open_api_app
 from tests.support.cast import PEPPER, Person
 from tests.support.ledgers import utc_ledger
 
@@ -23,19 +23,19 @@ PRICE: dict[str, Any] = {"model": "demo", "prompt": 1000, "completion": 3000}
 
 
 @pytest.fixture
-async def box(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiBox]:
-    async with open_api_box(migrated_sqlite_file, tmp_path) as opened:
+async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiApp]:
+    async with open_api_app(migrated_sqlite_file, tmp_path) as opened:
         yield opened
 
 
 @pytest.fixture
-async def event(box: ApiBox) -> dict[str, Any]:
+async def event(api: ApiApp) -> dict[str, Any]:
     """A posted event of Bob's: 10 prompt and 5 output tokens at the price."""
-    services = box.services
+    services = api.services
     tenant = await Tenants(services.db, services.clock).create(name="bob", access=WHOLE_APPLIANCE)
     key, secret = await Keys(services.db, services.clock, PEPPER).create(tenant.id, name="bob's key", access=WHOLE_APPLIANCE)
     bob = Person(tenant=tenant, key=key, secret=secret)
-    await box.call("POST", "/prices", status=201, json=PRICE)
+    await api.call("POST", "/prices", status=201, json=PRICE)
     now = services.clock.now()
     entry = factories.pending(bob, price=await services.prices.current("demo", now), admitted_at=now)
     ledger = utc_ledger(services.db, services.clock, await begin_epoch(services.db, services.clock, "test"))
@@ -43,16 +43,16 @@ async def event(box: ApiBox) -> dict[str, Any]:
     await ledger.open(entry)
     await ledger.settle(factories.posted(entry.request_id))
     await ledger.stop()
-    posted: dict[str, Any] = (await box.call("GET", "/ledger"))["data"][0]
+    posted: dict[str, Any] = (await api.call("GET", "/ledger"))["data"][0]
     return posted
 
 
-async def refused(box: ApiBox, path: str, status: int, **options: Any) -> tuple[str, str | None]:
-    error = (await box.call("POST", path, status=status, **options))["error"]
+async def refused(api: ApiApp, path: str, status: int, **options: Any) -> tuple[str, str | None]:
+    error = (await api.call("POST", path, status=status, **options))["error"]
     return error["code"], error["param"]
 
 
-async def test_a_price_says_everything_that_a_bill_depends_on(box: ApiBox) -> None:
+async def test_a_price_says_everything_that_a_bill_depends_on(api: ApiApp) -> None:
     asked = {
         **PRICE,
         "cached_prompt": 10,
@@ -61,29 +61,29 @@ async def test_a_price_says_everything_that_a_bill_depends_on(box: ApiBox) -> No
         "batch_percent": 50,
         "tier_percents": {"batch": 80},
     }
-    price = await box.call("POST", "/prices", status=201, json=asked)
+    price = await api.call("POST", "/prices", status=201, json=asked)
     assert {name: price[name] for name in asked} == asked
-    assert (await box.call("GET", "/prices"))["data"] == [price]
+    assert (await api.call("GET", "/prices"))["data"] == [price]
 
 
-async def test_a_price_may_begin_in_the_future_but_not_twice_and_not_in_the_past(box: ApiBox) -> None:
-    await box.call("POST", "/prices", status=201, json=PRICE)
-    now = box.services.clock.now()
+async def test_a_price_may_begin_in_the_future_but_not_twice_and_not_in_the_past(api: ApiApp) -> None:
+    await api.call("POST", "/prices", status=201, json=PRICE)
+    now = api.services.clock.now()
     later = {**PRICE, "effective_from": rfc3339(now + timedelta(days=30))}
-    first = await box.call("POST", "/prices", status=201, json=later)
-    assert await refused(box, "/prices", 400, json={**later, "prompt": 1}) == ("invalid_value", "effective_from")
-    error = (await box.call("POST", "/prices", status=400, json=later))["error"]
+    first = await api.call("POST", "/prices", status=201, json=later)
+    assert await refused(api, "/prices", 400, json={**later, "prompt": 1}) == ("invalid_value", "effective_from")
+    error = (await api.call("POST", "/prices", status=400, json=later))["error"]
     assert first["id"] in error["message"]
     past = {**PRICE, "effective_from": rfc3339(now - timedelta(days=1))}
-    assert await refused(box, "/prices", 400, json=past) == ("invalid_value", "effective_from")
+    assert await refused(api, "/prices", 400, json=past) == ("invalid_value", "effective_from")
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [("prompt", -1), ("rejected_draft", 10**13), ("batch_percent", 101), ("currency", "euro"), ("tier_percents", {"gold": 1})],
 )
-async def test_a_price_that_cannot_be_names_its_field(box: ApiBox, field: str, value: Any) -> None:
-    assert await refused(box, "/prices", 400, json={**PRICE, field: value}) == ("invalid_value", field)
+async def test_a_price_that_cannot_be_names_its_field(api: ApiApp, field: str, value: Any) -> None:
+    assert await refused(api, "/prices", 400, json={**PRICE, field: value}) == ("invalid_value", field)
 
 
 async def test_an_event_tells_its_day_posting_and_rate(event: dict[str, Any]) -> None:
@@ -92,47 +92,47 @@ async def test_an_event_tells_its_day_posting_and_rate(event: dict[str, Any]) ->
     assert event["billing_day"] == event["admitted_at"][:10]
 
 
-async def test_a_correction_is_an_entry_of_its_own_and_the_sums_follow(box: ApiBox, event: dict[str, Any]) -> None:
+async def test_a_correction_is_an_entry_of_its_own_and_the_sums_follow(api: ApiApp, event: dict[str, Any]) -> None:
     path = f"/ledger/{event['id']}/corrections"
-    made = await box.call("POST", path, status=201, json={"note": "cut off by us", "completion_tokens": -2})
+    made = await api.call("POST", path, status=201, json={"note": "cut off by us", "completion_tokens": -2})
     assert (made["kind"], made["corrects_id"], made["completion_tokens"], made["cost_picos"]) == (
         "adjustment",
         event["id"],
         -2,
         -6000,
     )
-    assert (await box.call("GET", "/ledger"))["data"] == [event, made]
-    assert (await box.call("GET", "/ledger", params={"kind": "adjustment"}))["data"] == [made]
-    (row,) = (await box.call("GET", "/usage", params={"group_by": "model"}))["data"]
+    assert (await api.call("GET", "/ledger"))["data"] == [event, made]
+    assert (await api.call("GET", "/ledger", params={"kind": "adjustment"}))["data"] == [made]
+    (row,) = (await api.call("GET", "/usage", params={"group_by": "model"}))["data"]
     assert (row["requests"], row["completion_tokens"], row["cost_picos"]) == (1, 3, event["cost_picos"] - 6000)
-    entries = (await box.services.audit.page(access=WHOLE_APPLIANCE)).data
+    entries = (await api.services.audit.page(access=WHOLE_APPLIANCE)).data
     assert [entry.action for entry in entries if entry.target_id == made["id"]] == ["ledger.correct"]
 
 
-async def test_a_correction_that_cannot_be_names_its_field(box: ApiBox, event: dict[str, Any]) -> None:
+async def test_a_correction_that_cannot_be_names_its_field(api: ApiApp, event: dict[str, Any]) -> None:
     path = f"/ledger/{event['id']}/corrections"
-    assert await refused(box, path, 400, json={"note": "x", "completion_tokens": -6}) == ("invalid_value", "completion_tokens")
-    assert await refused(box, path, 400, json={"completion_tokens": -1}) == ("invalid_value", "note")
+    assert await refused(api, path, 400, json={"note": "x", "completion_tokens": -6}) == ("invalid_value", "completion_tokens")
+    assert await refused(api, path, 400, json={"completion_tokens": -1}) == ("invalid_value", "note")
     huge = {"note": "x", "completion_tokens": 20_000_000}
-    assert await refused(box, path, 400, json=huge) == ("invalid_value", "confirm")
-    await box.call("POST", path, status=201, json={**huge, "confirm": True})
-    assert await refused(box, path, 400, json={"note": "x", "tokens": 1}) == ("unknown_parameter", "tokens")
+    assert await refused(api, path, 400, json=huge) == ("invalid_value", "confirm")
+    await api.call("POST", path, status=201, json={**huge, "confirm": True})
+    assert await refused(api, path, 400, json={"note": "x", "tokens": 1}) == ("unknown_parameter", "tokens")
     for missing in ("999", "x", "1" * 30):
         body = {"note": "x", "completion_tokens": -1}
-        assert (await refused(box, f"/ledger/{missing}/corrections", 404, json=body))[0] == "not_found"
+        assert (await refused(api, f"/ledger/{missing}/corrections", 404, json=body))[0] == "not_found"
 
 
-async def test_only_roles_with_billing_correct(box: ApiBox, event: dict[str, Any]) -> None:
+async def test_only_roles_with_billing_correct(api: ApiApp, event: dict[str, Any]) -> None:
     path, body = f"/ledger/{event['id']}/corrections", {"note": "x", "completion_tokens": -1}
-    await box.call("POST", path, status=403, json=body, headers=await box.as_role("viewer"))
-    await box.call("POST", path, status=201, json=body, headers=await box.as_role("billing"))
+    await api.call("POST", path, status=403, json=body, headers=await api.as_role("viewer"))
+    await api.call("POST", path, status=201, json=body, headers=await api.as_role("billing"))
 
 
-async def test_usage_is_narrowed_to_keys_and_models(box: ApiBox, event: dict[str, Any]) -> None:
+async def test_usage_is_narrowed_to_keys_and_models(api: ApiApp, event: dict[str, Any]) -> None:
     for params, rows in (
         ({"model": "demo"}, 1),
         ({"model": "other"}, 0),
         ({"key_id": event["key_id"]}, 1),
         ({"key_id": "k"}, 0),
     ):
-        assert len((await box.call("GET", "/usage", params=params))["data"]) == rows
+        assert len((await api.call("GET", "/usage", params=params))["data"]) == rows

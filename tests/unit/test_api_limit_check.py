@@ -12,29 +12,29 @@ import pytest
 from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import Principal
-from tests.support.api_box import ApiBox, open_api_box
+from tests.support.api_app import ApiApp, open_api_app
 
 
 @pytest.fixture
-async def box(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiBox]:
-    async with open_api_box(migrated_sqlite_file, tmp_path) as opened:
+async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiApp]:
+    async with open_api_app(migrated_sqlite_file, tmp_path) as opened:
         opened.services.models._models["demo"] = cast(Any, SimpleNamespace(name="demo", max_model_len=1024))
         yield opened
         opened.services.models._models.clear()
 
 
-async def tenant(box: ApiBox, name: str = "bob", **fields: Any) -> str:
-    made: dict[str, Any] = await box.call("POST", "/tenants", status=201, json={"name": name, **fields})
+async def tenant(api: ApiApp, name: str = "bob", **fields: Any) -> str:
+    made: dict[str, Any] = await api.call("POST", "/tenants", status=201, json={"name": name, **fields})
     return str(made["id"])
 
 
-async def check(box: ApiBox, tenant_id: str, *, status: int = 200, **fields: Any) -> Any:
+async def check(api: ApiApp, tenant_id: str, *, status: int = 200, **fields: Any) -> Any:
     body = {"tenant_id": tenant_id, "model": "demo", "prompt_tokens": 10, "max_tokens": 10, **fields}
-    return await box.call("POST", "/limits/check", status=status, json=body)
+    return await api.call("POST", "/limits/check", status=status, json=body)
 
 
-async def admit(box: ApiBox, tenant_id: str, key_id: str, tokens: int) -> None:
-    services = box.services
+async def admit(api: ApiApp, tenant_id: str, key_id: str, tokens: int) -> None:
+    services = api.services
     principal = Principal(
         tenant=await services.tenants.get(tenant_id, access=WHOLE_APPLIANCE),
         key=await services.keys.get(key_id, access=WHOLE_APPLIANCE),
@@ -46,15 +46,15 @@ async def admit(box: ApiBox, tenant_id: str, key_id: str, tokens: int) -> None:
     await services.admission.admit(asked)
 
 
-async def test_every_limit_says_what_it_thinks_and_nothing_is_taken(box: ApiBox) -> None:
+async def test_every_limit_says_what_it_thinks_and_nothing_is_taken(api: ApiApp) -> None:
     bob = await tenant(
-        box,
+        api,
         limits={"tokens_per_minute": 100, "concurrent_requests": 2},
         model_limits={"demo": {"requests_per_minute": 5}},
     )
-    key = await box.call("POST", f"/tenants/{bob}/keys", status=201, json={"name": "k", "limits": {"tokens_per_day": 1000}})
-    await box.call("PUT", "/model-limits/demo", json={"limits": {"tokens_per_minute": 50}})
-    answers = [await check(box, bob, key_id=key["id"]) for _ in range(20)]
+    key = await api.call("POST", f"/tenants/{bob}/keys", status=201, json={"name": "k", "limits": {"tokens_per_day": 1000}})
+    await api.call("PUT", "/model-limits/demo", json={"limits": {"tokens_per_minute": 50}})
+    answers = [await check(api, bob, key_id=key["id"]) for _ in range(20)]
 
     assert answers[0] == answers[-1]
     decisions = {(d["scope"], d["model"], d["kind"]): d for d in answers[0]["decisions"]}
@@ -72,99 +72,99 @@ async def test_every_limit_says_what_it_thinks_and_nothing_is_taken(box: ApiBox)
     assert answers[0]["reserved_tokens"] == 20
 
 
-async def test_a_budget_hears_what_batch_work_would_cost(box: ApiBox) -> None:
+async def test_a_budget_hears_what_batch_work_would_cost(api: ApiApp) -> None:
     price = {"model": "demo", "prompt": 1_000_000, "completion": 1_000_000, "batch_percent": 40}
-    await box.call("POST", "/prices", status=201, json=price)
-    bob = await tenant(box, limits={"monthly_budget": 1000})
-    answers = [await check(box, bob, service_tier=tier) for tier in (None, "auto", "default", "flex")]
+    await api.call("POST", "/prices", status=201, json=price)
+    bob = await tenant(api, limits={"monthly_budget": 1000})
+    answers = [await check(api, bob, service_tier=tier) for tier in (None, "auto", "default", "flex")]
 
     assert [answer["decisions"][0]["need"] for answer in answers] == [20_000_000] * 3 + [8_000_000]
-    error = (await check(box, bob, status=400, service_tier="priority"))["error"]
+    error = (await check(api, bob, status=400, service_tier="priority"))["error"]
     assert (error["param"], error["code"]) == ("service_tier", "invalid_value")
     assert "auto, default, flex" in error["message"]
 
 
-async def test_a_request_that_would_be_refused_is_told_as_its_client_would_be(box: ApiBox) -> None:
-    bob = await tenant(box, limits={"tokens_per_minute": 60})
-    answer = await check(box, bob, prompt_tokens=100)
+async def test_a_request_that_would_be_refused_is_told_as_its_client_would_be(api: ApiApp) -> None:
+    bob = await tenant(api, limits={"tokens_per_minute": 60})
+    answer = await check(api, bob, prompt_tokens=100)
 
     assert (answer["allowed"], answer["would_wait"], answer["wait_s"]) == (False, False, None)
     assert (answer["error"]["status"], answer["error"]["code"]) == (429, "request_exceeds_limit")
 
 
-async def test_with_a_patient_tier_it_would_wait(box: ApiBox) -> None:
-    bob = await tenant(box, limits={"requests_per_minute": 60, "concurrent_requests": 1})
-    key = await box.call("POST", f"/tenants/{bob}/keys", status=201, json={"name": "k"})
-    await admit(box, bob, key["id"], 1)
-    impatient = await check(box, bob)
-    await box.call("PATCH", "/tiers/standard", json={"admission_wait_ms": 2000})
-    patient = await check(box, bob)
+async def test_with_a_patient_tier_it_would_wait(api: ApiApp) -> None:
+    bob = await tenant(api, limits={"requests_per_minute": 60, "concurrent_requests": 1})
+    key = await api.call("POST", f"/tenants/{bob}/keys", status=201, json={"name": "k"})
+    await admit(api, bob, key["id"], 1)
+    impatient = await check(api, bob)
+    await api.call("PATCH", "/tiers/standard", json={"admission_wait_ms": 2000})
+    patient = await check(api, bob)
 
     assert (impatient["would_wait"], impatient["error"]["retry_after_s"]) == (False, 1.0)
     assert (patient["allowed"], patient["would_wait"], patient["error"]) == (False, True, None)
     assert (patient["wait_s"], patient["admission_wait_ms"]) == (1.0, 2000)
 
 
-async def test_a_limit_in_shadow_mode_says_no_and_refuses_nobody(box: ApiBox) -> None:
-    bob = await tenant(box, limits={"tokens_per_minute": 5}, limit_mode="shadow")
-    answer = await check(box, bob)
+async def test_a_limit_in_shadow_mode_says_no_and_refuses_nobody(api: ApiApp) -> None:
+    bob = await tenant(api, limits={"tokens_per_minute": 5}, limit_mode="shadow")
+    answer = await check(api, bob)
 
     assert answer["decisions"][0]["allowed"] is False
     assert answer["decisions"][0]["mode"] == "shadow"
     assert (answer["allowed"], answer["error"]) == (True, None)
 
 
-async def test_a_model_that_is_not_there_is_told(box: ApiBox) -> None:
-    answer = await check(box, await tenant(box, limits={"tokens_per_minute": 5}), model="other")
+async def test_a_model_that_is_not_there_is_told(api: ApiApp) -> None:
+    answer = await check(api, await tenant(api, limits={"tokens_per_minute": 5}), model="other")
     assert answer["error"]["code"] == "model_not_found"
     assert (answer["allowed"], answer["decisions"], answer["wait_s"], answer["reserved_tokens"]) == (False, [], None, 0)
 
 
 @pytest.mark.parametrize("changes", [{}, {"allowed_models": ["demo"]}, {"suspended": True}])
 async def test_a_name_that_somebody_makes_up_is_remembered_nowhere(
-    box: ApiBox, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    api: ApiApp, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bob = await tenant(box)
-    await box.call("PATCH", f"/tenants/{bob}", json=changes)
-    for part, question in ((box.services.admission, "forecast"), (box.services.prices, "current")):
+    bob = await tenant(api)
+    await api.call("PATCH", f"/tenants/{bob}", json=changes)
+    for part, question in ((api.services.admission, "dry_run"), (api.services.prices, "current")):
         monkeypatch.setattr(part, question, None)
     for number in range(3):
-        assert (await check(box, bob, model=f"made-up-{number}"))["error"]
+        assert (await check(api, bob, model=f"made-up-{number}"))["error"]
 
 
 @pytest.mark.parametrize(
     ("change", "code"),
     [({"suspended": True}, "tenant_suspended"), ({"allowed_models": ["other"]}, "model_not_allowed")],
 )
-async def test_what_stops_a_request_before_its_limits_is_told_too(box: ApiBox, change: dict[str, Any], code: str) -> None:
-    bob = await tenant(box)
-    await box.call("PATCH", f"/tenants/{bob}", json=change)
-    answer = await check(box, bob)
+async def test_what_stops_a_request_before_its_limits_is_told_too(api: ApiApp, change: dict[str, Any], code: str) -> None:
+    bob = await tenant(api)
+    await api.call("PATCH", f"/tenants/{bob}", json=change)
+    answer = await check(api, bob)
 
     assert (answer["error"]["code"], answer["wait_s"]) == (code, None)
 
 
-async def test_what_a_request_would_be_refused_with_is_what_is_told(box: ApiBox) -> None:
-    bob = await tenant(box)
+async def test_what_a_request_would_be_refused_with_is_what_is_told(api: ApiApp) -> None:
+    bob = await tenant(api)
     key, reader = [
-        await box.call("POST", f"/tenants/{bob}/keys", status=201, json={"name": "k", "scopes": [scope]})
+        await api.call("POST", f"/tenants/{bob}/keys", status=201, json={"name": "k", "scopes": [scope]})
         for scope in ("inference", "usage")
     ]
 
     async def told(**fields: Any) -> tuple[int, str, str]:
-        error = (await check(box, bob, **fields))["error"]
+        error = (await check(api, bob, **fields))["error"]
         return error["status"], error["code"], error["message"]
 
     assert await told(key_id=reader["id"]) == (403, "scope_not_allowed", "this key lacks the scope inference")
     assert (await told(prompt_tokens=5000))[:2] == (400, "context_length_exceeded")
     assert (await told(prompt_tokens=1020, max_tokens=100))[:2] == (400, "context_length_exceeded")
-    assert (await check(box, bob, key_id=key["id"], prompt_tokens=1020, max_tokens=4))["allowed"]
+    assert (await check(api, bob, key_id=key["id"], prompt_tokens=1020, max_tokens=4))["allowed"]
 
-    await box.call("PATCH", f"/tenants/{bob}", json={"suspended": True})
+    await api.call("PATCH", f"/tenants/{bob}", json={"suspended": True})
     assert await told(key_id=key["id"]) == (403, "tenant_suspended", "the tenant of this key is suspended")
-    await box.call("DELETE", f"/keys/{key['id']}")
+    await api.call("DELETE", f"/keys/{key['id']}")
     assert await told(key_id=key["id"]) == (401, "invalid_api_key", "the API key is not known or was revoked")
-    await box.call("DELETE", f"/tenants/{bob}")
+    await api.call("DELETE", f"/tenants/{bob}")
     assert await told() == (403, "tenant_suspended", "the tenant of this key is archived")
 
 
@@ -175,16 +175,16 @@ async def test_what_a_request_would_be_refused_with_is_what_is_told(box: ApiBox)
         *((name, "a\0b") for name in ("tenant_id", "key_id", "model")),
     ],
 )
-async def test_an_absurd_value_is_refused_by_the_name_of_its_field(box: ApiBox, field: str, value: object) -> None:
-    body = {"tenant_id": await tenant(box), "model": "demo", "prompt_tokens": 10, field: value}
-    error = (await box.call("POST", "/limits/check", status=400, json=body))["error"]
+async def test_an_absurd_value_is_refused_by_the_name_of_its_field(api: ApiApp, field: str, value: object) -> None:
+    body = {"tenant_id": await tenant(api), "model": "demo", "prompt_tokens": 10, field: value}
+    error = (await api.call("POST", "/limits/check", status=400, json=body))["error"]
 
     assert (error["code"], error["param"]) == ("invalid_value", field)
 
 
-async def test_a_key_of_another_tenant_is_not_there(box: ApiBox) -> None:
-    bob, charlie = await tenant(box), await tenant(box, "charlie")
-    key = await box.call("POST", f"/tenants/{charlie}/keys", status=201, json={"name": "k"})
+async def test_a_key_of_another_tenant_is_not_there(api: ApiApp) -> None:
+    bob, charlie = await tenant(api), await tenant(api, "charlie")
+    key = await api.call("POST", f"/tenants/{charlie}/keys", status=201, json={"name": "k"})
 
-    assert (await check(box, bob, status=404, key_id=key["id"]))["error"]["param"] == "key_id"
-    assert (await check(box, "tn_nobody", status=404))["error"]["code"] == "not_found"
+    assert (await check(api, bob, status=404, key_id=key["id"]))["error"]["param"] == "key_id"
+    assert (await check(api, "tn_nobody", status=404))["error"]["code"] == "not_found"

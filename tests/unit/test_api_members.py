@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sqlalchemy import event
 
-from tests.support.api_box import ApiBox, open_api_box
+from tests.support.api_app import ApiApp, open_api_app
 from tests.support.cast import quick_hasher
 from tests.support.tenant_isolation import session_headers
 
@@ -20,68 +20,68 @@ DORA = "dora@example.com"
 
 
 @pytest.fixture
-async def box(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiBox]:
-    async with open_api_box(migrated_sqlite_file, tmp_path) as opened:
+async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiApp]:
+    async with open_api_app(migrated_sqlite_file, tmp_path) as opened:
         opened.services.members._hasher = quick_hasher()
         yield opened
 
 
 @pytest.fixture
-async def bob(box: ApiBox) -> str:
+async def bob(api: ApiApp) -> str:
     """Return the id of Bob's tenant."""
-    return str((await box.call("POST", "/tenants", status=201, json={"name": "bob"}))["id"])
+    return str((await api.call("POST", "/tenants", status=201, json={"name": "bob"}))["id"])
 
 
-async def refusal(box: ApiBox, method: str, path: str, status: int, **options: Any) -> tuple[str, str | None]:
-    error = (await box.call(method, path, status=status, **options))["error"]
+async def refusal(api: ApiApp, method: str, path: str, status: int, **options: Any) -> tuple[str, str | None]:
+    error = (await api.call(method, path, status=status, **options))["error"]
     return error["code"], error["param"]
 
 
-async def as_member(box: ApiBox, email: str) -> dict[str, str]:
-    return await session_headers(box.services, await box.services.members.get_by_email(email))
+async def as_member(api: ApiApp, email: str) -> dict[str, str]:
+    return await session_headers(api.services, await api.services.members.get_by_email(email))
 
 
-async def with_own_password(box: ApiBox, made: dict[str, Any]) -> dict[str, str]:
+async def with_own_password(api: ApiApp, made: dict[str, Any]) -> dict[str, str]:
     """Return the headers of a new member who has chosen a password."""
-    member = await box.services.members.get_by_email(made["email"])
-    await box.services.members.change_password(member, made["password"], "a password of her own")
-    return await as_member(box, made["email"])
+    member = await api.services.members.get_by_email(made["email"])
+    await api.services.members.change_password(member, made["password"], "a password of her own")
+    return await as_member(api, made["email"])
 
 
-async def test_somebody_is_let_in_changed_and_shut_out(box: ApiBox) -> None:
-    made = await box.call("POST", "/members", status=201, json={"email": DORA, "role": "viewer"})
+async def test_somebody_is_let_in_changed_and_shut_out(api: ApiApp) -> None:
+    made = await api.call("POST", "/members", status=201, json={"email": DORA, "role": "viewer"})
 
     assert set(made) == MEMBER_FIELDS | {"password"}
-    assert (await box.services.members.prove_password(DORA, made["password"])).member.id == made["id"]
-    headers = await as_member(box, DORA)
-    assert (await refusal(box, "GET", "/me", 403, headers=headers))[0] == "password_change_needed"
-    headers = await with_own_password(box, made)
-    assert (await box.call("GET", "/me", headers=headers))["role"] == "viewer"
-    changed = await box.call("PATCH", f"/members/{made['id']}", json={"role": "billing"})
+    assert (await api.services.members.prove_password(DORA, made["password"])).member.id == made["id"]
+    headers = await as_member(api, DORA)
+    assert (await refusal(api, "GET", "/me", 403, headers=headers))[0] == "password_change_needed"
+    headers = await with_own_password(api, made)
+    assert (await api.call("GET", "/me", headers=headers))["role"] == "viewer"
+    changed = await api.call("PATCH", f"/members/{made['id']}", json={"role": "billing"})
     assert set(changed) == MEMBER_FIELDS
     assert (changed["role"], changed["disabled"]) == ("billing", False)
-    assert (await box.call("GET", "/me", headers=headers))["role"] == "billing"
-    assert (await box.call("PATCH", f"/members/{made['id']}", json={"disabled": True}))["disabled"]
-    assert (await refusal(box, "GET", "/me", 401, headers=headers))[0] == "invalid_api_key"
-    assert not (await box.call("PATCH", f"/members/{made['id']}", json={"disabled": False}))["disabled"]
-    assert (await refusal(box, "GET", "/me", 401, headers=headers))[0] == "invalid_api_key"
+    assert (await api.call("GET", "/me", headers=headers))["role"] == "billing"
+    assert (await api.call("PATCH", f"/members/{made['id']}", json={"disabled": True}))["disabled"]
+    assert (await refusal(api, "GET", "/me", 401, headers=headers))[0] == "invalid_api_key"
+    assert not (await api.call("PATCH", f"/members/{made['id']}", json={"disabled": False}))["disabled"]
+    assert (await refusal(api, "GET", "/me", 401, headers=headers))[0] == "invalid_api_key"
 
 
-async def test_a_new_password_ends_the_sessions_of_the_old_one(box: ApiBox) -> None:
-    made = await box.call("POST", "/members", status=201, json={"email": DORA, "role": "viewer"})
-    headers = await with_own_password(box, made)
-    await box.call("GET", "/me", headers=headers)
-    fresh = await box.call("POST", f"/members/{made['id']}/reset-password")
+async def test_a_new_password_ends_the_sessions_of_the_old_one(api: ApiApp) -> None:
+    made = await api.call("POST", "/members", status=201, json={"email": DORA, "role": "viewer"})
+    headers = await with_own_password(api, made)
+    await api.call("GET", "/me", headers=headers)
+    fresh = await api.call("POST", f"/members/{made['id']}/reset-password")
 
     assert fresh["password"] != made["password"]
-    assert (await box.services.members.prove_password(DORA, fresh["password"])).member.id == made["id"]
-    await box.call("GET", "/me", status=401, headers=headers)
+    assert (await api.services.members.prove_password(DORA, fresh["password"])).member.id == made["id"]
+    await api.call("GET", "/me", status=401, headers=headers)
 
 
-async def test_the_last_owner_is_kept_and_the_answer_says_why(box: ApiBox) -> None:
-    made = await box.call("POST", "/members", status=201, json={"email": DORA, "role": "owner"})
+async def test_the_last_owner_is_kept_and_the_answer_says_why(api: ApiApp) -> None:
+    made = await api.call("POST", "/members", status=201, json={"email": DORA, "role": "owner"})
     for change in ({"role": "admin"}, {"disabled": True}):
-        assert await refusal(box, "PATCH", f"/members/{made['id']}", 409, json=change) == ("last_owner", "member_id")
+        assert await refusal(api, "PATCH", f"/members/{made['id']}", 409, json=change) == ("last_owner", "member_id")
 
 
 @pytest.mark.parametrize(
@@ -96,31 +96,31 @@ async def test_the_last_owner_is_kept_and_the_answer_says_why(box: ApiBox) -> No
     ],
     ids=str,
 )
-async def test_a_wrong_field_is_named(box: ApiBox, bob: str, path: str, body: dict[str, Any], param: str) -> None:
-    assert (await refusal(box, "POST", path.format(bob=bob), 400, json=body))[1] == param
+async def test_a_wrong_field_is_named(api: ApiApp, bob: str, path: str, body: dict[str, Any], param: str) -> None:
+    assert (await refusal(api, "POST", path.format(bob=bob), 400, json=body))[1] == param
 
 
-async def test_a_manager_invites_promotes_and_removes_in_the_own_tenant(box: ApiBox, bob: str) -> None:
-    invited = await box.call("POST", f"/tenants/{bob}/members", status=201, json={"email": DORA, "role": "manager"})
+async def test_a_manager_invites_promotes_and_removes_in_the_own_tenant(api: ApiApp, bob: str) -> None:
+    invited = await api.call("POST", f"/tenants/{bob}/members", status=201, json={"email": DORA, "role": "manager"})
 
     assert set(invited) == MEMBERSHIP_FIELDS | {"password"}
-    headers = await with_own_password(box, invited)
+    headers = await with_own_password(api, invited)
     body = {"email": "emil@example.com", "role": "viewer"}
-    assert (await refusal(box, "POST", f"/tenants/{bob}/members", 403, json=body, headers=headers))[0] == "role_not_allowed"
-    known = await box.call("POST", "/members", status=201, json={"email": "emil@example.com", "role": "member"})
-    emil = await box.call("POST", f"/tenants/{bob}/members", status=201, json=body, headers=headers)
+    assert (await refusal(api, "POST", f"/tenants/{bob}/members", 403, json=body, headers=headers))[0] == "role_not_allowed"
+    known = await api.call("POST", "/members", status=201, json={"email": "emil@example.com", "role": "member"})
+    emil = await api.call("POST", f"/tenants/{bob}/members", status=201, json=body, headers=headers)
     assert emil["password"] is None
     emil["password"] = known["password"]
-    assert await refusal(box, "POST", f"/tenants/{bob}/members", 409, json=body, headers=headers) == ("name_taken", "email")
+    assert await refusal(api, "POST", f"/tenants/{bob}/members", 409, json=body, headers=headers) == ("name_taken", "email")
     path = f"/tenants/{bob}/members/{emil['member_id']}"
-    assert (await box.call("PATCH", path, json={"role": "developer"}, headers=headers))["role"] == "developer"
-    listed = (await box.call("GET", f"/tenants/{bob}/members", headers=headers))["data"]
+    assert (await api.call("PATCH", path, json={"role": "developer"}, headers=headers))["role"] == "developer"
+    listed = (await api.call("GET", f"/tenants/{bob}/members", headers=headers))["data"]
     assert [(row["email"], row["role"]) for row in listed] == [(DORA, "manager"), ("emil@example.com", "developer")]
-    assert set(await box.call("DELETE", path, headers=headers)) == MEMBERSHIP_FIELDS
-    assert await refusal(box, "DELETE", path, 404, headers=headers) == ("not_found", "member_id")
-    emils = await with_own_password(box, emil)
-    assert (await refusal(box, "GET", "/tenants", 403, headers=emils))[0] == "role_not_allowed"
-    assert await box.call("GET", "/me", headers=emils) == {
+    assert set(await api.call("DELETE", path, headers=headers)) == MEMBERSHIP_FIELDS
+    assert await refusal(api, "DELETE", path, 404, headers=headers) == ("not_found", "member_id")
+    emils = await with_own_password(api, emil)
+    assert (await refusal(api, "GET", "/tenants", 403, headers=emils))[0] == "role_not_allowed"
+    assert await api.call("GET", "/me", headers=emils) == {
         "kind": "member",
         "id": emil["member_id"],
         "name": "emil@example.com",
@@ -129,59 +129,59 @@ async def test_a_manager_invites_promotes_and_removes_in_the_own_tenant(box: Api
     }
 
 
-async def test_an_owner_sees_who_belongs_where(box: ApiBox, bob: str) -> None:
-    invited = await box.call("POST", f"/tenants/{bob}/members", status=201, json={"email": DORA, "role": "manager"})
-    member = await box.call("GET", f"/members/{invited['member_id']}")
+async def test_an_owner_sees_who_belongs_where(api: ApiApp, bob: str) -> None:
+    invited = await api.call("POST", f"/tenants/{bob}/members", status=201, json={"email": DORA, "role": "manager"})
+    member = await api.call("GET", f"/members/{invited['member_id']}")
 
     assert (member["role"], member["memberships"]) == ("member", [{"tenant_id": bob, "role": "manager"}])
-    assert member in (await box.call("GET", "/members"))["data"]
+    assert member in (await api.call("GET", "/members"))["data"]
 
 
-async def test_a_member_of_two_tenants_sees_both_and_acts_by_the_role_in_each(box: ApiBox, bob: str) -> None:
-    other = (await box.call("POST", "/tenants", status=201, json={"name": "emil"}))["id"]
-    await box.call("POST", "/tenants", status=201, json={"name": "charlie"})
-    made = await box.call("POST", f"/tenants/{bob}/members", status=201, json={"email": DORA, "role": "developer"})
-    await box.call("POST", f"/tenants/{other}/members", status=201, json={"email": DORA, "role": "viewer"})
-    headers = await with_own_password(box, made)
+async def test_a_member_of_two_tenants_sees_both_and_acts_by_the_role_in_each(api: ApiApp, bob: str) -> None:
+    other = (await api.call("POST", "/tenants", status=201, json={"name": "emil"}))["id"]
+    await api.call("POST", "/tenants", status=201, json={"name": "charlie"})
+    made = await api.call("POST", f"/tenants/{bob}/members", status=201, json={"email": DORA, "role": "developer"})
+    await api.call("POST", f"/tenants/{other}/members", status=201, json={"email": DORA, "role": "viewer"})
+    headers = await with_own_password(api, made)
 
-    assert [row["id"] for row in (await box.call("GET", "/tenants", headers=headers))["data"]] == [bob, other]
-    key = await box.call("POST", f"/tenants/{bob}/keys", status=201, json={"name": "k"}, headers=headers)
+    assert [row["id"] for row in (await api.call("GET", "/tenants", headers=headers))["data"]] == [bob, other]
+    key = await api.call("POST", f"/tenants/{bob}/keys", status=201, json={"name": "k"}, headers=headers)
     assert key["scopes"] == ["inference"]
-    assert (await refusal(box, "POST", f"/tenants/{other}/keys", 403, json={"name": "k"}, headers=headers))[
+    assert (await refusal(api, "POST", f"/tenants/{other}/keys", 403, json={"name": "k"}, headers=headers))[
         0
     ] == "role_not_allowed"
-    theirs = await box.call("POST", f"/tenants/{other}/keys", status=201, json={"name": "k"})
-    assert (await box.call("GET", f"/keys/{theirs['id']}", headers=headers))["id"] == theirs["id"]
-    assert (await refusal(box, "DELETE", f"/keys/{theirs['id']}", 403, headers=headers))[0] == "role_not_allowed"
+    theirs = await api.call("POST", f"/tenants/{other}/keys", status=201, json={"name": "k"})
+    assert (await api.call("GET", f"/keys/{theirs['id']}", headers=headers))["id"] == theirs["id"]
+    assert (await refusal(api, "DELETE", f"/keys/{theirs['id']}", 403, headers=headers))[0] == "role_not_allowed"
 
 
-async def test_a_forged_tenant_in_a_filter_gives_what_a_missing_one_gives(box: ApiBox, bob: str) -> None:
-    other = (await box.call("POST", "/tenants", status=201, json={"name": "charlie"}))["id"]
-    made = await box.call("POST", f"/tenants/{bob}/members", status=201, json={"email": DORA, "role": "manager"})
-    headers = await with_own_password(box, made)
+async def test_a_forged_tenant_in_a_filter_gives_what_a_missing_one_gives(api: ApiApp, bob: str) -> None:
+    other = (await api.call("POST", "/tenants", status=201, json={"name": "charlie"}))["id"]
+    made = await api.call("POST", f"/tenants/{bob}/members", status=201, json={"email": DORA, "role": "manager"})
+    headers = await with_own_password(api, made)
     for path in ("/ledger", "/requests", "/usage", "/costs"):
-        answers = [await box.call("GET", path, params={"tenant_id": each}, headers=headers) for each in (other, "tn_nothing")]
+        answers = [await api.call("GET", path, params={"tenant_id": each}, headers=headers) for each in (other, "tn_nothing")]
         assert answers[0] == answers[1] == {"data": [], "has_more": False, "next_cursor": None}
 
 
-async def test_a_key_is_rotated_with_a_grace_period(box: ApiBox, bob: str) -> None:
-    old = await box.call("POST", f"/tenants/{bob}/keys", status=201, json={"name": "k", "scopes": ["inference", "usage"]})
-    fresh = await box.call("POST", f"/keys/{old['id']}/rotate", json={"grace_s": 600})
+async def test_a_key_is_rotated_with_a_grace_period(api: ApiApp, bob: str) -> None:
+    old = await api.call("POST", f"/tenants/{bob}/keys", status=201, json={"name": "k", "scopes": ["inference", "usage"]})
+    fresh = await api.call("POST", f"/keys/{old['id']}/rotate", json={"grace_s": 600})
 
     for key in (old, fresh):
-        answer = await box.client.get("/v1/models", headers={"authorization": f"Bearer {key['key']}"})
+        answer = await api.client.get("/v1/models", headers={"authorization": f"Bearer {key['key']}"})
         assert answer.status_code == 200
-    assert (await box.call("GET", f"/keys/{old['id']}"))["replaced_by"] == fresh["id"]
+    assert (await api.call("GET", f"/keys/{old['id']}"))["replaced_by"] == fresh["id"]
     assert fresh["scopes"] == ["inference", "usage"]
     for wrong in (-1, 10**9, "600"):
-        assert await refusal(box, "POST", f"/keys/{fresh['id']}/rotate", 400, json={"grace_s": wrong}) == (
+        assert await refusal(api, "POST", f"/keys/{fresh['id']}/rotate", 400, json={"grace_s": wrong}) == (
             "invalid_value",
             "grace_s",
         )
-    assert await refusal(box, "POST", f"/keys/{fresh['id']}/rotate", 400, json={"grace": 1}) == ("unknown_parameter", "grace")
+    assert await refusal(api, "POST", f"/keys/{fresh['id']}/rotate", 400, json={"grace": 1}) == ("unknown_parameter", "grace")
 
 
-async def test_a_tenant_is_made_with_everything_that_it_can_have(box: ApiBox) -> None:
+async def test_a_tenant_is_made_with_everything_that_it_can_have(api: ApiApp) -> None:
     given = {
         "name": "dora",
         "model_limits": {"m": {"tokens_per_minute": 5}},
@@ -191,14 +191,14 @@ async def test_a_tenant_is_made_with_everything_that_it_can_have(box: ApiBox) ->
         "billing": {"name": "Dora AG", "address": "Gasse 1\n8000 Zürich"},
         "alert_percents": [50, 100],
     }
-    made = await box.call("POST", "/tenants", status=201, json=given)
+    made = await api.call("POST", "/tenants", status=201, json=given)
 
     limits = made.pop("model_limits")
     assert {name: made[name] for name in given if name != "model_limits"} == {
         name: value for name, value in given.items() if name != "model_limits"
     }
     assert {name: value for name, value in limits["m"].items() if value is not None} == {"tokens_per_minute": 5}
-    cleared = await box.call(
+    cleared = await api.call(
         "PATCH",
         f"/tenants/{made['id']}",
         json={"model_limits": None, "currency": None, "billing": None, "alert_percents": None},
@@ -219,72 +219,72 @@ async def test_a_tenant_is_made_with_everything_that_it_can_have(box: ApiBox) ->
     ],
     ids=str,
 )
-async def test_a_wrong_field_of_a_tenant_is_named(box: ApiBox, bob: str, body: dict[str, Any], param: str) -> None:
-    error = (await box.call("PATCH", f"/tenants/{bob}", status=400, json=body))["error"]
+async def test_a_wrong_field_of_a_tenant_is_named(api: ApiApp, bob: str, body: dict[str, Any], param: str) -> None:
+    error = (await api.call("PATCH", f"/tenants/{bob}", status=400, json=body))["error"]
 
     assert error["param"] == param
     assert param in error["message"]
 
 
-async def test_a_tier_is_changed(box: ApiBox) -> None:
-    assert (await box.call("PATCH", "/tiers/batch", json={"admission_wait_ms": 2500}))["admission_wait_ms"] == 2500
-    tiers = (await box.call("GET", "/tiers"))["data"]
+async def test_a_tier_is_changed(api: ApiApp) -> None:
+    assert (await api.call("PATCH", "/tiers/batch", json={"admission_wait_ms": 2500}))["admission_wait_ms"] == 2500
+    tiers = (await api.call("GET", "/tiers"))["data"]
     assert [(tier["name"], tier["admission_wait_ms"]) for tier in tiers] == [
         ("interactive", 0),
         ("standard", 0),
         ("batch", 2500),
     ]
-    assert await refusal(box, "PATCH", "/tiers/batch", 400, json={"admission_wait_ms": 60_001}) == (
+    assert await refusal(api, "PATCH", "/tiers/batch", 400, json={"admission_wait_ms": 60_001}) == (
         "invalid_value",
         "admission_wait_ms",
     )
-    assert (await refusal(box, "PATCH", "/tiers/gold", 404, json={"admission_wait_ms": 1}))[0] == "not_found"
+    assert (await refusal(api, "PATCH", "/tiers/gold", 404, json={"admission_wait_ms": 1}))[0] == "not_found"
 
 
-async def test_a_model_is_limited_and_freed(box: ApiBox) -> None:
+async def test_a_model_is_limited_and_freed(api: ApiApp) -> None:
     path = "/model-limits/org/large"
-    made = await box.call("PUT", path, json={"limits": {"tokens_per_minute": 7}, "limit_mode": "shadow"})
+    made = await api.call("PUT", path, json={"limits": {"tokens_per_minute": 7}, "limit_mode": "shadow"})
 
     assert (made["model"], made["limits"]["tokens_per_minute"], made["limit_mode"]) == ("org/large", 7, "shadow")
-    assert (await box.call("GET", "/model-limits"))["data"] == [made]
-    assert await refusal(box, "PUT", path, 400, json={"limits": {"tokens_per_minute": -7}}) == (
+    assert (await api.call("GET", "/model-limits"))["data"] == [made]
+    assert await refusal(api, "PUT", path, 400, json={"limits": {"tokens_per_minute": -7}}) == (
         "invalid_value",
         "limits.tokens_per_minute",
     )
-    assert await box.call("DELETE", path) == made
-    assert (await refusal(box, "DELETE", path, 404))[0] == "not_found"
+    assert await api.call("DELETE", path) == made
+    assert (await refusal(api, "DELETE", path, 404))[0] == "not_found"
 
 
-async def test_short_lists_are_paged_as_all_lists(box: ApiBox, bob: str) -> None:
+async def test_short_lists_are_paged_as_all_lists(api: ApiApp, bob: str) -> None:
     for model in ("b", "a", "c"):
-        await box.call("PUT", f"/model-limits/{model}", json={"limits": {"tokens_per_minute": 7}})
+        await api.call("PUT", f"/model-limits/{model}", json={"limits": {"tokens_per_minute": 7}})
     for month in ("2026-12", "2026-11"):
         body = {"first_month": month, "monthly_micros": 1}
-        await box.call("POST", f"/tenants/{bob}/allowances", status=201, json=body)
+        await api.call("POST", f"/tenants/{bob}/allowances", status=201, json=body)
     for path, name, names in (
         ("/tiers", "name", ["interactive", "standard", "batch"]),
         ("/model-limits", "model", ["a", "b", "c"]),
         (f"/tenants/{bob}/allowances", "first_month", ["2026-11", "2026-12"]),
     ):
-        whole = await box.call("GET", path)
-        first = await box.call("GET", path, params={"limit": 1})
-        rest = await box.call("GET", path, params={"cursor": first["next_cursor"]})
+        whole = await api.call("GET", path)
+        first = await api.call("GET", path, params={"limit": 1})
+        rest = await api.call("GET", path, params={"cursor": first["next_cursor"]})
 
         assert [row[name] for row in whole["data"]] == names
         assert (first["has_more"], rest["has_more"], rest["next_cursor"]) == (True, False, None)
         assert [*first["data"], *rest["data"]] == whole["data"]
-        assert await refusal(box, "GET", f"{path}?limit=0", 400) == ("invalid_value", "limit")
+        assert await refusal(api, "GET", f"{path}?limit=0", 400) == ("invalid_value", "limit")
 
 
 @contextmanager
-def counted(box: ApiBox) -> Iterator[list[str]]:
+def counted(api: ApiApp) -> Iterator[list[str]]:
     """Yield the list of the statements that are executed meanwhile."""
     statements: list[str] = []
 
     def note(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
         statements.append(statement)
 
-    engines = [engine.sync_engine for engine in (box.services.db._readers, box.services.db._writers)]
+    engines = [engine.sync_engine for engine in (api.services.db._readers, api.services.db._writers)]
     for engine in engines:
         event.listen(engine, "before_cursor_execute", note)
     yield statements
@@ -292,19 +292,19 @@ def counted(box: ApiBox) -> Iterator[list[str]]:
         event.remove(engine, "before_cursor_execute", note)
 
 
-async def test_a_list_takes_the_same_queries_however_long_it_is(box: ApiBox, bob: str) -> None:
+async def test_a_list_takes_the_same_queries_however_long_it_is(api: ApiApp, bob: str) -> None:
     paths = ("/members", f"/tenants/{bob}/members", "/tenants", f"/tenants/{bob}/keys", "/tiers", "/model-limits")
     counts: dict[str, list[int]] = {path: [] for path in paths}
     for many in (1, 20):
         for number in range(many):
             email = f"m{many}-{number}@example.com"
-            await box.call("POST", f"/tenants/{bob}/members", status=201, json={"email": email, "role": "viewer"})
-            await box.call("POST", "/tenants", status=201, json={"name": email})
-            await box.call("POST", f"/tenants/{bob}/keys", status=201, json={"name": email})
+            await api.call("POST", f"/tenants/{bob}/members", status=201, json={"email": email, "role": "viewer"})
+            await api.call("POST", "/tenants", status=201, json={"name": email})
+            await api.call("POST", f"/tenants/{bob}/keys", status=201, json={"name": email})
         for path in paths:
-            await box.call("GET", path)  # what is read once is read
-            with counted(box) as statements:
-                await box.call("GET", path)
+            await api.call("GET", path)  # what is read once is read
+            with counted(api) as statements:
+                await api.call("GET", path)
             counts[path].append(len(statements))
 
     assert {path: found for path, found in counts.items() if not found[0] == found[1] <= 4} == {}

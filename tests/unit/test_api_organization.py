@@ -19,7 +19,7 @@ from appliance.metering.ledger.epochs import begin_epoch
 from appliance.metering.usage import UsageFilter
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.audit_chain import AuditEntry
-from tests.support.api_box import ApiBox, open_api_box
+from tests.support.api_app import ApiApp, open_api_app
 from tests.support.cast import Person, make_person
 from tests.support.clock import START, FakeClock
 from tests.support.factories import pending, posted
@@ -30,22 +30,22 @@ MIDNIGHT = START.replace(hour=0)
 
 
 @pytest.fixture
-async def box(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiBox]:
+async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiApp]:
     """The application, at noon of START whatever the day of the test."""
-    async with open_api_box(migrated_sqlite_file, tmp_path) as opened:
+    async with open_api_app(migrated_sqlite_file, tmp_path) as opened:
         opened.services.clock = FakeClock()
         yield opened
 
 
-async def ask(box: ApiBox, path: str, status: int = 200, **query: Any) -> Any:
-    answer = await box.client.get(f"/v1/organization{path}", params=query)
+async def ask(api: ApiApp, path: str, status: int = 200, **query: Any) -> Any:
+    answer = await api.client.get(f"/v1/organization{path}", params=query)
     assert answer.status_code == status, answer.text
     return answer.json()
 
 
-async def use(box: ApiBox, person: Person, *moments: datetime, currency: str = "EUR", model: str = "demo") -> None:
+async def use(api: ApiApp, person: Person, *moments: datetime, currency: str = "EUR", model: str = "demo") -> None:
     """Let `person` use 10 + 5 tokens at each of `moments`, 4 of them from the cache."""
-    services = box.services
+    services = api.services
     page = await services.prices.list(100)
     if not [price for price in page.data if (price.model, price.currency) == (model, currency)]:
         await services.prices.add(
@@ -87,10 +87,10 @@ def test_buckets_are_cut_at_the_ends_of_the_period_and_none_begins_in_the_future
     assert whole[-1] == (START + timedelta(hours=9), end)
 
 
-async def test_a_bucket_without_use_is_there_and_empty(box: ApiBox) -> None:
-    bob = await make_person(box.services.db, box.services.clock, "bob")
-    await use(box, bob, START - timedelta(days=2), START)
-    page = await ask(box, "/usage/completions", start_time=int(MIDNIGHT.timestamp()) - 3 * DAY_S)
+async def test_a_bucket_without_use_is_there_and_empty(api: ApiApp) -> None:
+    bob = await make_person(api.services.db, api.services.clock, "bob")
+    await use(api, bob, START - timedelta(days=2), START)
+    page = await ask(api, "/usage/completions", start_time=int(MIDNIGHT.timestamp()) - 3 * DAY_S)
     assert [len(bucket["results"]) for bucket in page["data"]] == [0, 1, 0, 1]
     assert (page["has_more"], page["next_page"], page["object"]) == (False, None, "page")
     (result,) = page["data"][1]["results"]
@@ -103,26 +103,26 @@ async def test_a_bucket_without_use_is_there_and_empty(box: ApiBox) -> None:
     }  # fmt: skip
 
 
-async def test_a_period_that_cuts_a_bucket_counts_what_lies_inside(box: ApiBox) -> None:
-    bob = await make_person(box.services.db, box.services.clock, "bob")
-    await use(box, bob, START - timedelta(hours=2), START - timedelta(hours=1), START)
+async def test_a_period_that_cuts_a_bucket_counts_what_lies_inside(api: ApiApp) -> None:
+    bob = await make_person(api.services.db, api.services.clock, "bob")
+    await use(api, bob, START - timedelta(hours=2), START - timedelta(hours=1), START)
     start = int(START.timestamp()) - 5400
-    page = await ask(box, "/usage/completions", start_time=start, end_time=start + 5400)
+    page = await ask(api, "/usage/completions", start_time=start, end_time=start + 5400)
     (bucket,) = page["data"]
     assert (bucket["start_time"], bucket["end_time"]) == (start, start + 5400)
     assert bucket["results"][0]["num_model_requests"] == 1
 
 
-async def test_filters_and_groups_narrow_and_split(box: ApiBox) -> None:
-    bob = await make_person(box.services.db, box.services.clock, "bob")
-    charlie = await make_person(box.services.db, box.services.clock, "charlie")
-    await use(box, bob, START, START, model="one")
-    await use(box, bob, START, model="two")
-    await use(box, charlie, START, model="two")
+async def test_filters_and_groups_narrow_and_split(api: ApiApp) -> None:
+    bob = await make_person(api.services.db, api.services.clock, "bob")
+    charlie = await make_person(api.services.db, api.services.clock, "charlie")
+    await use(api, bob, START, START, model="one")
+    await use(api, bob, START, model="two")
+    await use(api, charlie, START, model="two")
     start = {"start_time": int(MIDNIGHT.timestamp())}
 
     async def requests(**query: Any) -> dict[Any, int]:
-        page = await ask(box, "/usage/completions", **start, **query)
+        page = await ask(api, "/usage/completions", **start, **query)
         rows = [result for bucket in page["data"] for result in bucket["results"]]
         return {(row["project_id"], row["model"]): row["num_model_requests"] for row in rows}
 
@@ -137,11 +137,11 @@ async def test_filters_and_groups_narrow_and_split(box: ApiBox) -> None:
     assert await requests(project_ids="nobody") == {}
 
 
-async def test_costs_of_two_currencies_are_never_added(box: ApiBox) -> None:
-    bob = await make_person(box.services.db, box.services.clock, "bob")
-    await use(box, bob, START, START, currency="EUR")
-    await use(box, bob, START, currency="CHF")
-    page = await ask(box, "/costs", start_time=int(MIDNIGHT.timestamp()), group_by="line_item")
+async def test_costs_of_two_currencies_are_never_added(api: ApiApp) -> None:
+    bob = await make_person(api.services.db, api.services.clock, "bob")
+    await use(api, bob, START, START, currency="EUR")
+    await use(api, bob, START, currency="CHF")
+    page = await ask(api, "/costs", start_time=int(MIDNIGHT.timestamp()), group_by="line_item")
     (bucket,) = page["data"]
     one = 6 * 10**6 + 4 * 10**5 + 5 * 3 * 10**6
     assert {row["amount"]["currency"]: row["amount"]["value"] for row in bucket["results"]} == {
@@ -149,7 +149,7 @@ async def test_costs_of_two_currencies_are_never_added(box: ApiBox) -> None:
         "chf": one / 10**12,
     }
     assert [(row["line_item"], row["quantity_unit"]) for row in bucket["results"]] == [("demo", "tokens")] * 2
-    usage = await ask(box, "/usage/completions", start_time=int(MIDNIGHT.timestamp()))
+    usage = await ask(api, "/usage/completions", start_time=int(MIDNIGHT.timestamp()))
     assert [row["num_model_requests"] for row in usage["data"][0]["results"]] == [3]
 
 
@@ -174,37 +174,37 @@ async def test_costs_of_two_currencies_are_never_added(box: ApiBox) -> None:
         ("/admin_api_keys", {"order": "up"}, "order"),
     ],
 )
-async def test_bad_input_names_its_parameter(box: ApiBox, path: str, query: dict[str, str], param: str) -> None:
-    assert (await ask(box, path, 400, **query))["error"]["param"] == param
+async def test_bad_input_names_its_parameter(api: ApiApp, path: str, query: dict[str, str], param: str) -> None:
+    assert (await ask(api, path, 400, **query))["error"]["param"] == param
 
 
 @pytest.mark.parametrize("name", ["batch", "service_tier", "user_id"])
-async def test_a_grouping_that_sums_are_not_kept_by_is_refused_with_those_that_they_are(box: ApiBox, name: str) -> None:
-    error = (await ask(box, "/usage/completions", 400, start_time=1, group_by=name))["error"]
+async def test_a_grouping_that_sums_are_not_kept_by_is_refused_with_those_that_they_are(api: ApiApp, name: str) -> None:
+    error = (await ask(api, "/usage/completions", 400, start_time=1, group_by=name))["error"]
     assert (error["param"], error["code"]) == ("group_by", "unsupported_parameter")
     assert error["message"] == f"usage cannot be grouped by {name}; group_by takes project_id, api_key_id, model"
 
 
 @pytest.mark.parametrize("name", ["batch", "user_ids"])
-async def test_a_filter_that_sums_are_not_kept_by_is_refused_with_those_that_they_are(box: ApiBox, name: str) -> None:
-    error = (await ask(box, "/usage/completions", 400, **{"start_time": 1, name: "true"}))["error"]
+async def test_a_filter_that_sums_are_not_kept_by_is_refused_with_those_that_they_are(api: ApiApp, name: str) -> None:
+    error = (await ask(api, "/usage/completions", 400, **{"start_time": 1, name: "true"}))["error"]
     assert (error["param"], error["code"]) == (name, "unsupported_parameter")
     assert error["message"] == f"usage cannot be filtered by {name}; filter by project_ids, api_key_ids, models"
 
 
-async def test_a_far_future_or_a_distant_past_is_answered_page_by_page(box: ApiBox) -> None:
-    assert (await ask(box, "/usage/completions", start_time=253_402_300_799))["data"] == []
-    page = await ask(box, "/usage/completions", start_time=0, limit=31)
+async def test_a_far_future_or_a_distant_past_is_answered_page_by_page(api: ApiApp) -> None:
+    assert (await ask(api, "/usage/completions", start_time=253_402_300_799))["data"] == []
+    page = await ask(api, "/usage/completions", start_time=0, limit=31)
     assert (len(page["data"]), page["has_more"]) == (31, True)
 
 
-async def test_the_audit_log_is_walked_forth_and_back(box: ApiBox) -> None:
+async def test_the_audit_log_is_walked_forth_and_back(api: ApiApp) -> None:
     for number in range(5):
-        await box.services.tenants.create(name=f"tenant {number}", access=WHOLE_APPLIANCE)
+        await api.services.tenants.create(name=f"tenant {number}", access=WHOLE_APPLIANCE)
 
     async def ids(**query: Any) -> tuple[list[str], bool]:
         chosen: dict[str, Any] = {"event_types[]": "project.created"}
-        page = await ask(box, "/audit_logs", limit=2, **chosen, **query)
+        page = await ask(api, "/audit_logs", limit=2, **chosen, **query)
         assert [page["first_id"], page["last_id"]] == [page["data"][0]["id"], page["data"][-1]["id"]]
         return [each["id"] for each in page["data"]], page["has_more"]
 
@@ -224,17 +224,17 @@ async def test_the_audit_log_is_walked_forth_and_back(box: ApiBox) -> None:
 @pytest.mark.parametrize(
     ("role", "statuses"), [("viewer", (200, 403, 403)), ("admin", (200, 200, 403)), ("owner", (200, 200, 200))]
 )
-async def test_roles_hold_on_this_api_too(box: ApiBox, role: str, statuses: tuple[int, ...]) -> None:
-    headers = await box.as_role(role)
+async def test_roles_hold_on_this_api_too(api: ApiApp, role: str, statuses: tuple[int, ...]) -> None:
+    headers = await api.as_role(role)
     calls = [("GET", "/projects", None), ("POST", "/projects", {"name": "made"}), ("POST", "/admin_api_keys", {"name": "made"})]
     answers = [
-        await box.client.request(method, f"/v1/organization{path}", headers=headers, json=body) for method, path, body in calls
+        await api.client.request(method, f"/v1/organization{path}", headers=headers, json=body) for method, path, body in calls
     ]
     assert tuple(answer.status_code for answer in answers) == statuses
 
 
-async def test_a_path_of_this_api_that_is_not_served_is_not_found(box: ApiBox) -> None:
-    await ask(box, "/users", 404)
+async def test_a_path_of_this_api_that_is_not_served_is_not_found(api: ApiApp) -> None:
+    await ask(api, "/users", 404)
 
 
 def entry(action: str, **changes: Any) -> AuditEntry:
@@ -282,8 +282,8 @@ def test_members_act_by_session_and_a_failed_sign_in_has_nobody() -> None:
     assert failed["login.failed"] == {"error_code": "password", "error_message": "x_1 could not sign in"}
 
 
-async def test_the_document_has_a_field_for_the_details_of_every_type_of_openais(box: ApiBox) -> None:
-    document = (await box.client.get("/schema/openapi.json")).json()
+async def test_the_document_has_a_field_for_the_details_of_every_type_of_openais(api: ApiApp) -> None:
+    document = (await api.client.get("/schema/openapi.json")).json()
     answer = document["paths"]["/v1/organization/audit_logs"]["get"]["responses"]["200"]["content"]["application/json"]
     schemas = document["components"]["schemas"]
     assert answer["schema"] == {"$ref": "#/components/schemas/AuditLogList"}
@@ -300,16 +300,16 @@ def test_every_type_of_openais_is_one_that_its_client_knows() -> None:
 
 
 async def test_a_page_has_whole_buckets_and_ends_before_its_results_are_too_many(
-    box: ApiBox, monkeypatch: pytest.MonkeyPatch
+    api: ApiApp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hours = [START - timedelta(hours=hour) for hour in range(6)]
     for name in ("bob", "charlie", "dora"):
-        person = await make_person(box.services.db, box.services.clock, name)
-        await use(box, person, *hours[:4], model=f"of {name}")
-        await use(box, person, hours[2], model="for all")
+        person = await make_person(api.services.db, api.services.clock, name)
+        await use(api, person, *hours[:4], model=f"of {name}")
+        await use(api, person, hours[2], model="for all")
     asked: dict[str, Any] = {"bucket_width": "1h", "limit": 10, "start_time": int(hours[-1].timestamp())}
     asked["group_by[]"] = ["project_id", "model"]
-    whole = await ask(box, "/usage/completions", **asked)
+    whole = await ask(api, "/usage/completions", **asked)
     assert [len(bucket["results"]) for bucket in whole["data"]] == [0, 0, 3, 6, 3, 3]
 
     async def pages(results_max: int) -> list[list[Any]]:
@@ -317,7 +317,7 @@ async def test_a_page_has_whole_buckets_and_ends_before_its_results_are_too_many
         found: list[list[Any]] = []
         position: dict[str, Any] = {}
         while True:
-            page = await ask(box, "/usage/completions", **asked, **position)
+            page = await ask(api, "/usage/completions", **asked, **position)
             found.append(page["data"])
             assert page["has_more"] == (page["next_page"] is not None)
             if not page["has_more"]:
@@ -330,8 +330,8 @@ async def test_a_page_has_whole_buckets_and_ends_before_its_results_are_too_many
         assert [len(data) for data in found] == lengths
 
 
-async def test_a_parameter_of_one_value_that_is_given_twice_is_named(box: ApiBox) -> None:
+async def test_a_parameter_of_one_value_that_is_given_twice_is_named(api: ApiApp) -> None:
     start = str(int(START.timestamp()))
-    answer = await ask(box, "/costs", 400, start_time=[start, start])
+    answer = await ask(api, "/costs", 400, start_time=[start, start])
 
     assert answer["error"]["param"] == "start_time"

@@ -10,7 +10,7 @@ import pytest
 
 from appliance.tenancy.browser_rules import CSRF_HEADER, PLAIN_COOKIE
 from appliance.tenancy.members import Member
-from tests.support.api_box import ApiBox, open_api_box
+from tests.support.api_app import ApiApp, open_api_app
 from tests.support.cast import quick_hasher
 
 PASSWORD = "a password of tests"
@@ -31,8 +31,8 @@ class Objects(NamedTuple):
 
 
 @pytest.fixture
-async def box(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiBox]:
-    async with open_api_box(migrated_sqlite_file, tmp_path) as opened:
+async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiApp]:
+    async with open_api_app(migrated_sqlite_file, tmp_path) as opened:
         opened.services.members._hasher = quick_hasher()
         yield opened
 
@@ -53,19 +53,19 @@ async def box(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiBo
     ],
 )
 async def test_the_reference_lists_the_status(
-    box: ApiBox, method: str, path: str, json: dict[str, Any] | None, status: int
+    api: ApiApp, method: str, path: str, json: dict[str, Any] | None, status: int
 ) -> None:
-    objects = (await create_objects(box))._asdict()
+    objects = (await create_objects(api))._asdict()
     body = json and {name: value.format(**objects) if isinstance(value, str) else value for name, value in json.items()}
-    response = await box.client.request(method, path.format(**objects), json=body)
-    document = (await box.client.get("/schema/openapi.json")).json()
+    response = await api.client.request(method, path.format(**objects), json=body)
+    document = (await api.client.get("/schema/openapi.json")).json()
 
     assert response.status_code == status, response.text
     assert str(status) in documented_responses(document, method, path)
 
 
-async def test_the_reference_introduces_itself_and_each_group_of_operations(box: ApiBox) -> None:
-    document = (await box.client.get("/schema/openapi.json")).json()
+async def test_the_reference_introduces_itself_and_each_group_of_operations(api: ApiApp) -> None:
+    document = (await api.client.get("/schema/openapi.json")).json()
     described = {tag["name"] for tag in document["tags"] if tag["description"]}
 
     assert "`x-request-id`" in document["info"]["description"]
@@ -74,85 +74,85 @@ async def test_the_reference_introduces_itself_and_each_group_of_operations(box:
     }
 
 
-async def test_reports_of_usage_may_be_read_with_an_api_key_and_the_reference_says_so(box: ApiBox) -> None:
-    tenant = await box.call("POST", "/tenants", status=201, json={"name": "alice"})
-    key = await box.call("POST", f"/tenants/{tenant['id']}/keys", status=201, json={"name": "reports", "scopes": ["usage"]})
+async def test_reports_of_usage_may_be_read_with_an_api_key_and_the_reference_says_so(api: ApiApp) -> None:
+    tenant = await api.call("POST", "/tenants", status=201, json={"name": "alice"})
+    key = await api.call("POST", f"/tenants/{tenant['id']}/keys", status=201, json={"name": "reports", "scopes": ["usage"]})
     headers = {"authorization": f"Bearer {key['key']}"}
-    paths = (await box.client.get("/schema/openapi.json")).json()["paths"]
+    paths = (await api.client.get("/schema/openapi.json")).json()["paths"]
 
     for path in ("/v1/organization/usage/completions", "/v1/organization/usage/embeddings", "/v1/organization/costs"):
-        response = await box.client.get(path, headers=headers, params={"start_time": 1})
+        response = await api.client.get(path, headers=headers, params={"start_time": 1})
         assert response.status_code == 200, response.text
         assert paths[path]["get"]["security"] == [{"administrator": []}, {"api_key": []}, {"api_key_header": []}]
     assert paths["/v1/organization/projects"]["get"]["security"] == [{"administrator": []}]
 
 
-async def test_a_body_that_may_be_left_out_is_optional_in_the_reference(box: ApiBox) -> None:
-    active = await box.call("POST", "/tenants", status=201, json={"name": "active"})
-    key = await box.call("POST", f"/tenants/{active['id']}/keys", status=201, json={"name": "rotated"})
-    webhook = await box.call("POST", "/webhooks", status=201, json=WEBHOOK)
-    paths = (await box.client.get("/schema/openapi.json")).json()["paths"]
+async def test_a_body_that_may_be_left_out_is_optional_in_the_reference(api: ApiApp) -> None:
+    active = await api.call("POST", "/tenants", status=201, json={"name": "active"})
+    key = await api.call("POST", f"/tenants/{active['id']}/keys", status=201, json={"name": "rotated"})
+    webhook = await api.call("POST", "/webhooks", status=201, json=WEBHOOK)
+    paths = (await api.client.get("/schema/openapi.json")).json()["paths"]
 
-    await box.call("POST", f"/keys/{key['id']}/rotate")
-    await box.call("POST", f"/webhooks/{webhook['id']}/rotate")
+    await api.call("POST", f"/keys/{key['id']}/rotate")
+    await api.call("POST", f"/webhooks/{webhook['id']}/rotate")
     for path in ("/admin/v1/keys/{key_id}/rotate", "/admin/v1/webhooks/{webhook_id}/rotate"):
         assert paths[path]["post"]["requestBody"]["required"] is False
     assert paths["/admin/v1/tenants"]["post"]["requestBody"]["required"] is True
 
 
-async def test_sessions_of_somebody_else_are_a_documented_404(box: ApiBox) -> None:
-    create = box.services.members.create
+async def test_sessions_of_somebody_else_are_a_documented_404(api: ApiApp) -> None:
+    create = api.services.members.create
     alice, bob = await create("alice@example.com", PASSWORD, "owner"), await create("bob@example.com", PASSWORD, "member")
-    headers = await browser(box, bob)
-    document = (await box.client.get("/schema/openapi.json")).json()
+    headers = await browser(api, bob)
+    document = (await api.client.get("/schema/openapi.json")).json()
 
     for method in ("GET", "DELETE"):
-        await box.call(method, "/sessions", status=404, params={"member_id": alice.id}, headers=headers)
+        await api.call(method, "/sessions", status=404, params={"member_id": alice.id}, headers=headers)
         assert "404" in documented_responses(document, method, "/admin/v1/sessions")
 
 
-async def test_webhooks_of_another_tenant_are_a_documented_404(box: ApiBox) -> None:
-    own, other = [await box.call("POST", "/tenants", status=201, json={"name": name}) for name in ("own", "other")]
-    bob = await box.services.members.create("bob@example.com", PASSWORD, "member")
-    await box.call("POST", f"/tenants/{own['id']}/members", status=201, json={"email": bob.email, "role": "manager"})
-    headers = await browser(box, bob)
-    document = (await box.client.get("/schema/openapi.json")).json()
+async def test_webhooks_of_another_tenant_are_a_documented_404(api: ApiApp) -> None:
+    own, other = [await api.call("POST", "/tenants", status=201, json={"name": name}) for name in ("own", "other")]
+    bob = await api.services.members.create("bob@example.com", PASSWORD, "member")
+    await api.call("POST", f"/tenants/{own['id']}/members", status=201, json={"email": bob.email, "role": "manager"})
+    headers = await browser(api, bob)
+    document = (await api.client.get("/schema/openapi.json")).json()
 
-    await box.call("GET", "/webhooks", params={"tenant_id": own["id"]}, headers=headers)
-    await box.call("GET", "/webhooks", status=404, params={"tenant_id": other["id"]}, headers=headers)
+    await api.call("GET", "/webhooks", params={"tenant_id": own["id"]}, headers=headers)
+    await api.call("GET", "/webhooks", status=404, params={"tenant_id": other["id"]}, headers=headers)
     assert "404" in documented_responses(document, "GET", "/admin/v1/webhooks")
 
 
-async def test_metrics_need_no_token_or_that_of_an_administrator(box: ApiBox) -> None:
-    paths = (await box.client.get("/schema/openapi.json")).json()["paths"]
+async def test_metrics_need_no_token_or_that_of_an_administrator(api: ApiApp) -> None:
+    paths = (await api.client.get("/schema/openapi.json")).json()["paths"]
 
     assert paths["/metrics"]["get"]["security"] == [{}, {"administrator": []}]
     assert paths["/health/live"]["get"]["security"] == []
 
 
-async def test_no_description_contains_the_indentation_of_its_docstring(box: ApiBox) -> None:
-    schemas = (await box.client.get("/schema/openapi.json")).json()["components"]["schemas"]
+async def test_no_description_contains_the_indentation_of_its_docstring(api: ApiApp) -> None:
+    schemas = (await api.client.get("/schema/openapi.json")).json()["components"]["schemas"]
     assert [name for name, schema in schemas.items() if "\n " in schema["description"]] == []
 
 
-async def browser(box: ApiBox, member: Member) -> dict[str, str]:
+async def browser(api: ApiApp, member: Member) -> dict[str, str]:
     """Return the headers of a browser in which `member` is signed in."""
-    token, session = await box.services.sessions.open(member.id, "Firefox", "192.0.2.7", method="password")
+    token, session = await api.services.sessions.open(member.id, "Firefox", "192.0.2.7", method="password")
     return {"authorization": "", "cookie": f"{PLAIN_COOKIE}={token}", CSRF_HEADER: session.csrf_token}
 
 
-async def create_objects(box: ApiBox) -> Objects:
-    archived = await box.call("POST", "/tenants", status=201, json={"name": "archived"})
-    key = await box.call("POST", f"/tenants/{archived['id']}/keys", status=201, json={"name": "revoked"})
-    price = await box.call("POST", "/prices", status=201, json={"model": "tiny", "prompt": 1, "completion": 1})
-    active = await box.call("POST", "/tenants", status=201, json={"name": "active"})
-    rotated = await box.call("POST", f"/tenants/{active['id']}/keys", status=201, json={"name": "rotated"})
-    await box.call("POST", f"/keys/{rotated['id']}/rotate", json={"grace_s": 600})
-    webhook = await box.call("POST", "/webhooks", status=201, json=WEBHOOK)
-    delivery = await box.call("POST", f"/webhooks/{webhook['id']}/test", status=201)
-    await box.call("PATCH", f"/webhooks/{webhook['id']}", json={"disabled": True})
-    await box.call("DELETE", f"/keys/{key['id']}")
-    await box.call("DELETE", f"/tenants/{archived['id']}")
+async def create_objects(api: ApiApp) -> Objects:
+    archived = await api.call("POST", "/tenants", status=201, json={"name": "archived"})
+    key = await api.call("POST", f"/tenants/{archived['id']}/keys", status=201, json={"name": "revoked"})
+    price = await api.call("POST", "/prices", status=201, json={"model": "tiny", "prompt": 1, "completion": 1})
+    active = await api.call("POST", "/tenants", status=201, json={"name": "active"})
+    rotated = await api.call("POST", f"/tenants/{active['id']}/keys", status=201, json={"name": "rotated"})
+    await api.call("POST", f"/keys/{rotated['id']}/rotate", json={"grace_s": 600})
+    webhook = await api.call("POST", "/webhooks", status=201, json=WEBHOOK)
+    delivery = await api.call("POST", f"/webhooks/{webhook['id']}/test", status=201)
+    await api.call("PATCH", f"/webhooks/{webhook['id']}", json={"disabled": True})
+    await api.call("DELETE", f"/keys/{key['id']}")
+    await api.call("DELETE", f"/tenants/{archived['id']}")
     return Objects(
         archived=archived["id"],
         key=key["id"],

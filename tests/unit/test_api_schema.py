@@ -16,20 +16,20 @@ from litestar.routes import HTTPRoute
 
 from appliance.api import descriptions, openapi
 from appliance.api.descriptions import administration, billing, inference, machine, organization, parameters
-from tests.support.api_box import ApiBox, open_api_box
+from tests.support.api_app import ApiApp, open_api_app
 
 METHODS = {"GET", "POST", "PUT", "PATCH", "DELETE"}
 
 
 @pytest.fixture
-async def box(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiBox]:
-    async with open_api_box(migrated_sqlite_file, tmp_path) as opened:
+async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiApp]:
+    async with open_api_app(migrated_sqlite_file, tmp_path) as opened:
         yield opened
 
 
-async def test_every_path_of_the_interface_is_described(box: ApiBox) -> None:
-    paths = (await box.client.get("/schema/openapi.json")).json()["paths"]
-    ours = [route for route in box.app.routes if isinstance(route, HTTPRoute) and _is_interface(route)]
+async def test_every_path_of_the_interface_is_described(api: ApiApp) -> None:
+    paths = (await api.client.get("/schema/openapi.json")).json()["paths"]
+    ours = [route for route in api.app.routes if isinstance(route, HTTPRoute) and _is_interface(route)]
 
     assert len(ours) > 20
     for route in ours:
@@ -54,8 +54,8 @@ async def test_the_document_is_built_once_and_not_in_the_event_loop(monkeypatch:
     assert threads[0] is not threading.current_thread()
 
 
-async def test_bodies_that_we_decode_ourselves_are_described(box: ApiBox) -> None:
-    schema = (await box.client.get("/schema/openapi.json")).json()
+async def test_bodies_that_we_decode_ourselves_are_described(api: ApiApp) -> None:
+    schema = (await api.client.get("/schema/openapi.json")).json()
     chat = schema["paths"]["/v1/chat/completions"]["post"]
     name = chat["requestBody"]["content"]["application/json"]["schema"]["$ref"].rsplit("/", 1)[1]
 
@@ -63,25 +63,25 @@ async def test_bodies_that_we_decode_ourselves_are_described(box: ApiBox) -> Non
     assert "/admin/v1/tenants" in schema["paths"]
 
 
-async def test_parameters_that_take_several_values_are_described_as_lists(box: ApiBox) -> None:
-    paths = (await box.client.get("/schema/openapi.json")).json()["paths"]
+async def test_parameters_that_take_several_values_are_described_as_lists(api: ApiApp) -> None:
+    paths = (await api.client.get("/schema/openapi.json")).json()["paths"]
     described = {parameter["name"]: parameter["schema"]["type"] for parameter in paths["/admin/v1/usage"]["get"]["parameters"]}
 
     assert (described["key_id"], described["tenant_id"], described["limit"]) == ("array", "string", "integer")
 
 
-async def test_parameters_that_must_be_sent_are_described_as_required(box: ApiBox) -> None:
-    paths = (await box.client.get("/schema/openapi.json")).json()["paths"]
+async def test_parameters_that_must_be_sent_are_described_as_required(api: ApiApp) -> None:
+    paths = (await api.client.get("/schema/openapi.json")).json()["paths"]
     for path in ("/v1/organization/usage/completions", "/v1/organization/usage/embeddings", "/v1/organization/costs"):
         required = {parameter["name"] for parameter in paths[path]["get"]["parameters"] if parameter["required"]}
-        refused = await box.client.get(path, headers=await box.as_role("viewer"))
+        refused = await api.client.get(path, headers=await api.as_role("viewer"))
 
         assert required == {"start_time"}
         assert refused.json()["error"]["param"] == "start_time"
 
 
-async def test_operations_have_names_that_a_client_can_use_as_methods(box: ApiBox) -> None:
-    paths = (await box.client.get("/schema/openapi.json")).json()["paths"]
+async def test_operations_have_names_that_a_client_can_use_as_methods(api: ApiApp) -> None:
+    paths = (await api.client.get("/schema/openapi.json")).json()["paths"]
     names = [operation["operationId"] for operations in paths.values() for operation in operations.values()]
 
     assert paths["/v1/chat/completions"]["post"]["operationId"] == "createChatCompletion"
@@ -91,16 +91,16 @@ async def test_operations_have_names_that_a_client_can_use_as_methods(box: ApiBo
     assert [name for name in names if not re.fullmatch("[a-z][A-Za-z]*", name)] == []
 
 
-async def test_schemas_have_names_that_a_client_can_use_as_classes(box: ApiBox) -> None:
-    schemas = (await box.client.get("/schema/openapi.json")).json()["components"]["schemas"]
+async def test_schemas_have_names_that_a_client_can_use_as_classes(api: ApiApp) -> None:
+    schemas = (await api.client.get("/schema/openapi.json")).json()["components"]["schemas"]
 
     assert {"Key", "KeyPage", "ProjectList", "CompletionsResultBucket", "ChatCompletionRequest"} <= set(schemas)
     assert [name for name in schemas if not re.fullmatch("[A-Z][A-Za-z]*", name) or "Shape" in name] == []
     assert [name for name, schema in schemas.items() if schema["title"] != name] == []
 
 
-async def test_the_document_begins_with_the_interface_of_programs_and_is_in_alphabetical_order(box: ApiBox) -> None:
-    document = (await box.client.get("/schema/openapi.json")).json()
+async def test_the_document_begins_with_the_interface_of_programs_and_is_in_alphabetical_order(api: ApiApp) -> None:
+    document = (await api.client.get("/schema/openapi.json")).json()
     paths, schemas = list(document["paths"]), list(document["components"]["schemas"])
     parts = [[path for path in paths if path.startswith(prefix)] for prefix in ("/v1/", "/admin/", "/health", "/metrics")]
     others = [path for path in paths if not path.startswith(("/v1/", "/admin/", "/health", "/metrics"))]
@@ -109,8 +109,8 @@ async def test_the_document_begins_with_the_interface_of_programs_and_is_in_alph
     assert schemas == sorted(schemas)
 
 
-async def test_a_parameter_that_can_be_spelled_in_two_ways_is_described_once(box: ApiBox) -> None:
-    paths = (await box.client.get("/schema/openapi.json")).json()["paths"]
+async def test_a_parameter_that_can_be_spelled_in_two_ways_is_described_once(api: ApiApp) -> None:
+    paths = (await api.client.get("/schema/openapi.json")).json()["paths"]
     for path, operations in paths.items():
         for operation in operations.values():
             names = [parameter["name"] for parameter in operation.get("parameters", ())]
@@ -123,8 +123,8 @@ async def test_a_parameter_that_can_be_spelled_in_two_ways_is_described_once(box
     assert projects["description"].endswith("`project_ids[]` means the same.")
 
 
-async def test_parameters_that_are_numbers_or_truth_values_are_described_so(box: ApiBox) -> None:
-    paths = (await box.client.get("/schema/openapi.json")).json()["paths"]
+async def test_parameters_that_are_numbers_or_truth_values_are_described_so(api: ApiApp) -> None:
+    paths = (await api.client.get("/schema/openapi.json")).json()["paths"]
     described = {
         parameter["name"]: parameter["schema"].get("type")
         for path in ("/v1/organization/usage/completions", "/v1/organization/audit_logs")
@@ -138,8 +138,8 @@ async def test_parameters_that_are_numbers_or_truth_values_are_described_so(box:
     assert described["bucket_width"] == "string"
 
 
-async def test_every_operation_says_who_may_call_it_what_it_takes_and_how_it_fails(box: ApiBox) -> None:
-    paths = (await box.client.get("/schema/openapi.json")).json()["paths"]
+async def test_every_operation_says_who_may_call_it_what_it_takes_and_how_it_fails(api: ApiApp) -> None:
+    paths = (await api.client.get("/schema/openapi.json")).json()["paths"]
     parameters = {parameter["name"] for parameter in paths["/admin/v1/ledger"]["get"]["parameters"]}
 
     assert {"limit", "cursor", "tenant_id", "status"} <= parameters
@@ -147,8 +147,8 @@ async def test_every_operation_says_who_may_call_it_what_it_takes_and_how_it_fai
     assert paths["/admin/v1/tenants"]["post"]["security"] == [{"administrator": []}]
 
 
-async def test_every_operation_struct_field_and_parameter_has_a_description(box: ApiBox) -> None:
-    schema = (await box.client.get("/schema/openapi.json")).json()
+async def test_every_operation_struct_field_and_parameter_has_a_description(api: ApiApp) -> None:
+    schema = (await api.client.get("/schema/openapi.json")).json()
     silent = [name for name, described in schema["components"]["schemas"].items() if not described.get("description")]
     for name, described in schema["components"]["schemas"].items():
         silent += [f"{name}.{field}" for field, each in described.get("properties", {}).items() if not each.get("description")]
@@ -159,8 +159,8 @@ async def test_every_operation_struct_field_and_parameter_has_a_description(box:
     assert silent == []
 
 
-async def test_no_description_is_left_over(box: ApiBox) -> None:
-    schema = (await box.client.get("/schema/openapi.json")).json()
+async def test_no_description_is_left_over(api: ApiApp) -> None:
+    schema = (await api.client.get("/schema/openapi.json")).json()
     used, used_of_paths = set(), set()
     for name, described in schema["components"]["schemas"].items():
         for field in described.get("properties", {}):
@@ -178,8 +178,8 @@ def test_no_description_hides_another() -> None:
     assert sum(len(part.FIELDS) for part in parts) == len(descriptions.FIELDS)
 
 
-async def test_the_text_of_an_operation_begins_with_a_verb(box: ApiBox) -> None:
-    paths = (await box.client.get("/schema/openapi.json")).json()["paths"]
+async def test_the_text_of_an_operation_begins_with_a_verb(api: ApiApp) -> None:
+    paths = (await api.client.get("/schema/openapi.json")).json()["paths"]
     first = {operation["summary"].split()[0] for operations in paths.values() for operation in operations.values()}
 
     assert first == {
@@ -202,8 +202,8 @@ async def test_the_text_of_an_operation_begins_with_a_verb(box: ApiBox) -> None:
         ("get", "/metrics", {"200", "401", "403"}),
     ],
 )
-async def test_an_operation_names_the_statuses_it_answers_with(box: ApiBox, method: str, path: str, statuses: set[str]) -> None:
-    schema = (await box.client.get("/schema/openapi.json")).json()
+async def test_an_operation_names_the_statuses_it_answers_with(api: ApiApp, method: str, path: str, statuses: set[str]) -> None:
+    schema = (await api.client.get("/schema/openapi.json")).json()
     responses = schema["paths"][path][method]["responses"]
 
     assert set(responses) == {*statuses, "default"}
@@ -213,8 +213,8 @@ async def test_an_operation_names_the_statuses_it_answers_with(box: ApiBox, meth
         assert responses[status]["description"]
 
 
-async def test_every_error_of_the_schema_has_the_one_shape(box: ApiBox) -> None:
-    paths = (await box.client.get("/schema/openapi.json")).json()["paths"]
+async def test_every_error_of_the_schema_has_the_one_shape(api: ApiApp) -> None:
+    paths = (await api.client.get("/schema/openapi.json")).json()["paths"]
     for path, operations in paths.items():
         for operation in operations.values():
             for status, response in operation["responses"].items():
@@ -224,8 +224,8 @@ async def test_every_error_of_the_schema_has_the_one_shape(box: ApiBox) -> None:
             assert "default" in operation["responses"], path
 
 
-async def test_streams_and_text_have_their_own_media_types(box: ApiBox) -> None:
-    paths = (await box.client.get("/schema/openapi.json")).json()["paths"]
+async def test_streams_and_text_have_their_own_media_types(api: ApiApp) -> None:
+    paths = (await api.client.get("/schema/openapi.json")).json()["paths"]
 
     def media_types(method: str, path: str) -> set[str]:
         return set(paths[path][method]["responses"]["200"]["content"])
@@ -235,57 +235,57 @@ async def test_streams_and_text_have_their_own_media_types(box: ApiBox) -> None:
     assert media_types("get", "/metrics") == {"text/plain"}
 
 
-async def test_every_reference_of_the_schema_has_its_target(box: ApiBox) -> None:
-    text = (await box.client.get("/schema/openapi.json")).text
-    targets = (await box.client.get("/schema/openapi.json")).json()["components"]["schemas"]
+async def test_every_reference_of_the_schema_has_its_target(api: ApiApp) -> None:
+    text = (await api.client.get("/schema/openapi.json")).text
+    targets = (await api.client.get("/schema/openapi.json")).json()["components"]["schemas"]
     named = {part.split('"', 1)[0] for part in text.split('"#/components/schemas/')[1:]}
 
     assert named
     assert named <= set(targets)
 
 
-async def test_every_array_of_the_schema_says_what_it_holds(box: ApiBox) -> None:
-    schemas = (await box.client.get("/schema/openapi.json")).json()["components"]["schemas"]
+async def test_every_array_of_the_schema_says_what_it_holds(api: ApiApp) -> None:
+    schemas = (await api.client.get("/schema/openapi.json")).json()["components"]["schemas"]
 
     assert {"type": "array", "items": {}} in schemas["Message"]["properties"]["tool_calls"]["anyOf"]
     assert [array for array in _arrays(schemas) if "items" not in array] == []
 
 
-async def test_allow_names_every_method_of_a_path_whoever_asks_for_it(box: ApiBox) -> None:
-    for route in (route for route in box.app.routes if isinstance(route, HTTPRoute) and _is_interface(route)):
+async def test_allow_names_every_method_of_a_path_whoever_asks_for_it(api: ApiApp) -> None:
+    for route in (route for route in api.app.routes if isinstance(route, HTTPRoute) and _is_interface(route)):
         path = re.sub(r"{[^}]*}", "nothing", route.path)
         answered = {*route.methods, *({"HEAD"} if "GET" in route.methods else ())}
         for method, status in (("OPTIONS", 204), ("TRACE", 405)):
-            answer = await box.client.request(method, path)
+            answer = await api.client.request(method, path)
             assert (answer.status_code, set(answer.headers["allow"].split(", "))) == (status, answered), f"{method} {path}"
 
-    nothing = await box.client.request("OPTIONS", "/v1/nothing")
+    nothing = await api.client.request("OPTIONS", "/v1/nothing")
     assert (nothing.status_code, "allow" in nothing.headers) == (404, False)
 
 
 @pytest.mark.parametrize("path", ["/schema", "/schema/swagger", "/schema/redoc", "/schema/elements"])
-async def test_there_is_no_page_that_needs_the_internet(box: ApiBox, path: str) -> None:
-    answer = await box.client.get(path)
+async def test_there_is_no_page_that_needs_the_internet(api: ApiApp, path: str) -> None:
+    answer = await api.client.get(path)
 
     assert "<script" not in answer.text
 
 
-async def test_a_live_process_says_so(box: ApiBox) -> None:
-    assert (await box.client.get("/health/live")).json()["status"] == "ok"
+async def test_a_live_process_says_so(api: ApiApp) -> None:
+    assert (await api.client.get("/health/live")).json()["status"] == "ok"
 
 
 @pytest.mark.parametrize("path", ["/health", "/health/ready"])
-async def test_readiness_names_the_part_that_is_not_ready(box: ApiBox, path: str) -> None:
-    answer = await box.client.get(path)
+async def test_readiness_names_the_part_that_is_not_ready(api: ApiApp, path: str) -> None:
+    answer = await api.client.get(path)
 
-    assert answer.status_code == 503  # the box of these tests runs no ledger
+    assert answer.status_code == 503  # the appliance of these tests runs no ledger
     parts = answer.json()["parts"]
     assert parts["database"] == "ok"
     assert parts["ledger"] == "cannot be written"
 
 
-async def test_metrics_have_the_promised_names(box: ApiBox) -> None:
-    text = (await box.client.get("/metrics")).text
+async def test_metrics_have_the_promised_names(api: ApiApp) -> None:
+    text = (await api.client.get("/metrics")).text
 
     for name in (
         "requests_running", "requests_waiting", "kv_cache_usage_ratio", "prefix_cache_hit_tokens_total", "prompt_tokens_total",
@@ -297,15 +297,15 @@ async def test_metrics_have_the_promised_names(box: ApiBox) -> None:
     assert "# TYPE gatehouse_unrecorded_usage_tokens_total gauge\ngatehouse_unrecorded_usage_tokens_total 0.0\n" in text
 
 
-async def test_the_metrics_type_is_the_one_that_prometheus_expects(box: ApiBox) -> None:
-    answer = await box.client.get("/metrics")
+async def test_the_metrics_type_is_the_one_that_prometheus_expects(api: ApiApp) -> None:
+    answer = await api.client.get("/metrics")
 
     assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
 
 
-async def test_counters_of_what_has_not_happened_yet_stand_at_zero(box: ApiBox) -> None:
-    box.services.metrics.add_model("tiny")
-    text = (await box.client.get("/metrics")).text
+async def test_counters_of_what_has_not_happened_yet_stand_at_zero(api: ApiApp) -> None:
+    api.services.metrics.add_model("tiny")
+    text = (await api.client.get("/metrics")).text
 
     for code in ("invalid_api_key", "rate_limit_exceeded", "budget_exceeded", "overloaded"):
         assert f'gatehouse_requests_rejected_total{{reason="{code}"}} 0.0' in text
@@ -314,57 +314,57 @@ async def test_counters_of_what_has_not_happened_yet_stand_at_zero(box: ApiBox) 
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1"])
-async def test_this_machine_reads_the_metrics_without_a_token(box: ApiBox, address: str) -> None:
-    assert await metrics_status(box, address) == 200
+async def test_this_machine_reads_the_metrics_without_a_token(api: ApiApp, address: str) -> None:
+    assert await metrics_status(api, address) == 200
 
 
 @pytest.mark.parametrize("address", ["192.0.2.1", "10.0.0.1", "2001:db8::1", "::ffff:10.0.0.1", ""])
-async def test_others_need_an_administrators_token_for_the_metrics(box: ApiBox, address: str) -> None:
-    assert await metrics_status(box, address) == 401
-    assert await metrics_status(box, address, {"authorization": "Bearer gha_wrong"}) == 401
-    assert await metrics_status(box, address, await box.as_role("viewer")) == 200
+async def test_others_need_an_administrators_token_for_the_metrics(api: ApiApp, address: str) -> None:
+    assert await metrics_status(api, address) == 401
+    assert await metrics_status(api, address, {"authorization": "Bearer gha_wrong"}) == 401
+    assert await metrics_status(api, address, await api.as_role("viewer")) == 200
 
 
 @pytest.mark.parametrize("header", ["x-forwarded-for", "x-forwarded-host", "forwarded", "x-real-ip", "via"])
-async def test_who_comes_through_a_proxy_is_not_this_machine(box: ApiBox, header: str) -> None:
-    assert await metrics_status(box, "127.0.0.1", {header: "192.0.2.1"}) == 401
+async def test_who_comes_through_a_proxy_is_not_this_machine(api: ApiApp, header: str) -> None:
+    assert await metrics_status(api, "127.0.0.1", {header: "192.0.2.1"}) == 401
 
 
 @pytest.mark.parametrize(
     "path", ["/health", "/health/live", "/v1/models", "/admin/v1/tenants", "/schema/openapi.json", "/login", "/nothing"]
 )
-async def test_head_answers_like_get_without_the_body(box: ApiBox, path: str) -> None:
-    asked, whole = await box.client.head(path), await box.client.get(path)
+async def test_head_answers_like_get_without_the_body(api: ApiApp, path: str) -> None:
+    asked, whole = await api.client.head(path), await api.client.get(path)
 
     assert (asked.status_code, asked.content) == (whole.status_code, b"")
     assert asked.headers["content-length"] == str(len(whole.content))
     assert asked.headers["content-type"] == whole.headers["content-type"]
 
 
-async def test_head_of_a_live_stream_ends(box: ApiBox) -> None:
-    await box.services.sampler.sample()
+async def test_head_of_a_live_stream_ends(api: ApiApp) -> None:
+    await api.services.sampler.sample()
     async with asyncio.timeout(60):
-        answer = await box.client.head("/admin/v1/events")
+        answer = await api.client.head("/admin/v1/events")
 
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/event-stream")
 
 
-async def test_head_of_a_path_that_only_takes_changes_is_refused(box: ApiBox) -> None:
-    assert (await box.client.head("/v1/chat/completions")).status_code == 405
+async def test_head_of_a_path_that_only_takes_changes_is_refused(api: ApiApp) -> None:
+    assert (await api.client.head("/v1/chat/completions")).status_code == 405
 
 
-async def test_a_body_that_is_too_large_is_told_the_limit(box: ApiBox) -> None:
-    limit = box.services.settings.max_body_bytes
-    answer = await box.client.post("/admin/v1/tenants", content=b"x" * (limit + 1))
+async def test_a_body_that_is_too_large_is_told_the_limit(api: ApiApp) -> None:
+    limit = api.services.settings.max_body_bytes
+    answer = await api.client.post("/admin/v1/tenants", content=b"x" * (limit + 1))
 
     assert answer.status_code == 413
     assert str(limit) in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("path", ["/admin/v1/nothing", "/schema/nothing", "/schema/nothing.json"])
-async def test_unknown_paths_answer_in_the_one_shape_with_an_id(box: ApiBox, path: str) -> None:
-    answer = await box.client.get(path)
+async def test_unknown_paths_answer_in_the_one_shape_with_an_id(api: ApiApp, path: str) -> None:
+    answer = await api.client.get(path)
 
     assert answer.status_code == 404
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
@@ -372,13 +372,13 @@ async def test_unknown_paths_answer_in_the_one_shape_with_an_id(box: ApiBox, pat
 
 
 async def test_a_bug_is_a_500_in_the_one_shape_that_tells_nothing_of_itself(
-    box: ApiBox, monkeypatch: pytest.MonkeyPatch
+    api: ApiApp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def broken(*_arguments: object) -> None:
         raise RuntimeError("a secret of the inside")
 
-    monkeypatch.setattr(box.services.prices, "list", broken)
-    answer = await box.client.get("/admin/v1/prices")
+    monkeypatch.setattr(api.services.prices, "list", broken)
+    answer = await api.client.get("/admin/v1/prices")
 
     assert answer.status_code == 500
     assert answer.json()["error"]["code"] == "internal_error"
@@ -393,8 +393,8 @@ def _arrays(value: Any) -> Iterator[dict[str, Any]]:
         yield from _arrays(each)
 
 
-async def metrics_status(box: ApiBox, address: str, headers: dict[str, str] | None = None) -> int:
-    transport = httpx.ASGITransport(app=cast(Any, box.app), client=(address, 50000))
+async def metrics_status(api: ApiApp, address: str, headers: dict[str, str] | None = None) -> int:
+    transport = httpx.ASGITransport(app=cast(Any, api.app), client=(address, 50000))
     async with httpx.AsyncClient(transport=transport, base_url="http://box") as client:
         return (await client.get("/metrics", headers=headers)).status_code
 

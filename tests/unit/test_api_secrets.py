@@ -12,7 +12,7 @@ import pytest
 import structlog
 
 from appliance.base.logging import configure_logging
-from tests.support.api_box import open_api_box
+from tests.support.api_app import open_api_app
 
 SECRET = "gha_secret-that-must-not-be-logged"
 
@@ -34,13 +34,13 @@ async def test_a_traceback_shows_no_key(
     migrated_sqlite_file: Path, tmp_path: Path, logged: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stderr", logged)
-    async with open_api_box(migrated_sqlite_file, tmp_path) as box:
+    async with open_api_app(migrated_sqlite_file, tmp_path) as api:
 
         async def broken(secret: str, address: str) -> None:
             raise RuntimeError(f"failed with {len(secret)} characters from {address}")
 
-        monkeypatch.setattr(box.services.admin_tokens, "authenticate", broken)
-        answer = await box.client.get("/admin/v1/tenants", headers={"authorization": f"Bearer {SECRET}"})
+        monkeypatch.setattr(api.services.admin_tokens, "authenticate", broken)
+        answer = await api.client.get("/admin/v1/tenants", headers={"authorization": f"Bearer {SECRET}"})
 
     assert answer.status_code == 500
     assert "RuntimeError" in logged.getvalue()

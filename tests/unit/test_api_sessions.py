@@ -11,7 +11,7 @@ import pytest
 from appliance.tenancy.browser_rules import CSRF_HEADER, PLAIN_COOKIE
 from appliance.tenancy.id_tokens import Identity
 from appliance.tenancy.members import Member
-from tests.support.api_box import ApiBox, open_api_box
+from tests.support.api_app import ApiApp, open_api_app
 from tests.support.cast import quick_hasher
 
 PASSWORD = "a password of tests"
@@ -19,22 +19,22 @@ FIREFOX = "Mozilla/5.0 (X11; Linux x86_64; rv:140.0) Gecko/20100101 Firefox/140.
 
 
 @pytest.fixture
-async def box(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiBox]:
-    async with open_api_box(migrated_sqlite_file, tmp_path) as opened:
+async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiApp]:
+    async with open_api_app(migrated_sqlite_file, tmp_path) as opened:
         opened.services.members._hasher = quick_hasher()
         yield opened
 
 
-async def browser(box: ApiBox, member: Member) -> tuple[str, dict[str, str]]:
+async def browser(api: ApiApp, member: Member) -> tuple[str, dict[str, str]]:
     """The id of a new session, and the headers that its browser sends."""
-    token, session = await box.services.sessions.open(member.id, FIREFOX, "192.0.2.7", method="password+totp")
+    token, session = await api.services.sessions.open(member.id, FIREFOX, "192.0.2.7", method="password+totp")
     cookie = f"{PLAIN_COOKIE}={token}"
     return session.id, {"authorization": "", "cookie": cookie, CSRF_HEADER: session.csrf_token}
 
 
-async def people(box: ApiBox) -> tuple[Member, Member, Member]:
+async def people(api: ApiApp) -> tuple[Member, Member, Member]:
     """Alice who owns, Vera who only looks, Bob who belongs to no tenant yet."""
-    create = box.services.members.create
+    create = api.services.members.create
     return (
         await create("alice@example.com", PASSWORD, "owner"),
         await create("vera@example.com", PASSWORD, "viewer"),
@@ -42,11 +42,11 @@ async def people(box: ApiBox) -> tuple[Member, Member, Member]:
     )
 
 
-async def test_everybody_sees_the_own_sessions_with_device_and_the_current_one_marked(box: ApiBox) -> None:
-    for member in await people(box):
-        (first, _), (second, headers) = await browser(box, member), await browser(box, member)
+async def test_everybody_sees_the_own_sessions_with_device_and_the_current_one_marked(api: ApiApp) -> None:
+    for member in await people(api):
+        (first, _), (second, headers) = await browser(api, member), await browser(api, member)
 
-        listed = await box.call("GET", "/sessions", headers=headers)
+        listed = await api.call("GET", "/sessions", headers=headers)
 
         assert [(row["id"], row["current"]) for row in listed["data"]] == [(second, True), (first, False)]
         row = listed["data"][0]
@@ -56,96 +56,96 @@ async def test_everybody_sees_the_own_sessions_with_device_and_the_current_one_m
         assert not {"token", "token_hash", "csrf_token"} & row.keys()
 
 
-async def test_owners_and_owner_tokens_see_those_of_others(box: ApiBox) -> None:
-    alice, vera, _ = await people(box)
-    (session, _), (_, owner) = await browser(box, vera), await browser(box, alice)
+async def test_owners_and_owner_tokens_see_those_of_others(api: ApiApp) -> None:
+    alice, vera, _ = await people(api)
+    (session, _), (_, owner) = await browser(api, vera), await browser(api, alice)
 
-    listed = await box.call("GET", "/sessions", params={"member_id": vera.id}, headers=owner)
-    everything = await box.call("GET", "/sessions", params={"limit": 1})
+    listed = await api.call("GET", "/sessions", params={"member_id": vera.id}, headers=owner)
+    everything = await api.call("GET", "/sessions", params={"limit": 1})
 
     assert [row["id"] for row in listed["data"]] == [session]
     assert everything["has_more"]
-    rest = await box.call("GET", "/sessions", params={"cursor": everything["next_cursor"]})
+    rest = await api.call("GET", "/sessions", params={"cursor": everything["next_cursor"]})
     assert [row["id"] for row in rest["data"]] == [session]
 
 
-async def test_nobody_else_sees_or_ends_a_session_of_somebody_else(box: ApiBox) -> None:
-    alice, vera, bob = await people(box)
-    session, owner = await browser(box, alice)
+async def test_nobody_else_sees_or_ends_a_session_of_somebody_else(api: ApiApp) -> None:
+    alice, vera, bob = await people(api)
+    session, owner = await browser(api, alice)
     for member, status in ((vera, 403), (bob, 404)):
-        _, headers = await browser(box, member)
-        await box.call("GET", "/sessions", params={"member_id": alice.id}, headers=headers, status=status)
-        await box.call("DELETE", "/sessions", params={"member_id": alice.id}, headers=headers, status=status)
-        await box.call("DELETE", f"/sessions/{session}", headers=headers, status=404)
+        _, headers = await browser(api, member)
+        await api.call("GET", "/sessions", params={"member_id": alice.id}, headers=headers, status=status)
+        await api.call("DELETE", "/sessions", params={"member_id": alice.id}, headers=headers, status=status)
+        await api.call("DELETE", f"/sessions/{session}", headers=headers, status=404)
     for role in ("admin", "billing", "viewer"):
-        headers = await box.as_role(role)
-        await box.call("GET", "/sessions", headers=headers, status=403)
-        await box.call("DELETE", f"/sessions/{session}", headers=headers, status=403)
-    await box.call("GET", "/sessions", headers=owner)
+        headers = await api.as_role(role)
+        await api.call("GET", "/sessions", headers=headers, status=403)
+        await api.call("DELETE", f"/sessions/{session}", headers=headers, status=403)
+    await api.call("GET", "/sessions", headers=owner)
 
 
-async def test_a_session_ends_at_once(box: ApiBox) -> None:
-    alice, vera, _ = await people(box)
-    (session, headers), (_, owner) = await browser(box, vera), await browser(box, alice)
+async def test_a_session_ends_at_once(api: ApiApp) -> None:
+    alice, vera, _ = await people(api)
+    (session, headers), (_, owner) = await browser(api, vera), await browser(api, alice)
 
-    assert await box.call("DELETE", f"/sessions/{session}", headers=owner) == {"ended": 1}
+    assert await api.call("DELETE", f"/sessions/{session}", headers=owner) == {"ended": 1}
 
-    await box.call("GET", "/sessions", headers=headers, status=401)
-    await box.call("DELETE", f"/sessions/{session}", headers=owner, status=404)
+    await api.call("GET", "/sessions", headers=headers, status=401)
+    await api.call("DELETE", f"/sessions/{session}", headers=owner, status=404)
 
 
-async def test_ending_the_others_keeps_the_one_that_asks(box: ApiBox) -> None:
-    _, vera, _ = await people(box)
-    await browser(box, vera)
-    kept, headers = await browser(box, vera)
+async def test_ending_the_others_keeps_the_one_that_asks(api: ApiApp) -> None:
+    _, vera, _ = await people(api)
+    await browser(api, vera)
+    kept, headers = await browser(api, vera)
 
-    assert await box.call("DELETE", "/sessions", headers=headers) == {"ended": 1}
-    assert [row["id"] for row in (await box.call("GET", "/sessions", headers=headers))["data"]] == [kept]
-    assert await box.call("DELETE", "/sessions", params={"member_id": vera.id}) == {"ended": 1}
-    answer = await box.call("DELETE", "/sessions", status=400)
+    assert await api.call("DELETE", "/sessions", headers=headers) == {"ended": 1}
+    assert [row["id"] for row in (await api.call("GET", "/sessions", headers=headers))["data"]] == [kept]
+    assert await api.call("DELETE", "/sessions", params={"member_id": vera.id}) == {"ended": 1}
+    answer = await api.call("DELETE", "/sessions", status=400)
     assert answer["error"]["param"] == "member_id"
 
 
-async def test_a_page_of_another_site_ends_nothing(box: ApiBox) -> None:
-    _, vera, _ = await people(box)
-    session, headers = await browser(box, vera)
+async def test_a_page_of_another_site_ends_nothing(api: ApiApp) -> None:
+    _, vera, _ = await people(api)
+    session, headers = await browser(api, vera)
 
     for wrong in ({CSRF_HEADER: "forged"}, {"sec-fetch-site": "cross-site"}, {"origin": "http://evil.test"}):
-        await box.call("DELETE", f"/sessions/{session}", headers={**headers, **wrong}, status=403)
+        await api.call("DELETE", f"/sessions/{session}", headers={**headers, **wrong}, status=403)
 
 
-async def test_an_owner_resets_the_second_factor_of_somebody_who_lost_it(box: ApiBox) -> None:
-    _, vera, _ = await people(box)
-    factors = box.services.second_factors
+async def test_an_owner_resets_the_second_factor_of_somebody_who_lost_it(api: ApiApp) -> None:
+    _, vera, _ = await people(api)
+    factors = api.services.second_factors
     enrolment = factors.begin(vera)
     await factors.enable(vera, enrolment, pyotp.TOTP(enrolment.secret).now())
-    _, headers = await browser(box, vera)
+    _, headers = await browser(api, vera)
     path = f"/members/{vera.id}/second-factor"
 
-    before = await box.call("GET", path)
-    await box.call("DELETE", path, headers=await box.as_role("admin"), status=403)
-    await box.call("DELETE", path, headers=headers, status=403)
-    after = await box.call("DELETE", path)
+    before = await api.call("GET", path)
+    await api.call("DELETE", path, headers=await api.as_role("admin"), status=403)
+    await api.call("DELETE", path, headers=headers, status=403)
+    after = await api.call("DELETE", path)
 
     assert (before["enabled"], before["recovery_codes_left"]) == (True, 10)
     assert after == {"member_id": vera.id, "enabled": False, "enabled_at": None, "recovery_codes_left": 0}
     assert await factors.challenge(vera.id) is None
-    await box.call("GET", "/sessions", headers=headers, status=401)
-    await box.call("DELETE", "/members/mb_nobody/second-factor", status=404)
+    await api.call("GET", "/sessions", headers=headers, status=401)
+    await api.call("DELETE", "/members/mb_nobody/second-factor", status=404)
 
 
-async def test_an_owner_unlinks_a_member_from_the_provider(box: ApiBox) -> None:
-    _, vera, _ = await people(box)
+async def test_an_owner_unlinks_a_member_from_the_provider(api: ApiApp) -> None:
+    _, vera, _ = await people(api)
     linked = Identity(issuer="https://id.example.com", subject="1", email="vera@example.com")
-    await box.services.identities.member_of(linked)
+    await api.services.identities.member_of(linked)
     path = f"/members/{vera.id}/provider"
 
-    await box.call("DELETE", path, headers=await box.as_role("admin"), status=403)
-    assert await box.call("DELETE", path) == {"member_id": vera.id, "issuer": None}
-    await box.call("DELETE", "/members/mb_nobody/provider", status=404)
+    await api.call("DELETE", path, headers=await api.as_role("admin"), status=403)
+    assert await api.call("DELETE", path) == {"member_id": vera.id, "issuer": None}
+    await api.call("DELETE", "/members/mb_nobody/provider", status=404)
 
 
-async def test_a_host_that_is_no_address_is_no_fault_of_ours(box: ApiBox) -> None:
-    answer = await box.client.get("/admin/v1/me", headers={"host": "a:b:c", "authorization": ""})
+async def test_a_host_that_is_no_address_is_no_fault_of_ours(api: ApiApp) -> None:
+    answer = await api.client.get("/admin/v1/me", headers={"host": "a:b:c", "authorization": ""})
 
     assert answer.status_code == 401

@@ -12,32 +12,32 @@ import pytest
 from appliance.api.http_server import server_config
 from appliance.base.settings import SettingsError, load_settings
 from appliance.tenancy.browser_rules import SECURE_COOKIE
-from tests.support.api_box import ApiBox, open_api_box
+from tests.support.api_app import ApiApp, open_api_app
 
 PROXY, FRONT_PROXY = "10.0.0.5", "10.0.1.9"
 OFFICE, ELSEWHERE = "192.0.2.7", "203.0.113.4"
 
 
 @pytest.fixture
-async def box(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiBox]:
-    async with open_api_box(migrated_sqlite_file, tmp_path) as opened:
+async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiApp]:
+    async with open_api_app(migrated_sqlite_file, tmp_path) as opened:
         yield opened
 
 
-def peer_of(box: ApiBox, peer: str, trusted: str | None) -> httpx.AsyncClient:
+def peer_of(api: ApiApp, peer: str, trusted: str | None) -> httpx.AsyncClient:
     """A peer of the server as it would run with this setting."""
     settings = load_settings(options={"data_dir": Path("/nowhere"), "trusted_proxies": trusted}, environ={})
-    config = server_config(cast(Any, box.app), settings.trusted_proxies)
+    config = server_config(cast(Any, api.app), settings.trusted_proxies)
     config.load()
     transport = httpx.ASGITransport(app=cast(Any, config.loaded_app), client=(peer, 40000))
     return httpx.AsyncClient(transport=transport, base_url="http://box")
 
 
-async def key_of_the_office(box: ApiBox) -> dict[str, str]:
+async def key_of_the_office(api: ApiApp) -> dict[str, str]:
     """Headers with a key that may be used from the office alone."""
-    tenant = await box.call("POST", "/tenants", status=201, json={"name": "acme"})
+    tenant = await api.call("POST", "/tenants", status=201, json={"name": "acme"})
     body = {"name": "office", "allowed_networks": [OFFICE]}
-    made = await box.call("POST", f"/tenants/{tenant['id']}/keys", status=201, json=body)
+    made = await api.call("POST", f"/tenants/{tenant['id']}/keys", status=201, json=body)
     return {"authorization": f"Bearer {made['key']}"}
 
 
@@ -62,13 +62,13 @@ async def key_of_the_office(box: ApiBox) -> dict[str, str]:
     ],
 )
 async def test_a_key_may_be_used_from_where_a_trusted_proxy_says(
-    box: ApiBox, trusted: str | None, peer: str, forwarded_for: str | None, admitted: bool
+    api: ApiApp, trusted: str | None, peer: str, forwarded_for: str | None, admitted: bool
 ) -> None:
-    headers = await key_of_the_office(box)
+    headers = await key_of_the_office(api)
     if forwarded_for is not None:
         headers["x-forwarded-for"] = forwarded_for
 
-    async with peer_of(box, peer, trusted) as client:
+    async with peer_of(api, peer, trusted) as client:
         answer = await client.get("/v1/models", headers=headers)
 
     assert answer.status_code == (200 if admitted else 403), answer.text
@@ -76,43 +76,43 @@ async def test_a_key_may_be_used_from_where_a_trusted_proxy_says(
 
 @pytest.mark.parametrize(("trusted", "expected"), [(None, PROXY), (PROXY, OFFICE)])
 async def test_the_audit_log_has_the_address_that_the_proxy_names_if_it_is_trusted(
-    box: ApiBox, trusted: str | None, expected: str
+    api: ApiApp, trusted: str | None, expected: str
 ) -> None:
-    headers = {**await box.as_role("owner"), "x-forwarded-for": OFFICE}
-    async with peer_of(box, PROXY, trusted) as client:
+    headers = {**await api.as_role("owner"), "x-forwarded-for": OFFICE}
+    async with peer_of(api, PROXY, trusted) as client:
         made = await client.post("/admin/v1/tenants", json={"name": "acme"}, headers=headers)
     assert made.status_code == 201, made.text
 
-    assert (await box.call("GET", "/audit"))["data"][0]["address"] == expected
+    assert (await api.call("GET", "/audit"))["data"][0]["address"] == expected
 
 
 @pytest.mark.parametrize(("trusted", "expected"), [(None, PROXY), (PROXY, OFFICE)])
 async def test_signing_in_counts_for_the_address_that_a_trusted_proxy_names(
-    box: ApiBox, trusted: str | None, expected: str
+    api: ApiApp, trusted: str | None, expected: str
 ) -> None:
-    async with peer_of(box, PROXY, trusted) as client:
+    async with peer_of(api, PROXY, trusted) as client:
         form = {"email": "nobody@example.com", "password": "a password of tests"}
         refused = await client.post("/login", data=form, headers={"x-forwarded-for": OFFICE})
     assert refused.status_code == 401, refused.text
 
-    assert (await box.call("GET", "/audit"))["data"][0]["address"] == expected
+    assert (await api.call("GET", "/audit"))["data"][0]["address"] == expected
 
 
 @pytest.mark.parametrize("trusted", [None, "127.0.0.1"])
 @pytest.mark.parametrize("headers", [{"x-forwarded-for": "127.0.0.1"}, {"x-forwarded-for": ""}, {"x-forwarded-proto": "https"}])
-async def test_what_was_forwarded_is_never_from_this_machine(box: ApiBox, trusted: str | None, headers: dict[str, str]) -> None:
-    async with peer_of(box, "127.0.0.1", trusted) as client:
+async def test_what_was_forwarded_is_never_from_this_machine(api: ApiApp, trusted: str | None, headers: dict[str, str]) -> None:
+    async with peer_of(api, "127.0.0.1", trusted) as client:
         assert (await client.get("/metrics")).status_code == 200
         assert (await client.get("/metrics", headers=headers)).status_code == 401
 
 
 @pytest.mark.parametrize(("trusted", "status"), [(None, 401), (PROXY, 200)])
-async def test_over_https_is_what_a_trusted_proxy_says_so_of(box: ApiBox, trusted: str | None, status: int) -> None:
-    member = await box.services.members.create("alice@example.com", "a password of tests", "owner")
-    token, _ = await box.services.sessions.open(member.id, "a browser", OFFICE, method="password")
+async def test_over_https_is_what_a_trusted_proxy_says_so_of(api: ApiApp, trusted: str | None, status: int) -> None:
+    member = await api.services.members.create("alice@example.com", "a password of tests", "owner")
+    token, _ = await api.services.sessions.open(member.id, "a browser", OFFICE, method="password")
     headers = {"cookie": f"{SECURE_COOKIE}={token}", "x-forwarded-for": OFFICE, "x-forwarded-proto": "https"}
 
-    async with peer_of(box, PROXY, trusted) as client:
+    async with peer_of(api, PROXY, trusted) as client:
         assert (await client.get("/admin/v1/sessions", headers=headers)).status_code == status
 
 

@@ -14,7 +14,7 @@ from appliance.metering.alerts.outbox import TENANT_EVENTS
 from appliance.metering.alerts.send_limits import TESTS_PER_HOUR_MAX
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.support.alerts import TARGET
-from tests.support.api_box import ApiBox, open_api_box
+from tests.support.api_app import ApiApp, open_api_app
 from tests.support.cast import quick_hasher
 from tests.support.tenant_isolation import session_headers
 
@@ -22,114 +22,114 @@ NEW = {"kind": "webhook", "target": TARGET}
 
 
 @pytest.fixture
-async def box(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiBox]:
+async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiApp]:
     """The application over an empty database."""
-    async with open_api_box(migrated_sqlite_file, tmp_path) as opened:
+    async with open_api_app(migrated_sqlite_file, tmp_path) as opened:
         yield opened
 
 
-async def person(box: ApiBox, tenant_id: str, role: str) -> dict[str, str]:
+async def person(api: ApiApp, tenant_id: str, role: str) -> dict[str, str]:
     """Return the headers of a new member of a tenant."""
-    box.services.members._hasher = quick_hasher()
-    member = await box.services.members.create(f"{role}@{tenant_id}.example", "a password of tests", "member")
-    await box.services.memberships.add(tenant_id, member.id, role, access=WHOLE_APPLIANCE)
-    return await session_headers(box.services, member)
+    api.services.members._hasher = quick_hasher()
+    member = await api.services.members.create(f"{role}@{tenant_id}.example", "a password of tests", "member")
+    await api.services.memberships.add(tenant_id, member.id, role, access=WHOLE_APPLIANCE)
+    return await session_headers(api.services, member)
 
 
-async def tenant(box: ApiBox, name: str) -> str:
-    return (await box.services.tenants.create(name=name, access=WHOLE_APPLIANCE)).id
+async def tenant(api: ApiApp, name: str) -> str:
+    return (await api.services.tenants.create(name=name, access=WHOLE_APPLIANCE)).id
 
 
-async def test_a_webhook_is_made_changed_rotated_disabled_and_deleted(box: ApiBox) -> None:
-    bob = await tenant(box, "bob")
-    made = await box.call("POST", "/webhooks", status=201, json={**NEW, "tenant_id": bob})
+async def test_a_webhook_is_made_changed_rotated_disabled_and_deleted(api: ApiApp) -> None:
+    bob = await tenant(api, "bob")
+    made = await api.call("POST", "/webhooks", status=201, json={**NEW, "tenant_id": bob})
     assert made.pop("secret").startswith("whsec_")
     path = f"/webhooks/{made['id']}"
     assert made["events"] == list(TENANT_EVENTS)
-    assert await box.call("GET", path) == made
-    assert (await box.call("GET", "/webhooks"))["data"] == [made]
-    changed = await box.call("PATCH", path, json={"events": ["invoice.closed"]})
+    assert await api.call("GET", path) == made
+    assert (await api.call("GET", "/webhooks"))["data"] == [made]
+    changed = await api.call("PATCH", path, json={"events": ["invoice.closed"]})
     assert changed == {**made, "events": ["invoice.closed"]}
-    rotated = await box.call("POST", f"{path}/rotate", json={"grace_s": 60})
+    rotated = await api.call("POST", f"{path}/rotate", json={"grace_s": 60})
     assert rotated["secret"].startswith("whsec_")
     assert rotated["previous_secret_until"] is not None
-    assert (await box.call("POST", f"{path}/rotate"))["previous_secret_until"] > rotated["previous_secret_until"]
-    assert (await box.call("PATCH", path, json={"disabled": True}))["disabled"]
-    await box.call("POST", f"{path}/test", status=409)
-    await box.call("PATCH", path, json={"disabled": False})
-    assert (await box.call("DELETE", path))["id"] == made["id"]
-    await box.call("GET", path, status=404)
-    assert (await box.call("GET", "/webhooks"))["data"] == []
+    assert (await api.call("POST", f"{path}/rotate"))["previous_secret_until"] > rotated["previous_secret_until"]
+    assert (await api.call("PATCH", path, json={"disabled": True}))["disabled"]
+    await api.call("POST", f"{path}/test", status=409)
+    await api.call("PATCH", path, json={"disabled": False})
+    assert (await api.call("DELETE", path))["id"] == made["id"]
+    await api.call("GET", path, status=404)
+    assert (await api.call("GET", "/webhooks"))["data"] == []
 
 
-async def test_a_test_is_delivered_listed_and_sent_again(box: ApiBox) -> None:
-    made = await box.call("POST", "/webhooks", status=201, json=NEW)
+async def test_a_test_is_delivered_listed_and_sent_again(api: ApiApp) -> None:
+    made = await api.call("POST", "/webhooks", status=201, json=NEW)
     path = f"/webhooks/{made['id']}"
-    sent = await box.call("POST", f"{path}/test", status=201)
+    sent = await api.call("POST", f"{path}/test", status=201)
     assert (sent["event"], sent["state"], sent["attempts"]) == ("webhook.test", "pending", 0)
     assert sent["payload"]["type"] == "webhook.test"
-    assert (await box.call("GET", f"{path}/deliveries"))["data"] == [sent]
-    (claimed,) = await box.services.alerts.outbox.claim(1)
-    await box.services.alerts.outbox.mark_failed(claimed, "the receiver answered 500", None)
-    failed = await box.call("GET", f"{path}/deliveries/{sent['id']}")
+    assert (await api.call("GET", f"{path}/deliveries"))["data"] == [sent]
+    (claimed,) = await api.services.alerts.outbox.claim(1)
+    await api.services.alerts.outbox.mark_failed(claimed, "the receiver answered 500", None)
+    failed = await api.call("GET", f"{path}/deliveries/{sent['id']}")
     assert (failed["state"], failed["last_error"]) == ("failed", "the receiver answered 500")
-    assert [row["id"] for row in (await box.call("GET", f"{path}/deliveries?state=failed"))["data"]] == [sent["id"]]
-    assert (await box.call("GET", f"{path}/deliveries?state=delivered"))["data"] == []
-    again = await box.call("POST", f"{path}/deliveries/{sent['id']}/retry")
+    assert [row["id"] for row in (await api.call("GET", f"{path}/deliveries?state=failed"))["data"]] == [sent["id"]]
+    assert (await api.call("GET", f"{path}/deliveries?state=delivered"))["data"] == []
+    again = await api.call("POST", f"{path}/deliveries/{sent['id']}/retry")
     assert (again["id"], again["state"]) == (sent["id"], "pending")
 
 
-async def test_too_many_tests_are_refused_with_the_time_to_wait(box: ApiBox) -> None:
-    made = await box.call("POST", "/webhooks", status=201, json=NEW)
+async def test_too_many_tests_are_refused_with_the_time_to_wait(api: ApiApp) -> None:
+    made = await api.call("POST", "/webhooks", status=201, json=NEW)
     for _ in range(TESTS_PER_HOUR_MAX):
-        await box.call("POST", f"/webhooks/{made['id']}/test", status=201)
-    answer = await box.client.post(f"/admin/v1/webhooks/{made['id']}/test")
+        await api.call("POST", f"/webhooks/{made['id']}/test", status=201)
+    answer = await api.client.post(f"/admin/v1/webhooks/{made['id']}/test")
     assert answer.status_code == 429
     assert 3500 < float(answer.headers["retry-after"]) <= 3600
 
 
-async def test_a_manager_manages_the_webhooks_of_the_own_tenant_and_of_no_other(box: ApiBox) -> None:
-    bob, charlie = await tenant(box, "bob"), await tenant(box, "charlie")
-    manager = await person(box, bob, "manager")
-    own = await box.call("POST", "/webhooks", status=201, headers=manager, json={**NEW, "tenant_id": bob})
+async def test_a_manager_manages_the_webhooks_of_the_own_tenant_and_of_no_other(api: ApiApp) -> None:
+    bob, charlie = await tenant(api, "bob"), await tenant(api, "charlie")
+    manager = await person(api, bob, "manager")
+    own = await api.call("POST", "/webhooks", status=201, headers=manager, json={**NEW, "tenant_id": bob})
     others = [
-        await box.call("POST", "/webhooks", status=201, json={**NEW, "tenant_id": charlie}),
-        await box.call("POST", "/webhooks", status=201, json=NEW),
+        await api.call("POST", "/webhooks", status=201, json={**NEW, "tenant_id": charlie}),
+        await api.call("POST", "/webhooks", status=201, json=NEW),
     ]
-    assert [row["id"] for row in (await box.call("GET", "/webhooks", headers=manager))["data"]] == [own["id"]]
-    await box.call("GET", f"/webhooks?tenant_id={charlie}", headers=manager, status=404)
-    await box.call("POST", "/webhooks", headers=manager, status=404, json={**NEW, "tenant_id": charlie})
-    await box.call("POST", "/webhooks", headers=manager, status=403, json=NEW)
+    assert [row["id"] for row in (await api.call("GET", "/webhooks", headers=manager))["data"]] == [own["id"]]
+    await api.call("GET", f"/webhooks?tenant_id={charlie}", headers=manager, status=404)
+    await api.call("POST", "/webhooks", headers=manager, status=404, json={**NEW, "tenant_id": charlie})
+    await api.call("POST", "/webhooks", headers=manager, status=403, json=NEW)
     for other in others:
-        sent = await box.call("POST", f"/webhooks/{other['id']}/test", status=201)
+        sent = await api.call("POST", f"/webhooks/{other['id']}/test", status=201)
         for method, path, body in _routes(other["id"], sent["id"]):
-            await box.call(method, path, headers=manager, status=404, json=body)
-    sent = await box.call("POST", f"/webhooks/{own['id']}/test", headers=manager, status=201)
+            await api.call(method, path, headers=manager, status=404, json=body)
+    sent = await api.call("POST", f"/webhooks/{own['id']}/test", headers=manager, status=201)
     # A delivery of somebody else's is not there, whatever webhook is named before it.
-    await box.call("POST", f"/webhooks/{others[0]['id']}/deliveries/{sent['id']}/retry", status=404)
+    await api.call("POST", f"/webhooks/{others[0]['id']}/deliveries/{sent['id']}/retry", status=404)
     for method, path, body in _routes(own["id"], sent["id"]):
-        answer = await box.client.request(method, f"/admin/v1{path}", headers=manager, json=body)
+        answer = await api.client.request(method, f"/admin/v1{path}", headers=manager, json=body)
         assert answer.is_success, (method, path, answer.text)
 
 
 @pytest.mark.parametrize("role", ["owner", "admin", "billing", "viewer", "developer"])
-async def test_owners_and_admins_manage_webhooks_and_the_other_roles_of_the_box_read_them(box: ApiBox, role: str) -> None:
-    bob = await tenant(box, "bob")
-    own = await box.call("POST", "/webhooks", status=201, json={**NEW, "tenant_id": bob})
-    sent = await box.call("POST", f"/webhooks/{own['id']}/test", status=201)
-    headers = await person(box, bob, role) if role == "developer" else await box.as_role(role)
+async def test_owners_and_admins_manage_webhooks_and_the_other_roles_of_the_appliance_read_them(api: ApiApp, role: str) -> None:
+    bob = await tenant(api, "bob")
+    own = await api.call("POST", "/webhooks", status=201, json={**NEW, "tenant_id": bob})
+    sent = await api.call("POST", f"/webhooks/{own['id']}/test", status=201)
+    headers = await person(api, bob, role) if role == "developer" else await api.as_role(role)
     for method, path, body in [("GET", "/webhooks", None), *_routes(own["id"], sent["id"])]:
-        answer = await box.client.request(method, f"/admin/v1{path}", headers=headers, json=body)
+        answer = await api.client.request(method, f"/admin/v1{path}", headers=headers, json=body)
         allowed = role in ("owner", "admin") or (method == "GET" and role != "developer")
         assert answer.is_success if allowed else answer.status_code == 403, (method, path, answer.text)
 
 
-async def test_who_only_reads_sees_no_path_of_a_url(box: ApiBox) -> None:
-    own = await box.call("POST", "/webhooks", status=201, json=NEW)
-    viewer = await box.as_role("viewer")
+async def test_who_only_reads_sees_no_path_of_a_url(api: ApiApp) -> None:
+    own = await api.call("POST", "/webhooks", status=201, json=NEW)
+    viewer = await api.as_role("viewer")
     for path in ("/webhooks", f"/webhooks/{own['id']}", f"/webhooks/{own['id']}/deliveries"):
-        assert "/in" not in json.dumps(await box.call("GET", path, headers=viewer))
-    assert (await box.call("GET", f"/webhooks/{own['id']}", headers=viewer))["target"] == "https://alerts.example.com"
+        assert "/in" not in json.dumps(await api.call("GET", path, headers=viewer))
+    assert (await api.call("GET", f"/webhooks/{own['id']}", headers=viewer))["target"] == "https://alerts.example.com"
 
 
 def _routes(webhook_id: str, delivery_id: str) -> list[tuple[str, str, dict[str, Any] | None]]:
@@ -192,76 +192,76 @@ ABSURD_CHANGES: list[tuple[dict[str, Any], str]] = [
 NO_OBJECTS = [b"null", b"[]", b'"x"', b"{", b"\xff", b'{"kind": "\\ud800"}', b"[" * 100_000]
 
 
-async def test_an_absurd_webhook_is_refused_and_the_field_named(box: ApiBox) -> None:
+async def test_an_absurd_webhook_is_refused_and_the_field_named(api: ApiApp) -> None:
     for body, param in ABSURD:
-        answer = await box.client.post("/admin/v1/webhooks", json=body)
+        answer = await api.client.post("/admin/v1/webhooks", json=body)
         assert answer.status_code in (400, 404), (body, answer.text)
         assert answer.json()["error"]["param"] == param, (body, answer.text)
-    assert (await box.call("GET", "/webhooks"))["data"] == []
+    assert (await api.call("GET", "/webhooks"))["data"] == []
 
 
-async def test_a_body_that_is_no_object_is_refused(box: ApiBox) -> None:
-    made = await box.call("POST", "/webhooks", status=201, json=NEW)
+async def test_a_body_that_is_no_object_is_refused(api: ApiApp) -> None:
+    made = await api.call("POST", "/webhooks", status=201, json=NEW)
     own = f"/webhooks/{made['id']}"
     for content in NO_OBJECTS:
         for method, path in (("POST", "/webhooks"), ("PATCH", own), ("POST", f"{own}/rotate")):
-            answer = await box.client.request(method, f"/admin/v1{path}", content=content)
+            answer = await api.client.request(method, f"/admin/v1{path}", content=content)
             assert answer.status_code == 400, (method, path, content[:20], answer.text)
     for method, path in (("POST", "/webhooks"), ("PATCH", own)):
-        assert (await box.client.request(method, f"/admin/v1{path}")).status_code == 400
+        assert (await api.client.request(method, f"/admin/v1{path}")).status_code == 400
 
 
-async def test_an_absurd_change_changes_nothing(box: ApiBox) -> None:
-    made = await box.call("POST", "/webhooks", status=201, json=NEW)
+async def test_an_absurd_change_changes_nothing(api: ApiApp) -> None:
+    made = await api.call("POST", "/webhooks", status=201, json=NEW)
     path = f"/webhooks/{made.pop('id')}"
     for body, param in ABSURD_CHANGES:
-        refused = await box.call("PATCH", path, status=400, json=body)
+        refused = await api.call("PATCH", path, status=400, json=body)
         assert refused["error"]["param"] == param, body
-    kept = await box.call("GET", path)
+    kept = await api.call("GET", path)
     assert {name: kept[name] for name in made if name != "secret"} == {
         name: value for name, value in made.items() if name != "secret"
     }
 
 
-async def test_an_absurd_grace_is_refused(box: ApiBox) -> None:
-    made = await box.call("POST", "/webhooks", status=201, json=NEW)
+async def test_an_absurd_grace_is_refused(api: ApiApp) -> None:
+    made = await api.call("POST", "/webhooks", status=201, json=NEW)
     absurd: list[object] = [-1, 7 * 86400 + 1, 10**30, 1.5, "60", None, True, []]
     for grace_s in absurd:
-        refused = await box.call("POST", f"/webhooks/{made['id']}/rotate", status=400, json={"grace_s": grace_s})
+        refused = await api.call("POST", f"/webhooks/{made['id']}/rotate", status=400, json={"grace_s": grace_s})
         assert refused["error"]["param"] == "grace_s", grace_s
 
 
-async def test_an_unknown_webhook_is_not_found_on_any_route(box: ApiBox) -> None:
+async def test_an_unknown_webhook_is_not_found_on_any_route(api: ApiApp) -> None:
     for name in ("wh_unknown", "x" * 3000, "%00", "%ff", "'%20OR%201=1", "..%2f", "%E2%80%A8"):
         for method, path, body in _routes(name, name):
-            answer = await box.client.request(method, f"/admin/v1{path}", json=body)
+            answer = await api.client.request(method, f"/admin/v1{path}", json=body)
             assert answer.status_code in (400, 404, 405), (method, path[:50], answer.text)
 
 
-async def test_an_absurd_query_is_refused(box: ApiBox) -> None:
-    made = await box.call("POST", "/webhooks", status=201, json=NEW)
+async def test_an_absurd_query_is_refused(api: ApiApp) -> None:
+    made = await api.call("POST", "/webhooks", status=201, json=NEW)
     path = f"/webhooks/{made['id']}/deliveries"
     for query in ("limit=0", "limit=-1", "limit=1001", "limit=x", "cursor=x", "cursor=", "unknown=1"):
         for listed in ("/webhooks", path):
-            refused = await box.call("GET", f"{listed}?{query}", status=400)
+            refused = await api.call("GET", f"{listed}?{query}", status=400)
             assert refused["error"]["param"] == query.partition("=")[0], (listed, query)
     for query in ("state=lost", "state=", "cursor=%00", "state=%00"):
-        await box.call("GET", f"{path}?{query}", status=400)
+        await api.call("GET", f"{path}?{query}", status=400)
 
 
-async def test_no_answer_but_the_first_has_a_secret(box: ApiBox) -> None:
-    made = await box.call("POST", "/webhooks", status=201, json=NEW)
-    await box.call("POST", f"/webhooks/{made['id']}/test", status=201)
+async def test_no_answer_but_the_first_has_a_secret(api: ApiApp) -> None:
+    made = await api.call("POST", "/webhooks", status=201, json=NEW)
+    await api.call("POST", f"/webhooks/{made['id']}/test", status=201)
     path = f"/webhooks/{made['id']}"
     for answer in (
-        await box.call("GET", "/webhooks"),
-        await box.call("GET", path),
-        await box.call("GET", f"{path}/deliveries"),
+        await api.call("GET", "/webhooks"),
+        await api.call("GET", path),
+        await api.call("GET", f"{path}/deliveries"),
     ):
         assert "secret" not in json.dumps(answer).replace("previous_secret_until", "")
-    assert "whsec_" not in str(await _rows(box))
+    assert "whsec_" not in str(await _rows(api))
 
 
-async def _rows(box: ApiBox) -> list[object]:
-    async with box.services.db.reading() as connection:
+async def _rows(api: ApiApp) -> list[object]:
+    async with api.services.db.reading() as connection:
         return list((await connection.execute(outbox.select())).all())

@@ -16,22 +16,22 @@ from appliance.console.requests import _find
 from appliance.metering.ledger import rows
 from appliance.metering.ledger.records import PendingEntry
 from appliance.tenancy.access import WHOLE_APPLIANCE
-from tests.support.api_box import ApiBox, open_api_box
+from tests.support.api_app import ApiApp, open_api_app
 from tests.support.cast import make_cast
 from tests.support.clock import FakeClock
 from tests.support.factories import pending
 
 
 @pytest.fixture
-async def box(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiBox]:
-    async with open_api_box(migrated_sqlite_file, tmp_path) as opened:
+async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiApp]:
+    async with open_api_app(migrated_sqlite_file, tmp_path) as opened:
         yield opened
 
 
 @pytest.fixture
-async def entry(box: ApiBox, clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> PendingEntry:
+async def entry(api: ApiApp, clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> PendingEntry:
     """An entry that is only in the journal until a reader waits for its rows."""
-    people = await make_cast(box.services.db, clock)
+    people = await make_cast(api.services.db, clock)
     entry = pending(people.bob)
     row = rows.event_row(entry, people.epoch_id, "EUR", clock.now().date())
     written: list[str] = []
@@ -39,28 +39,28 @@ async def entry(box: ApiBox, clock: FakeClock, monkeypatch: pytest.MonkeyPatch) 
     async def caught_up() -> None:
         if not written:
             written.append(entry.request_id)
-            await box.services.db.batch_write(rows.insert, [entry], [row])
+            await api.services.db.batch_write(rows.insert, [entry], [row])
 
-    monkeypatch.setattr(box.services.db, "catch_up", caught_up)
+    monkeypatch.setattr(api.services.db, "catch_up", caught_up)
     return entry
 
 
-async def test_a_request_that_was_just_admitted_is_in_the_list(box: ApiBox, entry: PendingEntry) -> None:
-    assert [row["id"] for row in (await box.call("GET", "/requests"))["data"]] == [entry.request_id]
+async def test_a_request_that_was_just_admitted_is_in_the_list(api: ApiApp, entry: PendingEntry) -> None:
+    assert [row["id"] for row in (await api.call("GET", "/requests"))["data"]] == [entry.request_id]
 
 
-async def test_a_request_that_was_just_admitted_is_in_the_ledger(box: ApiBox, entry: PendingEntry) -> None:
-    listed = await box.call("GET", "/ledger", params={"status": "pending"})
+async def test_a_request_that_was_just_admitted_is_in_the_ledger(api: ApiApp, entry: PendingEntry) -> None:
+    listed = await api.call("GET", "/ledger", params={"status": "pending"})
     assert [row["request_id"] for row in listed["data"]] == [entry.request_id]
 
 
-async def test_the_first_request_of_a_tenant_fixes_its_currency_from_its_admission_on(box: ApiBox, entry: PendingEntry) -> None:
-    refused = await box.call("PATCH", f"/tenants/{entry.tenant_id}", status=400, json={"currency": "USD"})
+async def test_the_first_request_of_a_tenant_fixes_its_currency_from_its_admission_on(api: ApiApp, entry: PendingEntry) -> None:
+    refused = await api.call("PATCH", f"/tenants/{entry.tenant_id}", status=400, json={"currency": "USD"})
     assert refused["error"]["param"] == "currency"
 
 
-async def test_a_request_that_was_just_admitted_has_its_page(box: ApiBox, entry: PendingEntry) -> None:
-    _, event = await _find(box.services, entry.request_id, WHOLE_APPLIANCE)
+async def test_a_request_that_was_just_admitted_has_its_page(api: ApiApp, entry: PendingEntry) -> None:
+    _, event = await _find(api.services, entry.request_id, WHOLE_APPLIANCE)
     assert event.status == "pending"
 
 

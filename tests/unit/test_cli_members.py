@@ -35,7 +35,7 @@ def test_a_password_is_said_to_be_shown_once(typed: Any) -> None:
     assert "unchanged" in again.out
 
 
-def test_a_role_on_the_box_changes_and_the_last_owner_stays(typed: Any) -> None:
+def test_a_role_on_the_appliance_changes_and_the_last_owner_stays(typed: Any) -> None:
     assert typed("admin", "create", "alice@example.com", "--role", "owner").status == 0
     assert typed("admin", "create", DORA, "--role", "viewer").status == 0
     assert typed("members", "set-role", DORA, "billing", "--json").done()["role"] == "billing"

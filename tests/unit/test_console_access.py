@@ -14,14 +14,14 @@ from appliance.console.security import CONTENT_SECURITY_POLICY, safe_next
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.support.cast import ALICE_PASSWORD
 from tests.support.clock import FakeClock
-from tests.support.console_fixtures import Box, Browser
+from tests.support.console_fixtures import Browser, ConsoleApp
 
 PAGES = ("/", "/requests", "/tenants", "/tenants/new", "/keys", "/console/events")
 
 
-def changes(box: Box) -> list[str]:
+def changes(console: ConsoleApp) -> list[str]:
     """Every path that changes something, about things that exist."""
-    tenant, key = box.cast.bob.tenant.id, box.cast.bob.key.id
+    tenant, key = console.cast.bob.tenant.id, console.cast.bob.key.id
     of_tenant = [f"/tenants/{tenant}{action}" for action in ("", "/suspend", "/resume", "/archive", "/keys")]
     of_key = [f"/keys/{key}{action}" for action in ("", "/rotate", "/revoke")]
     return ["/tenants", "/requests/cancel", *of_tenant, *of_key]
@@ -38,15 +38,15 @@ def test_every_module_with_handlers_is_routed() -> None:
 
 
 @pytest.mark.parametrize("path", PAGES)
-async def test_a_stranger_is_sent_to_the_sign_in_page_and_back(box: Box, path: str) -> None:
-    answer = await box.visitor().get(path)
+async def test_a_stranger_is_sent_to_the_sign_in_page_and_back(console: ConsoleApp, path: str) -> None:
+    answer = await console.visitor().get(path)
 
     assert answer.status_code == 303
     assert answer.headers["location"] == ("/login" if path == "/" else f"/login?next={path.replace('/', '%2F')}")
 
 
-async def test_a_stranger_s_fragment_moves_the_whole_window_to_the_sign_in_page(box: Box) -> None:
-    answer = await box.visitor().fragment("/requests")
+async def test_a_stranger_s_fragment_moves_the_whole_window_to_the_sign_in_page(console: ConsoleApp) -> None:
+    answer = await console.visitor().fragment("/requests")
 
     assert (answer.status_code, answer.headers["hx-redirect"]) == (401, "/login")
 
@@ -60,9 +60,9 @@ async def test_a_stranger_s_fragment_moves_the_whole_window_to_the_sign_in_page(
     ],
 )
 async def test_whose_session_has_ended_comes_back_to_the_page_that_was_shown(
-    box: Box, sent: str, headers: dict[str, str]
+    console: ConsoleApp, sent: str, headers: dict[str, str]
 ) -> None:
-    visitor = box.visitor()
+    visitor = console.visitor()
 
     answer = await (visitor.get("/tenants/new", **headers) if sent == "part" else visitor.post_with(headers, "/tenants"))
 
@@ -72,26 +72,33 @@ async def test_whose_session_has_ended_comes_back_to_the_page_that_was_shown(
 
 
 @pytest.mark.parametrize("page", ["http://[", "//evil.example", "", "http://box\\evil/", "mailto:x"])
-async def test_a_page_that_cannot_be_gone_back_to_is_the_overview(box: Box, page: str) -> None:
-    answer = await box.visitor().get("/tenants/new", **{"hx-request": "true", "hx-current-url": page})
+async def test_a_page_that_cannot_be_gone_back_to_is_the_overview(console: ConsoleApp, page: str) -> None:
+    answer = await console.visitor().get("/tenants/new", **{"hx-request": "true", "hx-current-url": page})
 
     assert answer.headers["hx-redirect"] == "/login"
 
 
-async def test_a_stranger_changes_nothing(box: Box) -> None:
-    for path in changes(box):
-        answer = await box.visitor().post(path, name="mallory")
+async def test_a_stranger_changes_nothing(console: ConsoleApp) -> None:
+    for path in changes(console):
+        answer = await console.visitor().post(path, name="mallory")
 
         assert (answer.status_code, answer.headers["location"]) == (303, "/login"), path
 
-    assert not (await box.services.tenants.get(box.cast.bob.tenant.id, access=WHOLE_APPLIANCE)).suspended
+    assert not (await console.services.tenants.get(console.cast.bob.tenant.id, access=WHOLE_APPLIANCE)).suspended
 
 
-async def test_a_viewer_sees_every_page_but_no_button_that_changes_something(box: Box) -> None:
-    vera = await box.vera()
-    box.engine_side.add(box.cast.bob, "req_live")
+async def test_a_viewer_sees_every_page_but_no_button_that_changes_something(console: ConsoleApp) -> None:
+    vera = await console.vera()
+    console.engine_side.add(console.cast.bob, "req_live")
 
-    for path in ("/", "/requests", "/tenants", f"/tenants/{box.cast.bob.tenant.id}", f"/keys/{box.cast.bob.key.id}", "/keys"):
+    for path in (
+        "/",
+        "/requests",
+        "/tenants",
+        f"/tenants/{console.cast.bob.tenant.id}",
+        f"/keys/{console.cast.bob.key.id}",
+        "/keys",
+    ):
         answer = await vera.get(path)
 
         assert answer.status_code == 200, path
@@ -99,48 +106,48 @@ async def test_a_viewer_sees_every_page_but_no_button_that_changes_something(box
             assert word not in answer.text, (path, word)
 
 
-async def test_a_viewer_is_refused_every_change(box: Box) -> None:
-    vera = await box.vera()
-    box.engine_side.add(box.cast.bob, "req_live")
+async def test_a_viewer_is_refused_every_change(console: ConsoleApp) -> None:
+    vera = await console.vera()
+    console.engine_side.add(console.cast.bob, "req_live")
 
-    for path in changes(box):
+    for path in changes(console):
         answer = await vera.post(path, name="vera", request_id="req_live", confirm="bob")
 
         assert answer.status_code == 403, path
 
-    assert box.engine_side.aborted == []
-    assert (await box.services.keys.get(box.cast.bob.key.id, access=WHOLE_APPLIANCE)).revoked_at is None
+    assert console.engine_side.aborted == []
+    assert (await console.services.keys.get(console.cast.bob.key.id, access=WHOLE_APPLIANCE)).revoked_at is None
 
 
-async def test_a_form_without_the_session_s_token_changes_nothing(box: Box) -> None:
-    alice = await box.alice()
+async def test_a_form_without_the_session_s_token_changes_nothing(console: ConsoleApp) -> None:
+    alice = await console.alice()
     alice.csrf_token = ""
 
-    for path in changes(box):
+    for path in changes(console):
         answer = await alice.post(path, name="alice", confirm="bob")
 
         assert answer.status_code == 403, path
         assert "older session" in answer.text
 
-    tenant = await box.services.tenants.get(box.cast.bob.tenant.id, access=WHOLE_APPLIANCE)
+    tenant = await console.services.tenants.get(console.cast.bob.tenant.id, access=WHOLE_APPLIANCE)
     assert (tenant.name, tenant.suspended, tenant.archived) == ("bob", False, False)
 
 
-async def test_the_token_of_another_session_is_no_token(box: Box) -> None:
-    alice, vera = await box.alice(), await box.vera()
+async def test_the_token_of_another_session_is_no_token(console: ConsoleApp) -> None:
+    alice, vera = await console.alice(), await console.vera()
     alice.csrf_token = vera.csrf_token
 
-    answer = await alice.post(f"/tenants/{box.cast.bob.tenant.id}/suspend")
+    answer = await alice.post(f"/tenants/{console.cast.bob.tenant.id}/suspend")
 
     assert answer.status_code == 403
 
 
-async def test_htmx_sends_the_token_in_a_header(box: Box) -> None:
-    alice = await box.alice()
+async def test_htmx_sends_the_token_in_a_header(console: ConsoleApp) -> None:
+    alice = await console.alice()
     headers = {"X-CSRF-Token": alice.csrf_token}
     alice.csrf_token = ""
 
-    answer = await alice.post_with({"HX-Request": "true", **headers}, f"/tenants/{box.cast.bob.tenant.id}/suspend")
+    answer = await alice.post_with({"HX-Request": "true", **headers}, f"/tenants/{console.cast.bob.tenant.id}/suspend")
 
     assert answer.status_code == 200
 
@@ -153,10 +160,10 @@ async def test_htmx_sends_the_token_in_a_header(box: Box) -> None:
         {"Sec-Fetch-Site": "cross-site", "Origin": "http://gatehouse.test"},
     ],
 )
-async def test_a_form_of_another_site_is_refused_even_with_the_token(box: Box, headers: dict[str, str]) -> None:
-    alice = await box.alice()
+async def test_a_form_of_another_site_is_refused_even_with_the_token(console: ConsoleApp, headers: dict[str, str]) -> None:
+    alice = await console.alice()
 
-    answer = await alice.post_with(headers, f"/tenants/{box.cast.bob.tenant.id}/suspend")
+    answer = await alice.post_with(headers, f"/tenants/{console.cast.bob.tenant.id}/suspend")
 
     assert answer.status_code == 403
     assert "another site" in answer.text
@@ -165,35 +172,37 @@ async def test_a_form_of_another_site_is_refused_even_with_the_token(box: Box, h
 @pytest.mark.parametrize(
     ("origin", "status"), [("http://evil.test", 403), ("null", 403), ("http://[", 403), ("https://gatehouse.test", 303)]
 )
-async def test_without_fetch_metadata_the_host_of_the_origin_decides(box: Box, origin: str, status: int) -> None:
-    alice = await box.alice()
+async def test_without_fetch_metadata_the_host_of_the_origin_decides(console: ConsoleApp, origin: str, status: int) -> None:
+    alice = await console.alice()
     fields = {"csrf_token": alice.csrf_token}
 
-    answer = await alice.http.post(f"/tenants/{box.cast.bob.tenant.id}/suspend", data=fields, headers={"Origin": origin})
+    answer = await alice.http.post(f"/tenants/{console.cast.bob.tenant.id}/suspend", data=fields, headers={"Origin": origin})
 
     assert answer.status_code == status
 
 
 @pytest.mark.parametrize("host", ["gatehouse.test:x", "gatehouse.test:99999", "a:b:c"])
-async def test_a_host_that_is_no_address_is_no_fault_of_ours(box: Box, host: str) -> None:
-    alice = await box.alice()
+async def test_a_host_that_is_no_address_is_no_fault_of_ours(console: ConsoleApp, host: str) -> None:
+    alice = await console.alice()
     pages = {path: await alice.http.get(path, headers={"Host": host}) for path in ("/login", "/account", "/tenants/nothing")}
-    unknown = await box.visitor().http.get("/keys?page=2", headers={"Host": host})
+    unknown = await console.visitor().http.get("/keys?page=2", headers={"Host": host})
 
     assert [answer.status_code for answer in pages.values()] == [303, 200, 404]
     assert (unknown.status_code, unknown.headers["location"]) == (303, "/login?next=%2Fkeys%3Fpage%3D2")
 
 
 @pytest.mark.parametrize("fields", [{"model": "a\0b"}, {"a\0b": "demo"}])
-async def test_a_form_with_the_character_that_no_database_compares_is_refused(box: Box, fields: dict[str, str]) -> None:
-    answer = await (await box.alice()).post("/settings/models", limit_mode="enforce", **fields)
+async def test_a_form_with_the_character_that_no_database_compares_is_refused(
+    console: ConsoleApp, fields: dict[str, str]
+) -> None:
+    answer = await (await console.alice()).post("/settings/models", limit_mode="enforce", **fields)
 
     assert answer.status_code == 400
     assert "U+0000" in answer.text
 
 
-async def test_a_sign_in_form_of_another_site_is_refused(box: Box) -> None:
-    answer = await box.visitor().post_with(
+async def test_a_sign_in_form_of_another_site_is_refused(console: ConsoleApp) -> None:
+    answer = await console.visitor().post_with(
         {"Sec-Fetch-Site": "cross-site"}, "/login", email="alice@example.com", password=ALICE_PASSWORD
     )
 
@@ -201,14 +210,14 @@ async def test_a_sign_in_form_of_another_site_is_refused(box: Box) -> None:
     assert "set-cookie" not in answer.headers
 
 
-async def test_every_answer_carries_the_security_headers(box: Box) -> None:
-    alice = await box.alice()
+async def test_every_answer_carries_the_security_headers(console: ConsoleApp) -> None:
+    alice = await console.alice()
     answers = [
         await alice.get("/"),
         await alice.get("/tenants/nobody"),
         await alice.post("/tenants"),
-        await box.visitor().get("/"),
-        await box.visitor().get("/login"),
+        await console.visitor().get("/"),
+        await console.visitor().get("/login"),
         await alice.get("/static/css/base.css"),
         await alice.get("/static/css/missing.css"),
     ]
@@ -220,30 +229,30 @@ async def test_every_answer_carries_the_security_headers(box: Box) -> None:
         assert answer.headers["referrer-policy"] == "same-origin"
 
 
-async def test_pages_are_not_stored_and_static_files_are_kept(box: Box) -> None:
-    alice = await box.alice()
+async def test_pages_are_not_stored_and_static_files_are_kept(console: ConsoleApp) -> None:
+    alice = await console.alice()
 
     for path in ("/", "/login", "/usage.csv", "/tenants/none", "/nowhere"):
         assert (await alice.get(path)).headers.get_list("cache-control") == ["no-store"], path
-    assert (await box.visitor().get("/")).headers.get_list("cache-control") == ["no-store"], "to the sign-in page"
+    assert (await console.visitor().get("/")).headers.get_list("cache-control") == ["no-store"], "to the sign-in page"
     assert "HX-Request" in (await alice.get("/requests")).headers["vary"]
     assert "immutable" in (await alice.get("/static/js/live.js")).headers["cache-control"]
 
 
 @pytest.mark.parametrize("path", ["/static/../appliance/app.py", "/static/%2e%2e/templates/pages/login.html", "/static/"])
-async def test_static_files_are_those_of_the_static_folder(box: Box, path: str) -> None:
-    assert (await (await box.alice()).get(path)).status_code in (303, 404)
+async def test_static_files_are_those_of_the_static_folder(console: ConsoleApp, path: str) -> None:
+    assert (await (await console.alice()).get(path)).status_code in (303, 404)
 
 
-async def test_a_session_past_its_idle_limit_is_none(box: Box, clock: FakeClock) -> None:
-    alice = await box.alice()
+async def test_a_session_past_its_idle_limit_is_none(console: ConsoleApp, clock: FakeClock) -> None:
+    alice = await console.alice()
     clock.advance(8 * 3600 + 1)
 
     assert (await alice.get("/tenants")).status_code == 303
 
 
-async def test_a_made_up_session_is_none(box: Box) -> None:
-    mallory: Browser = box.visitor()
+async def test_a_made_up_session_is_none(console: ConsoleApp) -> None:
+    mallory: Browser = console.visitor()
     mallory.http.cookies.set("gatehouse_session", "x" * 43)
 
     assert (await mallory.get("/tenants")).status_code == 303
@@ -268,27 +277,27 @@ def test_the_way_on_after_signing_in_stays_on_this_site(target: str | None, expe
     assert safe_next(target) == expected
 
 
-async def test_a_form_in_a_character_set_that_nobody_knows_is_refused(box: Box) -> None:
+async def test_a_form_in_a_character_set_that_nobody_knows_is_refused(console: ConsoleApp) -> None:
     part = (
         "--b\r\nContent-Disposition: form-data; name=email\r\nContent-Type: text/plain; charset=klingon\r\n\r\nx\r\n--b--\r\n"
     )
     headers = {"content-type": "multipart/form-data; boundary=b", "sec-fetch-site": "same-origin"}
-    for browser in (box.visitor(), await box.alice()):
+    for browser in (console.visitor(), await console.alice()):
         answer = await browser.http.post("/login", content=part, headers=headers)
 
         assert answer.status_code == 400
 
 
 @pytest.mark.parametrize(("name", "status"), [("a" * 300, 404), ("%C3%A9" * 200, 404), ("a/" * 3000, 404), ("a%00b", 400)])
-async def test_a_static_file_that_cannot_exist_is_not_there(box: Box, name: str, status: int) -> None:
-    assert (await box.visitor().get(f"/static/{name}")).status_code == status
+async def test_a_static_file_that_cannot_exist_is_not_there(console: ConsoleApp, name: str, status: int) -> None:
+    assert (await console.visitor().get(f"/static/{name}")).status_code == status
 
 
-async def test_signing_in_leads_to_an_address_with_any_letters(box: Box) -> None:
-    answer = await box.visitor().post("/login", email="alice@example.com", password=ALICE_PASSWORD, next="/tenants?q=漢")
+async def test_signing_in_leads_to_an_address_with_any_letters(console: ConsoleApp) -> None:
+    answer = await console.visitor().post("/login", email="alice@example.com", password=ALICE_PASSWORD, next="/tenants?q=漢")
 
     assert (answer.status_code, answer.headers["location"]) == (303, "/tenants?q=%E6%BC%A2")
 
 
-async def test_a_form_that_is_far_too_large_is_refused(box: Box) -> None:
-    assert (await box.visitor().post("/login", email="a@b", password="x" * 100_000)).status_code == 413
+async def test_a_form_that_is_far_too_large_is_refused(console: ConsoleApp) -> None:
+    assert (await console.visitor().post("/login", email="a@b", password="x" * 100_000)).status_code == 413

@@ -11,7 +11,7 @@ from appliance.tenancy.devices import device_of
 from appliance.tenancy.members import PASSWORD_CHARS_MIN
 from tests.support.cast import ALICE_PASSWORD
 from tests.support.clock import FakeClock
-from tests.support.console_fixtures import Box, Browser
+from tests.support.console_fixtures import Browser, ConsoleApp
 
 EMAIL = "alice@example.com"
 COOKIE = "gatehouse_session"
@@ -20,9 +20,9 @@ FIREFOX = "Mozilla/5.0 (X11; Linux x86_64; rv:140.0) Gecko/20100101 Firefox/140.
 IPHONE = "Mozilla/5.0 (iPhone; CPU iPhone OS 19_0 like Mac OS X) AppleWebKit/605.1.15 Version/19.0 Mobile/15E148 Safari/604.1"
 
 
-async def device(box: Box, agent: str) -> Browser:
+async def device(console: ConsoleApp, agent: str) -> Browser:
     """Alice, signed in with a browser of this user agent."""
-    visitor = box.visitor()
+    visitor = console.visitor()
     visitor.http.headers["user-agent"] = agent
     return await visitor.sign_in(EMAIL, ALICE_PASSWORD)
 
@@ -54,8 +54,8 @@ def test_a_user_agent_is_put_into_words(agent: str, words: str) -> None:
     assert device_of(agent) == words
 
 
-async def test_a_new_password_keeps_this_browser_signed_in_and_ends_every_other(box: Box) -> None:
-    alice, other = await box.alice(), await box.alice()
+async def test_a_new_password_keeps_this_browser_signed_in_and_ends_every_other(console: ConsoleApp) -> None:
+    alice, other = await console.alice(), await console.alice()
     before = alice.http.cookies[COOKIE]
 
     assert await change(alice) == 303
@@ -63,31 +63,31 @@ async def test_a_new_password_keeps_this_browser_signed_in_and_ends_every_other(
     assert alice.http.cookies[COOKIE] != before
     assert "Password changed." in (await alice.get("/account")).text
     assert (await other.get("/account")).status_code == 303
-    assert await box.services.sessions.resolve(before) is None
-    await box.visitor().sign_in(EMAIL, NEW)
+    assert await console.services.sessions.resolve(before) is None
+    await console.visitor().sign_in(EMAIL, NEW)
 
 
 @pytest.mark.parametrize(
     "fields", [{"current": "wrong"}, {"password": "short", "again": "short"}, {"again": "different"}, {"current": ""}]
 )
-async def test_the_password_stays_when_something_is_wrong(box: Box, fields: dict[str, str]) -> None:
-    alice, other = await box.alice(), await box.alice()
+async def test_the_password_stays_when_something_is_wrong(console: ConsoleApp, fields: dict[str, str]) -> None:
+    alice, other = await console.alice(), await console.alice()
 
     assert await change(alice, **fields) == 422
 
     assert (await other.get("/account")).status_code == 200
-    await box.visitor().sign_in(EMAIL, ALICE_PASSWORD)
+    await console.visitor().sign_in(EMAIL, ALICE_PASSWORD)
 
 
-async def test_no_password_is_sent_back(box: Box) -> None:
-    answer = await (await box.alice()).post("/account/password", current="typo typo", password=NEW, again="else")
+async def test_no_password_is_sent_back(console: ConsoleApp) -> None:
+    answer = await (await console.alice()).post("/account/password", current="typo typo", password=NEW, again="else")
 
     assert "typo typo" not in answer.text
     assert NEW not in answer.text
 
 
-async def test_guessing_the_password_in_a_stolen_session_is_slowed_down(box: Box) -> None:
-    alice = await box.alice()
+async def test_guessing_the_password_in_a_stolen_session_is_slowed_down(console: ConsoleApp) -> None:
+    alice = await console.alice()
     for _ in range(PER_ACCOUNT.burst):
         assert await change(alice, current="wrong") == 422
 
@@ -96,10 +96,10 @@ async def test_guessing_the_password_in_a_stolen_session_is_slowed_down(box: Box
     assert "Too many sign-in attempts" in answer.text
 
 
-async def test_every_device_is_listed_in_words_and_this_one_is_marked(box: Box, clock: FakeClock) -> None:
-    await device(box, FIREFOX)
+async def test_every_device_is_listed_in_words_and_this_one_is_marked(console: ConsoleApp, clock: FakeClock) -> None:
+    await device(console, FIREFOX)
     clock.advance(120)
-    phone = await device(box, IPHONE)
+    phone = await device(console, IPHONE)
 
     page = (await phone.get("/account")).text
 
@@ -112,10 +112,10 @@ async def test_every_device_is_listed_in_words_and_this_one_is_marked(box: Box, 
     assert "192.0.2.7" in rows[1]
 
 
-async def test_one_device_or_all_others_can_be_signed_out(box: Box) -> None:
-    alice, first, second = await box.alice(), await device(box, FIREFOX), await device(box, IPHONE)
+async def test_one_device_or_all_others_can_be_signed_out(console: ConsoleApp) -> None:
+    alice, first, second = await console.alice(), await device(console, FIREFOX), await device(console, IPHONE)
     page = (await alice.get("/account")).text
-    session = await box.services.sessions.resolve(first.http.cookies[COOKIE])
+    session = await console.services.sessions.resolve(first.http.cookies[COOKIE])
     assert session is not None
     assert f"/account/sessions/{session.id}/end" in page
 
@@ -126,9 +126,9 @@ async def test_one_device_or_all_others_can_be_signed_out(box: Box) -> None:
     assert [(await each.get("/account")).status_code for each in (alice, first, second)] == [200, 303, 303]
 
 
-async def test_nobody_ends_a_session_of_somebody_else(box: Box) -> None:
-    alice, vera = await box.alice(), await box.vera()
-    session = await box.services.sessions.resolve(alice.http.cookies[COOKIE])
+async def test_nobody_ends_a_session_of_somebody_else(console: ConsoleApp) -> None:
+    alice, vera = await console.alice(), await console.vera()
+    session = await console.services.sessions.resolve(alice.http.cookies[COOKIE])
     assert session is not None
 
     answer = await vera.post(f"/account/sessions/{session.id}/end")
@@ -138,22 +138,22 @@ async def test_nobody_ends_a_session_of_somebody_else(box: Box) -> None:
     assert session.id not in (await vera.get("/account")).text
 
 
-async def test_the_account_is_only_for_who_is_signed_in(box: Box) -> None:
+async def test_the_account_is_only_for_who_is_signed_in(console: ConsoleApp) -> None:
     for path in ("/account", "/account/second-factor", "/account/second-factor/disable", "/account/recovery-codes"):
-        assert (await box.visitor().get(path)).status_code == 303
-    alice = await box.alice()
+        assert (await console.visitor().get(path)).status_code == 303
+    alice = await console.alice()
     alice.csrf_token = "forged"
     for path in ("/account/password", "/account/sessions/end-others"):
         assert (await alice.post(path)).status_code == 403
 
 
-async def test_a_user_agent_is_shown_escaped(box: Box) -> None:
-    alice = await device(box, "<script>alert(1)</script>")
+async def test_a_user_agent_is_shown_escaped(console: ConsoleApp) -> None:
+    alice = await device(console, "<script>alert(1)</script>")
 
     assert "<script>alert" not in (await alice.get("/account")).text
 
 
-async def test_the_page_says_how_long_a_password_is_to_be(box: Box) -> None:
-    page = await (await box.alice()).get("/account")
+async def test_the_page_says_how_long_a_password_is_to_be(console: ConsoleApp) -> None:
+    page = await (await console.alice()).get("/account")
 
     assert f"At least {PASSWORD_CHARS_MIN} characters; without a second factor choose 15 or more." in page.text

@@ -14,7 +14,7 @@ from appliance.metering.alerts.send_limits import TESTS_PER_HOUR_MAX
 from appliance.metering.alerts.webhooks import Webhook
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.support.clock import FakeClock
-from tests.support.console_fixtures import Box, Browser
+from tests.support.console_fixtures import Browser, ConsoleApp
 
 PASSWORD = "a long password of tests"
 URL = "https://hooks.example.com/very-secret-path"
@@ -23,27 +23,27 @@ FIELDS = {"kind": "webhook", "target": URL, "tenant_id": "", **CHECKED}
 _SECRET = re.compile(r'id="signing-secret">([^<]+)<')
 
 
-async def added(box: Box, browser: Browser, **fields: str) -> Webhook:
+async def added(console: ConsoleApp, browser: Browser, **fields: str) -> Webhook:
     """Return the webhook that the form makes."""
     answer = await browser.post_htmx("/alerts", **{**FIELDS, **fields})
     assert answer.status_code == 200, answer.text
     assert _SECRET.findall(answer.text)
-    return (await box.services.alerts.webhooks.list(access=WHOLE_APPLIANCE)).data[-1]
+    return (await console.services.alerts.webhooks.list(access=WHOLE_APPLIANCE)).data[-1]
 
 
-async def of_bob(box: Box, role: str = "manager") -> Browser:
+async def of_bob(console: ConsoleApp, role: str = "manager") -> Browser:
     """Return the browser of somebody with a role in Bob's tenant."""
-    member = await box.services.members.create(f"{role}@example.com", PASSWORD, "member")
-    await box.services.memberships.add(box.cast.bob.tenant.id, member.id, role, access=WHOLE_APPLIANCE)
-    return await box.visitor().sign_in(member.email, PASSWORD)
+    member = await console.services.members.create(f"{role}@example.com", PASSWORD, "member")
+    await console.services.memberships.add(console.cast.bob.tenant.id, member.id, role, access=WHOLE_APPLIANCE)
+    return await console.visitor().sign_in(member.email, PASSWORD)
 
 
-async def test_an_address_is_added_and_its_secret_shown_once(box: Box) -> None:
-    alice = await box.alice()
+async def test_an_address_is_added_and_its_secret_shown_once(console: ConsoleApp) -> None:
+    alice = await console.alice()
     assert "No alert targets." in (await alice.get("/alerts")).text
     answer = await alice.post_htmx("/alerts", **FIELDS)
     (secret,) = _SECRET.findall(answer.text)
-    (webhook,) = (await box.services.alerts.webhooks.list(access=WHOLE_APPLIANCE)).data
+    (webhook,) = (await console.services.alerts.webhooks.list(access=WHOLE_APPLIANCE)).data
     assert (webhook.target, webhook.tenant_id, webhook.events) == (URL, None, TENANT_EVENTS)
     for path in ("/alerts", f"/alerts/{webhook.id}"):
         page = (await alice.get(path)).text
@@ -62,28 +62,28 @@ async def test_an_address_is_added_and_its_secret_shown_once(box: Box) -> None:
         (dict.fromkeys(TENANT_EVENTS, ""), "Choose at least one."),
     ],
 )
-async def test_a_wrong_address_is_named_and_loses_nothing(box: Box, change: dict[str, str], sentence: str) -> None:
-    alice = await box.alice()
+async def test_a_wrong_address_is_named_and_loses_nothing(console: ConsoleApp, change: dict[str, str], sentence: str) -> None:
+    alice = await console.alice()
     fields = {**FIELDS, **change}
     answer = await alice.post_htmx("/alerts", **fields)
     assert answer.status_code == 422
     assert sentence.casefold() in answer.text.casefold()
     assert f'value="{fields["target"]}"' in answer.text
-    assert (await box.services.alerts.webhooks.list(access=WHOLE_APPLIANCE)).data == []
+    assert (await console.services.alerts.webhooks.list(access=WHOLE_APPLIANCE)).data == []
 
 
-async def test_a_tenant_hears_nothing_of_engines(box: Box) -> None:
-    alice = await box.alice()
+async def test_a_tenant_hears_nothing_of_engines(console: ConsoleApp) -> None:
+    alice = await console.alice()
     all_of_them = dict.fromkeys(EVENTS, "yes")
-    answer = await alice.post_htmx("/alerts", **{**FIELDS, **all_of_them, "tenant_id": box.cast.bob.tenant.id})
+    answer = await alice.post_htmx("/alerts", **{**FIELDS, **all_of_them, "tenant_id": console.cast.bob.tenant.id})
     assert answer.status_code == 422
     assert "Engine events are sent for the whole appliance only" in answer.text
-    assert (await added(box, alice, **all_of_them)).events == EVENTS
+    assert (await added(console, alice, **all_of_them)).events == EVENTS
 
 
-async def test_a_test_is_written_and_its_delivery_listed_until_there_were_too_many(box: Box) -> None:
-    alice = await box.alice()
-    path = f"/alerts/{(await added(box, alice)).id}"
+async def test_a_test_is_written_and_its_delivery_listed_until_there_were_too_many(console: ConsoleApp) -> None:
+    alice = await console.alice()
+    path = f"/alerts/{(await added(console, alice)).id}"
     assert (await alice.post(f"{path}/test")).headers["location"] == path
     page = (await alice.get(path)).text
     for text in ("Test queued", "pending", ">Test<"):
@@ -95,12 +95,12 @@ async def test_a_test_is_written_and_its_delivery_listed_until_there_were_too_ma
     assert f"A webhook takes {TESTS_PER_HOUR_MAX} tests an hour; try again in 1 h." in refused.text
 
 
-async def test_a_delivery_says_what_it_told(box: Box, clock: FakeClock) -> None:
-    alice = await box.alice()
-    webhook = await added(box, alice)
+async def test_a_delivery_says_what_it_told(console: ConsoleApp, clock: FakeClock) -> None:
+    alice = await console.alice()
+    webhook = await added(console, alice)
     key = {"scope": "key", "tenant_id": "tn_1", "tenant_name": "bob", "key_id": "key_1", "key_name": "<ci>", "model": "demo"}
     tokens = {"percent": 80, "day": "2026-11-21", "tokens_per_day": 10, "tokens": 9}
-    async with box.services.db.writing() as connection:
+    async with console.services.db.writing() as connection:
         event = "tokens_per_day.threshold"
         await connection.run_sync(enqueue, clock.now(), event=event, subject="a key", data={**key, **tokens})
     page = (await alice.get(f"/alerts/{webhook.id}")).text
@@ -108,11 +108,11 @@ async def test_a_delivery_says_what_it_told(box: Box, clock: FakeClock) -> None:
     assert "The key &lt;ci&gt; of bob has reached 80 % of the token limit of 2026-11-21 for the model demo: 9 of 10." in page
 
 
-async def test_what_failed_says_why_and_is_sent_again(box: Box) -> None:
-    alice = await box.alice()
-    webhook = await added(box, alice)
-    delivery = await box.services.alerts.outbox.send_test(webhook.id, access=WHOLE_APPLIANCE)
-    async with box.services.db.writing() as connection:
+async def test_what_failed_says_why_and_is_sent_again(console: ConsoleApp) -> None:
+    alice = await console.alice()
+    webhook = await added(console, alice)
+    delivery = await console.services.alerts.outbox.send_test(webhook.id, access=WHOLE_APPLIANCE)
+    async with console.services.db.writing() as connection:
         failed = {"next_attempt_at": None, "attempts": 14, "last_error": "answered 503"}
         await connection.execute(update(outbox).where(outbox.c.id == delivery.id).values(**failed))
     page = (await alice.get(f"/alerts/{webhook.id}")).text
@@ -122,30 +122,30 @@ async def test_what_failed_says_why_and_is_sent_again(box: Box) -> None:
         assert 'class="badge bad" title="The last delivery failed; see its page.">failing' in (await alice.get(path)).text
     answer = await alice.post(f"/alerts/{webhook.id}/deliveries/{delivery.id}/retry")
     assert answer.headers["location"] == f"/alerts/{webhook.id}"
-    assert (await box.services.alerts.outbox.get(webhook.id, delivery.id, access=WHOLE_APPLIANCE)).state == "pending"
-    newer = await box.services.alerts.outbox.send_test(webhook.id, access=WHOLE_APPLIANCE)
-    async with box.services.db.writing() as connection:
+    assert (await console.services.alerts.outbox.get(webhook.id, delivery.id, access=WHOLE_APPLIANCE)).state == "pending"
+    newer = await console.services.alerts.outbox.send_test(webhook.id, access=WHOLE_APPLIANCE)
+    async with console.services.db.writing() as connection:
         taken = {"next_attempt_at": None, "attempts": 1, "delivered_at": newer.created_at}
         await connection.execute(update(outbox).where(outbox.c.id == newer.id).values(**taken))
     assert '<span class="badge ok">active' in (await alice.get("/alerts")).text
 
 
-async def test_address_and_events_are_changed_or_named(box: Box) -> None:
-    alice = await box.alice()
-    webhook = await added(box, alice)
+async def test_address_and_events_are_changed_or_named(console: ConsoleApp) -> None:
+    alice = await console.alice()
+    webhook = await added(console, alice)
     path = f"/alerts/{webhook.id}"
     wrong = await alice.post(path, target="nonsense", **{"invoice.closed": "yes"})
     assert wrong.status_code == 422
     assert 'value="nonsense"' in wrong.text
     answer = await alice.post(path, target="https://other.example.com/", **{"engine.down": "yes"})
     assert answer.headers["location"] == path
-    changed = await box.services.alerts.webhooks.get(webhook.id, access=WHOLE_APPLIANCE)
+    changed = await console.services.alerts.webhooks.get(webhook.id, access=WHOLE_APPLIANCE)
     assert (changed.target, changed.events) == ("https://other.example.com/", ("engine.down",))
 
 
-async def test_paused_it_takes_no_test_and_resumed_it_does(box: Box) -> None:
-    alice = await box.alice()
-    path = f"/alerts/{(await added(box, alice)).id}"
+async def test_paused_it_takes_no_test_and_resumed_it_does(console: ConsoleApp) -> None:
+    alice = await console.alice()
+    path = f"/alerts/{(await added(console, alice)).id}"
     await alice.post(f"{path}/pause")
     page = (await alice.get(path)).text
     assert "paused" in page
@@ -155,36 +155,38 @@ async def test_paused_it_takes_no_test_and_resumed_it_does(box: Box) -> None:
     assert (await alice.post(f"{path}/test")).status_code == 303
 
 
-async def test_a_new_secret_is_shown_once_and_the_old_one_signs_for_as_long_as_was_chosen(box: Box, clock: FakeClock) -> None:
-    alice = await box.alice()
-    webhook = await added(box, alice)
-    (before,) = (await box.services.alerts.webhooks.read_endpoint(webhook.id)).secrets
+async def test_a_new_secret_is_shown_once_and_the_old_one_signs_for_as_long_as_was_chosen(
+    console: ConsoleApp, clock: FakeClock
+) -> None:
+    alice = await console.alice()
+    webhook = await added(console, alice)
+    (before,) = (await console.services.alerts.webhooks.read_endpoint(webhook.id)).secrets
     path = f"/alerts/{webhook.id}/rotate"
     assert "Old secret expires" in (await alice.fragment(path)).text
     assert (await alice.post_htmx(path, grace_s="1")).status_code == 422
     (secret,) = _SECRET.findall((await alice.post_htmx(path, grace_s="3600")).text)
-    assert (await box.services.alerts.webhooks.read_endpoint(webhook.id)).secrets == (secret, before)
+    assert (await console.services.alerts.webhooks.read_endpoint(webhook.id)).secrets == (secret, before)
     assert (
-        await box.services.alerts.webhooks.get(webhook.id, access=WHOLE_APPLIANCE)
+        await console.services.alerts.webhooks.get(webhook.id, access=WHOLE_APPLIANCE)
     ).previous_secret_until == clock.now() + timedelta(hours=1)
     assert "Old secret valid until" in (await alice.get(f"/alerts/{webhook.id}")).text
 
 
-async def test_removed_it_is_gone_and_what_was_pending_is_given_up(box: Box) -> None:
-    alice = await box.alice()
-    webhook = await added(box, alice)
-    await box.services.alerts.outbox.send_test(webhook.id, access=WHOLE_APPLIANCE)
+async def test_removed_it_is_gone_and_what_was_pending_is_given_up(console: ConsoleApp) -> None:
+    alice = await console.alice()
+    webhook = await added(console, alice)
+    await console.services.alerts.outbox.send_test(webhook.id, access=WHOLE_APPLIANCE)
     path = f"/alerts/{webhook.id}"
     assert "No more alerts are sent to this target" in (await alice.fragment(f"{path}/remove")).text
     assert (await alice.post(f"{path}/remove")).headers["location"] == "/alerts"
     assert (await alice.get(path)).status_code == 404
-    async with box.services.db.reading() as connection:
+    async with console.services.db.reading() as connection:
         assert (await connection.execute(select(outbox.c.next_attempt_at))).scalars().all() == [None]
 
 
-async def test_a_viewer_of_the_box_reads_hosts_and_no_whole_addresses(box: Box) -> None:
-    alice, vera = await box.alice(), await box.vera()
-    webhook = await added(box, alice)
+async def test_a_viewer_of_the_appliance_reads_hosts_and_no_whole_addresses(console: ConsoleApp) -> None:
+    alice, vera = await console.alice(), await console.vera()
+    webhook = await added(console, alice)
     path = f"/alerts/{webhook.id}"
     for page in [await vera.get("/alerts"), await vera.get(path)]:
         assert page.status_code == 200
@@ -195,18 +197,18 @@ async def test_a_viewer_of_the_box_reads_hosts_and_no_whole_addresses(box: Box) 
         assert (await vera.post(f"{path}{verb}", **FIELDS)).status_code == 403, verb
 
 
-async def test_a_manager_has_the_alerts_of_his_tenant_and_sees_no_others(box: Box) -> None:
-    alice, manager = await box.alice(), await of_bob(box)
-    bob, charlie = box.cast.bob.tenant, box.cast.charlie.tenant
-    of_box = await added(box, alice)
-    of_charlie = await added(box, alice, tenant_id=charlie.id, target="https://charlie.example.com/")
+async def test_a_manager_has_the_alerts_of_his_tenant_and_sees_no_others(console: ConsoleApp) -> None:
+    alice, manager = await console.alice(), await of_bob(console)
+    bob, charlie = console.cast.bob.tenant, console.cast.charlie.tenant
+    of_appliance = await added(console, alice)
+    of_charlie = await added(console, alice, tenant_id=charlie.id, target="https://charlie.example.com/")
     form = (await manager.fragment("/alerts/new")).text
     for text, there in (("bob", True), ("charlie", False), ("Whole appliance", False), ("Engine down", False)):
         assert (text in form) is there, text
-    own = await added(box, manager, tenant_id=bob.id, target="https://bob.example.com/")
+    own = await added(console, manager, tenant_id=bob.id, target="https://bob.example.com/")
     listed = (await manager.get("/alerts")).text
-    assert [url in listed for url in (own.target, of_box.target, of_charlie.target)] == [True, False, False]
-    for webhook in (of_box, of_charlie):
+    assert [url in listed for url in (own.target, of_appliance.target, of_charlie.target)] == [True, False, False]
+    for webhook in (of_appliance, of_charlie):
         assert (await manager.get(f"/alerts/{webhook.id}")).status_code == 404
         for verb in ("", "/pause", "/test", "/rotate", "/remove"):
             assert (await manager.post(f"/alerts/{webhook.id}{verb}", **FIELDS, grace_s="0")).status_code == 404
@@ -215,7 +217,7 @@ async def test_a_manager_has_the_alerts_of_his_tenant_and_sees_no_others(box: Bo
 
 
 @pytest.mark.parametrize("role", ["developer", "viewer"])
-async def test_others_of_a_tenant_have_no_alerts(box: Box, role: str) -> None:
-    browser = await of_bob(box, role)
+async def test_others_of_a_tenant_have_no_alerts(console: ConsoleApp, role: str) -> None:
+    browser = await of_bob(console, role)
     assert (await browser.get("/alerts")).status_code == 403
     assert "/alerts" not in (await browser.get("/tenants")).text

@@ -17,7 +17,7 @@ from appliance.tenancy.audit import record
 from appliance.tenancy.audit_chain import AuditEntry, canonical_json
 from tests.support.cast import ALICE_PASSWORD
 from tests.support.clock import START, FakeClock
-from tests.support.console_fixtures import Box, Browser
+from tests.support.console_fixtures import Browser, ConsoleApp
 
 RECORDERS = ("record", "_record", "note", "_remove")
 
@@ -33,12 +33,12 @@ def entry(action: str = "tenant.update", *, before: object = None, after: object
     return AuditEntry(**{**fields, **changes})  # type: ignore[arg-type]
 
 
-async def manager(box: Box, tenant_id: str, role: str = "manager") -> Browser:
-    """Return the browser of a member who has this role in the tenant, and none on the box."""
+async def manager(console: ConsoleApp, tenant_id: str, role: str = "manager") -> Browser:
+    """Return the browser of a member who has this role in the tenant, and none on the appliance."""
     email = f"{role}-{tenant_id}@example.com"
-    member = await box.services.members.create(email, ALICE_PASSWORD, "member")
-    await box.services.memberships.add(tenant_id, member.id, role, access=WHOLE_APPLIANCE)
-    return await box.visitor().sign_in(email, ALICE_PASSWORD)
+    member = await console.services.members.create(email, ALICE_PASSWORD, "member")
+    await console.services.memberships.add(tenant_id, member.id, role, access=WHOLE_APPLIANCE)
+    return await console.visitor().sign_in(email, ALICE_PASSWORD)
 
 
 def written_actions() -> set[str]:
@@ -129,38 +129,38 @@ def test_a_target_is_called_what_the_entry_calls_it_else_what_the_tenant_is_call
     assert audit_line(entry(before={"weight": 1}, after={"weight": 2}), {}).target == "tn_bob"
 
 
-async def test_a_change_in_the_console_names_the_member_and_both_values(box: Box) -> None:
-    alice = await box.alice()
-    await alice.post(f"/tenants/{box.cast.bob.tenant.id}/suspend")
+async def test_a_change_in_the_console_names_the_member_and_both_values(console: ConsoleApp) -> None:
+    alice = await console.alice()
+    await alice.post(f"/tenants/{console.cast.bob.tenant.id}/suspend")
     page = (await alice.get("/audit")).text
     row = page.split('<tr id="entry-')[1]
     for text in ("Tenant changed", "alice@example.com", ">bob<", "suspended", "<del>no</del>", "<ins>yes</ins>", "req_"):
         assert text in row
 
 
-async def test_signing_in_and_failing_to_do_so_are_entries(box: Box) -> None:
-    await box.visitor().post("/login", email="alice@example.com", password="a wrong password")
-    page = (await (await box.alice()).get("/audit")).text
+async def test_signing_in_and_failing_to_do_so_are_entries(console: ConsoleApp) -> None:
+    await console.visitor().post("/login", email="alice@example.com", password="a wrong password")
+    page = (await (await console.alice()).get("/audit")).text
     assert ">Could not sign in<" in page
     assert "Signed in" in page
 
 
-async def test_cancelling_a_request_is_an_entry(box: Box) -> None:
-    box.engine_side.add(box.cast.bob, "req_live")
-    alice = await box.alice()
+async def test_cancelling_a_request_is_an_entry(console: ConsoleApp) -> None:
+    console.engine_side.add(console.cast.bob, "req_live")
+    alice = await console.alice()
     await alice.post("/requests/cancel", request_id="req_live")
-    (found,) = (await box.services.audit.page(1, access=WHOLE_APPLIANCE)).data
-    assert (found.action, found.target_id, found.tenant_id) == ("request.abort", "req_live", box.cast.bob.tenant.id)
+    (found,) = (await console.services.audit.page(1, access=WHOLE_APPLIANCE)).data
+    assert (found.action, found.target_id, found.tenant_id) == ("request.abort", "req_live", console.cast.bob.tenant.id)
     assert (found.actor_name, found.actor_kind) == ("alice@example.com", "member")
     assert (found.request_id or "").startswith("req_")
 
 
-async def test_the_log_is_narrowed_by_what_who_target_tenant_and_day(box: Box, clock: FakeClock) -> None:
-    alice = await box.alice()
-    bob, charlie = box.cast.bob, box.cast.charlie
+async def test_the_log_is_narrowed_by_what_who_target_tenant_and_day(console: ConsoleApp, clock: FakeClock) -> None:
+    alice = await console.alice()
+    bob, charlie = console.cast.bob, console.cast.charlie
     await alice.post(f"/keys/{bob.key.id}/revoke")
     clock.advance(2 * 86400)
-    alice = await box.alice()
+    alice = await console.alice()
     await alice.post(f"/tenants/{charlie.tenant.id}/suspend")
     both = {"Key revoked", "Tenant changed"}
     queries = {
@@ -179,17 +179,17 @@ async def test_the_log_is_narrowed_by_what_who_target_tenant_and_day(box: Box, c
         assert {words for words in both if words in rows} == expected, query
 
 
-async def test_a_filter_that_nothing_matches_says_so(box: Box) -> None:
-    page = (await (await box.alice()).get("/audit?target=nobody")).text
+async def test_a_filter_that_nothing_matches_says_so(console: ConsoleApp) -> None:
+    page = (await (await console.alice()).get("/audit?target=nobody")).text
     assert "No entry matches" in page
     assert 'value="nobody"' in page
 
 
-async def test_older_entries_are_a_page_away_with_the_same_filters(box: Box, clock: FakeClock) -> None:
-    async with box.services.db.writing() as connection:
+async def test_older_entries_are_a_page_away_with_the_same_filters(console: ConsoleApp, clock: FakeClock) -> None:
+    async with console.services.db.writing() as connection:
         for number in range(60):
             await record(connection, clock, "tier.update", "tier", f"tier {number:02d}", after={"admission_wait_ms": number})
-    alice = await box.alice()
+    alice = await console.alice()
     first = (await alice.get("/audit?action=tier.update")).text
     assert "tier 59" in first
     assert "tier 09" not in first
@@ -200,31 +200,33 @@ async def test_older_entries_are_a_page_away_with_the_same_filters(box: Box, clo
     assert "Newest" in second
 
 
-async def test_a_manager_sees_the_entries_of_the_tenant_alone(box: Box) -> None:
-    alice = await box.alice()
-    for person in (box.cast.bob, box.cast.charlie):
+async def test_a_manager_sees_the_entries_of_the_tenant_alone(console: ConsoleApp) -> None:
+    alice = await console.alice()
+    for person in (console.cast.bob, console.cast.charlie):
         await alice.post(f"/keys/{person.key.id}/revoke")
-    page = (await (await manager(box, box.cast.bob.tenant.id)).get("/audit")).text
-    assert box.cast.bob.key.id in page
-    assert box.cast.charlie.key.id not in page
-    assert box.cast.charlie.tenant.id not in page
+    page = (await (await manager(console, console.cast.bob.tenant.id)).get("/audit")).text
+    assert console.cast.bob.key.id in page
+    assert console.cast.charlie.key.id not in page
+    assert console.cast.charlie.tenant.id not in page
     rows = page.split("<tbody>")[1]
-    assert "Signed in" not in rows  # a matter of the box
-    forged = (await (await manager(box, box.cast.charlie.tenant.id)).get(f"/audit?tenant={box.cast.bob.tenant.id}")).text
+    assert "Signed in" not in rows  # a matter of the appliance
+    forged = (
+        await (await manager(console, console.cast.charlie.tenant.id)).get(f"/audit?tenant={console.cast.bob.tenant.id}")
+    ).text
     assert "No entry matches" in forged
 
 
 @pytest.mark.parametrize("role", ["developer", "viewer"])
-async def test_who_is_no_manager_has_no_audit_page(box: Box, role: str) -> None:
-    browser = await manager(box, box.cast.bob.tenant.id, role)
+async def test_who_is_no_manager_has_no_audit_page(console: ConsoleApp, role: str) -> None:
+    browser = await manager(console, console.cast.bob.tenant.id, role)
     assert (await browser.get("/audit")).status_code == 403
     assert 'href="/audit"' not in (await browser.get("/requests")).text
 
 
-async def test_text_that_is_no_html_stays_text(box: Box, clock: FakeClock) -> None:
-    async with box.services.db.writing() as connection:
+async def test_text_that_is_no_html_stays_text(console: ConsoleApp, clock: FakeClock) -> None:
+    async with console.services.db.writing() as connection:
         await record(connection, clock, "<b>x", "tier", "<script>1</script>", after={"<i>": "<u>"})
-    page = (await (await box.alice()).get("/audit")).text
+    page = (await (await console.alice()).get("/audit")).text
     assert not {"<script>1", "<b>x", "<i>", "<u>"} & {part for part in ("<script>1", "<b>x", "<i>", "<u>") if part in page}
 
 
@@ -236,14 +238,14 @@ def test_every_action_that_is_written_has_words_and_stands_once_in_the_filter() 
     assert set(listed) - written == {"seller.change", "hardware.change"}  # named by the record that changes
 
 
-async def test_nobody_acts_once_a_request_is_over(box: Box) -> None:
-    await box.alice()
+async def test_nobody_acts_once_a_request_is_over(console: ConsoleApp) -> None:
+    await console.alice()
     assert current_actor().kind == "system"
 
 
-async def test_a_key_is_called_by_its_name_where_the_entry_does_not_say_it(box: Box) -> None:
-    key = box.cast.bob.key
-    await box.services.keys.rotate(key.id, access=WHOLE_APPLIANCE)
-    page = html.unescape((await (await box.alice()).get("/audit?action=key.rotate")).text)
+async def test_a_key_is_called_by_its_name_where_the_entry_does_not_say_it(console: ConsoleApp) -> None:
+    key = console.cast.bob.key
+    await console.services.keys.rotate(key.id, access=WHOLE_APPLIANCE)
+    page = html.unescape((await (await console.alice()).get("/audit?action=key.rotate")).text)
     (row,) = re.findall(r'data-label="Target".*', page)
     assert f">{key.name}<" in row

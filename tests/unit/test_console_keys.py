@@ -15,27 +15,27 @@ from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
 from tests.support.cast import ALICE_PASSWORD
 from tests.support.clock import FakeClock
-from tests.support.console_fixtures import Box, Browser, open_box
+from tests.support.console_fixtures import Browser, ConsoleApp, open_console
 from tests.support.factories import pending, posted
 from tests.support.spending import PICOS
 
 SECRET = re.compile(r"gh_[a-z0-9]{8}_[a-z0-9]{26}")
 
 
-async def create(box: Box, browser: Browser, **fields: str) -> str:
+async def create(console: ConsoleApp, browser: Browser, **fields: str) -> str:
     """Return the secret of a new key of Bob's tenant."""
-    answer = await browser.post(f"/tenants/{box.cast.bob.tenant.id}/keys", **{"name": "reports", **fields})
+    answer = await browser.post(f"/tenants/{console.cast.bob.tenant.id}/keys", **{"name": "reports", **fields})
     assert answer.status_code == 200, answer.text
     (secret,) = set(SECRET.findall(answer.text))
     return str(secret)
 
 
-async def test_the_secret_of_a_new_key_works_and_is_shown_in_that_answer_only(box: Box) -> None:
-    alice, tenant = await box.alice(), box.cast.bob.tenant
+async def test_the_secret_of_a_new_key_works_and_is_shown_in_that_answer_only(console: ConsoleApp) -> None:
+    alice, tenant = await console.alice(), console.cast.bob.tenant
 
-    secret = await create(box, alice)
+    secret = await create(console, alice)
 
-    principal = await box.services.keys.authenticate(secret, "192.0.2.1")
+    principal = await console.services.keys.authenticate(secret, "192.0.2.1")
     assert (principal.tenant.id, principal.key.name) == (tenant.id, "reports")
     for path in (f"/tenants/{tenant.id}", "/keys", f"/keys/{principal.key.id}"):
         page = (await alice.get(path)).text
@@ -43,8 +43,8 @@ async def test_the_secret_of_a_new_key_works_and_is_shown_in_that_answer_only(bo
         assert secret not in page
 
 
-async def test_the_answer_with_the_secret_is_not_stored_and_has_a_ready_curl_line(box: Box) -> None:
-    answer = await (await box.alice()).post(f"/tenants/{box.cast.bob.tenant.id}/keys", name="reports")
+async def test_the_answer_with_the_secret_is_not_stored_and_has_a_ready_curl_line(console: ConsoleApp) -> None:
+    answer = await (await console.alice()).post(f"/tenants/{console.cast.bob.tenant.id}/keys", name="reports")
 
     assert answer.headers["cache-control"] == "no-store"
     assert "curl http://127.0.0.1:8000/v1/chat/completions" in answer.text
@@ -56,39 +56,41 @@ async def test_the_answer_with_the_secret_is_not_stored_and_has_a_ready_curl_lin
     [({"external_url": "https://llm.example.com"}, "https://llm.example.com"), ({"host": "::1"}, "http://[::1]:8000")],
 )
 async def test_the_curl_line_names_the_address_that_clients_use(
-    box: Box, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], address: str
+    console: ConsoleApp, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], address: str
 ) -> None:
-    monkeypatch.setattr(box.services, "settings", dataclasses.replace(box.services.settings, **changes))
+    monkeypatch.setattr(console.services, "settings", dataclasses.replace(console.services.settings, **changes))
 
-    answer = await (await box.alice()).post(f"/tenants/{box.cast.bob.tenant.id}/keys", name="reports")
+    answer = await (await console.alice()).post(f"/tenants/{console.cast.bob.tenant.id}/keys", name="reports")
 
     assert f"curl {address}/v1/chat/completions" in answer.text
 
 
-async def test_the_curl_line_names_no_model_that_the_key_may_not_use(box: Box) -> None:
-    answer = await (await box.alice()).post(f"/tenants/{box.cast.bob.tenant.id}/keys", name="reports", allowed_models="other")
+async def test_the_curl_line_names_no_model_that_the_key_may_not_use(console: ConsoleApp) -> None:
+    answer = await (await console.alice()).post(
+        f"/tenants/{console.cast.bob.tenant.id}/keys", name="reports", allowed_models="other"
+    )
 
     assert '"model": "MODEL"' in answer.text
 
 
-async def test_a_key_that_runs_no_models_has_no_curl_line(box: Box) -> None:
-    answer = await (await box.alice()).post(f"/tenants/{box.cast.bob.tenant.id}/keys", name="reports", scopes="usage")
+async def test_a_key_that_runs_no_models_has_no_curl_line(console: ConsoleApp) -> None:
+    answer = await (await console.alice()).post(f"/tenants/{console.cast.bob.tenant.id}/keys", name="reports", scopes="usage")
 
     assert SECRET.search(answer.text)
     assert "/v1/chat/completions" not in answer.text
 
 
-async def test_a_key_takes_limits_a_last_day_and_restrictions(box: Box) -> None:
+async def test_a_key_takes_limits_a_last_day_and_restrictions(console: ConsoleApp) -> None:
     secret = await create(
-        box,
-        await box.alice(),
+        console,
+        await console.alice(),
         expires_on="2027-03-31",
         allowed_models="demo",
         allowed_networks="192.0.2.0/24, 10.0.0.1",
         requests_per_minute="5",
     )
 
-    key = (await box.services.keys.authenticate(secret, "192.0.2.1")).key
+    key = (await console.services.keys.authenticate(secret, "192.0.2.1")).key
     assert key.expires_at == datetime(2027, 3, 31, 23, 59, 59, tzinfo=UTC)
     assert (key.allowed_models, key.allowed_networks) == (("demo",), ("192.0.2.0/24", "10.0.0.1/32"))
     assert key.limits == Limits(requests_per_minute=5)
@@ -105,135 +107,137 @@ async def test_a_key_takes_limits_a_last_day_and_restrictions(box: Box) -> None:
         ("tokens_per_minute", "-5", "Enter a whole number, or leave this empty."),
     ],
 )
-async def test_a_wrong_field_comes_back_with_a_sentence_beside_it(box: Box, field: str, value: str, sentence: str) -> None:
-    alice, tenant = await box.alice(), box.cast.bob.tenant
+async def test_a_wrong_field_comes_back_with_a_sentence_beside_it(
+    console: ConsoleApp, field: str, value: str, sentence: str
+) -> None:
+    alice, tenant = await console.alice(), console.cast.bob.tenant
 
     answer = await alice.post(f"/tenants/{tenant.id}/keys", **{"name": "reports", field: value})
 
     assert answer.status_code == 422
     assert sentence in answer.text
     assert f'aria-describedby="sheet-{field}-note"' in answer.text
-    assert len((await box.services.keys.list(tenant.id, access=WHOLE_APPLIANCE)).data) == 1
+    assert len((await console.services.keys.list(tenant.id, access=WHOLE_APPLIANCE)).data) == 1
 
 
-async def test_a_key_is_saved(box: Box) -> None:
-    alice, key = await box.alice(), box.cast.bob.key
+async def test_a_key_is_saved(console: ConsoleApp) -> None:
+    alice, key = await console.alice(), console.cast.bob.key
 
     answer = await alice.post(f"/keys/{key.id}", name="renamed", tokens_per_minute="1000")
 
-    saved = await box.services.keys.get(key.id, access=WHOLE_APPLIANCE)
+    saved = await console.services.keys.get(key.id, access=WHOLE_APPLIANCE)
     assert answer.headers["location"] == f"/keys/{key.id}"
     assert (saved.name, saved.limits) == ("renamed", Limits(tokens_per_minute=1000))
 
 
-async def test_lists_that_allow_nothing_stay_so_when_a_key_is_renamed(box: Box) -> None:
-    alice, key = await box.alice(), box.cast.bob.key
+async def test_lists_that_allow_nothing_stay_so_when_a_key_is_renamed(console: ConsoleApp) -> None:
+    alice, key = await console.alice(), console.cast.bob.key
     nothing = KeyChanges(allowed_models=[], allowed_networks=[])
-    await box.services.keys.update(key.id, nothing, access=WHOLE_APPLIANCE)
+    await console.services.keys.update(key.id, nothing, access=WHOLE_APPLIANCE)
     page = (await alice.get(f"/keys/{key.id}")).text
 
     await alice.post(f"/keys/{key.id}", name="renamed", allowed_models="none", allowed_networks="none")
 
-    saved = await box.services.keys.get(key.id, access=WHOLE_APPLIANCE)
+    saved = await console.services.keys.get(key.id, access=WHOLE_APPLIANCE)
     assert page.count('type="text" value="none"') == 2
     assert (saved.name, saved.allowed_models, saved.allowed_networks) == ("renamed", (), ())
 
 
-async def test_a_last_day_that_was_not_touched_stays_the_exact_time(box: Box) -> None:
+async def test_a_last_day_that_was_not_touched_stays_the_exact_time(console: ConsoleApp) -> None:
     moment = datetime(2026, 12, 24, 18, 30, tzinfo=UTC)
     terms = KeyChanges(expires_at=moment)
-    key, _ = await box.services.keys.create(box.cast.bob.tenant.id, "until Christmas", terms, access=WHOLE_APPLIANCE)
+    key, _ = await console.services.keys.create(console.cast.bob.tenant.id, "until Christmas", terms, access=WHOLE_APPLIANCE)
 
-    await (await box.alice()).post(f"/keys/{key.id}", name="until Christmas", expires_on="2026-12-24")
+    await (await console.alice()).post(f"/keys/{key.id}", name="until Christmas", expires_on="2026-12-24")
 
-    assert (await box.services.keys.get(key.id, access=WHOLE_APPLIANCE)).expires_at == moment
+    assert (await console.services.keys.get(key.id, access=WHOLE_APPLIANCE)).expires_at == moment
 
 
-async def test_a_wrong_field_of_a_key_comes_back_on_its_page(box: Box) -> None:
-    answer = await (await box.alice()).post(f"/keys/{box.cast.bob.key.id}", name="", tokens_per_minute="x")
+async def test_a_wrong_field_of_a_key_comes_back_on_its_page(console: ConsoleApp) -> None:
+    answer = await (await console.alice()).post(f"/keys/{console.cast.bob.key.id}", name="", tokens_per_minute="x")
 
     assert answer.status_code == 422
     assert "2 fields have an error" in answer.text
 
 
-async def test_rotating_shows_the_new_secret_and_ends_the_old_one(box: Box) -> None:
-    alice, bob = await box.alice(), box.cast.bob
+async def test_rotating_shows_the_new_secret_and_ends_the_old_one(console: ConsoleApp) -> None:
+    alice, bob = await console.alice(), console.cast.bob
     assert "new secret" in (await alice.get(f"/keys/{bob.key.id}/rotate")).text
 
     answer = await alice.post(f"/keys/{bob.key.id}/rotate")
 
     (secret,) = set(SECRET.findall(answer.text))
-    assert (await box.services.keys.authenticate(secret, "192.0.2.1")).tenant == bob.tenant
+    assert (await console.services.keys.authenticate(secret, "192.0.2.1")).tenant == bob.tenant
     with pytest.raises(InvalidApiKey):
-        await box.services.keys.authenticate(bob.secret, "192.0.2.1")
+        await console.services.keys.authenticate(bob.secret, "192.0.2.1")
 
 
-async def test_revoking_asks_first_and_then_refuses_the_key_at_once(box: Box) -> None:
-    alice, bob = await box.alice(), box.cast.bob
+async def test_revoking_asks_first_and_then_refuses_the_key_at_once(console: ConsoleApp) -> None:
+    alice, bob = await console.alice(), console.cast.bob
     asked = await alice.fragment(f"/keys/{bob.key.id}/revoke")
     assert "refused permanently" in asked.text
-    await box.services.keys.authenticate(bob.secret, "192.0.2.1")
+    await console.services.keys.authenticate(bob.secret, "192.0.2.1")
 
     answer = await alice.post(f"/keys/{bob.key.id}/revoke")
 
     assert answer.headers["location"] == f"/tenants/{bob.tenant.id}"
     with pytest.raises(InvalidApiKey):
-        await box.services.keys.authenticate(bob.secret, "192.0.2.1")
+        await console.services.keys.authenticate(bob.secret, "192.0.2.1")
 
 
-async def test_a_revoked_key_cannot_be_rotated_or_saved(box: Box) -> None:
-    alice, key = await box.alice(), box.cast.bob.key
-    await box.services.keys.revoke(key.id, access=WHOLE_APPLIANCE)
+async def test_a_revoked_key_cannot_be_rotated_or_saved(console: ConsoleApp) -> None:
+    alice, key = await console.alice(), console.cast.bob.key
+    await console.services.keys.revoke(key.id, access=WHOLE_APPLIANCE)
 
     assert (await alice.post(f"/keys/{key.id}/rotate")).status_code == 422
     assert (await alice.post(f"/keys/{key.id}", name="back")).status_code == 422
     assert ">Save<" not in (await alice.get(f"/keys/{key.id}")).text
 
 
-async def test_an_expired_key_is_shown_as_expired(box: Box, clock: FakeClock) -> None:
-    await create(box, await box.alice(), expires_on="2026-11-21")
+async def test_an_expired_key_is_shown_as_expired(console: ConsoleApp, clock: FakeClock) -> None:
+    await create(console, await console.alice(), expires_on="2026-11-21")
     clock.advance(24 * 3600)
 
-    page = (await (await box.alice()).get("/keys")).text
+    page = (await (await console.alice()).get("/keys")).text
 
     assert ">expired<" in page
 
 
 @pytest.mark.parametrize("action", ["", "/rotate", "/revoke"])
-async def test_a_key_that_does_not_exist_is_not_here(box: Box, action: str) -> None:
-    alice = await box.alice()
+async def test_a_key_that_does_not_exist_is_not_here(console: ConsoleApp, action: str) -> None:
+    alice = await console.alice()
 
     assert (await alice.get(f"/keys/key_nobody{action}")).status_code == 404
     assert (await alice.post(f"/keys/key_nobody{action}", name="x")).status_code == 404
 
 
-async def test_every_key_is_listed_with_its_tenant(box: Box) -> None:
-    page = (await (await box.alice()).get("/keys")).text
+async def test_every_key_is_listed_with_its_tenant(console: ConsoleApp) -> None:
+    page = (await (await console.alice()).get("/keys")).text
 
-    for person in (box.cast.bob, box.cast.charlie):
+    for person in (console.cast.bob, console.cast.charlie):
         assert person.key.prefix in page
         assert f"/tenants/{person.tenant.id}" in page
 
 
-async def test_the_page_of_all_keys_leads_to_where_a_new_one_is_made(box: Box) -> None:
-    page = (await (await box.alice()).get("/keys")).text
+async def test_the_page_of_all_keys_leads_to_where_a_new_one_is_made(console: ConsoleApp) -> None:
+    page = (await (await console.alice()).get("/keys")).text
 
     assert '<a class="button" href="/tenants">New key: choose a tenant</a>' in page
 
 
-async def test_the_page_of_all_keys_makes_a_new_one_for_whom_there_is_one_tenant(box: Box) -> None:
-    member = await box.services.members.create("dora@example.com", ALICE_PASSWORD, "member")
-    await box.services.memberships.add(box.cast.bob.tenant.id, member.id, "developer", access=WHOLE_APPLIANCE)
+async def test_the_page_of_all_keys_makes_a_new_one_for_whom_there_is_one_tenant(console: ConsoleApp) -> None:
+    member = await console.services.members.create("dora@example.com", ALICE_PASSWORD, "member")
+    await console.services.memberships.add(console.cast.bob.tenant.id, member.id, "developer", access=WHOLE_APPLIANCE)
 
-    page = (await (await box.visitor().sign_in(member.email, ALICE_PASSWORD)).get("/keys")).text
+    page = (await (await console.visitor().sign_in(member.email, ALICE_PASSWORD)).get("/keys")).text
 
-    assert f'href="/tenants/{box.cast.bob.tenant.id}/keys/new"' in page
+    assert f'href="/tenants/{console.cast.bob.tenant.id}/keys/new"' in page
     assert "choose a tenant" not in page
 
 
-async def test_keys_that_have_ended_are_listed_on_request_and_found_by_name_prefix_and_secret(box: Box) -> None:
-    alice, bob = await box.alice(), box.cast.bob
-    await box.services.keys.revoke(bob.key.id, access=WHOLE_APPLIANCE)
+async def test_keys_that_have_ended_are_listed_on_request_and_found_by_name_prefix_and_secret(console: ConsoleApp) -> None:
+    alice, bob = await console.alice(), console.cast.bob
+    await console.services.keys.revoke(bob.key.id, access=WHOLE_APPLIANCE)
     link = f"/keys/{bob.key.id}"
 
     assert link not in (await alice.get("/keys")).text
@@ -245,8 +249,8 @@ async def test_keys_that_have_ended_are_listed_on_request_and_found_by_name_pref
     assert "<html" not in nothing
 
 
-async def test_both_secrets_work_until_the_grace_of_a_rotation_is_over(box: Box, clock: FakeClock) -> None:
-    alice, old = await box.alice(), box.cast.bob
+async def test_both_secrets_work_until_the_grace_of_a_rotation_is_over(console: ConsoleApp, clock: FakeClock) -> None:
+    alice, old = await console.alice(), console.cast.bob
     path = f"/keys/{old.key.id}/rotate"
     asked = (await alice.fragment(path)).text
     assert "Old key expires" in asked
@@ -257,21 +261,21 @@ async def test_both_secrets_work_until_the_grace_of_a_rotation_is_over(box: Box,
 
     (secret,) = set(SECRET.findall(answer.text))
     assert f"The old key works until {clock.now() + timedelta(hours=1):%Y-%m-%d %H:%M:%S} UTC" in answer.text
-    successor = (await box.services.keys.authenticate(secret, "192.0.2.1")).key
-    assert (await box.services.keys.authenticate(old.secret, "192.0.2.1")).key.replaced_by == successor.id
+    successor = (await console.services.keys.authenticate(secret, "192.0.2.1")).key
+    assert (await console.services.keys.authenticate(old.secret, "192.0.2.1")).key.replaced_by == successor.id
     page = (await alice.get(f"/keys/{old.key.id}")).text
     for text in ("Replaced by", f'href="/keys/{successor.id}"', ">replaced<"):
         assert text in page
     assert "/rotate" not in page
     clock.advance(3600)
     with pytest.raises(ExpiredApiKey):
-        await box.services.keys.authenticate(old.secret, "192.0.2.1")
+        await console.services.keys.authenticate(old.secret, "192.0.2.1")
 
 
-async def test_scopes_and_how_limits_hold_are_set_and_stay_where_a_form_does_not_carry_them(box: Box) -> None:
-    alice = await box.alice()
-    secret = await create(box, alice, scopes="inference, usage", limit_mode="shadow")
-    key = (await box.services.keys.authenticate(secret, "192.0.2.1")).key
+async def test_scopes_and_how_limits_hold_are_set_and_stay_where_a_form_does_not_carry_them(console: ConsoleApp) -> None:
+    alice = await console.alice()
+    secret = await create(console, alice, scopes="inference, usage", limit_mode="shadow")
+    key = (await console.services.keys.authenticate(secret, "192.0.2.1")).key
     assert (key.scopes, key.limit_mode) == (("inference", "usage"), "shadow")
     page = (await alice.get(f"/keys/{key.id}")).text
     for text in (
@@ -282,10 +286,10 @@ async def test_scopes_and_how_limits_hold_are_set_and_stay_where_a_form_does_not
         assert text in page
 
     await alice.post(f"/keys/{key.id}", name="other")
-    same = await box.services.keys.get(key.id, access=WHOLE_APPLIANCE)
+    same = await console.services.keys.get(key.id, access=WHOLE_APPLIANCE)
     assert (same.name, same.scopes, same.limit_mode) == ("other", key.scopes, key.limit_mode)
     await alice.post(f"/keys/{key.id}", name="other", scopes="usage", limit_mode="enforce")
-    changed = await box.services.keys.get(key.id, access=WHOLE_APPLIANCE)
+    changed = await console.services.keys.get(key.id, access=WHOLE_APPLIANCE)
     assert (changed.scopes, changed.limit_mode) == (("usage",), "enforce")
     for wrong in ({"scopes": "everything"}, {"limit_mode": "never"}):
         answer = await alice.post(f"/keys/{key.id}", name="other", **wrong)
@@ -293,22 +297,22 @@ async def test_scopes_and_how_limits_hold_are_set_and_stay_where_a_form_does_not
         assert "Choose one of" in answer.text
 
 
-async def test_keys_of_an_archived_tenant_say_so_and_have_no_buttons(box: Box) -> None:
-    bob = box.cast.bob
-    await box.services.tenants.archive(bob.tenant.id, access=WHOLE_APPLIANCE)
-    alice = await box.alice()
+async def test_keys_of_an_archived_tenant_say_so_and_have_no_buttons(console: ConsoleApp) -> None:
+    bob = console.cast.bob
+    await console.services.tenants.archive(bob.tenant.id, access=WHOLE_APPLIANCE)
+    alice = await console.alice()
     for path in ("/keys?ended=yes", f"/tenants/{bob.tenant.id}", f"/keys/{bob.key.id}"):
         page = (await alice.get(path)).text
         assert ">tenant archived</span>" in page
         assert f'href="/keys/{bob.key.id}/rotate"' not in page
         assert f'href="/keys/{bob.key.id}/revoke"' not in page
-    assert f'href="/keys/{box.cast.charlie.key.id}/revoke"' in (await alice.get("/keys")).text
+    assert f'href="/keys/{console.cast.charlie.key.id}/revoke"' in (await alice.get("/keys")).text
 
 
-async def test_an_expired_key_can_be_revoked_and_is_not_offered_a_successor(box: Box, clock: FakeClock) -> None:
-    bob, alice = box.cast.bob, await box.alice()
+async def test_an_expired_key_can_be_revoked_and_is_not_offered_a_successor(console: ConsoleApp, clock: FakeClock) -> None:
+    bob, alice = console.cast.bob, await console.alice()
     soon = KeyChanges(expires_at=clock.now() + timedelta(seconds=1))
-    await box.services.keys.update(bob.key.id, soon, access=WHOLE_APPLIANCE)
+    await console.services.keys.update(bob.key.id, soon, access=WHOLE_APPLIANCE)
     clock.advance(1)
 
     for path in ("/keys", f"/tenants/{bob.tenant.id}", f"/keys/{bob.key.id}"):
@@ -317,9 +321,9 @@ async def test_an_expired_key_can_be_revoked_and_is_not_offered_a_successor(box:
         assert f'href="/keys/{bob.key.id}/rotate"' not in page
 
 
-async def test_a_key_of_a_suspended_tenant_can_be_rotated_and_revoked_before_the_tenant_comes_back(box: Box) -> None:
-    bob, alice = box.cast.bob, await box.alice()
-    await box.services.tenants.update(bob.tenant.id, TenantChanges(suspended=True), access=WHOLE_APPLIANCE)
+async def test_a_key_of_a_suspended_tenant_can_be_rotated_and_revoked_before_the_tenant_comes_back(console: ConsoleApp) -> None:
+    bob, alice = console.cast.bob, await console.alice()
+    await console.services.tenants.update(bob.tenant.id, TenantChanges(suspended=True), access=WHOLE_APPLIANCE)
     for path in ("/keys", f"/tenants/{bob.tenant.id}", f"/keys/{bob.key.id}"):
         page = (await alice.get(path)).text
         assert ">tenant suspended</span>" in page
@@ -328,18 +332,18 @@ async def test_a_key_of_a_suspended_tenant_can_be_rotated_and_revoked_before_the
 
     await alice.post(f"/keys/{bob.key.id}/revoke")
 
-    await box.services.tenants.update(bob.tenant.id, TenantChanges(suspended=False), access=WHOLE_APPLIANCE)
+    await console.services.tenants.update(bob.tenant.id, TenantChanges(suspended=False), access=WHOLE_APPLIANCE)
     with pytest.raises(InvalidApiKey):
-        await box.services.keys.authenticate(bob.secret, "192.0.2.1")
+        await console.services.keys.authenticate(bob.secret, "192.0.2.1")
 
 
 async def test_the_last_day_of_a_key_ends_at_midnight_of_the_billing_zone(
     migrated_sqlite_file: Path, tmp_path: Path, clock: FakeClock
 ) -> None:
-    async with open_box(migrated_sqlite_file, tmp_path, clock, time_zone="Asia/Tokyo") as box:
-        alice = await box.alice()
-        secret = await create(box, alice, expires_on="2027-03-31")
-        key = (await box.services.keys.authenticate(secret, "192.0.2.1")).key
+    async with open_console(migrated_sqlite_file, tmp_path, clock, time_zone="Asia/Tokyo") as console:
+        alice = await console.alice()
+        secret = await create(console, alice, expires_on="2027-03-31")
+        key = (await console.services.keys.authenticate(secret, "192.0.2.1")).key
         assert key.expires_at == datetime(2027, 3, 31, 14, 59, 59, tzinfo=UTC)
         page = (await alice.get(f"/keys/{key.id}")).text
         assert 'value="2027-03-31"' in page
@@ -347,19 +351,19 @@ async def test_the_last_day_of_a_key_ends_at_midnight_of_the_billing_zone(
 
 
 async def test_key_and_tenant_show_what_of_the_day_and_of_the_month_is_taken_in_their_currency(
-    box: Box, clock: FakeClock
+    console: ConsoleApp, clock: FakeClock
 ) -> None:
-    alice, bob = await box.alice(), box.cast.bob
-    await box.services.tenants.update(
+    alice, bob = await console.alice(), console.cast.bob
+    await console.services.tenants.update(
         bob.tenant.id, TenantChanges(currency="CHF", limits=Limits(tokens_per_day=100)), access=WHOLE_APPLIANCE
     )
     budget = KeyChanges(limits=Limits(monthly_budget=20_000_000, tokens_per_day=50))
-    await box.services.keys.update(bob.key.id, budget, access=WHOLE_APPLIANCE)
-    price = await box.services.prices.add(model="demo", currency="CHF", prompt=0, cached_prompt=0, completion=PICOS)
+    await console.services.keys.update(bob.key.id, budget, access=WHOLE_APPLIANCE)
+    price = await console.services.prices.add(model="demo", currency="CHF", prompt=0, cached_prompt=0, completion=PICOS)
     for at, tokens in ((clock.now() - timedelta(days=1), 3), (clock.now(), 5)):
         entry = pending(bob, price=price, admitted_at=at)
-        await box.services.ledger.open(entry)
-        await box.services.ledger.settle(posted(entry.request_id, prompt=0, completion=tokens))
+        await console.services.ledger.open(entry)
+        await console.services.ledger.settle(posted(entry.request_id, prompt=0, completion=tokens))
     of_key = (await alice.get(f"/keys/{bob.key.id}")).text
     of_tenant = (await alice.get(f"/tenants/{bob.tenant.id}")).text
     assert ("5 of 50" in of_key, "8.00 CHF of 20.00 CHF" in of_key) == (True, True)

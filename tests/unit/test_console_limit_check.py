@@ -5,25 +5,25 @@ from __future__ import annotations
 from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import Limits, Principal, TenantChanges
-from tests.support.console_fixtures import Box
+from tests.support.console_fixtures import ConsoleApp
 
 
-async def limited(box: Box, **limits: int) -> str:
+async def limited(console: ConsoleApp, **limits: int) -> str:
     """Limit Bob's tenant and return the address of its page."""
-    tenant = box.cast.bob.tenant
-    await box.services.tenants.update(tenant.id, TenantChanges(limits=Limits(**limits)), access=WHOLE_APPLIANCE)
+    tenant = console.cast.bob.tenant
+    await console.services.tenants.update(tenant.id, TenantChanges(limits=Limits(**limits)), access=WHOLE_APPLIANCE)
     return f"/tenants/{tenant.id}/check"
 
 
-async def test_without_limits_every_request_passes(box: Box) -> None:
-    page = (await (await box.alice()).get(await limited(box))).text
+async def test_without_limits_every_request_passes(console: ConsoleApp) -> None:
+    page = (await (await console.alice()).get(await limited(console))).text
     assert "Admitted: " in page
     assert "No limit applies to this request" in page
 
 
-async def test_a_request_above_a_limit_hears_what_its_client_would_hear(box: Box) -> None:
-    path = await limited(box, tokens_per_minute=1000, monthly_budget=5_000_000)
-    page = (await (await box.alice()).fragment(f"{path}?model=demo&prompt_tokens=2000")).text
+async def test_a_request_above_a_limit_hears_what_its_client_would_hear(console: ConsoleApp) -> None:
+    path = await limited(console, tokens_per_minute=1000, monthly_budget=5_000_000)
+    page = (await (await console.alice()).fragment(f"{path}?model=demo&prompt_tokens=2000")).text
     assert "Refused with 429 request_exceeds_limit" in page
     assert "refuses" in page
     assert "never" in page
@@ -31,12 +31,12 @@ async def test_a_request_above_a_limit_hears_what_its_client_would_hear(box: Box
     assert "<html" not in page
 
 
-async def test_batch_work_is_asked_for_by_its_service_tier(box: Box) -> None:
-    await box.services.prices.add(
+async def test_batch_work_is_asked_for_by_its_service_tier(console: ConsoleApp) -> None:
+    await console.services.prices.add(
         model="demo", currency="EUR", prompt=1_000_000, cached_prompt=1_000_000, completion=1_000_000, batch_percent=50
     )
-    path = await limited(box, monthly_budget=1000)
-    alice = await box.alice()
+    path = await limited(console, monthly_budget=1000)
+    alice = await console.alice()
     asked = f"{path}?model=demo&prompt_tokens=1000&max_tokens=1000&service_tier"
 
     assert "Refused with 429 budget_exceeded" in (await alice.fragment(f"{asked}=default")).text
@@ -47,37 +47,39 @@ async def test_batch_work_is_asked_for_by_its_service_tier(box: Box) -> None:
     assert "ervice_tier must" not in refused
 
 
-async def test_a_limit_check_consumes_nothing(box: Box) -> None:
-    path = await limited(box, requests_per_minute=1, tokens_per_minute=1000)
-    alice = await box.alice()
+async def test_a_limit_check_consumes_nothing(console: ConsoleApp) -> None:
+    path = await limited(console, requests_per_minute=1, tokens_per_minute=1000)
+    alice = await console.alice()
     for _ in range(3):
         assert "Admitted: " in (await alice.fragment(f"{path}?model=demo&prompt_tokens=400&max_tokens=100")).text
 
 
-async def test_a_wait_for_running_requests_is_shown_as_an_estimate(box: Box) -> None:
-    path = await limited(box, concurrent_requests=1)
-    person = box.cast.bob
-    tenant = await box.services.tenants.get(person.tenant.id, access=WHOLE_APPLIANCE)
+async def test_a_wait_for_running_requests_is_shown_as_an_estimate(console: ConsoleApp) -> None:
+    path = await limited(console, concurrent_requests=1)
+    person = console.cast.bob
+    tenant = await console.services.tenants.get(person.tenant.id, access=WHOLE_APPLIANCE)
     running = AdmissionRequest(
         principal=Principal(tenant=tenant, key=person.key), model="demo", prompt_tokens=1, max_output_tokens=1, price=None
     )
-    await box.services.admission.admit(running)
-    page = (await (await box.alice()).fragment(f"{path}?model=demo")).text
+    await console.services.admission.admit(running)
+    page = (await (await console.alice()).fragment(f"{path}?model=demo")).text
     assert "about 1" in page
     assert "when running requests have probably ended" in page
 
 
-async def test_what_shadow_mode_would_refuse_passes_and_is_marked(box: Box) -> None:
-    path = await limited(box, tokens_per_minute=10)
-    await box.services.tenants.update(box.cast.bob.tenant.id, TenantChanges(limit_mode="shadow"), access=WHOLE_APPLIANCE)
-    page = (await (await box.alice()).fragment(f"{path}?model=demo")).text
+async def test_what_shadow_mode_would_refuse_passes_and_is_marked(console: ConsoleApp) -> None:
+    path = await limited(console, tokens_per_minute=10)
+    await console.services.tenants.update(
+        console.cast.bob.tenant.id, TenantChanges(limit_mode="shadow"), access=WHOLE_APPLIANCE
+    )
+    page = (await (await console.alice()).fragment(f"{path}?model=demo")).text
     assert "Admitted: " in page
     assert "would refuse (shadow)" in page
 
 
-async def test_a_number_that_is_none_and_a_model_that_is_not_there_are_said(box: Box) -> None:
-    path = await limited(box)
-    alice = await box.alice()
+async def test_a_number_that_is_none_and_a_model_that_is_not_there_are_said(console: ConsoleApp) -> None:
+    path = await limited(console)
+    alice = await console.alice()
     assert (
         "Prompt tokens: Enter a whole number, or leave this empty."
         in (await alice.fragment(f"{path}?model=demo&prompt_tokens=many")).text
@@ -87,9 +89,9 @@ async def test_a_number_that_is_none_and_a_model_that_is_not_there_are_said(box:
     assert "Key: No such key, or it was revoked." in (await alice.fragment(f"{path}?model=demo&key=key_x")).text
 
 
-async def test_a_stranger_does_not_learn_of_the_tenant(box: Box) -> None:
-    path = await limited(box)
-    stranger = await box.services.members.create("mallory@example.com", "mallory's long password", "member")
-    await box.services.memberships.add(box.cast.charlie.tenant.id, stranger.id, "manager", access=WHOLE_APPLIANCE)
-    mallory = await box.visitor().sign_in("mallory@example.com", "mallory's long password")
+async def test_a_stranger_does_not_learn_of_the_tenant(console: ConsoleApp) -> None:
+    path = await limited(console)
+    stranger = await console.services.members.create("mallory@example.com", "mallory's long password", "member")
+    await console.services.memberships.add(console.cast.charlie.tenant.id, stranger.id, "manager", access=WHOLE_APPLIANCE)
+    mallory = await console.visitor().sign_in("mallory@example.com", "mallory's long password")
     assert (await mallory.get(path)).status_code == 404

@@ -8,7 +8,7 @@ import pytest
 
 from appliance.console import live_stream
 from appliance.console.context import Console
-from tests.support.console_fixtures import Box
+from tests.support.console_fixtures import ConsoleApp
 
 
 async def frames() -> AsyncGenerator[bytes, None]:
@@ -17,26 +17,29 @@ async def frames() -> AsyncGenerator[bytes, None]:
         yield b"x"
 
 
-async def test_one_member_does_not_take_the_places_of_everybody_else(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_member_does_not_take_the_places_of_everybody_else(
+    console: ConsoleApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(live_stream, "STREAMS_OF_MEMBER_MAX", 2)
     monkeypatch.setattr(live_stream, "STREAMS_MAX", 3)
-    console = Console(box.services)
+    console_state = Console(console.services)
     pages = [
-        live_stream._counted_stream(console, member, frames()) for member in ("mallory", "mallory", "mallory", "alice", "bob")
+        live_stream._counted_stream(console_state, member, frames())
+        for member in ("mallory", "mallory", "mallory", "alice", "bob")
     ]
 
     shown = [await anext(page, None) for page in pages]
 
     assert shown == [b"x", b"x", None, b"x", None]
     await pages[0].aclose()
-    assert console.open_streams == {"mallory": 1, "alice": 1}
-    assert await anext(live_stream._counted_stream(console, "bob", frames())) == b"x"
+    assert console_state.open_streams == {"mallory": 1, "alice": 1}
+    assert await anext(live_stream._counted_stream(console_state, "bob", frames())) == b"x"
 
 
-async def test_who_has_too_many_live_pages_is_told_to_wait(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_has_too_many_live_pages_is_told_to_wait(console: ConsoleApp, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_stream, "STREAMS_OF_MEMBER_MAX", 0)
 
-    answer = await (await box.alice()).get("/console/events")
+    answer = await (await console.alice()).get("/console/events")
 
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "10")
     assert "you can have at most 0 live pages open" in answer.text.lower()

@@ -15,13 +15,13 @@ from appliance.tenancy.audit import AuditFilter
 from appliance.tenancy.members import PASSWORD_CHARS_MAX
 from tests.support.cast import ALICE_PASSWORD
 from tests.support.clock import FakeClock
-from tests.support.console_fixtures import Box
+from tests.support.console_fixtures import ConsoleApp
 
 EMAIL = "alice@example.com"
 
 
-async def test_the_right_password_opens_a_session_and_leads_to_the_page_that_was_asked_for(box: Box) -> None:
-    visitor = box.visitor()
+async def test_the_right_password_opens_a_session_and_leads_to_the_page_that_was_asked_for(console: ConsoleApp) -> None:
+    visitor = console.visitor()
 
     answer = await visitor.post("/login", email=" Alice@Example.com ", password=ALICE_PASSWORD, next="/requests?state=error")
 
@@ -29,8 +29,8 @@ async def test_the_right_password_opens_a_session_and_leads_to_the_page_that_was
     assert (await visitor.get("/requests")).status_code == 200
 
 
-async def test_the_session_cookie_cannot_be_read_by_scripts_or_sent_by_other_sites(box: Box) -> None:
-    answer = await box.visitor().post("/login", email=EMAIL, password=ALICE_PASSWORD)
+async def test_the_session_cookie_cannot_be_read_by_scripts_or_sent_by_other_sites(console: ConsoleApp) -> None:
+    answer = await console.visitor().post("/login", email=EMAIL, password=ALICE_PASSWORD)
 
     cookie = answer.headers["set-cookie"]
     assert cookie.startswith("gatehouse_session=")
@@ -39,8 +39,8 @@ async def test_the_session_cookie_cannot_be_read_by_scripts_or_sent_by_other_sit
     assert "Path=/" in cookie
 
 
-async def test_over_https_the_cookie_is_secure_and_bound_to_the_host(box: Box) -> None:
-    visitor = box.visitor("https://gatehouse.test")
+async def test_over_https_the_cookie_is_secure_and_bound_to_the_host(console: ConsoleApp) -> None:
+    visitor = console.visitor("https://gatehouse.test")
 
     answer = await visitor.post("/login", email=EMAIL, password=ALICE_PASSWORD)
 
@@ -55,16 +55,16 @@ async def test_over_https_the_cookie_is_secure_and_bound_to_the_host(box: Box) -
     ("email", "password"),
     [(EMAIL, "wrong"), ("nobody@example.com", "wrong"), ("", ""), (EMAIL, ""), ("x" * 2000, "y"), (EMAIL, "y" * 2000)],
 )
-async def test_every_wrong_pair_gets_the_same_answer(box: Box, email: str, password: str) -> None:
-    answer = await box.visitor().post("/login", email=email, password=password)
+async def test_every_wrong_pair_gets_the_same_answer(console: ConsoleApp, email: str, password: str) -> None:
+    answer = await console.visitor().post("/login", email=email, password=password)
 
     assert answer.status_code == 401
     assert WRONG_CREDENTIALS in answer.text
     assert "set-cookie" not in answer.headers
 
 
-async def test_what_was_typed_comes_back_without_the_password_and_escaped(box: Box) -> None:
-    answer = await box.visitor().post("/login", email='"><script>x</script>', password="topsecret-typo")
+async def test_what_was_typed_comes_back_without_the_password_and_escaped(console: ConsoleApp) -> None:
+    answer = await console.visitor().post("/login", email='"><script>x</script>', password="topsecret-typo")
 
     assert "<script>x" not in answer.text
     assert "&lt;script&gt;x" in answer.text
@@ -72,35 +72,35 @@ async def test_what_was_typed_comes_back_without_the_password_and_escaped(box: B
 
 
 async def test_a_password_that_is_reset_after_it_was_checked_opens_no_session(
-    box: Box, monkeypatch: pytest.MonkeyPatch
+    console: ConsoleApp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    challenge = box.services.second_factors.challenge
+    challenge = console.services.second_factors.challenge
 
     async def after_a_reset(member_id: str, **options: Any) -> str | None:
         stamp = await challenge(member_id, **options)
-        await box.services.members.reset_password(EMAIL, "what the owner gave")
+        await console.services.members.reset_password(EMAIL, "what the owner gave")
         return stamp
 
-    monkeypatch.setattr(box.services.second_factors, "challenge", after_a_reset)
-    answer = await box.visitor().post("/login", email=EMAIL, password=ALICE_PASSWORD)
+    monkeypatch.setattr(console.services.second_factors, "challenge", after_a_reset)
+    answer = await console.visitor().post("/login", email=EMAIL, password=ALICE_PASSWORD)
 
     assert answer.status_code == 401
     assert WRONG_CREDENTIALS in answer.text
     assert "set-cookie" not in answer.headers
 
 
-async def test_signing_in_makes_a_new_session_and_ends_the_old_one(box: Box) -> None:
-    alice = await box.alice()
+async def test_signing_in_makes_a_new_session_and_ends_the_old_one(console: ConsoleApp) -> None:
+    alice = await console.alice()
     before = alice.http.cookies["gatehouse_session"]
 
     await alice.post("/login", email=EMAIL, password=ALICE_PASSWORD)
 
     assert alice.http.cookies["gatehouse_session"] != before
-    assert await box.services.sessions.resolve(before) is None
+    assert await console.services.sessions.resolve(before) is None
 
 
-async def test_a_session_id_that_the_visitor_chose_is_not_taken_over(box: Box) -> None:
-    visitor = box.visitor()
+async def test_a_session_id_that_the_visitor_chose_is_not_taken_over(console: ConsoleApp) -> None:
+    visitor = console.visitor()
     chosen = "c" * 43
 
     answer = await visitor.http.post(
@@ -110,28 +110,30 @@ async def test_a_session_id_that_the_visitor_chose_is_not_taken_over(box: Box) -
     )
 
     assert chosen not in answer.headers["set-cookie"]
-    assert await box.services.sessions.resolve(chosen) is None
+    assert await console.services.sessions.resolve(chosen) is None
 
 
-async def test_signing_out_ends_the_session_on_the_server(box: Box) -> None:
-    alice = await box.alice()
+async def test_signing_out_ends_the_session_on_the_server(console: ConsoleApp) -> None:
+    alice = await console.alice()
     token = alice.http.cookies["gatehouse_session"]
 
     answer = await alice.post("/logout")
 
     assert (answer.status_code, answer.headers["location"]) == (303, "/login")
-    assert await box.services.sessions.resolve(token) is None
+    assert await console.services.sessions.resolve(token) is None
     assert "Signed out." in (await alice.get("/login")).text
 
 
-async def test_whoever_is_signed_in_does_not_see_the_form(box: Box) -> None:
-    answer = await (await box.alice()).get("/login?next=%2Fkeys")
+async def test_whoever_is_signed_in_does_not_see_the_form(console: ConsoleApp) -> None:
+    answer = await (await console.alice()).get("/login?next=%2Fkeys")
 
     assert (answer.status_code, answer.headers["location"]) == (303, "/keys")
 
 
-async def test_guessing_one_account_is_slowed_down_and_the_right_password_does_not_help(box: Box, clock: FakeClock) -> None:
-    visitor = box.visitor()
+async def test_guessing_one_account_is_slowed_down_and_the_right_password_does_not_help(
+    console: ConsoleApp, clock: FakeClock
+) -> None:
+    visitor = console.visitor()
     for _ in range(PER_ACCOUNT.burst):
         assert (await visitor.post("/login", email=EMAIL, password="wrong")).status_code == 401
 
@@ -143,24 +145,24 @@ async def test_guessing_one_account_is_slowed_down_and_the_right_password_does_n
 
 
 @pytest.mark.parametrize(("email", "password"), [("x" * 1001, "wrong"), (EMAIL, "y" * 1025)])
-async def test_what_is_too_long_to_be_right_counts_as_an_attempt(box: Box, email: str, password: str) -> None:
-    visitor = box.visitor()
+async def test_what_is_too_long_to_be_right_counts_as_an_attempt(console: ConsoleApp, email: str, password: str) -> None:
+    visitor = console.visitor()
     statuses = [
         (await visitor.post("/login", email=email, password=password)).status_code for _ in range(PER_ADDRESS.burst + 1)
     ]
 
     assert statuses == [401] * PER_ADDRESS.burst + [429]
-    entries = await box.services.audit.page(
+    entries = await console.services.audit.page(
         200, None, AuditFilter(actions=frozenset({"session.refuse"})), access=WHOLE_APPLIANCE
     )
     assert len(entries.data) == PER_ADDRESS.burst
 
 
-async def test_the_longest_password_that_may_be_chosen_signs_in(box: Box) -> None:
+async def test_the_longest_password_that_may_be_chosen_signs_in(console: ConsoleApp) -> None:
     longest = "long password, ".ljust(PASSWORD_CHARS_MAX, "!")
-    await box.services.members.reset_password(EMAIL, longest)
+    await console.services.members.reset_password(EMAIL, longest)
 
-    assert (await box.visitor().post("/login", email=EMAIL, password=longest)).status_code == 303
+    assert (await console.visitor().post("/login", email=EMAIL, password=longest)).status_code == 303
 
 
 def test_one_address_cannot_try_many_accounts(clock: FakeClock) -> None:
@@ -216,8 +218,8 @@ def test_attempts_are_remembered_of_a_bounded_number_of_visitors(clock: FakeCloc
 
 
 @pytest.mark.parametrize(("theme", "attribute"), [("dark", 'data-theme="dark"'), ("light", 'data-theme="light"')])
-async def test_the_chosen_colours_are_in_the_page_from_the_server(box: Box, theme: str, attribute: str) -> None:
-    alice = await box.alice()
+async def test_the_chosen_colours_are_in_the_page_from_the_server(console: ConsoleApp, theme: str, attribute: str) -> None:
+    alice = await console.alice()
 
     answer = await alice.post("/theme", theme=theme, next="/keys")
 
@@ -225,8 +227,8 @@ async def test_the_chosen_colours_are_in_the_page_from_the_server(box: Box, them
     assert attribute in (await alice.get("/keys")).text
 
 
-async def test_colours_that_do_not_exist_change_nothing(box: Box) -> None:
-    alice = await box.alice()
+async def test_colours_that_do_not_exist_change_nothing(console: ConsoleApp) -> None:
+    alice = await console.alice()
 
     await alice.post("/theme", theme='"><script>', next="//evil.test")
 
@@ -234,8 +236,8 @@ async def test_colours_that_do_not_exist_change_nothing(box: Box) -> None:
     assert "data-theme" not in page
 
 
-async def test_colours_chosen_beside_a_form_with_an_error_show_the_page_of_the_form_again(box: Box) -> None:
-    alice = await box.alice()
+async def test_colours_chosen_beside_a_form_with_an_error_show_the_page_of_the_form_again(console: ConsoleApp) -> None:
+    alice = await console.alice()
 
     answer = await alice.post_with({"referer": "http://box/account?from=mail"}, "/account/password", current="wrong")
 

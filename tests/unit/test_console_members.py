@@ -12,29 +12,29 @@ from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.browser_rules import PLAIN_COOKIE
 from appliance.tenancy.members import Member
 from tests.support.clock import FakeClock
-from tests.support.console_fixtures import Box, Browser
+from tests.support.console_fixtures import Browser, ConsoleApp
 
 PASSWORD = "a long password of tests"
 FROM_OTHERS = "made-by-somebody-else"
 
 
-async def member_of(box: Box, tenant_id: str, role: str) -> Member:
+async def member_of(console: ConsoleApp, tenant_id: str, role: str) -> Member:
     """Return a new member with a password of his own."""
-    member = await box.services.members.create(f"{role}@example.com", PASSWORD, "member")
-    await box.services.memberships.add(tenant_id, member.id, role, access=WHOLE_APPLIANCE)
+    member = await console.services.members.create(f"{role}@example.com", PASSWORD, "member")
+    await console.services.memberships.add(tenant_id, member.id, role, access=WHOLE_APPLIANCE)
     return member
 
 
-async def browser_of(box: Box, role: str) -> Browser:
+async def browser_of(console: ConsoleApp, role: str) -> Browser:
     """Return the browser of a new member of Bob's tenant, signed in."""
-    member = await member_of(box, box.cast.bob.tenant.id, role)
-    return await box.visitor().sign_in(member.email, PASSWORD)
+    member = await member_of(console, console.cast.bob.tenant.id, role)
+    return await console.visitor().sign_in(member.email, PASSWORD)
 
 
 @pytest.mark.parametrize("role", ["manager", "developer", "viewer"])
-async def test_who_belongs_to_a_tenant_sees_it_and_nothing_else(box: Box, role: str) -> None:
-    browser = await browser_of(box, role)
-    bob, charlie = box.cast.bob, box.cast.charlie
+async def test_who_belongs_to_a_tenant_sees_it_and_nothing_else(console: ConsoleApp, role: str) -> None:
+    browser = await browser_of(console, role)
+    bob, charlie = console.cast.bob, console.cast.charlie
 
     overview = await browser.get("/")
     assert (overview.status_code, overview.headers["location"]) == (303, "/tenants")
@@ -50,10 +50,10 @@ async def test_who_belongs_to_a_tenant_sees_it_and_nothing_else(box: Box, role: 
 
 
 @pytest.mark.parametrize(("role", "may"), [("manager", True), ("developer", True), ("viewer", False)])
-async def test_who_may_make_keys_is_offered_it(box: Box, role: str, may: bool) -> None:
-    browser = await browser_of(box, role)
-    tenant = f"/tenants/{box.cast.bob.tenant.id}"
-    key = f"/keys/{box.cast.bob.key.id}"
+async def test_who_may_make_keys_is_offered_it(console: ConsoleApp, role: str, may: bool) -> None:
+    browser = await browser_of(console, role)
+    tenant = f"/tenants/{console.cast.bob.tenant.id}"
+    key = f"/keys/{console.cast.bob.key.id}"
 
     for path, words in ((tenant, "New key"), (tenant, "/rotate"), (key, "/revoke"), (key, ">Save<"), ("/keys", "/rotate")):
         assert (words in (await browser.get(path)).text) is may, (path, words)
@@ -64,81 +64,83 @@ async def test_who_may_make_keys_is_offered_it(box: Box, role: str, may: bool) -
     assert (await browser.post(f"{tenant}/suspend")).status_code == 403
 
 
-async def test_a_request_of_another_tenant_is_neither_seen_nor_cancelled(box: Box) -> None:
-    browser = await browser_of(box, "developer")
-    box.engine_side.add(box.cast.bob, "req_bobs")
-    box.engine_side.add(box.cast.charlie, "req_charlies")
+async def test_a_request_of_another_tenant_is_neither_seen_nor_cancelled(console: ConsoleApp) -> None:
+    browser = await browser_of(console, "developer")
+    console.engine_side.add(console.cast.bob, "req_bobs")
+    console.engine_side.add(console.cast.charlie, "req_charlies")
 
     page = (await browser.get("/requests")).text
     assert ("req_bobs" in page, "req_charlies" in page, "charlie" in page) == (True, False, False)
     refused = await browser.post("/requests/cancel", request_id="req_charlies")
     missing = await browser.post("/requests/cancel", request_id="req_nothing")
     assert refused.status_code == missing.status_code == 404
-    assert box.engine_side.aborted == []
+    assert console.engine_side.aborted == []
     assert (await browser.post("/requests/cancel", request_id="req_bobs")).status_code == 303
-    assert box.engine_side.aborted == ["req_bobs"]
+    assert console.engine_side.aborted == ["req_bobs"]
 
 
-async def test_a_viewer_of_a_tenant_cancels_nothing(box: Box) -> None:
-    browser = await browser_of(box, "viewer")
-    box.engine_side.add(box.cast.bob, "req_bobs")
+async def test_a_viewer_of_a_tenant_cancels_nothing(console: ConsoleApp) -> None:
+    browser = await browser_of(console, "viewer")
+    console.engine_side.add(console.cast.bob, "req_bobs")
 
     assert "Cancel" not in (await browser.get("/requests")).text
     assert (await browser.post("/requests/cancel", request_id="req_bobs")).status_code == 403
 
 
-async def test_one_sample_is_rendered_for_each_that_may_see_different_things(box: Box, clock: FakeClock) -> None:
-    console = Console(box.services)
-    alice, bobs = await box.alice(), await browser_of(box, "viewer")
-    box.engine_side.add(box.cast.bob, "req_bobs")
-    box.engine_side.add(box.cast.charlie, "req_charlies")
+async def test_one_sample_is_rendered_for_each_that_may_see_different_things(console: ConsoleApp, clock: FakeClock) -> None:
+    console_state = Console(console.services)
+    alice, bobs = await console.alice(), await browser_of(console, "viewer")
+    console.engine_side.add(console.cast.bob, "req_bobs")
+    console.engine_side.add(console.cast.charlie, "req_charlies")
     seen = []
     for browser in (alice, bobs, alice, bobs):
         token = browser.http.cookies[PLAIN_COOKIE]
-        stream = live_stream._frames(console, "requests", token=token)
+        stream = live_stream._frames(console_state, "requests", token=token)
         frame = (await anext(stream)).decode()
         await stream.aclose()
         seen.append(("req_bobs" in frame, "req_charlies" in frame))
 
     assert seen == [(True, True), (True, False)] * 2
-    assert len(console.frames) == 2
+    assert len(console_state.frames) == 2
     clock.advance(1)
-    await box.services.sampler.sample()
-    stream = live_stream._frames(console, "requests", token=token)
+    await console.services.sampler.sample()
+    stream = live_stream._frames(console_state, "requests", token=token)
     await anext(stream)
     await stream.aclose()
-    assert len(console.frames) == 1, "the frames of the sample before are let go"
+    assert len(console_state.frames) == 1, "the frames of the sample before are let go"
 
 
-async def test_a_role_that_ends_ends_the_live_page_at_the_next_look(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_role_that_ends_ends_the_live_page_at_the_next_look(
+    console: ConsoleApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(live_stream, "SESSION_CHECK_TICKS", 1)
-    dora = await box.services.members.create("dora@example.com", PASSWORD, "viewer")
-    browser = await box.visitor().sign_in(dora.email, PASSWORD)
-    stream = live_stream._frames(Console(box.services), "overview", token=browser.http.cookies[PLAIN_COOKIE])
+    dora = await console.services.members.create("dora@example.com", PASSWORD, "viewer")
+    browser = await console.visitor().sign_in(dora.email, PASSWORD)
+    stream = live_stream._frames(Console(console.services), "overview", token=browser.http.cookies[PLAIN_COOKIE])
     await anext(stream)
-    await box.services.members.change(dora.id, role="member")
-    await box.services.sampler.sample()
+    await console.services.members.change(dora.id, role="member")
+    await console.services.sampler.sample()
 
     assert await anext(stream) == b"event: signed-out\ndata: sign in again\n\n"
     await stream.aclose()
 
 
-async def test_a_password_made_by_somebody_else_is_good_for_choosing_another(box: Box) -> None:
-    member = await box.services.members.create("dora@example.com", FROM_OTHERS, "member", temporary=True)
-    await box.services.memberships.add(box.cast.bob.tenant.id, member.id, "manager", access=WHOLE_APPLIANCE)
-    browser = box.visitor()
+async def test_a_password_made_by_somebody_else_is_good_for_choosing_another(console: ConsoleApp) -> None:
+    member = await console.services.members.create("dora@example.com", FROM_OTHERS, "member", temporary=True)
+    await console.services.memberships.add(console.cast.bob.tenant.id, member.id, "manager", access=WHOLE_APPLIANCE)
+    browser = console.visitor()
     assert (await browser.post("/login", email=member.email, password=FROM_OTHERS)).status_code == 303
 
-    for path in ("/", "/tenants", f"/tenants/{box.cast.bob.tenant.id}", "/console/events"):
+    for path in ("/", "/tenants", f"/tenants/{console.cast.bob.tenant.id}", "/console/events"):
         answer = await browser.get(path)
         assert (answer.status_code, answer.headers["location"]) == (303, "/account"), path
     page = await browser.get("/account")
     assert "This password is temporary" in page.text
     browser.csrf_token = re.findall(r'name="csrf_token" value="([^"]+)"', page.text)[0]
-    assert (await browser.post(f"/keys/{box.cast.bob.key.id}/revoke")).headers["location"] == "/account"
+    assert (await browser.post(f"/keys/{console.cast.bob.key.id}/revoke")).headers["location"] == "/account"
     same = {"current": FROM_OTHERS, "password": FROM_OTHERS, "again": FROM_OTHERS}
     assert (await browser.post("/account/password", **same)).status_code == 422
     own = {"current": FROM_OTHERS, "password": PASSWORD, "again": PASSWORD}
     assert (await browser.post("/account/password", **own)).status_code == 303
     assert (await browser.get("/tenants")).status_code == 200
-    assert (await box.services.keys.get(box.cast.bob.key.id, access=WHOLE_APPLIANCE)).revoked_at is None
+    assert (await console.services.keys.get(console.cast.bob.key.id, access=WHOLE_APPLIANCE)).revoked_at is None

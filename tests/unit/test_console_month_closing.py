@@ -8,7 +8,7 @@ from appliance.base.ids import new_id
 from appliance.metering.invoicing.rows import Invoice
 from appliance.tenancy.access import WHOLE_APPLIANCE, Access
 from tests.support.clock import FakeClock
-from tests.support.console_fixtures import Box, Browser
+from tests.support.console_fixtures import Browser, ConsoleApp
 from tests.support.factories import pending
 from tests.unit.test_console_invoices import MONTH, drafted, over, use
 
@@ -21,15 +21,17 @@ async def confirmed(browser: Browser) -> str:
     return page.partition('name="confirmed" value="')[2].partition('"')[0]
 
 
-async def test_all_drafts_of_a_month_are_closed_after_their_number_and_sums_are_confirmed(box: Box, clock: FakeClock) -> None:
-    await use(box, box.cast.bob, completion=1_000_000)
-    await use(box, box.cast.charlie, completion=2_000_000)
-    alice = await box.alice()
-    addresses = [await drafted(box, alice, person) for person in (box.cast.charlie, box.cast.bob)]
+async def test_all_drafts_of_a_month_are_closed_after_their_number_and_sums_are_confirmed(
+    console: ConsoleApp, clock: FakeClock
+) -> None:
+    await use(console, console.cast.bob, completion=1_000_000)
+    await use(console, console.cast.charlie, completion=2_000_000)
+    alice = await console.alice()
+    addresses = [await drafted(console, alice, person) for person in (console.cast.charlie, console.cast.bob)]
     link = f'href="{CLOSING}"'
     assert link not in (await alice.get("/invoices")).text
     over(clock)
-    alice = await box.alice()
+    alice = await console.alice()
     assert link in (await alice.get("/invoices")).text
     assert link in (await alice.get("/invoices?state=closed")).text
 
@@ -46,15 +48,15 @@ async def test_all_drafts_of_a_month_are_closed_after_their_number_and_sums_are_
     assert (await alice.get(CLOSING)).status_code == 404
 
 
-async def test_no_other_sums_are_closed_than_those_confirmed(box: Box, clock: FakeClock) -> None:
-    await use(box, box.cast.bob, completion=1_000_000)
-    address = await drafted(box, await box.alice(), box.cast.bob)
+async def test_no_other_sums_are_closed_than_those_confirmed(console: ConsoleApp, clock: FakeClock) -> None:
+    await use(console, console.cast.bob, completion=1_000_000)
+    address = await drafted(console, await console.alice(), console.cast.bob)
     over(clock)
-    alice = await box.alice()
+    alice = await console.alice()
     seen = await confirmed(alice)
-    entry = pending(box.cast.charlie, request_id=new_id("req"))
-    await box.services.ledger.open(entry)
-    await drafted(box, alice, box.cast.charlie)
+    entry = pending(console.cast.charlie, request_id=new_id("req"))
+    await console.services.ledger.open(entry)
+    await drafted(console, alice, console.cast.charlie)
 
     answer = await alice.post(CLOSING, confirmed=seen)
 
@@ -63,17 +65,17 @@ async def test_no_other_sums_are_closed_than_those_confirmed(box: Box, clock: Fa
 
 
 async def test_a_draft_that_cannot_be_closed_stays_with_its_reason_while_the_others_are_closed(
-    box: Box, clock: FakeClock
+    console: ConsoleApp, clock: FakeClock
 ) -> None:
-    await use(box, box.cast.bob)
+    await use(console, console.cast.bob)
     over(clock)
-    await use(box, box.cast.bob)
-    alice = await box.alice()
+    await use(console, console.cast.bob)
+    alice = await console.alice()
     later = f"{clock.now():%Y-%m}"
-    for person in (box.cast.bob, box.cast.charlie):
+    for person in (console.cast.bob, console.cast.charlie):
         assert (await alice.post("/invoices", tenant=person.tenant.id, month=later)).status_code == 303
     over(clock)
-    alice = await box.alice()
+    alice = await console.alice()
     page = (await alice.get(f"/invoices/months/{later}/close")).text
     seen = page.partition('name="confirmed" value="')[2].partition('"')[0]
 
@@ -86,14 +88,14 @@ async def test_a_draft_that_cannot_be_closed_stays_with_its_reason_while_the_oth
 
 
 async def test_a_draft_that_is_discarded_while_its_month_is_closed_keeps_no_other_from_being_closed(
-    box: Box, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+    console: ConsoleApp, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     addresses = []
-    for person in (box.cast.bob, box.cast.charlie):
-        await use(box, person)
-        addresses.append(await drafted(box, await box.alice(), person))
+    for person in (console.cast.bob, console.cast.charlie):
+        await use(console, person)
+        addresses.append(await drafted(console, await console.alice(), person))
     over(clock)
-    alice, invoices = await box.alice(), box.services.invoices
+    alice, invoices = await console.alice(), console.services.invoices
     seen, close = await confirmed(alice), invoices.close
 
     async def close_after_another(invoice_id: str, *, access: Access) -> Invoice:
@@ -108,18 +110,18 @@ async def test_a_draft_that_is_discarded_while_its_month_is_closed_keeps_no_othe
     assert [head.state for head in (await invoices.list(access=WHOLE_APPLIANCE)).data] == ["closed"]
 
 
-async def test_only_who_may_bill_closes_a_month(box: Box, clock: FakeClock) -> None:
-    await use(box, box.cast.bob)
-    address = await drafted(box, await box.alice(), box.cast.bob)
-    member = await box.services.members.create("manager@example.com", "the manager's long password", "member")
-    await box.services.memberships.add(box.cast.bob.tenant.id, member.id, "manager", access=WHOLE_APPLIANCE)
+async def test_only_who_may_bill_closes_a_month(console: ConsoleApp, clock: FakeClock) -> None:
+    await use(console, console.cast.bob)
+    address = await drafted(console, await console.alice(), console.cast.bob)
+    member = await console.services.members.create("manager@example.com", "the manager's long password", "member")
+    await console.services.memberships.add(console.cast.bob.tenant.id, member.id, "manager", access=WHOLE_APPLIANCE)
     over(clock)
-    seen = await confirmed(await box.alice())
-    manager = await box.visitor().sign_in("manager@example.com", "the manager's long password")
+    seen = await confirmed(await console.alice())
+    manager = await console.visitor().sign_in("manager@example.com", "the manager's long password")
 
-    for browser in (manager, await box.vera()):
+    for browser in (manager, await console.vera()):
         assert (await browser.get(CLOSING)).status_code == 403
         assert (await browser.post(CLOSING, confirmed=seen)).status_code == 403
         assert CLOSING not in (await browser.get("/invoices")).text
-    assert f'href="{address}/close"' in (await (await box.alice()).get(address)).text
-    assert (await (await box.alice()).get("/invoices/months/soon/close")).status_code == 400
+    assert f'href="{address}/close"' in (await (await console.alice()).get(address)).text
+    assert (await (await console.alice()).get("/invoices/months/soon/close")).status_code == 400

@@ -10,16 +10,16 @@ from appliance.tenancy.second_factor import STEP_S
 from appliance.tenancy.tickets import PROVIDER_SIGN_IN_LIFE_S
 from tests.support.cast import ALICE_PASSWORD
 from tests.support.clock import FakeClock
-from tests.support.console_fixtures import Box, Browser
+from tests.support.console_fixtures import Browser, ConsoleApp
 from tests.support.oidc_provider import FakeProvider, host_of
 
 COOKIE, STEP = "gatehouse_session", "gatehouse_oidc"
 
 
 @pytest.fixture
-def fake(box: Box, clock: FakeClock) -> FakeProvider:
+def fake(console: ConsoleApp, clock: FakeClock) -> FakeProvider:
     provider = FakeProvider(clock)
-    box.services.oidc = provider.client(name="Example ID")
+    console.services.oidc = provider.client(name="Example ID")
     return provider
 
 
@@ -31,45 +31,45 @@ async def way_back(browser: Browser, fake: FakeProvider, target: str = "/keys") 
     return fake.sign_in(answer.headers["location"])
 
 
-async def test_a_member_signs_in_through_the_provider(box: Box, fake: FakeProvider) -> None:
-    visitor = box.visitor()
+async def test_a_member_signs_in_through_the_provider(console: ConsoleApp, fake: FakeProvider) -> None:
+    visitor = console.visitor()
     assert 'href="/login/oidc?next=%2Fkeys">Sign in with Example ID</a>' in (await visitor.get("/login?next=%2Fkeys")).text
 
     answer = await visitor.get(await way_back(visitor, fake))
 
     assert (answer.status_code, answer.headers["location"]) == (303, "/keys")
-    session = await box.services.sessions.resolve(visitor.http.cookies[COOKIE])
+    session = await console.services.sessions.resolve(visitor.http.cookies[COOKIE])
     assert session is not None
-    assert (session.member.id, session.method) == (box.cast.alice.id, "oidc")
+    assert (session.member.id, session.method) == (console.cast.alice.id, "oidc")
     assert STEP not in visitor.http.cookies
     assert "You can also sign in with Example ID." in (await visitor.get("/account")).text
 
 
 async def test_a_password_goes_on_working_beside_the_provider_until_the_operator_replaces_it(
-    box: Box, fake: FakeProvider
+    console: ConsoleApp, fake: FakeProvider
 ) -> None:
-    visitor = box.visitor()
+    visitor = console.visitor()
     await visitor.get(await way_back(visitor, fake))
     assert "This password keeps working" in (await visitor.get("/account")).text
-    await box.visitor().sign_in("alice@example.com", ALICE_PASSWORD)
+    await console.visitor().sign_in("alice@example.com", ALICE_PASSWORD)
 
-    await box.services.members.reset_password("alice@example.com", "one that nobody was told")
+    await console.services.members.reset_password("alice@example.com", "one that nobody was told")
 
-    refused = await box.visitor().post("/login", email="alice@example.com", password=ALICE_PASSWORD)
+    refused = await console.visitor().post("/login", email="alice@example.com", password=ALICE_PASSWORD)
     assert refused.status_code == 401
     assert (await visitor.get("/keys")).headers["location"].startswith("/login"), "signed out"
     assert (await visitor.get(await way_back(visitor, fake))).headers["location"] == "/keys"
     assert (await visitor.get("/keys")).status_code == 200, "and nothing asks for another password"
 
 
-async def test_without_a_provider_there_is_no_button_and_no_way(box: Box) -> None:
-    assert "Sign in with" not in (await box.visitor().get("/login")).text
+async def test_without_a_provider_there_is_no_button_and_no_way(console: ConsoleApp) -> None:
+    assert "Sign in with" not in (await console.visitor().get("/login")).text
     for path in ("/login/oidc", "/login/oidc/callback"):
-        assert (await box.visitor().get(path)).status_code == 404
+        assert (await console.visitor().get(path)).status_code == 404
 
 
-async def test_a_way_back_that_another_browser_began_is_refused(box: Box, fake: FakeProvider) -> None:
-    mallory, alice = box.visitor(), box.visitor()
+async def test_a_way_back_that_another_browser_began_is_refused(console: ConsoleApp, fake: FakeProvider) -> None:
+    mallory, alice = console.visitor(), console.visitor()
     planted = await way_back(mallory, fake)
 
     for browser in (alice, alice):
@@ -79,8 +79,8 @@ async def test_a_way_back_that_another_browser_began_is_refused(box: Box, fake: 
         await way_back(alice, fake)  # she has begun one of her own: its state is another
 
 
-async def test_a_way_back_serves_once_also_with_the_old_cookie(box: Box, fake: FakeProvider) -> None:
-    visitor, thief = box.visitor(), box.visitor()
+async def test_a_way_back_serves_once_also_with_the_old_cookie(console: ConsoleApp, fake: FakeProvider) -> None:
+    visitor, thief = console.visitor(), console.visitor()
     back = await way_back(visitor, fake)
     thief.http.cookies.set(STEP, visitor.http.cookies[STEP], domain="gatehouse.test")
     assert (await visitor.get(back)).status_code == 303
@@ -93,8 +93,10 @@ async def test_a_way_back_serves_once_also_with_the_old_cookie(box: Box, fake: F
 
 
 @pytest.mark.parametrize("respelt", ["{}!", "{}==", "*{}", "{}%0A"])
-async def test_a_way_back_serves_once_however_its_cookie_is_spelt(box: Box, fake: FakeProvider, respelt: str) -> None:
-    visitor, thief = box.visitor(), box.visitor()
+async def test_a_way_back_serves_once_however_its_cookie_is_spelt(
+    console: ConsoleApp, fake: FakeProvider, respelt: str
+) -> None:
+    visitor, thief = console.visitor(), console.visitor()
     back = await way_back(visitor, fake)
     thief.http.cookies.set(STEP, respelt.format(visitor.http.cookies[STEP].strip('"')), domain="gatehouse.test")
     assert (await visitor.get(back)).status_code == 303
@@ -103,8 +105,8 @@ async def test_a_way_back_serves_once_however_its_cookie_is_spelt(box: Box, fake
     assert fake.requests.count("POST /token") == 1
 
 
-async def test_a_way_back_that_took_too_long_is_refused(box: Box, fake: FakeProvider, clock: FakeClock) -> None:
-    visitor = box.visitor()
+async def test_a_way_back_that_took_too_long_is_refused(console: ConsoleApp, fake: FakeProvider, clock: FakeClock) -> None:
+    visitor = console.visitor()
     back = await way_back(visitor, fake)
     clock.advance(PROVIDER_SIGN_IN_LIFE_S)
 
@@ -112,15 +114,15 @@ async def test_a_way_back_that_took_too_long_is_refused(box: Box, fake: FakeProv
 
 
 @pytest.mark.parametrize("query", ["", "?state=x", "?code=x&state=", "?code=x&state=%ff", "?error=access_denied&state=x"])
-async def test_a_way_back_that_nobody_began_is_refused(box: Box, fake: FakeProvider, query: str) -> None:
-    answer = await box.visitor().get(f"/login/oidc/callback{query}")
+async def test_a_way_back_that_nobody_began_is_refused(console: ConsoleApp, fake: FakeProvider, query: str) -> None:
+    answer = await console.visitor().get(f"/login/oidc/callback{query}")
 
     assert answer.status_code == 400
     assert "Start again" in answer.text
 
 
-async def test_a_provider_that_signs_nobody_in_leaves_the_password(box: Box, fake: FakeProvider) -> None:
-    visitor = box.visitor()
+async def test_a_provider_that_signs_nobody_in_leaves_the_password(console: ConsoleApp, fake: FakeProvider) -> None:
+    visitor = console.visitor()
     back = await way_back(visitor, fake)
     state = back.partition("state=")[2].partition("&")[0]
 
@@ -133,8 +135,10 @@ async def test_a_provider_that_signs_nobody_in_leaves_the_password(box: Box, fak
 
 
 @pytest.mark.parametrize("claims", [{"nonce": "x"}, {"aud": "x"}, {"exp": 1}, {"iss": "https://evil.example.com"}])
-async def test_a_token_that_is_not_believed_opens_nothing(box: Box, fake: FakeProvider, claims: dict[str, object]) -> None:
-    visitor = box.visitor()
+async def test_a_token_that_is_not_believed_opens_nothing(
+    console: ConsoleApp, fake: FakeProvider, claims: dict[str, object]
+) -> None:
+    visitor = console.visitor()
     fake.claims = claims
 
     answer = await visitor.get(await way_back(visitor, fake))
@@ -144,9 +148,9 @@ async def test_a_token_that_is_not_believed_opens_nothing(box: Box, fake: FakePr
     assert COOKIE not in visitor.http.cookies
 
 
-async def test_a_stranger_with_a_good_token_is_told_to_ask_an_owner(box: Box, fake: FakeProvider) -> None:
+async def test_a_stranger_with_a_good_token_is_told_to_ask_an_owner(console: ConsoleApp, fake: FakeProvider) -> None:
     fake.person = {"sub": "charlie-8", "email": "charlie@example.com", "email_verified": True}
-    visitor = box.visitor()
+    visitor = console.visitor()
 
     answer = await visitor.get(await way_back(visitor, fake))
 
@@ -156,11 +160,13 @@ async def test_a_stranger_with_a_good_token_is_told_to_ask_an_owner(box: Box, fa
 
 
 @pytest.mark.parametrize("when", ["there", "back"])
-async def test_when_the_provider_is_away_a_page_says_so_and_the_password_works(box: Box, fake: FakeProvider, when: str) -> None:
-    visitor = box.visitor()
+async def test_when_the_provider_is_away_a_page_says_so_and_the_password_works(
+    console: ConsoleApp, fake: FakeProvider, when: str
+) -> None:
+    visitor = console.visitor()
     back = await way_back(visitor, fake) if when == "back" else "/login/oidc?next=%2Fkeys"
     if when == "there":
-        box.services.oidc = fake.client(name="Example ID")
+        console.services.oidc = fake.client(name="Example ID")
     fake.down = 0
 
     answer = await visitor.get(back)
@@ -171,13 +177,15 @@ async def test_when_the_provider_is_away_a_page_says_so_and_the_password_works(b
     await visitor.sign_in("alice@example.com", ALICE_PASSWORD)
 
 
-async def test_a_member_with_a_second_factor_is_asked_for_it_here_too(box: Box, fake: FakeProvider, clock: FakeClock) -> None:
-    factors, alice = box.services.second_factors, box.cast.alice
+async def test_a_member_with_a_second_factor_is_asked_for_it_here_too(
+    console: ConsoleApp, fake: FakeProvider, clock: FakeClock
+) -> None:
+    factors, alice = console.services.second_factors, console.cast.alice
     enrolment = factors.begin(alice)
     totp = pyotp.TOTP(enrolment.secret)
     await factors.enable(alice, enrolment, totp.at(clock.now()))
     clock.advance(STEP_S)
-    visitor = box.visitor()
+    visitor = console.visitor()
 
     answer = await visitor.get(await way_back(visitor, fake))
 
@@ -185,23 +193,25 @@ async def test_a_member_with_a_second_factor_is_asked_for_it_here_too(box: Box, 
     assert COOKIE not in visitor.http.cookies
     answer = await visitor.post("/login/code", code=totp.at(clock.now()))
     assert answer.headers["location"] == "/keys"
-    session = await box.services.sessions.resolve(visitor.http.cookies[COOKIE])
+    session = await console.services.sessions.resolve(visitor.http.cookies[COOKIE])
     assert session is not None
     assert session.method == "oidc+totp"
 
 
-async def test_signing_in_through_the_provider_makes_a_new_session_and_ends_the_old_one(box: Box, fake: FakeProvider) -> None:
-    alice = await box.alice()
+async def test_signing_in_through_the_provider_makes_a_new_session_and_ends_the_old_one(
+    console: ConsoleApp, fake: FakeProvider
+) -> None:
+    alice = await console.alice()
     before = alice.http.cookies[COOKIE]
 
     await alice.get(await way_back(alice, fake))
 
     assert alice.http.cookies[COOKIE] != before
-    assert await box.services.sessions.resolve(before) is None
+    assert await console.services.sessions.resolve(before) is None
 
 
-async def test_the_way_begins_at_the_external_address_once(box: Box, fake: FakeProvider) -> None:
-    elsewhere = box.visitor("http://127.0.0.1:8000")
+async def test_the_way_begins_at_the_external_address_once(console: ConsoleApp, fake: FakeProvider) -> None:
+    elsewhere = console.visitor("http://127.0.0.1:8000")
 
     answer = await elsewhere.get("/login/oidc?next=%2Fkeys%3Fa%3D1")
 
@@ -212,23 +222,23 @@ async def test_the_way_begins_at_the_external_address_once(box: Box, fake: FakeP
 
 
 @pytest.mark.parametrize("target", ["//evil.test", "https://evil.test/", "/\\evil.test"])
-async def test_no_way_leads_to_another_site(box: Box, fake: FakeProvider, target: str) -> None:
-    visitor = box.visitor()
+async def test_no_way_leads_to_another_site(console: ConsoleApp, fake: FakeProvider, target: str) -> None:
+    visitor = console.visitor()
 
     answer = await visitor.get(await way_back(visitor, fake, target))
 
     assert answer.headers["location"] == "/"
 
 
-async def test_a_way_that_is_too_long_for_a_cookie_leads_to_the_overview(box: Box, fake: FakeProvider) -> None:
-    visitor = box.visitor()
+async def test_a_way_that_is_too_long_for_a_cookie_leads_to_the_overview(console: ConsoleApp, fake: FakeProvider) -> None:
+    visitor = console.visitor()
     back = await way_back(visitor, fake, "/requests%3Fq=" + "%C3%A4" * 2000)
 
     assert len(visitor.http.cookies[STEP]) < 4000
     assert (await visitor.get(back)).headers["location"] == "/"
 
 
-async def test_one_address_cannot_make_us_ask_the_provider_all_day(box: Box, fake: FakeProvider) -> None:
-    statuses = [(await box.visitor().get("/login/oidc")).status_code for _ in range(PER_ADDRESS.burst + 1)]
+async def test_one_address_cannot_make_us_ask_the_provider_all_day(console: ConsoleApp, fake: FakeProvider) -> None:
+    statuses = [(await console.visitor().get("/login/oidc")).status_code for _ in range(PER_ADDRESS.burst + 1)]
 
     assert statuses == [303] * PER_ADDRESS.burst + [429]

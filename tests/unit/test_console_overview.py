@@ -18,7 +18,7 @@ from appliance.telemetry.gpu import GpuReading
 from appliance.tenancy.access import Access
 from engine.protocol import MemoryPart
 from tests.support.clock import FakeClock
-from tests.support.console_fixtures import GIB, Box, engine_status, make_engine_info, tenant
+from tests.support.console_fixtures import GIB, ConsoleApp, engine_status, make_engine_info, tenant
 from tests.support.factories import pending, posted
 
 GPU = GpuReading(
@@ -32,59 +32,61 @@ GPU = GpuReading(
 )
 
 
-async def overview(box: Box) -> str:
+async def overview(console: ConsoleApp) -> str:
     """Return Alice's overview of a fresh sample."""
-    await box.services.sampler.sample()
-    return (await (await box.alice()).get("/")).text
+    await console.services.sampler.sample()
+    return (await (await console.alice()).get("/")).text
 
 
-async def test_without_a_gpu_the_page_says_that_the_engine_runs_on_the_processor(box: Box) -> None:
-    page = await overview(box)
+async def test_without_a_gpu_the_page_says_that_the_engine_runs_on_the_processor(console: ConsoleApp) -> None:
+    page = await overview(console)
 
     assert "No NVIDIA GPU" in page
     assert "The engine runs on the CPU (A processor)" in page
 
 
-async def test_the_processor_s_name_does_not_repeat_what_it_is(box: Box) -> None:
-    box.engine_side.info = make_engine_info(device_name="CPU, 3 threads")
+async def test_the_processor_s_name_does_not_repeat_what_it_is(console: ConsoleApp) -> None:
+    console.engine_side.info = make_engine_info(device_name="CPU, 3 threads")
 
-    assert "The engine runs on the CPU (3 threads)" in await overview(box)
+    assert "The engine runs on the CPU (3 threads)" in await overview(console)
 
 
 @pytest.mark.parametrize(("threads", "words"), [(3, " (3 threads)"), (2, "")])
-async def test_several_engines_on_the_processor_are_not_told_as_the_first_one(box: Box, threads: int, words: str) -> None:
-    box.engine_side.info = make_engine_info(device_name="CPU, 3 threads")
-    (first,) = box.engine_side.engines()
+async def test_several_engines_on_the_processor_are_not_told_as_the_first_one(
+    console: ConsoleApp, threads: int, words: str
+) -> None:
+    console.engine_side.info = make_engine_info(device_name="CPU, 3 threads")
+    (first,) = console.engine_side.engines()
     info = make_engine_info(device_name=f"CPU, {threads} threads")
-    box.engine_side.others = [dataclasses.replace(first, model="second", info=info)]
+    console.engine_side.others = [dataclasses.replace(first, model="second", info=info)]
 
-    assert f"No NVIDIA GPU. The engines run on the CPU{words}</dd>" in await overview(box)
+    assert f"No NVIDIA GPU. The engines run on the CPU{words}</dd>" in await overview(console)
 
 
-async def test_an_engine_that_is_being_started_again_is_not_called_up(box: Box) -> None:
-    box.engine_side.state, box.engine_side.error = "restarting", "the process ended with signal 9"
+async def test_an_engine_that_is_being_started_again_is_not_called_up(console: ConsoleApp) -> None:
+    console.engine_side.state, console.engine_side.error = "restarting", "the process ended with signal 9"
 
-    page = await overview(box)
+    page = await overview(console)
 
     assert re.search(r"started \d+ s ago", page)
     assert "up " not in page.partition('class="facts muted"')[2].partition("</p>")[0]
     assert '<p class="notice warn">The process ended with signal 9.</p>' in page
 
 
-async def test_a_gpu_that_cannot_be_read_is_an_error_and_not_an_absence(box: Box) -> None:
-    box.engine_side.gpu_error = "GPU cannot be read: driver gone"
+async def test_a_gpu_that_cannot_be_read_is_an_error_and_not_an_absence(console: ConsoleApp) -> None:
+    console.engine_side.gpu_error = "GPU cannot be read: driver gone"
 
-    page = await overview(box)
+    page = await overview(console)
 
     assert "GPU cannot be read: driver gone" in page
     assert "No NVIDIA GPU" not in page
 
 
-async def test_gpu_memory_is_split_into_weights_kv_other_and_free(box: Box) -> None:
-    box.engine_side.gpus, box.engine_side.gpu_error = [GPU], None
-    box.engine_side.info = make_engine_info(device="cuda")
+async def test_gpu_memory_is_split_into_weights_kv_other_and_free(console: ConsoleApp) -> None:
+    console.engine_side.gpus, console.engine_side.gpu_error = [GPU], None
+    console.engine_side.info = make_engine_info(device="cuda")
 
-    page = await overview(box)
+    page = await overview(console)
 
     for text in (
         "NVIDIA Test 9",
@@ -99,12 +101,12 @@ async def test_gpu_memory_is_split_into_weights_kv_other_and_free(box: Box) -> N
     assert "4.0 GiB of 16.0 GiB" in page
 
 
-async def test_with_several_gpus_only_what_is_used_is_claimed(box: Box) -> None:
-    box.engine_side.gpus = [GPU, dataclasses.replace(GPU, index=1, power_w=None, utilization=None, temperature_c=None)]
-    box.engine_side.gpu_error = None
-    box.engine_side.info = make_engine_info(device="cuda")
+async def test_with_several_gpus_only_what_is_used_is_claimed(console: ConsoleApp) -> None:
+    console.engine_side.gpus = [GPU, dataclasses.replace(GPU, index=1, power_w=None, utilization=None, temperature_c=None)]
+    console.engine_side.gpu_error = None
+    console.engine_side.info = make_engine_info(device="cuda")
 
-    page = await overview(box)
+    page = await overview(console)
 
     assert "used <b>4.0 GiB" in page
     assert "weights <b>" not in page
@@ -121,17 +123,17 @@ async def test_with_several_gpus_only_what_is_used_is_claimed(box: Box) -> None:
     ],
 )
 async def test_the_format_of_the_weights_is_shown_and_that_of_a_checkpoint_that_was_decoded(
-    quantization: str, shown: str, box: Box
+    quantization: str, shown: str, console: ConsoleApp
 ) -> None:
-    box.engine_side.info = dataclasses.replace(make_engine_info(), quantization=quantization)
-    facts = (await overview(box)).partition('class="facts muted"')[2].partition("</p>")[0]
+    console.engine_side.info = dataclasses.replace(make_engine_info(), quantization=quantization)
+    facts = (await overview(console)).partition('class="facts muted"')[2].partition("</p>")[0]
     assert shown in [fact.strip() for fact in re.split(r"[·>\n]", facts)]
 
 
-async def test_memory_is_told_part_by_part_as_it_was_taken_and_as_it_was_predicted(box: Box) -> None:
-    box.engine_side.info = dataclasses.replace(make_engine_info(), memory_note="the context is 512 tokens: it needs more")
+async def test_memory_is_told_part_by_part_as_it_was_taken_and_as_it_was_predicted(console: ConsoleApp) -> None:
+    console.engine_side.info = dataclasses.replace(make_engine_info(), memory_note="the context is 512 tokens: it needs more")
 
-    page = " ".join((await overview(box)).split())
+    page = " ".join((await overview(console)).split())
 
     assert '<dt>Weights</dt><dd>1.0 GiB <small class="muted">1.0 GiB</small></dd>' in page
     assert '<dt>Activations</dt><dd>– <small class="muted">768 MiB</small></dd>' in page
@@ -140,8 +142,8 @@ async def test_memory_is_told_part_by_part_as_it_was_taken_and_as_it_was_predict
     assert "the context is 512 tokens: it needs more" in page
 
 
-async def test_the_api_tells_the_same_memory(box: Box) -> None:
-    (engine,) = system_shape(await box.services.sampler.sample(), "1").engine
+async def test_the_api_tells_the_same_memory(console: ConsoleApp) -> None:
+    (engine,) = system_shape(await console.services.sampler.sample(), "1").engine
 
     assert [(part.name, part.predicted_bytes, part.measured_bytes) for part in engine.memory] == [
         ("weights", GIB, GIB),
@@ -152,24 +154,24 @@ async def test_the_api_tells_the_same_memory(box: Box) -> None:
     assert engine.memory_note is None
 
 
-async def test_memory_of_captured_graphs_is_told_with_their_number(box: Box) -> None:
+async def test_memory_of_captured_graphs_is_told_with_their_number(console: ConsoleApp) -> None:
     graphs = MemoryPart(name="graphs", predicted_bytes=GIB, measured_bytes=64 << 20, num_predicted=91, num_measured=9)
-    box.engine_side.info = dataclasses.replace(make_engine_info(), memory=[graphs])
+    console.engine_side.info = dataclasses.replace(make_engine_info(), memory=[graphs])
 
-    (engine,) = system_shape(await box.services.sampler.sample(), "1").engine
+    (engine,) = system_shape(await console.services.sampler.sample(), "1").engine
 
     assert [(part.num_predicted, part.num_measured) for part in engine.memory] == [(91, 9)]
-    assert '<dt>Graphs</dt><dd>64.0 MiB of 9 <small class="muted">1.0 GiB of 91</small></dd>' in await overview(box)
+    assert '<dt>Graphs</dt><dd>64.0 MiB of 9 <small class="muted">1.0 GiB of 91</small></dd>' in await overview(console)
 
 
-async def test_an_engine_that_is_not_there_yet_has_no_memory_to_tell(box: Box) -> None:
-    box.engine_side.info = None
+async def test_an_engine_that_is_not_there_yet_has_no_memory_to_tell(console: ConsoleApp) -> None:
+    console.engine_side.info = None
 
-    assert "Device memory" not in await overview(box)
+    assert "Device memory" not in await overview(console)
 
 
-async def test_the_page_shows_the_engine_its_blocks_and_the_host(box: Box) -> None:
-    page = await overview(box)
+async def test_the_page_shows_the_engine_its_blocks_and_the_host(console: ConsoleApp) -> None:
+    page = await overview(console)
 
     for text in (
         "used <b>250",
@@ -188,52 +190,54 @@ async def test_the_page_shows_the_engine_its_blocks_and_the_host(box: Box) -> No
     ("state", "error", "text"),
     [("failed", "no such file: model.safetensors", "model.safetensors"), ("loading", None, "loading")],
 )
-async def test_an_engine_that_is_not_ready_says_why(box: Box, state: str, error: str | None, text: str) -> None:
-    box.engine_side.state, box.engine_side.error = state, error
-    box.engine_side.info = box.engine_side.status = None
+async def test_an_engine_that_is_not_ready_says_why(console: ConsoleApp, state: str, error: str | None, text: str) -> None:
+    console.engine_side.state, console.engine_side.error = state, error
+    console.engine_side.info = console.engine_side.status = None
 
-    page = await overview(box)
+    page = await overview(console)
 
     assert text in page
 
 
-async def test_a_database_that_takes_no_writes_is_said_at_the_top(box: Box) -> None:
-    box.engine_side.database_ok = False
+async def test_a_database_that_takes_no_writes_is_said_at_the_top(console: ConsoleApp) -> None:
+    console.engine_side.database_ok = False
 
-    assert "The database accepts no writes" in await overview(box)
+    assert "The database accepts no writes" in await overview(console)
 
 
-async def test_today_s_totals_come_from_the_ledger(box: Box, clock: FakeClock) -> None:
-    await box.services.prices.add(model="demo", currency="EUR", prompt=10**6, cached_prompt=0, completion=10**6)
-    price = await box.services.prices.current("demo", clock.now())
-    entry = pending(box.cast.bob, price=price, admitted_at=clock.now())
-    await box.services.ledger.open(entry)
-    await box.services.ledger.settle(posted(entry.request_id, prompt=1000, completion=500))
+async def test_today_s_totals_come_from_the_ledger(console: ConsoleApp, clock: FakeClock) -> None:
+    await console.services.prices.add(model="demo", currency="EUR", prompt=10**6, cached_prompt=0, completion=10**6)
+    price = await console.services.prices.current("demo", clock.now())
+    entry = pending(console.cast.bob, price=price, admitted_at=clock.now())
+    await console.services.ledger.open(entry)
+    await console.services.ledger.settle(posted(entry.request_id, prompt=1000, completion=500))
     clock.advance(5)
 
-    page = await overview(box)
+    page = await overview(console)
 
     assert ">0.001500<" in page
     assert "1,500" in page
     assert entry.request_id in page
 
 
-async def test_costs_of_another_currency_stand_beside_and_are_not_added(box: Box, clock: FakeClock) -> None:
-    before = PriceBook(box.services.db, clock, currency="USD")  # as the appliance was set when the price was made
+async def test_costs_of_another_currency_stand_beside_and_are_not_added(console: ConsoleApp, clock: FakeClock) -> None:
+    before = PriceBook(console.services.db, clock, currency="USD")  # as the appliance was set when the price was made
     price = await before.add(model="demo", currency="USD", prompt=10**12, cached_prompt=0, completion=0)
-    entry = pending(box.cast.bob, price=price, admitted_at=clock.now())
-    await box.services.ledger.open(entry)
-    await box.services.ledger.settle(posted(entry.request_id, prompt=3, completion=1))
+    entry = pending(console.cast.bob, price=price, admitted_at=clock.now())
+    await console.services.ledger.open(entry)
+    await console.services.ledger.settle(posted(entry.request_id, prompt=3, completion=1))
     clock.advance(5)
 
-    page = await overview(box)
+    page = await overview(console)
 
     assert ">0.000000 <small>" in page
     assert "3.00 USD" in page
 
 
-async def test_prompt_tokens_per_second_survive_an_engine_that_begins_again_at_zero(box: Box, clock: FakeClock) -> None:
-    side, sampler = box.engine_side, box.services.sampler
+async def test_prompt_tokens_per_second_survive_an_engine_that_begins_again_at_zero(
+    console: ConsoleApp, clock: FakeClock
+) -> None:
+    side, sampler = console.engine_side, console.services.sampler
     sampler.history.clear()
     for total in (0, 100, 400, 50):
         side.status = engine_status(prompt_tokens=total)
@@ -243,19 +247,19 @@ async def test_prompt_tokens_per_second_survive_an_engine_that_begins_again_at_z
     assert prompt_history("demo", list(sampler.history)) == [50.0, 150.0, 0.0]
 
 
-async def frames(box: Box, view: str, *, token: str) -> Any:
+async def frames(console: ConsoleApp, view: str, *, token: str) -> Any:
     """Return the stream of frames as the live stream sends them."""
-    return live_stream._frames(Console(box.services), view, token=token)
+    return live_stream._frames(Console(console.services), view, token=token)
 
 
-async def test_the_stream_sends_the_current_state_and_then_each_new_sample(box: Box, clock: FakeClock) -> None:
-    token = (await box.alice()).http.cookies["gatehouse_session"]
-    stream = await frames(box, "overview", token=token)
+async def test_the_stream_sends_the_current_state_and_then_each_new_sample(console: ConsoleApp, clock: FakeClock) -> None:
+    token = (await console.alice()).http.cookies["gatehouse_session"]
+    stream = await frames(console, "overview", token=token)
 
     first = (await anext(stream)).decode()
-    box.engine_side.tokens_per_second = 77.7
+    console.engine_side.tokens_per_second = 77.7
     clock.advance(1)
-    await box.services.sampler.sample()
+    await console.services.sampler.sample()
     second = (await anext(stream)).decode()
     await stream.aclose()
 
@@ -267,11 +271,11 @@ async def test_the_stream_sends_the_current_state_and_then_each_new_sample(box: 
     assert "77.7" in second
 
 
-async def test_the_stream_of_requests_has_buttons_for_those_who_may_use_them(box: Box) -> None:
-    box.engine_side.add(box.cast.bob, "req_live")
+async def test_the_stream_of_requests_has_buttons_for_those_who_may_use_them(console: ConsoleApp) -> None:
+    console.engine_side.add(console.cast.bob, "req_live")
 
-    for browser, changing in ((await box.alice(), True), (await box.vera(), False)):
-        stream = await frames(box, "requests", token=browser.http.cookies["gatehouse_session"])
+    for browser, changing in ((await console.alice(), True), (await console.vera(), False)):
+        stream = await frames(console, "requests", token=browser.http.cookies["gatehouse_session"])
         frame = (await anext(stream)).decode()
         await stream.aclose()
 
@@ -279,56 +283,60 @@ async def test_the_stream_of_requests_has_buttons_for_those_who_may_use_them(box
         assert ("Cancel" in frame) is changing
 
 
-async def test_one_sample_is_rendered_once_for_all_watchers(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
-    token = (await box.alice()).http.cookies["gatehouse_session"]
-    console, rendered = Console(box.services), 0
+async def test_one_sample_is_rendered_once_for_all_watchers(console: ConsoleApp, monkeypatch: pytest.MonkeyPatch) -> None:
+    token = (await console.alice()).http.cookies["gatehouse_session"]
+    console_state, rendered = Console(console.services), 0
 
-    async def fragment(console: Console, access: Access) -> str:
+    async def fragment(console_state: Console, access: Access) -> str:
         nonlocal rendered
         rendered += 1
         return "x"
 
     monkeypatch.setitem(live_stream.VIEWS, "overview", fragment)
     for _ in range(5):
-        stream = live_stream._frames(console, "overview", token=token)
+        stream = live_stream._frames(console_state, "overview", token=token)
         await anext(stream)
         await stream.aclose()
 
     assert rendered == 1
 
 
-async def test_the_stream_of_an_ended_session_says_so_and_ends(box: Box) -> None:
-    token = (await box.alice()).http.cookies["gatehouse_session"]
-    await box.services.sessions.close(token)
+async def test_the_stream_of_an_ended_session_says_so_and_ends(console: ConsoleApp) -> None:
+    token = (await console.alice()).http.cookies["gatehouse_session"]
+    await console.services.sessions.close(token)
 
-    sent = [frame async for frame in await frames(box, "overview", token=token)]
+    sent = [frame async for frame in await frames(console, "overview", token=token)]
 
     assert sent == [b"event: signed-out\ndata: sign in again\n\n"]
 
 
-async def test_a_view_that_does_not_exist_is_refused(box: Box) -> None:
-    assert (await (await box.alice()).get("/console/events?view=secrets")).status_code == 400
+async def test_a_view_that_does_not_exist_is_refused(console: ConsoleApp) -> None:
+    assert (await (await console.alice()).get("/console/events?view=secrets")).status_code == 400
 
 
-async def test_more_streams_than_are_served_are_refused_with_a_wait(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_more_streams_than_are_served_are_refused_with_a_wait(
+    console: ConsoleApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(live_stream, "STREAMS_MAX", 0)
 
-    answer = await (await box.alice()).get("/console/events")
+    answer = await (await console.alice()).get("/console/events")
 
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "10")
 
 
-async def test_without_scripts_a_page_says_that_it_is_as_of_its_load(box: Box) -> None:
-    page = (await (await box.alice()).get("/")).text
+async def test_without_scripts_a_page_says_that_it_is_as_of_its_load(console: ConsoleApp) -> None:
+    page = (await (await console.alice()).get("/")).text
     assert "<span data-live-text>As of page load</span>" in page
 
 
-async def test_a_fault_is_a_page_that_tells_nothing_but_where_to_look(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_fault_is_a_page_that_tells_nothing_but_where_to_look(
+    console: ConsoleApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def broken(*_: object, **__: object) -> None:
         raise RuntimeError("the secret inner detail")
 
-    alice = await box.alice()
-    monkeypatch.setattr(type(box.services.past_requests), "page", broken)
+    alice = await console.alice()
+    monkeypatch.setattr(type(console.services.past_requests), "page", broken)
 
     page, fragment = await alice.get("/requests"), await alice.fragment("/requests")
 
@@ -338,22 +346,24 @@ async def test_a_fault_is_a_page_that_tells_nothing_but_where_to_look(box: Box, 
     assert "secret inner detail" not in page.text + fragment.text + str(fragment.headers)
 
 
-async def test_after_a_fault_nobody_is_told_that_nothing_was_changed(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
-    alice, revoke = await box.alice(), box.services.keys.revoke
+async def test_after_a_fault_nobody_is_told_that_nothing_was_changed(
+    console: ConsoleApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alice, revoke = await console.alice(), console.services.keys.revoke
 
     async def broken_after_it(key_id: str, **options: Any) -> None:
         await revoke(key_id, **options)
         raise RuntimeError("after COMMIT")
 
-    monkeypatch.setattr(box.services.keys, "revoke", broken_after_it)
-    answer = await alice.post(f"/keys/{box.cast.bob.key.id}/revoke")
+    monkeypatch.setattr(console.services.keys, "revoke", broken_after_it)
+    answer = await alice.post(f"/keys/{console.cast.bob.key.id}/revoke")
 
     assert answer.status_code == 500
     assert "Check whether the change was made before you send it again." in answer.text
 
 
-async def test_a_path_that_is_nowhere_is_a_page_for_a_browser_and_an_error_object_for_a_program(box: Box) -> None:
-    visitor = box.visitor()
+async def test_a_path_that_is_nowhere_is_a_page_for_a_browser_and_an_error_object_for_a_program(console: ConsoleApp) -> None:
+    visitor = console.visitor()
 
     page = await visitor.get("/nothing/here", Accept="text/html,application/xhtml+xml,*/*;q=0.8")
     program = await visitor.get("/nothing/here", Accept="*/*")
@@ -365,10 +375,10 @@ async def test_a_path_that_is_nowhere_is_a_page_for_a_browser_and_an_error_objec
 
 
 @pytest.mark.parametrize(("path", "status"), [("/nothing/here", 404), ("/tenants/tn_x/nothing", 404), ("/logout", 405)])
-async def test_who_is_signed_in_keeps_the_menu_on_a_path_that_is_nowhere(box: Box, path: str, status: int) -> None:
+async def test_who_is_signed_in_keeps_the_menu_on_a_path_that_is_nowhere(console: ConsoleApp, path: str, status: int) -> None:
     browser = "text/html,application/xhtml+xml,*/*;q=0.8"
-    page = await (await box.alice()).get(path, Accept=browser)
-    visitor = await box.visitor().get(path, Accept=browser)
+    page = await (await console.alice()).get(path, Accept=browser)
+    visitor = await console.visitor().get(path, Accept=browser)
 
     assert (page.status_code, visitor.status_code) == (status, status)
     assert 'href="/tenants"' in page.text
@@ -377,8 +387,8 @@ async def test_who_is_signed_in_keeps_the_menu_on_a_path_that_is_nowhere(box: Bo
     assert (error_pages.NOT_FOUND if status == 404 else error_pages.WRONG_METHOD) in page.text
 
 
-async def test_a_wrong_method_is_told_which_are_right_and_paths_of_programs_have_no_pages(box: Box) -> None:
-    alice = await box.alice()
+async def test_a_wrong_method_is_told_which_are_right_and_paths_of_programs_have_no_pages(console: ConsoleApp) -> None:
+    alice = await console.alice()
     page = await alice.get("/logout", Accept="text/html")
     readable = await alice.http.post("/usage", headers={"accept": "text/html"})
     program = await alice.get("/v1/nothing/here", Accept="text/html")
@@ -388,13 +398,15 @@ async def test_a_wrong_method_is_told_which_are_right_and_paths_of_programs_have
     assert program.json()["error"]["code"] == "not_found"
 
 
-async def test_a_path_that_is_nowhere_is_told_while_the_database_is_away(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
-    alice = await box.alice()
+async def test_a_path_that_is_nowhere_is_told_while_the_database_is_away(
+    console: ConsoleApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alice = await console.alice()
 
     async def away(_token: str) -> None:
         raise PoolTimeout
 
-    monkeypatch.setattr(box.services.sessions, "resolve", away)
+    monkeypatch.setattr(console.services.sessions, "resolve", away)
     page = await alice.get("/nothing/here", Accept="text/html")
 
     assert page.status_code == 503
@@ -402,20 +414,20 @@ async def test_a_path_that_is_nowhere_is_told_while_the_database_is_away(box: Bo
     assert '<a class="button primary" href="">Try again</a>' in page.text
 
 
-async def test_the_stream_ends_when_the_appliance_is_shutting_down(box: Box) -> None:
-    token = (await box.alice()).http.cookies["gatehouse_session"]
-    stream = await frames(box, "overview", token=token)
+async def test_the_stream_ends_when_the_appliance_is_shutting_down(console: ConsoleApp) -> None:
+    token = (await console.alice()).http.cookies["gatehouse_session"]
+    stream = await frames(console, "overview", token=token)
     await anext(stream)
 
-    box.engine_side.draining = True
-    await box.services.sampler.sample()
+    console.engine_side.draining = True
+    await console.services.sampler.sample()
 
     assert [frame async for frame in stream] == []
 
 
-async def test_the_page_says_who_holds_seats_and_blocks_and_who_waits(box: Box) -> None:
-    box.engine_side.tenants = [tenant(f"team {number}", waiting=number, blocks=100 - number) for number in range(10)]
-    page = await overview(box)
+async def test_the_page_says_who_holds_seats_and_blocks_and_who_waits(console: ConsoleApp) -> None:
+    console.engine_side.tenants = [tenant(f"team {number}", waiting=number, blocks=100 - number) for number in range(10)]
+    page = await overview(console)
 
     assert "10 running, 45 waiting" in page
     assert 'href="/tenants/tn_team 0"' in page
@@ -425,8 +437,8 @@ async def test_the_page_says_who_holds_seats_and_blocks_and_who_waits(box: Box) 
     assert "all others: 370 of 1000 blocks" in page
 
 
-async def test_without_requests_the_page_says_that_nobody_is_served(box: Box) -> None:
-    page = await overview(box)
+async def test_without_requests_the_page_says_that_nobody_is_served(console: ConsoleApp) -> None:
+    page = await overview(console)
 
     assert "No running or waiting requests." in page
     assert "KV blocks in host memory" not in page
@@ -434,26 +446,28 @@ async def test_without_requests_the_page_says_that_nobody_is_served(box: Box) ->
     assert "slow path" not in page
 
 
-async def test_an_engine_that_falls_back_to_its_plain_way_is_shown_with_the_reason(box: Box) -> None:
-    box.engine_side.status = engine_status(fallback_steps_total=1200, fallback_reason="a step in flight failed: <boom>")
-    page = await overview(box)
+async def test_an_engine_that_falls_back_to_its_plain_way_is_shown_with_the_reason(console: ConsoleApp) -> None:
+    console.engine_side.status = engine_status(fallback_steps_total=1200, fallback_reason="a step in flight failed: <boom>")
+    page = await overview(console)
 
     assert "1,200 steps fell back to the slow path; the last because a step in flight failed: &lt;boom&gt;" in page
 
 
 @pytest.mark.parametrize(("scored", "told"), [(0, "3 logit_bias"), (1200, "1,200 prompt_logprobs, 3 logit_bias")])
-async def test_steps_that_a_request_took_out_of_the_fast_path_are_shown_by_reason(box: Box, scored: int, told: str) -> None:
-    box.engine_side.status = engine_status(plain_steps_total={"prompt_logprobs": scored, "logit_bias": 3})
-    page = await overview(box)
+async def test_steps_that_a_request_took_out_of_the_fast_path_are_shown_by_reason(
+    console: ConsoleApp, scored: int, told: str
+) -> None:
+    console.engine_side.status = engine_status(plain_steps_total={"prompt_logprobs": scored, "logit_bias": 3})
+    page = await overview(console)
 
     assert f"Steps on the slow path because of a request in them: {told}</p>" in page
 
 
-async def test_the_host_tier_and_speculation_are_shown_where_they_are_on(box: Box) -> None:
-    box.engine_side.status = engine_status(
+async def test_the_host_tier_and_speculation_are_shown_where_they_are_on(console: ConsoleApp) -> None:
+    console.engine_side.status = engine_status(
         host_blocks_total=4000, host_blocks_used=1200, draft_tokens_total=200, accepted_draft_tokens_total=150
     )
-    page = await overview(box)
+    page = await overview(console)
 
     assert "1,200 of 4,000" in page
     assert "75 %" in page

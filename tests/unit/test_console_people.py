@@ -9,13 +9,13 @@ import pytest
 
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.support.clock import FakeClock
-from tests.support.console_fixtures import Box, Browser
+from tests.support.console_fixtures import Browser, ConsoleApp
 
 _PASSWORD = re.compile(r'id="member-password">([^<]+)<')
 OWN_PASSWORD = "a long password of tests"
 
 
-async def invited(box: Box, browser: Browser, email: str = "dora@example.com", role: str = "billing") -> str:
+async def invited(console: ConsoleApp, browser: Browser, email: str = "dora@example.com", role: str = "billing") -> str:
     """Return the password that an invitation shows."""
     answer = await browser.post_htmx("/members", email=email, role=role)
     assert answer.status_code == 200, answer.text
@@ -23,30 +23,30 @@ async def invited(box: Box, browser: Browser, email: str = "dora@example.com", r
     return str(password)
 
 
-async def test_who_is_invited_signs_in_with_the_password_that_was_shown_and_chooses_another(box: Box) -> None:
-    alice = await box.alice()
-    password = await invited(box, alice)
+async def test_who_is_invited_signs_in_with_the_password_that_was_shown_and_chooses_another(console: ConsoleApp) -> None:
+    alice = await console.alice()
+    password = await invited(console, alice)
     assert password not in (await alice.get("/members")).text
-    dora = box.visitor()
+    dora = console.visitor()
     assert (await dora.post("/login", email="dora@example.com", password=password)).status_code == 303
     assert (await dora.get("/tenants")).headers["location"] == "/account"
-    member = await box.services.members.get_by_email("dora@example.com")
+    member = await console.services.members.get_by_email("dora@example.com")
     assert (member.role, member.password_temporary) == ("billing", True)
 
 
-async def test_the_list_says_role_second_factor_state_tenants_and_when_last_seen(box: Box, clock: FakeClock) -> None:
-    alice = await box.alice()
-    await invited(box, alice)
-    bob = await box.services.members.create("bob@example.com", OWN_PASSWORD, "member")
-    await box.services.memberships.add(box.cast.bob.tenant.id, bob.id, "manager", access=WHOLE_APPLIANCE)
-    factors = box.services.second_factors
+async def test_the_list_says_role_second_factor_state_tenants_and_when_last_seen(console: ConsoleApp, clock: FakeClock) -> None:
+    alice = await console.alice()
+    await invited(console, alice)
+    bob = await console.services.members.create("bob@example.com", OWN_PASSWORD, "member")
+    await console.services.memberships.add(console.cast.bob.tenant.id, bob.id, "manager", access=WHOLE_APPLIANCE)
+    factors = console.services.second_factors
     assert await factors.enabled_of([bob.id]) == frozenset()
-    await box.vera()
+    await console.vera()
     clock.advance(120)
     page = (await alice.get("/members")).text
     for text in ("dora@example.com", "invited", "billing", "manager of bob", "2 m ago", "Second factor"):
         assert text in page
-    await box.services.members.change(bob.id, disabled=True)
+    await console.services.members.change(bob.id, disabled=True)
     assert "disabled" in (await alice.get("/members")).text
 
 
@@ -59,28 +59,30 @@ async def test_the_list_says_role_second_factor_state_tenants_and_when_last_seen
         ({"email": "dora@example.com", "role": "king"}, "Choose one of"),
     ],
 )
-async def test_a_wrong_invitation_is_named_and_loses_nothing(box: Box, fields: dict[str, str], sentence: str) -> None:
-    alice = await box.alice()
-    before = (await box.services.members.list()).data
+async def test_a_wrong_invitation_is_named_and_loses_nothing(
+    console: ConsoleApp, fields: dict[str, str], sentence: str
+) -> None:
+    alice = await console.alice()
+    before = (await console.services.members.list()).data
     answer = await alice.post_htmx("/members", **fields)
     assert answer.status_code == 422
     assert sentence in answer.text
     assert f'value="{fields["email"]}"' in answer.text
-    assert (await box.services.members.list()).data == before
+    assert (await console.services.members.list()).data == before
 
 
-async def test_who_has_a_role_on_the_appliance_sees_all_tenants_whatever_a_tenant_gives_beside_it(box: Box) -> None:
-    vera = await box.services.members.create("viewer@example.com", OWN_PASSWORD, "viewer")
-    await box.services.memberships.add(box.cast.bob.tenant.id, vera.id, "manager", access=WHOLE_APPLIANCE)
+async def test_who_has_a_role_on_the_appliance_sees_all_tenants_whatever_a_tenant_gives_beside_it(console: ConsoleApp) -> None:
+    vera = await console.services.members.create("viewer@example.com", OWN_PASSWORD, "viewer")
+    await console.services.memberships.add(console.cast.bob.tenant.id, vera.id, "manager", access=WHOLE_APPLIANCE)
 
-    page = (await (await box.alice()).get("/members")).text
+    page = (await (await console.alice()).get("/members")).text
 
     assert 'title="all, manager of bob"' in page
 
 
-async def test_a_member_gets_another_role_is_disabled_and_enabled_again(box: Box) -> None:
-    alice, vera = await box.alice(), await box.vera()
-    member = await box.services.members.get_by_email("vera@example.com")
+async def test_a_member_gets_another_role_is_disabled_and_enabled_again(console: ConsoleApp) -> None:
+    alice, vera = await console.alice(), await console.vera()
+    member = await console.services.members.get_by_email("vera@example.com")
     path = f"/members/{member.id}"
     assert "vera@example.com" in (await alice.fragment(path)).text
     assert (await alice.post(path, role="admin")).headers["location"] == "/members"
@@ -88,33 +90,33 @@ async def test_a_member_gets_another_role_is_disabled_and_enabled_again(box: Box
     await alice.post(path, role="admin", disabled="yes")
     assert (await vera.get("/tenants")).headers["location"].startswith("/login")
     await alice.post(path, role="admin")
-    assert not (await box.services.members.get(member.id)).disabled
+    assert not (await console.services.members.get(member.id)).disabled
 
 
 @pytest.mark.parametrize("change", [{"role": "viewer"}, {"role": "owner", "disabled": "yes"}])
-async def test_the_last_owner_stays_one(box: Box, change: dict[str, str]) -> None:
-    alice = await box.alice()
-    owner = await box.services.members.get_by_email("alice@example.com")
+async def test_the_last_owner_stays_one(console: ConsoleApp, change: dict[str, str]) -> None:
+    alice = await console.alice()
+    owner = await console.services.members.get_by_email("alice@example.com")
     answer = await alice.post(f"/members/{owner.id}", **change)
     assert answer.status_code == 422
     assert "last owner" in answer.text
-    assert await box.services.members.get(owner.id) == owner
+    assert await console.services.members.get(owner.id) == owner
 
 
-async def test_a_lost_password_is_replaced_by_one_that_is_shown_once(box: Box) -> None:
-    alice, vera = await box.alice(), await box.vera()
-    member = await box.services.members.get_by_email("vera@example.com")
+async def test_a_lost_password_is_replaced_by_one_that_is_shown_once(console: ConsoleApp) -> None:
+    alice, vera = await console.alice(), await console.vera()
+    member = await console.services.members.get_by_email("vera@example.com")
     path = f"/members/{member.id}/password"
     assert "all devices are signed out" in (await alice.fragment(path)).text
     (password,) = _PASSWORD.findall((await alice.post_htmx(path)).text)
     assert (await vera.get("/tenants")).headers["location"].startswith("/login")
-    assert (await box.visitor().post("/login", email=member.email, password=password)).status_code == 303
+    assert (await console.visitor().post("/login", email=member.email, password=password)).status_code == 303
 
 
-async def test_a_lost_second_factor_is_reset(box: Box, clock: FakeClock) -> None:
-    alice = await box.alice()
-    member = await box.services.members.get_by_email("vera@example.com")
-    factors = box.services.second_factors
+async def test_a_lost_second_factor_is_reset(console: ConsoleApp, clock: FakeClock) -> None:
+    alice = await console.alice()
+    member = await console.services.members.get_by_email("vera@example.com")
+    factors = console.services.second_factors
     enrolment = factors.begin(member)
     await factors.enable(member, enrolment, pyotp.TOTP(enrolment.secret).at(clock.now()))
     assert await factors.enabled_of([member.id]) == {member.id}
@@ -125,9 +127,9 @@ async def test_a_lost_second_factor_is_reset(box: Box, clock: FakeClock) -> None
     assert await factors.enabled_of([member.id]) == frozenset()
 
 
-async def test_a_viewer_reads_the_list_and_changes_nobody(box: Box) -> None:
-    vera = await box.vera()
-    member = await box.services.members.get_by_email("alice@example.com")
+async def test_a_viewer_reads_the_list_and_changes_nobody(console: ConsoleApp) -> None:
+    vera = await console.vera()
+    member = await console.services.members.get_by_email("alice@example.com")
     page = (await vera.get("/members")).text
     assert "alice@example.com" in page
     assert "Invite" not in page

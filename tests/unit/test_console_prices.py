@@ -12,17 +12,17 @@ from appliance.console.prices import group_prices
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import TenantChanges
 from tests.support.clock import START, FakeClock
-from tests.support.console_fixtures import Box
+from tests.support.console_fixtures import ConsoleApp
 from tests.support.factories import price
 
 FIELDS = {"model": "demo", "currency": "EUR", "prompt": "0.50", "cached_prompt": "", "completion": "1,50"}
 
 
-async def test_a_price_is_added_in_units_of_money_and_counts_from_now(box: Box, clock: FakeClock) -> None:
-    alice = await box.alice()
+async def test_a_price_is_added_in_units_of_money_and_counts_from_now(console: ConsoleApp, clock: FakeClock) -> None:
+    alice = await console.alice()
     answer = await alice.post("/prices", **FIELDS, tier_batch="50", batch_percent="40")
     assert (answer.status_code, answer.headers["location"]) == (303, "/prices")
-    added = await box.services.prices.current("demo", clock.now())
+    added = await console.services.prices.current("demo", clock.now())
     assert added is not None
     assert (added.prompt, added.cached_prompt, added.completion) == (500_000, 500_000, 1_500_000)
     assert (added.batch_percent, added.tier_percents) == (40, {"batch": 50})
@@ -45,27 +45,27 @@ async def test_a_price_is_added_in_units_of_money_and_counts_from_now(box: Box, 
     ],
 )
 async def test_what_is_wrong_is_said_beside_the_field_and_nothing_is_added(
-    box: Box, clock: FakeClock, change: dict[str, str], sentence: str
+    console: ConsoleApp, clock: FakeClock, change: dict[str, str], sentence: str
 ) -> None:
-    answer = await (await box.alice()).post("/prices", **{**FIELDS, **change})
+    answer = await (await console.alice()).post("/prices", **{**FIELDS, **change})
     assert answer.status_code == 422
     assert sentence in answer.text
-    assert await box.services.prices.current("demo", clock.now()) is None
+    assert await console.services.prices.current("demo", clock.now()) is None
 
 
-async def test_a_price_cannot_begin_in_the_past_of_another(box: Box, clock: FakeClock) -> None:
-    alice = await box.alice()
+async def test_a_price_cannot_begin_in_the_past_of_another(console: ConsoleApp, clock: FakeClock) -> None:
+    alice = await console.alice()
     await alice.post("/prices", **FIELDS)
     answer = await alice.post("/prices", **{**FIELDS, "effective_from": "2020-01-01"})
     assert answer.status_code == 422
     assert "past" in answer.text
 
 
-async def test_a_price_to_come_is_withdrawn_after_a_question(box: Box) -> None:
-    alice = await box.alice()
+async def test_a_price_to_come_is_withdrawn_after_a_question(console: ConsoleApp) -> None:
+    alice = await console.alice()
     await alice.post("/prices", **FIELDS)
     await alice.post("/prices", **{**FIELDS, "prompt": "7.77", "effective_from": "2190-01-01"})
-    now, later = (await box.services.prices.list()).data
+    now, later = (await console.services.prices.list()).data
     page = (await alice.get("/prices")).text
     assert f"/prices/{later.id}/withdraw" in page
     assert f"/prices/{now.id}/withdraw" not in page
@@ -78,16 +78,16 @@ async def test_a_price_to_come_is_withdrawn_after_a_question(box: Box) -> None:
     assert (refused.status_code, "stays" in refused.text) == (422, True)
 
 
-async def test_the_form_begins_with_the_price_in_force(box: Box) -> None:
-    alice = await box.alice()
+async def test_the_form_begins_with_the_price_in_force(console: ConsoleApp) -> None:
+    alice = await console.alice()
     await alice.post("/prices", **FIELDS)
     form = (await alice.fragment("/prices/new?model=demo")).text
     assert 'value="0.50"' in form
     assert 'value="1.50"' in form
 
 
-async def test_each_book_leads_to_the_form_of_its_own_currency(box: Box) -> None:
-    alice = await box.alice()
+async def test_each_book_leads_to_the_form_of_its_own_currency(console: ConsoleApp) -> None:
+    alice = await console.alice()
     await alice.post("/prices", **FIELDS)
     await alice.post("/prices", **{**FIELDS, "currency": "CHF", "prompt": "0.77", "completion": "2.88", "tier_batch": "70"})
     links = re.findall(r'class="button quiet small" href="([^"]+)"', html.unescape((await alice.get("/prices")).text))
@@ -106,16 +106,16 @@ async def test_each_book_leads_to_the_form_of_its_own_currency(box: Box) -> None
     assert 'value="0.50"' not in other
 
 
-async def test_a_model_without_a_price_leads_to_the_form_of_that_price(box: Box) -> None:
-    alice, vera = await box.alice(), await box.vera()
+async def test_a_model_without_a_price_leads_to_the_form_of_that_price(console: ConsoleApp) -> None:
+    alice, vera = await console.alice(), await console.vera()
     link = '<a href="/prices/new?model=demo&amp;currency=EUR"'
-    for page in ("/prices", f"/tenants/{box.cast.bob.tenant.id}"):
+    for page in ("/prices", f"/tenants/{console.cast.bob.tenant.id}"):
         assert link in (await alice.get(page)).text
         assert link not in (await vera.get(page)).text
 
 
-async def test_a_viewer_reads_and_adds_nothing(box: Box) -> None:
-    vera = await box.vera()
+async def test_a_viewer_reads_and_adds_nothing(console: ConsoleApp) -> None:
+    vera = await console.vera()
     assert "No prices." in (await vera.get("/prices")).text
     assert (await vera.post("/prices", **FIELDS)).status_code == 403
 
@@ -127,17 +127,17 @@ def test_a_book_says_what_is_in_force_what_was_and_what_comes() -> None:
     assert [state for _, state in book] == ["future", "in force", "past"]
 
 
-async def test_a_model_without_a_price_in_a_tenants_currency_is_named_until_it_has_one(box: Box) -> None:
-    alice = await box.alice()
+async def test_a_model_without_a_price_in_a_tenants_currency_is_named_until_it_has_one(console: ConsoleApp) -> None:
+    alice = await console.alice()
     sentence = "<b>demo</b> has no price in EUR: its requests cost nothing"
-    pages = ("/prices", f"/tenants/{box.cast.bob.tenant.id}")
+    pages = ("/prices", f"/tenants/{console.cast.bob.tenant.id}")
     assert all([sentence in (await alice.get(page)).text for page in pages])
     await alice.post("/prices", **FIELDS)
     assert not any([sentence in (await alice.get(page)).text for page in pages])
 
 
-async def test_a_tenant_sees_the_prices_that_apply_to_it_and_no_others(box: Box, clock: FakeClock) -> None:
-    bob, prices, now = box.cast.bob.tenant, box.services.prices, clock.now()
+async def test_a_tenant_sees_the_prices_that_apply_to_it_and_no_others(console: ConsoleApp, clock: FakeClock) -> None:
+    bob, prices, now = console.cast.bob.tenant, console.services.prices, clock.now()
     tiers = {"batch": 80}
     for model, currency, prompt, start in (
         ("demo", "EUR", 3_330_000, now),
@@ -154,10 +154,10 @@ async def test_a_tenant_sees_the_prices_that_apply_to_it_and_no_others(box: Box,
             tier_percents=tiers,
             effective_from=start,
         )
-    await box.services.tenants.update(bob.id, TenantChanges(tier="batch"), access=WHOLE_APPLIANCE)
-    member = await box.services.members.create("viewer@example.com", "the viewer's long password", "member")
-    await box.services.memberships.add(bob.id, member.id, "viewer", access=WHOLE_APPLIANCE)
-    viewer = await box.visitor().sign_in("viewer@example.com", "the viewer's long password")
+    await console.services.tenants.update(bob.id, TenantChanges(tier="batch"), access=WHOLE_APPLIANCE)
+    member = await console.services.members.create("viewer@example.com", "the viewer's long password", "member")
+    await console.services.memberships.add(bob.id, member.id, "viewer", access=WHOLE_APPLIANCE)
+    viewer = await console.visitor().sign_in("viewer@example.com", "the viewer's long password")
 
     page = (await viewer.get(f"/tenants/{bob.id}")).text
 
@@ -166,5 +166,5 @@ async def test_a_tenant_sees_the_prices_that_apply_to_it_and_no_others(box: Box,
         assert text in shown
     for text in ("4.44", "3.552", "other", "5.55", "/prices"):
         assert text not in shown
-    assert (await viewer.get(f"/tenants/{box.cast.charlie.tenant.id}")).status_code == 404
+    assert (await viewer.get(f"/tenants/{console.cast.charlie.tenant.id}")).status_code == 404
     assert (await viewer.get("/prices")).status_code == 403

@@ -17,14 +17,14 @@ from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.audit import AuditFilter
 from tests.support.cast import Person
 from tests.support.clock import START, FakeClock
-from tests.support.console_fixtures import Box
+from tests.support.console_fixtures import ConsoleApp
 from tests.support.factories import pending, posted
 
 RECORD = RequestRecord(queue_s=0.2, ttft_s=0.5, decode_s=4.0, inter_token_p50_s=0.02, kv_blocks=9, preemptions=1)
 
 
 async def settle(
-    box: Box,
+    console: ConsoleApp,
     person: Person,
     *,
     reason: str = "stop",
@@ -35,9 +35,9 @@ async def settle(
 ) -> str:
     """Return the id of a request of `person` that ended 4.5 seconds after it was admitted."""
     admitted_at = START - timedelta(seconds=age_s)
-    price = await box.services.prices.current("demo", START)
+    price = await console.services.prices.current("demo", START)
     entry = pending(person, request_id=new_id("req"), admitted_at=admitted_at, model=model, price=price, batch=batch)
-    await box.services.ledger.open(entry)
+    await console.services.ledger.open(entry)
     record = msgspec.structs.replace(
         RECORD,
         decode_s=decode_s,
@@ -45,56 +45,56 @@ async def settle(
         finished_at=admitted_at + timedelta(seconds=4.5),
     )
     settlement = posted(entry.request_id, prompt=10, cached=4, completion=100, reason=reason)
-    await box.services.ledger.settle(msgspec.structs.replace(settlement, record=record))
+    await console.services.ledger.settle(msgspec.structs.replace(settlement, record=record))
     return entry.request_id
 
 
-async def test_requests_in_flight_show_state_place_and_figures(box: Box, clock: FakeClock) -> None:
-    bob = box.cast.bob
-    box.engine_side.add(bob, "req_waiting", state="queued", queue_position=2)
-    box.engine_side.add(bob, "req_running", completion_tokens=321, ttft_s=0.25, decode_s=8.0, kv_blocks=23)
+async def test_requests_in_flight_show_state_place_and_figures(console: ConsoleApp, clock: FakeClock) -> None:
+    bob = console.cast.bob
+    console.engine_side.add(bob, "req_waiting", state="queued", queue_position=2)
+    console.engine_side.add(bob, "req_running", completion_tokens=321, ttft_s=0.25, decode_s=8.0, kv_blocks=23)
     clock.advance(65)
 
-    page = (await (await box.alice()).get("/requests")).text
+    page = (await (await console.alice()).get("/requests")).text
 
     for text in ("queued, 2 ahead", "decode", "321", "250 ms", "40.0", ">23<", "1 m 05 s", bob.key.prefix):
         assert text in page
 
 
-async def test_blocks_that_the_engine_has_not_told_of_yet_are_not_none(box: Box) -> None:
-    box.engine_side.add(box.cast.bob, "req_running", completion_tokens=16)
-    page = (await (await box.alice()).get("/requests")).text
+async def test_blocks_that_the_engine_has_not_told_of_yet_are_not_none(console: ConsoleApp) -> None:
+    console.engine_side.add(console.cast.bob, "req_running", completion_tokens=16)
+    page = (await (await console.alice()).get("/requests")).text
     assert 'data-label="KV blocks" class="num">–</td>' in page
 
 
-async def test_the_first_request_is_not_asked_for_while_one_is_in_flight(box: Box) -> None:
-    alice = await box.alice()
+async def test_the_first_request_is_not_asked_for_while_one_is_in_flight(console: ConsoleApp) -> None:
+    alice = await console.alice()
     assert "No requests yet." in (await alice.get("/requests")).text
-    box.engine_side.add(box.cast.bob, "req_first")
+    console.engine_side.add(console.cast.bob, "req_first")
     for answer in (await alice.get("/requests"), await alice.fragment("/requests")):
         assert "No request has finished yet." in answer.text
         assert "curl" not in answer.text
 
 
-async def test_batch_work_has_a_badge_in_flight_and_in_the_history(box: Box) -> None:
-    bob = box.cast.bob
-    box.engine_side.add(bob, "req_flex", batch=True)
-    box.engine_side.add(bob, "req_plain")
+async def test_batch_work_has_a_badge_in_flight_and_in_the_history(console: ConsoleApp) -> None:
+    bob = console.cast.bob
+    console.engine_side.add(bob, "req_flex", batch=True)
+    console.engine_side.add(bob, "req_plain")
     rows = {"live-req_flex": True, "live-req_plain": False}
-    rows |= {f"row-{await settle(box, bob, batch=batch)}": batch for batch in (True, False)}
+    rows |= {f"row-{await settle(console, bob, batch=batch)}": batch for batch in (True, False)}
 
-    page = (await (await box.alice()).get("/requests")).text
+    page = (await (await console.alice()).get("/requests")).text
 
     marked = {row: ">batch</span>" in page.partition(f'<tr id="{row}">')[2].partition("</tr>")[0] for row in rows}
     assert marked == rows
 
 
-async def test_a_request_of_a_process_that_died_has_ended_in_page_and_interface_alike(box: Box) -> None:
-    entry = pending(box.cast.bob)
-    await box.services.ledger.open(entry)
+async def test_a_request_of_a_process_that_died_has_ended_in_page_and_interface_alike(console: ConsoleApp) -> None:
+    entry = pending(console.cast.bob)
+    await console.services.ledger.open(entry)
 
-    page = (await (await box.alice()).get(f"/requests/{entry.request_id}")).text
-    shape = past_request_shape(await box.services.past_requests.get(entry.request_id, access=WHOLE_APPLIANCE))
+    page = (await (await console.alice()).get(f"/requests/{entry.request_id}")).text
+    shape = past_request_shape(await console.services.past_requests.get(entry.request_id, access=WHOLE_APPLIANCE))
 
     assert shape.explanation == "Ended before its first token (error)."
     assert shape.explanation in page
@@ -107,34 +107,34 @@ async def test_a_request_of_a_process_that_died_has_ended_in_page_and_interface_
         (3.8, ["queue|200 ms", "prefill|300 ms", "decode|3.80 s", "after the last token|200 ms"]),
     ],
 )
-async def test_the_phases_of_a_request_add_up_to_its_total(box: Box, decode_s: float, phases: list[str]) -> None:
-    request_id = await settle(box, box.cast.bob, reason="disconnected", decode_s=decode_s)
+async def test_the_phases_of_a_request_add_up_to_its_total(console: ConsoleApp, decode_s: float, phases: list[str]) -> None:
+    request_id = await settle(console, console.cast.bob, reason="disconnected", decode_s=decode_s)
 
-    page = (await (await box.alice()).get(f"/requests/{request_id}")).text
+    page = (await (await console.alice()).get(f"/requests/{request_id}")).text
 
     legend = page.partition('<ul class="legend">')[2].partition("</ul>")[0]
     assert re.findall(r"</span>(.*? <b>.*?)</b>", legend) == [phase.replace("|", " <b>") for phase in phases]
 
 
-async def test_a_first_visit_says_how_to_send_a_request(box: Box) -> None:
-    page = (await (await box.alice()).get("/requests")).text
+async def test_a_first_visit_says_how_to_send_a_request(console: ConsoleApp) -> None:
+    page = (await (await console.alice()).get("/requests")).text
 
     assert "No requests in flight" in page
     assert "No requests yet" in page
     assert "curl http://127.0.0.1:8000/v1/chat/completions" in page
 
 
-async def test_the_history_is_narrowed_by_tenant_end_and_text(box: Box) -> None:
-    of_bob = await settle(box, box.cast.bob, reason="length")
-    of_charlie = await settle(box, box.cast.charlie, model="other-model")
-    alice = await box.alice()
+async def test_the_history_is_narrowed_by_tenant_end_and_text(console: ConsoleApp) -> None:
+    of_bob = await settle(console, console.cast.bob, reason="length")
+    of_charlie = await settle(console, console.cast.charlie, model="other-model")
+    alice = await console.alice()
     queries = {
-        f"tenant={box.cast.bob.tenant.id}": {of_bob},
+        f"tenant={console.cast.bob.tenant.id}": {of_bob},
         "state=length": {of_bob},
         "state=stop": {of_charlie},
         "q=OTHER-mod": {of_charlie},
         f"q={of_bob}": {of_bob},
-        f"q={box.cast.charlie.key.prefix}": {of_charlie},
+        f"q={console.cast.charlie.key.prefix}": {of_charlie},
         "q=charlie%27s": {of_charlie},
         "q=%25": set(),
         "state=length&q=other": set(),
@@ -146,19 +146,19 @@ async def test_the_history_is_narrowed_by_tenant_end_and_text(box: Box) -> None:
         assert {request_id for request_id in (of_bob, of_charlie) if request_id in rows} == expected, query
 
 
-async def test_the_filters_stand_in_the_form_again(box: Box) -> None:
-    page = (await (await box.alice()).get(f"/requests?q=%22x&state=error&tenant={box.cast.bob.tenant.id}")).text
+async def test_the_filters_stand_in_the_form_again(console: ConsoleApp) -> None:
+    page = (await (await console.alice()).get(f"/requests?q=%22x&state=error&tenant={console.cast.bob.tenant.id}")).text
 
     assert 'value="&#34;x"' in page
     assert "<option selected>error</option>" in page
-    assert f'<option value="{box.cast.bob.tenant.id}" selected>' in page
+    assert f'<option value="{console.cast.bob.tenant.id}" selected>' in page
     assert "No request matches" in page
 
 
-async def test_the_history_is_paged_and_keeps_its_filters(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_history_is_paged_and_keeps_its_filters(console: ConsoleApp, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("appliance.console.history.PAGE_ROWS", 2)
-    ids = [await settle(box, box.cast.bob, age_s=age) for age in (1, 2, 3)]
-    alice = await box.alice()
+    ids = [await settle(console, console.cast.bob, age_s=age) for age in (1, 2, 3)]
+    alice = await console.alice()
 
     first = (await alice.fragment("/requests?state=stop")).text
     older = next_address(first)
@@ -170,12 +170,12 @@ async def test_the_history_is_paged_and_keeps_its_filters(box: Box, monkeypatch:
     assert 'href="/requests?state=stop">Newest' in second
 
 
-async def test_a_search_looks_so_far_back_says_so_and_goes_on(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_search_looks_so_far_back_says_so_and_goes_on(console: ConsoleApp, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("metering.past_requests", "console.history"):
         monkeypatch.setattr(f"appliance.{module}.SEARCHED_MAX", 2)
     models = ["demo", "rare", "demo", "demo", "rare"]
-    ids = [await settle(box, box.cast.bob, age_s=age, model=model) for age, model in enumerate(models)]
-    alice, address, pages = await box.alice(), "/requests?q=rare", []
+    ids = [await settle(console, console.cast.bob, age_s=age, model=model) for age, model in enumerate(models)]
+    alice, address, pages = await console.alice(), "/requests?q=rare", []
 
     while address:
         pages.append((await alice.fragment(address)).text)
@@ -198,21 +198,21 @@ def next_address(page: str) -> str:
     return page.partition('" rel="next"')[0].rpartition('href="')[2].replace("&amp;", "&") if 'rel="next"' in page else ""
 
 
-async def test_htmx_gets_the_history_alone_and_a_restored_page_is_whole(box: Box) -> None:
-    alice = await box.alice()
+async def test_htmx_gets_the_history_alone_and_a_restored_page_is_whole(console: ConsoleApp) -> None:
+    alice = await console.alice()
 
     assert "<html" not in (await alice.fragment("/requests")).text
     restored = await alice.get("/requests", **{"HX-Request": "true", "HX-History-Restore-Request": "true"})
     assert "<html" in restored.text
 
 
-async def test_a_request_in_detail_shows_where_the_time_went_and_what_it_cost(box: Box) -> None:
-    await box.services.prices.add(
+async def test_a_request_in_detail_shows_where_the_time_went_and_what_it_cost(console: ConsoleApp) -> None:
+    await console.services.prices.add(
         model="demo", currency="EUR", prompt=1_000_000, cached_prompt=100_000, completion=3_000_000, effective_from=START
     )
-    request_id = await settle(box, box.cast.bob)
+    request_id = await settle(console, console.cast.bob)
 
-    page = (await (await box.alice()).get(f"/requests/{request_id}")).text
+    page = (await (await console.alice()).get(f"/requests/{request_id}")).text
 
     assert "Mostly generated: 4.0 s of 4.5 s for 100 tokens at 24.8 per second; preempted once" in page
     for text in ("queue <b>200 ms</b>", "prefill <b>300 ms</b>", "decode <b>4.00 s</b>", "posted", "bob", "stop"):
@@ -222,11 +222,11 @@ async def test_a_request_in_detail_shows_where_the_time_went_and_what_it_cost(bo
         assert cost in page
 
 
-async def test_a_live_request_in_detail_can_be_cancelled_by_a_plain_form(box: Box) -> None:
-    entry = pending(box.cast.bob, request_id="req_live")
-    await box.services.ledger.open(entry)
-    box.engine_side.add(box.cast.bob, "req_live")
-    alice = await box.alice()
+async def test_a_live_request_in_detail_can_be_cancelled_by_a_plain_form(console: ConsoleApp) -> None:
+    entry = pending(console.cast.bob, request_id="req_live")
+    await console.services.ledger.open(entry)
+    console.engine_side.add(console.cast.bob, "req_live")
+    alice = await console.alice()
 
     page = (await alice.get("/requests/req_live")).text
     assert "pending" in page
@@ -234,66 +234,66 @@ async def test_a_live_request_in_detail_can_be_cancelled_by_a_plain_form(box: Bo
     answer = await alice.post("/requests/cancel", request_id="req_live")
 
     assert answer.headers["location"] == "/requests"
-    assert box.engine_side.aborted == ["req_live"]
+    assert console.engine_side.aborted == ["req_live"]
     assert "Cancelled." in (await alice.get("/requests")).text
 
 
-async def test_cancelling_by_htmx_says_so_in_a_toast(box: Box) -> None:
-    box.engine_side.add(box.cast.bob, "req_live")
+async def test_cancelling_by_htmx_says_so_in_a_toast(console: ConsoleApp) -> None:
+    console.engine_side.add(console.cast.bob, "req_live")
 
-    answer = await (await box.alice()).post_htmx("/requests/cancel", request_id="req_live")
+    answer = await (await console.alice()).post_htmx("/requests/cancel", request_id="req_live")
 
     assert answer.status_code == 200
     assert "Cancelled." in answer.headers["hx-trigger"]
 
 
-async def test_cancelling_what_has_ended_is_told_and_harmless(box: Box) -> None:
-    alice = await box.alice()
+async def test_cancelling_what_has_ended_is_told_and_harmless(console: ConsoleApp) -> None:
+    alice = await console.alice()
 
     assert (await alice.post("/requests/cancel", request_id="req_gone")).status_code == 404
     answer = await alice.post_htmx("/requests/cancel", request_id="req_gone")
     assert (answer.status_code, "gatehouse:toast" in answer.headers["hx-trigger"]) == (404, True)
 
 
-async def test_what_has_ended_is_no_more_offered_to_cancel_while_it_is_settled(box: Box) -> None:
-    entry = pending(box.cast.bob, request_id="req_over")
-    await box.services.ledger.open(entry)
-    box.engine_side.add(box.cast.bob, "req_over", state="finished", finish_reason="stop")
-    alice = await box.alice()
+async def test_what_has_ended_is_no_more_offered_to_cancel_while_it_is_settled(console: ConsoleApp) -> None:
+    entry = pending(console.cast.bob, request_id="req_over")
+    await console.services.ledger.open(entry)
+    console.engine_side.add(console.cast.bob, "req_over", state="finished", finish_reason="stop")
+    alice = await console.alice()
 
     assert '<button class="small" disabled form="cancel"' in (await alice.get("/requests")).text
     assert "Cancel</button>" not in (await alice.get("/requests/req_over")).text
 
 
-async def test_cancelling_what_is_being_settled_is_told_and_not_noted_as_an_abort(box: Box) -> None:
-    box.engine_side.add(box.cast.bob, "req_over", state="finished", finish_reason="stop")
+async def test_cancelling_what_is_being_settled_is_told_and_not_noted_as_an_abort(console: ConsoleApp) -> None:
+    console.engine_side.add(console.cast.bob, "req_over", state="finished", finish_reason="stop")
 
-    answer = await (await box.alice()).post_htmx("/requests/cancel", request_id="req_over")
+    answer = await (await console.alice()).post_htmx("/requests/cancel", request_id="req_over")
 
-    assert (answer.status_code, box.engine_side.aborted) == (404, [])
+    assert (answer.status_code, console.engine_side.aborted) == (404, [])
     assert "has already finished" in answer.headers["hx-trigger"]
-    noted = await box.services.audit.page(filters=AuditFilter(actions=["request.abort"]), access=WHOLE_APPLIANCE)
+    noted = await console.services.audit.page(filters=AuditFilter(actions=["request.abort"]), access=WHOLE_APPLIANCE)
     assert noted.data == []
 
 
-async def test_a_request_that_does_not_exist_is_not_here(box: Box) -> None:
-    assert (await (await box.alice()).get("/requests/req_nothing")).status_code == 404
+async def test_a_request_that_does_not_exist_is_not_here(console: ConsoleApp) -> None:
+    assert (await (await console.alice()).get("/requests/req_nothing")).status_code == 404
 
 
-async def test_a_request_in_flight_is_not_in_the_history_too(box: Box) -> None:
-    request_id = await settle(box, box.cast.bob)
-    box.engine_side.add(box.cast.bob, request_id, state="finished")
+async def test_a_request_in_flight_is_not_in_the_history_too(console: ConsoleApp) -> None:
+    request_id = await settle(console, console.cast.bob)
+    console.engine_side.add(console.cast.bob, request_id, state="finished")
 
-    rows = (await (await box.alice()).fragment("/requests")).text
+    rows = (await (await console.alice()).fragment("/requests")).text
 
     assert request_id not in rows
 
 
-async def test_of_a_long_queue_the_head_is_shown_and_the_rest_counted(box: Box) -> None:
+async def test_of_a_long_queue_the_head_is_shown_and_the_rest_counted(console: ConsoleApp) -> None:
     for number in range(130):
-        box.engine_side.add(box.cast.bob, f"req_{number:08d}", state="queued", queue_position=number)
+        console.engine_side.add(console.cast.bob, f"req_{number:08d}", state="queued", queue_position=number)
 
-    page = (await (await box.alice()).get("/requests")).text
+    page = (await (await console.alice()).get("/requests")).text
 
     assert "req_00000099" in page
     assert "req_00000100" not in page
@@ -301,18 +301,18 @@ async def test_of_a_long_queue_the_head_is_shown_and_the_rest_counted(box: Box) 
     assert "30 more are in flight" in page
 
 
-async def test_a_bill_says_what_each_million_cost_after_discount_and_why_the_request_ended(box: Box) -> None:
-    await box.services.prices.add(
+async def test_a_bill_says_what_each_million_cost_after_discount_and_why_the_request_ended(console: ConsoleApp) -> None:
+    await console.services.prices.add(
         model="demo", currency="EUR", prompt=1_000_000, cached_prompt=100_000, completion=3_000_000, rejected_draft=500_000
     )
-    price = await box.services.prices.current("demo", START)
-    entry = pending(box.cast.bob, price=price, price_basis_points=2500, batch=True)
-    await box.services.ledger.open(entry)
+    price = await console.services.prices.current("demo", START)
+    entry = pending(console.cast.bob, price=price, price_basis_points=2500, batch=True)
+    await console.services.ledger.open(entry)
     usage = Usage(prompt_tokens=10, cached_tokens=4, completion_tokens=100, rejected_tokens=8)
     ended = posted(entry.request_id, reason="aborted")
-    await box.services.ledger.settle(msgspec.structs.replace(ended, usage=usage, cause="key_revoked", record=RECORD))
+    await console.services.ledger.settle(msgspec.structs.replace(ended, usage=usage, cause="key_revoked", record=RECORD))
 
-    page = (await (await box.alice()).get(f"/requests/{entry.request_id}")).text
+    page = (await (await console.alice()).get(f"/requests/{entry.request_id}")).text
 
     for text in (
         "Cause: the key was revoked.",
@@ -326,13 +326,13 @@ async def test_a_bill_says_what_each_million_cost_after_discount_and_why_the_req
     assert "0.000075 EUR" in page, "100 tokens of output at a quarter of the price"
 
 
-async def test_corrections_stand_beside_what_they_correct(box: Box) -> None:
-    await box.services.prices.add(model="demo", currency="EUR", prompt=1_000_000, cached_prompt=0, completion=3_000_000)
-    request_id = await settle(box, box.cast.bob)
-    alice = await box.alice()
+async def test_corrections_stand_beside_what_they_correct(console: ConsoleApp) -> None:
+    await console.services.prices.add(model="demo", currency="EUR", prompt=1_000_000, cached_prompt=0, completion=3_000_000)
+    request_id = await settle(console, console.cast.bob)
+    alice = await console.alice()
     assert "Corrections" not in (await alice.get(f"/requests/{request_id}")).text
-    event = await box.services.reports.event(request_id, access=WHOLE_APPLIANCE)
-    await box.services.corrections.add(event.id, Correction(note="we were slow", completion_tokens=-50))
+    event = await console.services.reports.event(request_id, access=WHOLE_APPLIANCE)
+    await console.services.corrections.add(event.id, Correction(note="we were slow", completion_tokens=-50))
 
     page = (await alice.get(f"/requests/{request_id}")).text
 
@@ -341,16 +341,16 @@ async def test_corrections_stand_beside_what_they_correct(box: Box) -> None:
 
 
 async def test_the_cost_after_corrections_counts_also_those_that_are_not_shown(
-    box: Box, monkeypatch: pytest.MonkeyPatch
+    console: ConsoleApp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(request_bill, "CORRECTIONS_SHOWN_MAX", 2)
-    await box.services.prices.add(model="demo", currency="EUR", prompt=1_000_000, cached_prompt=0, completion=3_000_000)
-    request_id = await settle(box, box.cast.bob)
-    event = await box.services.reports.event(request_id, access=WHOLE_APPLIANCE)
+    await console.services.prices.add(model="demo", currency="EUR", prompt=1_000_000, cached_prompt=0, completion=3_000_000)
+    request_id = await settle(console, console.cast.bob)
+    event = await console.services.reports.event(request_id, access=WHOLE_APPLIANCE)
     for note in ("the first", "the second", "the third"):
-        await box.services.corrections.add(event.id, Correction(note=note, cost_picos=-100_000_000))
+        await console.services.corrections.add(event.id, Correction(note=note, cost_picos=-100_000_000))
 
-    page = (await (await box.alice()).get(f"/requests/{request_id}")).text
+    page = (await (await console.alice()).get(f"/requests/{request_id}")).text
 
     assert "the third" not in page
     assert "1 more is in the ledger" in page
@@ -358,7 +358,7 @@ async def test_the_cost_after_corrections_counts_also_those_that_are_not_shown(
 
 
 @pytest.mark.parametrize(("basis_points", "words"), [(10_000, None), (5_000, "50 %"), (5_050, "50.5 %"), (3_333, "33.33 %")])
-async def test_a_discount_reads_as_on_the_invoice(box: Box, basis_points: int, words: str | None) -> None:
-    request_id = await settle(box, box.cast.bob)
-    event = await box.services.reports.event(request_id, access=WHOLE_APPLIANCE)
+async def test_a_discount_reads_as_on_the_invoice(console: ConsoleApp, basis_points: int, words: str | None) -> None:
+    request_id = await settle(console, console.cast.bob)
+    event = await console.services.reports.event(request_id, access=WHOLE_APPLIANCE)
     assert request_bill.discount(msgspec.structs.replace(event, price_basis_points=basis_points)) == words

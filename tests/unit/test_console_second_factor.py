@@ -20,7 +20,7 @@ from appliance.tenancy.second_factor import SEALING_PURPOSE, STEP_S
 from appliance.tenancy.tickets import SIGN_IN_LIFE_S
 from tests.support.cast import ALICE_PASSWORD
 from tests.support.clock import FakeClock
-from tests.support.console_fixtures import Box, Browser
+from tests.support.console_fixtures import Browser, ConsoleApp
 
 EMAIL = "alice@example.com"
 COOKIE, STEP = "gatehouse_session", "gatehouse_code"
@@ -61,9 +61,9 @@ async def enrol(browser: Browser, clock: FakeClock) -> App:
     return App(totp, _CODES.findall(answer.text)[0].split(), clock)
 
 
-async def half_way(box: Box, target: str = "/keys") -> Browser:
+async def half_way(console: ConsoleApp, target: str = "/keys") -> Browser:
     """A browser that has proven Alice's password and nothing else."""
-    visitor = box.visitor()
+    visitor = console.visitor()
     answer = await visitor.post("/login", email=EMAIL, password=ALICE_PASSWORD, next=target)
     assert (answer.status_code, answer.headers["location"]) == (303, "/login/code")
     return visitor
@@ -73,34 +73,34 @@ def signed_in(answer: Response) -> bool:
     return COOKIE in answer.cookies
 
 
-async def test_password_and_code_together_open_a_session(box: Box, clock: FakeClock) -> None:
-    app = await enrol(await box.alice(), clock)
-    visitor = await half_way(box, "/requests?state=error")
+async def test_password_and_code_together_open_a_session(console: ConsoleApp, clock: FakeClock) -> None:
+    app = await enrol(await console.alice(), clock)
+    visitor = await half_way(console, "/requests?state=error")
 
     answer = await visitor.post("/login/code", code=app.code())
 
     assert (answer.status_code, answer.headers["location"]) == (303, "/requests?state=error")
-    session = await box.services.sessions.resolve(visitor.http.cookies[COOKIE])
+    session = await console.services.sessions.resolve(visitor.http.cookies[COOKIE])
     assert session is not None
     assert session.method == "password+totp"
 
 
-async def test_between_password_and_code_nothing_is_open(box: Box, clock: FakeClock) -> None:
-    await enrol(await box.alice(), clock)
-    before = len((await box.services.sessions.list()).data)
+async def test_between_password_and_code_nothing_is_open(console: ConsoleApp, clock: FakeClock) -> None:
+    await enrol(await console.alice(), clock)
+    before = len((await console.services.sessions.list()).data)
 
-    visitor = await half_way(box)
+    visitor = await half_way(console)
 
     assert set(visitor.http.cookies) == {STEP}
-    assert len((await box.services.sessions.list()).data) == before
+    assert len((await console.services.sessions.list()).data) == before
     for path in ("/", "/keys", "/account", "/console/events"):
         assert (await visitor.get(path)).status_code == 303
     assert (await visitor.get("/login/code")).status_code == 200
 
 
-async def test_the_ticket_cannot_be_read_by_scripts_and_goes_when_it_has_served(box: Box, clock: FakeClock) -> None:
-    app = await enrol(await box.alice(), clock)
-    visitor = box.visitor("https://gatehouse.test")
+async def test_the_ticket_cannot_be_read_by_scripts_and_goes_when_it_has_served(console: ConsoleApp, clock: FakeClock) -> None:
+    app = await enrol(await console.alice(), clock)
+    visitor = console.visitor("https://gatehouse.test")
 
     cookie = (await visitor.post("/login", email=EMAIL, password=ALICE_PASSWORD)).headers["set-cookie"]
     assert cookie.startswith("__Host-gatehouse-code=")
@@ -111,19 +111,19 @@ async def test_the_ticket_cannot_be_read_by_scripts_and_goes_when_it_has_served(
     assert (await visitor.get("/keys")).status_code == 200
 
 
-async def test_a_code_in_another_browser_than_the_password_s_opens_nothing(box: Box, clock: FakeClock) -> None:
-    app = await enrol(await box.alice(), clock)
-    await half_way(box)
+async def test_a_code_in_another_browser_than_the_password_s_opens_nothing(console: ConsoleApp, clock: FakeClock) -> None:
+    app = await enrol(await console.alice(), clock)
+    await half_way(console)
 
-    answer = await box.visitor().post("/login/code", code=app.code())
+    answer = await console.visitor().post("/login/code", code=app.code())
 
     assert (answer.status_code, answer.headers["location"]) == (303, "/login")
     assert not signed_in(answer)
 
 
-async def test_a_ticket_that_is_too_old_or_was_changed_leads_to_the_beginning(box: Box, clock: FakeClock) -> None:
-    app = await enrol(await box.alice(), clock)
-    late, forger = await half_way(box), await half_way(box)
+async def test_a_ticket_that_is_too_old_or_was_changed_leads_to_the_beginning(console: ConsoleApp, clock: FakeClock) -> None:
+    app = await enrol(await console.alice(), clock)
+    late, forger = await half_way(console), await half_way(console)
     forger.http.cookies.set(STEP, forger.http.cookies[STEP][:-6] + "AAAAAA", domain="gatehouse.test")
     assert (await forger.post("/login/code", code=app.code())).headers["location"] == "/login"
     clock.advance(SIGN_IN_LIFE_S)
@@ -134,26 +134,26 @@ async def test_a_ticket_that_is_too_old_or_was_changed_leads_to_the_beginning(bo
     assert "The sign-in expired" in (await late.get("/login")).text
 
 
-async def test_a_new_password_ends_sign_ins_that_are_half_way(box: Box, clock: FakeClock) -> None:
-    app = await enrol(await box.alice(), clock)
-    visitor = await half_way(box)
-    await box.services.members.reset_password(EMAIL, "another long password")
+async def test_a_new_password_ends_sign_ins_that_are_half_way(console: ConsoleApp, clock: FakeClock) -> None:
+    app = await enrol(await console.alice(), clock)
+    visitor = await half_way(console)
+    await console.services.members.reset_password(EMAIL, "another long password")
 
     assert (await visitor.post("/login/code", code=app.code())).status_code == 401
 
 
 async def test_a_new_password_while_the_code_is_checked_opens_no_session(
-    box: Box, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+    console: ConsoleApp, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    app = await enrol(await box.alice(), clock)
-    visitor, check = await half_way(box), box.services.second_factors.check
+    app = await enrol(await console.alice(), clock)
+    visitor, check = await half_way(console), console.services.second_factors.check
 
     async def before_a_reset(*args: Any, **options: Any) -> str:
         kind = await check(*args, **options)
-        await box.services.members.reset_password(EMAIL, "another long password")
+        await console.services.members.reset_password(EMAIL, "another long password")
         return kind
 
-    monkeypatch.setattr(box.services.second_factors, "check", before_a_reset)
+    monkeypatch.setattr(console.services.second_factors, "check", before_a_reset)
     answer = await visitor.post("/login/code", code=app.code())
 
     assert (answer.status_code, answer.headers["location"]) == (303, "/login")
@@ -161,24 +161,24 @@ async def test_a_new_password_while_the_code_is_checked_opens_no_session(
 
 
 async def test_a_new_password_while_the_first_is_checked_ends_the_sign_in_before_the_code(
-    box: Box, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+    console: ConsoleApp, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await enrol(await box.alice(), clock)
-    challenge = box.services.second_factors.challenge
+    await enrol(await console.alice(), clock)
+    challenge = console.services.second_factors.challenge
 
     async def after_a_reset(*args: Any, **options: Any) -> str | None:
-        await box.services.members.reset_password(EMAIL, "another long password")
+        await console.services.members.reset_password(EMAIL, "another long password")
         return await challenge(*args, **options)
 
-    monkeypatch.setattr(box.services.second_factors, "challenge", after_a_reset)
-    answer = await box.visitor().post("/login", email=EMAIL, password=ALICE_PASSWORD)
+    monkeypatch.setattr(console.services.second_factors, "challenge", after_a_reset)
+    answer = await console.visitor().post("/login", email=EMAIL, password=ALICE_PASSWORD)
 
     assert answer.status_code == 401
 
 
-async def test_a_wrong_code_is_refused_and_kept_nowhere(box: Box, clock: FakeClock) -> None:
-    await enrol(await box.alice(), clock)
-    visitor = await half_way(box)
+async def test_a_wrong_code_is_refused_and_kept_nowhere(console: ConsoleApp, clock: FakeClock) -> None:
+    await enrol(await console.alice(), clock)
+    visitor = await half_way(console)
 
     answer = await visitor.post("/login/code", code="nonsense <b>")
 
@@ -186,37 +186,37 @@ async def test_a_wrong_code_is_refused_and_kept_nowhere(box: Box, clock: FakeClo
     assert "The code is wrong" in answer.text
     assert "nonsense" not in answer.text
     assert not signed_in(answer)
-    async with box.services.db.reading() as connection:
+    async with console.services.db.reading() as connection:
         row = (await connection.execute(select(audit_log).order_by(audit_log.c.id.desc()))).first()
     assert row is not None
     assert (row.action, row.target_id, row.address) == ("session.refuse", EMAIL, "192.0.2.7")
     assert "code" in row.after
 
 
-async def test_guessing_codes_is_slowed_down_over_all_browsers(box: Box, clock: FakeClock) -> None:
-    app = await enrol(await box.alice(), clock)
+async def test_guessing_codes_is_slowed_down_over_all_browsers(console: ConsoleApp, clock: FakeClock) -> None:
+    app = await enrol(await console.alice(), clock)
     for _ in range(PER_MEMBER_CODES.burst):
-        assert (await (await half_way(box)).post("/login/code", code="000000")).status_code == 401
-    visitor = await half_way(box)
+        assert (await (await half_way(console)).post("/login/code", code="000000")).status_code == 401
+    visitor = await half_way(console)
 
     refused = await visitor.post("/login/code", code=app.code())
 
     assert refused.status_code == 429
     assert int(refused.headers["retry-after"]) == PER_MEMBER_CODES.refill_s - STEP_S
     clock.advance(PER_MEMBER_CODES.refill_s)
-    assert signed_in(await (await half_way(box)).post("/login/code", code=app.code()))
+    assert signed_in(await (await half_way(console)).post("/login/code", code=app.code()))
 
 
-async def test_a_recovery_code_takes_the_place_of_a_code_once(box: Box, clock: FakeClock) -> None:
-    app = await enrol(await box.alice(), clock)
+async def test_a_recovery_code_takes_the_place_of_a_code_once(console: ConsoleApp, clock: FakeClock) -> None:
+    app = await enrol(await console.alice(), clock)
 
-    assert signed_in(await (await half_way(box)).post("/login/code", code=app.recovery[0]))
-    assert (await (await half_way(box)).post("/login/code", code=app.recovery[0])).status_code == 401
+    assert signed_in(await (await half_way(console)).post("/login/code", code=app.recovery[0]))
+    assert (await (await half_way(console)).post("/login/code", code=app.recovery[0])).status_code == 401
 
 
-async def test_a_code_from_another_site_is_refused(box: Box, clock: FakeClock) -> None:
-    app = await enrol(await box.alice(), clock)
-    visitor = await half_way(box)
+async def test_a_code_from_another_site_is_refused(console: ConsoleApp, clock: FakeClock) -> None:
+    app = await enrol(await console.alice(), clock)
+    visitor = await half_way(console)
 
     answer = await visitor.post_with({"Sec-Fetch-Site": "cross-site"}, "/login/code", code=app.code())
 
@@ -225,8 +225,10 @@ async def test_a_code_from_another_site_is_refused(box: Box, clock: FakeClock) -
 
 
 @pytest.mark.parametrize("wrong", ["code", "password", "ticket"])
-async def test_setting_up_needs_code_password_and_the_sheet_of_this_member(box: Box, clock: FakeClock, wrong: str) -> None:
-    alice = await box.alice()
+async def test_setting_up_needs_code_password_and_the_sheet_of_this_member(
+    console: ConsoleApp, clock: FakeClock, wrong: str
+) -> None:
+    alice = await console.alice()
     sheet = (await alice.fragment("/account/second-factor")).text
     totp = pyotp.TOTP(_SECRET.findall(sheet)[0].replace(" ", ""))
     fields = {"ticket": html.unescape(_TICKET.findall(sheet)[0]), "code": totp.at(clock.now()), "password": ALICE_PASSWORD}
@@ -236,19 +238,19 @@ async def test_setting_up_needs_code_password_and_the_sheet_of_this_member(box: 
     assert answer.status_code == 422
     assert "recovery codes</h2>" not in answer.text
     assert ALICE_PASSWORD not in answer.text
-    assert await box.services.second_factors.challenge(box.cast.alice.id) is None
+    assert await console.services.second_factors.challenge(console.cast.alice.id) is None
     same_secret = _SECRET.findall(answer.text) == _SECRET.findall(sheet)
     assert same_secret == (wrong != "ticket")
 
 
-async def test_setting_up_gives_this_browser_a_new_session_and_ends_the_others(box: Box, clock: FakeClock) -> None:
-    alice, other = await box.alice(), await box.alice()
+async def test_setting_up_gives_this_browser_a_new_session_and_ends_the_others(console: ConsoleApp, clock: FakeClock) -> None:
+    alice, other = await console.alice(), await console.alice()
     before = alice.http.cookies[COOKIE]
 
     app = await enrol(alice, clock)
 
     assert alice.http.cookies[COOKIE] != before
-    assert await box.services.sessions.resolve(before) is None
+    assert await console.services.sessions.resolve(before) is None
     assert (await other.get("/account")).status_code == 303
     page = (await alice.get("/account")).text
     assert "10 of 10 recovery codes are left" in page
@@ -257,8 +259,8 @@ async def test_setting_up_gives_this_browser_a_new_session_and_ends_the_others(b
 
 
 @pytest.mark.parametrize("proof", ["password", "code", "recovery"])
-async def test_disabling_takes_the_password_or_a_code(box: Box, clock: FakeClock, proof: str) -> None:
-    alice = await box.alice()
+async def test_disabling_takes_the_password_or_a_code(console: ConsoleApp, clock: FakeClock, proof: str) -> None:
+    alice = await console.alice()
     app = await enrol(alice, clock)
     typed = {"password": ALICE_PASSWORD, "code": app.code(), "recovery": app.recovery[9]}[proof]
     before = alice.http.cookies[COOKIE]
@@ -269,12 +271,12 @@ async def test_disabling_takes_the_password_or_a_code(box: Box, clock: FakeClock
     assert refused.status_code == 422
     assert (answer.status_code, answer.headers["location"]) == (303, "/account")
     assert alice.http.cookies[COOKIE] != before
-    assert await box.services.second_factors.challenge(box.cast.alice.id) is None
-    assert (await (await box.alice()).get("/account")).status_code == 200
+    assert await console.services.second_factors.challenge(console.cast.alice.id) is None
+    assert (await (await console.alice()).get("/account")).status_code == 200
 
 
-async def test_new_recovery_codes_take_a_proof_and_replace_the_old(box: Box, clock: FakeClock) -> None:
-    alice = await box.alice()
+async def test_new_recovery_codes_take_a_proof_and_replace_the_old(console: ConsoleApp, clock: FakeClock) -> None:
+    alice = await console.alice()
     app = await enrol(alice, clock)
 
     refused = await alice.post("/account/recovery-codes", proof="wrong")
@@ -283,12 +285,12 @@ async def test_new_recovery_codes_take_a_proof_and_replace_the_old(box: Box, clo
     assert refused.status_code == 422
     fresh = _CODES.findall(answer.text)[0].split()
     assert not set(fresh) & set(app.recovery)
-    assert (await (await half_way(box)).post("/login/code", code=app.recovery[0])).status_code == 401
-    assert signed_in(await (await half_way(box)).post("/login/code", code=fresh[0]))
+    assert (await (await half_way(console)).post("/login/code", code=app.recovery[0])).status_code == 401
+    assert signed_in(await (await half_way(console)).post("/login/code", code=fresh[0]))
 
 
-async def test_guessing_a_proof_in_a_stolen_session_is_slowed_down(box: Box, clock: FakeClock) -> None:
-    alice = await box.alice()
+async def test_guessing_a_proof_in_a_stolen_session_is_slowed_down(console: ConsoleApp, clock: FakeClock) -> None:
+    alice = await console.alice()
     await enrol(alice, clock)
 
     pages = [await alice.post("/account/second-factor/disable", proof="000000") for _ in range(PER_MEMBER_CODES.burst + 1)]
@@ -297,8 +299,8 @@ async def test_guessing_a_proof_in_a_stolen_session_is_slowed_down(box: Box, clo
     assert "Too many sign-in attempts" not in pages[-2].text
 
 
-async def test_changes_of_the_second_factor_need_the_session_s_own_token(box: Box, clock: FakeClock) -> None:
-    alice = await box.alice()
+async def test_changes_of_the_second_factor_need_the_session_s_own_token(console: ConsoleApp, clock: FakeClock) -> None:
+    alice = await console.alice()
     await enrol(alice, clock)
     alice.csrf_token = "forged"
 
@@ -306,8 +308,8 @@ async def test_changes_of_the_second_factor_need_the_session_s_own_token(box: Bo
         assert (await alice.post(path, proof=ALICE_PASSWORD)).status_code == 403
 
 
-async def test_the_qr_code_has_no_styles_that_the_policy_forbids(box: Box) -> None:
-    sheet = (await (await box.alice()).fragment("/account/second-factor")).text
+async def test_the_qr_code_has_no_styles_that_the_policy_forbids(console: ConsoleApp) -> None:
+    sheet = (await (await console.alice()).fragment("/account/second-factor")).text
 
     assert '<svg xmlns="http://www.w3.org/2000/svg"' in sheet
     assert "style=" not in sheet
@@ -315,45 +317,45 @@ async def test_the_qr_code_has_no_styles_that_the_policy_forbids(box: Box) -> No
 
 
 async def test_with_another_secret_key_the_page_says_what_is_wrong_and_what_the_operator_does(
-    box: Box, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+    console: ConsoleApp, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    app = await enrol(await box.alice(), clock)
-    monkeypatch.setattr(box.services.second_factors, "_sealer", Sealer(b"q" * 32, SEALING_PURPOSE))
-    answer = await (await half_way(box)).post("/login/code", code=app.code())
+    app = await enrol(await console.alice(), clock)
+    monkeypatch.setattr(console.services.second_factors, "_sealer", Sealer(b"q" * 32, SEALING_PURPOSE))
+    answer = await (await half_way(console)).post("/login/code", code=app.code())
     assert answer.status_code == 503
     for words in ("secret.key", "restore that file from a backup", "gatehouse admin reset-second-factor"):
         assert words in answer.text
 
 
-def before_a_reset(box: Box, monkeypatch: pytest.MonkeyPatch, part: Any, step: str) -> None:
+def before_a_reset(console: ConsoleApp, monkeypatch: pytest.MonkeyPatch, part: Any, step: str) -> None:
     """Let somebody reset Alice's password right after `step` of `part` has returned."""
     done = getattr(part, step)
 
     async def then_reset(*args: Any, **options: Any) -> Any:
         result = await done(*args, **options)
-        await box.services.members.reset_password(EMAIL, "another long password")
+        await console.services.members.reset_password(EMAIL, "another long password")
         return result
 
     monkeypatch.setattr(part, step, then_reset)
 
 
 async def test_a_new_password_while_the_old_one_is_checked_sets_no_second_factor_up(
-    box: Box, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+    console: ConsoleApp, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alice = await box.alice()
-    before_a_reset(box, monkeypatch, box.services.members, "prove_password")
+    alice = await console.alice()
+    before_a_reset(console, monkeypatch, console.services.members, "prove_password")
 
     answer = await alice.post("/account/second-factor", **(await enrolment_fields(alice, clock))[1])
 
     assert not signed_in(answer)
-    assert await box.services.second_factors.challenge(box.cast.alice.id) is None
+    assert await console.services.second_factors.challenge(console.cast.alice.id) is None
 
 
 async def test_a_new_password_right_after_setting_up_opens_no_session(
-    box: Box, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+    console: ConsoleApp, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alice = await box.alice()
-    before_a_reset(box, monkeypatch, box.services.second_factors, "enable")
+    alice = await console.alice()
+    before_a_reset(console, monkeypatch, console.services.second_factors, "enable")
 
     answer = await alice.post("/account/second-factor", **(await enrolment_fields(alice, clock))[1])
 
@@ -364,26 +366,26 @@ async def test_a_new_password_right_after_setting_up_opens_no_session(
 @pytest.mark.parametrize("proof", ["password", "code"])
 @pytest.mark.parametrize("path", ["/account/second-factor/disable", "/account/recovery-codes"])
 async def test_a_new_password_while_a_proof_is_checked_changes_nothing_of_the_second_factor(
-    box: Box, clock: FakeClock, monkeypatch: pytest.MonkeyPatch, path: str, proof: str
+    console: ConsoleApp, clock: FakeClock, monkeypatch: pytest.MonkeyPatch, path: str, proof: str
 ) -> None:
-    alice = await box.alice()
+    alice = await console.alice()
     app = await enrol(alice, clock)
-    before_a_reset(box, monkeypatch, box.services.members, "prove_password")
-    before_a_reset(box, monkeypatch, box.services.second_factors, "check")
+    before_a_reset(console, monkeypatch, console.services.members, "prove_password")
+    before_a_reset(console, monkeypatch, console.services.second_factors, "check")
 
     answer = await alice.post(path, proof=ALICE_PASSWORD if proof == "password" else app.code())
 
     assert not signed_in(answer)
     assert not _CODES.findall(answer.text)
-    assert await box.services.second_factors.challenge(box.cast.alice.id) is not None
+    assert await console.services.second_factors.challenge(console.cast.alice.id) is not None
 
 
 async def test_a_new_password_right_after_disabling_opens_no_session(
-    box: Box, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+    console: ConsoleApp, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alice = await box.alice()
+    alice = await console.alice()
     app = await enrol(alice, clock)
-    before_a_reset(box, monkeypatch, box.services.second_factors, "disable")
+    before_a_reset(console, monkeypatch, console.services.second_factors, "disable")
 
     answer = await alice.post("/account/second-factor/disable", proof=app.code())
 
@@ -391,9 +393,9 @@ async def test_a_new_password_right_after_disabling_opens_no_session(
 
 
 async def test_a_second_factor_that_is_set_up_while_the_password_is_checked_asks_for_its_code(
-    box: Box, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+    console: ConsoleApp, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alice, factors = await box.alice(), box.services.second_factors
+    alice, factors = await console.alice(), console.services.second_factors
     challenge = factors.challenge
 
     async def before_it_is_set_up(*args: Any, **options: Any) -> str | None:
@@ -402,17 +404,17 @@ async def test_a_second_factor_that_is_set_up_while_the_password_is_checked_asks
         return stamp
 
     monkeypatch.setattr(factors, "challenge", before_it_is_set_up)
-    answer = await box.visitor().post("/login", email=EMAIL, password=ALICE_PASSWORD)
+    answer = await console.visitor().post("/login", email=EMAIL, password=ALICE_PASSWORD)
 
     assert answer.status_code == 401
     assert not signed_in(answer)
 
 
-async def test_a_password_that_looks_like_a_recovery_code_is_a_proof(box: Box, clock: FakeClock) -> None:
-    alice = await box.alice()
+async def test_a_password_that_looks_like_a_recovery_code_is_a_proof(console: ConsoleApp, clock: FakeClock) -> None:
+    alice = await console.alice()
     await enrol(alice, clock)
     password_hash = PasswordHasher().hash("sunshine22")
-    async with box.services.db.writing() as connection:
+    async with console.services.db.writing() as connection:
         await connection.execute(update(members).where(members.c.email == EMAIL).values(password_hash=password_hash))
 
     answer = await alice.post("/account/second-factor/disable", proof="sunshine22")

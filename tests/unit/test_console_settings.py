@@ -9,7 +9,7 @@ from appliance.metering.economics import HostedPrice
 from appliance.metering.invoicing.seller import read_seller
 from appliance.tenancy.principals import Limits
 from tests.support.clock import FakeClock
-from tests.support.console_fixtures import Box
+from tests.support.console_fixtures import ConsoleApp
 from tests.support.factories import pending, posted
 
 WAITS = {"wait_interactive": "0", "wait_standard": "2,500", "wait_batch": "60000"}
@@ -18,30 +18,30 @@ COSTS = {"cost_micros": "36000", "months": "36", "kwh_price_micros": "0.30", "po
 HOSTED = "Hosted large; 2; 6; 0.5\nHosted small; 0,10; 0,30"
 
 
-async def test_how_long_tiers_wait_is_saved_and_shown(box: Box) -> None:
-    alice = await box.alice()
+async def test_how_long_tiers_wait_is_saved_and_shown(console: ConsoleApp) -> None:
+    alice = await console.alice()
     assert (await alice.post("/settings/tiers", **WAITS)).headers["location"] == "/settings"
-    assert [tier.admission_wait_ms for tier in await box.services.tiers.list()] == [0, 2500, 60000]
+    assert [tier.admission_wait_ms for tier in await console.services.tiers.list()] == [0, 2500, 60000]
     assert 'value="2500"' in (await alice.get("/settings")).text
 
 
 @pytest.mark.parametrize(
     ("wrong", "sentence"), [("", "Fill this in."), ("60001", "Enter a number between 0 and 60,000."), ("-1", "whole number")]
 )
-async def test_a_wait_that_is_wrong_changes_no_tier_and_loses_nothing(box: Box, wrong: str, sentence: str) -> None:
-    alice, before = await box.alice(), await box.services.tiers.list()
+async def test_a_wait_that_is_wrong_changes_no_tier_and_loses_nothing(console: ConsoleApp, wrong: str, sentence: str) -> None:
+    alice, before = await console.alice(), await console.services.tiers.list()
     answer = await alice.post("/settings/tiers", **{**WAITS, "wait_batch": wrong})
     assert answer.status_code == 422
     assert sentence in answer.text
     assert 'value="2,500"' in answer.text
-    assert await box.services.tiers.list() == before
+    assert await console.services.tiers.list() == before
 
 
-async def test_a_model_has_limits_for_everybody_until_all_are_emptied(box: Box) -> None:
-    alice = await box.alice()
+async def test_a_model_has_limits_for_everybody_until_all_are_emptied(console: ConsoleApp) -> None:
+    alice = await console.alice()
     fields = {"model": "demo/large", "limit_mode": "shadow", "tokens_per_minute": "5,000"}
     assert (await alice.post("/settings/models", **fields)).headers["location"] == "/settings"
-    policy = await box.services.model_policies.find("demo/large")
+    policy = await console.services.model_policies.find("demo/large")
     assert policy is not None
     assert (policy.limits, policy.limit_mode) == (Limits(tokens_per_minute=5000), "shadow")
     page = (await alice.get("/settings")).text
@@ -51,7 +51,7 @@ async def test_a_model_has_limits_for_everybody_until_all_are_emptied(box: Box) 
     for _ in range(2):
         emptied = await alice.post("/settings/models", model="demo/large", limit_mode="enforce")
         assert emptied.status_code == 303
-    assert await box.services.model_policies.find("demo/large") is None
+    assert await console.services.model_policies.find("demo/large") is None
 
 
 @pytest.mark.parametrize(
@@ -63,19 +63,19 @@ async def test_a_model_has_limits_for_everybody_until_all_are_emptied(box: Box) 
         ({"requests_per_minute": "99999999999999999999"}, "Enter a number between 0 and"),
     ],
 )
-async def test_wrong_limits_of_a_model_are_named(box: Box, change: dict[str, str], sentence: str) -> None:
-    alice = await box.alice()
+async def test_wrong_limits_of_a_model_are_named(console: ConsoleApp, change: dict[str, str], sentence: str) -> None:
+    alice = await console.alice()
     answer = await alice.post("/settings/models", **{"model": "demo", "limit_mode": "enforce", "tokens_per_day": "7", **change})
     assert answer.status_code == 422
     assert sentence in answer.text
-    assert await box.services.model_policies.list() == []
+    assert await console.services.model_policies.list() == []
 
 
-async def test_who_writes_the_invoices_is_saved_and_stands_there(box: Box) -> None:
-    alice = await box.alice()
+async def test_who_writes_the_invoices_is_saved_and_stands_there(console: ConsoleApp) -> None:
+    alice = await console.alice()
     assert "no issuer" in (await alice.get("/settings")).text
     assert (await alice.post("/settings/seller", **SELLER)).headers["location"] == "/settings"
-    seller = await read_seller(box.services.box_records)
+    seller = await read_seller(console.services.appliance_records)
     assert seller is not None
     assert (seller.name, seller.address, seller.tax_basis_points) == ("Alice & Co", ("1 Long Lane", "Bristol"), 1950)
     page = (await alice.get("/settings")).text
@@ -95,24 +95,26 @@ async def test_who_writes_the_invoices_is_saved_and_stands_there(box: Box) -> No
         ({"tax_id": "x" * 201}, "1 to 200 characters"),
     ],
 )
-async def test_a_wrong_seller_is_named_and_loses_nothing(box: Box, change: dict[str, str], sentence: str) -> None:
-    alice = await box.alice()
+async def test_a_wrong_seller_is_named_and_loses_nothing(console: ConsoleApp, change: dict[str, str], sentence: str) -> None:
+    alice = await console.alice()
     answer = await alice.post("/settings/seller", **{**SELLER, "phone": "0117 496", **change})
     assert answer.status_code == 422
     assert sentence in answer.text
     assert 'value="0117 496"' in answer.text
-    assert await read_seller(box.services.box_records) is None
+    assert await read_seller(console.services.appliance_records) is None
 
 
-async def test_what_the_box_costs_leads_to_the_cost_of_a_million_tokens_and_to_break_even(box: Box, clock: FakeClock) -> None:
-    entry = pending(box.cast.bob, admitted_at=clock.now())
-    await box.services.ledger.open(entry)
-    await box.services.ledger.settle(posted(entry.request_id, prompt=600_000, completion=400_000))
+async def test_what_the_appliance_costs_leads_to_the_cost_of_a_million_tokens_and_to_break_even(
+    console: ConsoleApp, clock: FakeClock
+) -> None:
+    entry = pending(console.cast.bob, admitted_at=clock.now())
+    await console.services.ledger.open(entry)
+    await console.services.ledger.settle(posted(entry.request_id, prompt=600_000, completion=400_000))
     clock.advance(3600)
-    alice = await box.alice()
+    alice = await console.alice()
     assert "No server costs entered" in (await alice.get("/settings")).text
     assert (await alice.post("/settings/economics", **COSTS, hosted=HOSTED)).headers["location"] == "/settings"
-    hardware = await box.services.economics.hardware()
+    hardware = await console.services.economics.hardware()
     assert hardware is not None
     assert hardware.hosted == (
         HostedPrice(name="Hosted large", prompt=2_000_000, completion=6_000_000, cached_prompt=500_000),
@@ -136,17 +138,17 @@ async def test_what_the_box_costs_leads_to_the_cost_of_a_million_tokens_and_to_b
         ({"hosted": "large; -2; 6"}, "Line 1: enter a name"),
     ],
 )
-async def test_wrong_costs_are_named_and_lose_nothing(box: Box, change: dict[str, str], sentence: str) -> None:
-    alice = await box.alice()
+async def test_wrong_costs_are_named_and_lose_nothing(console: ConsoleApp, change: dict[str, str], sentence: str) -> None:
+    alice = await console.alice()
     answer = await alice.post("/settings/economics", **{**COSTS, "hosted": HOSTED, **change})
     assert answer.status_code == 422
     assert sentence in answer.text
     assert 'value="0.30"' in answer.text
-    assert await box.services.economics.hardware() is None
+    assert await console.services.economics.hardware() is None
 
 
-async def test_a_viewer_reads_the_settings_and_billing_changes_money_alone(box: Box) -> None:
-    vera = await box.vera()
+async def test_a_viewer_reads_the_settings_and_billing_changes_money_alone(console: ConsoleApp) -> None:
+    vera = await console.vera()
     page = await vera.get("/settings")
     assert page.status_code == 200
     assert ">Save<" not in page.text
@@ -154,8 +156,8 @@ async def test_a_viewer_reads_the_settings_and_billing_changes_money_alone(box: 
     money = {"/settings/seller": SELLER, "/settings/economics": COSTS}
     for path, fields in (changes | money).items():
         assert (await vera.post(path, **fields)).status_code == 403
-    member = await box.services.members.get_by_email("vera@example.com")
-    await box.services.members.change(member.id, role="billing")
+    member = await console.services.members.get_by_email("vera@example.com")
+    await console.services.members.change(member.id, role="billing")
     for path, fields in (changes | money).items():
         assert (await vera.post(path, **fields)).status_code == (303 if path in money else 403)
 

@@ -10,45 +10,45 @@ from appliance.console.tenant_names import tenant_names, tenants_by_name
 from appliance.tenancy.access import WHOLE_APPLIANCE, Access
 from appliance.tenancy.pages import PAGE_ROWS_MAX
 from appliance.tenancy.roles import Role, TenantRole
-from tests.support.console_fixtures import Box
+from tests.support.console_fixtures import ConsoleApp
 from tests.support.factories import pending, posted
 
 LAST = "tn_zzz"
 
 
-async def crowd(box: Box) -> None:
+async def crowd(console: ConsoleApp) -> None:
     """Let there be one tenant more than a page of the list has, the last of them LAST."""
-    async with box.services.db.writing() as connection:
-        bob = (await connection.execute(select(tenants).where(tenants.c.id == box.cast.bob.tenant.id))).mappings().one()
+    async with console.services.db.writing() as connection:
+        bob = (await connection.execute(select(tenants).where(tenants.c.id == console.cast.bob.tenant.id))).mappings().one()
         there = len((await connection.execute(select(tenants.c.id))).all())
         ids = [f"tn_{number:04}" for number in range(PAGE_ROWS_MAX - there)] + [LAST]
         await connection.execute(insert(tenants), [{**bob, "id": one, "name": f"Team {one}"} for one in ids])
 
 
-async def test_the_tenant_behind_the_first_page_has_a_name_too(box: Box) -> None:
-    await crowd(box)
+async def test_the_tenant_behind_the_first_page_has_a_name_too(console: ConsoleApp) -> None:
+    await crowd(console)
 
-    found = await tenants_by_name(box.services, WHOLE_APPLIANCE)
+    found = await tenants_by_name(console.services, WHOLE_APPLIANCE)
 
     assert len(found) == PAGE_ROWS_MAX + 1
     assert [tenant.name.casefold() for tenant in found] == sorted(tenant.name.casefold() for tenant in found)
-    assert (await tenant_names(box.services, WHOLE_APPLIANCE))[LAST] == f"Team {LAST}"
+    assert (await tenant_names(console.services, WHOLE_APPLIANCE))[LAST] == f"Team {LAST}"
 
 
-async def test_somebody_of_one_tenant_is_told_of_no_other(box: Box) -> None:
-    bob = box.cast.bob.tenant
+async def test_somebody_of_one_tenant_is_told_of_no_other(console: ConsoleApp) -> None:
+    bob = console.cast.bob.tenant
     member = Access(role=Role.MEMBER, actor=SYSTEM, tenants={bob.id: TenantRole.VIEWER})
 
-    assert await tenant_names(box.services, member) == {bob.id: bob.name}
+    assert await tenant_names(console.services, member) == {bob.id: bob.name}
 
 
-async def test_it_can_be_chosen_and_is_named_where_it_is_shown(box: Box) -> None:
-    await crowd(box)
-    entry = pending(box.cast.bob, tenant_id=LAST)
-    await box.services.ledger.open(entry)
-    await box.services.ledger.settle(posted(entry.request_id))
+async def test_it_can_be_chosen_and_is_named_where_it_is_shown(console: ConsoleApp) -> None:
+    await crowd(console)
+    entry = pending(console.cast.bob, tenant_id=LAST)
+    await console.services.ledger.open(entry)
+    await console.services.ledger.settle(posted(entry.request_id))
 
-    browser = await box.alice()
+    browser = await console.alice()
 
     for path in ("/requests", "/usage?period=today", "/audit"):
         assert f'<option value="{LAST}">Team {LAST}</option>' in (await browser.get(path)).text, path

@@ -12,46 +12,46 @@ from appliance.console import tenants as tenant_pages
 from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import Limits, TenantChanges
-from tests.support.console_fixtures import Box
+from tests.support.console_fixtures import ConsoleApp
 
 NEW = {"name": "Acme", "tier": "standard", "weight": "2"}
 
 
-async def test_the_list_names_every_tenant_and_its_limits(box: Box) -> None:
+async def test_the_list_names_every_tenant_and_its_limits(console: ConsoleApp) -> None:
     limits = Limits(tokens_per_minute=60_000, monthly_budget=12_500_000)
-    await box.services.tenants.create("limited", TenantChanges(limits=limits), access=WHOLE_APPLIANCE)
+    await console.services.tenants.create("limited", TenantChanges(limits=limits), access=WHOLE_APPLIANCE)
 
-    page = (await (await box.alice()).get("/tenants")).text
+    page = (await (await console.alice()).get("/tenants")).text
 
     for text in ("bob", "charlie", "limited", "60,000", "12.50 EUR"):
         assert text in page
 
 
-async def test_names_are_escaped(box: Box) -> None:
-    await box.services.tenants.create(name="<script>alert(1)</script>", access=WHOLE_APPLIANCE)
+async def test_names_are_escaped(console: ConsoleApp) -> None:
+    await console.services.tenants.create(name="<script>alert(1)</script>", access=WHOLE_APPLIANCE)
 
-    page = (await (await box.alice()).get("/tenants")).text
+    page = (await (await console.alice()).get("/tenants")).text
 
     assert "<script>alert" not in page
 
 
-async def test_a_tenant_is_created_with_its_limits_and_the_next_page_says_so(box: Box) -> None:
-    alice = await box.alice()
+async def test_a_tenant_is_created_with_its_limits_and_the_next_page_says_so(console: ConsoleApp) -> None:
+    alice = await console.alice()
 
     answer = await alice.post(
         "/tenants", **NEW, tokens_per_minute="60 000", monthly_budget="12.5", allowed_models="demo, other"
     )
 
     assert answer.status_code == 303
-    created = await box.services.tenants.get(answer.headers["location"].rpartition("/")[2], access=WHOLE_APPLIANCE)
+    created = await console.services.tenants.get(answer.headers["location"].rpartition("/")[2], access=WHOLE_APPLIANCE)
     assert (created.name, created.weight, created.allowed_models) == ("Acme", 2, ("demo", "other"))
     assert created.limits == Limits(tokens_per_minute=60_000, monthly_budget=12_500_000)
     assert "Tenant created" in (await alice.get(answer.headers["location"])).text
     assert "Tenant created" not in (await alice.get(answer.headers["location"])).text
 
 
-async def test_htmx_is_moved_to_the_new_tenant(box: Box) -> None:
-    answer = await (await box.alice()).post_htmx("/tenants", **NEW)
+async def test_htmx_is_moved_to_the_new_tenant(console: ConsoleApp) -> None:
+    answer = await (await console.alice()).post_htmx("/tenants", **NEW)
 
     assert answer.status_code == 200
     assert answer.headers["hx-redirect"].startswith("/tenants/")
@@ -76,8 +76,10 @@ async def test_htmx_is_moved_to_the_new_tenant(box: Box) -> None:
         ("monthly_budget", "-1", "Enter an amount like"),
     ],
 )
-async def test_a_wrong_field_comes_back_with_a_sentence_beside_it(box: Box, field: str, value: str, sentence: str) -> None:
-    alice = await box.alice()
+async def test_a_wrong_field_comes_back_with_a_sentence_beside_it(
+    console: ConsoleApp, field: str, value: str, sentence: str
+) -> None:
+    alice = await console.alice()
     fields = {**NEW, field: value}
 
     page, fragment = await alice.post("/tenants", **fields), await alice.post_htmx("/tenants", **fields)
@@ -89,41 +91,46 @@ async def test_a_wrong_field_comes_back_with_a_sentence_beside_it(box: Box, fiel
     assert "<html" in page.text
     assert "<html" not in fragment.text
 
-    assert {tenant.name for tenant in (await box.services.tenants.list(10, access=WHOLE_APPLIANCE)).data} == {"bob", "charlie"}
+    assert {tenant.name for tenant in (await console.services.tenants.list(10, access=WHOLE_APPLIANCE)).data} == {
+        "bob",
+        "charlie",
+    }
 
 
 @pytest.mark.parametrize(
     ("fields", "opened"),
     [({"weight": "0"}, False), ({"weight": "0", "tokens_per_day": "5"}, True), ({"monthly_budget": "-1"}, True)],
 )
-async def test_limits_open_again_where_something_was_typed_in_them(box: Box, fields: dict[str, str], opened: bool) -> None:
+async def test_limits_open_again_where_something_was_typed_in_them(
+    console: ConsoleApp, fields: dict[str, str], opened: bool
+) -> None:
     given = {"name": "Acme", "tier": "standard", "weight": "1", **fields}
 
-    page = (await (await box.alice()).post_htmx("/tenants", **given)).text
+    page = (await (await console.alice()).post_htmx("/tenants", **given)).text
 
     assert ('<details class="more" open>' in page) == opened
 
 
-async def test_what_was_typed_is_not_lost(box: Box) -> None:
-    answer = await (await box.alice()).post("/tenants", **{**NEW, "tokens_per_minute": "many", "monthly_budget": "77.25"})
+async def test_what_was_typed_is_not_lost(console: ConsoleApp) -> None:
+    answer = await (await console.alice()).post("/tenants", **{**NEW, "tokens_per_minute": "many", "monthly_budget": "77.25"})
 
     assert 'value="Acme"' in answer.text
     assert 'value="many"' in answer.text
     assert 'value="77.25"' in answer.text
 
 
-async def test_limits_are_saved_and_an_empty_field_takes_a_limit_away(box: Box) -> None:
-    alice, tenant = await box.alice(), box.cast.bob.tenant
+async def test_limits_are_saved_and_an_empty_field_takes_a_limit_away(console: ConsoleApp) -> None:
+    alice, tenant = await console.alice(), console.cast.bob.tenant
     path = f"/tenants/{tenant.id}"
     fields = {"name": "bob", "tier": "interactive", "weight": "3"}
 
     await alice.post(path, **fields, requests_per_minute="600", concurrent_requests="4")
-    assert (await box.services.tenants.get(tenant.id, access=WHOLE_APPLIANCE)).limits == Limits(
+    assert (await console.services.tenants.get(tenant.id, access=WHOLE_APPLIANCE)).limits == Limits(
         requests_per_minute=600, concurrent_requests=4
     )
 
     answer = await alice.post(path, **fields, concurrent_requests="4")
-    saved = await box.services.tenants.get(tenant.id, access=WHOLE_APPLIANCE)
+    saved = await console.services.tenants.get(tenant.id, access=WHOLE_APPLIANCE)
     assert answer.headers["location"] == path
     assert (saved.tier, saved.weight, saved.limits) == ("interactive", 3, Limits(concurrent_requests=4))
 
@@ -139,41 +146,43 @@ async def test_limits_are_saved_and_an_empty_field_takes_a_limit_away(box: Box) 
     ],
 )
 async def test_models_are_what_the_field_says_and_one_that_was_not_touched_stays(
-    box: Box, stored: tuple[str, ...] | None, shown: str, typed: str, saved: tuple[str, ...] | None
+    console: ConsoleApp, stored: tuple[str, ...] | None, shown: str, typed: str, saved: tuple[str, ...] | None
 ) -> None:
-    alice, path = await box.alice(), f"/tenants/{box.cast.bob.tenant.id}"
-    await box.services.tenants.update(box.cast.bob.tenant.id, TenantChanges(allowed_models=stored), access=WHOLE_APPLIANCE)
+    alice, path = await console.alice(), f"/tenants/{console.cast.bob.tenant.id}"
+    await console.services.tenants.update(
+        console.cast.bob.tenant.id, TenantChanges(allowed_models=stored), access=WHOLE_APPLIANCE
+    )
     (value,) = re.findall(r'name="allowed_models" type="text" value="([^"]*)"', (await alice.get(path)).text)
 
     await alice.post(path, name="bob", tier="standard", weight="7", allowed_models=typed)
 
-    tenant = await box.services.tenants.get(box.cast.bob.tenant.id, access=WHOLE_APPLIANCE)
+    tenant = await console.services.tenants.get(console.cast.bob.tenant.id, access=WHOLE_APPLIANCE)
     assert (value, tenant.weight, tenant.allowed_models) == (shown, 7, saved)
 
 
-async def test_a_name_from_before_it_was_refused_stays_when_something_else_is_saved(box: Box) -> None:
-    bob, old = box.cast.bob.tenant.id, "b\u200bob"
-    async with box.services.db.writing() as connection:
+async def test_a_name_from_before_it_was_refused_stays_when_something_else_is_saved(console: ConsoleApp) -> None:
+    bob, old = console.cast.bob.tenant.id, "b\u200bob"
+    async with console.services.db.writing() as connection:
         await connection.execute(update(tenants).where(tenants.c.id == bob).values(name=old))
 
-    answer = await (await box.alice()).post(f"/tenants/{bob}", name=old, tier="standard", weight="7")
+    answer = await (await console.alice()).post(f"/tenants/{bob}", name=old, tier="standard", weight="7")
 
-    saved = await box.services.tenants.get(bob, access=WHOLE_APPLIANCE)
+    saved = await console.services.tenants.get(bob, access=WHOLE_APPLIANCE)
     assert (answer.status_code, saved.name, saved.weight) == (303, old, 7)
 
 
-async def test_a_name_that_is_taken_is_said_on_the_tenant_s_page(box: Box) -> None:
-    tenant = box.cast.bob.tenant
+async def test_a_name_that_is_taken_is_said_on_the_tenant_s_page(console: ConsoleApp) -> None:
+    tenant = console.cast.bob.tenant
 
-    answer = await (await box.alice()).post(f"/tenants/{tenant.id}", name="charlie", tier="standard", weight="1")
+    answer = await (await console.alice()).post(f"/tenants/{tenant.id}", name="charlie", tier="standard", weight="1")
 
     assert answer.status_code == 422
     assert "There is a tenant named &#39;charlie&#39; already." in answer.text
 
 
-async def test_the_page_shows_how_full_each_limit_is(box: Box) -> None:
-    bob = box.cast.bob
-    alice = await box.alice()
+async def test_the_page_shows_how_full_each_limit_is(console: ConsoleApp) -> None:
+    bob = console.cast.bob
+    alice = await console.alice()
     await alice.post(
         f"/tenants/{bob.tenant.id}",
         name="bob",
@@ -185,10 +194,10 @@ async def test_the_page_shows_how_full_each_limit_is(box: Box) -> None:
         tokens_per_day="5000",
         monthly_budget="1",
     )
-    principal = await box.services.keys.authenticate(bob.secret, "192.0.2.1")
+    principal = await console.services.keys.authenticate(bob.secret, "192.0.2.1")
     assert principal.tenant.limits.monthly_budget == 1_000_000
     asked = AdmissionRequest(principal=principal, model="demo", prompt_tokens=100, max_output_tokens=50, price=None)
-    await box.services.admission.admit(asked)
+    await console.services.admission.admit(asked)
 
     page = (await alice.get(f"/tenants/{bob.tenant.id}")).text
 
@@ -196,18 +205,18 @@ async def test_the_page_shows_how_full_each_limit_is(box: Box) -> None:
         assert text in page
 
 
-async def test_a_list_of_keys_that_is_cut_says_so(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
-    bob, alice = box.cast.bob.tenant, await box.alice()
+async def test_a_list_of_keys_that_is_cut_says_so(console: ConsoleApp, monkeypatch: pytest.MonkeyPatch) -> None:
+    bob, alice = console.cast.bob.tenant, await console.alice()
     for _ in range(2):
         assert "The first" not in (await alice.get(f"/tenants/{bob.id}")).text
         monkeypatch.setattr(tenant_pages, "KEYS_SHOWN_MAX", 1)
-    await box.services.keys.create(bob.id, name="one more", access=WHOLE_APPLIANCE)
+    await console.services.keys.create(bob.id, name="one more", access=WHOLE_APPLIANCE)
 
     assert 'The first 1 are shown; <a href="/keys">Keys</a> lists all.' in (await alice.get(f"/tenants/{bob.id}")).text
 
 
-async def test_the_page_of_a_tenant_leads_to_its_requests_usage_and_audit(box: Box) -> None:
-    bob, alice = box.cast.bob, await box.alice()
+async def test_the_page_of_a_tenant_leads_to_its_requests_usage_and_audit(console: ConsoleApp) -> None:
+    bob, alice = console.cast.bob, await console.alice()
 
     page = (await alice.get(f"/tenants/{bob.tenant.id}")).text
 
@@ -221,48 +230,48 @@ async def test_the_page_of_a_tenant_leads_to_its_requests_usage_and_audit(box: B
     assert f'href="/requests?q={bob.key.prefix}"' in (await alice.get(f"/keys/{bob.key.id}")).text
 
 
-async def test_suspending_refuses_the_tenant_s_keys_until_it_is_resumed(box: Box) -> None:
-    alice, tenant = await box.alice(), box.cast.bob.tenant
+async def test_suspending_refuses_the_tenant_s_keys_until_it_is_resumed(console: ConsoleApp) -> None:
+    alice, tenant = await console.alice(), console.cast.bob.tenant
 
     await alice.post(f"/tenants/{tenant.id}/suspend")
-    assert (await box.services.tenants.get(tenant.id, access=WHOLE_APPLIANCE)).suspended
+    assert (await console.services.tenants.get(tenant.id, access=WHOLE_APPLIANCE)).suspended
 
     page = (await alice.get(f"/tenants/{tenant.id}")).text
     assert "Resume" in page
     await alice.post(f"/tenants/{tenant.id}/resume")
-    assert not (await box.services.tenants.get(tenant.id, access=WHOLE_APPLIANCE)).suspended
+    assert not (await console.services.tenants.get(tenant.id, access=WHOLE_APPLIANCE)).suspended
 
 
-async def test_archiving_needs_the_name_to_be_typed(box: Box) -> None:
-    alice, tenant = await box.alice(), box.cast.bob.tenant
+async def test_archiving_needs_the_name_to_be_typed(console: ConsoleApp) -> None:
+    alice, tenant = await console.alice(), console.cast.bob.tenant
     path = f"/tenants/{tenant.id}/archive"
 
     refused = await alice.post(path, confirm="Bob")
     assert refused.status_code == 422
     assert "not the tenant" in refused.text
-    assert not (await box.services.tenants.get(tenant.id, access=WHOLE_APPLIANCE)).archived
+    assert not (await console.services.tenants.get(tenant.id, access=WHOLE_APPLIANCE)).archived
 
     done = await alice.post(path, confirm="bob")
     assert done.headers["location"] == "/tenants"
-    assert (await box.services.tenants.get(tenant.id, access=WHOLE_APPLIANCE)).archived
+    assert (await console.services.tenants.get(tenant.id, access=WHOLE_APPLIANCE)).archived
     assert f"/tenants/{tenant.id}" not in (await alice.get("/tenants")).text
     assert f"/tenants/{tenant.id}" in (await alice.get("/tenants?archived=yes")).text
 
 
-async def test_tenants_are_found_by_a_part_of_their_name(box: Box) -> None:
-    alice = await box.alice()
+async def test_tenants_are_found_by_a_part_of_their_name(console: ConsoleApp) -> None:
+    alice = await console.alice()
 
     found = (await alice.fragment("/tenants?q=BO")).text
 
-    assert f"/tenants/{box.cast.bob.tenant.id}" in found
-    assert f"/tenants/{box.cast.charlie.tenant.id}" not in found
+    assert f"/tenants/{console.cast.bob.tenant.id}" in found
+    assert f"/tenants/{console.cast.charlie.tenant.id}" not in found
     assert "<html" not in found
     assert "No tenant matches." in (await alice.get("/tenants?q=_")).text
 
 
-async def test_an_archived_tenant_has_no_form_and_takes_no_change(box: Box) -> None:
-    alice, tenant = await box.alice(), box.cast.bob.tenant
-    await box.services.tenants.archive(tenant.id, access=WHOLE_APPLIANCE)
+async def test_an_archived_tenant_has_no_form_and_takes_no_change(console: ConsoleApp) -> None:
+    alice, tenant = await console.alice(), console.cast.bob.tenant
+    await console.services.tenants.archive(tenant.id, access=WHOLE_APPLIANCE)
 
     assert ">Save<" not in (await alice.get(f"/tenants/{tenant.id}")).text
     answer = await alice.post(f"/tenants/{tenant.id}", name="back", tier="standard", weight="1")
@@ -271,8 +280,8 @@ async def test_an_archived_tenant_has_no_form_and_takes_no_change(box: Box) -> N
 
 
 @pytest.mark.parametrize("path", ["/tenants/tn_nobody", "/tenants/tn_nobody/archive", "/tenants/tn_nobody/keys/new"])
-async def test_a_tenant_that_does_not_exist_is_not_here(box: Box, path: str) -> None:
-    alice = await box.alice()
+async def test_a_tenant_that_does_not_exist_is_not_here(console: ConsoleApp, path: str) -> None:
+    alice = await console.alice()
 
     assert (await alice.get(path)).status_code == 404
     fragment = await alice.fragment(path)
@@ -281,18 +290,18 @@ async def test_a_tenant_that_does_not_exist_is_not_here(box: Box, path: str) -> 
     assert "<html" not in fragment.text
 
 
-async def test_the_form_of_a_new_tenant_is_a_page_and_a_fragment_for_the_dialog(box: Box) -> None:
-    alice = await box.alice()
+async def test_the_form_of_a_new_tenant_is_a_page_and_a_fragment_for_the_dialog(console: ConsoleApp) -> None:
+    alice = await console.alice()
 
     assert "<html" in (await alice.get("/tenants/new")).text
     assert "<html" not in (await alice.fragment("/tenants/new")).text
 
 
-async def test_a_cursor_of_another_list_is_refused_as_a_page(box: Box) -> None:
-    assert (await (await box.alice()).get("/tenants?cursor=bm9wZQ")).status_code == 400
+async def test_a_cursor_of_another_list_is_refused_as_a_page(console: ConsoleApp) -> None:
+    assert (await (await console.alice()).get("/tenants?cursor=bm9wZQ")).status_code == 400
 
 
-async def test_a_budget_says_that_it_needs_a_price(box: Box) -> None:
-    page = (await (await box.alice()).get("/tenants/new")).text
+async def test_a_budget_says_that_it_needs_a_price(console: ConsoleApp) -> None:
+    page = (await (await console.alice()).get("/tenants/new")).text
 
     assert "Counts only models that have a price" in page

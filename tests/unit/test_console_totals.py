@@ -19,7 +19,7 @@ from appliance.tenancy.access import WHOLE_APPLIANCE, Access
 from appliance.tenancy.principals import Limits, Principal, TenantChanges
 from appliance.tenancy.roles import Role, TenantRole
 from tests.support.clock import FakeClock
-from tests.support.console_fixtures import Box, open_box
+from tests.support.console_fixtures import ConsoleApp, open_console
 from tests.support.factories import pending, posted
 from tests.support.ledgers import num_running, poll_until
 
@@ -28,68 +28,70 @@ HALF_A_DAY_S = 11.5 * 3600
 
 
 @pytest.fixture
-async def late(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[tuple[Box, FakeClock]]:
-    """A box in Zurich on the last day of December, and its clock."""
+async def late(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[tuple[ConsoleApp, FakeClock]]:
+    """An appliance in Zurich on the last day of December, and its clock."""
     clock = FakeClock(LAST_OF_MONTH)
-    async with open_box(migrated_sqlite_file, tmp_path, clock, time_zone="Europe/Zurich") as box:
-        await box.services.prices.add(model="demo", currency="EUR", prompt=1_000_000, cached_prompt=0, completion=0)
-        yield box, clock
+    async with open_console(migrated_sqlite_file, tmp_path, clock, time_zone="Europe/Zurich") as console:
+        await console.services.prices.add(model="demo", currency="EUR", prompt=1_000_000, cached_prompt=0, completion=0)
+        yield console, clock
 
 
-async def use(box: Box, clock: FakeClock, tokens: int, currency: str | None = None) -> None:
-    price = await box.services.prices.current("demo", clock.now(), currency=currency)
-    entry = pending(box.cast.bob, request_id=new_id("req"), admitted_at=clock.now(), price=price)
-    await box.services.ledger.open(entry)
-    await box.services.ledger.settle(posted(entry.request_id, prompt=tokens, completion=0))
+async def use(console: ConsoleApp, clock: FakeClock, tokens: int, currency: str | None = None) -> None:
+    price = await console.services.prices.current("demo", clock.now(), currency=currency)
+    entry = pending(console.cast.bob, request_id=new_id("req"), admitted_at=clock.now(), price=price)
+    await console.services.ledger.open(entry)
+    await console.services.ledger.settle(posted(entry.request_id, prompt=tokens, completion=0))
 
 
 def asked(who: Principal, tokens: int = 1) -> AdmissionRequest:
     return AdmissionRequest(principal=who, model="demo", prompt_tokens=tokens, max_output_tokens=0, price=None)
 
 
-async def test_the_list_of_tenants_tells_what_each_cost_this_month(late: tuple[Box, FakeClock]) -> None:
-    box, clock = late
-    await use(box, clock, 5_000)
+async def test_the_list_of_tenants_tells_what_each_cost_this_month(late: tuple[ConsoleApp, FakeClock]) -> None:
+    console, clock = late
+    await use(console, clock, 5_000)
     clock.advance(HALF_A_DAY_S)
-    await use(box, clock, 2_500_000)
-    seen = Access(actor=SYSTEM, role=Role.MEMBER, tenants={box.cast.charlie.tenant.id: TenantRole.VIEWER})
-    ids = [box.cast.bob.tenant.id, box.cast.charlie.tenant.id]
+    await use(console, clock, 2_500_000)
+    seen = Access(actor=SYSTEM, role=Role.MEMBER, tenants={console.cast.charlie.tenant.id: TenantRole.VIEWER})
+    ids = [console.cast.bob.tenant.id, console.cast.charlie.tenant.id]
 
-    costs = await costs_this_month(box.services, ids, access=WHOLE_APPLIANCE)
-    page = (await (await box.alice()).get("/tenants")).text
+    costs = await costs_this_month(console.services, ids, access=WHOLE_APPLIANCE)
+    page = (await (await console.alice()).get("/tenants")).text
 
     assert {tenant: [(row.cost_picos, row.currency) for row in rows] for tenant, rows in costs.items()} == {
         ids[0]: [(2_500_000_000_000, "EUR")]
     }
-    assert await costs_this_month(box.services, ids, access=seen) == {}
+    assert await costs_this_month(console.services, ids, access=seen) == {}
     assert page.count('data-label="This month" class="num unfolds whole">2.50 EUR</td>') == 1
     assert page.count('data-label="This month" class="num unfolds whole">–</td>') == page.count('data-label="This month"') - 1
 
 
-async def test_the_day_and_the_month_begin_at_midnight_of_the_billing_zone(late: tuple[Box, FakeClock]) -> None:
-    box, clock = late
-    await use(box, clock, 1000)
+async def test_the_day_and_the_month_begin_at_midnight_of_the_billing_zone(late: tuple[ConsoleApp, FakeClock]) -> None:
+    console, clock = late
+    await use(console, clock, 1000)
     clock.advance(HALF_A_DAY_S)  # half past midnight of January 1 in Zurich
-    await use(box, clock, 7)
+    await use(console, clock, 7)
 
-    bob = box.cast.bob.tenant.id
+    bob = console.cast.bob.tenant.id
     for totals in (
-        await totals_today(box.services, access=WHOLE_APPLIANCE),
-        await totals_today(box.services, bob, access=WHOLE_APPLIANCE),
-        await totals_this_month(box.services, bob, access=WHOLE_APPLIANCE),
+        await totals_today(console.services, access=WHOLE_APPLIANCE),
+        await totals_today(console.services, bob, access=WHOLE_APPLIANCE),
+        await totals_this_month(console.services, bob, access=WHOLE_APPLIANCE),
     ):
         assert (totals.requests, totals.tokens, totals.cost_picos) == (1, 7, 7_000_000)
 
 
-async def test_a_tenants_page_begins_with_the_cost_in_the_currency_that_it_is_billed_in(late: tuple[Box, FakeClock]) -> None:
-    box, clock = late
-    await box.services.prices.add(model="demo", currency="CHF", prompt=2_000_000, cached_prompt=0, completion=0)
-    bob = box.cast.bob.tenant.id
-    await box.services.tenants.update(bob, TenantChanges(currency="CHF"), access=WHOLE_APPLIANCE)
-    alice = await box.alice()
+async def test_a_tenants_page_begins_with_the_cost_in_the_currency_that_it_is_billed_in(
+    late: tuple[ConsoleApp, FakeClock],
+) -> None:
+    console, clock = late
+    await console.services.prices.add(model="demo", currency="CHF", prompt=2_000_000, cached_prompt=0, completion=0)
+    bob = console.cast.bob.tenant.id
+    await console.services.tenants.update(bob, TenantChanges(currency="CHF"), access=WHOLE_APPLIANCE)
+    alice = await console.alice()
 
     before = (await alice.get(f"/tenants/{bob}")).text
-    await use(box, clock, 1_250_000, "CHF")
+    await use(console, clock, 1_250_000, "CHF")
     after = (await alice.get(f"/tenants/{bob}")).text
 
     for page, amount in ((before, "0.000000"), (after, "2.50")):
@@ -97,60 +99,60 @@ async def test_a_tenants_page_begins_with_the_cost_in_the_currency_that_it_is_bi
             assert f'<dt>Cost {period}, CHF</dt><dd class="money">{amount}</dd>' in page
 
 
-async def test_sums_are_of_what_the_reader_may_see(late: tuple[Box, FakeClock]) -> None:
-    box, clock = late
-    await use(box, clock, 7)
-    bob, charlie = box.cast.bob.tenant.id, box.cast.charlie.tenant.id
+async def test_sums_are_of_what_the_reader_may_see(late: tuple[ConsoleApp, FakeClock]) -> None:
+    console, clock = late
+    await use(console, clock, 7)
+    bob, charlie = console.cast.bob.tenant.id, console.cast.charlie.tenant.id
     stranger = Access(role=Role.MEMBER, actor=SYSTEM, tenants={charlie: TenantRole.MANAGER})
 
     for totals in (
-        await totals_today(box.services, access=stranger),
-        await totals_today(box.services, bob, access=stranger),
-        await totals_this_month(box.services, bob, access=stranger),
+        await totals_today(console.services, access=stranger),
+        await totals_today(console.services, bob, access=stranger),
+        await totals_this_month(console.services, bob, access=stranger),
     ):
         assert totals == Totals()
 
 
-async def test_levels_count_what_the_reader_may_see(late: tuple[Box, FakeClock]) -> None:
-    box, clock = late
-    await use(box, clock, 7)
-    bob, limits = box.cast.bob, Limits(tokens_per_day=100)
+async def test_levels_count_what_the_reader_may_see(late: tuple[ConsoleApp, FakeClock]) -> None:
+    console, clock = late
+    await use(console, clock, 7)
+    bob, limits = console.cast.bob, Limits(tokens_per_day=100)
     tenant, key = replace(bob.tenant, limits=limits), replace(bob.key, limits=limits)
-    stranger = Access(role=Role.MEMBER, actor=SYSTEM, tenants={box.cast.charlie.tenant.id: TenantRole.MANAGER})
+    stranger = Access(role=Role.MEMBER, actor=SYSTEM, tenants={console.cast.charlie.tenant.id: TenantRole.MANAGER})
 
     for access, text in ((WHOLE_APPLIANCE, "7 of 100"), (stranger, "0 of 100")):
         levels = [
-            await tenant_levels(box.services, tenant, access=access),
-            await key_levels(box.services, tenant, key, access=access),
+            await tenant_levels(console.services, tenant, access=access),
+            await key_levels(console.services, tenant, key, access=access),
         ]
         assert [level.text for found in levels for level in found] == [text, text]
 
 
 async def test_levels_are_of_the_limits_as_they_stand_whatever_the_last_request_met(
-    late: tuple[Box, FakeClock],
+    late: tuple[ConsoleApp, FakeClock],
 ) -> None:
-    box, _clock = late
+    console, _clock = late
     old, new = Limits(tokens_per_minute=100), Limits(tokens_per_minute=200, requests_per_minute=5, concurrent_requests=9)
-    bob = Principal(tenant=replace(box.cast.bob.tenant, limits=old), key=replace(box.cast.bob.key, limits=old))
-    held = await box.services.admission.admit(asked(bob, 30))
+    bob = Principal(tenant=replace(console.cast.bob.tenant, limits=old), key=replace(console.cast.bob.key, limits=old))
+    held = await console.services.admission.admit(asked(bob, 30))
     shown = [
-        await tenant_levels(box.services, replace(bob.tenant, limits=new), access=WHOLE_APPLIANCE),
-        await key_levels(box.services, bob.tenant, replace(bob.key, limits=new), access=WHOLE_APPLIANCE),
+        await tenant_levels(console.services, replace(bob.tenant, limits=new), access=WHOLE_APPLIANCE),
+        await key_levels(console.services, bob.tenant, replace(bob.key, limits=new), access=WHOLE_APPLIANCE),
     ]
     assert [[level.text for level in levels] for levels in shown] == [["30 of 200", "0 of 5", "1 of 9"]] * 2
     held.void()
 
 
-async def test_who_looks_at_levels_lets_nobody_in(late: tuple[Box, FakeClock]) -> None:
-    box, _clock = late
+async def test_who_looks_at_levels_lets_nobody_in(late: tuple[ConsoleApp, FakeClock]) -> None:
+    console, _clock = late
     limits = Limits(concurrent_requests=1)
-    bob = Principal(tenant=replace(box.cast.bob.tenant, limits=limits), key=replace(box.cast.bob.key, limits=limits))
-    admission = box.services.admission
+    bob = Principal(tenant=replace(console.cast.bob.tenant, limits=limits), key=replace(console.cast.bob.key, limits=limits))
+    admission = console.services.admission
     first = await admission.admit(asked(bob))
     waiting = [asyncio.create_task(admission.admit(asked(bob), 60.0)) for _ in range(5)]
     await poll_until(lambda: len(admission.waiting) == 5)
-    await tenant_levels(box.services, bob.tenant, access=WHOLE_APPLIANCE)
-    await key_levels(box.services, bob.tenant, bob.key, access=WHOLE_APPLIANCE)
+    await tenant_levels(console.services, bob.tenant, access=WHOLE_APPLIANCE)
+    await key_levels(console.services, bob.tenant, bob.key, access=WHOLE_APPLIANCE)
     first.settle(1)
     await poll_until(waiting[0].done)
     assert (len(admission.waiting), num_running(admission, bob.tenant.id), num_running(admission, bob.key.id)) == (4, 1, 1)
@@ -159,9 +161,9 @@ async def test_who_looks_at_levels_lets_nobody_in(late: tuple[Box, FakeClock]) -
     await asyncio.wait(waiting)
 
 
-async def test_an_exact_time_stands_in_utc_and_in_the_billing_zone(late: tuple[Box, FakeClock]) -> None:
-    box, clock = late
+async def test_an_exact_time_stands_in_utc_and_in_the_billing_zone(late: tuple[ConsoleApp, FakeClock]) -> None:
+    console, clock = late
     clock.advance(HALF_A_DAY_S)
-    key, _ = await box.services.keys.create(box.cast.bob.tenant.id, name="new year", access=WHOLE_APPLIANCE)
-    page = (await (await box.alice()).get(f"/keys/{key.id}")).text.replace("\N{NO-BREAK SPACE}", " ")
+    key, _ = await console.services.keys.create(console.cast.bob.tenant.id, name="new year", access=WHOLE_APPLIANCE)
+    page = (await (await console.alice()).get(f"/keys/{key.id}")).text.replace("\N{NO-BREAK SPACE}", " ")
     assert "2026-12-31 23:30:00 UTC (2027-01-01 00:30:00 Europe/Zurich)" in page

@@ -19,12 +19,12 @@ from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import TenantChanges
 from tests.support.cast import Person
 from tests.support.clock import START, FakeClock
-from tests.support.console_fixtures import Box, open_box
+from tests.support.console_fixtures import ConsoleApp, open_console
 from tests.support.factories import pending, posted
 
 
 async def use(
-    box: Box,
+    console: ConsoleApp,
     person: Person,
     *,
     days_ago: float = 0,
@@ -32,45 +32,45 @@ async def use(
     completion: int = 100,
     currency: str | None = None,
 ) -> None:
-    price = await box.services.prices.current(model, START, currency=currency)
+    price = await console.services.prices.current(model, START, currency=currency)
     entry = pending(person, request_id=new_id("req"), admitted_at=START - timedelta(days=days_ago), model=model, price=price)
-    await box.services.ledger.open(entry)
-    await box.services.ledger.settle(posted(entry.request_id, prompt=50, cached=20, completion=completion))
+    await console.services.ledger.open(entry)
+    await console.services.ledger.settle(posted(entry.request_id, prompt=50, cached=20, completion=completion))
 
 
-async def priced(box: Box) -> None:
-    await box.services.prices.add(
+async def priced(console: ConsoleApp) -> None:
+    await console.services.prices.add(
         model="demo", currency="EUR", prompt=1_000_000, cached_prompt=0, completion=2_000_000, effective_from=START
     )
 
 
-async def test_the_page_adds_up_the_period_and_names_every_tenant(box: Box) -> None:
-    await priced(box)
-    await use(box, box.cast.bob)
-    await use(box, box.cast.bob, days_ago=3)
-    await use(box, box.cast.charlie, completion=1000)
-    await use(box, box.cast.charlie, days_ago=40, completion=9000)
+async def test_the_page_adds_up_the_period_and_names_every_tenant(console: ConsoleApp) -> None:
+    await priced(console)
+    await use(console, console.cast.bob)
+    await use(console, console.cast.bob, days_ago=3)
+    await use(console, console.cast.charlie, completion=1000)
+    await use(console, console.cast.charlie, days_ago=40, completion=9000)
 
-    page = (await (await box.alice()).get("/usage")).text
+    page = (await (await console.alice()).get("/usage")).text
 
     assert "<dd>3</dd>" in page  # requests; the one of forty days ago is outside
     assert "<dd>1,200</dd>" in page
     assert "40 %" in page  # 60 of 150 prompt tokens were cached
-    for person in (box.cast.bob, box.cast.charlie):
+    for person in (console.cast.bob, console.cast.charlie):
         assert f'href="/tenants/{person.tenant.id}" title="{person.tenant.name}"' in page
     assert page.index('title="charlie"') < page.index('title="bob"')  # the dearest first
 
 
-async def test_a_period_without_usage_says_so(box: Box) -> None:
-    page = (await (await box.alice()).get("/usage?period=last-month")).text
+async def test_a_period_without_usage_says_so(console: ConsoleApp) -> None:
+    page = (await (await console.alice()).get("/usage?period=last-month")).text
     assert "No usage in this period." in page
 
 
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("measure", MEASURES)
-async def test_every_choice_has_a_page_and_a_fragment(box: Box, group: str, measure: str) -> None:
-    await use(box, box.cast.bob)
-    alice = await box.alice()
+async def test_every_choice_has_a_page_and_a_fragment(console: ConsoleApp, group: str, measure: str) -> None:
+    await use(console, console.cast.bob)
+    alice = await console.alice()
     for period in PERIODS:
         address = f"/usage?period={period}&group={group}&measure={measure}"
         whole, part = await alice.get(address), await alice.fragment(address)
@@ -80,30 +80,30 @@ async def test_every_choice_has_a_page_and_a_fragment(box: Box, group: str, meas
         assert part.text.strip() in whole.text
 
 
-async def test_shares_are_of_all_that_was_used_and_the_bars_say_how_high_they_are(box: Box) -> None:
-    for person in (box.cast.bob, box.cast.bob, box.cast.bob, box.cast.charlie):
-        await use(box, person)
+async def test_shares_are_of_all_that_was_used_and_the_bars_say_how_high_they_are(console: ConsoleApp) -> None:
+    for person in (console.cast.bob, console.cast.bob, console.cast.bob, console.cast.charlie):
+        await use(console, person)
 
-    page = (await (await box.alice()).fragment("/usage?measure=requests")).text
+    page = (await (await console.alice()).fragment("/usage?measure=requests")).text
 
     assert re.findall(r'of-all muted">([^<]+)<', page) == ["75 %", "25 %"]
     assert '<span class="muted">peak 4</span>' in page
 
 
-async def in_francs(box: Box) -> None:
+async def in_francs(console: ConsoleApp) -> None:
     """Let Charlie use the model in francs, and Bob in the appliance's currency."""
     for currency in ("EUR", "CHF"):
-        await box.services.prices.add(
+        await console.services.prices.add(
             model="demo", currency=currency, prompt=0, cached_prompt=0, completion=2_000_000, effective_from=START
         )
-    await box.services.tenants.update(box.cast.charlie.tenant.id, TenantChanges(currency="CHF"), access=WHOLE_APPLIANCE)
-    await use(box, box.cast.bob)
-    await use(box, box.cast.charlie, completion=1_000_000, currency="CHF")
+    await console.services.tenants.update(console.cast.charlie.tenant.id, TenantChanges(currency="CHF"), access=WHOLE_APPLIANCE)
+    await use(console, console.cast.bob)
+    await use(console, console.cast.charlie, completion=1_000_000, currency="CHF")
 
 
-async def test_a_cost_in_another_currency_has_no_share_and_the_page_says_which_currency_is_drawn(box: Box) -> None:
-    await in_francs(box)
-    part = (await (await box.alice()).fragment("/usage?measure=cost")).text
+async def test_a_cost_in_another_currency_has_no_share_and_the_page_says_which_currency_is_drawn(console: ConsoleApp) -> None:
+    await in_francs(console)
+    part = (await (await console.alice()).fragment("/usage?measure=cost")).text
 
     assert re.findall(r'of-all muted">([^<]+)<', part) == ["100 %", "–"]  # Bob's in euros first, however many francs there are
     assert part.index('title="bob"') < part.index('title="charlie"')
@@ -111,9 +111,9 @@ async def test_a_cost_in_another_currency_has_no_share_and_the_page_says_which_c
     assert "Bars and shares are of costs in EUR, without those in CHF." in part
 
 
-async def test_the_costs_of_a_tenant_in_another_currency_are_drawn_in_it(box: Box) -> None:
-    await in_francs(box)
-    part = (await (await box.alice()).fragment(f"/usage?measure=cost&tenant={box.cast.charlie.tenant.id}")).text
+async def test_the_costs_of_a_tenant_in_another_currency_are_drawn_in_it(console: ConsoleApp) -> None:
+    await in_francs(console)
+    part = (await (await console.alice()).fragment(f"/usage?measure=cost&tenant={console.cast.charlie.tenant.id}")).text
 
     assert re.findall(r'of-all muted">([^<]+)<', part) == ["100 %"]
     assert '<dt>Cost, CHF</dt><dd class="money">2.00</dd>' in part
@@ -121,22 +121,22 @@ async def test_the_costs_of_a_tenant_in_another_currency_are_drawn_in_it(box: Bo
     assert "EUR" not in part
 
 
-async def test_nothing_has_been_used_in_the_currency_in_which_all_are_billed(box: Box) -> None:
-    assert "<dt>Cost, EUR</dt>" in (await (await box.alice()).get("/usage")).text
-    member = await box.services.members.create("manager@example.com", "the manager's long password", "member")
-    await box.services.memberships.add(box.cast.charlie.tenant.id, member.id, "manager", access=WHOLE_APPLIANCE)
-    await box.services.tenants.update(box.cast.charlie.tenant.id, TenantChanges(currency="CHF"), access=WHOLE_APPLIANCE)
-    manager = await box.visitor().sign_in("manager@example.com", "the manager's long password")
+async def test_nothing_has_been_used_in_the_currency_in_which_all_are_billed(console: ConsoleApp) -> None:
+    assert "<dt>Cost, EUR</dt>" in (await (await console.alice()).get("/usage")).text
+    member = await console.services.members.create("manager@example.com", "the manager's long password", "member")
+    await console.services.memberships.add(console.cast.charlie.tenant.id, member.id, "manager", access=WHOLE_APPLIANCE)
+    await console.services.tenants.update(console.cast.charlie.tenant.id, TenantChanges(currency="CHF"), access=WHOLE_APPLIANCE)
+    manager = await console.visitor().sign_in("manager@example.com", "the manager's long password")
     assert "<dt>Cost, CHF</dt>" in (await manager.get("/usage")).text
-    assert "<dt>Cost, EUR</dt>" in (await (await box.alice()).get("/usage")).text
+    assert "<dt>Cost, EUR</dt>" in (await (await console.alice()).get("/usage")).text
 
 
-async def test_the_rows_begin_with_the_largest_in_what_is_shown(box: Box) -> None:
-    await priced(box)
-    await use(box, box.cast.bob, completion=500)
+async def test_the_rows_begin_with_the_largest_in_what_is_shown(console: ConsoleApp) -> None:
+    await priced(console)
+    await use(console, console.cast.bob, completion=500)
     for _ in range(3):
-        await use(box, box.cast.charlie, completion=1)
-    alice = await box.alice()
+        await use(console, console.cast.charlie, completion=1)
+    alice = await console.alice()
 
     first = {}
     for measure in MEASURES:
@@ -146,49 +146,51 @@ async def test_the_rows_begin_with_the_largest_in_what_is_shown(box: Box) -> Non
     assert first == {"tokens": "bob", "cost": "bob", "requests": "charlie"}
 
 
-async def test_wrong_choices_are_as_if_they_were_not_there(box: Box) -> None:
-    await use(box, box.cast.bob)
-    alice = await box.alice()
+async def test_wrong_choices_are_as_if_they_were_not_there(console: ConsoleApp) -> None:
+    await use(console, console.cast.bob)
+    alice = await console.alice()
     plain = await alice.fragment("/usage")
     odd = await alice.fragment("/usage?period=century&group=planet&measure=love")
     assert plain.text == odd.text
 
 
-async def test_the_file_has_the_exact_numbers_and_no_formula(box: Box) -> None:
-    await priced(box)
-    await use(box, box.cast.bob)
-    await box.services.tenants.update(box.cast.bob.tenant.id, TenantChanges(name="=HYPERLINK(1)"), access=WHOLE_APPLIANCE)
-    answer = await (await box.alice()).get("/usage.csv?group=tenant&period=today")
+async def test_the_file_has_the_exact_numbers_and_no_formula(console: ConsoleApp) -> None:
+    await priced(console)
+    await use(console, console.cast.bob)
+    await console.services.tenants.update(
+        console.cast.bob.tenant.id, TenantChanges(name="=HYPERLINK(1)"), access=WHOLE_APPLIANCE
+    )
+    answer = await (await console.alice()).get("/usage.csv?group=tenant&period=today")
     rows = list(csv.DictReader(io.StringIO(answer.text)))
     assert answer.headers["content-type"].startswith("text/csv")
     assert [row["name"] for row in rows] == ["'=HYPERLINK(1)"]
-    assert rows[0]["tenant"] == box.cast.bob.tenant.id
+    assert rows[0]["tenant"] == console.cast.bob.tenant.id
     assert int(rows[0]["cost_picos"]) == 30 * 1_000_000 + 100 * 2_000_000
     assert (rows[0]["prompt_tokens"], rows[0]["cached_tokens"], rows[0]["currency"]) == ("50", "20", "EUR")
 
 
-async def test_a_model_is_no_formula_either(box: Box) -> None:
-    await use(box, box.cast.bob, model="=HYPERLINK(1)")
-    (row,) = csv.DictReader(io.StringIO((await (await box.alice()).get("/usage.csv?group=model")).text))
+async def test_a_model_is_no_formula_either(console: ConsoleApp) -> None:
+    await use(console, console.cast.bob, model="=HYPERLINK(1)")
+    (row,) = csv.DictReader(io.StringIO((await (await console.alice()).get("/usage.csv?group=model")).text))
     assert (row["model"], row["name"]) == ("'=HYPERLINK(1)", "'=HYPERLINK(1)")
 
 
-async def test_a_file_that_would_be_cut_is_refused(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
-    alice = await box.alice()
-    for person in (box.cast.bob, box.cast.charlie):
-        await use(box, person)
+async def test_a_file_that_would_be_cut_is_refused(console: ConsoleApp, monkeypatch: pytest.MonkeyPatch) -> None:
+    alice = await console.alice()
+    for person in (console.cast.bob, console.cast.charlie):
+        await use(console, person)
     monkeypatch.setattr("appliance.console.usage.CSV_ROWS_MAX", 1)
 
-    refused, whole = [await alice.get(f"/usage.csv?tenant={tenant}") for tenant in ("", box.cast.bob.tenant.id)]
+    refused, whole = [await alice.get(f"/usage.csv?tenant={tenant}") for tenant in ("", console.cast.bob.tenant.id)]
 
     assert (refused.status_code, "more than 1 rows" in refused.text) == (400, True)
     assert len(list(csv.DictReader(io.StringIO(whole.text)))) == 1
 
 
-async def test_keys_are_shown_by_name_with_their_prefix_and_tenant(box: Box) -> None:
-    await use(box, box.cast.bob)
-    bob, alice = box.cast.bob, await box.alice()
-    await box.services.keys.revoke(bob.key.id, access=WHOLE_APPLIANCE)
+async def test_keys_are_shown_by_name_with_their_prefix_and_tenant(console: ConsoleApp) -> None:
+    await use(console, console.cast.bob)
+    bob, alice = console.cast.bob, await console.alice()
+    await console.services.keys.revoke(bob.key.id, access=WHOLE_APPLIANCE)
     part = html.unescape((await alice.fragment("/usage?group=key")).text)
     assert f'href="/keys/{bob.key.id}" title="{bob.key.name}">{bob.key.name}</a>' in part
     assert f"{bob.key.prefix}… of {bob.tenant.name}" in part
@@ -196,10 +198,10 @@ async def test_keys_are_shown_by_name_with_their_prefix_and_tenant(box: Box) -> 
     assert (row["key"], row["name"]) == (bob.key.id, bob.key.name)
 
 
-async def test_a_tenant_narrows_all_of_the_page(box: Box) -> None:
-    await use(box, box.cast.bob)
-    await use(box, box.cast.charlie)
-    part = (await (await box.alice()).fragment(f"/usage?tenant={box.cast.bob.tenant.id}")).text
+async def test_a_tenant_narrows_all_of_the_page(console: ConsoleApp) -> None:
+    await use(console, console.cast.bob)
+    await use(console, console.cast.charlie)
+    part = (await (await console.alice()).fragment(f"/usage?tenant={console.cast.bob.tenant.id}")).text
     assert "<dd>1</dd>" in part
     assert 'title="charlie"' not in part
 
@@ -213,10 +215,10 @@ def test_a_day_of_the_billing_zone_has_the_hours_that_its_clocks_show() -> None:
 
 
 async def test_the_hours_of_a_zone_half_an_hour_off_have_their_bars(migrated_sqlite_file: Path, tmp_path: Path) -> None:
-    async with open_box(migrated_sqlite_file, tmp_path, FakeClock(), time_zone="Asia/Kolkata") as box:
-        await use(box, box.cast.bob)  # at 17:30 there
-        await use(box, box.cast.bob, days_ago=17.25 / 24)  # at 00:15: its hour of UTC began the day before
-        part = (await (await box.alice()).fragment("/usage?period=today&measure=requests")).text
+    async with open_console(migrated_sqlite_file, tmp_path, FakeClock(), time_zone="Asia/Kolkata") as console:
+        await use(console, console.cast.bob)  # at 17:30 there
+        await use(console, console.cast.bob, days_ago=17.25 / 24)  # at 00:15: its hour of UTC began the day before
+        part = (await (await console.alice()).fragment("/usage?period=today&measure=requests")).text
     bars = dict(re.findall(r"<title>(\d\d:\d\d): (\d+)</title>", part))
     assert {label: value for label, value in bars.items() if value != "0"} == {"00:00": "1", "17:30": "1"}
     assert list(bars)[:2] == ["00:00", "00:30"]

@@ -97,7 +97,7 @@ class FakeCompiler:
             future.set_result(GRAMMAR)
 
 
-class Box:
+class Harness:
     """An engine with a clock, a compiler and masks that the test turns."""
 
     def __init__(self, **limits: Any) -> None:
@@ -122,66 +122,66 @@ def guided(request_id: str, **sampling: Any) -> GenerationRequest:
 
 
 def test_each_answer_has_its_index_its_seed_and_one_end() -> None:
-    box = Box()
-    events = box.run(generation_request("a", [1, 2, 3, 4, 5, 6], seed=5, max_tokens=2, n=3))
+    harness = Harness()
+    events = harness.run(generation_request("a", [1, 2, 3, 4, 5, 6], seed=5, max_tokens=2, n=3))
     for index in range(3):
         mine = answer(events, index)
         assert tokens(mine) == [seed_of_answer(5, index) % 8] * 2
         assert [event.finish_reason for event in mine if event.finish_reason] == [FinishReason.LENGTH]
-    assert box.runner.copies == 2, "the half-full block of the prompt is copied for each answer but the first"
-    assert box.engine.status().prompt_tokens_total == 6
+    assert harness.runner.copies == 2, "the half-full block of the prompt is copied for each answer but the first"
+    assert harness.engine.status().prompt_tokens_total == 6
 
 
 def test_best_of_makes_as_many_answers_as_are_ranked() -> None:
-    events = Box().run(generation_request("a", [1], n=2, best_of=4, max_tokens=1))
+    events = Harness().run(generation_request("a", [1], n=2, best_of=4, max_tokens=1))
     assert {event.index for event in events} == {0, 1, 2, 3}
 
 
 def test_one_answer_can_be_ended_without_the_others_and_all_of_them_together() -> None:
-    box = Box()
-    box.engine.submit(generation_request("a", [1, 2], n=3, max_tokens=9))
+    harness = Harness()
+    harness.engine.submit(generation_request("a", [1, 2], n=3, max_tokens=9))
     for _ in range(3):
-        box.engine.step()
-    (ended,) = box.engine.abort_answer("a", 1)
+        harness.engine.step()
+    (ended,) = harness.engine.abort_answer("a", 1)
     assert (ended.index, ended.finish_reason) == (1, FinishReason.ABORTED)
-    assert box.engine.abort_answer("a", 1) == []
-    box.engine.check_invariants()
-    assert [event.index for event in box.engine.abort("a")] == [0, 2]
-    assert not box.engine.has_requests
-    assert box.engine.status().kv_blocks_used == 0
+    assert harness.engine.abort_answer("a", 1) == []
+    harness.engine.check_invariants()
+    assert [event.index for event in harness.engine.abort("a")] == [0, 2]
+    assert not harness.engine.has_requests
+    assert harness.engine.status().kv_blocks_used == 0
 
 
 def test_a_refused_request_ends_each_of_its_answers() -> None:
-    events = Box().engine.submit(generation_request("a", [], n=3))
+    events = Harness().engine.submit(generation_request("a", [], n=3))
     assert [(event.index, event.finish_reason, event.error_param) for event in events] == [
         (index, FinishReason.ERROR, "prompt_token_ids") for index in range(3)
     ]
 
 
 def test_requests_wait_for_their_grammar_beside_the_others() -> None:
-    box = Box()
-    box.engine.submit(guided("guided", n=2))
-    events = box.engine.submit(generation_request("plain", [1], max_tokens=2))
+    harness = Harness()
+    harness.engine.submit(guided("guided", n=2))
+    events = harness.engine.submit(generation_request("plain", [1], max_tokens=2))
     for _ in range(3):
-        events += box.engine.step()
-        box.engine.check_invariants()
+        events += harness.engine.step()
+        harness.engine.check_invariants()
     assert len(tokens(events)) == 2, "the plain request was served"
-    assert box.engine.status().num_waiting == 2
-    progress = box.engine.status(with_requests=True).requests or []
+    assert harness.engine.status().num_waiting == 2
+    progress = harness.engine.status(with_requests=True).requests or []
     assert [(row.request_id, row.index, row.state, row.queue_position) for row in progress] == [
         ("guided", 0, "queued", 0), ("guided", 1, "queued", 0),
     ]  # fmt: skip
-    box.compiler.finish()
-    events = box.run()
+    harness.compiler.finish()
+    events = harness.run()
     assert len(tokens(answer(events, 0, "guided"))) == len(tokens(answer(events, 1, "guided"))) == 3
-    assert [len(said) for said in box.masks.said.values()] == [3, 3], "each answer follows the grammar by itself"
+    assert [len(said) for said in harness.masks.said.values()] == [3, 3], "each answer follows the grammar by itself"
 
 
 def test_equal_grammars_are_compiled_once() -> None:
-    box = Box()
+    harness = Harness()
     for name in "abc":
-        box.engine.submit(guided(name))
-    assert len(box.compiler.asked) == 1
+        harness.engine.submit(guided(name))
+    assert len(harness.compiler.asked) == 1
 
 
 @pytest.mark.parametrize("why", [GrammarError("guided_regex", "unclosed"), EngineOverloaded("full"), RuntimeError("a bug")])
@@ -200,34 +200,34 @@ def test_a_refusal_that_is_kept_keeps_nobody_who_was_told_of_it(why: Exception) 
 
 
 def test_a_grammar_that_is_refused_ends_every_answer_and_names_the_field() -> None:
-    box = Box()
-    box.engine.submit(guided("a", n=2))
-    next(iter(box.compiler.asked.values())).set_exception(GrammarError("guided_regex", "it explodes"))
-    events = box.run()
+    harness = Harness()
+    harness.engine.submit(guided("a", n=2))
+    next(iter(harness.compiler.asked.values())).set_exception(GrammarError("guided_regex", "it explodes"))
+    events = harness.run()
     assert [(e.index, e.finish_reason, e.error, e.error_param) for e in events] == [
         (index, FinishReason.ERROR, "it explodes", "guided_regex") for index in range(2)
     ]
-    assert not box.engine.has_requests
+    assert not harness.engine.has_requests
 
 
 def test_a_grammar_that_finds_no_room_to_wait_is_the_fault_of_no_field() -> None:
-    box = Box()
-    assert box.engine.submit(guided("a", n=2)) == []
-    for future in box.compiler.asked.values():
+    harness = Harness()
+    assert harness.engine.submit(guided("a", n=2)) == []
+    for future in harness.compiler.asked.values():
         future.set_exception(EngineOverloaded("512 grammars are already waiting"))
-    events = box.run()
+    events = harness.run()
     assert [(event.finish_reason, event.error, event.error_param) for event in events] == [
         (FinishReason.OVERLOADED, "512 grammars are already waiting", None)
     ] * 2
-    assert not box.engine.has_requests
+    assert not harness.engine.has_requests
 
 
 def test_a_grammar_whose_compile_fails_in_the_engine_ends_its_answers_and_is_the_fault_of_no_field() -> None:
-    box = Box()
-    box.engine.submit(guided("a", n=2))
-    box.engine.submit(generation_request("b", [1], max_tokens=2))
-    box.compiler.asked[GrammarSpec("regex", "[0-9]+")].set_exception(OSError("no room for another process"))
-    events = box.run()
+    harness = Harness()
+    harness.engine.submit(guided("a", n=2))
+    harness.engine.submit(generation_request("b", [1], max_tokens=2))
+    harness.compiler.asked[GrammarSpec("regex", "[0-9]+")].set_exception(OSError("no room for another process"))
+    events = harness.run()
     for index in range(2):
         (end,) = answer(events, index)
         assert (end.finish_reason, end.error_param) == (FinishReason.ERROR, None)
@@ -236,49 +236,49 @@ def test_a_grammar_whose_compile_fails_in_the_engine_ends_its_answers_and_is_the
 
 
 def test_a_parked_request_can_be_aborted_in_part_and_whole() -> None:
-    box = Box()
-    box.engine.submit(guided("a", n=3))
-    assert [event.index for event in box.engine.abort_answer("a", 0)] == [0]
-    box.engine.check_invariants()
-    assert [event.index for event in box.engine.abort("a")] == [1, 2]
-    box.compiler.finish()
-    assert box.engine.step() == []
-    assert not box.engine.has_requests
+    harness = Harness()
+    harness.engine.submit(guided("a", n=3))
+    assert [event.index for event in harness.engine.abort_answer("a", 0)] == [0]
+    harness.engine.check_invariants()
+    assert [event.index for event in harness.engine.abort("a")] == [1, 2]
+    harness.compiler.finish()
+    assert harness.engine.step() == []
+    assert not harness.engine.has_requests
 
 
 def test_the_first_of_the_answers_left_computes_the_prompt() -> None:
-    box = Box()
-    box.engine.submit(guided("a", n=3))
-    box.engine.abort_answer("a", 0)
-    box.compiler.finish()
-    events = box.run()
+    harness = Harness()
+    harness.engine.submit(guided("a", n=3))
+    harness.engine.abort_answer("a", 0)
+    harness.compiler.finish()
+    events = harness.run()
     assert [len(tokens(answer(events, index))) for index in range(3)] == [0, 3, 3]
 
 
 def test_an_answer_whose_grammar_loses_the_thread_ends_alone() -> None:
-    box = Box()
-    box.masks.refused = seed_of_answer(1, 1) % 8
-    assert box.masks.refused != 1
-    box.compiler.asked.clear()
-    box.engine.submit(guided("a", n=2, seed=1))
-    box.compiler.finish()
-    events = box.run()
+    harness = Harness()
+    harness.masks.refused = seed_of_answer(1, 1) % 8
+    assert harness.masks.refused != 1
+    harness.compiler.asked.clear()
+    harness.engine.submit(guided("a", n=2, seed=1))
+    harness.compiler.finish()
+    events = harness.run()
     assert tokens(answer(events, 0)) == [1, 1, 1]
     assert [(e.finish_reason, e.error_param) for e in answer(events, 1)] == [(FinishReason.ERROR, "guided_regex")]
 
 
 def test_a_guided_answer_ends_with_the_end_of_the_model_even_where_that_is_ignored() -> None:
-    box = Box()
-    box.runner.say = EOS
-    box.engine.submit(guided("a", ignore_eos=True, max_tokens=9))
-    box.compiler.finish()
-    assert tokens(box.run()) == [EOS]
+    harness = Harness()
+    harness.runner.say = EOS
+    harness.engine.submit(guided("a", ignore_eos=True, max_tokens=9))
+    harness.compiler.finish()
+    assert tokens(harness.run()) == [EOS]
 
 
 def test_a_request_that_waits_beyond_its_deadline_ends_unserved() -> None:
-    box = Box(max_num_seqs=1)
-    box.engine.submit(generation_request("first", [1], max_tokens=9))
-    box.engine.step()
+    harness = Harness(max_num_seqs=1)
+    harness.engine.submit(generation_request("first", [1], max_tokens=9))
+    harness.engine.step()
     late = GenerationRequest(
         request_id="late",
         tenant_id="bob",
@@ -286,27 +286,27 @@ def test_a_request_that_waits_beyond_its_deadline_ends_unserved() -> None:
         sampling=generation_request("x", [1]).sampling,
         queue_deadline_s=2.0,
     )
-    box.engine.submit(late)
-    assert all(event.request_id == "first" for event in box.engine.step())
-    box.clock.advance(2.5)
-    ended = [event for event in box.engine.step() if event.request_id == "late"]
+    harness.engine.submit(late)
+    assert all(event.request_id == "first" for event in harness.engine.step())
+    harness.clock.advance(2.5)
+    ended = [event for event in harness.engine.step() if event.request_id == "late"]
     assert [(event.finish_reason, event.num_output_tokens) for event in ended] == [(FinishReason.DEADLINE, 0)]
-    assert len(tokens([event for event in box.run() if event.request_id == "first"])) > 0
+    assert len(tokens([event for event in harness.run() if event.request_id == "first"])) > 0
 
 
 def test_a_request_that_waits_for_its_grammar_beyond_its_deadline_ends_unserved() -> None:
-    box = Box()
-    box.engine.submit(replace(guided("a", n=2), queue_deadline_s=2.0))
-    box.clock.advance(1.5)
-    assert not box.engine.step()
-    box.clock.advance(1.0)
-    assert [(event.index, event.finish_reason) for event in box.engine.step()] == [
+    harness = Harness()
+    harness.engine.submit(replace(guided("a", n=2), queue_deadline_s=2.0))
+    harness.clock.advance(1.5)
+    assert not harness.engine.step()
+    harness.clock.advance(1.0)
+    assert [(event.index, event.finish_reason) for event in harness.engine.step()] == [
         (0, FinishReason.DEADLINE),
         (1, FinishReason.DEADLINE),
     ]
-    assert not box.engine.has_requests
-    box.compiler.finish()
-    box.engine.check_invariants()
+    assert not harness.engine.has_requests
+    harness.compiler.finish()
+    harness.engine.check_invariants()
 
 
 def test_a_vocabulary_that_cannot_be_read_refuses_every_grammar() -> None:

@@ -17,7 +17,7 @@ from engine.scheduling.urgency import AGED_EVERY, AGED_TARGETS, FIRST_TOKEN_TARG
 BLOCK_SIZE = 16
 
 
-class Box:
+class Harness:
     """A scheduler with room for everybody who runs, a clock that is set by hand, and requests by name."""
 
     def __init__(self, *, budget: int = 64, num_blocks: int = 40_000) -> None:
@@ -70,83 +70,83 @@ class Box:
 
 
 def test_as_long_as_all_can_make_it_they_go_in_order_of_arrival() -> None:
-    box = Box()
+    harness = Harness()
     for name, length in (("first", 200), ("second", 50), ("third", 150)):
-        box.add(name, length)
-    assert list(dict.fromkeys(box.steps(7))) == ["first", "second", "third"]
+        harness.add(name, length)
+    assert list(dict.fromkeys(harness.steps(7))) == ["first", "second", "third"]
 
 
 def test_one_that_will_miss_its_first_token_lets_the_others_go_first() -> None:
-    box = Box()
-    box.add("late", 64)
-    box.now_s = 2 * FIRST_TOKEN_TARGET_S
-    box.add("in time", 64)
-    assert box.steps(2) == ["in time", "late"]
+    harness = Harness()
+    harness.add("late", 64)
+    harness.now_s = 2 * FIRST_TOKEN_TARGET_S
+    harness.add("in time", 64)
+    assert harness.steps(2) == ["in time", "late"]
 
 
 def test_a_prompt_that_takes_too_long_by_itself_lets_the_others_go_first() -> None:
-    box = Box()
-    giant = box.add("giant", 100_000)
-    box.add("small", 64)
-    assert box.step() == ["small"]
+    harness = Harness()
+    giant = harness.add("giant", 100_000)
+    harness.add("small", 64)
+    assert harness.step() == ["small"]
     assert giant.is_late
 
 
 def test_a_late_prompt_under_way_is_overtaken_and_goes_on() -> None:
-    box = Box()
-    box.add("giant", 100_000)
-    assert box.steps(3) == ["giant"] * 3
-    box.add("small", 64)
-    assert box.steps(2) == ["small", "giant"]
+    harness = Harness()
+    harness.add("giant", 100_000)
+    assert harness.steps(3) == ["giant"] * 3
+    harness.add("small", 64)
+    assert harness.steps(2) == ["small", "giant"]
 
 
 def test_no_more_than_a_few_prefills_under_way_are_overtaken() -> None:
-    box = Box()
+    harness = Harness()
     for number in range(OVERTAKEN_PREFILLS_MAX + 1):
-        box.add(f"begun {number}", 128, tenant=f"tenant {number}")
-        box.step()
-        box.now_s += 2 * FIRST_TOKEN_TARGET_S  # each has begun in time, and is late now
-    box.add("new", 64, tenant="new")
-    begun = [name for name in box.steps(2 * OVERTAKEN_PREFILLS_MAX + 3) if name != "new"]
+        harness.add(f"begun {number}", 128, tenant=f"tenant {number}")
+        harness.step()
+        harness.now_s += 2 * FIRST_TOKEN_TARGET_S  # each has begun in time, and is late now
+    harness.add("new", 64, tenant="new")
+    begun = [name for name in harness.steps(2 * OVERTAKEN_PREFILLS_MAX + 3) if name != "new"]
     assert len(begun) >= OVERTAKEN_PREFILLS_MAX + 1
 
 
 def test_a_long_prompt_that_is_cached_is_not_late() -> None:
-    box = Box(budget=20_000)
-    box.add("first", 20_000, token=7)
-    box.steps(2)
-    again = box.add("again", 20_010, token=7)
-    box.add("small", 64)
-    box.step()
+    harness = Harness(budget=20_000)
+    harness.add("first", 20_000, token=7)
+    harness.steps(2)
+    again = harness.add("again", 20_010, token=7)
+    harness.add("small", 64)
+    harness.step()
     assert not again.is_late
 
 
 def test_the_class_batch_keeps_the_order_of_arrival() -> None:
-    box = Box()
-    box.add("first", 256, priority=Priority.BATCH)
-    box.now_s = 50.0
-    box.add("second", 64, priority=Priority.BATCH)
-    assert box.steps(5) == ["first"] * 4 + ["second"]
+    harness = Harness()
+    harness.add("first", 256, priority=Priority.BATCH)
+    harness.now_s = 50.0
+    harness.add("second", 64, priority=Priority.BATCH)
+    assert harness.steps(5) == ["first"] * 4 + ["second"]
 
 
 def test_one_that_has_been_late_for_long_goes_first_in_some_steps() -> None:
-    box = Box()
-    box.add("late", 640)
-    box.now_s = AGED_TARGETS * FIRST_TOKEN_TARGET_S + 1
+    harness = Harness()
+    harness.add("late", 640)
+    harness.now_s = AGED_TARGETS * FIRST_TOKEN_TARGET_S + 1
     names = []
     for number in range(2 * AGED_EVERY):
-        box.add(f"in time {number}", 64)
-        names += box.step()
+        harness.add(f"in time {number}", 64)
+        names += harness.step()
     assert names.count("late") == 2
 
 
 @pytest.mark.parametrize("count", [1, 40, 300])
 def test_everybody_is_served_in_the_end(count: int) -> None:
-    box = Box(budget=256, num_blocks=4_000)
-    requests = [box.add(str(number), 16 + 37 * (number % 50)) for number in range(count)]
+    harness = Harness(budget=256, num_blocks=4_000)
+    requests = [harness.add(str(number), 16 + 37 * (number % 50)) for number in range(count)]
     for _ in range(20 * count):
-        box.now_s += 0.01
-        if not box.scheduler.has_requests:
+        harness.now_s += 0.01
+        if not harness.scheduler.has_requests:
             break
-        box.step()
+        harness.step()
     assert all(request.is_finished for request in requests)

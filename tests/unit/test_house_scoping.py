@@ -35,7 +35,7 @@ ROWS = (
 NOT_TOLD = {
     "Outbox.claim": "the deliverer's: whatever is due, of everybody",
     "Webhooks.read_endpoint": "the deliverer's: secrets, which no handler may have",
-    "Corrections.add": "corrections are an action of the box alone: no role in a tenant has it",
+    "Corrections.add": "corrections are an action of the appliance alone: no role in a tenant has it",
     "Generations.start": "the request that its own key has just made",
 }
 

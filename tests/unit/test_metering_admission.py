@@ -237,15 +237,15 @@ async def test_a_dry_run_of_a_request_that_fits_or_never_fits_would_not_wait(
     bob = principal(Limits(tokens_per_minute=100))
     for prompt, refusals in ((50, 0), (100, 0), (101, 1)):
         asked = AdmissionRequest(principal=bob, model="demo", prompt_tokens=prompt, max_output_tokens=0, price=None)
-        forecast = await admission.forecast(asked, wait_s=60.0)
-        assert (len(forecast.refusals), forecast.would_wait) == (refusals, False)
+        dry_run = await admission.dry_run(asked, wait_s=60.0)
+        assert (len(dry_run.refusals), dry_run.would_wait) == (refusals, False)
 
 
 async def test_a_dry_run_would_wait_only_if_there_is_room_within_its_patience(admission: Admission) -> None:
     bob = principal(Limits(tokens_per_minute=100))
     await admit(admission, bob, 100, 0)
     asked = AdmissionRequest(principal=bob, model="demo", prompt_tokens=50, max_output_tokens=0, price=None)
-    assert [(await admission.forecast(asked, wait_s)).would_wait for wait_s in (0.0, 29.0, 30.0)] == [False, False, True]
+    assert [(await admission.dry_run(asked, wait_s)).would_wait for wait_s in (0.0, 29.0, 30.0)] == [False, False, True]
 
 
 async def test_levels_are_returned_once_per_change_and_again_after_a_failed_save(
@@ -456,11 +456,12 @@ async def test_many_answers_of_one_request_count_as_a_burst(admission: Admission
     bob = principal()
     for _ in range(OUTPUTS_KEPT):
         (await admit(admission, bob, 0, 1)).settle(1)
-    asked = AdmissionRequest(principal=bob, model="demo", prompt_tokens=0, max_output_tokens=400, price=None, answers=12)
+    asked = AdmissionRequest(principal=bob, model="demo", prompt_tokens=0, max_output_tokens=400, price=None, num_answers=12)
     twelve = await admission.admit(asked)
     assert twelve.reserved_tokens == 12
     twelve.settle(12)
-    assert (await admission.admit(msgspec.structs.replace(asked, answers=13))).reserved_tokens == 13 * EXPECTED_OUTPUT_TOKENS
+    thirteen = await admission.admit(msgspec.structs.replace(asked, num_answers=13))
+    assert thirteen.reserved_tokens == 13 * EXPECTED_OUTPUT_TOKENS
 
 
 async def test_concurrent_long_answers_are_expected_to_be_as_long_as_single_ones(admission: Admission) -> None:
@@ -520,7 +521,9 @@ async def test_each_of_several_answers_is_reserved_and_the_prompt_once(
     admission: Admission, output: int | None, expected: int
 ) -> None:
     reservation = await admission.admit(
-        AdmissionRequest(principal=principal(), model="demo", prompt_tokens=10, max_output_tokens=output, price=None, answers=4)
+        AdmissionRequest(
+            principal=principal(), model="demo", prompt_tokens=10, max_output_tokens=output, price=None, num_answers=4
+        )
     )
 
     assert reservation.reserved_tokens == 10 + 4 * expected
@@ -529,7 +532,7 @@ async def test_each_of_several_answers_is_reserved_and_the_prompt_once(
 async def test_the_estimate_for_several_answers_is_cut_to_the_limit_in_total(admission: Admission) -> None:
     bob = principal(Limits(tokens_per_minute=410))
     reservation = await admission.admit(
-        AdmissionRequest(principal=bob, model="demo", prompt_tokens=10, max_output_tokens=None, price=None, answers=4)
+        AdmissionRequest(principal=bob, model="demo", prompt_tokens=10, max_output_tokens=None, price=None, num_answers=4)
     )
 
     assert reservation.reserved_tokens == 410
@@ -537,8 +540,8 @@ async def test_the_estimate_for_several_answers_is_cut_to_the_limit_in_total(adm
 
 async def test_a_budget_reserves_the_maximum_length_of_all_answers(admission: Admission) -> None:
     bob = principal(Limits(tokens_per_day=10_000))
-    two = AdmissionRequest(principal=bob, model="demo", prompt_tokens=0, max_output_tokens=2000, price=None, answers=2)
-    first = await admission.admit(msgspec.structs.replace(two, answers=5))
+    two = AdmissionRequest(principal=bob, model="demo", prompt_tokens=0, max_output_tokens=2000, price=None, num_answers=2)
+    first = await admission.admit(msgspec.structs.replace(two, num_answers=5))
     with pytest.raises(RateLimitExceeded):
         await admission.admit(two)
     first.settle(100)
@@ -560,8 +563,8 @@ async def test_a_budget_reserves_the_higher_price_of_a_prompt(admission: Admissi
 async def test_the_expected_output_is_learnt_per_answer(admission: Admission) -> None:
     bob = principal()
     for _ in range(OUTPUTS_MIN):
-        four = AdmissionRequest(principal=bob, model="demo", prompt_tokens=0, max_output_tokens=9000, price=None, answers=4)
+        four = AdmissionRequest(principal=bob, model="demo", prompt_tokens=0, max_output_tokens=9000, price=None, num_answers=4)
         (await admission.admit(four)).settle(4 * 1000 - 3)
-    one = await admission.admit(msgspec.structs.replace(four, answers=1))
+    one = await admission.admit(msgspec.structs.replace(four, num_answers=1))
 
     assert one.reserved_tokens == 1000

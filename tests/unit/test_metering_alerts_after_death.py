@@ -25,7 +25,7 @@ from appliance.tenancy.keys import Keys
 from appliance.tenancy.model_policies import ModelPolicies
 from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
 from appliance.tenancy.tenants import Tenants
-from tests.support.alerts import TARGET, AlertBox, alert_box
+from tests.support.alerts import TARGET, AlertParts, alert_parts
 from tests.support.cast import PEPPER, Cast
 from tests.support.clock import FakeClock
 from tests.support.factories import pending, posted
@@ -36,14 +36,14 @@ MONTH_S = 31 * 86400.0
 
 
 @pytest.fixture
-async def alerts(database: Database, clock: FakeClock, cast: Cast) -> AlertBox:
+async def alerts(database: Database, clock: FakeClock, cast: Cast) -> AlertParts:
     """Bob may spend 100 EUR a month, and a webhook hears of 80 and 100 percent of it."""
-    box = alert_box(database, clock)
-    await box.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id, access=WHOLE_APPLIANCE)
+    parts = alert_parts(database, clock)
+    await parts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id, access=WHOLE_APPLIANCE)
     await Tenants(database, clock).update(
         cast.bob.tenant.id, TenantChanges(limits={"monthly_budget": 100_000_000}), access=WHOLE_APPLIANCE
     )
-    return box
+    return parts
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ async def price(database: Database, clock: FakeClock) -> Price:
     )
 
 
-async def start_again(alerts: AlertBox, journal: Path) -> BudgetAlerts:
+async def start_again(alerts: AlertParts, journal: Path) -> BudgetAlerts:
     """Begin an epoch as the appliance does, with alerts that remember nothing."""
     budgets = euro_budget_alerts(alerts.db, alerts.clock, CALENDAR)
     opened = Journal(journal)
@@ -65,13 +65,13 @@ async def start_again(alerts: AlertBox, journal: Path) -> BudgetAlerts:
     return budgets
 
 
-async def told(alerts: AlertBox) -> list[tuple[str, int]]:
+async def told(alerts: AlertParts) -> list[tuple[str, int]]:
     return [(told["month"], told["percent"]) for told in (message.payload["data"] for message in await alerts.messages())]
 
 
 @pytest.mark.parametrize("later_s", [0.0, MONTH_S], ids=["at once", "a month later"])
 async def test_what_was_settled_in_the_journal_alone_is_told_by_the_next_start(
-    alerts: AlertBox, price: Price, clock: FakeClock, cast: Cast, tmp_path: Path, later_s: float
+    alerts: AlertParts, price: Price, clock: FakeClock, cast: Cast, tmp_path: Path, later_s: float
 ) -> None:
     journal = Journal(tmp_path / "j")
     ledger = utc_ledger(alerts.db, clock, cast.epoch_id, calendar=CALENDAR, journal=journal)
@@ -91,7 +91,7 @@ async def test_what_was_settled_in_the_journal_alone_is_told_by_the_next_start(
 
 @pytest.mark.parametrize("later_s", [0.0, MONTH_S], ids=["at once", "a month later"])
 async def test_what_is_recovered_from_a_checkpoint_is_told_by_the_next_start_and_never_again(
-    alerts: AlertBox, price: Price, clock: FakeClock, cast: Cast, tmp_path: Path, later_s: float
+    alerts: AlertParts, price: Price, clock: FakeClock, cast: Cast, tmp_path: Path, later_s: float
 ) -> None:
     ledger = utc_ledger(alerts.db, clock, cast.epoch_id, calendar=CALENDAR, checkpoint_interval_s=0.0)
     await ledger.start()
@@ -115,7 +115,7 @@ async def test_what_is_recovered_from_a_checkpoint_is_told_by_the_next_start_and
 
 
 async def test_budgets_of_keys_and_models_are_told_of_by_the_next_start_too(
-    alerts: AlertBox, price: Price, clock: FakeClock, cast: Cast, tmp_path: Path
+    alerts: AlertParts, price: Price, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     """One request was settled in the journal alone, of the other there is a checkpoint."""
     await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE)
@@ -143,7 +143,7 @@ async def test_budgets_of_keys_and_models_are_told_of_by_the_next_start_too(
 
 
 async def test_what_is_settled_after_the_next_start_adds_to_what_was_recovered(
-    alerts: AlertBox, price: Price, clock: FakeClock, cast: Cast, tmp_path: Path
+    alerts: AlertParts, price: Price, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     async with running_ledger(alerts.db, clock, cast.epoch_id) as ledger:
         left, after = (pending(cast.bob, price=price, admitted_at=clock.now()) for _ in range(2))

@@ -515,7 +515,7 @@ async def test_a_request_running_when_levels_were_saved_is_charged_only_beyond_i
     await ledger.settle(posted(entry.request_id, prompt=100, completion=600))
 
     after = utc_admission(clock, utc_sums(database))
-    await after.forecast(asking(bob))
+    await after.dry_run(asking(bob))
     assert after.snapshot(bob) == before.snapshot(bob)
 
 

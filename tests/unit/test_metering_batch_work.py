@@ -38,7 +38,7 @@ from tests.support import factories
 from tests.support.billing import Tokens, add_price, post_event
 from tests.support.cast import Cast, Person
 from tests.support.clock import FakeClock
-from tests.support.generations import MODEL, Serving, serving, text_of
+from tests.support.generations import MODEL, Serving, open_serving, text_of
 from tests.support.ledgers import all_events, euro_invoices, euro_prices, running_ledger, settle, utc_corrections, utc_recover
 from tests.support.tampering import disable_triggers
 
@@ -47,8 +47,8 @@ OCTOBER = date(2026, 10, 15)
 
 
 @pytest.fixture
-async def box(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) -> AsyncIterator[Serving]:
-    async with serving(database, clock, tmp_path / "model", cast.epoch_id) as opened:
+async def serving(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) -> AsyncIterator[Serving]:
+    async with open_serving(database, clock, tmp_path / "model", cast.epoch_id) as opened:
         yield opened
 
 
@@ -71,15 +71,15 @@ def test_a_service_tier_that_there_is_not_is_refused_with_those_that_there_are(t
 
 
 async def test_batch_work_runs_in_the_batch_class_whatever_the_tier_and_pays_the_batch_share(
-    box: Serving, database: Database, clock: FakeClock, cast: Cast
+    serving: Serving, database: Database, clock: FakeClock, cast: Cast
 ) -> None:
     await add(database, clock)
-    generations = [await box.start(cast.bob, TEXT, batch=batch) for batch in (False, True)]
+    generations = [await serving.start(cast.bob, TEXT, batch=batch) for batch in (False, True)]
     for generation in generations:
         assert await text_of(generation) == TEXT
         await generation.outcome
-    usual, flex = [await box.event(generation) for generation in generations]
-    submitted = {request.request_id: request.priority for frame in box.engine.frames for request in frame.submit}
+    usual, flex = [await serving.event(generation) for generation in generations]
+    submitted = {request.request_id: request.priority for frame in serving.engine.frames for request in frame.submit}
 
     assert [submitted[generation.request_id] for generation in generations] == [Priority.STANDARD, Priority.BATCH]
     assert (usual.batch, flex.batch) == (False, True)
@@ -91,24 +91,24 @@ async def test_batch_work_runs_in_the_batch_class_whatever_the_tier_and_pays_the
 
 
 async def test_tier_and_batch_are_discounts_of_one_another(
-    box: Serving, database: Database, clock: FakeClock, cast: Cast
+    serving: Serving, database: Database, clock: FakeClock, cast: Cast
 ) -> None:
     await add(database, clock, tier_percents={"standard": 80})
-    generation = await box.start(cast.bob, TEXT, batch=True)
+    generation = await serving.start(cast.bob, TEXT, batch=True)
     await generation.outcome
-    assert (await box.event(generation)).price_basis_points == 4000
+    assert (await serving.event(generation)).price_basis_points == 4000
 
 
 async def test_a_budget_that_is_too_small_for_a_request_has_room_for_it_as_batch_work(
-    box: Serving, database: Database, clock: FakeClock
+    serving: Serving, database: Database, clock: FakeClock
 ) -> None:
     price = await add(database, clock, prompt=1_000_000, completion=1_000_000)
     who = factories.principal(Limits(monthly_budget=120))
     asked = AdmissionRequest(principal=who, model=MODEL, prompt_tokens=100, max_output_tokens=100, price=price)
 
     with pytest.raises(BudgetExceeded):
-        await box.admission.admit(asked)
-    reservation = await box.admission.admit(msgspec.structs.replace(asked, batch=True))
+        await serving.admission.admit(asked)
+    reservation = await serving.admission.admit(msgspec.structs.replace(asked, batch=True))
     assert reservation.basis_points == 5000
     reservation.void()
 

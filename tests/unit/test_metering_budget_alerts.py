@@ -20,7 +20,7 @@ from appliance.metering.limits.owners import ALL_TENANTS, Owner
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import Limits, TenantChanges
 from appliance.tenancy.tenants import Tenants
-from tests.support.alerts import TARGET, AlertBox, alert_box, settled_event
+from tests.support.alerts import TARGET, AlertParts, alert_parts, settled_event
 from tests.support.cast import Cast, Person
 from tests.support.clock import START, FakeClock
 from tests.support.ledgers import FailingDatabase, poll_until
@@ -29,14 +29,14 @@ from tests.support.spending import UNIT, Spender, alert_period_and_percent, reco
 
 @pytest.fixture
 async def spender(database: Database, clock: FakeClock, cast: Cast) -> AsyncIterator[Spender]:
-    """A running ledger, and one webhook of the box that hears everything."""
+    """A running ledger, and one webhook of the appliance that hears everything."""
     async with running_spender(await listening(database, clock), cast.epoch_id) as spender:
         yield spender
 
 
-async def listening(database: Database, clock: FakeClock) -> AlertBox:
-    """Return alerts that one webhook of the box hears all of."""
-    alerts = alert_box(database, clock)
+async def listening(database: Database, clock: FakeClock) -> AlertParts:
+    """Return alerts that one webhook of the appliance hears all of."""
+    alerts = alert_parts(database, clock)
     await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE)
     return alerts
 

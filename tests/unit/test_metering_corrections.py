@@ -221,11 +221,11 @@ async def test_tokens_returned_by_a_correction_are_usable_at_once_and_counted_on
 
     await corrections.add(event.id, Correction(note="slow", completion_tokens=-2))
 
-    forecast = await admission.forecast(asked)
-    left = {decision.kind: decision.level for decision in forecast.decisions if decision.scope == "tenant"}
+    dry_run = await admission.dry_run(asked)
+    left = {decision.kind: decision.level for decision in dry_run.decisions if decision.scope == "tenant"}
     assert left == {"budget": 2 * 10**6, "tokens_per_day": 100 - 13}
-    again = await utc_admission(clock, utc_sums(database)).forecast(asked)
-    assert again.decisions == forecast.decisions
+    again = await utc_admission(clock, utc_sums(database)).dry_run(asked)
+    assert again.decisions == dry_run.decisions
 
 
 @pytest.mark.parametrize("seen", [False, True])
@@ -247,8 +247,8 @@ async def test_a_correction_while_the_sums_are_read_is_counted_once(clock: FakeC
             return []
 
     admission = utc_admission(clock, Meanwhile())
-    forecast = await admission.forecast(asking(cast, factories.price(), budget=15))
-    assert [each.level for each in forecast.decisions if each.kind == "budget"] == [3 * 10**6]
+    dry_run = await admission.dry_run(asking(cast, factories.price(), budget=15))
+    assert [each.level for each in dry_run.decisions if each.kind == "budget"] == [3 * 10**6]
 
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)

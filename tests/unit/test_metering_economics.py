@@ -9,7 +9,7 @@ import pytest
 
 from appliance.base.db import Database
 from appliance.base.errors import InvalidValue, NotFound
-from appliance.metering.box_records import BoxRecords
+from appliance.metering.appliance_records import ApplianceRecords
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.economics import Economics, Hardware, HostedPrice, Measured, economics_of
 from appliance.metering.economics_report import EconomicsReport
@@ -49,12 +49,12 @@ def test_the_figures_are_those_of_the_worked_example() -> None:
     # 400 M × 0.15 + 200 M × 0.075 + 120 M × 0.60 = 147 for 720 M tokens
     assert row.hosted_per_million_micros == 204_167
     assert row.break_even_tokens_month == 6_367_346_939  # 1,300 / (147 / 720 M), rounded up
-    assert row.share_basis_points == 21_806  # more than twice the busiest hour: this box has not shown that it can
+    assert row.share_basis_points == 21_806  # more than twice the busiest hour: this appliance has not shown that it can
     assert row.hosted_month_micros == 149_041_667
     assert row.saved_month_micros == 149_041_667 - 1_300 * UNIT
 
 
-def test_one_token_below_the_break_even_this_box_costs_more() -> None:
+def test_one_token_below_the_break_even_this_appliance_costs_more() -> None:
     (row,) = economics_of(BOX, MEASURED, []).break_even
     assert row.break_even_tokens_month is not None
     hosted_picos, total_picos = 147 * 10**12, 1_300 * 10**12
@@ -108,7 +108,7 @@ def test_an_invalid_hardware_field_is_named(changes: dict[str, object], param: s
 
 
 async def test_the_hardware_is_stored_and_the_report_requires_it(database: Database, clock: FakeClock) -> None:
-    report = EconomicsReport(BoxRecords(database, clock), UsageReports(database, calendar=BillingCalendar()), clock)
+    report = EconomicsReport(ApplianceRecords(database, clock), UsageReports(database, calendar=BillingCalendar()), clock)
     with pytest.raises(NotFound, match="hardware"):
         await report.report([])
     await report.set_hardware(BOX)

@@ -365,7 +365,7 @@ async def test_sums_by_day_move_to_another_time_zone_although_its_winter_days_be
 
 
 @on_databases("bucket", "minute", "hour", "day")
-async def test_a_sum_of_the_box_that_is_not_that_of_its_owners_is_found(
+async def test_a_sum_of_the_appliance_that_is_not_that_of_its_owners_is_found(
     database: Database, database_url: str, ledger: str, bucket: str
 ) -> None:
     sums = tables.usage_box_rollups

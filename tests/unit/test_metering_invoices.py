@@ -28,7 +28,7 @@ from appliance.base.errors import (
 )
 from appliance.base.money import format_micros
 from appliance.base.tables import audit_log, invoice_lines
-from appliance.metering.box_records import SELLER, BoxRecords
+from appliance.metering.appliance_records import SELLER, ApplianceRecords
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.invoicing import invoices as service
 from appliance.metering.invoicing.free_allowances import FreeAllowances, allowance_in
@@ -43,7 +43,7 @@ from appliance.tenancy.audit import AuditLog
 from appliance.tenancy.principals import TenantChanges
 from appliance.tenancy.roles import Role, TenantRole
 from appliance.tenancy.tenants import Tenants
-from tests.support.alerts import TARGET, alert_box
+from tests.support.alerts import TARGET, alert_parts
 from tests.support.billing import Tokens, add_price, post_event
 from tests.support.cast import Cast, Person, make_person
 from tests.support.clock import FakeClock
@@ -118,7 +118,7 @@ async def test_a_draft_is_computed_anew_each_time_it_is_asked_for(books: Books) 
 
 
 async def test_closing_numbers_without_gaps_and_freezes_what_was_said(books: Books) -> None:
-    records = BoxRecords(books.database, books.clock)
+    records = ApplianceRecords(books.database, books.clock)
     await records.put(SELLER, Seller(name="Box AG", tax_basis_points=1900, payment_terms_days=14).to_record())
     billing = {"address": "Bob Street 7", "tax_id": "DE123456789"}
     changes = TenantChanges(billing=billing)
@@ -185,7 +185,7 @@ async def test_what_is_posted_while_a_month_is_being_closed_is_on_it_or_on_the_n
 
 
 async def test_who_listens_hears_once_that_an_invoice_was_closed(books: Books) -> None:
-    alerts = alert_box(books.database, books.clock)
+    alerts = alert_parts(books.database, books.clock)
     await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=books.bob.tenant.id, access=WHOLE_APPLIANCE)
     changes = TenantChanges(billing={"name": "Bob Builders Ltd"})
     await Tenants(books.database, books.clock).update(books.bob.tenant.id, changes, access=WHOLE_APPLIANCE)
@@ -583,7 +583,7 @@ async def test_a_month_that_runs_can_be_drafted_if_it_has_something_to_bill(book
 async def test_closing_and_allowances_and_the_seller_are_in_the_audit_log(books: Books) -> None:
     with acting(Actor(kind="member", name="alice@example.com")):
         await books.allowances.set(books.bob.tenant.id, "2026-10", 5, access=WHOLE_APPLIANCE)
-        await BoxRecords(books.database, books.clock).put(SELLER, Seller(name="Box AG").to_record())
+        await ApplianceRecords(books.database, books.clock).put(SELLER, Seller(name="Box AG").to_record())
         await books.post(OCTOBER)
         await books.close("2026-10")
     async with books.database.reading() as connection:

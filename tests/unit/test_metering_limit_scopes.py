@@ -136,9 +136,9 @@ async def test_a_request_that_fits_a_shadow_limit_takes_from_it(admission: Admis
 async def test_a_shadow_limit_does_not_cut_the_estimate_for_other_limits(admission: Admission) -> None:
     bob = with_tenant(principal(None, Limits(tokens_per_minute=1000)), limits=Limits(tokens_per_minute=20), limit_mode="shadow")
     asked = AdmissionRequest(principal=bob, model="demo", prompt_tokens=10, max_output_tokens=None, price=None)
-    forecast = await admission.forecast(asked)
+    dry_run = await admission.dry_run(asked)
 
-    assert [(each.scope, each.need, each.allowed) for each in forecast.decisions] == [("tenant", 20, True), ("key", 266, True)]
+    assert [(each.scope, each.need, each.allowed) for each in dry_run.decisions] == [("tenant", 20, True), ("key", 266, True)]
     assert (await admission.admit(asked)).reserved_tokens == 266
 
 
@@ -159,7 +159,7 @@ async def test_an_enforced_limit_refuses_whatever_is_in_shadow_mode(admission: A
         await admit(admission, bob, 50)
 
 
-async def test_a_budget_is_in_the_currency_of_its_tenant_and_a_models_in_that_of_the_box(clock: FakeClock) -> None:
+async def test_a_budget_is_in_the_currency_of_its_tenant_and_a_models_in_that_of_the_appliance(clock: FakeClock) -> None:
     admission = utc_admission(clock, EmptySums(), currency="EUR")
     francs = with_tenant(principal(Limits(monthly_budget=100)), currency="CHF")
     cost = dataclasses.replace(price(prompt=1_000_000, cached=0, completion=0), currency="CHF")

@@ -16,30 +16,32 @@ from appliance.metering.alerts.outbox import ATTEMPTS_MAX, LEASE_S, Delivery, Ou
 from appliance.metering.alerts.send_limits import RETRIES_PER_HOUR_MAX, TESTS_PER_HOUR_MAX
 from appliance.metering.alerts.webhooks import WebhookChanges
 from appliance.tenancy.access import WHOLE_APPLIANCE
-from tests.support.alerts import TARGET, AlertBox, alert_box
+from tests.support.alerts import TARGET, AlertParts, alert_parts
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 
 
 @pytest.fixture
-def alerts(database: Database, clock: FakeClock) -> AlertBox:
+def alerts(database: Database, clock: FakeClock) -> AlertParts:
     """The parts of the alerts over this test's database."""
-    return alert_box(database, clock)
+    return alert_parts(database, clock)
 
 
-async def add_webhook(alerts: AlertBox, tenant_id: str | None = None, events: list[str] | None = None) -> str:
+async def add_webhook(alerts: AlertParts, tenant_id: str | None = None, events: list[str] | None = None) -> str:
     webhook, _secret = await alerts.webhooks.create(
         kind="webhook", target=TARGET, tenant_id=tenant_id, events=events, access=WHOLE_APPLIANCE
     )
     return webhook.id
 
 
-async def test_an_event_of_a_tenant_is_told_to_its_webhooks_and_to_those_of_the_box(alerts: AlertBox, cast: Cast) -> None:
-    bobs, box = await add_webhook(alerts, cast.bob.tenant.id), await add_webhook(alerts)
+async def test_an_event_of_a_tenant_is_told_to_its_webhooks_and_to_those_of_the_appliance(
+    alerts: AlertParts, cast: Cast
+) -> None:
+    bobs, appliance_webhook = await add_webhook(alerts, cast.bob.tenant.id), await add_webhook(alerts)
     await add_webhook(alerts, cast.charlie.tenant.id)
     assert await alerts.enqueue(tenant_id=cast.bob.tenant.id) == 2
     messages = await alerts.messages()
-    assert {message.webhook_id for message in messages} == {bobs, box}
+    assert {message.webhook_id for message in messages} == {bobs, appliance_webhook}
     assert {message.state for message in messages} == {"pending"}
     assert messages[0].payload == {
         "type": "key.expiring",
@@ -48,14 +50,14 @@ async def test_an_event_of_a_tenant_is_told_to_its_webhooks_and_to_those_of_the_
     }
 
 
-async def test_an_event_of_the_box_is_told_to_its_own_webhooks_alone(alerts: AlertBox, cast: Cast) -> None:
+async def test_an_event_of_the_appliance_is_told_to_its_own_webhooks_alone(alerts: AlertParts, cast: Cast) -> None:
     await add_webhook(alerts, cast.bob.tenant.id)
-    box = await add_webhook(alerts)
+    appliance_webhook = await add_webhook(alerts)
     assert await alerts.enqueue(event="engine.down") == 1
-    assert [message.webhook_id for message in await alerts.messages()] == [box]
+    assert [message.webhook_id for message in await alerts.messages()] == [appliance_webhook]
 
 
-async def test_only_who_listens_to_an_event_hears_it(alerts: AlertBox) -> None:
+async def test_only_who_listens_to_an_event_hears_it(alerts: AlertParts) -> None:
     await add_webhook(alerts, events=["invoice.closed"])
     disabled, removed = await add_webhook(alerts), await add_webhook(alerts)
     await alerts.webhooks.update(disabled, WebhookChanges(disabled=True), access=WHOLE_APPLIANCE)
@@ -63,12 +65,12 @@ async def test_only_who_listens_to_an_event_hears_it(alerts: AlertBox) -> None:
     assert await alerts.enqueue() == 0
 
 
-async def test_the_same_event_of_the_same_subject_is_told_once(alerts: AlertBox) -> None:
+async def test_the_same_event_of_the_same_subject_is_told_once(alerts: AlertParts) -> None:
     await add_webhook(alerts)
     assert [await alerts.enqueue("one"), await alerts.enqueue("one"), await alerts.enqueue("two")] == [1, 0, 1]
 
 
-async def test_what_is_rolled_back_is_not_told_and_wakes_nobody(alerts: AlertBox) -> None:
+async def test_what_is_rolled_back_is_not_told_and_wakes_nobody(alerts: AlertParts) -> None:
     await add_webhook(alerts)
     alerts.db.outbox_written.clear()
 
@@ -85,7 +87,7 @@ async def test_what_is_rolled_back_is_not_told_and_wakes_nobody(alerts: AlertBox
     assert alerts.db.outbox_written.is_set()
 
 
-async def test_a_claim_takes_the_oldest_message_of_each_webhook_that_is_not_busy(alerts: AlertBox) -> None:
+async def test_a_claim_takes_the_oldest_message_of_each_webhook_that_is_not_busy(alerts: AlertParts) -> None:
     first, second, busy = [await add_webhook(alerts) for _ in range(3)]
     await alerts.enqueue("one")
     await alerts.enqueue("two")
@@ -96,7 +98,7 @@ async def test_a_claim_takes_the_oldest_message_of_each_webhook_that_is_not_busy
     assert {delivery.attempts for delivery in claimed} == {1}
 
 
-async def test_who_has_waited_longest_for_an_attempt_is_claimed_first(alerts: AlertBox, clock: FakeClock) -> None:
+async def test_who_has_waited_longest_for_an_attempt_is_claimed_first(alerts: AlertParts, clock: FakeClock) -> None:
     put_off, waiting = [await add_webhook(alerts) for _ in range(2)]
     await alerts.enqueue("one")
     (claimed,) = await alerts.outbox.claim(10, busy={waiting})
@@ -109,7 +111,7 @@ async def test_who_has_waited_longest_for_an_attempt_is_claimed_first(alerts: Al
     assert (second.id, second.webhook_id) == (claimed.id, put_off)
 
 
-async def test_what_another_has_claimed_meanwhile_is_not_claimed(alerts: AlertBox, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_another_has_claimed_meanwhile_is_not_claimed(alerts: AlertParts, monkeypatch: pytest.MonkeyPatch) -> None:
     await add_webhook(alerts)
     await alerts.enqueue()
     others, claim_one = list[object](), Outbox._claim_one
@@ -123,7 +125,7 @@ async def test_what_another_has_claimed_meanwhile_is_not_claimed(alerts: AlertBo
     assert len(others) == 1
 
 
-async def test_an_attempt_that_failed_puts_off_its_own_message_alone(alerts: AlertBox, clock: FakeClock) -> None:
+async def test_an_attempt_that_failed_puts_off_its_own_message_alone(alerts: AlertParts, clock: FakeClock) -> None:
     for _ in range(2):
         await add_webhook(alerts)
     await alerts.enqueue()
@@ -139,7 +141,7 @@ async def test_an_attempt_that_failed_puts_off_its_own_message_alone(alerts: Ale
     assert await alerts.outbox.next_due_s() == 0
 
 
-async def test_a_webhook_that_is_removed_takes_only_what_is_pending_for_it(alerts: AlertBox) -> None:
+async def test_a_webhook_that_is_removed_takes_only_what_is_pending_for_it(alerts: AlertParts) -> None:
     removed, other = [await add_webhook(alerts) for _ in range(2)]
     await alerts.enqueue("one")
     (claimed,) = await alerts.outbox.claim(10, busy={other})
@@ -152,7 +154,7 @@ async def test_a_webhook_that_is_removed_takes_only_what_is_pending_for_it(alert
     assert [told[other, subject].state for subject in ("one", "two")] == ["pending"] * 2
 
 
-async def test_two_claims_at_once_share_nothing(alerts: AlertBox) -> None:
+async def test_two_claims_at_once_share_nothing(alerts: AlertParts) -> None:
     for _ in range(5):
         await add_webhook(alerts)
     await alerts.enqueue()
@@ -161,7 +163,7 @@ async def test_two_claims_at_once_share_nothing(alerts: AlertBox) -> None:
     assert len(ids) == len(set(ids)) == 5
 
 
-async def test_a_claim_runs_out_and_the_message_comes_again_with_its_id(alerts: AlertBox, clock: FakeClock) -> None:
+async def test_a_claim_runs_out_and_the_message_comes_again_with_its_id(alerts: AlertParts, clock: FakeClock) -> None:
     await add_webhook(alerts)
     await alerts.enqueue()
     (before,) = await alerts.outbox.claim(10)
@@ -172,7 +174,7 @@ async def test_a_claim_runs_out_and_the_message_comes_again_with_its_id(alerts: 
     assert (after.id, after.attempts) == (before.id, 2)
 
 
-async def test_a_failed_attempt_waits_and_a_given_up_one_is_failed(alerts: AlertBox, clock: FakeClock) -> None:
+async def test_a_failed_attempt_waits_and_a_given_up_one_is_failed(alerts: AlertParts, clock: FakeClock) -> None:
     await add_webhook(alerts)
     await alerts.enqueue()
     (claimed,) = await alerts.outbox.claim(10)
@@ -187,7 +189,7 @@ async def test_a_failed_attempt_waits_and_a_given_up_one_is_failed(alerts: Alert
     assert await alerts.outbox.count_pending() == 0
 
 
-async def test_a_message_that_was_retried_meanwhile_is_not_put_off(alerts: AlertBox, clock: FakeClock) -> None:
+async def test_a_message_that_was_retried_meanwhile_is_not_put_off(alerts: AlertParts, clock: FakeClock) -> None:
     webhook_id = await add_webhook(alerts)
     await alerts.enqueue()
     (claimed,) = await alerts.outbox.claim(10)
@@ -198,7 +200,7 @@ async def test_a_message_that_was_retried_meanwhile_is_not_put_off(alerts: Alert
     assert (again.id, again.attempts) == (claimed.id, 1)
 
 
-async def test_a_delivered_message_can_be_sent_again_under_its_id(alerts: AlertBox) -> None:
+async def test_a_delivered_message_can_be_sent_again_under_its_id(alerts: AlertParts) -> None:
     webhook_id = await add_webhook(alerts)
     await alerts.enqueue()
     (claimed,) = await alerts.outbox.claim(10)
@@ -211,7 +213,7 @@ async def test_a_delivered_message_can_be_sent_again_under_its_id(alerts: AlertB
     assert again.id == claimed.id
 
 
-async def test_what_is_pending_waits_for_a_disabled_webhook_and_dies_with_a_removed_one(alerts: AlertBox) -> None:
+async def test_what_is_pending_waits_for_a_disabled_webhook_and_dies_with_a_removed_one(alerts: AlertParts) -> None:
     webhook_id = await add_webhook(alerts)
     await alerts.enqueue()
     await alerts.webhooks.update(webhook_id, WebhookChanges(disabled=True), access=WHOLE_APPLIANCE)
@@ -229,7 +231,7 @@ async def test_what_is_pending_waits_for_a_disabled_webhook_and_dies_with_a_remo
     assert (message.state, message.last_error) == ("failed", "the webhook was removed")
 
 
-async def test_a_test_is_for_its_webhook_alone_and_there_are_so_many_an_hour(alerts: AlertBox, clock: FakeClock) -> None:
+async def test_a_test_is_for_its_webhook_alone_and_there_are_so_many_an_hour(alerts: AlertParts, clock: FakeClock) -> None:
     webhook_id = await add_webhook(alerts, events=["invoice.closed"])
     await add_webhook(alerts)
     for _ in range(TESTS_PER_HOUR_MAX):
@@ -247,7 +249,7 @@ async def test_a_test_is_for_its_webhook_alone_and_there_are_so_many_an_hour(ale
     assert len(await alerts.messages()) == TESTS_PER_HOUR_MAX + 1
 
 
-async def test_neither_other_messages_nor_tests_of_another_webhook_count_as_tests(alerts: AlertBox) -> None:
+async def test_neither_other_messages_nor_tests_of_another_webhook_count_as_tests(alerts: AlertParts) -> None:
     webhook_ids = [await add_webhook(alerts) for _ in range(2)]
     for number in range(TESTS_PER_HOUR_MAX):
         await alerts.enqueue(f"message {number}")
@@ -258,7 +260,7 @@ async def test_neither_other_messages_nor_tests_of_another_webhook_count_as_test
 
 
 async def test_tests_of_removed_webhooks_count_for_those_that_their_owner_makes_next(
-    alerts: AlertBox, cast: Cast, clock: FakeClock
+    alerts: AlertParts, cast: Cast, clock: FakeClock
 ) -> None:
     for _ in range(TESTS_PER_HOUR_MAX):
         removed = await add_webhook(alerts, cast.bob.tenant.id)
@@ -273,12 +275,12 @@ async def test_tests_of_removed_webhooks_count_for_those_that_their_owner_makes_
     await alerts.outbox.send_test(made_again, access=WHOLE_APPLIANCE)
 
 
-async def test_an_owner_has_so_many_messages_sent_again_an_hour(alerts: AlertBox, cast: Cast, clock: FakeClock) -> None:
+async def test_an_owner_has_so_many_messages_sent_again_an_hour(alerts: AlertParts, cast: Cast, clock: FakeClock) -> None:
     webhook_ids = [await add_webhook(alerts, cast.bob.tenant.id) for _ in range(2)]
     await alerts.enqueue(tenant_id=cast.bob.tenant.id)
     bobs = await alerts.messages()
-    box = await add_webhook(alerts)
-    boxs = await alerts.outbox.send_test(box, access=WHOLE_APPLIANCE)
+    appliance_webhook = await add_webhook(alerts)
+    test_message = await alerts.outbox.send_test(appliance_webhook, access=WHOLE_APPLIANCE)
     for attempt in range(RETRIES_PER_HOUR_MAX):
         message = bobs[attempt % 2]
         await alerts.outbox.retry(message.webhook_id, message.id, access=WHOLE_APPLIANCE)
@@ -287,12 +289,12 @@ async def test_an_owner_has_so_many_messages_sent_again_an_hour(alerts: AlertBox
     with pytest.raises(RateLimitExceeded) as refused:
         await alerts.outbox.retry(bobs[0].webhook_id, bobs[0].id, access=WHOLE_APPLIANCE)
     assert refused.value.retry_after_s == 3600 - RETRIES_PER_HOUR_MAX
-    await alerts.outbox.retry(box, boxs.id, access=WHOLE_APPLIANCE)
+    await alerts.outbox.retry(appliance_webhook, test_message.id, access=WHOLE_APPLIANCE)
     clock.advance(refused.value.retry_after_s)
     await alerts.outbox.retry(bobs[0].webhook_id, bobs[0].id, access=WHOLE_APPLIANCE)
 
 
-async def test_what_is_not_there_is_not_found(alerts: AlertBox) -> None:
+async def test_what_is_not_there_is_not_found(alerts: AlertParts) -> None:
     first, second = await add_webhook(alerts), await add_webhook(alerts)
     delivery = await alerts.outbox.send_test(first, access=WHOLE_APPLIANCE)
     await alerts.webhooks.remove(first, access=WHOLE_APPLIANCE)
@@ -309,7 +311,7 @@ async def test_what_is_not_there_is_not_found(alerts: AlertBox) -> None:
         assert refused.value.param == param
 
 
-async def test_messages_are_listed_the_newest_first_and_by_state(alerts: AlertBox) -> None:
+async def test_messages_are_listed_the_newest_first_and_by_state(alerts: AlertParts) -> None:
     webhook_id = await add_webhook(alerts)
     for subject in ("a", "b", "c"):
         await alerts.enqueue(subject)

@@ -8,33 +8,35 @@ from appliance.base.db import Database
 from appliance.metering.alerts import outbox_pruning
 from appliance.metering.alerts.outbox_pruning import INTERVAL_S, KEEP_DAYS_MIN, OutboxPruner
 from appliance.tenancy.access import WHOLE_APPLIANCE
-from tests.support.alerts import TARGET, AlertBox, alert_box
+from tests.support.alerts import TARGET, AlertParts, alert_parts
 from tests.support.clock import FakeClock
 
 DAY_S = 86400.0
 
 
 @pytest.fixture
-async def alerts(database: Database, clock: FakeClock) -> AlertBox:
+async def alerts(database: Database, clock: FakeClock) -> AlertParts:
     """An outbox with one webhook, and on day 0 a delivered message, one that was given up and one that is pending."""
-    box = alert_box(database, clock)
-    await box.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE)
+    parts = alert_parts(database, clock)
+    await parts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE)
     for subject in ("delivered", "given up", "pending"):
-        await box.enqueue(subject)
+        await parts.enqueue(subject)
         if subject != "pending":
-            (claimed,) = await box.outbox.claim(1)
+            (claimed,) = await parts.outbox.claim(1)
             await (
-                box.outbox.mark_delivered(claimed) if subject == "delivered" else box.outbox.mark_failed(claimed, "gone", None)
+                parts.outbox.mark_delivered(claimed)
+                if subject == "delivered"
+                else parts.outbox.mark_failed(claimed, "gone", None)
             )
-    return box
+    return parts
 
 
-async def left(alerts: AlertBox) -> list[str]:
+async def left(alerts: AlertParts) -> list[str]:
     return [message.payload["data"]["subject"] for message in await alerts.messages()]
 
 
 async def test_what_ended_before_the_days_that_are_kept_goes_and_what_is_pending_stays(
-    alerts: AlertBox, clock: FakeClock
+    alerts: AlertParts, clock: FakeClock
 ) -> None:
     history = OutboxPruner(alerts.db, clock, keep_days=90)
     clock.advance(89 * DAY_S)
@@ -45,7 +47,7 @@ async def test_what_ended_before_the_days_that_are_kept_goes_and_what_is_pending
     assert await left(alerts) == ["pending", "new"]
 
 
-async def test_one_that_was_sent_again_lately_stays(alerts: AlertBox, clock: FakeClock) -> None:
+async def test_one_that_was_sent_again_lately_stays(alerts: AlertParts, clock: FakeClock) -> None:
     clock.advance(100 * DAY_S)
     first = (await alerts.messages())[0]
     await alerts.outbox.retry(first.webhook_id, first.id, access=WHOLE_APPLIANCE)
@@ -55,7 +57,9 @@ async def test_one_that_was_sent_again_lately_stays(alerts: AlertBox, clock: Fak
     assert await left(alerts) == ["delivered", "pending"]
 
 
-async def test_a_threshold_is_not_forgotten_while_its_month_may_be_looked_at_again(alerts: AlertBox, clock: FakeClock) -> None:
+async def test_a_threshold_is_not_forgotten_while_its_month_may_be_looked_at_again(
+    alerts: AlertParts, clock: FakeClock
+) -> None:
     history = OutboxPruner(alerts.db, clock, keep_days=1)
     clock.advance(31 * DAY_S)
     assert await history.prune() == 0
@@ -65,7 +69,7 @@ async def test_a_threshold_is_not_forgotten_while_its_month_may_be_looked_at_aga
 
 
 async def test_a_call_does_a_bounded_amount_and_the_next_goes_on(
-    alerts: AlertBox, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+    alerts: AlertParts, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outbox_pruning, "BATCH_ROWS", 1)
     clock.advance(100 * DAY_S)
@@ -74,7 +78,7 @@ async def test_a_call_does_a_bounded_amount_and_the_next_goes_on(
 
 
 async def test_a_call_says_how_much_all_of_its_batches_removed(
-    alerts: AlertBox, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+    alerts: AlertParts, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outbox_pruning, "BATCH_ROWS", 1)
     clock.advance(100 * DAY_S)
@@ -82,7 +86,7 @@ async def test_a_call_says_how_much_all_of_its_batches_removed(
     assert await left(alerts) == ["pending"]
 
 
-async def test_it_looks_once_an_hour(alerts: AlertBox, clock: FakeClock) -> None:
+async def test_it_looks_once_an_hour(alerts: AlertParts, clock: FakeClock) -> None:
     history = OutboxPruner(alerts.db, clock, keep_days=90)
     clock.advance(90 * DAY_S)
     assert await history.prune() == 0

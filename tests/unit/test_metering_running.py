@@ -36,7 +36,7 @@ async def retry_after_s(admission: Admission, who: Principal, output: int | None
     """Return the `retry-after` of a refused request; the dry run reports the same wait, as an estimate."""
     with pytest.raises(RateLimitExceeded) as refused:
         await admission.admit(asked(who, output, prompt))
-    (decision,) = (await admission.forecast(asked(who, output, prompt))).refusals
+    (decision,) = (await admission.dry_run(asked(who, output, prompt))).refusals
     assert decision.estimated
     assert decision.wait_s == refused.value.retry_after_s
     assert "about" in refused.value.message
@@ -111,7 +111,7 @@ async def test_a_request_that_would_exactly_fit_without_running_ones_is_held(adm
     (await admission.admit(asked(bob, 0, prompt=40))).settle(40)
     await admission.admit(asked(bob, 0, prompt=60))
     assert await retry_after_s(admission, bob, 0, prompt=60) == WAIT_S_MIN
-    (decision,) = (await admission.forecast(asked(bob, 0, prompt=61))).refusals
+    (decision,) = (await admission.dry_run(asked(bob, 0, prompt=61))).refusals
     assert not decision.estimated
 
 
@@ -130,7 +130,7 @@ async def test_waiters_ahead_take_the_first_free_slots(admission: Admission, clo
 
 
 async def test_a_wait_that_never_ends_is_no_estimate(admission: Admission) -> None:
-    (decision,) = (await admission.forecast(asked(principal(Limits(concurrent_requests=0))))).refusals
+    (decision,) = (await admission.dry_run(asked(principal(Limits(concurrent_requests=0))))).refusals
     assert (decision.wait_s, decision.estimated) == (None, False)
 
 

@@ -16,7 +16,7 @@ from tests.support import factories
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.empty_sums import EmptySums
-from tests.support.generations import MODEL, serving, text_of
+from tests.support.generations import MODEL, open_serving, text_of
 from tests.support.ledgers import euro_prices, num_running, running_ledger, utc_admission
 
 
@@ -38,16 +38,16 @@ async def test_what_was_used_without_a_price_is_named(database: Database, clock:
 async def test_a_request_without_a_price_is_served_and_counted_or_refused_before_anything_is_held(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, refuse: bool
 ) -> None:
-    async with serving(database, clock, tmp_path, cast.epoch_id, refuse_unpriced=refuse) as box:
+    async with open_serving(database, clock, tmp_path, cast.epoch_id, refuse_unpriced=refuse) as serving:
         if refuse:
             with pytest.raises(ModelNotPriced, match=f"{MODEL} has no price") as refused:
-                await box.start(cast.bob, "the answer")
+                await serving.start(cast.bob, "the answer")
             assert (refused.value.status, refused.value.code) == (403, "model_not_priced")
-            assert num_running(box.admission, cast.bob.tenant.id) == 0
+            assert num_running(serving.admission, cast.bob.tenant.id) == 0
         else:
-            await text_of(await box.start(cast.bob, "the answer"))
+            await text_of(await serving.start(cast.bob, "the answer"))
         counted = f'gatehouse_unpriced_requests_total{{model="{MODEL}"}} 1.0'
-        assert (counted in box.metrics.render().decode()) is not refuse
+        assert (counted in serving.metrics.render().decode()) is not refuse
 
 
 async def test_a_spent_budget_is_told_in_money(clock: FakeClock) -> None:

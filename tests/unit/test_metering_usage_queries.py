@@ -219,7 +219,7 @@ async def test_sums_of_many_keys_are_read_by_their_tenants(database: Database) -
         assert [line for line in lines if "usage_rollups" in line and "tenant_id=?" not in line] == []
 
 
-def test_a_report_by_neither_tenant_nor_key_is_read_from_the_sums_of_the_box() -> None:
+def test_a_report_by_neither_tenant_nor_key_is_read_from_the_sums_of_the_appliance() -> None:
     for columns in GROUPINGS:
         for filters in NARROWED:
             by_model_alone = {*columns, *filters} <= {"model"}

@@ -19,28 +19,30 @@ from appliance.tenancy.members import Members
 from appliance.tenancy.memberships import Memberships
 from appliance.tenancy.roles import Action, Role, TenantRole
 from appliance.tenancy.tenants import Tenants
-from tests.support.alerts import LOOPBACK, TARGET, AlertBox, alert_box
+from tests.support.alerts import LOOPBACK, TARGET, AlertParts, alert_parts
 from tests.support.cast import Cast, quick_hasher
 from tests.support.clock import FakeClock
 
 
 @pytest.fixture
-def alerts(database: Database, clock: FakeClock) -> AlertBox:
+def alerts(database: Database, clock: FakeClock) -> AlertParts:
     """The parts of the alerts over this test's database."""
-    return alert_box(database, clock)
+    return alert_parts(database, clock)
 
 
-async def test_a_webhook_is_kept_as_it_was_made_and_hears_everything_by_default(alerts: AlertBox, cast: Cast) -> None:
+async def test_a_webhook_is_kept_as_it_was_made_and_hears_everything_by_default(alerts: AlertParts, cast: Cast) -> None:
     bobs, _ = await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id, access=WHOLE_APPLIANCE)
-    box, _ = await alerts.webhooks.create(kind="email", target="ops@example.com", access=WHOLE_APPLIANCE)
+    appliance_webhook, _ = await alerts.webhooks.create(kind="email", target="ops@example.com", access=WHOLE_APPLIANCE)
     assert await alerts.webhooks.get(bobs.id, access=WHOLE_APPLIANCE) == bobs
     assert (bobs.kind, bobs.target, bobs.events, bobs.disabled) == ("webhook", TARGET, TENANT_EVENTS, False)
-    assert (box.tenant_id, box.events) == (None, EVENTS)
-    assert [webhook.id for webhook in (await alerts.webhooks.list(access=WHOLE_APPLIANCE)).data] == sorted([bobs.id, box.id])
+    assert (appliance_webhook.tenant_id, appliance_webhook.events) == (None, EVENTS)
+    assert [webhook.id for webhook in (await alerts.webhooks.list(access=WHOLE_APPLIANCE)).data] == sorted(
+        [bobs.id, appliance_webhook.id]
+    )
     assert (await alerts.webhooks.list(tenant_id=cast.bob.tenant.id, access=WHOLE_APPLIANCE)).data == [bobs]
 
 
-async def test_the_secret_is_told_once_and_lies_sealed_in_the_database(alerts: AlertBox) -> None:
+async def test_the_secret_is_told_once_and_lies_sealed_in_the_database(alerts: AlertParts) -> None:
     webhook, secret = await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE)
     assert secret is not None
     async with alerts.db.reading() as connection:
@@ -53,18 +55,18 @@ async def test_the_secret_is_told_once_and_lies_sealed_in_the_database(alerts: A
         await stranger.read_endpoint(webhook.id)
 
 
-async def test_e_mail_has_no_secret_and_needs_a_mail_server(alerts: AlertBox, database: Database, clock: FakeClock) -> None:
+async def test_e_mail_has_no_secret_and_needs_a_mail_server(alerts: AlertParts, database: Database, clock: FakeClock) -> None:
     webhook, secret = await alerts.webhooks.create(kind="email", target="ops@example.com", access=WHOLE_APPLIANCE)
     assert secret is None
     assert (await alerts.webhooks.read_endpoint(webhook.id)).secrets == ()
     with pytest.raises(InvalidValue, match="no secret"):
         await alerts.webhooks.rotate(webhook.id, access=WHOLE_APPLIANCE)
-    without = alert_box(database, clock, mail=False)
+    without = alert_parts(database, clock, mail=False)
     with pytest.raises(InvalidValue, match="smtp_url"):
         await without.webhooks.create(kind="email", target="ops@example.com", access=WHOLE_APPLIANCE)
 
 
-async def test_a_manager_sends_mail_to_people_of_the_tenant_alone(alerts: AlertBox, cast: Cast, clock: FakeClock) -> None:
+async def test_a_manager_sends_mail_to_people_of_the_tenant_alone(alerts: AlertParts, cast: Cast, clock: FakeClock) -> None:
     members, tenant_id = Members(alerts.db, clock, hasher=quick_hasher()), cast.bob.tenant.id
     people = Memberships(alerts.db, clock)
     for email in ("bella@example.com", "gone@example.com"):
@@ -87,7 +89,7 @@ async def test_a_manager_sends_mail_to_people_of_the_tenant_alone(alerts: AlertB
 
 
 @pytest.mark.parametrize("leaves", ["removed", "disabled"])
-async def test_who_leaves_gets_no_more_mail(alerts: AlertBox, cast: Cast, clock: FakeClock, leaves: str) -> None:
+async def test_who_leaves_gets_no_more_mail(alerts: AlertParts, cast: Cast, clock: FakeClock, leaves: str) -> None:
     members, tenant_id = Members(alerts.db, clock, hasher=quick_hasher()), cast.bob.tenant.id
     people = Memberships(alerts.db, clock)
     bella = await members.create("bella@example.com", "a long password", Role.MEMBER)
@@ -117,7 +119,7 @@ async def test_who_leaves_gets_no_more_mail(alerts: AlertBox, cast: Cast, clock:
     assert (await alerts.webhooks.update(hers.id, WebhookChanges(disabled=False), access=WHOLE_APPLIANCE)).disabled is False
 
 
-async def test_after_a_rotation_both_secrets_sign_until_the_grace_is_over(alerts: AlertBox, clock: FakeClock) -> None:
+async def test_after_a_rotation_both_secrets_sign_until_the_grace_is_over(alerts: AlertParts, clock: FakeClock) -> None:
     webhook, first = await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE)
     rotated, second = await alerts.webhooks.rotate(webhook.id, 3600, access=WHOLE_APPLIANCE)
     assert rotated.previous_secret_until is not None
@@ -132,7 +134,7 @@ async def test_after_a_rotation_both_secrets_sign_until_the_grace_is_over(alerts
 
 
 @pytest.mark.parametrize("grace_s", [-1, GRACE_S_MAX + 1, 1.5, "60", None, True])
-async def test_an_absurd_grace_is_refused(alerts: AlertBox, grace_s: object) -> None:
+async def test_an_absurd_grace_is_refused(alerts: AlertParts, grace_s: object) -> None:
     webhook, first = await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE)
     with pytest.raises(InvalidValue) as refused:
         await alerts.webhooks.rotate(webhook.id, grace_s, access=WHOLE_APPLIANCE)  # type: ignore[arg-type]
@@ -157,14 +159,16 @@ async def test_an_absurd_grace_is_refused(alerts: AlertBox, grace_s: object) -> 
         ({"tenant_id": "tn\u0000"}, "tenant_id"),
     ],
 )
-async def test_what_cannot_be_is_refused_and_the_field_named(alerts: AlertBox, changes: dict[str, object], param: str) -> None:
+async def test_what_cannot_be_is_refused_and_the_field_named(
+    alerts: AlertParts, changes: dict[str, object], param: str
+) -> None:
     with pytest.raises((InvalidValue, NotFound)) as refused:
         await alerts.webhooks.create(**{"kind": "webhook", "target": TARGET, **changes}, access=WHOLE_APPLIANCE)  # type: ignore[arg-type]
     assert refused.value.param == param
     assert (await alerts.webhooks.list(access=WHOLE_APPLIANCE)).data == []
 
 
-async def test_a_tenant_hears_no_event_of_the_box(alerts: AlertBox, cast: Cast) -> None:
+async def test_a_tenant_hears_no_event_of_the_appliance(alerts: AlertParts, cast: Cast) -> None:
     with pytest.raises(InvalidValue) as refused:
         await alerts.webhooks.create(
             kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id, events=["engine.down"], access=WHOLE_APPLIANCE
@@ -173,7 +177,7 @@ async def test_a_tenant_hears_no_event_of_the_box(alerts: AlertBox, cast: Cast) 
 
 
 async def test_there_are_so_many_webhooks_and_none_for_an_archived_tenant(
-    alerts: AlertBox, cast: Cast, clock: FakeClock
+    alerts: AlertParts, cast: Cast, clock: FakeClock
 ) -> None:
     for _ in range(WEBHOOKS_MAX):
         last, _ = await alerts.webhooks.create(
@@ -189,7 +193,7 @@ async def test_there_are_so_many_webhooks_and_none_for_an_archived_tenant(
         await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.charlie.tenant.id, access=WHOLE_APPLIANCE)
 
 
-async def test_a_change_changes_what_it_names(alerts: AlertBox) -> None:
+async def test_a_change_changes_what_it_names(alerts: AlertParts) -> None:
     webhook, _ = await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE)
     other = "https://other.example.com/in"
     changed = await alerts.webhooks.update(
@@ -204,7 +208,7 @@ async def test_a_change_changes_what_it_names(alerts: AlertBox) -> None:
     assert (await alerts.webhooks.update(webhook.id, WebhookChanges(disabled=False), access=WHOLE_APPLIANCE)).target == other
 
 
-async def test_a_removed_webhook_is_gone_with_its_secret(alerts: AlertBox) -> None:
+async def test_a_removed_webhook_is_gone_with_its_secret(alerts: AlertParts) -> None:
     webhook, _ = await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE)
     await alerts.webhooks.rotate(webhook.id, access=WHOLE_APPLIANCE)
     await alerts.webhooks.remove(webhook.id, access=WHOLE_APPLIANCE)
@@ -222,7 +226,7 @@ async def test_a_removed_webhook_is_gone_with_its_secret(alerts: AlertBox) -> No
         assert (await connection.execute(select(webhooks.c.secret, webhooks.c.previous_secret))).one() == (None, None)
 
 
-async def test_what_is_done_to_one_webhook_is_done_to_no_other(alerts: AlertBox, cast: Cast, clock: FakeClock) -> None:
+async def test_what_is_done_to_one_webhook_is_done_to_no_other(alerts: AlertParts, cast: Cast, clock: FakeClock) -> None:
     made = [
         (await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=tenant_id, access=WHOLE_APPLIANCE))[0].id
         for tenant_id in (cast.bob.tenant.id, cast.bob.tenant.id, None)
@@ -248,7 +252,7 @@ async def test_what_is_done_to_one_webhook_is_done_to_no_other(alerts: AlertBox,
     assert await of_others() == before
 
 
-async def test_a_webhook_that_is_disabled_because_it_is_gone_is_in_the_audit_log(alerts: AlertBox) -> None:
+async def test_a_webhook_that_is_disabled_because_it_is_gone_is_in_the_audit_log(alerts: AlertParts) -> None:
     webhook, _ = await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE)
     await alerts.webhooks.disable(webhook.id, "gone for good")
     query = select(audit_log.c.target_id, audit_log.c.before, audit_log.c.after).where(audit_log.c.action == "webhook.disable")
@@ -261,7 +265,7 @@ async def test_a_webhook_that_is_disabled_because_it_is_gone_is_in_the_audit_log
     )
 
 
-async def test_webhooks_are_listed_in_pages_in_the_order_they_were_made(alerts: AlertBox) -> None:
+async def test_webhooks_are_listed_in_pages_in_the_order_they_were_made(alerts: AlertParts) -> None:
     made = [(await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE))[0] for _ in range(3)]
     first = await alerts.webhooks.list(2, access=WHOLE_APPLIANCE)
     second = await alerts.webhooks.list(2, first.next_cursor, access=WHOLE_APPLIANCE)
@@ -269,7 +273,7 @@ async def test_webhooks_are_listed_in_pages_in_the_order_they_were_made(alerts: 
     assert (first.has_more, second.has_more) == (True, False)
 
 
-async def test_the_store_itself_asks_for_the_right_to_each_change(alerts: AlertBox, cast: Cast) -> None:
+async def test_the_store_itself_asks_for_the_right_to_each_change(alerts: AlertParts, cast: Cast) -> None:
     bob = cast.bob.tenant.id
     viewer, manager, stranger = (
         Access(role=Role.MEMBER, actor=SYSTEM, tenants={tenant_id: role})
@@ -301,7 +305,7 @@ async def test_the_store_itself_asks_for_the_right_to_each_change(alerts: AlertB
     assert len((await alerts.webhooks.list(access=WHOLE_APPLIANCE)).data) == 1
 
 
-async def test_a_webhook_fails_whose_newest_message_with_an_ended_attempt_was_not_taken(alerts: AlertBox) -> None:
+async def test_a_webhook_fails_whose_newest_message_with_an_ended_attempt_was_not_taken(alerts: AlertParts) -> None:
     names = ("failed", "recovered", "broken lately", "not tried")
     made = {name: (await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE))[0].id for name in names}
     taken = {"one": ("broken lately",), "two": ("recovered",)}
@@ -317,7 +321,7 @@ async def test_a_webhook_fails_whose_newest_message_with_an_ended_attempt_was_no
     assert await alerts.webhooks.failing([made["failed"], made["recovered"]]) == {made["failed"]}
 
 
-async def test_every_change_is_in_the_audit_log_without_secrets_and_without_the_path(alerts: AlertBox, cast: Cast) -> None:
+async def test_every_change_is_in_the_audit_log_without_secrets_and_without_the_path(alerts: AlertParts, cast: Cast) -> None:
     webhook, first = await alerts.webhooks.create(
         kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id, access=WHOLE_APPLIANCE
     )

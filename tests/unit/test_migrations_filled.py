@@ -172,7 +172,7 @@ def fill_fourth(url: str) -> None:
 
 
 def fill_fifth(url: str) -> None:
-    """Make a database of the fifth version, which has sums of the box."""
+    """Make a database of the fifth version, which has sums of the appliance."""
     fill_fourth(url)
     migrations.upgrade(url, "0005")
 
@@ -372,7 +372,7 @@ async def do_batch_work(url: str) -> None:
 
 
 async def use_what_is_new(url: str) -> None:
-    """Write what the first version has no place for: a correction, prices in two more currencies at once, a box-less member."""
+    """Write what the first version cannot store: a correction, two more currencies at once, a member without a role."""
     database, clock = Database.open(url), SystemClock()
     try:
         with connected(url) as connection:

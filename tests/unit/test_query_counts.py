@@ -15,7 +15,7 @@ from sqlalchemy import Engine, event, insert, select
 from appliance.base.tables import requests, usage_events
 from appliance.metering.ledger import rollups
 from appliance.tenancy.members import Member
-from tests.support.api_box import ApiBox, open_api_box_on
+from tests.support.api_app import ApiApp, open_api_app_on
 from tests.support.cast import quick_hasher
 from tests.support.tenant_isolation import PopulatedTenant, Route, make_populated_tenant, routes_of, session_headers
 
@@ -44,8 +44,8 @@ SENT: ContextVar[list[str] | None] = ContextVar("SENT", default=None)
 
 
 @pytest.fixture
-async def box(database_url: str, tmp_path: Path) -> AsyncIterator[ApiBox]:
-    async with open_api_box_on(database_url, tmp_path) as opened:
+async def api(database_url: str, tmp_path: Path) -> AsyncIterator[ApiApp]:
+    async with open_api_app_on(database_url, tmp_path) as opened:
         await opened.services.sampler.sample()
         yield opened
 
@@ -75,34 +75,34 @@ def statements() -> Iterator[list[str]]:
         SENT.reset(before)
 
 
-def reads(box: ApiBox) -> list[Route]:
+def reads(api: ApiApp) -> list[Route]:
     """The pages and answers that somebody who may read everything can ask for."""
-    gets = [route for route in routes_of(box.app) if route.method == "GET"]
+    gets = [route for route in routes_of(api.app) if route.method == "GET"]
     return [route for route in gets if not route.path.endswith(STREAMS) and not route.path.startswith(ELSEWHERE)]
 
 
-async def counts(box: ApiBox, owner: Member, of: PopulatedTenant) -> dict[str, int]:
+async def counts(api: ApiApp, owner: Member, of: PopulatedTenant) -> dict[str, int]:
     """Return how many statements each answer took; of lists as many rows as there are."""
-    headers, found = await session_headers(box.services, owner), {}
-    for route in reads(box):
+    headers, found = await session_headers(api.services, owner), {}
+    for route in reads(api):
         with statements() as sent:
-            answer = await box.client.get(route.filled({**BOX_NAMES, **of.ids}), headers=headers)
+            answer = await api.client.get(route.filled({**BOX_NAMES, **of.ids}), headers=headers)
         assert answer.status_code != 500, (route, answer.text)
         found[route.path] = len(sent)
-    start = box.services.clock.now() - timedelta(hours=12)
+    start = api.services.clock.now() - timedelta(hours=12)
     for report in REPORTS:
         path = report.format(start=start.isoformat().replace("+00:00", "Z"), unix=int(start.timestamp()))
         with statements() as sent:
-            answer = await box.client.get(path, headers=headers)
+            answer = await api.client.get(path, headers=headers)
         assert answer.status_code == 200, (path, answer.text)
         found[report] = len(sent)
     return found
 
 
-async def use(box: ApiBox, people: Sequence[PopulatedTenant]) -> None:
+async def use(api: ApiApp, people: Sequence[PopulatedTenant]) -> None:
     """Let the keys of these tenants have been used all day: EVENTS events with their requests and sums."""
-    now = box.services.clock.now()
-    async with box.services.db.writing() as connection:
+    now = api.services.clock.now()
+    async with api.services.db.writing() as connection:
         one = dict(
             (await connection.execute(select(usage_events).where(usage_events.c.kind == "usage").limit(1))).mappings().one()
         )
@@ -117,17 +117,17 @@ async def use(box: ApiBox, people: Sequence[PopulatedTenant]) -> None:
             asked.append(past | own | {"id": f"req_more_{number}"})
         await connection.execute(insert(usage_events), used)
         await connection.execute(insert(requests), asked)
-    await rollups.rebuild(box.services.db, box.services.reports.calendar)
+    await rollups.rebuild(api.services.db, api.services.reports.calendar)
 
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)  # they are the same statements on the other
-async def test_no_answer_asks_the_database_more_often_when_there_is_more_to_show(box: ApiBox) -> None:
-    box.services.members._hasher = quick_hasher()
-    owner = await box.services.members.create("alice@example.com", "a password of tests", "owner")
-    first = await make_populated_tenant(box.services, "tenant-0")
-    few = await counts(box, owner, first)
-    await use(box, [first, *[await make_populated_tenant(box.services, f"tenant-{number}") for number in range(FEW, MANY)]])
-    many = await counts(box, owner, first)
+async def test_no_answer_asks_the_database_more_often_when_there_is_more_to_show(api: ApiApp) -> None:
+    api.services.members._hasher = quick_hasher()
+    owner = await api.services.members.create("alice@example.com", "a password of tests", "owner")
+    first = await make_populated_tenant(api.services, "tenant-0")
+    few = await counts(api, owner, first)
+    await use(api, [first, *[await make_populated_tenant(api.services, f"tenant-{number}") for number in range(FEW, MANY)]])
+    many = await counts(api, owner, first)
 
     assert len(few) > 60
     assert few["/usage"] > 1

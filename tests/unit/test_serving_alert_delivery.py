@@ -12,7 +12,7 @@ from appliance.metering.alerts.outbox import ATTEMPTS_MAX, LEASE_S, RETRY_S_MAX
 from appliance.metering.alerts.webhooks import Webhooks
 from appliance.serving.alerting.delivery import SendFailed
 from appliance.tenancy.access import WHOLE_APPLIANCE
-from tests.support.alerts import LOOPBACK, TARGET, AlertBox, RecordingSender, alert_box
+from tests.support.alerts import LOOPBACK, TARGET, AlertParts, RecordingSender, alert_parts
 from tests.support.clock import FakeClock
 from tests.support.ledgers import FailingDatabase, poll_until
 
@@ -20,22 +20,22 @@ pytestmark = pytest.mark.on_either_database
 
 
 @pytest.fixture
-def alerts(database: Database, clock: FakeClock) -> AlertBox:
+def alerts(database: Database, clock: FakeClock) -> AlertParts:
     """The alerting parts over the test's database."""
-    return alert_box(database, clock)
+    return alert_parts(database, clock)
 
 
-async def webhook(alerts: AlertBox, target: str = TARGET) -> str:
+async def webhook(alerts: AlertParts, target: str = TARGET) -> str:
     created, _ = await alerts.webhooks.create(kind="webhook", target=target, access=WHOLE_APPLIANCE)
     return created.id
 
 
-def counted(alerts: AlertBox, name: str, **labels: str) -> float:
+def counted(alerts: AlertParts, name: str, **labels: str) -> float:
     """Return the value of a metric, 0 if it was never set."""
     return alerts.metrics.registry.get_sample_value(f"gatehouse_{name}", labels) or 0.0
 
 
-async def test_an_accepted_message_is_sent_once(alerts: AlertBox) -> None:
+async def test_an_accepted_message_is_sent_once(alerts: AlertParts) -> None:
     await webhook(alerts)
     await alerts.enqueue()
     sender = RecordingSender()
@@ -47,7 +47,7 @@ async def test_an_accepted_message_is_sent_once(alerts: AlertBox) -> None:
     assert counted(alerts, "alerts_delivered_total") == 1
 
 
-async def test_a_rejected_message_is_retried_exactly_when_due(alerts: AlertBox, clock: FakeClock) -> None:
+async def test_a_rejected_message_is_retried_exactly_when_due(alerts: AlertParts, clock: FakeClock) -> None:
     await webhook(alerts)
     await alerts.enqueue()
     sender = RecordingSender(*(SendFailed("failed", "the receiver answered 500") for _ in range(3)))
@@ -64,14 +64,14 @@ async def test_a_rejected_message_is_retried_exactly_when_due(alerts: AlertBox, 
 
 
 @pytest.mark.parametrize(("randomness", "wait_s"), [(0.0, 5.0), (1.0, 15.0)])
-async def test_jitter_spreads_the_retries(alerts: AlertBox, randomness: float, wait_s: float) -> None:
+async def test_jitter_spreads_the_retries(alerts: AlertParts, randomness: float, wait_s: float) -> None:
     await webhook(alerts)
     await alerts.enqueue()
     await alerts.delivery(RecordingSender(SendFailed("timeout", "no answer")), randomness=randomness).deliver_due()
     assert await alerts.outbox.next_due_s() == wait_s
 
 
-async def test_retry_after_is_honoured_up_to_a_limit(alerts: AlertBox) -> None:
+async def test_retry_after_is_honoured_up_to_a_limit(alerts: AlertParts) -> None:
     await webhook(alerts)
     for asked_s, waits_s in ((3600.0, 3600.0), (1.0, 10.0), (10**9, RETRY_S_MAX)):
         await alerts.enqueue(str(asked_s))
@@ -81,7 +81,7 @@ async def test_retry_after_is_honoured_up_to_a_limit(alerts: AlertBox) -> None:
         await alerts.outbox.mark_delivered(message)
 
 
-async def test_after_the_last_attempt_a_message_is_given_up_and_logged(alerts: AlertBox, clock: FakeClock) -> None:
+async def test_after_the_last_attempt_a_message_is_given_up_and_logged(alerts: AlertParts, clock: FakeClock) -> None:
     await webhook(alerts)
     await alerts.enqueue()
     sender = RecordingSender(*(SendFailed("connect", "no connection") for _ in range(ATTEMPTS_MAX)))
@@ -101,7 +101,7 @@ async def test_after_the_last_attempt_a_message_is_given_up_and_logged(alerts: A
     assert set(sender.ids) == {message.id}
 
 
-async def test_a_webhook_that_is_gone_is_disabled(alerts: AlertBox) -> None:
+async def test_a_webhook_that_is_gone_is_disabled(alerts: AlertParts) -> None:
     webhook_id = await webhook(alerts)
     for subject in ("one", "two"):
         await alerts.enqueue(subject)
@@ -111,7 +111,7 @@ async def test_a_webhook_that_is_gone_is_disabled(alerts: AlertBox) -> None:
     assert await alerts.enqueue("three") == 0
 
 
-async def test_a_slow_receiver_delays_no_other_and_gets_one_message_at_a_time(alerts: AlertBox) -> None:
+async def test_a_slow_receiver_delays_no_other_and_gets_one_message_at_a_time(alerts: AlertParts) -> None:
     slow, fast = "https://slow.example.com/", "https://fast.example.com/"
     await webhook(alerts, slow)
     for subject in ("one", "two", "three"):
@@ -133,7 +133,7 @@ async def test_a_slow_receiver_delays_no_other_and_gets_one_message_at_a_time(al
     assert {message.state for message in await alerts.messages()} == {"delivered"}
 
 
-async def test_parallel_deliveries_are_limited(alerts: AlertBox) -> None:
+async def test_parallel_deliveries_are_limited(alerts: AlertParts) -> None:
     sender = RecordingSender()
     targets = [f"https://receiver-{index}.example.com/" for index in range(5)]
     for target in targets:
@@ -152,7 +152,7 @@ async def test_parallel_deliveries_are_limited(alerts: AlertBox) -> None:
     await delivery.stop()
 
 
-async def test_a_new_message_wakes_the_delivery_at_once(alerts: AlertBox) -> None:
+async def test_a_new_message_wakes_the_delivery_at_once(alerts: AlertParts) -> None:
     await webhook(alerts)
     sender = RecordingSender()
     delivery = alerts.delivery(sender)
@@ -166,7 +166,7 @@ async def test_a_new_message_wakes_the_delivery_at_once(alerts: AlertBox) -> Non
 
 async def test_a_message_sent_but_not_recorded_is_sent_again_with_the_same_id(database: Database, clock: FakeClock) -> None:
     failing = FailingDatabase.around(database)
-    alerts = alert_box(failing, clock)
+    alerts = alert_parts(failing, clock)
     await webhook(alerts)
     await alerts.enqueue()
     sender = RecordingSender()
@@ -183,7 +183,7 @@ async def test_a_message_sent_but_not_recorded_is_sent_again_with_the_same_id(da
     (message,) = await alerts.messages()
     assert (len(sender.sent), message.state) == (1, "pending")
     # Another process, later: the first one died after sending, before it recorded the result.
-    after = alert_box(database, clock)
+    after = alert_parts(database, clock)
     assert await after.delivery(sender).deliver_due() == 0
     clock.advance(LEASE_S)
     assert await after.delivery(sender).deliver_due() == 1
@@ -191,7 +191,9 @@ async def test_a_message_sent_but_not_recorded_is_sent_again_with_the_same_id(da
     assert (await after.messages())[0].state == "delivered"
 
 
-async def test_after_a_crash_claimed_messages_are_sent_at_once_and_others_when_due(alerts: AlertBox, clock: FakeClock) -> None:
+async def test_after_a_crash_claimed_messages_are_sent_at_once_and_others_when_due(
+    alerts: AlertParts, clock: FakeClock
+) -> None:
     await webhook(alerts)
     await alerts.enqueue("waits")
     await alerts.delivery(RecordingSender(SendFailed("failed", "500"))).deliver_due()
@@ -209,7 +211,7 @@ async def test_after_a_crash_claimed_messages_are_sent_at_once_and_others_when_d
     assert await alerts.outbox.next_due_s() == 10.0
 
 
-async def test_stop_cancels_hanging_attempts_and_loses_no_message(alerts: AlertBox, clock: FakeClock) -> None:
+async def test_stop_cancels_hanging_attempts_and_loses_no_message(alerts: AlertParts, clock: FakeClock) -> None:
     await webhook(alerts)
     await alerts.enqueue()
     sender = RecordingSender()
@@ -224,7 +226,7 @@ async def test_stop_cancels_hanging_attempts_and_loses_no_message(alerts: AlertB
     assert await alerts.delivery(sender).deliver_due() == 1
 
 
-async def test_an_unreadable_secret_is_reported_and_the_message_retried(alerts: AlertBox) -> None:
+async def test_an_unreadable_secret_is_reported_and_the_message_retried(alerts: AlertParts) -> None:
     await webhook(alerts)
     await alerts.enqueue()
     alerts.webhooks = Webhooks(alerts.db, alerts.clock, Sealer(b"y" * 32, "x"), target_policy=LOOPBACK, mail=True)
@@ -236,7 +238,7 @@ async def test_an_unreadable_secret_is_reported_and_the_message_retried(alerts: 
     assert "secret.key" in message.last_error
 
 
-async def test_without_a_mail_server_e_mail_fails_and_says_why(alerts: AlertBox) -> None:
+async def test_without_a_mail_server_e_mail_fails_and_says_why(alerts: AlertParts) -> None:
     await alerts.webhooks.create(kind="email", target="ops@example.com", access=WHOLE_APPLIANCE)
     await alerts.enqueue()
     delivery = alerts.delivery(RecordingSender())
@@ -245,7 +247,7 @@ async def test_without_a_mail_server_e_mail_fails_and_says_why(alerts: AlertBox)
     assert "smtp_url" in str((await alerts.messages())[0].last_error)
 
 
-async def test_a_bug_in_a_sender_ends_only_its_attempt(alerts: AlertBox, clock: FakeClock) -> None:
+async def test_a_bug_in_a_sender_ends_only_its_attempt(alerts: AlertParts, clock: FakeClock) -> None:
     await webhook(alerts)
     await alerts.enqueue()
     sender = RecordingSender(RuntimeError("a bug"))
@@ -256,7 +258,7 @@ async def test_a_bug_in_a_sender_ends_only_its_attempt(alerts: AlertBox, clock: 
     assert [message.state for message in await alerts.messages()] == ["delivered"]
 
 
-async def test_a_message_whose_every_attempt_hits_a_bug_is_given_up(alerts: AlertBox, clock: FakeClock) -> None:
+async def test_a_message_whose_every_attempt_hits_a_bug_is_given_up(alerts: AlertParts, clock: FakeClock) -> None:
     await webhook(alerts)
     await alerts.enqueue()
     sender = RecordingSender(*(RuntimeError("a bug") for _ in range(ATTEMPTS_MAX)))

@@ -17,7 +17,7 @@ from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.principals import KeyChanges
 from appliance.tenancy.tenants import Tenants
-from tests.support.alerts import TARGET, AlertBox, alert_box
+from tests.support.alerts import TARGET, AlertParts, alert_parts
 from tests.support.cast import PEPPER, Cast, Person
 from tests.support.clock import FakeClock
 from tests.support.ledgers import euro_budget_alerts
@@ -39,7 +39,7 @@ class Engines:
 class Watched:
     """An alert watch over the test's database and a webhook of the appliance for all events."""
 
-    def __init__(self, alerts: AlertBox, clock: FakeClock) -> None:
+    def __init__(self, alerts: AlertParts, clock: FakeClock) -> None:
         self.alerts, self.clock, self.engines = alerts, clock, Engines()
         self.keys = Keys(alerts.db, clock, PEPPER)
         self.watch = AlertWatch(
@@ -65,7 +65,7 @@ class Watched:
 @pytest.fixture
 async def watched(database: Database, clock: FakeClock) -> Watched:
     """An alert watch with a webhook for all events."""
-    alerts = alert_box(database, clock)
+    alerts = alert_parts(database, clock)
     await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE)
     return Watched(alerts, clock)
 

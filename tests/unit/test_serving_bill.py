@@ -21,7 +21,7 @@ from tests.support.cast import Cast, make_person
 from tests.support.clock import FakeClock
 from tests.support.factories import posted
 from tests.support.fake_engine import STALL, make_event
-from tests.support.generations import MODEL, InProcessEngine, Serving, serving
+from tests.support.generations import MODEL, InProcessEngine, Serving, open_serving
 from tests.support.ledgers import euro_prices, num_running, poll_until
 
 pytestmark = pytest.mark.on_either_database
@@ -30,8 +30,8 @@ TEXT = "the quick brown fox"
 
 
 @pytest.fixture
-async def box(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) -> AsyncIterator[Serving]:
-    async with serving(database, clock, tmp_path / "model", cast.epoch_id) as opened:
+async def serving(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) -> AsyncIterator[Serving]:
+    async with open_serving(database, clock, tmp_path / "model", cast.epoch_id) as opened:
         yield opened
 
 
@@ -63,17 +63,17 @@ class Scripted:
     ids=["cached", "rejected", "too much"],
 )
 async def test_each_kind_of_token_has_its_price_and_the_limits_count_what_the_ledger_does(
-    box: Serving, cast: Cast, database: Database, clock: FakeClock, monkeypatch: pytest.MonkeyPatch,
+    serving: Serving, cast: Cast, database: Database, clock: FakeClock, monkeypatch: pytest.MonkeyPatch,
     counts: dict[str, int], billed: int,
 ) -> None:  # fmt: skip
     await euro_prices(database, clock).add(
         model=MODEL, currency="EUR", prompt=1000, cached_prompt=100, completion=30_000, rejected_draft=7
     )
     script = [counts, {**counts, "num_output_tokens": 5}]
-    monkeypatch.setattr(box.client, "submit", lambda request: Scripted(request, script, FinishReason.LENGTH))
-    generation = await box.start(cast.bob, [7, 7, 7, 7])
+    monkeypatch.setattr(serving.client, "submit", lambda request: Scripted(request, script, FinishReason.LENGTH))
+    generation = await serving.start(cast.bob, [7, 7, 7, 7])
     outcome = await generation.outcome
-    event, rejected = await box.event(generation), counts.get("num_rejected_draft_tokens", 0)
+    event, rejected = await serving.event(generation), counts.get("num_rejected_draft_tokens", 0)
     cost_picos = (4 - billed) * 1000 + billed * 100 + 5 * 30_000 + rejected * 7
     used = generation._bill._reservation.used
 
@@ -96,21 +96,21 @@ async def test_each_kind_of_token_has_its_price_and_the_limits_count_what_the_le
     ids=["nothing", "part of the prompt", "the prompt", "then preempted", "a token", "preempted behind it"],
 )
 async def test_an_aborted_request_is_billed_once_its_prompt_is_computed_or_a_token_generated(
-    box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch, counts: list[tuple[int, int]], billed: tuple[int, int] | None
+    serving: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch, counts: list[tuple[int, int]], billed: tuple[int, int] | None
 ) -> None:
     script = [{"num_prompt_tokens_computed": computed, "num_output_tokens": output} for computed, output in counts]
     ttfts_s: list[float] = []
-    monkeypatch.setattr(box.client.stats, "note_ttft", ttfts_s.append)
-    monkeypatch.setattr(box.client, "submit", lambda request: Scripted(request, script, FinishReason.ABORTED))
-    generation = await box.start(cast.bob, [7, 7, 7, 7])
+    monkeypatch.setattr(serving.client.stats, "note_ttft", ttfts_s.append)
+    monkeypatch.setattr(serving.client, "submit", lambda request: Scripted(request, script, FinishReason.ABORTED))
+    generation = await serving.start(cast.bob, [7, 7, 7, 7])
     outcome = await generation.outcome
-    event, used = await box.event(generation), generation._bill._reservation.used
+    event, used = await serving.event(generation), generation._bill._reservation.used
 
     assert event.status == ("voided" if billed is None else "posted")
     assert (event.prompt_tokens, event.completion_tokens) == (billed or (0, 0))
     assert outcome.usage.total_tokens == used.tokens == sum(billed or (0, 0))
     assert len(ttfts_s) == (outcome.usage.completion_tokens > 0), "without a token there is no time to the first"
-    assert num_running(box.admission, cast.bob.tenant.id) == 0
+    assert num_running(serving.admission, cast.bob.tenant.id) == 0
 
 
 @pytest.mark.parametrize(
@@ -126,58 +126,58 @@ async def test_an_aborted_request_is_billed_once_its_prompt_is_computed_or_a_tok
     ],
 )
 async def test_a_past_request_shows_the_kv_blocks_of_its_tokens(
-    box: Serving, cast: Cast, database: Database, monkeypatch: pytest.MonkeyPatch,
+    serving: Serving, cast: Cast, database: Database, monkeypatch: pytest.MonkeyPatch,
     prompt: int, outputs: list[int], reported_blocks: int, blocks: int,
 ) -> None:  # fmt: skip
     script = [{"index": index, "num_output_tokens": output} for index, output in enumerate(outputs)]
 
     def submit(request: GenerationRequest) -> Scripted:
-        box.generations.live(access=WHOLE_APPLIANCE)[request.request_id].kv_blocks_max = reported_blocks
+        serving.generations.live(access=WHOLE_APPLIANCE)[request.request_id].kv_blocks_max = reported_blocks
         return Scripted(request, script, FinishReason.LENGTH)
 
-    monkeypatch.setattr(box.client, "submit", submit)
-    generation = await box.start(cast.bob, [7] * prompt, n=len(outputs))
+    monkeypatch.setattr(serving.client, "submit", submit)
+    generation = await serving.start(cast.bob, [7] * prompt, n=len(outputs))
     await generation.outcome
     assert (await PastRequests(database).get(generation.request_id, access=WHOLE_APPLIANCE)).kv_blocks == blocks
 
 
 async def test_no_kv_blocks_are_shown_if_the_engine_is_gone_or_computed_nothing(
-    box: Serving, cast: Cast, database: Database, monkeypatch: pytest.MonkeyPatch
+    serving: Serving, cast: Cast, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = [{"num_prompt_tokens_computed": 0}]
-    monkeypatch.setattr(box.client, "submit", lambda request: Scripted(request, script, FinishReason.ABORTED))
-    refused = await box.start(cast.bob, [7] * 20)
+    monkeypatch.setattr(serving.client, "submit", lambda request: Scripted(request, script, FinishReason.ABORTED))
+    refused = await serving.start(cast.bob, [7] * 20)
     await refused.outcome
     monkeypatch.setattr(InProcessEngine, "info", None)
     script[0]["num_prompt_tokens_computed"] = 20
-    served = await box.start(cast.bob, [7] * 20)
+    served = await serving.start(cast.bob, [7] * 20)
     await served.outcome
-    assert [(await box.event(generation)).cause for generation in (refused, served)] == ["engine_ended"] * 2
+    assert [(await serving.event(generation)).cause for generation in (refused, served)] == ["engine_ended"] * 2
     for generation in (refused, served):
         assert (await PastRequests(database).get(generation.request_id, access=WHOLE_APPLIANCE)).kv_blocks == 0
 
 
-async def test_an_unbilled_request_uses_up_no_limit(box: Serving, database: Database, clock: FakeClock) -> None:
+async def test_an_unbilled_request_uses_up_no_limit(serving: Serving, database: Database, clock: FakeClock) -> None:
     dora = await make_person(database, clock, "dora", Limits(requests_per_minute=1, tokens_per_day=1000))
-    left = await box.start(dora, [STALL, 5])
+    left = await serving.start(dora, [STALL, 5])
     left.end_early("disconnected")
     await left.outcome
-    served = await box.start(dora, TEXT)
+    served = await serving.start(dora, TEXT)
     await served.outcome
-    assert [(await box.event(generation)).status for generation in (left, served)] == ["voided", "posted"]
+    assert [(await serving.event(generation)).status for generation in (left, served)] == ["voided", "posted"]
     with pytest.raises(RateLimitExceeded):
-        await box.start(dora, TEXT)
+        await serving.start(dora, TEXT)
 
 
-async def test_a_settlement_that_the_ledger_refuses_is_counted_once_as_unrecorded(box: Serving, cast: Cast) -> None:
-    generation = await box.start(cast.bob, TEXT, max_tokens=1000)
+async def test_a_settlement_that_the_ledger_refuses_is_counted_once_as_unrecorded(serving: Serving, cast: Cast) -> None:
+    generation = await serving.start(cast.bob, TEXT, max_tokens=1000)
     await generation.chunks.take(10.0)
-    await box.ledger.settle(posted(generation.request_id, completion=1, prompt=1))  # a bug: somebody else settles it
+    await serving.ledger.settle(posted(generation.request_id, completion=1, prompt=1))  # a bug: somebody else settles it
     generation.end_early("disconnected")
     with structlog.testing.capture_logs() as logs:
         outcome = await generation.outcome
-        await poll_until(lambda: not box.generations.live(access=WHOLE_APPLIANCE))
+        await poll_until(lambda: not serving.generations.live(access=WHOLE_APPLIANCE))
 
     assert [line["event"] for line in logs] == ["usage record was refused"]
-    assert box.ledger.unrecorded_usage_tokens == outcome.usage.total_tokens > 0
-    assert "gatehouse_unrecorded_usage_tokens_total 0.0" in box.metrics.render().decode(), "the ledger has counted it"
+    assert serving.ledger.unrecorded_usage_tokens == outcome.usage.total_tokens > 0
+    assert "gatehouse_unrecorded_usage_tokens_total 0.0" in serving.metrics.render().decode(), "the ledger has counted it"

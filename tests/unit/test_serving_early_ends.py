@@ -23,7 +23,7 @@ from appliance.tenancy.tiers import Tiers
 from tests.support.cast import PEPPER, Cast, Person
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import FAIL, HALF, LATE, STALL
-from tests.support.generations import Serving, serving, text_of
+from tests.support.generations import Serving, open_serving, text_of
 from tests.support.ledgers import euro_prices, num_running, poll_until
 
 pytestmark = pytest.mark.on_either_database
@@ -34,103 +34,103 @@ MICROS = 1_000_000  # price: one micro-unit per token
 
 
 @pytest.fixture
-async def box(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) -> AsyncIterator[Serving]:
-    async with serving(database, clock, tmp_path / "model", cast.epoch_id) as opened:
+async def serving(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) -> AsyncIterator[Serving]:
+    async with open_serving(database, clock, tmp_path / "model", cast.epoch_id) as opened:
         opened.generations.start_watching()
         yield opened
         await opened.generations.stop(5.0)
 
 
-async def begun(box: Serving, person: Person, position: int, **sampling: object) -> Generation:
+async def begun(serving: Serving, person: Person, position: int, **sampling: object) -> Generation:
     """Return a generation of which the engine has generated exactly `position` tokens, all received by the gateway."""
-    box.engine.allow_steps(position)
-    generation = await box.start(person, TEXT, max_tokens=1000, **sampling)
+    serving.engine.allow_steps(position)
+    generation = await serving.start(person, TEXT, max_tokens=1000, **sampling)
     await poll_until(lambda: generation.live.completion_tokens == position)
     return generation
 
 
-async def check(box: Serving, generation: Generation, reason: str, cause: str | None, *, running: int = 0) -> None:
+async def check(serving: Serving, generation: Generation, reason: str, cause: str | None, *, running: int = 0) -> None:
     """Check that the event has the engine's own count, the reason and the cause."""
     outcome = await generation.outcome
-    event = await box.event(generation)
-    counted, computed = (count[generation.request_id] for count in (box.engine.counted, box.engine.computed))
+    event = await serving.event(generation)
+    counted, computed = (count[generation.request_id] for count in (serving.engine.counted, serving.engine.computed))
     assert (event.finish_reason, event.cause) == (reason, cause)
     assert event.completion_tokens == outcome.usage.completion_tokens == counted
     assert event.status == ("posted" if computed else "voided")
     assert event.prompt_tokens == computed
-    assert num_running(box.admission, event.tenant_id) == running
+    assert num_running(serving.admission, event.tenant_id) == running
 
 
 @pytest.mark.parametrize("why", EARLY_ENDS)
-async def test_an_early_end_at_any_position_bills_the_engines_count(box: Serving, cast: Cast, why: str) -> None:
+async def test_an_early_end_at_any_position_bills_the_engines_count(serving: Serving, cast: Cast, why: str) -> None:
     for position in POSITIONS:
-        generation = await begun(box, cast.bob, position)
+        generation = await begun(serving, cast.bob, position)
         generation.end_early(why)
-        await check(box, generation, early_end(why).finish_reason, early_end(why).cause)
+        await check(serving, generation, early_end(why).finish_reason, early_end(why).cause)
 
 
-async def test_tokens_generated_before_the_abort_arrives_count_too(box: Serving, cast: Cast) -> None:
+async def test_tokens_generated_before_the_abort_arrives_count_too(serving: Serving, cast: Cast) -> None:
     for position in POSITIONS:
-        generation = await begun(box, cast.bob, position)
-        box.engine.allow_steps(3)  # the engine continues until the abort reaches it
+        generation = await begun(serving, cast.bob, position)
+        serving.engine.allow_steps(3)  # the engine continues until the abort reaches it
         generation.end_early("disconnected")
-        await check(box, generation, "disconnected", "client")
+        await check(serving, generation, "disconnected", "client")
 
 
 @pytest.mark.parametrize("position", POSITIONS[::2])
-async def test_tokens_of_all_answers_count(box: Serving, cast: Cast, position: int) -> None:
-    box.engine.allow_steps(position)
-    generation = await box.start(cast.bob, TEXT, max_tokens=1000, n=3)
+async def test_tokens_of_all_answers_count(serving: Serving, cast: Cast, position: int) -> None:
+    serving.engine.allow_steps(position)
+    generation = await serving.start(cast.bob, TEXT, max_tokens=1000, n=3)
     await poll_until(lambda: generation.live.completion_tokens == 3 * position)
-    box.engine.allow_steps(2)
+    serving.engine.allow_steps(2)
     generation.end_early("aborted")
-    await check(box, generation, "aborted", "administrator")
+    await check(serving, generation, "aborted", "administrator")
 
 
-async def test_when_one_answer_fails_its_siblings_are_counted_to_their_last_token(box: Serving, cast: Cast) -> None:
-    generation = await box.start(cast.bob, [HALF, 5], n=3, max_tokens=1000)
-    await check(box, generation, "error", "engine_error")
-    assert box.engine.counted[generation.request_id] > 0
+async def test_when_one_answer_fails_its_siblings_are_counted_to_their_last_token(serving: Serving, cast: Cast) -> None:
+    generation = await serving.start(cast.bob, [HALF, 5], n=3, max_tokens=1000)
+    await check(serving, generation, "error", "engine_error")
+    assert serving.engine.counted[generation.request_id] > 0
 
 
 @pytest.mark.parametrize(("first", "reason", "cause"), [(FAIL, "error", "engine_error"), (LATE, "deadline", "queue_deadline")])
 async def test_a_request_ended_by_the_engine_has_reason_and_cause(
-    box: Serving, cast: Cast, first: int, reason: str, cause: str
+    serving: Serving, cast: Cast, first: int, reason: str, cause: str
 ) -> None:
-    generation = await box.start(cast.bob, [first, 5])
-    await check(box, generation, reason, cause)
+    generation = await serving.start(cast.bob, [first, 5])
+    await check(serving, generation, reason, cause)
 
 
-async def test_a_request_aborted_by_the_engine_on_its_own_is_an_internal_error(box: Serving, cast: Cast) -> None:
-    generation = await begun(box, cast.bob, 3)
-    box.client.abort(generation.request_id)  # the engine ends it without a request of the generation
-    await check(box, generation, "aborted", "engine_ended")
+async def test_a_request_aborted_by_the_engine_on_its_own_is_an_internal_error(serving: Serving, cast: Cast) -> None:
+    generation = await begun(serving, cast.bob, 3)
+    serving.client.abort(generation.request_id)  # the engine ends it without a request of the generation
+    await check(serving, generation, "aborted", "engine_ended")
     error = (await generation.outcome).error
     assert isinstance(error, InternalError)
     assert "the engine ended" in error.message
 
 
 @pytest.mark.parametrize("position", POSITIONS[::2])
-async def test_when_the_engine_dies_the_reported_tokens_are_billed(box: Serving, cast: Cast, position: int) -> None:
-    generation = await begun(box, cast.bob, position)
-    box.engine_task.cancel()
-    await check(box, generation, "error", "engine_died")
+async def test_when_the_engine_dies_the_reported_tokens_are_billed(serving: Serving, cast: Cast, position: int) -> None:
+    generation = await begun(serving, cast.bob, position)
+    serving.engine_task.cancel()
+    await check(serving, generation, "error", "engine_died")
 
 
 async def test_a_request_past_its_deadline_has_that_reason(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
-    async with serving(database, clock, tmp_path / "model", cast.epoch_id, deadline_s=0.05) as box:
-        generation = await box.start(cast.bob, [STALL, 5])
-        await check(box, generation, "deadline", "request_deadline")
+    async with open_serving(database, clock, tmp_path / "model", cast.epoch_id, deadline_s=0.05) as serving:
+        generation = await serving.start(cast.bob, [STALL, 5])
+        await check(serving, generation, "deadline", "request_deadline")
 
 
-async def test_requests_ended_by_a_shutdown_have_that_cause(box: Serving, cast: Cast) -> None:
-    generation = await begun(box, cast.bob, 3)
-    await box.generations.stop(5.0)
+async def test_requests_ended_by_a_shutdown_have_that_cause(serving: Serving, cast: Cast) -> None:
+    generation = await begun(serving, cast.bob, 3)
+    await serving.generations.stop(5.0)
     assert generation.outcome.done()
     assert not {"access watch", "checkpoints"} & {task.get_name() for task in asyncio.all_tasks()}
-    await check(box, generation, "aborted", "shutdown")
+    await check(serving, generation, "aborted", "shutdown")
 
 
 Change = Callable[[Keys, Tenants, Person, FakeClock], object]
@@ -148,63 +148,63 @@ CHANGES: dict[str, Change] = {
 
 @pytest.mark.parametrize("cause", CHANGES)
 async def test_losing_access_ends_running_requests_of_that_key_or_tenant_only(
-    box: Serving, database: Database, clock: FakeClock, cast: Cast, cause: str
+    serving: Serving, database: Database, clock: FakeClock, cast: Cast, cause: str
 ) -> None:
-    bobs, charlies = await begun(box, cast.bob, 4), await box.start(cast.charlie, TEXT, max_tokens=1000)
+    bobs, charlies = await begun(serving, cast.bob, 4), await serving.start(cast.charlie, TEXT, max_tokens=1000)
     await CHANGES[cause](Keys(database, clock, PEPPER), Tenants(database, clock), cast.bob, clock)  # type: ignore[misc]
     outcome = await bobs.outcome
 
     assert isinstance(outcome.error, GatehouseError)
     assert not charlies.outcome.done()
-    await check(box, bobs, "aborted", cause)
+    await check(serving, bobs, "aborted", cause)
     charlies.end_early("disconnected")
-    await check(box, charlies, "disconnected", "client")
+    await check(serving, charlies, "disconnected", "client")
 
 
 async def test_the_end_of_a_rotations_grace_period_ends_requests_of_the_old_key(
-    box: Serving, database: Database, clock: FakeClock, cast: Cast
+    serving: Serving, database: Database, clock: FakeClock, cast: Cast
 ) -> None:
     keys = Keys(database, clock, PEPPER)
-    old = await begun(box, cast.bob, 2)
+    old = await begun(serving, cast.bob, 2)
     successor, secret = await keys.rotate(cast.bob.key.id, grace_s=1, access=WHOLE_APPLIANCE)
-    new = await box.start(Person(tenant=cast.bob.tenant, key=successor, secret=secret), TEXT, max_tokens=1000)
+    new = await serving.start(Person(tenant=cast.bob.tenant, key=successor, secret=secret), TEXT, max_tokens=1000)
     assert not old.outcome.done()
     clock.advance(1)
-    await box.generations._watch.check()
-    await check(box, old, "aborted", "key_expired", running=1)
+    await serving.generations._watch.check()
+    await check(serving, old, "aborted", "key_expired", running=1)
     assert not new.outcome.done()
     new.end_early("disconnected")
     await new.outcome
 
 
 @pytest.mark.parametrize("ago_s", [0, 60])
-async def test_a_request_ends_at_once_when_its_key_expires(box: Serving, clock: FakeClock, cast: Cast, ago_s: int) -> None:
-    generation = await begun(box, cast.bob, 2)
+async def test_a_request_ends_at_once_when_its_key_expires(serving: Serving, clock: FakeClock, cast: Cast, ago_s: int) -> None:
+    generation = await begun(serving, cast.bob, 2)
     generation.set_expiry(clock.now() - timedelta(seconds=ago_s))
     timer = generation._expiry
     assert timer is not None
     assert timer.when() <= asyncio.get_running_loop().time()
-    await check(box, generation, "aborted", "key_expired")
+    await check(serving, generation, "aborted", "key_expired")
 
 
-async def test_a_postponed_expiry_ends_nothing(box: Serving, clock: FakeClock, cast: Cast) -> None:
-    generation = await begun(box, cast.bob, 2)
+async def test_a_postponed_expiry_ends_nothing(serving: Serving, clock: FakeClock, cast: Cast) -> None:
+    generation = await begun(serving, cast.bob, 2)
     generation.set_expiry(clock.now())
     generation.set_expiry(clock.now() + timedelta(days=1))
     for _turn in range(5):
         await asyncio.sleep(0)
     generation.end_early("disconnected")
-    await check(box, generation, "disconnected", "client")
+    await check(serving, generation, "disconnected", "client")
 
 
 async def test_a_key_revoked_between_its_check_and_the_start_ends_the_request(
-    box: Serving, database: Database, clock: FakeClock, cast: Cast
+    serving: Serving, database: Database, clock: FakeClock, cast: Cast
 ) -> None:
     await Keys(database, clock, PEPPER).revoke(cast.bob.key.id, access=WHOLE_APPLIANCE)
-    box.engine.allow_steps(0)
-    generation = await box.start(cast.bob, TEXT)  # with the principal that was read before the change
+    serving.engine.allow_steps(0)
+    generation = await serving.start(cast.bob, TEXT)  # with the principal that was read before the change
 
-    await check(box, generation, "aborted", "key_revoked")
+    await check(serving, generation, "aborted", "key_revoked")
 
 
 async def hard_budget(database: Database, clock: FakeClock, bob: Person, micros: int, *, cut: bool = True) -> Person:
@@ -219,76 +219,76 @@ async def hard_budget(database: Database, clock: FakeClock, bob: Person, micros:
 
 
 async def test_a_hard_budget_ends_the_answer_at_the_token_that_exhausts_it(
-    box: Serving, database: Database, clock: FakeClock, cast: Cast
+    serving: Serving, database: Database, clock: FakeClock, cast: Cast
 ) -> None:
-    prompt = len(box.ids(TEXT))
+    prompt = len(serving.ids(TEXT))
     bob = await hard_budget(database, clock, cast.bob, prompt + 300)
-    box.engine.allow_steps(299)
-    generation = await box.start(bob, TEXT, max_tokens=1000)
+    serving.engine.allow_steps(299)
+    generation = await serving.start(bob, TEXT, max_tokens=1000)
     await poll_until(lambda: generation.live.completion_tokens == 299)
     assert not generation.outcome.done()
-    box.engine.allow_steps(1)
+    serving.engine.allow_steps(1)
     outcome = await generation.outcome
 
     assert outcome.error is not None
     assert (outcome.error.code, outcome.usage.completion_tokens) == ("budget_exceeded", 300)
-    await check(box, generation, "aborted", "budget_exceeded")
+    await check(serving, generation, "aborted", "budget_exceeded")
 
 
 async def test_concurrent_requests_together_exhaust_a_hard_budget(
-    box: Serving, database: Database, clock: FakeClock, cast: Cast
+    serving: Serving, database: Database, clock: FakeClock, cast: Cast
 ) -> None:
-    prompt = len(box.ids(TEXT))
+    prompt = len(serving.ids(TEXT))
     bob = await hard_budget(database, clock, cast.bob, 2 * prompt + 600)
-    box.engine.allow_steps(0)
-    both = [await box.start(bob, TEXT, max_tokens=300), await box.start(bob, TEXT, max_tokens=1000)]
-    box.engine.allow_steps(1000)
+    serving.engine.allow_steps(0)
+    both = [await serving.start(bob, TEXT, max_tokens=300), await serving.start(bob, TEXT, max_tokens=1000)]
+    serving.engine.allow_steps(1000)
     outcomes = [await generation.outcome for generation in both]
 
     assert [outcome.finish_reason for outcome in outcomes] == ["length", "aborted"]
-    await check(box, both[0], "length", None)
-    await check(box, both[1], "aborted", "budget_exceeded")
+    await check(serving, both[0], "length", None)
+    await check(serving, both[1], "aborted", "budget_exceeded")
     assert outcomes[1].usage.completion_tokens >= 300
 
 
 async def test_lowering_a_hard_budget_ends_running_requests_at_their_next_token(
-    box: Serving, database: Database, clock: FakeClock, cast: Cast
+    serving: Serving, database: Database, clock: FakeClock, cast: Cast
 ) -> None:
-    prompt = len(box.ids(TEXT))
-    generation = await begun(box, await hard_budget(database, clock, cast.bob, prompt + 1000), 5)
+    prompt = len(serving.ids(TEXT))
+    generation = await begun(serving, await hard_budget(database, clock, cast.bob, prompt + 1000), 5)
     lowered = TenantChanges(limits=Limits(monthly_budget=prompt + 5))
     await Tenants(database, clock).update(cast.bob.tenant.id, lowered, access=WHOLE_APPLIANCE)
-    await box.generations._watch.check()
-    box.engine.allow_steps(1)
-    await check(box, generation, "aborted", "budget_exceeded")
+    await serving.generations._watch.check()
+    serving.engine.allow_steps(1)
+    await check(serving, generation, "aborted", "budget_exceeded")
 
 
 @pytest.mark.parametrize(("before", "end"), [(False, ("aborted", "budget_exceeded")), (True, ("length", None))])
 async def test_a_budget_can_be_made_hard_or_soft_while_a_request_runs(
-    box: Serving, database: Database, clock: FakeClock, cast: Cast, before: bool, end: tuple[str, str | None]
+    serving: Serving, database: Database, clock: FakeClock, cast: Cast, before: bool, end: tuple[str, str | None]
 ) -> None:
-    bob = await hard_budget(database, clock, cast.bob, len(box.ids(TEXT)) + 300, cut=before)
-    box.engine.allow_steps(0)
-    generation = await box.start(bob, TEXT, max_tokens=1000)
-    box.engine.allow_steps(290)
+    bob = await hard_budget(database, clock, cast.bob, len(serving.ids(TEXT)) + 300, cut=before)
+    serving.engine.allow_steps(0)
+    generation = await serving.start(bob, TEXT, max_tokens=1000)
+    serving.engine.allow_steps(290)
     await poll_until(lambda: generation.live.completion_tokens == 290)
 
     await Tenants(database, clock).update(bob.tenant.id, TenantChanges(cut_at_budget=not before), access=WHOLE_APPLIANCE)
-    await box.generations._watch.check()
-    box.engine.allow_steps(710)
-    await check(box, generation, *end)
+    await serving.generations._watch.check()
+    serving.engine.allow_steps(710)
+    await check(serving, generation, *end)
 
 
-async def test_a_soft_budget_never_cuts_an_answer(box: Serving, database: Database, clock: FakeClock, cast: Cast) -> None:
+async def test_a_soft_budget_never_cuts_an_answer(serving: Serving, database: Database, clock: FakeClock, cast: Cast) -> None:
     bob = await hard_budget(database, clock, cast.bob, 300, cut=False)
-    generation = await box.start(bob, TEXT, max_tokens=500)
+    generation = await serving.start(bob, TEXT, max_tokens=500)
     await text_of(generation)
 
-    await check(box, generation, "length", None)
+    await check(serving, generation, "length", None)
 
 
 async def test_a_change_of_limits_reaches_requests_that_wait_for_admission(
-    box: Serving, database: Database, clock: FakeClock, cast: Cast
+    serving: Serving, database: Database, clock: FakeClock, cast: Cast
 ) -> None:
     tenants = Tenants(database, clock)
     await Tiers(database, clock).update(cast.bob.tenant.tier, admission_wait_ms=60_000)
@@ -296,13 +296,13 @@ async def test_a_change_of_limits_reaches_requests_that_wait_for_admission(
         cast.bob.tenant.id, TenantChanges(limits=Limits(concurrent_requests=1)), access=WHOLE_APPLIANCE
     )
     bob = dataclasses.replace(cast.bob, tenant=tenant)
-    running = await begun(box, bob, 2)
-    first, second = (asyncio.create_task(box.start(bob, TEXT, max_tokens=1000)) for _ in range(2))
-    await poll_until(lambda: len(box.admission.waiting) == 2)
+    running = await begun(serving, bob, 2)
+    first, second = (asyncio.create_task(serving.start(bob, TEXT, max_tokens=1000)) for _ in range(2))
+    await poll_until(lambda: len(serving.admission.waiting) == 2)
 
     await tenants.update(bob.tenant.id, TenantChanges(limits=Limits(concurrent_requests=2)), access=WHOLE_APPLIANCE)
     admitted = await first
-    assert len(box.admission.waiting) == 1
+    assert len(serving.admission.waiting) == 1
     await tenants.update(bob.tenant.id, TenantChanges(limits=Limits(concurrent_requests=0)), access=WHOLE_APPLIANCE)
     with pytest.raises(RequestExceedsLimit):
         await second
@@ -322,10 +322,10 @@ async def test_a_checkpoint_that_fails_is_logged_and_the_next_one_follows(
             raise ValueError("a bug")
 
     monkeypatch.setattr("appliance.serving.generations.CHECKPOINT_INTERVAL_S", 0.0)
-    async with serving(database, clock, tmp_path / "model", cast.epoch_id) as box:
-        monkeypatch.setattr(box.generations, "checkpoint", fail_once)
+    async with open_serving(database, clock, tmp_path / "model", cast.epoch_id) as serving:
+        monkeypatch.setattr(serving.generations, "checkpoint", fail_once)
         with structlog.testing.capture_logs() as logs:
-            box.generations.start_watching()
+            serving.generations.start_watching()
             await poll_until(lambda: len(calls) > 1)
-            await box.generations.stop(5.0)
+            await serving.generations.stop(5.0)
     assert [line["event"] for line in logs] == ["running requests could not be checkpointed"]

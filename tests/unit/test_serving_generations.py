@@ -25,7 +25,7 @@ from engine.protocol import EngineFrame, RequestProgress
 from tests.support.cast import Cast, make_person
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import STALL, engine_status
-from tests.support.generations import MODEL, InProcessEngine, Serving, serving, text_of
+from tests.support.generations import MODEL, InProcessEngine, Serving, open_serving, text_of
 from tests.support.ledgers import euro_prices, num_running, poll_until
 
 pytestmark = pytest.mark.on_either_database
@@ -34,8 +34,8 @@ TEXT = "the quick brown fox"
 
 
 @pytest.fixture
-async def box(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) -> AsyncIterator[Serving]:
-    async with serving(database, clock, tmp_path / "model", cast.epoch_id) as opened:
+async def serving(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) -> AsyncIterator[Serving]:
+    async with open_serving(database, clock, tmp_path / "model", cast.epoch_id) as opened:
         yield opened
 
 
@@ -43,9 +43,9 @@ def member_of(tenant_id: str, role: TenantRole) -> Access:
     return Access(role=Role.MEMBER, actor=SYSTEM, tenants={tenant_id: role})
 
 
-async def test_a_member_sees_and_ends_live_requests_of_its_own_tenant_only(box: Serving, cast: Cast) -> None:
-    generations, bob, charlie = box.generations, cast.bob.tenant.id, cast.charlie.tenant.id
-    bobs, charlies = [await box.start(person, [STALL, 5]) for person in (cast.bob, cast.charlie)]
+async def test_a_member_sees_and_ends_live_requests_of_its_own_tenant_only(serving: Serving, cast: Cast) -> None:
+    generations, bob, charlie = serving.generations, cast.bob.tenant.id, cast.charlie.tenant.id
+    bobs, charlies = [await serving.start(person, [STALL, 5]) for person in (cast.bob, cast.charlie)]
     manager, viewer = member_of(bob, TenantRole.MANAGER), member_of(bob, TenantRole.VIEWER)
 
     assert list(generations.live(access=WHOLE_APPLIANCE).values()) == [bobs.live, charlies.live]
@@ -70,43 +70,45 @@ async def test_a_member_sees_and_ends_live_requests_of_its_own_tenant_only(box: 
     charlies.end_early("disconnected")
 
 
-async def test_draining_refuses_requests_that_wait_for_admission(box: Serving, database: Database, clock: FakeClock) -> None:
+async def test_draining_refuses_requests_that_wait_for_admission(
+    serving: Serving, database: Database, clock: FakeClock
+) -> None:
     dora = await make_person(database, clock, "dora", Limits(concurrent_requests=1))
     await Tiers(database, clock).update(dora.tenant.tier, admission_wait_ms=60_000)
-    running = await box.start(dora, [STALL, 5])
-    waiting = asyncio.create_task(box.start(dora, TEXT))
-    await poll_until(lambda: bool(box.admission.waiting))
-    assert not await box.generations.drain(0.01)
+    running = await serving.start(dora, [STALL, 5])
+    waiting = asyncio.create_task(serving.start(dora, TEXT))
+    await poll_until(lambda: bool(serving.admission.waiting))
+    assert not await serving.generations.drain(0.01)
     async with asyncio.timeout(10):
-        for late in (waiting, box.start(dora, TEXT)):
+        for late in (waiting, serving.start(dora, TEXT)):
             with pytest.raises(Draining):
                 await late
     running.end_early("disconnected")
 
 
-async def test_a_drain_waits_for_the_last_of_several(box: Serving, cast: Cast) -> None:
-    box.engine.allow_steps(0)
-    first, last = await box.start(cast.charlie, TEXT), await box.start(cast.bob, [STALL, 5])
-    box.engine.allow_steps(1000)
+async def test_a_drain_waits_for_the_last_of_several(serving: Serving, cast: Cast) -> None:
+    serving.engine.allow_steps(0)
+    first, last = await serving.start(cast.charlie, TEXT), await serving.start(cast.bob, [STALL, 5])
+    serving.engine.allow_steps(1000)
     await first.outcome
-    await poll_until(lambda: len(box.generations.live(access=WHOLE_APPLIANCE)) == 1)
-    assert not await box.generations.drain(0.02)
+    await poll_until(lambda: len(serving.generations.live(access=WHOLE_APPLIANCE)) == 1)
+    assert not await serving.generations.drain(0.02)
     last.end_early("disconnected")
-    assert await box.generations.drain(5.0)
+    assert await serving.generations.drain(5.0)
 
 
 async def test_a_request_waits_for_admission_as_long_as_its_tier_allows(
-    box: Serving, cast: Cast, database: Database, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+    serving: Serving, cast: Cast, database: Database, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    admit, waits_s = box.admission.admit, list[float]()
+    admit, waits_s = serving.admission.admit, list[float]()
 
     async def noting(request: AdmissionRequest, wait_s: float) -> Reservation:
         waits_s.append(wait_s)
         return await admit(request, wait_s)
 
-    monkeypatch.setattr(box.admission, "admit", noting)
+    monkeypatch.setattr(serving.admission, "admit", noting)
     await Tiers(database, clock).update(cast.bob.tenant.tier, admission_wait_ms=1500)
-    await text_of(await box.start(cast.bob, TEXT))
+    await text_of(await serving.start(cast.bob, TEXT))
     assert waits_s == [1.5]
 
 
@@ -117,10 +119,12 @@ async def test_the_seats_of_the_engine_add_to_the_requests_that_may_be_open(
 ) -> None:  # fmt: skip
     if seats is None:
         monkeypatch.setattr(InProcessEngine, "info", None)
-    async with serving(database, clock, tmp_path / "model", cast.epoch_id, seats=seats or 8, max_waiting_requests=1) as box:
-        generations = [await box.start(cast.bob, [STALL, 5], n=num) for num in (places - 1, 1) if num]
+    async with open_serving(
+        database, clock, tmp_path / "model", cast.epoch_id, seats=seats or 8, max_waiting_requests=1
+    ) as serving:
+        generations = [await serving.start(cast.bob, [STALL, 5], n=num) for num in (places - 1, 1) if num]
         with pytest.raises(Overloaded, match="queue is full"):
-            await box.start(cast.bob, TEXT)
+            await serving.start(cast.bob, TEXT)
         for generation in generations:
             generation.end_early("disconnected")
 
@@ -129,18 +133,18 @@ async def test_refusing_unpriced_models_does_not_affect_priced_ones(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     price = await euro_prices(database, clock).add(model=MODEL, currency="EUR", prompt=1, cached_prompt=1, completion=2)
-    async with serving(database, clock, tmp_path / "model", cast.epoch_id, refuse_unpriced=True) as box:
-        generation = await box.start(cast.bob, TEXT)
+    async with open_serving(database, clock, tmp_path / "model", cast.epoch_id, refuse_unpriced=True) as serving:
+        generation = await serving.start(cast.bob, TEXT)
         await generation.outcome
-        event, count = await box.event(generation), len(box.ids(TEXT))
-        assert "gatehouse_unpriced_requests_total{" not in box.metrics.render().decode()
+        event, count = await serving.event(generation), len(serving.ids(TEXT))
+        assert "gatehouse_unpriced_requests_total{" not in serving.metrics.render().decode()
     assert (event.price_id, event.cost_picos) == (price.id, count * 1 + count * 2)
 
 
 async def test_a_request_pays_the_price_in_force_at_its_admission(
-    box: Serving, cast: Cast, database: Database, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+    serving: Serving, cast: Cast, database: Database, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    admit, asked_at = box.admission.admit, list[int | None]()
+    admit, asked_at = serving.admission.admit, list[int | None]()
 
     async def after_a_wait(request: AdmissionRequest, wait_s: float) -> Reservation:
         asked_at.append(None if request.price is None else request.price.completion)
@@ -151,86 +155,86 @@ async def test_a_request_pays_the_price_in_force_at_its_admission(
     prices = euro_prices(database, clock)
     await prices.add(**terms, completion=7)
     dearer = await prices.add(**terms, completion=9, effective_from=clock.now() + timedelta(seconds=5))
-    monkeypatch.setattr(box.admission, "admit", after_a_wait)
-    generation = await box.start(cast.bob, [STALL, 5])
+    monkeypatch.setattr(serving.admission, "admit", after_a_wait)
+    generation = await serving.start(cast.bob, [STALL, 5])
     assert asked_at == [7, 9]
-    assert num_running(box.admission, cast.bob.tenant.id) == 1
+    assert num_running(serving.admission, cast.bob.tenant.id) == 1
     generation.end_early("disconnected")
     await generation.outcome
-    assert (await box.event(generation)).price_id == dearer.id
+    assert (await serving.event(generation)).price_id == dearer.id
 
 
 async def test_a_request_whose_engine_died_while_it_waited_reserves_nothing(
-    box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
+    serving: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    admit = box.admission.admit
+    admit = serving.admission.admit
 
     async def after_a_wait(request: AdmissionRequest, wait_s: float) -> Reservation:
-        box.client.unavailable = "restarting"
+        serving.client.unavailable = "restarting"
         return await admit(request, wait_s)
 
-    monkeypatch.setattr(box.admission, "admit", after_a_wait)
+    monkeypatch.setattr(serving.admission, "admit", after_a_wait)
     with pytest.raises(EngineUnavailable):
-        await box.start(cast.bob, TEXT)
-    assert num_running(box.admission, cast.bob.tenant.id) == 0
-    assert (await box.reports.ledger_page(access=WHOLE_APPLIANCE)).data == []
+        await serving.start(cast.bob, TEXT)
+    assert num_running(serving.admission, cast.bob.tenant.id) == 0
+    assert (await serving.reports.ledger_page(access=WHOLE_APPLIANCE)).data == []
 
 
-async def test_refusals_of_a_limit_in_shadow_mode_are_counted(box: Serving, database: Database, clock: FakeClock) -> None:
+async def test_refusals_of_a_limit_in_shadow_mode_are_counted(serving: Serving, database: Database, clock: FakeClock) -> None:
     dora = await make_person(database, clock, "dora", Limits(concurrent_requests=1))
     dora = dataclasses.replace(dora, tenant=dataclasses.replace(dora.tenant, limit_mode="shadow"))
     for _ in range(2):
-        await text_of(await box.start(dora, TEXT))
-        running = await box.start(dora, [STALL, 5])
-        await text_of(await box.start(dora, TEXT))
+        await text_of(await serving.start(dora, TEXT))
+        running = await serving.start(dora, [STALL, 5])
+        await text_of(await serving.start(dora, TEXT))
         running.end_early("disconnected")
         await running.outcome
-    assert '{reason="tenant_concurrency"} 2.0' in box.metrics.render().decode()
+    assert '{reason="tenant_concurrency"} 2.0' in serving.metrics.render().decode()
 
 
-async def test_the_expiry_of_a_key_ends_its_running_requests(box: Serving, cast: Cast, clock: FakeClock) -> None:
+async def test_the_expiry_of_a_key_ends_its_running_requests(serving: Serving, cast: Cast, clock: FakeClock) -> None:
     key = dataclasses.replace(cast.bob.key, expires_at=clock.now() + timedelta(milliseconds=20))
-    generation = await box.start(dataclasses.replace(cast.bob, key=key), [STALL, 5])
+    generation = await serving.start(dataclasses.replace(cast.bob, key=key), [STALL, 5])
     error = (await generation.outcome).error
     assert error is not None
     assert error.code == "expired_api_key"
 
 
 async def test_a_request_whose_caller_is_cancelled_while_its_record_is_written_ends_unbilled(
-    box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
+    serving: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written, requested, disk = box.ledger.open, asyncio.Event(), asyncio.Event()
+    written, requested, disk = serving.ledger.open, asyncio.Event(), asyncio.Event()
 
     async def slowly(entry: PendingEntry) -> None:
         requested.set()
         await disk.wait()
         await written(entry)
 
-    monkeypatch.setattr(box.ledger, "open", slowly)
-    starting = asyncio.create_task(box.start(cast.bob, TEXT))
+    monkeypatch.setattr(serving.ledger, "open", slowly)
+    starting = asyncio.create_task(serving.start(cast.bob, TEXT))
     await requested.wait()
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
     disk.set()
-    assert await box.generations.drain(5.0)
-    (event,) = (await box.reports.ledger_page(access=WHOLE_APPLIANCE)).data
+    assert await serving.generations.drain(5.0)
+    (event,) = (await serving.reports.ledger_page(access=WHOLE_APPLIANCE)).data
     assert (event.status, event.finish_reason, event.cause) == ("voided", "disconnected", "client")
-    assert num_running(box.admission, cast.bob.tenant.id) == 0
+    assert num_running(serving.admission, cast.bob.tenant.id) == 0
 
 
 async def test_an_ended_but_unsettled_request_is_neither_revived_nor_checkpointed(
-    box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
+    serving: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settle, disk, checkpoints = box.ledger.settle, asyncio.Event(), list[dict[str, Usage]]()
+    settle, disk, checkpoints = serving.ledger.settle, asyncio.Event(), list[dict[str, Usage]]()
 
     async def slowly(settlement: Settlement, on_recorded: Callable[[], object]) -> None:
         await disk.wait()
         await settle(settlement, on_recorded)
 
-    monkeypatch.setattr(box.ledger, "settle", slowly)
-    monkeypatch.setattr(box.ledger, "checkpoint", checkpoints.append)
-    generation = await box.start(cast.bob, TEXT)
+    monkeypatch.setattr(serving.ledger, "settle", slowly)
+    monkeypatch.setattr(serving.ledger, "checkpoint", checkpoints.append)
+    generation = await serving.start(cast.bob, TEXT)
     await poll_until(lambda: generation.live.state == "finished")
     late = [
         RequestProgress(
@@ -240,21 +244,21 @@ async def test_an_ended_but_unsettled_request_is_neither_revived_nor_checkpointe
         for request_id in ("req_unknown", generation.request_id)
     ]  # fmt: skip
     for requests in (None, late):
-        box.generations.note_frame(EngineFrame(status=engine_status(requests=requests)))
-    box.generations.checkpoint()
+        serving.generations.note_frame(EngineFrame(status=engine_status(requests=requests)))
+    serving.generations.checkpoint()
     assert (generation.live.state, generation.live.kv_blocks, checkpoints) == ("finished", 0, [])
     disk.set()
-    assert await box.generations.drain(5.0)
+    assert await serving.generations.drain(5.0)
 
 
 async def test_a_request_is_checkpointed_from_its_first_token_on(
-    box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
+    serving: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoints: list[dict[str, Usage]] = []
-    monkeypatch.setattr(box.ledger, "checkpoint", checkpoints.append)
-    box.engine.allow_steps(1)
-    generation = await box.start(cast.bob, TEXT)
+    monkeypatch.setattr(serving.ledger, "checkpoint", checkpoints.append)
+    serving.engine.allow_steps(1)
+    generation = await serving.start(cast.bob, TEXT)
     await poll_until(lambda: generation.live.completion_tokens == 1)
-    box.generations.checkpoint()
-    assert checkpoints == [{generation.request_id: Usage(prompt_tokens=len(box.ids(TEXT)), completion_tokens=1)}]
+    serving.generations.checkpoint()
+    assert checkpoints == [{generation.request_id: Usage(prompt_tokens=len(serving.ids(TEXT)), completion_tokens=1)}]
     generation.end_early("disconnected")

@@ -16,7 +16,7 @@ from engine.protocol import FinishReason, TokenEvent
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import STALL
-from tests.support.generations import serving
+from tests.support.generations import open_serving
 from tests.support.scheduling import apply_outputs, make_request, make_scheduler, step
 
 NOW = datetime(2026, 11, 29, tzinfo=UTC)
@@ -83,12 +83,12 @@ def test_an_aborted_answer_carries_no_decode_time() -> None:
 async def test_a_past_request_also_shows_how_many_of_its_tenant_came_before_it(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
-    async with serving(database, clock, tmp_path / "model", cast.epoch_id) as box:
-        of_another, first = [await box.start(who, [STALL, 5]) for who in (cast.charlie, cast.bob)]
-        second = await box.start(cast.bob, "the quick brown fox")
+    async with open_serving(database, clock, tmp_path / "model", cast.epoch_id) as serving:
+        of_another, first = [await serving.start(who, [STALL, 5]) for who in (cast.charlie, cast.bob)]
+        second = await serving.start(cast.bob, "the quick brown fox")
         await second.outcome
         for running in (of_another, first):
-            box.generations.abort(running.request_id, access=WHOLE_APPLIANCE)
+            serving.generations.abort(running.request_id, access=WHOLE_APPLIANCE)
             await running.outcome
     past = PastRequests(database)
     found = [await past.get(generation.request_id, access=WHOLE_APPLIANCE) for generation in (first, second)]

@@ -151,7 +151,7 @@ def test_a_device_has_no_more_seats_than_a_step_has_tokens() -> None:
     assert EngineOptions(model=Path("m"), max_num_seqs=40).seats("cpu") == 40
 
 
-def test_the_same_bound_holds_for_the_box_for_plans_for_simulations_and_for_libraries(tmp_path: Path) -> None:
+def test_the_same_bound_holds_for_the_appliance_for_plans_for_simulations_and_for_libraries(tmp_path: Path) -> None:
     folder, gpu = str(written(tmp_path, LLAMA_8B)), find_gpu("h200")
     refused = f"max_num_seqs must be at most {SEATS_MAX}, not {SEATS_MAX + 1}"
     with pytest.raises(EngineConfigError, match=refused):

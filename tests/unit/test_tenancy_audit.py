@@ -17,7 +17,7 @@ from appliance.base.tables import audit_log, tiers
 from appliance.tenancy import audit
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.audit import AuditFilter, AuditLog, record
-from appliance.tenancy.audit_chain import FIRST_HASH, AuditEntry, Verdict, canonical_json, hash_of
+from appliance.tenancy.audit_chain import FIRST_HASH, AuditEntry, Verification, canonical_json, hash_of
 from tests.support.clock import FakeClock
 from tests.support.tampering import tamper
 
@@ -113,11 +113,11 @@ async def test_many_writers_at_once_make_one_chain(database_url: str, clock: Fak
     """Two databases opened apart, as two processes are: a lock inside one of them would not be enough."""
     opened = [Database.open(database_url), Database.open(database_url)]
     await asyncio.gather(*(_write(one, clock, 15) for one in opened for _ in range(4)))
-    verdict = await AuditLog(opened[0], clock).verify()
+    verification = await AuditLog(opened[0], clock).verify()
     entries = await _entries(opened[1])
     for one in opened:
         await one.close()
-    assert (verdict.fault, verdict.entries) == (None, 120)
+    assert (verification.fault, verification.entries) == (None, 120)
     assert [entry.id for entry in entries] == list(range(1, 121))
     assert len({entry.previous_hash for entry in entries}) == 120
 
@@ -137,12 +137,12 @@ async def test_an_untouched_log_is_whole_also_when_it_is_empty(
     database: Database, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(audit, "BATCH_ROWS", 4)
-    assert await AuditLog(database, clock).verify() == Verdict(entries=0, hash=FIRST_HASH, fault=None)
+    assert await AuditLog(database, clock).verify() == Verification(entries=0, hash=FIRST_HASH, fault=None)
     for entries in (3, 4, 8, 9):
         await _write(database, clock, entries - len(await _entries(database)))
         seen: list[float] = []
-        verdict = await AuditLog(database, clock).verify(on_progress=seen.append)
-        assert (verdict.fault, verdict.entries) == (None, entries)
+        verification = await AuditLog(database, clock).verify(on_progress=seen.append)
+        assert (verification.fault, verification.entries) == (None, entries)
         assert seen == sorted(seen)
         assert seen[-1] == 1.0
 

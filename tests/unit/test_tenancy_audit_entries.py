@@ -181,8 +181,8 @@ async def test_changes_at_once_leave_one_chain_and_no_deadlock(database: Databas
 
     with acting(ALICE):
         await asyncio.gather(*(change(number) for number in range(12)))
-    verdict = await AuditLog(database, clock).verify()
-    assert verdict.fault is None
+    verification = await AuditLog(database, clock).verify()
+    assert verification.fault is None
     weights = [row for row in await told(database) if row[0] == "tenant.update"]
     assert all(one[3]["weight"] == other[2]["weight"] for one, other in itertools.pairwise(weights))
 

@@ -367,7 +367,7 @@ async def test_the_operators_own_token_is_made_once(tokens: AdminTokens) -> None
 
 
 def test_the_roles_form_a_table() -> None:
-    reads = {"read", "invoices", "audit", "read_box"}
+    reads = {"read", "invoices", "audit", "read_appliance"}
     tenant_writes = {"keys", "abort", "tenant_members", "webhooks"}
     assert {role: {action.value for action in actions} for role, actions in ALLOWED.items()} == {
         Role.OWNER: reads | tenant_writes | {"write", "billing", "members"},

@@ -15,7 +15,7 @@ from appliance.tenancy import token_attempts
 from appliance.tenancy.admin_tokens import AdminTokens
 from appliance.tenancy.attempts import Allowance, Attempts
 from appliance.tenancy.token_attempts import PER_ADDRESS
-from tests.support.api_box import open_api_box
+from tests.support.api_app import open_api_app
 from tests.support.clock import FakeClock
 
 STRANGER, ALICE = "192.0.2.7", "192.0.2.9"
@@ -130,13 +130,13 @@ async def test_the_addresses_of_an_ipv6_site_count_as_one_and_what_is_kept_is_bo
 
 @pytest.mark.parametrize("path", ["/admin/v1/tenants", "/v1/organization/projects"])
 async def test_the_answer_says_when_to_come_back(migrated_sqlite_file: Path, tmp_path: Path, path: str) -> None:
-    async with open_api_box(migrated_sqlite_file, tmp_path) as box:
+    async with open_api_app(migrated_sqlite_file, tmp_path) as api:
         wrong = {"authorization": "Bearer gha_wrong"}
-        answers = [await box.client.get(path, headers=wrong) for _ in range(PER_ADDRESS.burst + 1)]
+        answers = [await api.client.get(path, headers=wrong) for _ in range(PER_ADDRESS.burst + 1)]
         assert [answer.status_code for answer in answers] == [401] * PER_ADDRESS.burst + [429]
         assert answers[-1].json()["error"]["code"] == "rate_limit_exceeded"
         assert answers[-1].headers["retry-after"] == "1"
-        assert (await box.client.get(path)).status_code == 200, "the operator of this machine is let in"
+        assert (await api.client.get(path)).status_code == 200, "the operator of this machine is let in"
 
 
 def test_of_more_keys_than_are_kept_the_one_unused_for_longest_is_forgotten(clock: FakeClock) -> None:

@@ -181,7 +181,7 @@ async def set_allowance(request: AdminRequest, tenant_id: FromPath[str]) -> Allo
 async def retrieve_seller(request: AdminRequest) -> SellerShape:
     """Return the seller named on new invoices; 404 until one is set."""
     await authenticate_administrator(request, Action.READ_APPLIANCE)
-    seller = await read_seller(services_of(request).box_records)
+    seller = await read_seller(services_of(request).appliance_records)
     if seller is None:
         raise NotFound(NO_SELLER, param="seller")
     return _seller_shape(seller)
@@ -194,7 +194,7 @@ async def replace_seller(request: AdminRequest) -> SellerShape:
     body = decode_body(await request.body(), SellerBody)
     fields = msgspec.structs.asdict(body)
     seller = Seller(**fields | {"address": tuple(body.address), "bank": tuple(body.bank)})
-    await store_seller(services_of(request).box_records, seller)
+    await store_seller(services_of(request).appliance_records, seller)
     return _seller_shape(seller)
 
 

@@ -88,22 +88,22 @@ async def check_limits(request: AdminRequest) -> LimitCheckShape:
     key = None if body.key_id is None else await services.keys.get(check_name(body.key_id, "key_id"), access=access)
     if key is not None and key.tenant_id != tenant.id:
         raise NotFound("no such key", param="key_id")
-    question = DryRunRequest(
+    hypothetical = DryRunRequest(
         tenant=tenant,
         key=key,
         model=check_name(body.model, "model"),
         prompt_tokens=check_whole(body.prompt_tokens, "prompt_tokens", 0, LIMIT_MAX),
         max_tokens=None if body.max_tokens is None else check_whole(body.max_tokens, "max_tokens", 1, LIMIT_MAX),
-        answers=check_whole(body.n, "n", 1, CHOICES_MAX),
+        num_answers=check_whole(body.n, "n", 1, CHOICES_MAX),
         batch=body.service_tier is not None and is_batch_work(body.service_tier),
     )
-    return _shape(await services.dry_runs.run(question))
+    return _shape(await services.dry_runs.run(hypothetical))
 
 
-def _shape(verdict: DryRunResult) -> LimitCheckShape:
+def _shape(result: DryRunResult) -> LimitCheckShape:
     return LimitCheckShape.of(
-        verdict,
-        reserved_tokens=verdict.forecast.tokens,
-        error=None if verdict.error is None else LimitErrorShape.of(verdict.error),
-        decisions=[LimitDecisionShape.of(decision) for decision in verdict.forecast.decisions],
+        result,
+        reserved_tokens=result.limits.tokens,
+        error=None if result.error is None else LimitErrorShape.of(result.error),
+        decisions=[LimitDecisionShape.of(decision) for decision in result.limits.decisions],
     )

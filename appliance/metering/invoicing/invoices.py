@@ -35,7 +35,7 @@ from appliance.base.errors import (
 from appliance.base.ids import new_id
 from appliance.base.tables import invoices
 from appliance.metering.alerts import outbox
-from appliance.metering.box_records import SELLER, read_record
+from appliance.metering.appliance_records import SELLER, read_record
 from appliance.metering.calendar import BillingCalendar, first_day
 from appliance.metering.invoicing import rows
 from appliance.metering.invoicing.free_allowances import allowance_in, read_allowances

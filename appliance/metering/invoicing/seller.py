@@ -8,7 +8,7 @@ from typing import Any
 
 from appliance.base.errors import InvalidValue
 from appliance.base.money import BASIS_POINTS
-from appliance.metering.box_records import SELLER, BoxRecords
+from appliance.metering.appliance_records import SELLER, ApplianceRecords
 from appliance.tenancy.fields import check_line, check_whole
 
 TERMS_DAYS_MAX = 365
@@ -52,7 +52,7 @@ class Seller:
         return record | {"address": list(self.address), "bank": list(self.bank)}
 
 
-async def read_seller(records: BoxRecords) -> Seller | None:
+async def read_seller(records: ApplianceRecords) -> Seller | None:
     """Return the stored seller, or None if it was never set."""
     record = await records.get(SELLER)
     if record is None:
@@ -61,7 +61,7 @@ async def read_seller(records: BoxRecords) -> Seller | None:
     return Seller(**{name: value for name, value in record.value.items() if name in known})
 
 
-async def store_seller(records: BoxRecords, seller: Seller) -> None:
+async def store_seller(records: ApplianceRecords, seller: Seller) -> None:
     """Replace the stored seller."""
     await records.put(SELLER, seller.to_record())
 

@@ -47,7 +47,7 @@ LEVELS = (MINUTE, HOUR, DAY)
 SETTLED = ("posted", "recovered")
 SPLIT = 10**9
 KEYS = ("bucket", "start_at", "tenant_id", "key_id", "model", "currency")
-BOX_KEYS = ("bucket", "start_at", "model", "currency")
+KEYS_OVER_TENANTS = ("bucket", "start_at", "model", "currency")
 COUNTS = ("requests", *TOKEN_COLUMNS, "cost_high", "cost_low")
 _OWNERS = ("tenant_id", "key_id", "model", "currency")
 _INSERT_ROWS = 5000
@@ -66,7 +66,7 @@ def _upsert(kind: str, table: Table, keys: Sequence[str]) -> Insert:
 
 
 _ADD = _upserts(usage_rollups, KEYS)
-_ADD_TO_BOX = _upserts(usage_box_rollups, BOX_KEYS)
+_ADD_OVER_TENANTS = _upserts(usage_box_rollups, KEYS_OVER_TENANTS)
 
 
 def add(connection: Connection, calendar: BillingCalendar, events: Iterable[UsageEvent]) -> None:
@@ -77,7 +77,7 @@ def add(connection: Connection, calendar: BillingCalendar, events: Iterable[Usag
     rows = sum_rows(events, calendar)
     if rows:
         _ADD[connection.dialect.name].execute(connection, rows)
-        _ADD_TO_BOX[connection.dialect.name].execute(connection, _box_rows(rows))
+        _ADD_OVER_TENANTS[connection.dialect.name].execute(connection, _rows_over_tenants(rows))
 
 
 async def mismatched_levels(connection: AsyncConnection, kind: str, calendar: BillingCalendar) -> list[str]:
@@ -87,7 +87,7 @@ async def mismatched_levels(connection: AsyncConnection, kind: str, calendar: Bi
     stored = (await connection.execute(_stored(DAY))).mappings().all()
     if sorted(map(_comparable, days)) != sorted(map(_comparable, stored)):
         wrong.add(DAY)
-    wrong |= {bucket for bucket in LEVELS if await _box_differs(connection, bucket)}
+    wrong |= {bucket for bucket in LEVELS if await _differs_over_tenants(connection, bucket)}
     return [bucket for bucket in LEVELS if bucket in wrong]
 
 
@@ -106,12 +106,12 @@ def sum_rows(events: Iterable[UsageEvent], calendar: BillingCalendar) -> list[di
     return [dict(zip((*KEYS, *COUNTS), (*key, *row), strict=True)) for key, row in sums.items()]
 
 
-def _box_rows(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _rows_over_tenants(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the owners' rows summed for the whole appliance."""
     sums: dict[tuple[Any, ...], list[int]] = {}
     for row in rows:
-        _add_to(sums, tuple(row[name] for name in BOX_KEYS), [row[name] for name in COUNTS])
-    return [dict(zip((*BOX_KEYS, *COUNTS), (*key, *counts), strict=True)) for key, counts in sums.items()]
+        _add_to(sums, tuple(row[name] for name in KEYS_OVER_TENANTS), [row[name] for name in COUNTS])
+    return [dict(zip((*KEYS_OVER_TENANTS, *COUNTS), (*key, *counts), strict=True)) for key, counts in sums.items()]
 
 
 def _counts(event: UsageEvent) -> list[int]:
@@ -149,7 +149,7 @@ async def rebuild(db: Database, calendar: BillingCalendar) -> int:
             query = _summed(bucket, floor_of(db.kind, usage_events.c.admitted_at, bucket)).order_by(literal_column("start_at"))
             await connection.execute(insert(usage_rollups).from_select([*KEYS, *COUNTS], query))
         await _insert_days(connection, calendar)
-        await _insert_box(connection, LEVELS)
+        await _insert_over_tenants(connection, LEVELS)
         return int((await connection.execute(select(func.count()).select_from(usage_rollups))).scalar_one())
 
 
@@ -165,7 +165,7 @@ async def align_days(db: Database, calendar: BillingCalendar) -> bool:
         for table in (usage_rollups, usage_box_rollups):
             await connection.execute(delete(table).where(table.c.bucket == DAY))
         await _insert_days(connection, calendar)
-        await _insert_box(connection, [DAY])
+        await _insert_over_tenants(connection, [DAY])
     return True
 
 
@@ -203,9 +203,11 @@ def _stored(bucket: str) -> Select[Any]:
     return select(*(usage_rollups.c[name] for name in (*KEYS, *COUNTS))).where(usage_rollups.c.bucket == bucket)
 
 
-async def _box_differs(connection: AsyncConnection, bucket: str) -> bool:
-    stored = select(*(usage_box_rollups.c[name] for name in (*BOX_KEYS, *COUNTS))).where(usage_box_rollups.c.bucket == bucket)
-    return await _rows_differ(connection, _summed_for_box(bucket), stored)
+async def _differs_over_tenants(connection: AsyncConnection, bucket: str) -> bool:
+    stored = select(*(usage_box_rollups.c[name] for name in (*KEYS_OVER_TENANTS, *COUNTS))).where(
+        usage_box_rollups.c.bucket == bucket
+    )
+    return await _rows_differ(connection, _summed_over_tenants(bucket), stored)
 
 
 async def _rows_differ(connection: AsyncConnection, one: Select[Any], other: Select[Any]) -> bool:
@@ -216,8 +218,8 @@ async def _rows_differ(connection: AsyncConnection, one: Select[Any], other: Sel
     return False
 
 
-def _summed_for_box(bucket: str) -> Select[Any]:
-    keys = [usage_rollups.c[name] for name in BOX_KEYS]
+def _summed_over_tenants(bucket: str) -> Select[Any]:
+    keys = [usage_rollups.c[name] for name in KEYS_OVER_TENANTS]
     sums = [func.sum(usage_rollups.c[name]).label(name) for name in COUNTS]
     return select(*keys, *sums).where(usage_rollups.c.bucket == bucket).group_by(*keys)
 
@@ -237,10 +239,10 @@ async def _insert_days(connection: AsyncConnection, calendar: BillingCalendar) -
         await connection.execute(insert(usage_rollups), rows)
 
 
-async def _insert_box(connection: AsyncConnection, levels: Iterable[str]) -> None:
+async def _insert_over_tenants(connection: AsyncConnection, levels: Iterable[str]) -> None:
     for bucket in levels:
-        query = _summed_for_box(bucket).order_by(*(usage_rollups.c[name] for name in BOX_KEYS))
-        await connection.execute(insert(usage_box_rollups).from_select([*BOX_KEYS, *COUNTS], query))
+        query = _summed_over_tenants(bucket).order_by(*(usage_rollups.c[name] for name in KEYS_OVER_TENANTS))
+        await connection.execute(insert(usage_box_rollups).from_select([*KEYS_OVER_TENANTS, *COUNTS], query))
 
 
 def _bucket_starts(minute: datetime, day: date, calendar: BillingCalendar) -> Sequence[tuple[str, datetime]]:

@@ -42,8 +42,8 @@ NO_LIMITS = Limits()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast:
-    """Result of a dry run: each limit's decision, the tokens that would be reserved, and whether the request would wait."""
+class LimitsDryRun:
+    """What the limits would decide on a request: each decision, the tokens it would reserve, and whether it would wait."""
 
     decisions: Sequence[LimitDecision]
     tokens: int
@@ -127,7 +127,7 @@ class Admission:
                 allowance.configure(rule.limits if rule else NO_LIMITS, rule.mode if rule else allowance.mode, at)
         self._queue.wake(touched)
 
-    async def forecast(self, request: AdmissionRequest, wait_s: float = 0.0) -> Forecast:
+    async def dry_run(self, request: AdmissionRequest, wait_s: float = 0.0) -> LimitsDryRun:
         """Return every limit's decision on a request sent now, and whether it would wait up to `wait_s`. Reserves nothing."""
         allowances = await self._allowances_of(request)
         needs = needs_of(request, allowances, self.output_estimates)
@@ -137,8 +137,8 @@ class Admission:
             for allowance, need in needs.by_allowance.items()
             for decision in allowance.decisions(need, at, self._queue.ahead(allowance))
         ]
-        forecast = Forecast(decisions=decisions, tokens=needs.enforced.expected.tokens, would_wait=False)
-        return replace(forecast, would_wait=bool(forecast.refusals) and may_wait(forecast.refusals, wait_s))
+        dry_run = LimitsDryRun(decisions=decisions, tokens=needs.enforced.expected.tokens, would_wait=False)
+        return replace(dry_run, would_wait=bool(dry_run.refusals) and may_wait(dry_run.refusals, wait_s))
 
     def correct(self, correction: UsageEvent) -> None:
         """Count a correction that has just been committed, and retry the requests that wait for what it returns."""

@@ -24,8 +24,8 @@ class AdmissionRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):  #
     """A request as admission sees it, and what it costs.
 
     `max_output_tokens` is the requested maximum, None if there is none; `output_room` is the longest possible answer, without a
-    requested maximum the rest of the model's context. Both are per answer; the request has `answers` of them. `batch` work pays
-    the batch share of the price.
+    requested maximum the rest of the model's context. Both are per answer; there are `num_answers`. `batch` work pays the batch
+    share of the price.
     """
 
     principal: Principal
@@ -34,12 +34,12 @@ class AdmissionRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):  #
     max_output_tokens: int | None
     price: Price | None
     output_room: int | None = None
-    answers: int = 1
+    num_answers: int = 1
     batch: bool = False
     policy: ModelPolicy | None = None
 
     def __post_init__(self) -> None:
-        if self.prompt_tokens < 0 or (self.max_output_tokens or 0) < 0 or self.answers < 1:
+        if self.prompt_tokens < 0 or (self.max_output_tokens or 0) < 0 or self.num_answers < 1:
             raise ValueError("token counts must not be negative, and there is at least one answer")
 
     @property

@@ -17,7 +17,7 @@ SHADOW = "shadow"  # limit mode: refusals are counted, not enforced
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitDecision:
-    """The decision of one limit on one request: the source of error messages and of the dry run's answer.
+    """The decision of one limit on one request: the source of error messages and of dry-run results.
 
     `wait_s` is None when waiting cannot help. Amounts of a budget are in pico-units of `currency`. `model` is None for a limit
     over all models. `held`: it refuses only because of what running requests have reserved, of which they may return a part

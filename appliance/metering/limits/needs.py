@@ -37,10 +37,10 @@ def needs_of(request: AdmissionRequest, allowances: Sequence[Allowance], estimat
 
 
 def _need(request: AdmissionRequest, limit: float, estimates: OutputEstimates) -> Need:
-    room_per_answer = (limit - request.prompt_tokens) / request.answers
+    room_per_answer = (limit - request.prompt_tokens) / request.num_answers
     per_answer = estimates.estimate_output(request, room_per_answer)
-    expected = request.answers * per_answer
-    longest = request.answers * max(per_answer, request.max_output_tokens or 0, request.output_room or 0)
+    expected = request.num_answers * per_answer
+    longest = request.num_answers * max(per_answer, request.max_output_tokens or 0, request.output_room or 0)
     return Need(
         expected=Amount(tokens=request.prompt_tokens + expected, cost_picos=request.cost(0, expected)),
         worst=Amount(tokens=request.prompt_tokens + longest, cost_picos=request.cost_at_most(longest)),

@@ -127,12 +127,12 @@ class OutputEstimates:
 
     def note_started(self, request: AdmissionRequest) -> None:
         """Count the answers of an admitted request as running."""
-        self.lengths_of(request.key_id, request.model).running += request.answers
+        self.lengths_of(request.key_id, request.model).running += request.num_answers
 
     def note_ended(self, request: AdmissionRequest, output_tokens: int) -> None:
         """Record the length of each of the request's answers; 0 if there was none."""
         lengths = self._lengths[request.key_id, request.model]
-        lengths.running -= request.answers
+        lengths.running -= request.num_answers
         if output_tokens:
             lengths.ended.append(output_tokens)
 
@@ -142,7 +142,7 @@ class OutputEstimates:
         Without a requested maximum the estimate is cut to the `room` that the limits leave after the prompt, so that an
         estimate never makes a request larger than a limit.
         """
-        estimate = self.lengths_of(request.key_id, request.model).estimate(request.answers - 1)
+        estimate = self.lengths_of(request.key_id, request.model).estimate(request.num_answers - 1)
         if request.max_output_tokens is not None:
             return min(request.max_output_tokens, estimate)
         return int(max(0, min(estimate, room)))

@@ -109,7 +109,7 @@ class Reservation:
         now_s = self._moment().monotonic_s
         for hold in self.holds:
             hold.settle(used, self.request.currency, now_s)
-        self._on_end(self, -(-completion // self.request.answers))
+        self._on_end(self, -(-completion // self.request.num_answers))
 
     def mark_recorded(self) -> None:
         """Note that the ledger includes the settlement from now on, or that it never will."""

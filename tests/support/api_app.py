@@ -20,7 +20,7 @@ from tests.support.reused_app import ReusedApp
 
 
 @dataclass(frozen=True, slots=True)
-class ApiBox:
+class ApiApp:
     """An application, its services, and a client that is authorised as the owner by default."""
 
     app: Litestar
@@ -47,21 +47,21 @@ def _create(services: Services) -> Litestar:
 
 
 @asynccontextmanager
-async def open_api_box(migrated_sqlite_file: Path, folder: Path) -> AsyncIterator[ApiBox]:
+async def open_api_app(migrated_sqlite_file: Path, folder: Path) -> AsyncIterator[ApiApp]:
     """Yield an application, possibly reused, over a migrated database of its own."""
     path = shutil.copyfile(migrated_sqlite_file, folder / "gatehouse.db")
-    async with open_api_box_on(f"sqlite:///{path}", folder) as box:
-        yield box
+    async with open_api_app_on(f"sqlite:///{path}", folder) as api:
+        yield api
 
 
 @asynccontextmanager
-async def open_api_box_on(database_url: str, folder: Path) -> AsyncIterator[ApiBox]:
+async def open_api_app_on(database_url: str, folder: Path) -> AsyncIterator[ApiApp]:
     """Yield an application, possibly reused, over the migrated database at this URL."""
     async with _started(database_url, folder) as appliance:
         standing = _IDLE.pop() if _IDLE else ReusedApp(appliance.services, _create)
         standing.serve(appliance.services)
-        async with _spoken_to(standing.app, appliance.services) as box:
-            yield box
+        async with _with_client(standing.app, appliance.services) as api:
+            yield api
         _IDLE.append(standing)
 
 
@@ -77,8 +77,8 @@ async def _started(database_url: str, folder: Path) -> AsyncIterator[Appliance]:
 
 
 @asynccontextmanager
-async def _spoken_to(app: Litestar, services: Services) -> AsyncIterator[ApiBox]:
+async def _with_client(app: Litestar, services: Services) -> AsyncIterator[ApiApp]:
     headers = {"authorization": f"Bearer {services.control_token}"}
     transport = httpx.ASGITransport(app=cast(Any, app))
     async with httpx.AsyncClient(transport=transport, base_url="http://box", headers=headers) as client:
-        yield ApiBox(app, services, client)
+        yield ApiApp(app, services, client)

@@ -20,26 +20,26 @@ HARDWARE = "hardware"
 
 
 @dataclass(frozen=True, slots=True)
-class BoxRecord:
+class ApplianceRecord:
     """The value stored under a name, and when it was stored."""
 
     value: Mapping[str, Any]
     updated_at: datetime
 
 
-class BoxRecords:
+class ApplianceRecords:
     """Reads and writes named records; a write replaces the whole record."""
 
     def __init__(self, db: Database, clock: Clock) -> None:
         self._db = db
         self._clock = clock
 
-    async def get(self, name: str) -> BoxRecord | None:
+    async def get(self, name: str) -> ApplianceRecord | None:
         """Return the record, None if it was never written."""
         async with self._db.reading() as connection:
             return await read_record(connection, name)
 
-    async def put(self, name: str, value: Mapping[str, Any]) -> BoxRecord:
+    async def put(self, name: str, value: Mapping[str, Any]) -> ApplianceRecord:
         """Replace the record, with an audit entry, and return it."""
         now = self._clock.now()
         columns = {"value": dict(value), "updated_at": now}
@@ -49,10 +49,10 @@ class BoxRecords:
             await connection.execute(statement.values(name=name, **columns))
             old = {} if before is None else before.value
             await audit.record(connection, self._clock, f"{name}.change", "box", name, before=old, after=value)
-        return BoxRecord(value, now)
+        return ApplianceRecord(value, now)
 
 
-async def read_record(connection: AsyncConnection, name: str) -> BoxRecord | None:
+async def read_record(connection: AsyncConnection, name: str) -> ApplianceRecord | None:
     """Return the record as seen by `connection`, None if it was never written."""
     row = (await connection.execute(select(box_records).where(box_records.c.name == name))).mappings().first()
-    return None if row is None else BoxRecord(row["value"], row["updated_at"])
+    return None if row is None else ApplianceRecord(row["value"], row["updated_at"])

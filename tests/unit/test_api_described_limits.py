@@ -20,7 +20,7 @@ from appliance.base.errors import BadRequest
 from appliance.serving.endings import with_client_field_name
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from engine.grammar.spec import GrammarError, grammar_spec
-from tests.support.api_box import ApiBox, open_api_box
+from tests.support.api_app import ApiApp, open_api_app
 
 Place = tuple[str | int, ...]
 Schema = dict[str, Any]
@@ -191,8 +191,8 @@ def names_field(param: str | None, path: Place) -> bool:
 
 
 @pytest.fixture
-async def box(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiBox]:
-    async with open_api_box(migrated_sqlite_file, tmp_path) as opened:
+async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiApp]:
+    async with open_api_app(migrated_sqlite_file, tmp_path) as opened:
         yield opened
 
 
@@ -228,9 +228,9 @@ BODIES: dict[str, Callable[[], Schema]] = {
 """The operations with a body, and a body that each accepts."""
 
 
-async def ids_in(box: ApiBox) -> dict[str, str]:
+async def ids_in(api: ApiApp) -> dict[str, str]:
     """Make one object of each kind and return the ids by the name of the path parameter."""
-    services = box.services
+    services = api.services
     tenant = await services.tenants.create(name="bob", access=WHOLE_APPLIANCE)
     key, _ = await services.keys.create(tenant.id, name="key", access=WHOLE_APPLIANCE)
     member = await services.members.create("bob@example.com", "a long password", "viewer")
@@ -244,13 +244,13 @@ async def ids_in(box: ApiBox) -> dict[str, str]:
     }  # fmt: skip
 
 
-async def document_of(box: ApiBox) -> Schema:
-    found: Schema = (await box.client.get("/schema/openapi.json")).json()
+async def document_of(api: ApiApp) -> Schema:
+    found: Schema = (await api.client.get("/schema/openapi.json")).json()
     return found
 
 
-async def test_every_operation_with_a_body_is_tried(box: ApiBox) -> None:
-    paths = (await document_of(box))["paths"]
+async def test_every_operation_with_a_body_is_tried(api: ApiApp) -> None:
+    paths = (await document_of(api))["paths"]
     found = {f"{method} {path}" for path, each in paths.items() for method, one in each.items() if "requestBody" in one}
     doubled = {name for name in found if name.split(" ")[1].startswith(("/organization", "/chat"))}
     assert found - doubled - {"post /v1/chat/completions"} == set(BODIES)
@@ -276,8 +276,8 @@ def bodies_in(schema: Schema, schemas: dict[str, Schema]) -> set[str]:
     return found
 
 
-async def test_every_field_of_a_body_has_its_limits_in_the_document(box: ApiBox) -> None:
-    document = await document_of(box)
+async def test_every_field_of_a_body_has_its_limits_in_the_document(api: ApiApp) -> None:
+    document = await document_of(api)
     schemas, without = document["components"]["schemas"], {}
     for operations in document["paths"].values():
         for body in (operation["requestBody"] for operation in operations.values() if "requestBody" in operation):
@@ -291,12 +291,12 @@ async def test_every_field_of_a_body_has_its_limits_in_the_document(box: ApiBox)
 
 
 @pytest.mark.parametrize("operation", BODIES)
-async def test_bodies_are_refused_beyond_the_limits_of_the_document_and_not_before(box: ApiBox, operation: str) -> None:
-    document, ids = await document_of(box), await ids_in(box)
+async def test_bodies_are_refused_beyond_the_limits_of_the_document_and_not_before(api: ApiApp, operation: str) -> None:
+    document, ids = await document_of(api), await ids_in(api)
     method, path = operation.split(" ")
     schemas = document["components"]["schemas"]
     schema = document["paths"][path][method]["requestBody"]["content"]["application/json"]["schema"]
-    box.services.alerts.webhooks._mail = True  # else no webhook may be of the kind `email`
+    api.services.alerts.webhooks._mail = True  # else no webhook may be of the kind `email`
     tried = list(trials(schema, schemas))
     assert tried, "a body of fields without any limit"
     for trial in tried:
@@ -306,14 +306,14 @@ async def test_bodies_are_refused_beyond_the_limits_of_the_document_and_not_befo
         body = with_value(whole, trial.path, trial.value, schema, schemas)
         if "cost_picos" in trial.path:
             body.pop("prompt_tokens")
-        answer = await box.client.request(method, path.format_map(ids), json=body)
+        answer = await api.client.request(method, path.format_map(ids), json=body)
         param = answer.json()["error"]["param"] if answer.status_code == 400 else None
         assert names_field(param, trial.path) != trial.accepted, f"{trial.path}: {str(trial.value)[:80]}: {answer.text[:200]}"
         assert trial.accepted or answer.status_code == 400, f"{trial.path}: {str(trial.value)[:80]}: {answer.text[:200]}"
 
 
-async def test_chats_are_refused_beyond_the_limits_of_the_document_and_not_before(box: ApiBox) -> None:
-    schemas = (await document_of(box))["components"]["schemas"]
+async def test_chats_are_refused_beyond_the_limits_of_the_document_and_not_before(api: ApiApp) -> None:
+    schemas = (await document_of(api))["components"]["schemas"]
     schema = schemas["ChatCompletionRequest"]
     model = cast(
         Any,
@@ -344,8 +344,8 @@ async def test_chats_are_refused_beyond_the_limits_of_the_document_and_not_befor
         assert names_field(param, trial.path) != trial.accepted, f"{trial.path}: {str(trial.value)[:80]}: {param}"
 
 
-async def test_parameters_are_refused_beyond_the_limits_of_the_document_and_not_before(box: ApiBox) -> None:
-    document, ids = await document_of(box), await ids_in(box)
+async def test_parameters_are_refused_beyond_the_limits_of_the_document_and_not_before(api: ApiApp) -> None:
+    document, ids = await document_of(api), await ids_in(api)
     tried = 0
     for path, operations in document["paths"].items():
         operation = operations.get("get")
@@ -363,7 +363,7 @@ async def test_parameters_are_refused_beyond_the_limits_of_the_document_and_not_
                 query = {**required, name: value}
                 if name == "limit" and path.endswith(("/usage/completions", "/usage/embeddings")):
                     query["bucket_width"] = "1m"
-                answer = await box.client.get(path.format_map(ids), params=query)
+                answer = await api.client.get(path.format_map(ids), params=query)
                 refused = answer.status_code == 400 and answer.json()["error"]["param"] == name
                 assert refused != trial.accepted, f"{path}?{name}={str(value)[:80]}: {answer.text[:200]}"
                 tried += 1
@@ -378,11 +378,11 @@ async def test_parameters_are_refused_beyond_the_limits_of_the_document_and_not_
     ],
 )
 async def test_path_parameters_beyond_the_limits_of_the_document_name_nothing(
-    box: ApiBox, operation: str, name: str, body: Schema
+    api: ApiApp, operation: str, name: str, body: Schema
 ) -> None:
-    document, ids = await document_of(box), await ids_in(box)
+    document, ids = await document_of(api), await ids_in(api)
     method, path = operation.split(" ")
     (schema,) = [each["schema"] for each in document["paths"][path][method]["parameters"] if each["name"] == name]
     for value, accepted in own_trials(schema, {}, (name,)):
-        answer = await box.client.request(method, path.format_map(ids | {name: value}), json=body)
+        answer = await api.client.request(method, path.format_map(ids | {name: value}), json=body)
         assert answer.status_code == (200 if accepted else 404), value
