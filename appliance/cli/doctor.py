@@ -255,6 +255,7 @@ def _model(model: ModelSettings, problem: EngineError | None, settings: Settings
     from appliance.serving.model_folder import NotAModel, check_folder_name
 
     name, own = f"model {locate(model.model, settings.data_dir).name}", settings.for_model(model)
+    advice = NOT_A_MODEL_ADVICE
     try:
         path = locate_existing(model.model, settings.data_dir)
         check_folder_name(path)
@@ -262,11 +263,12 @@ def _model(model: ModelSettings, problem: EngineError | None, settings: Settings
             return Check(name, "wrong", str(problem), _start_advice(problem, own))
         facts = check_model(path)
         if own.draft_folder is not None:
+            advice = _setting_advice("speculative")
             check_model(own.draft_folder, ["--draft"])
     except NotAModel as error:
-        return Check(name, "wrong", str(error), NOT_A_MODEL_ADVICE)
+        return Check(name, "wrong", str(error), advice)
     except CommandFailed as failure:
-        return Check(name, "wrong", failure.message, NOT_A_MODEL_ADVICE)
+        return Check(name, "wrong", failure.message, advice)
     return Check(name, "ok", f"{facts['architecture']}, {facts['parameters'] / 1e6:.1f} million parameters")
 
 
@@ -282,6 +284,10 @@ def _start_advice(problem: EngineError, own: Settings) -> str:
     setting = SETTING_NAMES.get(problem.option, problem.option)
     if getattr(own, setting, None) is None:
         return f"give {setting} a value in the settings"
+    return _setting_advice(setting)
+
+
+def _setting_advice(setting: str) -> str:
     return f"correct the setting {setting}, or leave it out for its default"
 
 

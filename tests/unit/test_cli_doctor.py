@@ -177,6 +177,7 @@ def test_a_draft_model_without_weights_is_reported(rows: Any, tmp_path: Path, mo
         row = rows(f"speculative = {{method = 'draft_model', model = '{draft}'}}")["model gatehouse-demo"]
         assert row["state"] == ("wrong" if number else "ok"), row
     assert row["found"].startswith(f"{draft} has no weights")
+    assert row["advice"].startswith("correct the setting speculative")
 
 
 def test_a_mistyped_model_is_told_the_closest_one(rows: Any) -> None:

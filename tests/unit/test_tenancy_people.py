@@ -123,11 +123,11 @@ async def test_a_change_of_the_password_is_of_one_member_and_ends_every_session(
 ) -> None:
     dora = await people.create("dora@example.com", "dora's long password")
     doras, alices = [(await doors.open(member.id, "browser", "127.0.0.1"))[0] for member in (dora, cast.alice)]
-    for change in (people.change_password(dora, "dora's long password", "another of hers"),
-                   people.reset_password(dora.email, "a third password")):  # fmt: skip
+    for change, facts in ((people.change_password(dora, "dora's long password", "another of hers"), {}),
+                          (people.reset_password(dora.email, "a third password"), {"password_temporary": False})):  # fmt: skip
         await change
         entry = (await AuditLog(database, clock).page(1, access=WHOLE_APPLIANCE)).data[0]
-        assert (entry.target_id, json.loads(entry.after or "")) == (dora.id, {"email": dora.email})
+        assert (entry.target_id, json.loads(entry.after or "")) == (dora.id, {"email": dora.email, **facts})
 
     assert await doors.resolve(doras) is None
     assert await doors.resolve(alices) is not None
