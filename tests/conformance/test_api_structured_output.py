@@ -63,14 +63,14 @@ def named(schema: dict[str, Any]) -> Any:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
 
 
-async def said(client: AsyncOpenAI, **options: Any) -> str:
+async def answer_text(client: AsyncOpenAI, **options: Any) -> str:
     answer = await client.chat.completions.create(**{**ASKED, **options})
     return answer.choices[0].message.content or ""
 
 
 async def test_a_schema_holds_the_answer(client: AsyncOpenAI) -> None:
     for seed in range(3):
-        jsonschema.validate(json.loads(await said(client, response_format=named(SCHEMAS[0]), seed=seed)), SCHEMAS[0])
+        jsonschema.validate(json.loads(await answer_text(client, response_format=named(SCHEMAS[0]), seed=seed)), SCHEMAS[0])
 
 
 async def test_a_class_of_the_client_is_parsed_from_the_answer(client: AsyncOpenAI) -> None:
@@ -94,7 +94,7 @@ async def test_a_small_model_ends_its_form_by_itself(client: AsyncOpenAI, temper
 
 
 async def test_json_object_is_an_object(client: AsyncOpenAI) -> None:
-    text = await said(client, response_format={"type": "json_object"}, seed=3)
+    text = await answer_text(client, response_format={"type": "json_object"}, seed=3)
 
     assert text.startswith("{")
 
@@ -110,7 +110,7 @@ async def test_json_object_is_an_object(client: AsyncOpenAI) -> None:
     ids=str,
 )
 async def test_a_guided_answer_has_its_form(client: AsyncOpenAI, form: dict[str, Any], pattern: str) -> None:
-    assert re.fullmatch(pattern, await said(client, extra_body=form))
+    assert re.fullmatch(pattern, await answer_text(client, extra_body=form))
 
 
 async def test_sixteen_streams_with_sixteen_schemas_each_keep_their_own(client: AsyncOpenAI) -> None:
@@ -144,7 +144,7 @@ async def test_a_schema_that_cannot_be_is_a_bad_request_that_names_the_field(
 
 async def test_a_schema_made_to_explode_is_refused_in_time_and_others_are_served_meanwhile(client: AsyncOpenAI) -> None:
     explosion = asyncio.ensure_future(client.chat.completions.create(**ASKED, response_format=named(EXPLOSIVE)))
-    served = [await said(client, max_tokens=8) for _ in range(4)]
+    served = [await answer_text(client, max_tokens=8) for _ in range(4)]
     served_meanwhile = not explosion.done()
     with pytest.raises(openai.BadRequestError) as refused:
         await explosion
@@ -156,9 +156,9 @@ async def test_a_schema_made_to_explode_is_refused_in_time_and_others_are_served
 
 async def test_a_bad_word_is_not_said(client: AsyncOpenAI) -> None:
     greedy = {"temperature": 0, "max_tokens": 12}
-    text = await said(client, **greedy)
+    text = await answer_text(client, **greedy)
     word = text.split()[1]
-    other = await said(client, **greedy, extra_body={"bad_words": [word]})
+    other = await answer_text(client, **greedy, extra_body={"bad_words": [word]})
 
     assert word not in other.split()
     assert other.split()[0] == text.split()[0]
@@ -186,7 +186,7 @@ async def test_three_answers_differ_and_the_first_is_the_one_of_a_single_request
 
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert len({choice.message.content for choice in answer.choices}) > 1
-    assert answer.choices[0].message.content == await said(client, **asked)
+    assert answer.choices[0].message.content == await answer_text(client, **asked)
     assert answer.usage is not None
     assert (event["prompt_tokens"], event["completion_tokens"]) == (
         answer.usage.prompt_tokens, answer.usage.completion_tokens,

@@ -35,13 +35,13 @@ async def test_a_credential_for_the_other_interface_is_told_which_one_it_is_for(
     tenant = await api.call("POST", "/tenants", status=201, json={"name": "Bob"})
     key = await api.call("POST", f"/tenants/{tenant['id']}/keys", status=201, json={"name": "k"})
 
-    async def told(path: str, secret: str) -> str:
+    async def refusal_message(path: str, secret: str) -> str:
         answer = await api.client.get(path, headers={"authorization": f"Bearer {secret}"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
         return str(answer.json()["error"]["message"])
 
-    assert "administrator token, gha_" in await told("/admin/v1/me", key["key"])
-    assert "send an API key, gh_" in await told("/v1/models", "gha_first")
+    assert "administrator token, gha_" in await refusal_message("/admin/v1/me", key["key"])
+    assert "send an API key, gh_" in await refusal_message("/v1/models", "gha_first")
 
 
 async def test_nobody_unknown_is_told_of_parameters(api: ApiApp) -> None:

@@ -151,21 +151,21 @@ async def test_what_a_request_would_be_refused_with_is_what_is_told(api: ApiApp)
         for scope in ("inference", "usage")
     ]
 
-    async def told(**fields: Any) -> tuple[int, str, str]:
+    async def refusal(**fields: Any) -> tuple[int, str, str]:
         error = (await check(api, bob, **fields))["error"]
         return error["status"], error["code"], error["message"]
 
-    assert await told(key_id=reader["id"]) == (403, "scope_not_allowed", "this key lacks the scope inference")
-    assert (await told(prompt_tokens=5000))[:2] == (400, "context_length_exceeded")
-    assert (await told(prompt_tokens=1020, max_tokens=100))[:2] == (400, "context_length_exceeded")
+    assert await refusal(key_id=reader["id"]) == (403, "scope_not_allowed", "this key lacks the scope inference")
+    assert (await refusal(prompt_tokens=5000))[:2] == (400, "context_length_exceeded")
+    assert (await refusal(prompt_tokens=1020, max_tokens=100))[:2] == (400, "context_length_exceeded")
     assert (await check(api, bob, key_id=key["id"], prompt_tokens=1020, max_tokens=4))["allowed"]
 
     await api.call("PATCH", f"/tenants/{bob}", json={"suspended": True})
-    assert await told(key_id=key["id"]) == (403, "tenant_suspended", "the tenant of this key is suspended")
+    assert await refusal(key_id=key["id"]) == (403, "tenant_suspended", "the tenant of this key is suspended")
     await api.call("DELETE", f"/keys/{key['id']}")
-    assert await told(key_id=key["id"]) == (401, "invalid_api_key", "the API key is not known or was revoked")
+    assert await refusal(key_id=key["id"]) == (401, "invalid_api_key", "the API key is not known or was revoked")
     await api.call("DELETE", f"/tenants/{bob}")
-    assert await told() == (403, "tenant_suspended", "the tenant of this key is archived")
+    assert await refusal() == (403, "tenant_suspended", "the tenant of this key is archived")
 
 
 @pytest.mark.parametrize(

@@ -25,21 +25,21 @@ def alerts(tmp_path: Path, migrated_sqlite_file: Path, monkeypatch: pytest.Monke
     return tmp_path
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> Any:
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> Any:
     """Run a command and return what it printed as JSON."""
     assert main([*arguments, "--json"]) == status
     return json.loads(capsys.readouterr().out)
 
 
 def test_a_webhook_is_added_listed_rotated_and_removed(alerts: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tenant = told(capsys, "tenants", "create", "bob")
-    made = told(capsys, "alerts", "add", TARGET, "--tenant", "bob", "--event", "invoice.closed")
+    tenant = run_json(capsys, "tenants", "create", "bob")
+    made = run_json(capsys, "alerts", "add", TARGET, "--tenant", "bob", "--event", "invoice.closed")
     assert (made["kind"], made["tenant_id"], made["events"]) == ("webhook", tenant["id"], ["invoice.closed"])
     assert made["secret"].startswith("whsec_")
-    assert [row["id"] for row in told(capsys, "alerts", "list", "--tenant", "bob")["data"]] == [made["id"]]
-    assert told(capsys, "alerts", "rotate", made["id"], "--grace-s", "60")["secret"] != made["secret"]
-    assert told(capsys, "alerts", "remove", made["id"])["id"] == made["id"]
-    assert told(capsys, "alerts", "deliveries", made["id"], status=1)["error"]["code"] == "not_found"
+    assert [row["id"] for row in run_json(capsys, "alerts", "list", "--tenant", "bob")["data"]] == [made["id"]]
+    assert run_json(capsys, "alerts", "rotate", made["id"], "--grace-s", "60")["secret"] != made["secret"]
+    assert run_json(capsys, "alerts", "remove", made["id"])["id"] == made["id"]
+    assert run_json(capsys, "alerts", "deliveries", made["id"], status=1)["error"]["code"] == "not_found"
 
 
 def test_the_secret_is_printed_once_and_the_reader_told_to_keep_it(alerts: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,12 +80,12 @@ def test_with_a_mail_server_alerts_go_to_a_mailbox(
 ) -> None:
     monkeypatch.setenv("GATEHOUSE_SMTP_URL", "smtp://localhost:25")
     monkeypatch.setenv("GATEHOUSE_SMTP_FROM", "gatehouse@example.com")
-    made = told(capsys, "alerts", "add", "ops@example.com")
+    made = run_json(capsys, "alerts", "add", "ops@example.com")
     assert (made["kind"], made["target"], made["secret"]) == ("email", "ops@example.com", None)
 
 
 def test_a_delivery_is_listed_with_what_it_told(alerts: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    webhook_id = told(capsys, "alerts", "add", TARGET)["id"]
+    webhook_id = run_json(capsys, "alerts", "add", TARGET)["id"]
     data = {"scope": "model", "model": "demo", "percent": 80, "day": "2026-11-21", "tokens_per_day": 10, "tokens": 9}
 
     async def write() -> None:
@@ -101,5 +101,5 @@ def test_a_delivery_is_listed_with_what_it_told(alerts: Path, capsys: pytest.Cap
         line[header.index("about")]
         == "All tenants together have reached 80 % of the token limit of 2026-11-21 for the model demo"
     )
-    (row,) = told(capsys, "alerts", "deliveries", webhook_id)["data"]
+    (row,) = run_json(capsys, "alerts", "deliveries", webhook_id)["data"]
     assert row["payload"]["data"] == data

@@ -65,17 +65,17 @@ def typed(
     root.setLevel(level)
 
 
-def told(answer: Any) -> list[tuple[str, str, str]]:
+def invoice_rows(answer: Any) -> list[tuple[str, str, str]]:
     return [(row["tenant"], row["state"], row["due"]) for row in answer["data"]]
 
 
 def test_a_month_is_closed_for_everybody_and_exported(typed: Type, tmp_path: Path) -> None:
     status, drafts, _ = typed("invoices", "draft", "--month", "2026-01", "--all")
-    assert (status, told(drafts)) == (0, [("bob", "draft", "2.00 EUR")])
+    assert (status, invoice_rows(drafts)) == (0, [("bob", "draft", "2.00 EUR")])
     status, closed, _ = typed("invoices", "close", "--month", "2026-01", "--all")
-    assert (status, told(closed)) == (0, [("bob", "closed", "2.00 EUR")])
+    assert (status, invoice_rows(closed)) == (0, [("bob", "closed", "2.00 EUR")])
     status, closed, _ = typed("invoices", "close", "--month", "2026-02", "--all")
-    assert told(closed) == [("bob", "closed", "2.00 EUR"), ("charlie", "closed", "2.00 EUR")]
+    assert invoice_rows(closed) == [("bob", "closed", "2.00 EUR"), ("charlie", "closed", "2.00 EUR")]
     assert typed("invoices", "close", "--month", "2026-02", "--all")[:2] == (0, {"data": []})  # done already
     forms = ("--format", "pdf", "--format", "csv", "--format", "events")
     arguments = ("invoices", "export", "--month", "2026-02", "--all", *forms)
@@ -109,9 +109,9 @@ def test_one_tenant_that_cannot_be_closed_stops_no_other_and_is_named(typed: Typ
     status, answers, _ = typed("invoices", "close", "--month", "2026-02", "--all")
     closed, error = answers
     assert status == 1
-    assert told(closed) == [("charlie", "closed", "2.00 EUR")]
+    assert invoice_rows(closed) == [("charlie", "closed", "2.00 EUR")]
     assert "bob: 2026-01 must be closed before 2026-02" in error["error"]["message"]
-    assert told(typed("invoices", "close", "--month", "2026-01", "--all")[1]) == [("bob", "closed", "2.00 EUR")]
+    assert invoice_rows(typed("invoices", "close", "--month", "2026-01", "--all")[1]) == [("bob", "closed", "2.00 EUR")]
 
 
 def test_a_month_without_anything_to_close_says_why_and_leaves_no_trace(typed: Type) -> None:
@@ -136,7 +136,7 @@ def test_a_month_that_is_not_over_is_told_once_and_drafts_nobody(typed: Type) ->
     status, answer, _ = typed("invoices", "close", "--month", month, "--all")
     assert status == 1
     assert answer["error"]["message"].count("is not over before") == 1
-    assert told(typed("invoices", "list", "--month", month)[1]) == []
+    assert invoice_rows(typed("invoices", "list", "--month", month)[1]) == []
 
 
 def test_an_empty_table_says_so_beside_the_header_of_a_pipe(typed: Type, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,7 +147,7 @@ def test_an_empty_table_says_so_beside_the_header_of_a_pipe(typed: Type, capsys:
 
 def test_an_empty_month_of_one_tenant_is_closed_when_it_is_asked_for(typed: Type) -> None:
     status, closed, warning = typed("invoices", "close", "--month", "2026-01", "--tenant", "dora")
-    assert (status, told(closed)) == (0, [("dora", "closed", "0.00 EUR")])
+    assert (status, invoice_rows(closed)) == (0, [("dora", "closed", "0.00 EUR")])
     assert "have no seller" in warning
 
 
@@ -183,7 +183,9 @@ def test_seller_allowance_and_economics_are_set_and_shown(typed: Type, tmp_path:
     assert typed("invoices", "seller")[1]["tax_basis_points"] == 1900
     allowance = typed("invoices", "allowance", "bob", "--month", "2026-01", "--micros", "500000")[1]
     assert (allowance["first_month"], allowance["monthly_micros"]) == ("2026-01", 500_000)
-    assert told(typed("invoices", "draft", "--month", "2026-01", "--tenant", "bob")[1]) == [("bob", "draft", "1.79 EUR")]
+    assert invoice_rows(typed("invoices", "draft", "--month", "2026-01", "--tenant", "bob")[1]) == [
+        ("bob", "draft", "1.79 EUR")
+    ]
     status, refusal, _ = typed("economics")
     assert (status, refusal["error"]["code"]) == (1, "not_found")
     assert "gatehouse economics --file JSON" in refusal["error"]["message"]

@@ -43,7 +43,7 @@ async def use(console: ConsoleApp, clock: FakeClock, tokens: int, currency: str 
     await console.services.ledger.settle(posted(entry.request_id, prompt=tokens, completion=0))
 
 
-def asked(who: Principal, tokens: int = 1) -> AdmissionRequest:
+def admission_request(who: Principal, tokens: int = 1) -> AdmissionRequest:
     return AdmissionRequest(principal=who, model="demo", prompt_tokens=tokens, max_output_tokens=0, price=None)
 
 
@@ -134,7 +134,7 @@ async def test_levels_are_of_the_limits_as_they_stand_whatever_the_last_request_
     console, _clock = late
     old, new = Limits(tokens_per_minute=100), Limits(tokens_per_minute=200, requests_per_minute=5, concurrent_requests=9)
     bob = Principal(tenant=replace(console.cast.bob.tenant, limits=old), key=replace(console.cast.bob.key, limits=old))
-    held = await console.services.admission.admit(asked(bob, 30))
+    held = await console.services.admission.admit(admission_request(bob, 30))
     shown = [
         await tenant_levels(console.services, replace(bob.tenant, limits=new), access=WHOLE_APPLIANCE),
         await key_levels(console.services, bob.tenant, replace(bob.key, limits=new), access=WHOLE_APPLIANCE),
@@ -148,8 +148,8 @@ async def test_who_looks_at_levels_lets_nobody_in(late: tuple[ConsoleApp, FakeCl
     limits = Limits(concurrent_requests=1)
     bob = Principal(tenant=replace(console.cast.bob.tenant, limits=limits), key=replace(console.cast.bob.key, limits=limits))
     admission = console.services.admission
-    first = await admission.admit(asked(bob))
-    waiting = [asyncio.create_task(admission.admit(asked(bob), 60.0)) for _ in range(5)]
+    first = await admission.admit(admission_request(bob))
+    waiting = [asyncio.create_task(admission.admit(admission_request(bob), 60.0)) for _ in range(5)]
     await poll_until(lambda: len(admission.waiting) == 5)
     await tenant_levels(console.services, bob.tenant, access=WHOLE_APPLIANCE)
     await key_levels(console.services, bob.tenant, bob.key, access=WHOLE_APPLIANCE)

@@ -31,7 +31,7 @@ def rounded(operation: Callable[..., torch.Tensor], called: list[str], name: str
     return both
 
 
-def said(model: Path, **options: Any) -> dict[str, list[int]]:
+def generated_ids(model: Path, **options: Any) -> dict[str, list[int]]:
     events = run_to_end(
         small_engine(model, quantization="fp8", **options),
         [generation_request(name, prompt, max_tokens=6) for name, prompt in PROMPTS.items()],
@@ -52,7 +52,7 @@ def test_whoever_stands_before_a_product_in_8_bits_makes_its_rows(
 ) -> None:
     make_model(family, tmp_path)
     monkeypatch.setattr(ops, "_FLOAT32_TABLES", {})
-    before, called = said(tmp_path), list[str]()
+    before, called = generated_ids(tmp_path), list[str]()
 
     def add_rms_norm_fp8(*arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         called.append("add_rms_norm")
@@ -67,5 +67,5 @@ def test_whoever_stands_before_a_product_in_8_bits_makes_its_rows(
         gelu_tanh_mul_fp8=rounded(PLAIN.gelu_tanh_mul, called, "gelu_tanh_mul"),
     )
     monkeypatch.setattr(ops, "_load_table", lambda _name: fused)
-    assert said(tmp_path) == before
+    assert generated_ids(tmp_path) == before
     assert set(called) == expected

@@ -93,13 +93,13 @@ def test_models_that_read_the_text_differently_are_not_compared(model: Path, tmp
         compare(model, FormatOptions(), unquantised=tmp_path)
 
 
-def said(capsys: pytest.CaptureFixture[str]) -> Any:
+def printed_json(capsys: pytest.CaptureFixture[str]) -> Any:
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
 def test_the_checker_tells_both_and_their_ratio(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(model), "--quantization", "int8"]) == 0
-    facts = said(capsys)
+    facts = printed_json(capsys)
     assert facts["ok"]
     assert facts["perplexity_ratio"] == pytest.approx(facts["perplexity"] / facts["perplexity_unquantized"], abs=1e-4)
     windows = -(-len(text_tokens(model)) // window_tokens(model))
@@ -117,11 +117,15 @@ def test_the_checker_warns_of_a_format_that_costs_too_much(
     monkeypatch.setattr(verify, "compare", lambda *_, **__: Comparison(62.0, 1.0, 988))
     assert main([str(model), "--kv-cache-dtype", "fp8"]) == 0
     assert (
-        said(capsys)["warning"] == "its perplexity is 62.00 times that of the unquantised model, more than 1.1: answers suffer"
+        printed_json(capsys)["warning"]
+        == "its perplexity is 62.00 times that of the unquantised model, more than 1.1: answers suffer"
     )
     monkeypatch.setattr(verify, "compare", lambda *_, **__: Comparison(1.1, 1.0, 988, as_stored=0.9))
     assert main([str(model), "--kv-cache-dtype", "fp8"]) == 0
-    assert said(capsys)["warning"] == "its perplexity is 1.22 times that of the model as stored, more than 1.1: answers suffer"
+    assert (
+        printed_json(capsys)["warning"]
+        == "its perplexity is 1.22 times that of the model as stored, more than 1.1: answers suffer"
+    )
 
 
 def test_the_checker_reads_quantised_checkpoints_without_loading_them(
@@ -135,7 +139,7 @@ def test_the_checker_reads_quantised_checkpoints_without_loading_them(
     }.items():
         directory = model if layout is None else layouts.write(model, tmp_path / name, layout).directory
         assert main([str(directory)]) == 0
-        facts = said(capsys)
+        facts = printed_json(capsys)
         assert "perplexity" not in facts
         parameters.append(facts["parameters"])
     assert len(set(parameters)) == 1
@@ -146,7 +150,7 @@ def test_the_checker_names_an_option_that_contradicts_the_checkpoint(
 ) -> None:
     written = layouts.write(model, tmp_path / "gptq", layouts.gptq())
     assert main([str(written.directory), "--quantization", "int8"]) == 2
-    assert "already (gptq)" in said(capsys)["error"]
+    assert "already (gptq)" in printed_json(capsys)["error"]
 
 
 @pytest.mark.parametrize(
@@ -168,6 +172,6 @@ def test_the_checker_refuses_a_format_that_cannot_be_with_those_that_can(
     options: tuple[str, str], message: str, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(model), *options]) == 2
-    answer = said(capsys)
+    answer = printed_json(capsys)
     assert re.search(message, answer["error"])
     assert answer["code"] == "invalid_option"

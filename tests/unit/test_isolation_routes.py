@@ -113,7 +113,7 @@ async def call(api: ApiApp, route: Route, headers: dict[str, str], values: dict[
     return await api.client.request(route.method, path, headers=headers, data={"nothing": "", **fields}, params=query)
 
 
-def told(answer: httpx.Response, *given: str) -> tuple[int, str]:
+def status_and_text(answer: httpx.Response, *given: str) -> tuple[int, str]:
     """Return what an answer says, without its request id and without the names that the question gave it."""
     text = answer.text
     for value in given:
@@ -157,7 +157,7 @@ async def test_what_is_charlies_is_not_there_for_those_of_bobs_tenant(
         )
 
         assert answer.status_code in (401, 403, 404), (route, answer.status_code, answer.text[:300])
-        assert told(answer, *charlie.ids.values()) == told(nothing, *charlie.missing.values()), route
+        assert status_and_text(answer, *charlie.ids.values()) == status_and_text(nothing, *charlie.missing.values()), route
         assert not leaks(answer, charlie, given=charlie.ids.values()), route
         named = (*route.parameters, *FORMS.get(route.path, ()))
         own = {name: bob.ids[name] for name in ("tenant_id", "project_id") if name in named}

@@ -65,8 +65,8 @@ async def start_again(alerts: AlertParts, journal: Path) -> BudgetAlerts:
     return budgets
 
 
-async def told(alerts: AlertParts) -> list[tuple[str, int]]:
-    return [(told["month"], told["percent"]) for told in (message.payload["data"] for message in await alerts.messages())]
+async def months_and_percents(alerts: AlertParts) -> list[tuple[str, int]]:
+    return [(data["month"], data["percent"]) for data in (message.payload["data"] for message in await alerts.messages())]
 
 
 @pytest.mark.parametrize("later_s", [0.0, MONTH_S], ids=["at once", "a month later"])
@@ -81,12 +81,12 @@ async def test_what_was_settled_in_the_journal_alone_is_told_by_the_next_start(
     await ledger.settle(posted(entry.request_id, completion=85))
     await kill_ledger(ledger)
     await journal.close()
-    assert await told(alerts) == []
+    assert await months_and_percents(alerts) == []
 
     clock.advance(later_s)
     await start_again(alerts, tmp_path / "j")
 
-    assert await told(alerts) == [("2026-11", 80)]
+    assert await months_and_percents(alerts) == [("2026-11", 80)]
 
 
 @pytest.mark.parametrize("later_s", [0.0, MONTH_S], ids=["at once", "a month later"])
@@ -100,18 +100,18 @@ async def test_what_is_recovered_from_a_checkpoint_is_told_by_the_next_start_and
     ledger.checkpoint({entry.request_id: Usage(prompt_tokens=0, cached_tokens=0, completion_tokens=100)})
     await poll_until(lambda: not ledger._queue._checkpoints)
     await ledger.stop()
-    assert await told(alerts) == []
+    assert await months_and_percents(alerts) == []
 
     clock.advance(later_s)
     budgets = await start_again(alerts, tmp_path / "j")
 
     both = [("2026-11", 80), ("2026-11", 100)]
-    assert await told(alerts) == both
+    assert await months_and_percents(alerts) == both
     models = typed("Any", SimpleNamespace(list=list[Any]))
     watch = AlertWatch(alerts.db, clock, budgets, KeyExpiryAlerts(alerts.db, clock), models)
     await watch.check()
     await (await start_again(alerts, tmp_path / "j")).sweep()
-    assert await told(alerts) == both
+    assert await months_and_percents(alerts) == both
 
 
 async def test_budgets_of_keys_and_models_are_told_of_by_the_next_start_too(
@@ -151,11 +151,11 @@ async def test_what_is_settled_after_the_next_start_adds_to_what_was_recovered(
         ledger.checkpoint({left.request_id: Usage(prompt_tokens=0, cached_tokens=0, completion_tokens=79)})
         await poll_until(lambda: not ledger._queue._checkpoints)
     budgets = await start_again(alerts, tmp_path / "j")
-    assert await told(alerts) == []
+    assert await months_and_percents(alerts) == []
     epoch_id = await begin_epoch(alerts.db, clock, "later")
     ledger = utc_ledger(alerts.db, clock, epoch_id, calendar=CALENDAR, on_settled=budgets.on_settled)
     await ledger.start()
     await ledger.open(after)
     await settle(ledger, posted(after.request_id, completion=1))
     await ledger.stop()
-    assert await told(alerts) == [("2026-11", 80)]
+    assert await months_and_percents(alerts) == [("2026-11", 80)]

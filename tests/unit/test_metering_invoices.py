@@ -79,7 +79,7 @@ async def books(database: Database, clock: FakeClock, cast: Cast) -> Books:
     return Books(database, clock, cast, await add_price(database))
 
 
-def told(invoice: Invoice) -> list[tuple[str | None, str, str, int, int]]:
+def line_values(invoice: Invoice) -> list[tuple[str | None, str, str, int, int]]:
     return [(line.model, line.kind, line.month, line.tokens, line.rounded_micros) for line in invoice.lines]
 
 
@@ -180,7 +180,7 @@ async def test_what_is_posted_while_a_month_is_being_closed_is_on_it_or_on_the_n
     monkeypatch.undo()
 
     assert closed.head.through_posting == 2
-    assert told(closed) == [("demo", "prompt", "2026-10", 17, 17)]
+    assert line_values(closed) == [("demo", "prompt", "2026-10", 17, 17)]
     assert (await books.draft("2026-11")).lines == ()
 
 
@@ -226,7 +226,7 @@ async def test_a_month_that_is_closed_beside_an_earlier_one_counts_nothing_twice
     sum_ahead = service._read_sums_ahead
     monkeypatch.setattr(service, "_read_sums_ahead", closed_meanwhile)
     closed = await books.invoices.close(november.head.id, access=WHOLE_APPLIANCE)
-    assert told(closed) == [("demo", "prompt", "2026-11", 3, 3)]
+    assert line_values(closed) == [("demo", "prompt", "2026-11", 3, 3)]
 
 
 async def test_the_number_counts_in_the_year_of_the_closing(books: Books) -> None:
@@ -252,7 +252,7 @@ async def test_late_events_and_corrections_are_adjustments_of_the_next_invoice(b
     nexts = await books.close("2026-11")
 
     assert await books.invoices.get(closed.head.id, access=WHOLE_APPLIANCE) == closed
-    assert told(nexts)[2:] == [("demo", "adjustment", "2026-09", -1, -1), ("demo", "adjustment", "2026-10", 5, 9)]
+    assert line_values(nexts)[2:] == [("demo", "adjustment", "2026-09", -1, -1), ("demo", "adjustment", "2026-10", 5, 9)]
     assert nexts.lines[-1].exact_picos == late
     assert nexts.lines[-2].exact_picos == taken_back
     assert [line.requests for line in nexts.lines[2:]] == [0, 1]
@@ -262,7 +262,7 @@ async def test_a_correction_in_its_own_month_is_a_line_that_can_be_seen(books: B
     await books.post(OCTOBER, Tokens(prompt=10, completion=0))
     await books.post(OCTOBER, Tokens(prompt=-4, completion=0), is_correction=True)
 
-    assert told(await books.draft("2026-10")) == [
+    assert line_values(await books.draft("2026-10")) == [
         ("demo", "prompt", "2026-10", 10, 10),
         ("demo", "adjustment", "2026-10", -4, -4),
     ]
@@ -386,9 +386,9 @@ async def test_the_free_allowance_takes_no_more_than_what_was_used(books: Books)
 
     september, october = await books.close("2026-09"), await books.close("2026-10")
 
-    assert told(september)[-1] == (None, "free_allowance", "2026-09", 0, -15)
+    assert line_values(september)[-1] == (None, "free_allowance", "2026-09", 0, -15)
     assert september.totals.total_micros == 25
-    assert told(october)[-1] == (None, "free_allowance", "2026-10", 0, -40)
+    assert line_values(october)[-1] == (None, "free_allowance", "2026-10", 0, -40)
     assert october.totals.total_micros == 0
     assert usage_picos(october.lines) == 40_000_000
 
@@ -400,7 +400,7 @@ async def test_what_is_left_of_an_allowance_covers_what_comes_late(books: Books)
     await books.close("2026-10")
     await books.post(OCTOBER, Tokens(prompt=30, completion=0))
 
-    assert [line[2:] for line in told(await books.draft("2026-11"))] == [("2026-10", 30, 30), ("2026-10", 0, -10)]
+    assert [line[2:] for line in line_values(await books.draft("2026-11"))] == [("2026-10", 30, 30), ("2026-10", 0, -10)]
 
 
 async def test_a_correction_of_what_was_free_gives_no_money(books: Books) -> None:
@@ -411,7 +411,7 @@ async def test_a_correction_of_what_was_free_gives_no_money(books: Books) -> Non
     await books.post(OCTOBER, Tokens(prompt=-30, completion=0), is_correction=True)
 
     drafted = await books.draft("2026-11")
-    assert [line[4] for line in told(drafted)] == [-30, 30]
+    assert [line[4] for line in line_values(drafted)] == [-30, 30]
     assert drafted.totals.total_micros == 0
 
 

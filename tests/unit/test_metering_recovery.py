@@ -158,7 +158,7 @@ async def test_recovered_tokens_count_in_the_sums_of_day_and_month(database: Dat
         assert (abroad.tokens_today, abroad.cost_month_picos) == (15, 0), "a sum over two currencies"
 
 
-def asked(who: Principal, prompt_tokens: int) -> AdmissionRequest:
+def admission_request(who: Principal, prompt_tokens: int) -> AdmissionRequest:
     return AdmissionRequest(principal=who, model="demo", prompt_tokens=prompt_tokens, max_output_tokens=0, price=None)
 
 
@@ -168,7 +168,7 @@ async def test_a_restart_refills_no_bucket(database: Database, clock: FakeClock,
     before = utc_admission(clock, utc_sums(database))
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
         for tokens in (100, 250, 200):
-            reservation = await before.admit(asked(bob, tokens))
+            reservation = await before.admit(admission_request(bob, tokens))
             entry = pending(cast.bob, admitted_at=clock.now())
             await ledger.open(entry)
             await ledger.settle(posted(entry.request_id, prompt=tokens, completion=0))
@@ -177,11 +177,11 @@ async def test_a_restart_refills_no_bucket(database: Database, clock: FakeClock,
     after = utc_admission(clock, utc_sums(database))
     for admission in (before, after):
         with pytest.raises(RateLimitExceeded) as refused:
-            await admission.admit(asked(bob, 300))
+            await admission.admit(admission_request(bob, 300))
         assert refused.value.retry_after_s == 17.5
     assert before.snapshot(bob) == after.snapshot(bob)
     clock.advance(60)
-    await after.admit(asked(bob, 600))
+    await after.admit(admission_request(bob, 600))
 
 
 async def test_a_superseded_epoch_recovers_nothing_of_its_successor(database: Database, clock: FakeClock, cast: Cast) -> None:

@@ -19,7 +19,7 @@ from tests.support.factories import principal
 from tests.support.ledgers import utc_admission
 
 
-def asked(who: Principal, output: int | None = 100, prompt: int = 10, room: int | None = None) -> AdmissionRequest:
+def admission_request(who: Principal, output: int | None = 100, prompt: int = 10, room: int | None = None) -> AdmissionRequest:
     return AdmissionRequest(
         principal=who, model="demo", prompt_tokens=prompt, max_output_tokens=output, price=None, output_room=room
     )
@@ -35,8 +35,8 @@ def generate(clock: FakeClock, reservation: Reservation, tokens: int, token_s: f
 async def retry_after_s(admission: Admission, who: Principal, output: int | None = 100, prompt: int = 10) -> float:
     """Return the `retry-after` of a refused request; the dry run reports the same wait, as an estimate."""
     with pytest.raises(RateLimitExceeded) as refused:
-        await admission.admit(asked(who, output, prompt))
-    (decision,) = (await admission.dry_run(asked(who, output, prompt))).refusals
+        await admission.admit(admission_request(who, output, prompt))
+    (decision,) = (await admission.dry_run(admission_request(who, output, prompt))).refusals
     assert decision.estimated
     assert decision.wait_s == refused.value.retry_after_s
     assert "about" in refused.value.message
@@ -53,30 +53,30 @@ async def test_a_concurrency_refusal_estimates_when_the_first_running_request_en
     admission: Admission, clock: FakeClock
 ) -> None:
     bob = principal(Limits(concurrent_requests=2))
-    first, second = await admission.admit(asked(bob)), await admission.admit(asked(bob, 20))
+    first, second = await admission.admit(admission_request(bob)), await admission.admit(admission_request(bob, 20))
     generate(clock, first, 41, 0.1)
     assert await retry_after_s(admission, bob) == 2, "20 tokens at the pace of the first: the second has none yet"
     generate(clock, second, 10, 1.0)
     assert await retry_after_s(admission, bob) == 10
     second.settle(30)
-    await admission.admit(asked(bob))
+    await admission.admit(admission_request(bob))
 
 
 async def test_without_any_known_pace_the_shortest_wait_is_reported(admission: Admission) -> None:
     bob = principal(Limits(concurrent_requests=1))
-    await admission.admit(asked(bob))
+    await admission.admit(admission_request(bob))
     assert await retry_after_s(admission, bob) == WAIT_S_MIN
 
 
 async def test_one_progress_report_gives_no_pace(admission: Admission, clock: FakeClock) -> None:
     bob = principal(Limits(concurrent_requests=1))
-    generate(clock, await admission.admit(asked(bob)), 1, 1.0)
+    generate(clock, await admission.admit(admission_request(bob)), 1, 1.0)
     assert await retry_after_s(admission, bob) == WAIT_S_MIN
 
 
 async def test_the_estimate_is_at_most_a_minute(admission: Admission, clock: FakeClock) -> None:
     bob = principal(Limits(concurrent_requests=1))
-    long = await admission.admit(asked(bob, 200))
+    long = await admission.admit(admission_request(bob, 200))
     generate(clock, long, 2, 5.0)
     assert await retry_after_s(admission, bob) == WAIT_S_MAX
     generate(clock, long, 197, 0.01)
@@ -87,7 +87,7 @@ async def test_a_request_beyond_its_estimate_is_expected_to_double_up_to_its_max
     admission: Admission, clock: FakeClock
 ) -> None:
     bob = principal(Limits(concurrent_requests=1))
-    running = await admission.admit(asked(bob, None, room=1000))
+    running = await admission.admit(admission_request(bob, None, room=1000))
     generate(clock, running, 301, 0.1)
     assert await retry_after_s(admission, bob) == 31  # 301 more
     generate(clock, running, 600, 0.1)
@@ -96,8 +96,8 @@ async def test_a_request_beyond_its_estimate_is_expected_to_double_up_to_its_max
 
 async def test_a_refusal_by_reservations_estimates_when_enough_is_released(admission: Admission, clock: FakeClock) -> None:
     bob = principal(Limits(tokens_per_day=2200))
-    first = await admission.admit(asked(bob, None, room=990))  # holds 1000 and is expected to take 266
-    second = await admission.admit(asked(bob, None, room=990))
+    first = await admission.admit(admission_request(bob, None, room=990))  # holds 1000 and is expected to take 266
+    second = await admission.admit(admission_request(bob, None, room=990))
     generate(clock, first, 156, 0.1)
     generate(clock, second, 56, 0.1)
     # 200 are left. The first gives 734 back after its last 100 tokens, the second as much after its last 200, 0.1 s each.
@@ -108,21 +108,21 @@ async def test_a_refusal_by_reservations_estimates_when_enough_is_released(admis
 
 async def test_a_request_that_would_exactly_fit_without_running_ones_is_held(admission: Admission) -> None:
     bob = principal(Limits(tokens_per_day=100))
-    (await admission.admit(asked(bob, 0, prompt=40))).settle(40)
-    await admission.admit(asked(bob, 0, prompt=60))
+    (await admission.admit(admission_request(bob, 0, prompt=40))).settle(40)
+    await admission.admit(admission_request(bob, 0, prompt=60))
     assert await retry_after_s(admission, bob, 0, prompt=60) == WAIT_S_MIN
-    (decision,) = (await admission.dry_run(asked(bob, 0, prompt=61))).refusals
+    (decision,) = (await admission.dry_run(admission_request(bob, 0, prompt=61))).refusals
     assert not decision.estimated
 
 
 async def test_waiters_ahead_take_the_first_free_slots(admission: Admission, clock: FakeClock) -> None:
     bob = principal(Limits(concurrent_requests=2))
-    first, second = await admission.admit(asked(bob)), await admission.admit(asked(bob))
+    first, second = await admission.admit(admission_request(bob)), await admission.admit(admission_request(bob))
     for _ in range(41):
         generate(clock, first, 1, 0.1)
         second.record_progress(0, first.output_tokens // 2)
     assert await retry_after_s(admission, bob) == 6
-    waiting = asyncio.ensure_future(admission.admit(asked(bob), 60))
+    waiting = asyncio.ensure_future(admission.admit(admission_request(bob), 60))
     await asyncio.sleep(0)
     assert await retry_after_s(admission, bob) > 15, "the waiter ahead gets the first slot"
     first.settle(50)
@@ -130,7 +130,7 @@ async def test_waiters_ahead_take_the_first_free_slots(admission: Admission, clo
 
 
 async def test_a_wait_that_never_ends_is_no_estimate(admission: Admission) -> None:
-    (decision,) = (await admission.dry_run(asked(principal(Limits(concurrent_requests=0))))).refusals
+    (decision,) = (await admission.dry_run(admission_request(principal(Limits(concurrent_requests=0))))).refusals
     assert (decision.wait_s, decision.estimated) == (None, False)
 
 
@@ -153,10 +153,10 @@ async def test_a_flood_of_refusals_computes_the_estimate_at_most_four_times_a_se
     admission: Admission, clock: FakeClock, monkeypatch: pytest.MonkeyPatch, limits: Limits
 ) -> None:
     bob, looks = principal(limits), Looks(monkeypatch)
-    running = [await admission.admit(asked(bob)) for _ in range(30)]
+    running = [await admission.admit(admission_request(bob)) for _ in range(30)]
     for _ in range(100):
         with pytest.raises(RateLimitExceeded):
-            await admission.admit(asked(bob))
+            await admission.admit(admission_request(bob))
         clock.advance(0.01)
     assert len(looks.at) == 4 * 30
     assert set(looks.at) == set(running)
@@ -164,7 +164,7 @@ async def test_a_flood_of_refusals_computes_the_estimate_at_most_four_times_a_se
 
 async def test_elapsed_time_is_subtracted_from_a_shared_estimate(admission: Admission, clock: FakeClock) -> None:
     bob = principal(Limits(concurrent_requests=1))
-    running = await admission.admit(asked(bob, 200))
+    running = await admission.admit(admission_request(bob, 200))
     generate(clock, running, 98, 0.1)  # 102 are left
     assert await retry_after_s(admission, bob) == 11
     clock.advance(0.24)
@@ -178,16 +178,16 @@ async def test_elapsed_time_is_subtracted_from_a_shared_estimate(admission: Admi
 async def test_only_holders_of_the_refusing_limit_are_considered(admission: Admission, monkeypatch: pytest.MonkeyPatch) -> None:
     bob, others = principal(Limits(concurrent_requests=1)), principal()
     for _ in range(20):
-        await admission.admit(asked(others))
-    running, looks = await admission.admit(asked(bob)), Looks(monkeypatch)
+        await admission.admit(admission_request(others))
+    running, looks = await admission.admit(admission_request(bob)), Looks(monkeypatch)
     await retry_after_s(admission, bob)
     assert looks.at == [running]
 
 
 async def test_ended_requests_are_not_considered(admission: Admission, monkeypatch: pytest.MonkeyPatch) -> None:
     bob, looks = principal(Limits(concurrent_requests=1)), Looks(monkeypatch)
-    (await admission.admit(asked(bob))).settle(20)
-    running = await admission.admit(asked(bob))
+    (await admission.admit(admission_request(bob))).settle(20)
+    running = await admission.admit(admission_request(bob))
     await retry_after_s(admission, bob)
     assert looks.at == [running]
 
@@ -196,7 +196,7 @@ async def test_requests_running_before_a_limit_is_set_are_considered_and_ended_o
     admission: Admission, clock: FakeClock
 ) -> None:
     bob = principal()
-    first, second = await admission.admit(asked(bob)), await admission.admit(asked(bob))
+    first, second = await admission.admit(admission_request(bob)), await admission.admit(admission_request(bob))
     generate(clock, first, 51, 0.1)
     limited = dataclasses.replace(
         bob, tenant=dataclasses.replace(bob.tenant, model_limits={"demo": Limits(concurrent_requests=1)})
@@ -207,4 +207,4 @@ async def test_requests_running_before_a_limit_is_set_are_considered_and_ended_o
     generate(clock, second, 90, 0.5)
     assert await retry_after_s(admission, limited) == 5
     second.settle(110)
-    (await admission.admit(asked(limited))).void()
+    (await admission.admit(admission_request(limited))).void()

@@ -103,14 +103,14 @@ def test_what_an_engine_refuses_a_plan_refuses_with_its_words(
 ) -> None:
     folder, card = written(tmp_path, FOLDERS[name]), find_gpu(gpu)
 
-    def said(ask: Callable[[], MemoryFit]) -> MemoryFit | str:
+    def fit_or_error(ask: Callable[[], MemoryFit]) -> MemoryFit | str:
         try:
             return ask()
         except EngineConfigError as error:
             return str(error)
 
-    expected = said(lambda: engines_own(folder, card, monkeypatch, quantization=quantization))
-    assert said(lambda: memory_fit(str(folder), card, quantization=quantization)) == expected
+    expected = fit_or_error(lambda: engines_own(folder, card, monkeypatch, quantization=quantization))
+    assert fit_or_error(lambda: memory_fit(str(folder), card, quantization=quantization)) == expected
 
 
 @pytest.mark.parametrize(("memory_gib", "seats"), [(141, 256), (37.2, 64), (24, 128), (20, 32), (4, 32)])

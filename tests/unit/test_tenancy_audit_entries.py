@@ -38,7 +38,7 @@ async def entries(database: Database) -> list[AuditEntry]:
     return [entry for entry in page.data[::-1] if entry.actor_name == ALICE.name]
 
 
-async def told(database: Database) -> list[tuple[str, str | None, Any, Any]]:
+async def audited_changes(database: Database) -> list[tuple[str, str | None, Any, Any]]:
     """Return (action, tenant, before, after) of what Alice did."""
     return [
         (entry.action, entry.tenant_id, json.loads(entry.before or "null"), json.loads(entry.after or "null"))
@@ -55,7 +55,7 @@ async def test_changes_of_a_tenant_are_audited(database: Database, clock: FakeCl
         await tenants.limit_model(made.id, "demo", {"requests_per_minute": 2}, access=WHOLE_APPLIANCE)
         await tenants.archive(made.id, access=WHOLE_APPLIANCE)
         await tenants.archive(made.id, access=WHOLE_APPLIANCE)
-    created, changed, limited, archived = await told(database)
+    created, changed, limited, archived = await audited_changes(database)
     assert created[:3] == ("tenant.create", made.id, None)
     assert (created[3]["name"], created[3]["tier"], created[3]["limits"]["tokens_per_minute"]) == ("dora", "batch", None)
     before, after = {"limits": {"tokens_per_minute": None}, "weight": 1}, {"limits": {"tokens_per_minute": 500}, "weight": 3}
@@ -72,7 +72,7 @@ async def test_changes_of_a_key_are_audited(database: Database, clock: FakeClock
         fresh, fresh_secret = await keys.rotate(made.id, grace_s=60, access=WHOLE_APPLIANCE)
         await keys.revoke(fresh.id, access=WHOLE_APPLIANCE)
         await keys.revoke(fresh.id, access=WHOLE_APPLIANCE)
-    rows = await told(database)
+    rows = await audited_changes(database)
     assert [row[0] for row in rows] == ["key.create", "key.update", "key.rotate", "key.create", "key.revoke"]
     assert {row[1] for row in rows} == {cast.bob.tenant.id}
     assert rows[1][2:] == ({"name": "ci"}, {"name": "nightly"})
@@ -92,7 +92,7 @@ async def test_changes_of_members_and_sessions_are_audited(database: Database, c
         token_again, _ = await sessions.open(made.id, "Firefox", "10.0.0.9")
         await sessions.close(token_again)
         await sessions.close(token_again)
-    actions = [row[0] for row in await told(database)]
+    actions = [row[0] for row in await audited_changes(database)]
     assert [action for action in actions if not action.startswith("session.")] == ["member.create", "member.reset_password"]
     (reset,) = (row[3] for row in await told(database) if row[0] == "member.reset_password")
     assert reset == {"email": "dora@example.com", "password_temporary": True}
@@ -104,7 +104,7 @@ async def test_changes_of_members_and_sessions_are_audited(database: Database, c
 async def test_a_password_in_the_wrong_field_is_not_written(database: Database, clock: FakeClock) -> None:
     with acting(ALICE):
         await Sessions(database, clock).record_refusal("dora's long password", "password")
-    assert [row[0] for row in await told(database)] == ["session.refuse"]
+    assert [row[0] for row in await audited_changes(database)] == ["session.refuse"]
     await nothing_secret_is_in(database, "dora's long password")
 
 
@@ -119,7 +119,7 @@ async def test_changes_of_administrator_tokens_and_prices_are_audited(database: 
         moment = price.effective_from.replace(year=2190)
         typo = await prices.add(model="demo", currency="EUR", prompt=6, cached_prompt=1, completion=9, effective_from=moment)
         await prices.withdraw(typo.id)
-    rows = await told(database)
+    rows = await audited_changes(database)
     assert [row[0] for row in rows] == ["token.create", "token.revoke", "price.create", "price.create", "price.withdraw"]
     assert (rows[0][3]["name"], rows[0][3]["role"]) == ("ci", "admin")
     assert (rows[2][3]["id"], rows[2][3]["prompt"]) == (price.id, 5)
@@ -135,7 +135,7 @@ async def test_the_entry_of_a_price_says_what_each_token_costs_and_from_when(dat
     with acting(ALICE):
         made = await prices.add(effective_from=clock.now().replace(year=2190), **asked)
         await prices.withdraw(made.id)
-    (created, withdrawn), said = await told(database), {**asked, "effective_from": "2190-11-21T12:00:00.000000Z"}
+    (created, withdrawn), said = await audited_changes(database), {**asked, "effective_from": "2190-11-21T12:00:00.000000Z"}
     assert (created[2], withdrawn[3]) == (None, None)
     for facts in (created[3], withdrawn[2]):
         assert {name: facts[name] for name in said} == said
@@ -183,7 +183,7 @@ async def test_changes_at_once_leave_one_chain_and_no_deadlock(database: Databas
         await asyncio.gather(*(change(number) for number in range(12)))
     verification = await AuditLog(database, clock).verify()
     assert verification.fault is None
-    weights = [row for row in await told(database) if row[0] == "tenant.update"]
+    weights = [row for row in await audited_changes(database) if row[0] == "tenant.update"]
     assert all(one[3]["weight"] == other[2]["weight"] for one, other in itertools.pairwise(weights))
 
 
