@@ -94,7 +94,7 @@ async def test_changes_of_members_and_sessions_are_audited(database: Database, c
         await sessions.close(token_again)
     actions = [row[0] for row in await audited_changes(database)]
     assert [action for action in actions if not action.startswith("session.")] == ["member.create", "member.reset_password"]
-    (reset,) = (row[3] for row in await told(database) if row[0] == "member.reset_password")
+    (reset,) = (row[3] for row in await audited_changes(database) if row[0] == "member.reset_password")
     assert reset == {"email": "dora@example.com", "password_temporary": True}
     assert actions.count("session.open") == 2
     assert (actions.count("session.refuse"), actions[-1]) == (1, "session.close")
