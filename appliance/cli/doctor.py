@@ -11,8 +11,9 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -46,6 +47,13 @@ class Check:
     advice: str = ""
 
 
+class _Gpus(NamedTuple):
+    """The GPUs of this machine, and if there are none, the reason."""
+
+    readings: Sequence[GpuReading]
+    error: str | None
+
+
 def doctor(
     host: Annotated[str | None, typer.Option(metavar="ADDRESS", help="Address that the appliance would listen on.")] = None,
     port: Annotated[int | None, typer.Option(metavar="PORT", help="Port that the appliance would listen on.")] = None,
@@ -58,16 +66,17 @@ def doctor(
     """Check this installation and report problems. Checks Python, disk, port, database, secrets, prices, models and GPU. Exit
     status 1 if a check finds a fault."""
     settings = options.settings(host=host, port=port, models=tuple(model) if model else None)
+    gpus = _read_gpus()
     checkers: list[Callable[[Settings], list[Check]]] = [
         _disk,
         _port,
         _database,
         _secrets,
         _prices,
-        _models,
+        partial(_models, gpus=gpus.readings),
         _model_names,
         _switches,
-        _gpu,
+        partial(_gpu, gpus=gpus),
     ]
     checks = [_python()] + [check for checker in checkers for check in checker(settings)]
     wrong = [check for check in checks if check.state == "wrong"]
@@ -241,10 +250,10 @@ def _prices(settings: Settings) -> list[Check]:
     ]
 
 
-def _models(settings: Settings) -> list[Check]:
+def _models(settings: Settings, gpus: Sequence[GpuReading]) -> list[Check]:
     if not settings.models and read_control(settings.data_dir) is not None:
         return []  # the running appliance may serve other models; its readiness covers them
-    models = zip(configured_models(settings), _start_problems(settings), strict=True)
+    models = zip(configured_models(settings), _start_problems(settings, gpus), strict=True)
     return [_model(model, problem, settings) for model, problem in models]
 
 
@@ -291,13 +300,12 @@ def _setting_advice(setting: str) -> str:
     return f"correct the setting {setting}, or leave it out for its default"
 
 
-def _start_problems(settings: Settings) -> Sequence[EngineError | None]:
+def _start_problems(settings: Settings, gpus: Sequence[GpuReading]) -> Sequence[EngineError | None]:
     """Return for each configured model why its engine would refuse to start on this machine, None if it would start."""
     from engine.simulator.refusals import gpu_of_machine, start_problems
 
-    cards, _ = _read_gpus()
-    card = max(cards, key=lambda card: card.memory_total_bytes, default=None)
-    gpu = None if card is None else gpu_of_machine(card.memory_total_bytes, card.compute_capability)
+    largest = max(gpus, key=lambda reading: reading.memory_total_bytes, default=None)
+    gpu = None if largest is None else gpu_of_machine(largest.memory_total_bytes, largest.compute_capability)
     return start_problems(engine_options(settings), gpu)
 
 
@@ -323,10 +331,10 @@ def _switches(settings: Settings) -> list[Check]:
     ]
 
 
-def _gpu(settings: Settings) -> list[Check]:
+def _gpu(settings: Settings, gpus: _Gpus) -> list[Check]:
     from appliance.telemetry.gpu import NO_GPU
 
-    readings, error = _read_gpus()
+    readings, error = gpus
     devices = {settings.for_model(model).device for model in settings.models} or {settings.device}
     if readings:
         named = ", ".join(f"{card.name} ({card.memory_total_bytes // MIB} MiB)" for card in readings)
@@ -336,15 +344,14 @@ def _gpu(settings: Settings) -> list[Check]:
     return [Check("gpu", "ok" if error in (None, NO_GPU) else "note", f"{error or NO_GPU}: models run on the CPU")]
 
 
-def _read_gpus() -> tuple[list[GpuReading], str | None]:
-    """Return the GPUs of this machine, and if there are none, the reason."""
+def _read_gpus() -> _Gpus:
     from appliance.telemetry.gpu import GpuProbe
 
     probe = GpuProbe()
     probe.open()
     readings = probe.read()
     probe.close()
-    return readings, probe.error
+    return _Gpus(readings, probe.error)
 
 
 def _toolchain() -> list[Check]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from appliance.cli import model_store, output
+from appliance.cli.configured_models import configured_models
 from appliance.cli.connection import read_control, run
 from appliance.cli.failure import CommandFailed, WrongUsage
 from appliance.cli.options import DEFAULTS, CommonOptions
@@ -112,9 +113,7 @@ def remove(
 
 def _on_disk(settings: Settings) -> list[Path]:
     """Return the folders of the models in the settings, or the demo model; then the other added models."""
-    from appliance.serving.model_builder import DEMO_MODEL
-
-    configured = [model_store.locate(model.model, settings.data_dir) for model in settings.models] or [DEMO_MODEL]
+    configured = [model_store.locate(model.model, settings.data_dir) for model in configured_models(settings)]
     return configured + [path for path in model_store.added_models(settings.data_dir) if path not in configured]
 
 

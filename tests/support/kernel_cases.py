@@ -15,8 +15,6 @@ from kernels.reference.rotated_decode import rotated_decode
 from tests.support.kernel_tolerances import Kind, assert_near, assert_same
 
 # Lengths on both sides of block and tile boundaries.
-AWKWARD_LENGTHS = (1, 15, 16, 17, 31, 67)
-HEAD_DIMS = (64, 96, 128, 256)
 GROUPS = (1, 2, 4, 8)
 FLOATS = (torch.float32, torch.float16)  # bfloat16 arithmetic is wrong in the interpreter: load → float32 → store is right
 GUARD = 64  # elements on each side

@@ -59,7 +59,8 @@ def test_doctor_misses_a_gpu_for_the_one_model_that_must_have_it(tmp_path: Path,
     monkeypatch.setattr(GpuProbe, "read", lambda _: ())
     for own, state in ({"device": "cuda"}, "wrong"), ({"device": "cpu"}, "ok"):
         models = (ModelSettings("plain"), ModelSettings("other", own))
-        (check,) = doctor._gpu(Settings(data_dir=tmp_path, database_url="sqlite://", device="cpu", models=models))
+        settings = Settings(data_dir=tmp_path, database_url="sqlite://", device="cpu", models=models)
+        (check,) = doctor._gpu(settings, doctor._read_gpus())
         assert (check.name, check.state) == ("gpu", state)
 
 

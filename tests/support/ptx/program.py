@@ -60,7 +60,6 @@ class Symbol:
 
 
 Operand = Register | Constant | Special | Address | Vector | Symbol
-DISCARDED = Symbol("_")
 
 
 @dataclass(frozen=True)

@@ -306,10 +306,6 @@ def current_card() -> Card:
     return _cards[-1]
 
 
-def is_rehearsing() -> bool:
-    return bool(_cards)
-
-
 def begin(card: Card) -> None:
     """Make it the current card of this process."""
     assert not _cards, "one card is rehearsed at a time"
