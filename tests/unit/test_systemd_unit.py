@@ -97,6 +97,12 @@ def test_wrong_options_are_not_tried_again() -> None:
     assert (service["Restart"], service["RestartPreventExitStatus"]) == ("on-failure", "2")
 
 
+def test_the_guide_says_when_a_failed_start_is_tried_again() -> None:
+    start = unit()["Unit"]
+    assert (start["StartLimitBurst"], start["StartLimitIntervalSec"]) == ("10", "10min")
+    assert f"started again after {unit()['Service']['RestartSec']} s, ten times in ten minutes at most" in guide()
+
+
 def test_nothing_hides_the_gpu_or_forbids_compilation() -> None:
     assert not HARMFUL & set(unit()["Service"])
 
