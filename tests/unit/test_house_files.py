@@ -94,3 +94,15 @@ def test_links_between_documents_lead_to_files() -> None:
             if not (REPO / name).parent.joinpath(link).exists():
                 broken.append((name, link))
     assert not broken
+
+
+def test_links_between_documents_lead_to_sections() -> None:
+    broken = []
+    for name in sources(".md"):
+        for link, anchor in re.findall(r"\]\(([^)#\s:]*)#([^)]+)\)", (REPO / name).read_text("utf-8")):
+            target = (REPO / name).parent / link if link else REPO / name
+            headings = re.findall(r"^#+ (.+)$", target.read_text("utf-8"), re.MULTILINE) if target.suffix == ".md" else []
+            anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            if headings and anchor not in anchors:
+                broken.append((name, link, anchor))
+    assert not broken
