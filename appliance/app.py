@@ -280,6 +280,7 @@ class Appliance:
             self.settings, services.members, services.admin_tokens, services.tenants, services.keys
         )
         await services.ledger.start()
+        services.metrics.watch_ledger(lambda: services.ledger.healthy)
         for model in services.models.list():
             model.engine.start()
         services.readiness.start()

@@ -78,6 +78,7 @@ class Metrics:
         self._unrecorded_tokens = 0
         self._unexplained: Callable[[], int] = lambda: 0
         self.registry.register(_UnrecordedCollector(lambda: self._unrecorded_tokens + self._unexplained()))
+        self._ledger_up = Gauge("gatehouse_ledger_up", "1 if usage can be recorded", registry=self.registry)
         self._alerts_pending = Gauge("gatehouse_alerts_pending", "Alerts waiting for delivery", registry=self.registry)
         self._alerts_delivered = Counter("gatehouse_alerts_delivered", "Alerts delivered", registry=self.registry)
         self._alerts_given_up = Counter("gatehouse_alerts_given_up", "Alerts no longer retried", registry=self.registry)
@@ -170,6 +171,10 @@ class Metrics:
     def compare_usage(self, unexplained: Callable[[], int]) -> None:
         """Call `unexplained` at every scrape: the tokens counted by engines that are in no usage event."""
         self._unexplained = unexplained
+
+    def watch_ledger(self, is_healthy: Callable[[], bool]) -> None:
+        """Call `is_healthy` at every scrape: whether the ledger can record usage."""
+        self._ledger_up.set_function(is_healthy)
 
     def alerts_pending(self, count: int) -> None:
         """Set the number of alerts waiting for delivery."""

@@ -81,6 +81,7 @@ def test_engines_counted_what_the_ledger_holds(tuned_server: Server) -> None:
     poll_until(lambda: engine(tuned_server)["requests_running"] == 0, DEADLINE_S, tuned_server.log)
     text = httpx.get(f"{tuned_server.url}/metrics").text
     assert "gatehouse_unrecorded_usage_tokens_total 0.0" in text
+    assert "gatehouse_ledger_up 1.0" in text
 
 
 def engine(server: Server) -> dict[str, Any]:

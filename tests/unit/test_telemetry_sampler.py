@@ -139,6 +139,15 @@ def test_labels_of_tenants_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 'tenant="t3"' not in text
 
 
+def test_each_scrape_says_whether_the_ledger_can_record_usage() -> None:
+    states = iter([True, False])
+    metrics = Metrics()
+    metrics.watch_ledger(lambda: next(states))
+
+    assert "gatehouse_ledger_up 1.0\n" in metrics.render().decode()
+    assert "gatehouse_ledger_up 0.0\n" in metrics.render().decode()
+
+
 async def test_who_holds_seats_and_blocks_is_measured_with_bounded_labels(
     clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
