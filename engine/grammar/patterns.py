@@ -343,7 +343,7 @@ class _Parser:
 
     def _hex(self, digits: str) -> int:
         try:
-            if digits.isalnum():  # `int` alone accepts signs, blanks and underscores
+            if digits.isascii() and digits.isalnum():  # `int` alone accepts signs, blanks, underscores and other digits
                 return int(digits, 16)
         except ValueError:
             pass

@@ -77,6 +77,13 @@ def test_what_gbnf_repeats_no_times_is_not_there(bounds: str) -> None:
     assert not accepts(grammar, "ab")
 
 
+@pytest.mark.parametrize("text", ['"a" *', '( "a"\n * )', '("a" # or none\n {0,})', '("a" ?) {9}'])
+def test_a_gbnf_quantifier_may_stand_apart(text: str) -> None:
+    grammar = compiled("grammar", f'root ::= {text} "b"')
+    assert all(accepts(grammar, text) for text in ("b", "aab"))
+    assert not accepts(grammar, "a")
+
+
 def test_a_recursive_grammar_accepts_balanced_texts_only() -> None:
     grammar = compiled("grammar", 'root ::= "(" root ")" | ""')
     assert accepts(grammar, "((()))")
@@ -112,6 +119,8 @@ REFUSED: list[tuple[Kind, str, str]] = [
     ("grammar", 'top ::= "a"', "no rule named root"),
     ("grammar", 'root ::= "a"{99999}', "repetition"),
     ("grammar", f'root ::= "a"{{{"0" * 9_000}}}', "malformed repetition"),
+    *(("grammar", f'root ::= "\\{digits}"', "the escape") for digits in ("x+1", "x 4", "x4", "u00_4", "x０4", "U00110000")),
+    ("regex", r"\x０4", "malformed hexadecimal"),
     ("grammar", 'root ::= "a"{3,2}', r"run backwards \(line 1\)"),
     ("grammar", "start: <|special|>", "special tokens"),
     ("grammar", "start: %json {}", "%json"),
