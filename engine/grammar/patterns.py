@@ -104,32 +104,32 @@ def _language(node: _Node, open_left: bool, open_right: bool, wide: bool) -> Reg
             return alt(*(_language(_prepended(part, others), open_left, open_right, wide) for part in first.parts))
         if isinstance(first, _Sequence):
             return _language(_Sequence(first.parts + others), open_left, open_right, wide)
-    return cat(ANYTHING if open_left else EPSILON, _rest_language(parts, open_left, open_right, wide))
+    return cat(ANYTHING if open_left else EPSILON, _rest_language(parts, open_right, wide))
 
 
 def _prepended(first: _Node, others: tuple[_Node, ...]) -> _Sequence:
     return _Sequence((first.parts if isinstance(first, _Sequence) else (first,)) + others)
 
 
-def _rest_language(parts: tuple[_Node, ...], open_left: bool, open_right: bool, wide: bool) -> Regex:
+def _rest_language(parts: tuple[_Node, ...], open_right: bool, wide: bool) -> Regex:
     """The language of `parts` up to the end of the text."""
     if not parts:
         return ANYTHING if open_right else EPSILON
     first, others = parts[0], parts[1:]
     if not _has_assertion(first):
-        return cat(_plain_language(first), _rest_language(others, False, open_right, wide))
+        return cat(_plain_language(first), _rest_language(others, open_right, wide))
     if isinstance(first, _Lookahead):
         lookahead = _language(first.inner, False, True, wide != first.negative)
-        following = _rest_language(others, open_left, open_right, wide)
+        following = _rest_language(others, open_right, wide)
         return intersection(following, complement(lookahead) if first.negative else lookahead)
     if isinstance(first, _Anchor):
         if first.at_start:
             raise PatternError("^ after the start")
         return _after_end(others, wide)
     if isinstance(first, _Sequence):
-        return _rest_language(first.parts + others, open_left, open_right, wide)
+        return _rest_language(first.parts + others, open_right, wide)
     if isinstance(first, _Choice):
-        return alt(*(_rest_language(_prepended(part, others).parts, open_left, open_right, wide) for part in first.parts))
+        return alt(*(_rest_language(_prepended(part, others).parts, open_right, wide) for part in first.parts))
     raise PatternError("a repeated anchor or lookahead")
 
 
