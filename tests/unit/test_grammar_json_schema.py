@@ -35,6 +35,10 @@ CASES: list[tuple[str, Any, list[Any], list[Any]]] = [
      {"properties": {"ab": {"maximum": 9}}, "patternProperties": {"^a": WHOLE}},
      [{"ab": 8}], [{"ab": 8.5}, {"ab": 10}]),
     ("propertyNames", {"propertyNames": {"pattern": "^[a-z]+$", "maxLength": 3}}, [{"abc": 1}, {}], [{"abcd": 1}, {"A": 1}]),
+    ("propertyNames listed or matched",
+     {"propertyNames": {"anyOf": [{"enum": ["xx"]}, {"pattern": "^a"}]}},
+     [{"xx": 1, "ab": 2}], [{"x": 1}]),
+    ("propertyNames of no text", {"propertyNames": {"not": {"type": "string"}}, "type": "object"}, [{}], [{"a": 1}]),
     ("propertyNames listed", {"propertyNames": {"enum": ["a", "b"]}}, [{"b": 1, "a": 2}, {}], [{"c": 1}]),
     ("oneOf of open objects",
      {"oneOf": [{"additionalProperties": TEXT}, {"additionalProperties": WHOLE}], "type": "object"},
@@ -49,24 +53,62 @@ CASES: list[tuple[str, Any, list[Any], list[Any]]] = [
     ("dependencies",
      {"$schema": DRAFT_7, "dependencies": {"a": ["b"], "c": {"required": ["d"]}}},
      [{"a": 1, "b": 2}], [{"a": 1}]),
+    ("not an empty object",
+     {"properties": {"a": WHOLE}, "additionalProperties": False, "type": "object", "not": {"const": {}}},
+     [{"a": 1}], [{}]),
+    ("any order",
+     {"allOf": [{"properties": {"a": WHOLE}}, {"properties": {"b": WHOLE}, "required": ["b"]}], "type": "object"},
+     [{"b": 1}, {"b": 1, "a": 2}, {"a": 1, "b": 2}], [{}, {"a": 1}, {"b": "x"}]),
+    ("any order, not empty",
+     {"allOf": [{"properties": {"a": WHOLE}}, {"properties": {"b": WHOLE}}], "minProperties": 1, "type": "object"},
+     [{"a": 1}, {"b": 1}, {"z": "x"}, {"b": 1, "a": 1}], [{}]),
+    ("any order within a limit",
+     {"required": ["a", "b"], "maxProperties": 3},
+     [{"b": 1, "a": 2}, {"a": 1, "c": 1, "b": 1}], [{"a": 1}, {"a": 1, "c": 2}, {"a": 1, "b": 1, "c": 1, "d": 1}]),
+    ("two rules that are broken",
+     {"prefixItems": [{"not": {"patternProperties": {"^a": rule}}, "$ref": "#/$defs/ab"} for rule in (TEXT, WHOLE)],
+      "$defs": {"ab": {"type": "object", "properties": {"ab": True}, "additionalProperties": False}}, "minItems": 2},
+     [[{"ab": 1}, {"ab": "x"}]], [[{"ab": 1}, {"ab": 1}], [{"ab": "x"}, {"ab": "x"}], [{"ab": 1}, {}]]),
+    ("some name breaks a rule",
+     {"type": "object", "not": {"propertyNames": {"maxLength": 1}}},
+     [{"ab": 1, "c": 2}, {"c": 1, "ab": 2}], [{}, {"a": 1}]),
+    ("a name and one that breaks a rule",
+     {"required": ["a"], "type": "object", "not": {"propertyNames": {"maxLength": 1}}},
+     [{"ab": 1, "a": 1}, {"a": 1, "ab": 2, "c": 1}], [{"a": 1}, {"ab": 1}]),
+    ("not every property",
+     {"type": "object", "not": {"properties": {"a": WHOLE, "b": WHOLE}}},
+     [{"a": "x", "b": 1}, {"a": 1, "b": "x"}, {"b": "x"}], [{}, {"a": 1, "b": 2}, {"c": "x"}]),
     ("items", {"items": WHOLE, "type": "array"}, [[], [1, 2, 3]], [["a"], [1, "a"], {}]),
     ("prefixItems", {"prefixItems": [WHOLE, TEXT], "items": False}, [[], [1], [1, "a"]], [["a"], [1, "a", 2]]),
     ("old tuples", {"$schema": DRAFT_7, "items": [WHOLE], "additionalItems": TEXT}, [[1, "a"], []], [["a"], [1, 2]]),
+    ("not prefixItems", {"type": "array", "not": {"prefixItems": [WHOLE]}}, [["a"], ["a", 1]], [[], [1], [1, "a"]]),
+    ("not an empty array", {"type": "array", "not": {"const": []}}, [[1], [1, 2]], [[]]),
     ("minItems", {"minItems": 2, "maxItems": 3}, [[1, 2], [1, 2, 3], "x"], [[1], [1, 2, 3, 4]]),
     ("contains", {"contains": WHOLE}, [[1], ["a", 2, "b"]], [[], ["a"]]),
     ("minContains", {"contains": WHOLE, "minContains": 2, "maxContains": 3}, [[1, 2], [1, "a", 2, 3]], [[1], [1, 2, 3, 4]]),
+    ("contains among few",
+     {"contains": WHOLE, "maxContains": 2, "minItems": 2, "maxItems": 3},
+     [[1, "a"], ["a", 1, 2]], [[1], ["a", "b"], [1, "a", "b", "c"], [1, 2, 3]]),
+    ("contains after others",
+     {"prefixItems": [TEXT, True], "contains": WHOLE, "allOf": [{"contains": {"type": "null"}}]},
+     [["a", 1, None], ["a", None, None, 1]], [[1, None], ["a", 1], ["a", None, "b"]]),
     ("uniqueItems",
      {"items": {"enum": ["a", "b", "c"]}, "uniqueItems": True, "minItems": 2},
      [["c", "a"]], [["a"], ["a", "a"]]),
+    ("uniqueItems of at most one", {"items": TEXT, "uniqueItems": True, "maxItems": 1}, [[], ["a"]], [["a", "b"]]),
     ("minimum", {"minimum": -2.5}, [-2.5, -2.4, 0, 100, "x"], [-2.6, -3]),
     ("exclusive bounds", {"exclusiveMinimum": 0, "exclusiveMaximum": 10}, [0.1, 9.9, 5], [0, 10, -1, 11]),
     ("draft 4 bounds", {"$schema": DRAFT_4, "maximum": 5, "exclusiveMaximum": True}, [4.9, -7], [5, 6]),
+    ("two bounds on a side",
+     {"exclusiveMinimum": 1, "minimum": 0, "maximum": 9, "allOf": [{"maximum": 5}, {"exclusiveMaximum": 5}]},
+     [1.5, 4.5], [1, 0.5, 5, 6]),
     ("long bounds", {"type": "integer", "minimum": 95, "maximum": 12345}, [95, 100, 12345, 9999], [94, 12346, 0, -100]),
     ("whole by multipleOf", {"multipleOf": 5, "exclusiveMinimum": 0}, [5, 10.0, 25, 1000], [0, 5.5, -5]),
     ("a few integers", {"type": "integer", "minimum": -1, "maximum": 9}, [-1, 0, 9], [10, 0.5]),
     ("multipleOf", {"type": "integer", "multipleOf": 7}, [0, 14, -21, 700], [1, 15, 8]),
     ("decimal multipleOf", {"multipleOf": 0.25}, [0.5, 1, -2.75], [0.3, 1.125]),
     ("minLength", {"minLength": 2, "maxLength": 3}, ["ab", "é😀", "abc"], ["a", "abcd", "😀"]),
+    ("not a text", {"type": "string", "not": {"enum": ["a", "bc"]}}, ["", "b", "ab"], ["a", "bc", 1]),
     ("pattern", {"pattern": "^[a-c]+-\\d{2}$"}, ["a-12", "cab-00", 7], ["a-1", "d-12", "a-123"]),
     ("pattern within", {"pattern": "b"}, ["abc", "b"], ["ac", ""]),
     ("lookahead", {"pattern": "^(?!ab)(?=.*z)"}, ["az", "z"], ["abz", "a"]),
@@ -81,6 +123,10 @@ CASES: list[tuple[str, Any, list[Any], list[Any]]] = [
     ("oneOf", {"oneOf": [{"multipleOf": 2}, {"multipleOf": 3}], "type": "integer"}, [2, 3, 4], [6, 1, 0]),
     ("oneOf of objects", {"oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, [{"a": 1}, {"b": 1}], [{"a": 1, "b": 1}, {}]),
     ("not", {"not": {"type": "string", "pattern": "x"}}, [1, "y", []], ["axb"]),
+    ("not false", {"type": "integer", "not": False}, [1], ["a"]),
+    ("not oneOf",
+     {"type": "integer", "not": {"oneOf": [{"multipleOf": 2}, {"multipleOf": 3}]}},
+     [1, 6, 0, -5], [2, 3, -4]),
     ("not object", {"not": {"properties": {"a": WHOLE}, "required": ["a"]}}, [{"a": "1"}, {}], [{"a": 1}, 3]),
     ("not const",
      {"type": ["array", "object"], "not": {"enum": [[1, 2], {"a": 1}]}},
@@ -89,6 +135,7 @@ CASES: list[tuple[str, Any, list[Any], list[Any]]] = [
      {"if": {"properties": {"k": {"const": 1}}, "required": ["k"]}, "then": {"required": ["v"]}, "else": {"maxProperties": 1}},
      [{"k": 1, "v": 0}, {"k": 2}, {}], [{"k": 1}, {"k": 2, "v": 0}]),
     ("$ref", {"$ref": "#/$defs/n", "maximum": 9, "$defs": {"n": {"minimum": 3}}}, [3, 9], [2, 10]),
+    ("$ref to itself", {"$ref": "#", "type": "integer"}, [1], ["a"]),
     ("$ref alone in draft 7",
      {"$schema": DRAFT_7, "$ref": "#/definitions/n", "maximum": 9, "definitions": {"n": {"minimum": 3}}},
      [3, 10], [2]),
@@ -141,6 +188,7 @@ def test_a_format_is_enforced(name: str) -> None:
 
 REFUSED = {
     "uniqueItems": {"items": TEXT, "uniqueItems": True},
+    "the negation of uniqueItems": {"type": "array", "not": {"uniqueItems": True}},
     "minProperties above 1": {"minProperties": 2},
     "the negation of a rule for open names": {"type": "object", "not": {"additionalProperties": WHOLE}},
     "another document": {"$ref": "https://example.com/other.json"},
@@ -196,6 +244,9 @@ def test_what_is_no_schema_is_refused_by_name(schema: Any, what: str) -> None:
         ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "cannot be satisfied"),
         ({"type": "string", "pattern": "^a", "allOf": [{"pattern": "^b"}]}, "cannot be satisfied"),
         ({"type": "integer", "minimum": 3, "maximum": 2}, "cannot be satisfied"),
+        ({"type": "string", "minLength": 3, "maxLength": 2}, "cannot be satisfied"),
+        ({"type": "array", "maxItems": 1, "not": {"uniqueItems": True}}, "cannot be satisfied"),
+        ({"type": "object", "required": ["a"], "propertyNames": {"maxLength": 0}}, "cannot be satisfied"),
     ],
 )
 def test_a_schema_that_says_nothing_is_refused(schema: Any, what: str) -> None:
@@ -244,8 +295,24 @@ def test_a_weak_model_cannot_lose_itself_in_white_space(text: str) -> None:
     assert not accepts(compiled("json", json.dumps(schema)), text)
 
 
-def test_a_property_comes_once() -> None:
-    assert not accepts(compiled("json", json.dumps({"properties": {"a": WHOLE}})), '{"a":1,"a":2}')
+@pytest.mark.parametrize("bounds", [{}, {"minimum": 0}, {"minimum": 0, "maximum": 3}, {"multipleOf": 2}, {"not": {"const": 7}}])
+def test_an_integer_has_no_decimals(bounds: dict[str, Any]) -> None:
+    grammar = compiled("json", json.dumps(WHOLE | bounds))
+    assert accepts(grammar, "2")
+    assert not accepts(grammar, "2.0")
+
+
+def test_properties_come_in_the_order_of_the_schema() -> None:
+    schema = {"properties": {"b": WHOLE, "a": WHOLE}}
+    assert schema_accepts(schema, {"b": 1, "a": 2})
+    assert not schema_accepts(schema, {"a": 2, "b": 1})
+
+
+@pytest.mark.parametrize("limits", [{"properties": {"a": WHOLE}}, {"required": ["a"]}, {"required": ["a"], "maxProperties": 3}])
+def test_a_property_comes_once(limits: dict[str, Any]) -> None:
+    grammar = compiled("json", json.dumps(limits))
+    assert accepts(grammar, '{"a":1,"b":2}')
+    assert not accepts(grammar, '{"a":1,"a":2}')
 
 
 def test_a_refusal_calls_the_schema_a_schema() -> None:
