@@ -137,7 +137,7 @@ class _DigitReader:
     def step(self, state: _State, character: str) -> _State | None:
         phase, num_digits, num_decimals, comparisons, residue, exceeds_scale = state
         if character == ".":
-            if phase not in ("zero", "whole") or self.numbers.is_whole:
+            if phase not in ("zero", "whole"):
                 return None
             if not self.scale:
                 residue = self._representative(residue)

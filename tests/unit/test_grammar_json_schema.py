@@ -114,6 +114,9 @@ CASES: list[tuple[str, Any, list[Any], list[Any]]] = [
      {"type": "array", "not": {"contains": WHOLE, "minContains": 2, "maxContains": 3}},
      [[], [1, "a"], [1, 1, 1, 1]], [[1, 1], [1, "a", 1, 1]]),
     ("not enum", {"not": {"enum": [[], {}, [1], 5]}}, [[2], {"a": 1}, 6, None], [[], {}, [1], 5]),
+    ("uniqueItems of a few integers",
+     {"items": {"type": "integer", "minimum": 1, "maximum": 3}, "uniqueItems": True},
+     [[3, 1], [1, 2, 3], []], [[1, 1], [4]]),
     ("uniqueItems of at most one", {"items": TEXT, "uniqueItems": True, "maxItems": 1}, [[], ["a"]], [["a", "b"]]),
     ("minimum", {"minimum": -2.5}, [-2.5, -2.4, 0, 100, "x"], [-2.6, -3]),
     ("exclusive bounds", {"exclusiveMinimum": 0, "exclusiveMaximum": 10}, [0.1, 9.9, 5], [0, 10, -1, 11]),
@@ -124,6 +127,17 @@ CASES: list[tuple[str, Any, list[Any], list[Any]]] = [
     ("long bounds", {"type": "integer", "minimum": 95, "maximum": 12345}, [95, 100, 12345, 9999], [94, 12346, 0, -100]),
     ("whole by multipleOf", {"multipleOf": 5, "exclusiveMinimum": 0}, [5, 10.0, 25, 1000], [0, 5.5, -5]),
     ("a few integers", {"type": "integer", "minimum": -1, "maximum": 9}, [-1, 0, 9], [10, 0.5]),
+    ("a few multiples",
+     {"minimum": 0, "exclusiveMaximum": 12, "multipleOf": 2, "allOf": [{"multipleOf": 3}, WHOLE], "not": {"const": 6}},
+     [0], [6, 12, 2, 3]),
+    ("a few fractions",
+     {"exclusiveMinimum": 0, "maximum": 3, "multipleOf": 0.5, "allOf": [{"multipleOf": 0.75}]},
+     [1.5, 3], [0, 0.5, 0.75, 1]),
+    ("multiples that are none of another",
+     {"minimum": 0, "maximum": 1, "multipleOf": 0.25, "not": {"multipleOf": 0.5}},
+     [0.25, 0.75], [0, 0.5, 1, 0.1]),
+    ("not a decimal multiple", {"type": "number", "not": {"multipleOf": 0.5}}, [0.25, 1.3, 0.501, -7.4], [0, 0.5, 1, -1.5]),
+    ("one number", {"minimum": 2, "maximum": 2, "type": "number"}, [2], [1, 3]),
     ("multipleOf", {"type": "integer", "multipleOf": 7}, [0, 14, -21, 700], [1, 15, 8]),
     ("decimal multipleOf", {"multipleOf": 0.25}, [0.5, 1, -2.75], [0.3, 1.125]),
     ("minLength", {"minLength": 2, "maxLength": 3}, ["ab", "é😀", "abc"], ["a", "abcd", "😀"]),
@@ -265,6 +279,8 @@ def test_what_is_no_schema_is_refused_by_name(schema: Any, what: str) -> None:
         ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "cannot be satisfied"),
         ({"type": "string", "pattern": "^a", "allOf": [{"pattern": "^b"}]}, "cannot be satisfied"),
         ({"type": "integer", "minimum": 3, "maximum": 2}, "cannot be satisfied"),
+        ({"type": "number", "minimum": 2, "exclusiveMaximum": 2}, "cannot be satisfied"),
+        ({"type": "number", "minimum": 5, "maximum": 5, "multipleOf": 2}, "cannot be satisfied"),
         ({"type": "string", "minLength": 3, "maxLength": 2}, "cannot be satisfied"),
         ({"type": "array", "maxItems": 1, "not": {"uniqueItems": True}}, "cannot be satisfied"),
         ({"type": "object", "required": ["a"], "propertyNames": {"maxLength": 0}}, "cannot be satisfied"),
@@ -321,6 +337,13 @@ def test_an_integer_has_no_decimals(bounds: dict[str, Any]) -> None:
     grammar = compiled("json", json.dumps(WHOLE | bounds))
     assert accepts(grammar, "2")
     assert not accepts(grammar, "2.0")
+
+
+@pytest.mark.parametrize("text", ["1..5", ".5", "-.5", "1.5.2", "1.", "01", "-01", "-", "--1", "+1", ""])
+def test_a_number_under_bounds_is_written_as_json_writes_it(text: str) -> None:
+    grammar = compiled("json", json.dumps({"type": "number", "minimum": -100}))
+    assert accepts(grammar, "1.5")
+    assert not accepts(grammar, text)
 
 
 def test_properties_come_in_the_order_of_the_schema() -> None:
