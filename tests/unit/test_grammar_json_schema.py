@@ -14,7 +14,10 @@ from engine.grammar.spec import GrammarError
 from tests.support.grammars import accepts, compiled, schema_accepts
 
 DRAFT_4 = "http://json-schema.org/draft-04/schema#"
+DRAFT_6 = "http://json-schema.org/draft-06/schema#"
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"
+DRAFT_2019 = "https://json-schema.org/draft/2019-09/schema"
+DRAFT_2020 = "https://json-schema.org/draft/2020-12/schema"
 TEXT, WHOLE = {"type": "string"}, {"type": "integer"}
 PERSON = {"properties": {"name": TEXT, "age": WHOLE}, "required": ["name"], "additionalProperties": False, "type": "object"}
 
@@ -93,6 +96,9 @@ CASES: list[tuple[str, Any, list[Any], list[Any]]] = [
      [{"a": "x", "b": 1}, {"a": 1, "b": "x"}, {"b": "x"}], [{}, {"a": 1, "b": 2}, {"c": "x"}]),
     ("items", {"items": WHOLE, "type": "array"}, [[], [1, 2, 3]], [["a"], [1, "a"], {}]),
     ("prefixItems", {"prefixItems": [WHOLE, TEXT], "items": False}, [[], [1], [1, "a"]], [["a"], [1, "a", 2]]),
+    ("items after positions within limits",
+     {"prefixItems": [WHOLE], "items": TEXT, "minItems": 2, "maxItems": 3},
+     [[1, "a"], [1, "a", "b"]], [[], [1], [1, 2], [1, "a", "b", "c"]]),
     ("old tuples", {"$schema": DRAFT_7, "items": [WHOLE], "additionalItems": TEXT}, [[1, "a"], []], [["a"], [1, 2]]),
     ("not prefixItems", {"type": "array", "not": {"prefixItems": [WHOLE]}}, [["a"], ["a", 1]], [[], [1], [1, "a"]]),
     ("not an empty array", {"type": "array", "not": {"const": []}}, [[1], [1, 2]], [[]]),
@@ -114,6 +120,9 @@ CASES: list[tuple[str, Any, list[Any], list[Any]]] = [
      {"type": "array", "not": {"contains": WHOLE, "minContains": 2, "maxContains": 3}},
      [[], [1, "a"], [1, 1, 1, 1]], [[1, 1], [1, "a", 1, 1]]),
     ("not enum", {"not": {"enum": [[], {}, [1], 5]}}, [[2], {"a": 1}, 6, None], [[], {}, [1], 5]),
+    ("uniqueItems within limits",
+     {"items": {"enum": ["a", "b", "c"]}, "uniqueItems": True, "maxItems": 2},
+     [[], ["c"], ["b", "a"]], [["a", "b", "c"], ["b", "b"]]),
     ("uniqueItems of a few integers",
      {"items": {"type": "integer", "minimum": 1, "maximum": 3}, "uniqueItems": True},
      [[3, 1], [1, 2, 3], []], [[1, 1], [4]]),
@@ -137,6 +146,8 @@ CASES: list[tuple[str, Any, list[Any], list[Any]]] = [
      {"minimum": 0, "maximum": 1, "multipleOf": 0.25, "not": {"multipleOf": 0.5}},
      [0.25, 0.75], [0, 0.5, 1, 0.1]),
     ("not a decimal multiple", {"type": "number", "not": {"multipleOf": 0.5}}, [0.25, 1.3, 0.501, -7.4], [0, 0.5, 1, -1.5]),
+    ("multiples written with decimals", {"type": "number", "multipleOf": 3}, [3.0, 30.0, 6], [2.0, 4.0, 31.0]),
+    ("not multiples written with decimals", {"type": "number", "not": {"multipleOf": 3}}, [2.0, 4.0, 7], [3.0, 30.0, 6]),
     ("one number", {"minimum": 2, "maximum": 2, "type": "number"}, [2], [1, 3]),
     ("multipleOf", {"type": "integer", "multipleOf": 7}, [0, 14, -21, 700], [1, 15, 8]),
     ("decimal multipleOf", {"multipleOf": 0.25}, [0.5, 1, -2.75], [0.3, 1.125]),
@@ -147,6 +158,7 @@ CASES: list[tuple[str, Any, list[Any], list[Any]]] = [
     ("pattern within", {"pattern": "b"}, ["abc", "b"], ["ac", ""]),
     ("lookahead", {"pattern": "^(?!ab)(?=.*z)"}, ["az", "z"], ["abz", "a"]),
     ("enum", {"enum": [1, "a", None, [1], {"k": True}]}, [1, "a", None, [1], {"k": True}], [2, "b", [], {"k": 1}, True]),
+    ("enum of decimals", {"enum": [0.25, -1.5, 2.0]}, [0.25, -1.5, 2, 2.0], [0.2, 1.5, -2, 25, 0.251]),
     ("enum and siblings", {"enum": [1, 5, "a"], "minimum": 3}, [5, "a"], [1]),
     ("const", {"const": "é\"\\/"}, ["é\"\\/"], ["e"]),
     ("allOf", {"allOf": [{"minimum": 3}, {"maximum": 5}], "type": "integer"}, [3, 4, 5], [2, 6]),
@@ -194,6 +206,29 @@ def test_a_keyword_is_exact(schema: Any, valid: list[Any], invalid: list[Any]) -
     assert [value for value in valid if not schema_accepts(schema, value)] == []
     assert [value for value in valid if not schema_accepts(schema, value, ensure_ascii=False)] == []
     assert [value for value in invalid if schema_accepts(schema, value)] == []
+
+
+# a keyword, a value that breaks it, the last draft without the keyword, the first draft with it
+FIRST_DRAFTS: list[tuple[dict[str, Any], Any, str, str]] = [
+    ({"const": 1}, 2, DRAFT_4, DRAFT_6),
+    ({"contains": WHOLE}, [], DRAFT_4, DRAFT_6),
+    ({"propertyNames": False}, {"a": 1}, DRAFT_4, DRAFT_6),
+    ({"if": True, "then": TEXT}, 1, DRAFT_6, DRAFT_7),
+    ({"contains": WHOLE, "minContains": 2}, [1], DRAFT_7, DRAFT_2019),
+    ({"contains": WHOLE, "maxContains": 1}, [1, 1], DRAFT_7, DRAFT_2019),
+    ({"dependentRequired": {"a": ["b"]}}, {"a": 1}, DRAFT_7, DRAFT_2019),
+    ({"dependentSchemas": {"a": False}}, {"a": 1}, DRAFT_7, DRAFT_2019),
+    ({"unevaluatedProperties": False}, {"a": 1}, DRAFT_7, DRAFT_2019),
+    ({"items": {"$ref": "#/$defs/n", "maximum": 9}, "$defs": {"n": {"minimum": 3}}}, [10], DRAFT_7, DRAFT_2019),
+    ({"items": {"$ref": "#n"}, "$defs": {"n": {"$anchor": "n", "minimum": 3}, "m": {"$id": "#n"}}}, [1], DRAFT_7, DRAFT_2019),
+    ({"prefixItems": [WHOLE]}, ["a"], DRAFT_2019, DRAFT_2020),
+]
+
+
+@pytest.mark.parametrize(("keywords", "value", "without", "first"), FIRST_DRAFTS)
+def test_a_keyword_is_one_from_its_first_draft_on(keywords: dict[str, Any], value: Any, without: str, first: str) -> None:
+    assert schema_accepts({"$schema": without, **keywords}, value)
+    assert not schema_accepts({"$schema": first, **keywords}, value)
 
 
 FORMATS = {
@@ -262,6 +297,8 @@ INCLUDED = {"$ref": "#/$defs/a", "unevaluatedProperties": False}
         ({**INCLUDED, "$defs": {"a": {"allOf": 5}}}, "#/$defs/a/allOf: allOf must be an array"),
         ({**INCLUDED, "$defs": {"a": {"properties": 5}}}, "#/$defs/a/properties: properties must be an object"),
         ({**INCLUDED, "$defs": {"a": {"patternProperties": [[]]}}}, "patternProperties must be an object"),
+        ({"$schema": DRAFT_6, "exclusiveMinimum": True}, "exclusiveMinimum must be a number"),
+        ({"uniqueItems": 1}, "uniqueItems must be a boolean"),
         ({"contains": TEXT, "minContains": -1}, "minContains must be a whole number"),
         ({"contains": TEXT, "maxContains": "2"}, "maxContains must be a whole number"),
     ],
@@ -283,6 +320,7 @@ def test_what_is_no_schema_is_refused_by_name(schema: Any, what: str) -> None:
         ({"type": "number", "minimum": 5, "maximum": 5, "multipleOf": 2}, "cannot be satisfied"),
         ({"type": "string", "minLength": 3, "maxLength": 2}, "cannot be satisfied"),
         ({"type": "array", "maxItems": 1, "not": {"uniqueItems": True}}, "cannot be satisfied"),
+        ({"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "minItems": 3}, "cannot be satisfied"),
         ({"type": "object", "required": ["a"], "propertyNames": {"maxLength": 0}}, "cannot be satisfied"),
     ],
 )
