@@ -206,7 +206,7 @@ class _DigitReader:
             return -magnitude
 
         return (
-            not any(exceeds_scale or scaled % divisor for divisor in self.divisors)
+            not any(scaled % divisor for divisor in self.divisors)
             and not any(not exceeds_scale and scaled % divisor == 0 for divisor in self.non_divisors)
             and all(compare(b.value) >= (1 if b.is_exclusive else 0) for b in numbers.lows)
             and all(compare(b.value) <= (-1 if b.is_exclusive else 0) for b in numbers.highs)

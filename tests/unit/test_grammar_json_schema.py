@@ -129,6 +129,8 @@ CASES: list[tuple[str, Any, list[Any], list[Any]]] = [
     ("uniqueItems of at most one", {"items": TEXT, "uniqueItems": True, "maxItems": 1}, [[], ["a"]], [["a", "b"]]),
     ("minimum", {"minimum": -2.5}, [-2.5, -2.4, 0, 100, "x"], [-2.6, -3]),
     ("exclusive bounds", {"exclusiveMinimum": 0, "exclusiveMaximum": 10}, [0.1, 9.9, 5], [0, 10, -1, 11]),
+    ("zero with a sign", {"minimum": 0, "maximum": 9.5}, [0, -0.0], [-0.1]),
+    ("no zero with a sign", {"exclusiveMaximum": 0}, [-0.1], [0, -0.0]),
     ("draft 4 bounds", {"$schema": DRAFT_4, "maximum": 5, "exclusiveMaximum": True}, [4.9, -7], [5, 6]),
     ("two bounds on a side",
      {"exclusiveMinimum": 1, "minimum": 0, "maximum": 9, "allOf": [{"maximum": 5}, {"exclusiveMaximum": 5}]},
