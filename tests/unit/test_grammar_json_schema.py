@@ -69,6 +69,19 @@ CASES: list[tuple[str, Any, list[Any], list[Any]]] = [
     ("names of a class that dialects read differently",
      {"patternProperties": {"^\\d$": WHOLE}, "additionalProperties": TEXT, "type": "object"},
      [{"1": 1}, {"a": "x"}], [{"1": "x"}, {"٣": 1}, {"٣": "x"}]),
+    ("a listed name of a class that dialects read differently",
+     {"properties": {"٣": True}, "patternProperties": {"^\\d$": WHOLE}, "additionalProperties": False, "type": "object"},
+     [{"٣": 1}, {"1": 1}], [{"٣": "x"}, {"1": "x"}]),
+    ("one of two patterns that dialects read differently",
+     {"oneOf": [{"pattern": "^\\d$"}, {"pattern": "^.$"}], "type": "string"}, ["a"], ["1", "٣", "ab"]),
+    ("not one of two patterns that dialects read differently",
+     {"not": {"oneOf": [{"pattern": "^\\d$"}, {"pattern": "^.$"}]}, "type": "string"}, ["1", "ab"], ["a", "٣"]),
+    ("if of a pattern that dialects read differently",
+     {"if": {"pattern": "^\\d$"}, "then": {"const": "1"}, "else": {"minLength": 2}, "type": "string"},
+     ["1", "ab"], ["2", "٣", "a"]),
+    ("contains of a pattern that dialects read differently",
+     {"contains": {"pattern": "^\\d$", "type": "string"}, "maxContains": 1, "items": TEXT, "type": "array"},
+     [["1", "a"], ["1"]], [["٣"], ["1", "٣"], ["1", "1"]]),
     ("not a name of a class that dialects read differently",
      {"type": "object", "not": {"patternProperties": {"^\\d$": True}, "additionalProperties": False}},
      [{"a": 1}], [{"1": 1}, {"٣": 1}]),
@@ -208,6 +221,23 @@ CASES: list[tuple[str, Any, list[Any], list[Any]]] = [
 def test_a_keyword_is_exact(schema: Any, valid: list[Any], invalid: list[Any]) -> None:
     assert [value for value in valid if not schema_accepts(schema, value)] == []
     assert [value for value in valid if not schema_accepts(schema, value, ensure_ascii=False)] == []
+    assert [value for value in invalid if schema_accepts(schema, value)] == []
+
+
+# an exponent in the values, and schemas that apply to themselves or whose other keywords are ignored
+UNLISTED = ("number", "recursion", "$ref to itself", "$ref alone in draft 7")
+LISTED = [
+    ({**schema, "enum": [*valid, *invalid]}, valid, invalid)
+    for name, schema, valid, invalid in CASES
+    if isinstance(schema, dict) and "enum" not in schema and name not in UNLISTED
+]
+
+
+@pytest.mark.parametrize(("schema", "valid", "invalid"), LISTED)
+def test_of_listed_values_those_are_left_that_satisfy_the_other_keywords(
+    schema: Any, valid: list[Any], invalid: list[Any]
+) -> None:
+    assert [value for value in valid if not schema_accepts(schema, value)] == []
     assert [value for value in invalid if schema_accepts(schema, value)] == []
 
 
