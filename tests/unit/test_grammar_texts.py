@@ -34,7 +34,10 @@ def test_a_regex_matches_the_whole_text(pattern: str, valid: list[str], invalid:
     assert [text for text in invalid if accepts(grammar, text)] == []
 
 
-SEARCHED = ["^a|b$", "foo", "^(?!foo)[a-z]+$", "^(a|b$)", "(^a$)|(^b+$)", "^.*(?=.{4}).*[0-9]$", "^$|^x", "^(?=.*a)(?=.*b)"]
+SEARCHED = [
+    *("^a|b$", "foo", "^(?!foo)[a-z]+$", "^(a|b$)", "(^a$)|(^b+$)", "^.*(?=.{4}).*[0-9]$", "^$|^x", "^(?=.*a)(?=.*b)"),
+    *("(?=^b)b", "b(?!^)", "(?!^b?)|a$", "x(^a|b)", "(?=^.{3,}$)(?=.*1).*$", "(?:^)ba|1|(?=^)b", "(?!(?=^)b).1?$"),
+]
 TEXTS = ["", "a", "b", "ab", "ba", "foo", "foox", "xfooy", "abc1", "bb", "x1", "a1", "axb"]
 
 
@@ -107,6 +110,9 @@ REFUSED: list[tuple[Kind, str, str]] = [
     ("regex", "(?<=a)b", "lookbehind"),
     ("regex", "(?i)a", r"the group \(\?i"),
     ("regex", "a{3,2}", "repetition"),
+    ("regex", "a?^b", r"\^ after what may be empty"),
+    ("regex", "(a*|b)(?=^)", r"\^ after what may be empty"),
+    ("regex", "a(^b|$)+", "a repeated anchor"),
     ("regex", "a{,3}", "two ways"),
     ("regex", "(a|b){1000000000}", "repetition of more than"),
     ("regex", "a{1,99999999999999999999}", "repetition of more than"),
