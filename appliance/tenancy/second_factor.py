@@ -199,8 +199,8 @@ class SecondFactors:
         for step in _steps(self._clock.now()):
             if not _is_code_of(secret, step, code):
                 continue
-            unused = members.c.totp_last_step.is_(None) | (members.c.totp_last_step < step)
-            statement = _update_of(row["id"]).where(members.c.totp_secret == row["totp_secret"], unused)
+            is_unused = members.c.totp_last_step < step
+            statement = _update_of(row["id"]).where(members.c.totp_secret == row["totp_secret"], is_unused)
             async with self._db.writing() as connection:
                 if (await connection.execute(statement.values(totp_last_step=step))).rowcount == 1:
                     return True

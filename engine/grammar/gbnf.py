@@ -117,7 +117,7 @@ class _Reader:
             self._skip_blanks(lines=nested)
             if self._pos >= len(self._text) or self._text[self._pos] in "|)\r\n":
                 return " ".join(elements) or '""'
-            elements.append(self._quantified(self._element()))
+            elements.append(self._quantified(self._element(), nested=nested))
 
     def _element(self) -> str:
         if self._accept('"'):
@@ -174,24 +174,27 @@ class _Reader:
             digits = self._text[self._pos : self._pos + _HEX_DIGITS[escape]]
             self._pos += len(digits)
             try:
-                return chr(int(digits, 16))
+                if digits.isascii() and digits.isalnum():  # `int` alone accepts signs, blanks, underscores and other digits
+                    return chr(int(digits, 16))
             except (ValueError, OverflowError):
-                raise self._error(f"the escape \\{escape}{digits}") from None
+                pass
+            raise self._error(f"the escape \\{escape}{digits}")
         if escape not in _ESCAPES or not escape:
             raise self._error(f"the unknown escape \\{escape}")
         return _ESCAPES[escape]
 
-    def _quantified(self, element: str) -> str:
-        while self._pos < len(self._text):
-            if self._text[self._pos] in "*+?":
-                element = f"({element}){self._text[self._pos]}"
-                self._pos += 1
-            elif self._text[self._pos] == "{":
+    def _quantified(self, element: str, *, nested: bool) -> str:
+        while True:
+            self._skip_blanks(lines=nested)
+            sign = self._text[self._pos : self._pos + 1]
+            if sign == "{":
                 bounds = self._bounds()
                 element = f"({element}){bounds}" if bounds else '""'
+            elif sign and sign in "*+?":
+                element = f"({element}){sign}"
+                self._pos += 1
             else:
-                break
-        return element
+                return element
 
     def _bounds(self) -> str:
         """The bounds as the library writes them; empty for zero repetitions, which the library cannot write."""

@@ -137,7 +137,7 @@ class _DigitReader:
     def step(self, state: _State, character: str) -> _State | None:
         phase, num_digits, num_decimals, comparisons, residue, exceeds_scale = state
         if character == ".":
-            if phase not in ("zero", "whole") or self.numbers.is_whole:
+            if phase not in ("zero", "whole"):
                 return None
             if not self.scale:
                 residue = self._representative(residue)
@@ -206,7 +206,7 @@ class _DigitReader:
             return -magnitude
 
         return (
-            not any(exceeds_scale or scaled % divisor for divisor in self.divisors)
+            not any(scaled % divisor for divisor in self.divisors)
             and not any(not exceeds_scale and scaled % divisor == 0 for divisor in self.non_divisors)
             and all(compare(b.value) >= (1 if b.is_exclusive else 0) for b in numbers.lows)
             and all(compare(b.value) <= (-1 if b.is_exclusive else 0) for b in numbers.highs)

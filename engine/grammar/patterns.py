@@ -8,12 +8,27 @@ allow, and under a negation (`wide`) what either allows. So an accepted text is 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from engine.grammar import char_sets
 from engine.grammar.char_sets import CharSet
-from engine.grammar.regex import ANYTHING, EPSILON, Chars, Regex, alt, cat, complement, intersection, literal, one_of, repeat
+from engine.grammar.regex import (
+    ANY_CHAR,
+    ANYTHING,
+    EPSILON,
+    NOTHING,
+    Chars,
+    Regex,
+    alt,
+    cat,
+    complement,
+    intersection,
+    literal,
+    one_of,
+    repeat,
+)
 
 REPEAT_MAX = 100_000
 GROUP_DEPTH_MAX = 60
@@ -59,21 +74,23 @@ _Node: TypeAlias = Chars | _Sequence | _Choice | _Repeated | _Anchor | _Lookahea
 @functools.lru_cache(maxsize=4096)
 def search_language(pattern: str, *, wide: bool = False) -> Regex:
     """Every text in which the pattern is found somewhere, as JSON Schema reads `pattern`. Raises `PatternError`."""
-    return _language(_Parser(pattern, wide).parse(), True, True, wide)
+    return _search_language(_Parser(pattern, wide).parse(), wide)
 
 
 def full_language(pattern: str) -> Regex:
     """Every text that the pattern matches as a whole. Raises `PatternError`."""
-    return _language(_Parser(pattern, False).parse(), False, False, False)
+    return _language((_Parser(pattern, False).parse(),), True, False, False)
 
 
-def _has_assertion(node: _Node) -> bool:
-    """Whether it contains an anchor or a lookahead."""
+def _assertions(node: _Node) -> Iterator[_Anchor | _Lookahead]:
+    """The anchors and lookaheads in it, also those in lookaheads."""
     if isinstance(node, _Anchor | _Lookahead):
-        return True
+        yield node
     if isinstance(node, _Sequence | _Choice):
-        return any(_has_assertion(part) for part in node.parts)
-    return isinstance(node, _Repeated) and _has_assertion(node.inner)
+        for part in node.parts:
+            yield from _assertions(part)
+    elif isinstance(node, _Repeated | _Lookahead):
+        yield from _assertions(node.inner)
 
 
 def _plain_language(node: _Node) -> Regex:
@@ -84,53 +101,54 @@ def _plain_language(node: _Node) -> Regex:
         return cat(*(_plain_language(part) for part in node.parts))
     if isinstance(node, _Choice):
         return alt(*(_plain_language(part) for part in node.parts))
-    if isinstance(node, _Repeated):
-        return repeat(_plain_language(node.inner), node.low, node.high)
-    raise PatternError("a repeated anchor or lookahead")
+    assert isinstance(node, _Repeated), "an anchor or a lookahead"
+    return repeat(_plain_language(node.inner), node.low, node.high)
 
 
-def _language(node: _Node, open_left: bool, open_right: bool, wide: bool) -> Regex:
-    """The language of a node up to the end of the text; `open_left` / `open_right`: anything may precede / follow it."""
+def _may_be_empty(node: _Node) -> bool:
+    """Whether a node without anchors and lookaheads matches the empty text."""
+    if isinstance(node, _Sequence):
+        return all(_may_be_empty(part) for part in node.parts)
     if isinstance(node, _Choice):
-        return alt(*(_language(part, open_left, open_right, wide) for part in node.parts))
-    parts = node.parts if isinstance(node, _Sequence) else (node,)
-    if parts and _has_assertion(parts[0]):
-        first, others = parts[0], parts[1:]
-        if isinstance(first, _Anchor) and first.at_start:
-            return _language(_Sequence(others), False, open_right, wide)
-        if isinstance(first, _Choice):
-            if len(first.parts) > ALTERNATIVES_MAX:
-                raise PatternError(f"more than {ALTERNATIVES_MAX} alternatives with anchors")
-            return alt(*(_language(_prepended(part, others), open_left, open_right, wide) for part in first.parts))
-        if isinstance(first, _Sequence):
-            return _language(_Sequence(first.parts + others), open_left, open_right, wide)
-    return cat(ANYTHING if open_left else EPSILON, _rest_language(parts, open_left, open_right, wide))
+        return any(_may_be_empty(part) for part in node.parts)
+    return isinstance(node, _Repeated) and (node.low == 0 or _may_be_empty(node.inner))
 
 
-def _prepended(first: _Node, others: tuple[_Node, ...]) -> _Sequence:
-    return _Sequence((first.parts if isinstance(first, _Sequence) else (first,)) + others)
+def _search_language(node: _Node, wide: bool) -> Regex:
+    """The texts in which a node is found: at their start or, where `^` does not match, behind at least one character."""
+    if isinstance(node, _Choice):
+        return alt(*(_search_language(part, wide) for part in node.parts))
+    if not any(isinstance(assertion, _Anchor) and assertion.at_start for assertion in _assertions(node)):
+        return cat(ANYTHING, _language((node,), None, True, wide))
+    later = _language((node,), False, True, wide)
+    return alt(_language((node,), True, True, wide), cat(repeat(ANY_CHAR, 1, None), later))
 
 
-def _rest_language(parts: tuple[_Node, ...], open_left: bool, open_right: bool, wide: bool) -> Regex:
-    """The language of `parts` up to the end of the text."""
+def _language(parts: tuple[_Node, ...], at_start: bool | None, open_right: bool, wide: bool) -> Regex:
+    """The language of `parts` up to the end of the text. `at_start`: whether they begin where the text does, None if either is
+    possible; `open_right`: anything may follow."""
     if not parts:
         return ANYTHING if open_right else EPSILON
     first, others = parts[0], parts[1:]
-    if not _has_assertion(first):
-        return cat(_plain_language(first), _rest_language(others, False, open_right, wide))
-    if isinstance(first, _Lookahead):
-        lookahead = _language(first.inner, False, True, wide != first.negative)
-        following = _rest_language(others, open_left, open_right, wide)
-        return intersection(following, complement(lookahead) if first.negative else lookahead)
-    if isinstance(first, _Anchor):
-        if first.at_start:
-            raise PatternError("^ after the start")
-        return _after_end(others, wide)
+    if next(_assertions(first), None) is None:
+        after = None if at_start is not False and _may_be_empty(first) else False
+        return cat(_plain_language(first), _language(others, after, open_right, wide))
     if isinstance(first, _Sequence):
-        return _rest_language(first.parts + others, open_left, open_right, wide)
+        return _language(first.parts + others, at_start, open_right, wide)
+    if isinstance(first, _Lookahead):
+        ahead = _language((first.inner,), at_start, True, wide != first.negative)
+        return intersection(_language(others, at_start, open_right, wide), complement(ahead) if first.negative else ahead)
     if isinstance(first, _Choice):
-        return alt(*(_rest_language(_prepended(part, others).parts, open_left, open_right, wide) for part in first.parts))
-    raise PatternError("a repeated anchor or lookahead")
+        if len(first.parts) > ALTERNATIVES_MAX:
+            raise PatternError(f"more than {ALTERNATIVES_MAX} alternatives with anchors")
+        return alt(*(_language((part, *others), at_start, open_right, wide) for part in first.parts))
+    if isinstance(first, _Repeated):
+        raise PatternError("a repeated anchor or lookahead")
+    if isinstance(first, _Anchor) and not first.at_start:
+        return _after_end(others, wide)
+    if at_start is None:
+        raise PatternError("^ after what may be empty")
+    return _language(others, True, open_right, wide) if at_start else NOTHING
 
 
 def _after_end(others: tuple[_Node, ...], wide: bool) -> Regex:
@@ -248,11 +266,9 @@ class _Parser:
         is_negative: bool | None = None
         if self._accept("?"):
             is_negative = self._group_kind()
-        if is_negative is True:
-            self._wide = not self._wide  # inside a negation the other reading is the strict one
+        self._wide ^= is_negative is True  # inside a negation the other reading is the strict one
         inner = self._choice()
-        if is_negative is True:
-            self._wide = not self._wide
+        self._wide ^= is_negative is True
         if not self._accept(")"):
             raise PatternError("an unclosed (")
         self._depth -= 1
@@ -343,7 +359,7 @@ class _Parser:
 
     def _hex(self, digits: str) -> int:
         try:
-            if digits.isalnum():  # `int` alone accepts signs, blanks and underscores
+            if digits.isascii() and digits.isalnum():  # `int` alone accepts signs, blanks, underscores and other digits
                 return int(digits, 16)
         except ValueError:
             pass

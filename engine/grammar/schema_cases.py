@@ -106,9 +106,6 @@ class Cases:
             self._cache[term] = tuple(cases.values())
         return self._cache[term]
 
-    def holds(self, term: Term, value: Any) -> bool:
-        return all(self._values.holds(literal, value) for literal in term)
-
     def _expand_branch(self, branch: _Branch) -> Iterator[Case]:
         while branch.pending:
             literal_ = branch.pending.pop()

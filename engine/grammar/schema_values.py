@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -49,38 +49,40 @@ def equality_key(value: Any) -> Any:
 
 
 class Values:
-    """Tests values against the schemas of one document."""
+    """Tests values against the schemas of one document. Where dialects read a pattern differently, `wide` is False to ask
+    whether a value holds in every reading, and True to ask whether it holds in some."""
 
     def __init__(self, keywords: Keywords) -> None:
         self._keywords = keywords
-        self._tests: dict[str, Callable[[str, Any, Any], Any]] = {
+        self._tests: dict[str, Callable[[str, Any, Any, bool], Any]] = {
             "number": self._number,
             "string": self._string,
             "array": self._array,
             "object": self._object,
         }
 
-    def holds(self, literal: Literal, value: Any) -> bool:
+    def holds(self, literal: Literal, value: Any, *, wide: bool = False) -> bool:
         formula, positive = literal
+        in_some = wide is positive  # what holds in no reading is what does not hold in some
         if isinstance(formula, Node):
-            return self._node(formula, value) is positive
-        return self._constraint(formula, value) is positive
+            return self._node(formula, value, in_some) is positive
+        return self._constraint(formula, value, in_some) is positive
 
-    def _node(self, node: Node, value: Any) -> bool:
-        return all(self._constraint(constraint, value) for constraint in self._keywords.of(node))
+    def _node(self, node: Node, value: Any, wide: bool) -> bool:
+        return all(self._constraint(constraint, value, wide) for constraint in self._keywords.of(node))
 
-    def _constraint(self, constraint: Constraint, value: Any) -> bool:
+    def _constraint(self, constraint: Constraint, value: Any, wide: bool) -> bool:
         kind, expected = constraint.kind, constraint.value
         if kind in _GENERAL:
-            return self._general(kind, expected, value)
+            return self._general(kind, expected, value, wide)
         if TYPE_OF_KIND[kind] != type_of(value):
             return True
         try:
-            return bool(self._tests[TYPE_OF_KIND[kind]](kind, expected, value))
+            return bool(self._tests[TYPE_OF_KIND[kind]](kind, expected, value, wide))
         except PatternError as error:
             raise refusal(constraint.path, f"a pattern with {error}") from error
 
-    def _general(self, kind: str, expected: Any, value: Any) -> bool:
+    def _general(self, kind: str, expected: Any, value: Any, wide: bool) -> bool:
         if kind == "never":
             return False
         if kind == "type":
@@ -89,14 +91,25 @@ class Values:
         if kind == "enum":
             return equality_key(value) in {equality_key(member) for member in expected}
         if kind == "not":
-            return not self._node(expected, value)
+            return self.holds((expected, False), value, wide=wide)
         if kind == "if":
             test, then, otherwise = expected
-            return self._node(then if self._node(test, value) else otherwise, value)
-        results = [self._node(node, value) for node in expected]
-        return {"all": all(results), "any": any(results), "one": sum(results) == 1}[kind]
+            return (self.holds((test, False), value, wide=wide) or self._node(then, value, wide)) and (
+                self._node(test, value, wide) or self._node(otherwise, value, wide)
+            )
+        if kind == "one":
+            at_least, at_most = self._counts([(node, True) for node in expected], itertools.repeat(value), wide)
+            return at_least >= 1 >= at_most
+        quantifier = all if kind == "all" else any
+        return quantifier(self._node(node, value, wide) for node in expected)
 
-    def _number(self, kind: str, expected: Any, value: Any) -> Any:
+    def _counts(self, literals: Iterable[Literal], values: Iterable[Any], wide: bool) -> tuple[int, int]:
+        """How many literals hold for the value beside them: as a count that must not be too small, and one not too large."""
+        pairs = list(zip(literals, values, strict=False))
+        at_least, at_most = (sum(self.holds(one, value, wide=w) for one, value in pairs) for w in (wide, not wide))
+        return at_least, at_most
+
+    def _number(self, kind: str, expected: Any, value: Any, _wide: bool) -> Any:
         if kind == "whole":
             return Fraction(value).denominator == 1
         if kind == "multiple":
@@ -106,17 +119,17 @@ class Values:
             return value > limit or (value == limit and not is_exclusive)
         return value < limit or (value == limit and not is_exclusive)
 
-    def _string(self, kind: str, expected: Any, value: str) -> Any:
+    def _string(self, kind: str, expected: Any, value: str, wide: bool) -> Any:
         if kind == "min_length":
             return len(value) >= expected
         if kind == "max_length":
             return len(value) <= expected
         if kind == "pattern":
-            return matches(search_language(expected), value)
+            return matches(search_language(expected, wide=wide), value)
         language = format_language(expected)
         return language is None or matches(language, value)
 
-    def _array(self, kind: str, expected: Any, value: list[Any]) -> Any:
+    def _array(self, kind: str, expected: Any, value: list[Any], wide: bool) -> Any:
         if kind == "min_items":
             return len(value) >= expected
         if kind == "max_items":
@@ -125,16 +138,16 @@ class Values:
             return len({equality_key(item) for item in value}) == len(value)
         if kind == "contains":
             assert isinstance(expected, Contains)
-            num_matching = sum(self._node(expected.node, item) is expected.holds for item in value)
-            return expected.low <= num_matching and (expected.high is None or num_matching <= expected.high)
+            at_least, at_most = self._counts(itertools.repeat((expected.node, expected.holds)), value, wide)
+            return expected.low <= at_least and (expected.high is None or at_most <= expected.high)
         if kind == "at":
             index, node = expected
-            return index < len(value) and not self._node(node, value[index])
+            return index < len(value) and self.holds((node, False), value[index], wide=wide)
         assert isinstance(expected, Items)
         nodes = itertools.chain(expected.first, itertools.repeat(expected.others))
-        return all(node is None or self._node(node, item) for node, item in zip(nodes, value, strict=False))
+        return all(node is None or self._node(node, item, wide) for node, item in zip(nodes, value, strict=False))
 
-    def _object(self, kind: str, expected: Any, value: dict[str, Any]) -> Any:
+    def _object(self, kind: str, expected: Any, value: dict[str, Any], wide: bool) -> Any:
         if kind == "required":
             return expected in value
         if kind == "min_members":
@@ -142,23 +155,28 @@ class Values:
         if kind == "max_members":
             return len(value) <= expected
         if kind == "names":
-            return all(self._node(expected, name) for name in value)
+            return all(self._node(expected, name, wide) for name in value)
         if kind == "dependent":
-            return expected[0] not in value or self._node(expected[1], value)
+            return expected[0] not in value or self._node(expected[1], value, wide)
         if kind == "member":
-            return expected[0] in value and self.holds(expected[1], value[expected[0]])
+            return expected[0] in value and self.holds(expected[1], value[expected[0]], wide=wide)
         if kind == "pair":
-            return any(matches(expected.names, k) and all(self.holds(e, v) for e in expected.value) for k, v in value.items())
+            return any(
+                matches(expected.names, name) and all(self.holds(one, item, wide=wide) for one in expected.value)
+                for name, item in value.items()
+            )
         assert isinstance(expected, Members)
-        return all(self._node(node, item) for name, item in value.items() for node in nodes_of(expected, name))
+        return all(self._node(node, item, wide) for name, item in value.items() for node in nodes_of(expected, name, wide=wide))
 
 
-def nodes_of(members: Members, name: str) -> list[Node]:
-    """The schemas that the value of a property must satisfy. Raises `PatternError`."""
+def nodes_of(members: Members, name: str, *, wide: bool = False) -> list[Node]:
+    """The schemas that the value of a property must satisfy: those of some reading of the patterns, or with `wide` those of
+    every reading. Raises `PatternError`."""
     nodes = [members.named[name]] if name in members.named else []
-    nodes += [node for pattern, node in members.patterned if matches(search_language(pattern), name)]
-    if not nodes and members.others is not None:
-        nodes = [members.others]
+    nodes += [node for pattern, node in members.patterned if matches(search_language(pattern, wide=not wide), name)]
+    is_other = not any(matches(search_language(pattern, wide=wide), name) for pattern, _ in members.patterned)
+    if members.others is not None and name not in members.named and is_other:
+        nodes.append(members.others)
     return nodes
 
 

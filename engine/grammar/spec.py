@@ -84,6 +84,8 @@ def check_schema_text(text: str) -> dict[str, object] | bool:
         raise GrammarError(param, "the schema is false, which no text satisfies")
     if _depth(schema) > SCHEMA_DEPTH_MAX:
         raise GrammarError(param, f"the schema is nested more than {SCHEMA_DEPTH_MAX} levels deep")
+    if "\\u" in text:  # only an escape can hold half of a pair
+        _encode(param, json.dumps(schema, ensure_ascii=False))
     return schema
 
 
@@ -107,9 +109,13 @@ def _depth(value: object) -> int:
 
 
 def _check_size(param: str, text: str, limit: int) -> None:
-    try:
-        size = len(text.encode())
-    except UnicodeEncodeError as error:
-        raise GrammarError(param, f"{param} holds half of a surrogate pair, which is not text") from error
+    size = len(_encode(param, text))
     if size > limit:
         raise GrammarError(param, f"{param} takes at most {limit} bytes, not {size}")
+
+
+def _encode(param: str, text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise GrammarError(param, f"{param} holds half of a surrogate pair, which is not text") from error

@@ -257,14 +257,24 @@ class Shapes:
             return None
         if not shape.others and len(shape.named) < shape.low:
             return None
+        may_repeat = shape.high is None or shape.high - num_required > 1
         for index, pair in enumerate(shape.pairs):
             members: tuple[Member | OtherMembers, ...] = (*shape.named, *shape.others)
-            serving = [m.value for m in members if index in m.pairs]
-            if all(self.is_empty(make_term((*value, *pair.value))) for value in serving):
+            serving = [member for member in members if index in member.pairs and self._serves(member, pair)]
+            if not serving:
                 return None
+            if may_repeat and any(isinstance(member, OtherMembers) and self._may_break(member, pair) for member in serving):
+                raise refusal(_path_of(facts, "pair"), "the negation of a rule for open names: a name may repeat")
         if shape.others and shape.low > max(1, num_required):
             raise refusal(_path_of(facts, "min_members"), "minProperties above 1 where names are open: a name may repeat")
         return shape
+
+    def _serves(self, member: Member | OtherMembers, pair: Pair) -> bool:
+        return not self.is_empty(make_term((*member.value, *pair.value)))
+
+    def _may_break(self, member: OtherMembers, pair: Pair) -> bool:
+        """Whether the same name, written again, can have a value that the pair does not allow. Readers keep the last one."""
+        return any(not self.is_empty(make_term((*member.value, (formula, not holds)))) for formula, holds in pair.value)
 
     def _enumerated_names(self, rules: Term) -> list[str] | None:
         """All names there can be, when `propertyNames` lists them."""

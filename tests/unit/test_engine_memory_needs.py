@@ -13,8 +13,17 @@ import torch
 
 from engine.config.model import parse_model_config
 from engine.errors import EngineConfigError
-from engine.formats import EIGHT_BITS, FOUR_BITS, Formats, WeightFormat, unquantised
-from engine.memory.fit import GAIN_MIN, REMEDIES_MAX, MemoryFit, changes_in_order, gib
+from engine.formats import EIGHT_BITS, EIGHT_BITS_STORED, FOUR_BITS, Formats, WeightFormat, unquantised
+from engine.memory.fit import (
+    GAIN_MIN,
+    REMEDIES_MAX,
+    MemoryFit,
+    changes_in_order,
+    gib,
+    head_8_bit,
+    shrink_batch,
+    weights_4_bit,
+)
 from engine.memory.kv_plan import check_context, check_fit, plan_memory
 from engine.memory.needs import GIB, MemoryNeeds
 from engine.memory.shape import Load, MemoryShape
@@ -288,6 +297,12 @@ def test_what_fits_needs_no_remedy_and_gets_the_context_that_was_wanted() -> Non
     assert fit(40).explain().endswith("40.0 GiB may be used")
 
 
+def test_what_needs_all_that_there_is_fits_and_a_byte_more_does_not() -> None:
+    whole = replace(fit(40), usable_bytes=fit(40).needed_bytes)
+    assert whole.fits
+    assert not replace(whole, usable_bytes=whole.usable_bytes - 1).fits
+
+
 def test_a_context_that_is_too_long_is_cut_to_whole_blocks_of_what_is_left() -> None:
     short = fit(24)
     assert not short.fits
@@ -369,6 +384,37 @@ def test_what_is_held_at_a_time_is_offered_where_it_is_what_does_not_fit() -> No
     assert not any("fewer" in words or "captured" in words for words in words_of(replace(crowded, load=few)))
 
 
+def test_only_what_is_above_few_at_a_time_is_named() -> None:
+    crowded = fit(24)
+    for load, words in (
+        (replace(LOAD, num_tokens=2048), "fewer at a time (max_num_seqs=32)"),
+        (replace(LOAD, num_seqs=32), "fewer at a time (max_num_batched_tokens=2048)"),
+    ):
+        changed = shrink_batch(replace(crowded, load=load))
+        assert changed is not None
+        assert changed.words == words
+    assert shrink_batch(replace(crowded, load=replace(LOAD, num_seqs=32, num_tokens=2048))) is None
+
+
+def test_an_output_head_in_8_bits_is_offered_beside_quantised_weights_without_one() -> None:
+    for stored in (EIGHT_BITS_STORED, FOUR_BITS):
+        changed = head_8_bit(fit(24, formats=replace(BF16, weights=stored)))
+        assert changed is not None
+        assert changed.fit.formats.weights == stored._replace(head_bits=8)
+    for weights in (unquantised(2), EIGHT_BITS):
+        assert head_8_bit(fit(24, formats=replace(BF16, weights=weights))) is None
+
+
+def test_weights_in_4_bits_are_computed_with_in_16_on_a_gpu_alone() -> None:
+    on_cpu = fit(24, formats=Formats(weights=unquantised(4), element_bytes=4, kv_element_bytes=4))
+    on_gpu = replace(on_cpu, load=replace(LOAD, on_gpu=True))
+    for asked, size in ((on_cpu, 4), (on_gpu, 2)):
+        changed = weights_4_bit(asked)
+        assert changed is not None
+        assert changed.fit.formats == replace(asked.formats, weights=FOUR_BITS, element_bytes=size, kv_element_bytes=size)
+    assert weights_4_bit(fit(24, formats=replace(BF16, weights=FOUR_BITS))) is None
+
+
 def test_numbers_of_32_bits_are_halved_before_anything_is_quantised() -> None:
     wide = Formats(weights=unquantised(4), element_bytes=4, kv_element_bytes=4)
     on_gpu = replace(fit(40, formats=wide), load=replace(LOAD, on_gpu=True))
@@ -424,7 +470,11 @@ def test_beside_a_model_that_is_in_small_formats_already_the_same_changes_are_of
 
 def test_a_device_that_is_hopelessly_small_is_told_what_the_least_would_be() -> None:
     assert fit(2).remedies() == []
-    assert "no possible change makes it fit: after all of them it needs" in fit(2).explain()
+    least = re.search("no possible change makes it fit: after all of them it needs (.*) GiB with", fit(2).explain())
+    smallest = replace(fit(2), formats=Formats(weights=FOUR_BITS._replace(head_bits=8), element_bytes=2, kv_element_bytes=1))
+    few = replace(smallest, load=replace(LOAD, num_seqs=32, num_tokens=2048)).needs
+    assert least is not None
+    assert float(least[1]) == pytest.approx((few.fixed_bytes + few.block_bytes) / GIB, abs=0.05)
 
 
 def test_the_explanation_names_the_parts_the_sum_and_the_remedies() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.grammar import gbnf, json_grammar, lark_rules, numbers, patterns, schema_nodes
+from engine.grammar import gbnf, json_grammar, lark_rules, numbers, patterns, schema_cases, schema_nodes
 from engine.grammar.lark import to_lark
 from engine.grammar.spec import GrammarError, GrammarSpec, Kind
 from engine.grammar.term_shapes import UNIQUE_VALUES_MAX
@@ -85,3 +85,11 @@ def test_a_schema_of_too_many_rules_is_refused(monkeypatch: pytest.MonkeyPatch) 
     assert to_lark(GrammarSpec("json", json.dumps({"enum": list(range(15))})))
     with pytest.raises(GrammarError, match="more than 20 rules"):
         to_lark(GrammarSpec("json", json.dumps({"properties": MANY})))
+
+
+def test_a_schema_whose_alternatives_combine_too_often_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schema_cases, "SPLITS_MAX", 14)  # 2 + 4 + 8
+    choices = [{"anyOf": [{"minimum": number}, {"maxLength": number}]} for number in range(4)]
+    assert to_lark(GrammarSpec("json", json.dumps({"allOf": choices[:3]})))
+    with pytest.raises(GrammarError, match="combine in more than 14 ways"):
+        to_lark(GrammarSpec("json", json.dumps({"allOf": choices})))

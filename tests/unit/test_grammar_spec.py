@@ -81,6 +81,13 @@ def test_a_schema_is_read() -> None:
     assert check_schema_text('{"type": "null"}') == {"type": "null"}
 
 
+def test_half_of_a_surrogate_pair_is_found_behind_an_escape() -> None:
+    assert check_schema_text('{"const": "\\ud83d\\ude00"}') == {"const": "😀"}
+    for schema in ('{"const": "\\ud83d"}', '{"required": ["\\uDE00"]}', '{"properties": {"\\ud83dx": {}}}'):
+        with pytest.raises(GrammarError, match="guided_json holds half of a surrogate pair, which is not text"):
+            check_schema_text(schema)
+
+
 @pytest.mark.parametrize("name", ["\ud800", "x" * 100_000], ids=["half of a surrogate pair", "long"])
 def test_what_is_wrong_with_a_schema_fits_a_frame_whatever_it_quotes(name: str) -> None:
     with pytest.raises(GrammarError) as caught:

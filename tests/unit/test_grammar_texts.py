@@ -34,7 +34,10 @@ def test_a_regex_matches_the_whole_text(pattern: str, valid: list[str], invalid:
     assert [text for text in invalid if accepts(grammar, text)] == []
 
 
-SEARCHED = ["^a|b$", "foo", "^(?!foo)[a-z]+$", "^(a|b$)", "(^a$)|(^b+$)", "^.*(?=.{4}).*[0-9]$", "^$|^x", "^(?=.*a)(?=.*b)"]
+SEARCHED = [
+    *("^a|b$", "foo", "^(?!foo)[a-z]+$", "^(a|b$)", "(^a$)|(^b+$)", "^.*(?=.{4}).*[0-9]$", "^$|^x", "^(?=.*a)(?=.*b)"),
+    *("(?=^b)b", "b(?!^)", "(?!^b?)|a$", "x(^a|b)", "(?=^.{3,}$)(?=.*1).*$", "(?:^)ba|1|(?=^)b", "(?!(?=^)b).1?$"),
+]
 TEXTS = ["", "a", "b", "ab", "ba", "foo", "foox", "xfooy", "abc1", "bb", "x1", "a1", "axb"]
 
 
@@ -77,6 +80,13 @@ def test_what_gbnf_repeats_no_times_is_not_there(bounds: str) -> None:
     assert not accepts(grammar, "ab")
 
 
+@pytest.mark.parametrize("text", ['"a" *', '( "a"\n * )', '("a" # or none\n {0,})', '("a" ?) {9}'])
+def test_a_gbnf_quantifier_may_stand_apart(text: str) -> None:
+    grammar = compiled("grammar", f'root ::= {text} "b"')
+    assert all(accepts(grammar, text) for text in ("b", "aab"))
+    assert not accepts(grammar, "a")
+
+
 def test_a_recursive_grammar_accepts_balanced_texts_only() -> None:
     grammar = compiled("grammar", 'root ::= "(" root ")" | ""')
     assert accepts(grammar, "((()))")
@@ -100,6 +110,9 @@ REFUSED: list[tuple[Kind, str, str]] = [
     ("regex", "(?<=a)b", "lookbehind"),
     ("regex", "(?i)a", r"the group \(\?i"),
     ("regex", "a{3,2}", "repetition"),
+    ("regex", "a?^b", r"\^ after what may be empty"),
+    ("regex", "(a*|b)(?=^)", r"\^ after what may be empty"),
+    ("regex", "a(^b|$)+", "a repeated anchor"),
     ("regex", "a{,3}", "two ways"),
     ("regex", "(a|b){1000000000}", "repetition of more than"),
     ("regex", "a{1,99999999999999999999}", "repetition of more than"),
@@ -112,6 +125,8 @@ REFUSED: list[tuple[Kind, str, str]] = [
     ("grammar", 'top ::= "a"', "no rule named root"),
     ("grammar", 'root ::= "a"{99999}', "repetition"),
     ("grammar", f'root ::= "a"{{{"0" * 9_000}}}', "malformed repetition"),
+    *(("grammar", f'root ::= "\\{digits}"', "the escape") for digits in ("x+1", "x 4", "x4", "u00_4", "x０4", "U00110000")),
+    ("regex", r"\x０4", "malformed hexadecimal"),
     ("grammar", 'root ::= "a"{3,2}', r"run backwards \(line 1\)"),
     ("grammar", "start: <|special|>", "special tokens"),
     ("grammar", "start: %json {}", "%json"),

@@ -200,6 +200,19 @@ async def test_the_stamp_of_the_first_factor_ends_with_the_password(
     await factors.check(cast.alice.id, code_at(enrolment, clock), stamp=await factors.challenge(cast.alice.id))
 
 
+async def test_the_stamp_of_the_first_factor_ends_with_the_second_factor(
+    factors: SecondFactors, cast: Cast, clock: FakeClock
+) -> None:
+    await enrolled(factors, cast, clock)
+    stamp = await factors.challenge(cast.alice.id)
+    await factors.disable(cast.alice.id)
+    enrolment, _ = await enrolled(factors, cast, clock)
+
+    with pytest.raises(InvalidCredentials):
+        await factors.check(cast.alice.id, code_at(enrolment, clock), stamp=stamp)
+    await factors.check(cast.alice.id, code_at(enrolment, clock), stamp=await factors.challenge(cast.alice.id))
+
+
 async def test_a_recovery_code_signs_in_once_in_any_spelling(factors: SecondFactors, cast: Cast, clock: FakeClock) -> None:
     _, recovery = await enrolled(factors, cast, clock)
 
