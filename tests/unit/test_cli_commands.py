@@ -28,12 +28,13 @@ from appliance.metering.alerts.webhooks import SEALING_PURPOSE, Webhooks
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.journal_records import JournaledEntry, encode, open_journal, replay
 from appliance.serving.model_builder import DEMO_MODEL
-from appliance.telemetry.gpu import GpuProbe, GpuReading
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.admin_tokens import AdminTokens
 from appliance.tenancy.members import Member, Members
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT
 from appliance.tenancy.second_factor import SecondFactors
+from engine import visible_gpu
+from engine.visible_gpu import VisibleGpu
 from tests.support import factories
 from tests.support.cast import make_cast
 from tests.support.databases import Cluster
@@ -625,16 +626,8 @@ def test_doctor_names_the_part_of_the_engine_that_is_switched_off(
 def test_doctor_says_with_a_gpu_what_is_missing_to_launch_kernels(
     typed: Any, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    card = GpuReading(
-        index=0,
-        name="Card",
-        memory_total_bytes=2**30,
-        memory_used_bytes=0,
-        utilization=None,
-        power_w=None,
-        temperature_c=None,
-    )
-    monkeypatch.setattr(GpuProbe, "read", lambda _: [card])
+    gpu = VisibleGpu("Card", 2**30, (9, 0))
+    monkeypatch.setattr(visible_gpu, "first_visible_gpu", lambda: (gpu, ""))
     for compiler, state in (("false", "wrong"), ("true", "ok")):
         monkeypatch.setenv("CC", compiler)
         rows = typed("doctor", "--json").json()["data"]
