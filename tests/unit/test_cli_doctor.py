@@ -201,6 +201,25 @@ def test_a_draft_model_without_weights_is_reported(rows: Any, tmp_path: Path, mo
     assert row["advice"].startswith("correct the setting speculative")
 
 
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [("{", "cannot be read as JSON"), ('{"architectures": ["Unknown"]}', "Unknown"), (None, "has no config.json")],
+)
+def test_the_advice_about_a_broken_draft_model_names_its_setting(
+    config: str | None, problem: str, rows: Any, tmp_path: Path
+) -> None:
+    draft = tmp_path / "draft"
+    shutil.copytree(DEMO_MODEL, draft)
+    (draft / "config.json").unlink()
+    if config is not None:
+        (draft / "config.json").write_text(config)
+    row = rows(f"speculative = {{method = 'draft_model', model = '{draft}'}}")["model gatehouse-demo"]
+    assert row["state"] == "wrong"
+    assert row["found"].startswith("speculative_config field model cannot be served: ")
+    assert problem in row["found"]
+    assert row["advice"] == "correct the setting speculative, or leave it out for its default"
+
+
 def test_a_mistyped_model_is_told_the_closest_one(rows: Any) -> None:
     row = rows("models = ['gatehouse-dmeo']")["model gatehouse-dmeo"]
     assert row["state"] == "wrong"
