@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import re
 import shutil
@@ -326,6 +327,20 @@ def test_a_password_is_temporary_if_that_is_asked_for(typed: Any, data_dir: Path
         assert not asyncio.run(find()).password_temporary
     for path in ("admin", "create"), ("members", "invite"):
         assert "emporary" in typed(*path, "--help").out
+
+
+@pytest.mark.parametrize("command", ["create", "reset-password"])
+def test_a_password_from_standard_input_is_noted_as_temporary_if_it_is(
+    command: str, typed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed("admin", "create", "dora@example.com")
+    address = "dora@example.com" if command == "reset-password" else "emil@example.com"
+    arguments = ("admin", command, address, "--password-stdin")
+    for options, note in (("--temporary",), "The password is temporary and must be replaced at the next sign-in.\n"), ((), ""):
+        monkeypatch.setattr("sys.stdin", io.StringIO("a password that is long\n"))
+        answer = typed(*arguments, *options)
+        assert (answer.status, answer.err) == (0, note)
+        arguments = ("admin", "reset-password", *arguments[2:])
 
 
 def test_a_given_password_is_not_printed(typed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
