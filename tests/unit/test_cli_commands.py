@@ -27,7 +27,7 @@ from appliance.cli.main import main
 from appliance.metering.alerts.targets import TargetPolicy
 from appliance.metering.alerts.webhooks import SEALING_PURPOSE, Webhooks
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.ledger.journal_records import JournaledEntry, encode, open_journal, replay
+from appliance.metering.ledger.journal_records import JournaledEvent, encode, open_journal, replay
 from appliance.serving.model_builder import DEMO_MODEL
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.admin_tokens import AdminTokens
@@ -419,7 +419,7 @@ async def leave_in_the_journal(path: Path) -> None:
         async with running_ledger(database, clock, cast.epoch_id) as ledger:
             await ledger.open(served := factories.pending(cast.bob))
         admitted = factories.pending(cast.bob, batch=True)
-        entry = JournaledEntry(epoch_id=cast.epoch_id, currency="EUR", billing_day=clock.now().date(), entry=admitted)
+        entry = JournaledEvent(epoch_id=cast.epoch_id, currency="EUR", billing_day=clock.now().date(), event=admitted)
         for record in (entry, factories.posted(served.request_id)):
             await journal.append(encode(record))
     finally:

@@ -22,7 +22,7 @@ from appliance.metering.invariants.check import check_ledger
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger.corrections import Correction
 from appliance.metering.ledger.epochs import begin_epoch
-from appliance.metering.ledger.records import PendingEntry, Settlement, Usage
+from appliance.metering.ledger.records import PendingEvent, Settlement, Usage
 from appliance.metering.usage import UsageReports
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.support.ledgers import euro_prices, utc_corrections, utc_ledger, utc_recover
@@ -358,7 +358,7 @@ async def do_batch_work(url: str) -> None:
         assert price is not None
         ledger = utc_ledger(database, clock, await begin_epoch(database, clock, "test"))
         await ledger.start()
-        entry = PendingEntry(
+        entry = PendingEvent(
             request_id="req_flex", tenant_id="tn_bob", key_id="key_bob", model="demo", endpoint="/v1/chat/completions",
             stream=False, prompt_tokens=30, reserved_tokens=40, price=price, admitted_at=clock.now(),
             price_basis_points=price.rate(batch=True).basis_points, batch=True,

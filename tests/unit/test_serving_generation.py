@@ -12,7 +12,7 @@ import structlog
 
 from appliance.base.db import Database
 from appliance.base.errors import Draining, EngineUnavailable, InternalError, Overloaded, RateLimitExceeded
-from appliance.metering.ledger.records import PendingEntry, Settlement, Usage
+from appliance.metering.ledger.records import PendingEvent, Settlement, Usage
 from appliance.metering.prices import Price
 from appliance.serving import engine_client
 from appliance.serving import generation as generation_module
@@ -441,7 +441,7 @@ async def test_a_refusal_of_admission_leaves_no_record(serving: Serving, databas
 async def test_a_request_without_a_pending_record_never_reaches_the_engine(
     serving: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch, error: Exception, log_events: list[str]
 ) -> None:
-    async def broken(_entry: PendingEntry) -> None:
+    async def broken(_entry: PendingEvent) -> None:
         raise error
 
     monkeypatch.setattr(serving.ledger, "open", broken)
@@ -460,7 +460,7 @@ async def test_a_disconnect_while_the_record_is_written_is_not_billed_and_never_
 ) -> None:
     written = serving.ledger.open
 
-    async def left(entry: PendingEntry) -> None:
+    async def left(entry: PendingEvent) -> None:
         await written(entry)
         serving.generations.abort(entry.request_id, access=WHOLE_APPLIANCE)
 
