@@ -368,7 +368,7 @@ async def test_sums_by_day_move_to_another_time_zone_although_its_winter_days_be
 async def test_a_sum_of_the_appliance_that_is_not_that_of_its_owners_is_found(
     database: Database, database_url: str, ledger: str, bucket: str
 ) -> None:
-    sums = tables.usage_box_rollups
+    sums = tables.usage_appliance_rollups
     async with database.writing() as connection:
         await connection.execute(update(sums).where(sums.c.bucket == bucket).values(cost_low=sums.c.cost_low + 1))
     findings = {finding.name: finding for finding in await check_ledger(database_url, running=True, time_zone="UTC")}
