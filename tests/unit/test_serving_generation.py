@@ -19,6 +19,7 @@ from appliance.serving import generation as generation_module
 from appliance.serving.answers import Answer
 from appliance.serving.bill import Bill
 from appliance.serving.chunks import Chunk
+from appliance.serving.explanation import explain_live
 from appliance.serving.generation import Generation
 from appliance.serving.prepared_requests import PreparedRequest
 from appliance.serving.tokenizer import ModelTokenizer
@@ -536,7 +537,7 @@ async def test_a_live_request_shows_its_progress(serving: Serving, cast: Cast) -
     await poll_until(lambda: live.kv_blocks > 0)
 
     assert (live.state, live.queue_position, live.tenant_name) == ("queued", 0, "bob")
-    assert "Waiting for a place" in live.explanation
+    assert "Waiting for a place" in explain_live(live)
     generation.end_early("aborted")
     await generation.outcome
     assert generation.live.state == "finished"
