@@ -1,4 +1,4 @@
-"""The cost of admission: the same request through the whole HTTP application with and without key, limits and pending record.
+"""The cost of admission: the same request through the whole HTTP application with and without key, limits and pending event.
 
 One gateway process serves both kinds: a request with the bench's key is admitted like any other; one with PLAIN as its key gets
 a principal made beforehand, a reservation that reserves nothing and a ledger that writes nothing. The engine is a stand-in in
@@ -6,7 +6,7 @@ its own process that answers after a fixed mean time, the clients are in a third
 
     latency     CLIENTS requests are always open. Blocks of BLOCK_S seconds with and without admission run in pairs of random
                 order, so that other work on the machine affects both. The figures are the time from sending a request to its
-                response headers, sent once the pending record is durable, and to its end, which waits for the settlement.
+                response headers, sent once the pending event is durable, and to its end, which waits for the settlement.
     sustained   the engine answers at once, and clients send the next request at once: admissions per second, and answers per
                 second of the same gateway without admission.
 

@@ -1,4 +1,4 @@
-"""The gateway of `bench.admission`: the appliance unchanged, plus a path that skips key, limits and pending record.
+"""The gateway of `bench.admission`: the appliance unchanged, plus a path that skips key, limits and pending event.
 
 python -m bench.admission_gateway FOLDER ANSWER_S [PROFILE]      serves a gateway and prints its port
 python -m bench.admission_gateway --fd N ANSWER_S                runs its engine

@@ -270,7 +270,7 @@ def _make_info(
         kv_cache_dtype=format_name(resolved.kv_dtype),
         kv_scales=cached.runner.target.kv_scales,
         memory=resolved.forecast.parts(measured),
-        memory_note=resolved.forecast.shortened_note(),
+        memory_note=resolved.forecast.shortened_note(resolved.config, options),
         switched_off=switched_off(),
     )
 

@@ -88,7 +88,7 @@ async def _prepare(request_id: str, checked: _CheckedBody, principal: Principal,
     principal.check_model(model.name)
     services.generations.check_can_accept(model, principal.tenant.id)
     assert model.max_model_len is not None, "a ready engine has reported its context length"
-    prompt_token_ids = await model.prompting.chat_prompt(
+    prompt_token_ids = await model.tokenizer.chat_prompt(
         messages, max_model_len=model.max_model_len, tenant_id=principal.tenant.id
     )
     sampling = sampling_params(body, model, prompt_tokens=len(prompt_token_ids))

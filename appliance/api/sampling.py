@@ -19,7 +19,7 @@ from appliance.base.digits import whole_number
 from appliance.base.errors import ContextLengthExceeded, InvalidValue, UnsupportedParameter
 from appliance.serving.endings import with_client_field_name
 from appliance.serving.model_registry import ServedModel
-from appliance.serving.prompting import output_room
+from appliance.serving.tokenizer import output_room
 from engine.protocol import InvalidOption, SamplingParams, UnsupportedOption
 
 _PLAIN_FIELDS = (
@@ -87,7 +87,7 @@ async def with_bad_words(params: SamplingParams, model: ServedModel, *, tenant_i
     """Return `params` with its bad words tokenised, if it has any. Raises InvalidValue for too many tokens, and Overloaded."""
     if not params.bad_words:
         return params
-    ids = await model.prompting.bad_words_token_ids(params.bad_words, tenant_id=tenant_id)
+    ids = await model.tokenizer.bad_words_token_ids(params.bad_words, tenant_id=tenant_id)
     try:
         return dataclasses.replace(params, bad_words_token_ids=ids)
     except InvalidOption as error:

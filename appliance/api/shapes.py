@@ -15,7 +15,8 @@ import msgspec
 from appliance.base.clock import rfc3339
 from appliance.metering.ledger.records import RequestRow, UsageEvent
 from appliance.metering.usage import UsageRow
-from appliance.serving.explanation import explain_past
+from appliance.serving.explanation import explain_live, explain_past
+from appliance.serving.live_requests import LiveRequest
 from appliance.tenancy.pages import Page
 from appliance.tenancy.principals import ApiKey, Limits, ModelLimits, Tenant
 
@@ -238,6 +239,11 @@ def usage_row_shape(row: UsageRow) -> UsageRowShape:
     """Return `row` as JSON, without the group fields that are None."""
     group = {name: getattr(row, name) for name in ("tenant_id", "key_id", "model")}
     return UsageRowShape.of(row, **{name: msgspec.UNSET if value is None else value for name, value in group.items()})
+
+
+def live_request_shape(live: LiveRequest) -> RequestShape:
+    """Return a request that is live or has just ended as JSON."""
+    return RequestShape.of(live, explanation=explain_live(live))
 
 
 def past_request_shape(row: RequestRow) -> RequestShape:

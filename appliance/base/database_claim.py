@@ -1,6 +1,6 @@
 """One gateway per database: a lock on the database, called a claim, that is released when its process ends for any reason.
 
-Two gateways on one database would each take the other's pending records for those of a dead process and settle them.
+Two gateways on one database would each take the other's pending events for those of a dead process and settle them.
 
     exclusive  a gateway or a migration: excludes everyone else
     shared     commands that change data: exclude gateways, whose caches they cannot invalidate, but not each other

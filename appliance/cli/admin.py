@@ -31,7 +31,7 @@ T = TypeVar("T")
 ROLES = "Role: owner, admin, billing or viewer."
 RESERVED_NAMES = ("create", "list", "revoke")  # subcommands elsewhere: here they are surely typed by mistake
 KEEP_IT = "Save it now: it is not shown again."
-TO_BE_CHANGED = "It is temporary and must be replaced at the next sign-in."
+TEMPORARY = "The password is temporary and must be replaced at the next sign-in."
 TOKEN_COLUMNS = ("id", "name", "role", "revoked_at", "created_at")
 
 Email = Annotated[str, typer.Argument(metavar="E-MAIL", help="The member's e-mail address.")]
@@ -57,7 +57,7 @@ def create(
     settings = options.settings()
     _make_tables(settings)
     member = _on_database(settings, lambda db: Members(db, SystemClock()).create(email, password, role, temporary=temporary))
-    _print_member(member, None if given else password, as_json=options.as_json)
+    _print_new_login(member, None if given else password, as_json=options.as_json)
 
 
 @app.command("reset-password")
@@ -73,7 +73,7 @@ def reset_password(
     given, password = _password(password_stdin)
     settings = options.settings()
     member = _on_database(settings, lambda db: Members(db, SystemClock()).reset_password(email, password, temporary=temporary))
-    _print_member(member, None if given else password, as_json=options.as_json)
+    _print_new_login(member, None if given else password, as_json=options.as_json)
 
 
 @app.command("reset-second-factor")
@@ -82,7 +82,7 @@ def reset_second_factor(email: Email, options: CommonOptions = DEFAULTS) -> None
     from appliance.tenancy.second_factor import reset_by_email
 
     member = _on_database(options.settings(), lambda db: reset_by_email(db, SystemClock(), email))
-    _print_member(member, None, as_json=options.as_json)
+    output.item(_member_facts(member), as_json=options.as_json)
 
 
 @app.command("unlink-provider")
@@ -91,7 +91,7 @@ def unlink_provider(email: Email, options: CommonOptions = DEFAULTS) -> None:
     from appliance.tenancy.identities import unlink_by_email
 
     member = _on_database(options.settings(), lambda db: unlink_by_email(db, SystemClock(), email))
-    _print_member(member, None, as_json=options.as_json)
+    output.item(_member_facts(member), as_json=options.as_json)
 
 
 @app.command("token")
@@ -152,13 +152,15 @@ def _on_database(settings: Settings, work: Callable[[Database], Awaitable[T]]) -
     return asyncio.run(work_as_operator())
 
 
-def _print_member(member: Member, password: str | None, *, as_json: bool) -> None:
-    facts = {"id": member.id, "email": member.email, "role": str(member.role)}
-    if password is None:
-        output.item(facts, as_json=as_json)
-    else:
-        note = f"{KEEP_IT} {TO_BE_CHANGED}" if member.password_temporary else KEEP_IT
-        output.item({**facts, "password": password}, as_json=as_json, note=note)
+def _print_new_login(member: Member, generated: str | None, *, as_json: bool) -> None:
+    """Print a member whose password was set. `generated`: the password if it was generated, None if it was given."""
+    secret = {} if generated is None else {"password": generated}
+    notes = [KEEP_IT] * bool(secret) + [TEMPORARY] * member.password_temporary
+    output.item({**_member_facts(member), **secret}, as_json=as_json, note=" ".join(notes))
+
+
+def _member_facts(member: Member) -> dict[str, Any]:
+    return {"id": member.id, "email": member.email, "role": str(member.role)}
 
 
 def _token_row(token: AdminToken) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import platform
 import shutil
 import socket
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -28,8 +29,8 @@ from appliance.cli.options import DEFAULTS, CommonOptions
 if TYPE_CHECKING:
     from appliance.base.engine_settings import ModelSettings
     from appliance.base.settings import Settings
-    from appliance.telemetry.gpu import GpuReading
     from engine.errors import EngineError
+    from engine.visible_gpu import VisibleGpu
 
 MIB = 1024 * 1024
 DISK_FREE_MIN_BYTES = 500 * MIB
@@ -47,13 +48,6 @@ class Check:
     advice: str = ""
 
 
-class _Gpus(NamedTuple):
-    """The GPUs of this machine, and if there are none, the reason."""
-
-    readings: Sequence[GpuReading]
-    error: str | None
-
-
 def doctor(
     host: Annotated[str | None, typer.Option(metavar="ADDRESS", help="Address that the appliance would listen on.")] = None,
     port: Annotated[int | None, typer.Option(metavar="PORT", help="Port that the appliance would listen on.")] = None,
@@ -65,18 +59,20 @@ def doctor(
 ) -> None:
     """Check this installation and report problems. Checks Python, disk, port, database, secrets, prices, models and GPU. Exit
     status 1 if a check finds a fault."""
+    from engine.visible_gpu import first_visible_gpu
+
     settings = options.settings(host=host, port=port, models=tuple(model) if model else None)
-    gpus = _read_gpus()
+    gpu, no_gpu_reason = first_visible_gpu()
     checkers: list[Callable[[Settings], list[Check]]] = [
         _disk,
         _port,
         _database,
         _secrets,
         _prices,
-        partial(_models, gpus=gpus.readings),
+        partial(_models, gpu=gpu),
         _model_names,
         _switches,
-        partial(_gpu, gpus=gpus),
+        partial(_gpu, gpu=gpu, no_gpu_reason=no_gpu_reason),
     ]
     checks = [_python()] + [check for checker in checkers for check in checker(settings)]
     wrong = [check for check in checks if check.state == "wrong"]
@@ -250,10 +246,10 @@ def _prices(settings: Settings) -> list[Check]:
     ]
 
 
-def _models(settings: Settings, gpus: Sequence[GpuReading]) -> list[Check]:
+def _models(settings: Settings, gpu: VisibleGpu | None) -> list[Check]:
     if not settings.models and read_control(settings.data_dir) is not None:
         return []  # the running appliance may serve other models; its readiness covers them
-    models = zip(configured_models(settings), _start_problems(settings, gpus), strict=True)
+    models = zip(configured_models(settings), _start_problems(settings, gpu), strict=True)
     return [_model(model, problem, settings) for model, problem in models]
 
 
@@ -300,13 +296,12 @@ def _setting_advice(setting: str) -> str:
     return f"correct the setting {setting}, or leave it out for its default"
 
 
-def _start_problems(settings: Settings, gpus: Sequence[GpuReading]) -> Sequence[EngineError | None]:
+def _start_problems(settings: Settings, gpu: VisibleGpu | None) -> Sequence[EngineError | None]:
     """Return for each configured model why its engine would refuse to start on this machine, None if it would start."""
     from engine.simulator.refusals import gpu_of_machine, start_problems
 
-    largest = max(gpus, key=lambda reading: reading.memory_total_bytes, default=None)
-    gpu = None if largest is None else gpu_of_machine(largest.memory_total_bytes, largest.compute_capability)
-    return start_problems(engine_options(settings), gpu)
+    machine = None if gpu is None else gpu_of_machine(gpu.memory_bytes, gpu.capability)
+    return start_problems(engine_options(settings), machine)
 
 
 def _model_names(settings: Settings) -> list[Check]:
@@ -331,27 +326,22 @@ def _switches(settings: Settings) -> list[Check]:
     ]
 
 
-def _gpu(settings: Settings, gpus: _Gpus) -> list[Check]:
-    from appliance.telemetry.gpu import NO_GPU
+def _gpu(settings: Settings, gpu: VisibleGpu | None, no_gpu_reason: str) -> list[Check]:
+    from engine.visible_gpu import NO_GPU
 
-    readings, error = gpus
     devices = {settings.for_model(model).device for model in settings.models} or {settings.device}
-    if readings:
-        named = ", ".join(f"{card.name} ({card.memory_total_bytes // MIB} MiB)" for card in readings)
-        return [Check("gpu", "ok", named), *([] if devices == {"cpu"} else _toolchain())]
+    if gpu is not None:
+        found = f"{gpu.name} ({gpu.memory_bytes // MIB} MiB)"
+        return [Check("gpu", "ok", found), *([] if devices == {"cpu"} else _toolchain())]
     if "cuda" in devices:
-        return [Check("gpu", "wrong", error or NO_GPU, "install the NVIDIA driver, or omit --device")]
-    return [Check("gpu", "ok" if error in (None, NO_GPU) else "note", f"{error or NO_GPU}: models run on the CPU")]
+        return [Check("gpu", "wrong", no_gpu_reason, _no_gpu_advice())]
+    return [Check("gpu", "ok" if no_gpu_reason == NO_GPU else "note", f"{no_gpu_reason}: models run on the CPU")]
 
 
-def _read_gpus() -> _Gpus:
-    from appliance.telemetry.gpu import GpuProbe
-
-    probe = GpuProbe()
-    probe.open()
-    readings = probe.read()
-    probe.close()
-    return _Gpus(readings, probe.error)
+def _no_gpu_advice() -> str:
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        return "correct or unset CUDA_VISIBLE_DEVICES, or omit --device"
+    return "install the NVIDIA driver, or omit --device"
 
 
 def _toolchain() -> list[Check]:

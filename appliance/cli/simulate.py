@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from appliance.base.digits import whole_number
-from appliance.cli import output
+from appliance.cli import model_store, output
 from appliance.cli.failure import CommandFailed, WrongUsage
 from appliance.cli.options import AsJson
 
 if TYPE_CHECKING:
+    from engine.simulator.models import SimulatedModel
     from engine.simulator.workload import Workload, WorkloadOptions
 
 WEIGHT_MAX = 1000
@@ -75,7 +76,7 @@ def simulate(
     Scheduler, block pool, prefix cache and fairness are the engine's own; only the duration of a step is computed by a formula.
     """
     from engine.errors import EngineError
-    from engine.simulator.models import find_gpu, find_model
+    from engine.simulator.models import find_gpu
     from engine.simulator.replay import Replay, Setup
     from engine.simulator.report import Objective, make_report
     from engine.simulator.workload import WorkloadOptions
@@ -83,7 +84,7 @@ def simulate(
     try:
         objective = Objective(ttft_s=slo_ttft_ms / 1000, tpot_s=slo_tpot_ms / 1000)
         setup = Setup(
-            model=find_model(model, quantization),
+            model=_find_model(model, quantization),
             gpu=find_gpu(gpu),
             policy=policy,
             max_num_seqs=max_num_seqs,
@@ -109,6 +110,21 @@ def simulate(
         output.data(report)
     else:
         _print(report)
+
+
+def _find_model(model: str, quantization: str | None) -> SimulatedModel:
+    """Return a known model or that of a folder. Raises WrongUsage with the closest one if it is neither, and EngineError."""
+    from engine.errors import EngineConfigError
+    from engine.simulator.models import MODELS, find_model
+
+    try:
+        return find_model(model, quantization)
+    except EngineConfigError as error:
+        if error.option != "model":
+            raise
+        path = Path(model).expanduser().absolute()
+        hint = model_store.did_you_mean(model.lower(), list(MODELS)) or model_store.closest_folder(path)
+        raise WrongUsage(f"--{error}{hint}") from error
 
 
 def _workload(trace: Path | None, scenario: str | None, lengths: Path | None, options: WorkloadOptions) -> Workload:

@@ -12,6 +12,7 @@ from appliance.base.errors import BadRequest, InvalidCredentials, RateLimitExcee
 from appliance.console.context import Context, ContextDependency
 from appliance.console.forms import Form
 from appliance.console.rendering import Html
+from appliance.console.security import OPEN_TO_TEMPORARY_PASSWORD
 from appliance.console.sign_in import open_session, wait_message
 from appliance.tenancy.devices import device_of
 from appliance.tenancy.members import Proof
@@ -27,13 +28,13 @@ def describe_method(method: str) -> str:
     return " and ".join(METHODS.get(part, part) for part in method.split("+"))
 
 
-@get("/account")
+@get("/account", opt=OPEN_TO_TEMPORARY_PASSWORD)
 async def show_account(context: ContextDependency) -> Html:
-    """Password, second factor and devices of the signed-in member."""
+    """Password, second factor and devices of the signed-in member; the password alone while it is temporary."""
     return await _page(context)
 
 
-@post("/account/password", status_code=200)
+@post("/account/password", opt=OPEN_TO_TEMPORARY_PASSWORD, status_code=200)
 async def change_password(context: ContextDependency) -> Html:
     """Replace the password and sign out every other device, or show the page again with the errors."""
     session, form = context.session, await context.form()

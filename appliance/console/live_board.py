@@ -15,7 +15,7 @@ from appliance.console.charts import Segment, stack
 from appliance.console.formatting import duration_s, size
 from appliance.console.request_lines import RequestLine, past_line
 from appliance.console.tenant_names import tenant_names
-from appliance.console.totals import Totals, totals_today
+from appliance.console.totals import UsageTotals, totals_today
 from appliance.telemetry.gpu import NO_GPU, GpuReading
 from appliance.tenancy.access import WHOLE_APPLIANCE
 
@@ -92,7 +92,7 @@ class OverviewView:
     tokens_in_per_s: float
     ttft_p50_s: float | None
     ttft_p95_s: float | None
-    today: Totals
+    today: UsageTotals
     engines: list[EngineView]
     gpus: list[GpuView]
     gpu_absent: bool
@@ -106,7 +106,7 @@ class LiveBoard:
     def __init__(self, services: Services) -> None:
         self._services = services
         self._overview: OverviewView | None = None
-        self._totals = Totals()
+        self._totals = UsageTotals()
         self._recent: list[RequestLine] = []
         self._read_at_s: float | None = None
 
@@ -130,7 +130,7 @@ class LiveBoard:
 
 
 def overview_view(
-    snapshot: SystemSnapshot, history: Sequence[SystemSnapshot], today: Totals, recent: list[RequestLine]
+    snapshot: SystemSnapshot, history: Sequence[SystemSnapshot], today: UsageTotals, recent: list[RequestLine]
 ) -> OverviewView:
     """Return the view of `snapshot`; `history` holds the samples up to and including it, oldest first."""
     engines = [engine_view(engine, history, snapshot.at) for engine in snapshot.engines]

@@ -9,7 +9,14 @@ from litestar import get, post
 from appliance.base.errors import InvalidCredentials, RateLimitExceeded
 from appliance.console.context import Context, ContextDependency
 from appliance.console.rendering import THEME_COOKIE, THEMES, Html
-from appliance.console.security import current_session, form_of, is_secure, safe_next, session_cookie
+from appliance.console.security import (
+    OPEN_TO_TEMPORARY_PASSWORD,
+    current_session,
+    form_of,
+    is_secure,
+    safe_next,
+    session_cookie,
+)
 from appliance.console.sign_in import close_session, continue_sign_in, record_refusal, wait_message, with_retry_after
 from appliance.tenancy.members import EMAIL_CHARS_MAX, PASSWORD_CHARS_MAX
 
@@ -50,7 +57,7 @@ async def sign_in(context: ContextDependency) -> Html:
     return answer
 
 
-@post("/logout", status_code=200)
+@post("/logout", opt=OPEN_TO_TEMPORARY_PASSWORD, status_code=200)
 async def sign_out(context: ContextDependency) -> Html:
     """Close the session on the server and remove its cookie."""
     await close_session(context)
@@ -59,7 +66,7 @@ async def sign_out(context: ContextDependency) -> Html:
     return answer
 
 
-@post("/theme", status_code=200)
+@post("/theme", opt=OPEN_TO_TEMPORARY_PASSWORD, status_code=200)
 async def choose_theme(context: ContextDependency) -> Html:
     """Store the theme (light, dark, or that of the device) in a cookie and show the same page again."""
     form = await form_of(context.request)

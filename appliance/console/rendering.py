@@ -97,7 +97,7 @@ def toast_header(text: str, kind: str) -> str:
 
 
 class Pages:
-    """Renders templates, adding the values common to all pages: member, theme, time, message about the last change."""
+    """Renders templates, adding the values common to all pages: the signed-in person, theme, time, the last change."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -180,7 +180,7 @@ class Pages:
             "path": request.scope["path"],
             "here": current_page_url(request),
             "theme": theme if theme in THEMES else "auto",
-            "member": session.member if session else None,
+            "signed_in": session.member if session else None,
             "csrf_token": session.csrf_token if session else "",
             "may": partial(may, request),
             "sections": sections_of(request.state.get("access")),

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from appliance.metering.ledger.records import RequestRow
-from appliance.serving.explanation import explain_past
+from appliance.serving.explanation import explain_live, explain_past
 
 if TYPE_CHECKING:
     from appliance.serving.live_requests import LiveRequest
@@ -90,7 +90,7 @@ def live_line(live: LiveRequest, now: datetime) -> RequestLine:
         tenant_name=live.tenant_name,
         key_prefix=live.key_prefix,
         total_s=max(((live.finished_at or now) - live.admitted_at).total_seconds(), 0.0),
-        explanation=live.explanation,
+        explanation=explain_live(live),
     )
 
 

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 Connection = ASGIConnection[Any, Any, Any, Any]
 ConsoleRequest = Request[Any, Any, Any]
 
-PASSWORD_CHANGE_PATHS = ("/account", "/logout", "/theme", "/login")  # open to members with a temporary password
+OPEN_TO_TEMPORARY_PASSWORD = {"open_to_temporary_password": True}
+"""`opt` of the handlers that a member needs to replace a temporary password, or to sign out."""
+
 CSRF_FIELD = "csrf_token"
 # Names of the cookies between the steps of a sign-in.
 SECURE_STEP_COOKIE, PLAIN_STEP_COOKIE = "__Host-gatehouse-{step}", "gatehouse_{step}"
@@ -142,7 +144,8 @@ def may(connection: Connection, action: str, tenant_id: str | None = None) -> bo
 def session_guard(services: Services) -> Guard:
     """Return the guard of the whole console, which resolves the session and requires one on pages that are not public.
 
-    Handlers with `opt={"public": True}` accept anybody; a session is resolved if there is one. The guard raises Unauthenticated
+    Handlers with `opt={"public": True}` accept anybody; a session is resolved if there is one. They and handlers with
+    `opt=OPEN_TO_TEMPORARY_PASSWORD` accept members who signed in with a temporary password. The guard raises Unauthenticated
     without a live session, PasswordChangeNeeded for a temporary password, Forbidden for a change requested by another site, and
     NotFound if the path names an invisible tenant. (A closure, because Litestar deep-copies guards that are objects.)
     """
@@ -154,7 +157,7 @@ def session_guard(services: Services) -> Guard:
         if session is not None:
             access = access_of(connection)
             act_as(access.actor)
-            if session.must_change_password and not connection.scope["path"].startswith(PASSWORD_CHANGE_PATHS):
+            if session.must_change_password and not handler.opt.keys() & {"public", *OPEN_TO_TEMPORARY_PASSWORD}:
                 raise PasswordChangeNeeded("Choose a new password first.")
             if (tenant_id := connection.path_params.get("tenant_id")) is not None:
                 access.require(Action.READ, tenant_id)

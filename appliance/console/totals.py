@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Totals:
-    """Totals of a period. `cost_picos` is in the requested currency; `other_costs` are amounts in other currencies."""
+class UsageTotals:
+    """Usage and cost of a period. `cost_picos` is in the requested currency; `other_costs` are amounts in other currencies."""
 
     requests: int = 0
     tokens: int = 0
@@ -26,13 +26,13 @@ class Totals:
 
 async def totals_today(
     services: Services, tenant_id: str | None = None, *, currency: str | None = None, access: Access
-) -> Totals:
+) -> UsageTotals:
     """Return the totals since the start of the billing day, of one tenant or of all visible ones."""
     start = services.reports.calendar.day_start(services.clock.now())
     return await totals_since(services, start, tenant_id, currency=currency, access=access)
 
 
-async def totals_this_month(services: Services, tenant_id: str, *, currency: str | None = None, access: Access) -> Totals:
+async def totals_this_month(services: Services, tenant_id: str, *, currency: str | None = None, access: Access) -> UsageTotals:
     """Return the totals of a tenant since the start of the billing month, as for its budget and invoice."""
     start = services.reports.calendar.month_start(services.clock.now())
     return await totals_since(services, start, tenant_id, currency=currency, access=access)
@@ -57,7 +57,7 @@ async def costs_this_month(services: Services, tenant_ids: Collection[str], *, a
 
 async def totals_since(
     services: Services, start: datetime, tenant_id: str | None, *, currency: str | None = None, access: Access
-) -> Totals:
+) -> UsageTotals:
     """Return the totals of settled usage admitted since `start`. `currency` None is the appliance's currency."""
     end = services.clock.now() + timedelta(seconds=1)
     filters = UsageFilter(tenant_ids=None if tenant_id is None else [tenant_id])
@@ -65,7 +65,7 @@ async def totals_since(
     costs: dict[str, int] = {}
     for row in rows:
         costs[row.currency] = costs.get(row.currency, 0) + row.cost_picos
-    return Totals(
+    return UsageTotals(
         requests=sum(row.requests for row in rows),
         tokens=sum(row.prompt_tokens + row.completion_tokens for row in rows),
         cost_picos=costs.pop(currency or services.settings.currency, 0),

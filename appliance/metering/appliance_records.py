@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.clock import Clock
 from appliance.base.db import Database, upsert_for
-from appliance.base.tables import box_records
+from appliance.base.tables import appliance_records
 from appliance.tenancy import audit
 
 SELLER = "seller"
@@ -45,7 +45,7 @@ class ApplianceRecords:
         columns = {"value": dict(value), "updated_at": now}
         async with self._db.writing() as connection:
             before = await read_record(connection, name)
-            statement = upsert_for(connection.dialect.name, box_records, ["name"], list(columns))
+            statement = upsert_for(connection.dialect.name, appliance_records, ["name"], list(columns))
             await connection.execute(statement.values(name=name, **columns))
             old = {} if before is None else before.value
             await audit.record(connection, self._clock, f"{name}.change", "box", name, before=old, after=value)
@@ -54,5 +54,5 @@ class ApplianceRecords:
 
 async def read_record(connection: AsyncConnection, name: str) -> ApplianceRecord | None:
     """Return the record as seen by `connection`, None if it was never written."""
-    row = (await connection.execute(select(box_records).where(box_records.c.name == name))).mappings().first()
+    row = (await connection.execute(select(appliance_records).where(appliance_records.c.name == name))).mappings().first()
     return None if row is None else ApplianceRecord(row["value"], row["updated_at"])

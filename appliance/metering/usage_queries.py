@@ -38,7 +38,7 @@ from sqlalchemy import (
     union_all,
 )
 
-from appliance.base.tables import UtcDateTime, api_keys, usage_box_rollups, usage_events, usage_rollups
+from appliance.base.tables import UtcDateTime, api_keys, usage_appliance_rollups, usage_events, usage_rollups
 from appliance.metering.ledger.rollups import COUNTS, SETTLED, SPLIT, event_counts
 from appliance.metering.usage_segments import EVENT, Segment
 
@@ -74,7 +74,7 @@ class ReportScope:
     @property
     def table(self) -> Table:
         """The rollup table to read."""
-        return usage_box_rollups if {*self.columns, *self.filters} <= set(_COLUMNS_OVER_TENANTS) else usage_rollups
+        return usage_appliance_rollups if {*self.columns, *self.filters} <= set(_COLUMNS_OVER_TENANTS) else usage_rollups
 
     def conditions(self, table: Table) -> list[ColumnElement[bool]]:
         """Return the filters as conditions on `table`, including the tenants of keys, because rollups are ordered by tenant."""
@@ -194,7 +194,7 @@ def _time_conditions(
 def _segment_page(segment: Segment, scope: ReportScope, rows_max: int, after: RowKey | None) -> Select[Any]:
     """Return the query for the sums of at least the first `rows_max` row keys after `after`, in a segment of whole buckets."""
     table = scope.table
-    owner = _COLUMNS_OVER_TENANTS if table is usage_box_rollups else OWNER_COLUMNS
+    owner = _COLUMNS_OVER_TENANTS if table is usage_appliance_rollups else OWNER_COLUMNS
     row_key = [table.c[name] for name in ("start_at", *scope.key_columns, "currency")]
     if scope.key_columns == owner and not scope.split():
         begin = segment.start if after is None else max(segment.start, after.start_at)

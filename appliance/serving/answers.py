@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from appliance.serving.chunks import Chunk, NamedLogprob
-from appliance.serving.prompting import Prompting
+from appliance.serving.tokenizer import ModelTokenizer
 from engine.protocol import FinishReason, SamplingParams, TokenEvent, TokenLogprob
 
 COMPLETE = ("stop", "length")  # finish reasons of answers that were not cut off by an error or from outside
@@ -17,14 +17,14 @@ class Answer:
     include what the engine generated past a stop string. `stopped` turns true when a stop string is found: the answer is then
     complete, and later tokens are ignored."""
 
-    def __init__(self, index: int, prompting: Prompting, sampling: SamplingParams) -> None:
+    def __init__(self, index: int, tokenizer: ModelTokenizer, sampling: SamplingParams) -> None:
         self.index = index
         self.completion_tokens = 0
         self.generated_tokens = 0
         self.finish_reason: str | None = None
         self.stopped = False
-        self._vocabulary = prompting.vocabulary
-        self._text = prompting.answer_text(
+        self._vocabulary = tokenizer.vocabulary
+        self._text = tokenizer.answer_text(
             stop=sampling.stop, stop_token_ids=sampling.stop_token_ids, min_tokens=sampling.min_tokens
         )
         self._stop_token_ids = frozenset(sampling.stop_token_ids)

@@ -1,6 +1,6 @@
-"""Billing of one request: a reservation and a usage record, both opened before the work and closed exactly once after it.
+"""Billing of one request: a reservation and a usage event, both opened before the work and closed exactly once after it.
 
-pending record committed ─► tokens counted ─► reservation ended ─► settlement committed
+pending event committed ─► tokens counted ─► reservation ended ─► settlement committed
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import structlog
 
 from appliance.base.clock import Clock
 from appliance.base.errors import GatehouseError, InternalError
-from appliance.metering.ledger.records import PendingEntry, RequestRecord, Settlement, Usage
+from appliance.metering.ledger.records import PendingEvent, RequestRecord, Settlement, Usage
 from appliance.metering.ledger.round import LedgerBroken
 from appliance.metering.ledger.writer import Ledger
 from appliance.metering.limits.reservations import Reservation
@@ -27,14 +27,14 @@ log = structlog.get_logger()
 
 
 class Bill:
-    """Reservation and usage record of `live`. Nothing is billed before its prompt was computed or a token generated."""
+    """Reservation and usage event of `live`. Nothing is billed before its prompt was computed or a token generated."""
 
     def __init__(
         self,
         *,
         live: LiveRequest,
         model: ServedModel,
-        entry: PendingEntry,
+        event: PendingEvent,
         reservation: Reservation,
         ledger: Ledger,
         clock: Clock,
@@ -43,7 +43,7 @@ class Bill:
         self.billable = False
         self._live = live
         self._model = model
-        self._entry = entry
+        self._event = event
         self._reservation = reservation
         self._ledger = ledger
         self._clock = clock
@@ -66,9 +66,9 @@ class Bill:
         )
 
     async def open(self) -> GatehouseError | None:
-        """Commit the pending record; return the error if that fails. The request must not reach the engine without it."""
+        """Commit the pending event; return the error if that fails. The request must not reach the engine without it."""
         try:
-            await self._ledger.open(self._entry)
+            await self._ledger.open(self._event)
         except GatehouseError as refusal:
             return refusal
         except Exception:  # owned task

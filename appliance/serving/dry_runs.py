@@ -12,8 +12,8 @@ from appliance.metering.limits.queue import exact_wait_s
 from appliance.metering.limits.refusals import not_priced, refusal
 from appliance.metering.prices import PriceBook
 from appliance.serving.model_registry import ModelRegistry, ServedModel, model_not_found
-from appliance.serving.prompting import output_room
 from appliance.serving.request_limits import RequestLimits
+from appliance.serving.tokenizer import output_room
 from appliance.tenancy.fields import DEFAULT_SCOPES, INFERENCE_SCOPE
 from appliance.tenancy.model_policies import ModelPolicies
 from appliance.tenancy.principals import ApiKey, Limits, Principal, Tenant

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from appliance.metering.ledger.records import RequestRow
 from appliance.serving.answers import COMPLETE
-
-if TYPE_CHECKING:
-    from appliance.metering.ledger.records import RequestRow
-    from appliance.serving.live_requests import LiveRequest
+from appliance.serving.live_requests import LiveRequest
 
 NOTICEABLE_S = 0.5  # shorter requests are only called quick
 
@@ -55,6 +53,11 @@ def explain(timeline: Timeline) -> str:
         return f"Quick: {_seconds(total_s)} {'so far' if timeline.finish_reason is None else 'in all'}."
     stage, longest_s = max((("queue", queue_s), ("prefill", prefill_s), ("decode", decode_s)), key=lambda pair: pair[1])
     return f"{_explain_stage(stage, longest_s, total_s, timeline)}{_preempted(timeline.preemptions)}{end}."
+
+
+def explain_live(live: LiveRequest) -> str:
+    """Return the sentence for a request that is live or has just ended: where its time went so far."""
+    return explain(Timeline.of(live, is_queued=live.state == "queued"))
 
 
 def explain_past(row: RequestRow) -> str:

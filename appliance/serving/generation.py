@@ -54,7 +54,7 @@ class Generation:
         self._prepared = prepared
         self._model = prepared.model
         self._answers = [
-            Answer(index, prepared.model.prompting, prepared.sampling) for index in range(prepared.sampling.num_answers)
+            Answer(index, prepared.model.tokenizer, prepared.sampling) for index in range(prepared.sampling.num_answers)
         ]
         self._bill = bill
         self._clock = clock

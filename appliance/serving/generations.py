@@ -108,7 +108,7 @@ class Generations:
         return 0 if model.engine.info is None else model.engine.info.max_num_seqs
 
     async def start(self, prepared: PreparedRequest) -> Generation:
-        """Admit the request, commit its pending record and submit it to the engine. Refusals raise and consume nothing.
+        """Admit the request, commit its pending event and submit it to the engine. Refusals raise and consume nothing.
 
         If the caller is cancelled because its client disconnected, the request ends, whether admitted yet or not.
         """
@@ -234,7 +234,7 @@ class Generations:
         bill = Bill(
             live=live,
             model=prepared.model,
-            entry=prepared.pending_entry(reservation),
+            event=prepared.pending_event(reservation),
             reservation=reservation,
             ledger=self._ledger,
             clock=self._clock,

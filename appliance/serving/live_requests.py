@@ -9,7 +9,6 @@ from datetime import datetime
 from statistics import median
 
 from appliance.metering.ledger.rows import tokens_per_second
-from appliance.serving.explanation import Timeline, explain
 from engine.protocol import FinishReason, RequestProgress, TokenEvent
 
 INTERVALS_MAX = 4096  # enough for a median; of longer answers the latest ones are kept
@@ -77,11 +76,6 @@ class LiveRequest:
     def inter_token_p50_s(self) -> float | None:
         """Return the median time between two tokens, or None before the second token."""
         return median(self._intervals_s) if self._intervals_s else None
-
-    @property
-    def explanation(self) -> str:
-        """Return one sentence that explains where the time went so far."""
-        return explain(Timeline.of(self, is_queued=self.state == "queued"))
 
     def apply_progress(self, answers: Sequence[RequestProgress]) -> None:
         """Apply the engine's progress report on this request's live answers; it comes a few times per second."""

@@ -13,8 +13,8 @@ from appliance.base.clock import Clock
 from appliance.base.settings import Settings
 from appliance.serving.model_folder import ModelFolder
 from appliance.serving.model_registry import ModelRegistry, ServedModel
-from appliance.serving.prompting import Prompting
 from appliance.serving.supervisor import Supervisor
+from appliance.serving.tokenizer import ModelTokenizer
 from appliance.telemetry.metrics import Metrics
 from engine.protocol import EngineFrame
 
@@ -76,7 +76,7 @@ def _serve(
         name=folder.name,
         path=folder.path,
         engine=supervisor,
-        prompting=Prompting.load(folder.path),
+        tokenizer=ModelTokenizer.load(folder.path),
         context_len=folder.context_len,
         sampling_defaults=folder.sampling_defaults,
         created=created,

@@ -10,8 +10,8 @@ from typing import Any
 
 from appliance.base.errors import ModelNotFound
 from appliance.serving.model_folder import NotAModel
-from appliance.serving.prompting import Prompting
 from appliance.serving.supervisor import Supervisor
+from appliance.serving.tokenizer import ModelTokenizer
 from engine.protocol import EngineInfo
 
 
@@ -22,7 +22,7 @@ class ServedModel:
     name: str
     path: Path
     engine: Supervisor
-    prompting: Prompting
+    tokenizer: ModelTokenizer
     context_len: int | None
     sampling_defaults: dict[str, Any]
     created: datetime

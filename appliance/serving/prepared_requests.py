@@ -1,7 +1,7 @@
 """A request that is ready for admission: decoded, authenticated and tokenised. Other parts receive values derived from it:
 
 PreparedRequest ─┬─► AdmissionRequest    for the limits, which answer with a Reservation or refuse
-                 ├─► PendingEntry        for the ledger before the engine starts; a Settlement closes it
+                 ├─► PendingEvent        for the ledger before the engine starts; a Settlement closes it
                  ├─► LiveRequest         for the table of live requests; updated until the request ends
                  └─► GenerationRequest   for the engine, which answers with TokenEvents
 """
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from appliance.metering.ledger.records import PendingEntry
+from appliance.metering.ledger.records import PendingEvent
 from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.prices import Price
@@ -56,10 +56,10 @@ class PreparedRequest:
             policy=policy,
         )
 
-    def pending_entry(self, reservation: Reservation) -> PendingEntry:
-        """Return the pending record of the admitted request."""
+    def pending_event(self, reservation: Reservation) -> PendingEvent:
+        """Return the pending event of the admitted request."""
         tenant = self.principal.tenant
-        return PendingEntry(
+        return PendingEvent(
             request_id=self.request_id,
             tenant_id=tenant.id,
             key_id=self.principal.key.id,

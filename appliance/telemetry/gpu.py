@@ -13,8 +13,7 @@ MILLIWATTS_PER_WATT = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuReading:
-    """One GPU at one moment. `utilization` is the percentage of time busy; values that a GPU does not report are None.
-    `compute_capability` is CUDA's, major and minor."""
+    """One GPU at one moment. `utilization` is the percentage of time busy; values that a GPU does not report are None."""
 
     index: int
     name: str
@@ -23,7 +22,6 @@ class GpuReading:
     utilization: int | None
     power_w: float | None
     temperature_c: int | None
-    compute_capability: tuple[int, int] | None = None
 
 
 class GpuProbe:
@@ -72,7 +70,6 @@ def _read(index: int) -> GpuReading:
     memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
     power_mw = _optional(pynvml.nvmlDeviceGetPowerUsage, handle)
     utilization = _optional(pynvml.nvmlDeviceGetUtilizationRates, handle)
-    capability = _optional(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
     return GpuReading(
         index=index,
         name=str(pynvml.nvmlDeviceGetName(handle)),
@@ -81,7 +78,6 @@ def _read(index: int) -> GpuReading:
         utilization=None if utilization is None else int(utilization.gpu),
         power_w=None if power_mw is None else power_mw / MILLIWATTS_PER_WATT,
         temperature_c=_optional(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
-        compute_capability=None if capability is None else (int(capability[0]), int(capability[1])),
     )
 
 

@@ -19,7 +19,7 @@ from engine.memory.colocation import alone, estimate_beside
 from engine.memory.device import WORKSPACE_BYTES, CapturedGraphs, driver_bytes, release_dropped_engines
 from engine.memory.estimate import DeviceMemory, Estimate, check_start, checked_estimate, estimate_fit
 from engine.memory.fit import FEW_TOKENS, MemoryFit, format_distinct, gib
-from engine.memory.kv_plan import check_fit
+from engine.memory.kv_plan import check_fit, short_cache_reason
 from engine.memory.main_memory import main_memory_bytes
 from engine.memory.shape import Load, MemoryShape
 from engine.options import EngineOptions
@@ -54,11 +54,10 @@ class MemoryForecast:
         because a machine that runs out of memory kills processes instead of refusing."""
         check_fit(self.name, self.fit, options)
 
-    def shortened_note(self) -> str | None:
-        """Why the context is shorter than the model's own, None when it is not."""
-        if self.fit.fixed_kv_bytes is not None or self.fit.fits:
-            return None
-        return f"the context is {self.fit.context_len} tokens: {self.name} {self.fit.explain()}"
+    def shortened_note(self, config: ModelConfig, options: EngineOptions) -> str | None:
+        """Why the context is shorter than that of the model with this configuration, None when it is not or is as requested."""
+        reason = short_cache_reason(config, options, self.fit) if self.fit.fits else f"{self.name} {self.fit.explain()}"
+        return None if reason is None else f"the context is {self.fit.context_len} tokens: {reason}"
 
     def parts(self, measured: MeasuredMemory) -> list[MemoryPart]:
         """Predicted and measured bytes, part by part. What the driver reports in use beside this process cannot be

@@ -75,6 +75,18 @@ def check_fit(name: str, fit: MemoryFit, options: EngineOptions) -> None:
         raise EngineConfigError("model", f"{misfit}: {fit.explain()}")
 
 
+def short_cache_reason(config: ModelConfig, options: EngineOptions, fit: MemoryFit) -> str | None:
+    """Why the context is shorter than the model's where that is due to the fixed size of the cache, None where it is not.
+    `fit` is one that `check_fit` accepts."""
+    longest = config.max_position_len
+    if fit.fixed_kv_bytes is None or options.max_model_len is not None or fit.context_len == longest:
+        return None
+    cache = "kv_cache_bytes" if options.num_kv_blocks is None else "num_gpu_blocks_override"
+    if options.num_kv_blocks is None and options.kv_cache_bytes is None:
+        cache = f"{cache} (by default {gib(fit.fixed_kv_bytes)} on a CPU)"
+    return f"{cache} has room for {fit.kv_tokens} tokens, {longest} tokens need {fit.needs.kv_bytes(longest)} bytes"
+
+
 def plan_memory(config: ModelConfig, options: EngineOptions, *, block_bytes: int, available_bytes: int) -> MemoryPlan:
     """Divide `available_bytes` into blocks of `block_bytes`, for a context that `check_context` accepts. Raises
     `EngineConfigError`, naming the option."""

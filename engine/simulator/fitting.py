@@ -17,6 +17,7 @@ from engine.errors import EngineConfigError, EngineError, ModelError, NotAModelD
 from engine.memory.colocation import estimate_beside
 from engine.memory.estimate import DeviceMemory, check_start, checked_estimate
 from engine.memory.fit import MemoryFit, gib
+from engine.memory.kv_plan import short_cache_reason
 from engine.memory.needs import CONTEXT_BYTES, GIB
 from engine.options import EngineOptions
 from engine.simulator.models import CONFIGS, SimulatedGpu, model_folder
@@ -105,16 +106,8 @@ def _planned(config: ModelConfig, options: EngineOptions, fit: MemoryFit) -> Pla
     except EngineConfigError as error:
         problem = str(error) if error.option == "model" else f"model {options.model.name}: {error}"
         return PlannedModel(options.model.name, fit, problem)
-    return PlannedModel(options.model.name, fit, note=_short_cache_note(config, options, fit))
-
-
-def _short_cache_note(config: ModelConfig, options: EngineOptions, fit: MemoryFit) -> str | None:
-    """Why the context is shorter than the model's where that is due to the size that the cache was given."""
-    longest = config.max_position_len
-    if not fit.fits or options.max_model_len is not None or fit.context_len == longest:
-        return None
-    room = f"kv_cache_bytes has room for {fit.kv_tokens} tokens"
-    return f"{SHORTER_CONTEXT}: {room}, {longest} tokens need {fit.needs.kv_bytes(longest)} bytes"
+    reason = short_cache_reason(config, options, fit) if fit.fits else None
+    return PlannedModel(options.model.name, fit, note=None if reason is None else f"{SHORTER_CONTEXT}: {reason}")
 
 
 def fit_together(engines: Sequence[tuple[ModelConfig, EngineOptions]], gpu: SimulatedGpu) -> list[MemoryFit]:

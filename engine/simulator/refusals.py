@@ -22,10 +22,9 @@ from engine.text.shared_prefixes import shared_prefixes
 Problem = EngineConfigError | ModelError
 
 
-def gpu_of_machine(memory_bytes: int, capability: tuple[int, int] | None) -> SimulatedGpu:
-    """A GPU with this much memory. A capability that is unknown is taken to be one that supports every format."""
-    known = GPUS["h200"]
-    return replace(known, name="gpu", memory_bytes=memory_bytes, capability=capability or known.capability)
+def gpu_of_machine(memory_bytes: int, capability: tuple[int, int]) -> SimulatedGpu:
+    """A GPU with this much memory, as a process sees it, and this compute capability."""
+    return replace(GPUS["h200"], name="gpu", memory_bytes=memory_bytes, capability=capability)
 
 
 def start_problems(engines: Sequence[Mapping[str, Any]], gpu: SimulatedGpu | None = None) -> list[Problem | None]:

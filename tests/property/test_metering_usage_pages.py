@@ -15,7 +15,7 @@ from sqlalchemy import insert, select
 
 from appliance.base.db import Database
 from appliance.base.errors import InvalidValue
-from appliance.base.tables import usage_box_rollups, usage_events
+from appliance.base.tables import usage_appliance_rollups, usage_events
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger.records import UsageEvent
@@ -268,7 +268,7 @@ async def test_a_cursor_is_blamed_for_a_period_that_is_none(story: Story) -> Non
 async def test_the_sums_of_the_appliance_are_those_of_its_owners_and_can_be_built_again(story: Story) -> None:
     async def appliance_sums() -> set[tuple[Any, ...]]:
         async with story.database.reading() as connection:
-            rows = (await connection.execute(select(usage_box_rollups))).all()
+            rows = (await connection.execute(select(usage_appliance_rollups))).all()
         return {tuple(row) for row in rows}
 
     for _ in range(10):

@@ -8,16 +8,16 @@ from typing import Any
 import msgspec
 
 from appliance.base.ids import new_id
-from appliance.metering.ledger.records import PendingEntry, Settlement, Usage, UsageEvent
+from appliance.metering.ledger.records import PendingEvent, Settlement, Usage, UsageEvent
 from appliance.metering.prices import Price
 from appliance.tenancy.principals import ApiKey, Limits, Principal, Tenant
 from tests.support.cast import Person
 from tests.support.clock import START
 
 
-def pending(person: Person, *, admitted_at: datetime = START, **changes: Any) -> PendingEntry:
-    """Return a pending entry of `person`."""
-    entry = PendingEntry(
+def pending(person: Person, *, admitted_at: datetime = START, **changes: Any) -> PendingEvent:
+    """Return a pending event of `person`."""
+    event = PendingEvent(
         request_id=new_id("req"),
         tenant_id=person.tenant.id,
         key_id=person.key.id,
@@ -29,7 +29,7 @@ def pending(person: Person, *, admitted_at: datetime = START, **changes: Any) ->
         price=None,
         admitted_at=admitted_at,
     )
-    return msgspec.structs.replace(entry, **changes)
+    return msgspec.structs.replace(event, **changes)
 
 
 def posted(request_id: str, *, prompt: int = 10, cached: int = 0, completion: int = 5, reason: str = "stop") -> Settlement:

@@ -26,8 +26,8 @@ from appliance.serving.generation import Generation
 from appliance.serving.generations import Generations
 from appliance.serving.model_registry import ServedModel
 from appliance.serving.prepared_requests import PreparedRequest
-from appliance.serving.prompting import Prompting
 from appliance.serving.request_limits import RequestLimits
+from appliance.serving.tokenizer import ModelTokenizer
 from appliance.telemetry.metrics import Metrics
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.model_policies import ModelPolicies
@@ -108,11 +108,11 @@ class Serving:
 
     def ids(self, text: str) -> list[int]:
         """Return the tokens of `text`."""
-        return list(self.model.prompting._tokenizer.encode(text, add_special_tokens=False).ids)
+        return list(self.model.tokenizer._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def text(self, ids: list[int]) -> str:
         """Return the text of `ids`."""
-        return str(self.model.prompting._tokenizer.decode(ids))
+        return str(self.model.tokenizer._tokenizer.decode(ids))
 
     async def event(self, generation: Generation) -> UsageEvent:
         """Return the ledger's event of a generation."""
@@ -162,7 +162,7 @@ async def open_serving(
         name=MODEL,
         path=folder,
         engine=engine_client,  # type: ignore[arg-type]  # all that a generation uses of a supervisor
-        prompting=Prompting.load(make_hollow_model(folder)),
+        tokenizer=ModelTokenizer.load(make_hollow_model(folder)),
         context_len=1024,
         sampling_defaults={},
         created=clock.now(),

@@ -34,7 +34,7 @@ from appliance.metering.ledger.corrections import Correction, Corrections
 from appliance.metering.ledger.epochs import begin_epoch
 from appliance.metering.ledger.journal_records import open_journal, replay
 from appliance.metering.ledger.operation_queue import COMBINE_FROM
-from appliance.metering.ledger.records import PendingEntry, Settlement, Usage
+from appliance.metering.ledger.records import PendingEvent, Settlement, Usage
 from appliance.metering.ledger.recovery import recover
 from appliance.metering.prices import Price
 from appliance.metering.usage import GROUPS, UsageReports
@@ -218,7 +218,7 @@ class History:
         entries = [self._admit() for _ in range(count)]
         await asyncio.gather(*(self.ledger.open(entry) for entry in entries))
 
-    def _admit(self) -> PendingEntry:
+    def _admit(self) -> PendingEvent:
         if self.rng.random() < 0.2:
             self._advance_clock(self.rng.random())
         person, currency = self.rng.choice(self.people)

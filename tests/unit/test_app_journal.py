@@ -14,7 +14,7 @@ from appliance.base.database_claim import claim_database
 from appliance.base.settings import UnusableData, load_settings
 from appliance.console.requests import _find
 from appliance.metering.ledger import rows
-from appliance.metering.ledger.records import PendingEntry
+from appliance.metering.ledger.records import PendingEvent
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.support.api_app import ApiApp, open_api_app
 from tests.support.cast import make_cast
@@ -29,8 +29,8 @@ async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiAp
 
 
 @pytest.fixture
-async def entry(api: ApiApp, clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> PendingEntry:
-    """An entry that is only in the journal until a reader waits for its rows."""
+async def entry(api: ApiApp, clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> PendingEvent:
+    """A pending event that is only in the journal until a reader waits for its rows."""
     people = await make_cast(api.services.db, clock)
     entry = pending(people.bob)
     row = rows.event_row(entry, people.epoch_id, "EUR", clock.now().date())
@@ -45,21 +45,21 @@ async def entry(api: ApiApp, clock: FakeClock, monkeypatch: pytest.MonkeyPatch) 
     return entry
 
 
-async def test_a_request_that_was_just_admitted_is_in_the_list(api: ApiApp, entry: PendingEntry) -> None:
+async def test_a_request_that_was_just_admitted_is_in_the_list(api: ApiApp, entry: PendingEvent) -> None:
     assert [row["id"] for row in (await api.call("GET", "/requests"))["data"]] == [entry.request_id]
 
 
-async def test_a_request_that_was_just_admitted_is_in_the_ledger(api: ApiApp, entry: PendingEntry) -> None:
+async def test_a_request_that_was_just_admitted_is_in_the_ledger(api: ApiApp, entry: PendingEvent) -> None:
     listed = await api.call("GET", "/ledger", params={"status": "pending"})
     assert [row["request_id"] for row in listed["data"]] == [entry.request_id]
 
 
-async def test_the_first_request_of_a_tenant_fixes_its_currency_from_its_admission_on(api: ApiApp, entry: PendingEntry) -> None:
+async def test_the_first_request_of_a_tenant_fixes_its_currency_from_its_admission_on(api: ApiApp, entry: PendingEvent) -> None:
     refused = await api.call("PATCH", f"/tenants/{entry.tenant_id}", status=400, json={"currency": "USD"})
     assert refused["error"]["param"] == "currency"
 
 
-async def test_a_request_that_was_just_admitted_has_its_page(api: ApiApp, entry: PendingEntry) -> None:
+async def test_a_request_that_was_just_admitted_has_its_page(api: ApiApp, entry: PendingEvent) -> None:
     _, event = await _find(api.services, entry.request_id, WHOLE_APPLIANCE)
     assert event.status == "pending"
 

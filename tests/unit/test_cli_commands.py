@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import re
 import shutil
@@ -26,14 +27,15 @@ from appliance.cli.main import main
 from appliance.metering.alerts.targets import TargetPolicy
 from appliance.metering.alerts.webhooks import SEALING_PURPOSE, Webhooks
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.ledger.journal_records import JournaledEntry, encode, open_journal, replay
+from appliance.metering.ledger.journal_records import JournaledEvent, encode, open_journal, replay
 from appliance.serving.model_builder import DEMO_MODEL
-from appliance.telemetry.gpu import GpuProbe, GpuReading
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.admin_tokens import AdminTokens
 from appliance.tenancy.members import Member, Members
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT
 from appliance.tenancy.second_factor import SecondFactors
+from engine import visible_gpu
+from engine.visible_gpu import VisibleGpu
 from tests.support import factories
 from tests.support.cast import make_cast
 from tests.support.databases import Cluster
@@ -327,6 +329,20 @@ def test_a_password_is_temporary_if_that_is_asked_for(typed: Any, data_dir: Path
         assert "emporary" in typed(*path, "--help").out
 
 
+@pytest.mark.parametrize("command", ["create", "reset-password"])
+def test_a_password_from_standard_input_is_noted_as_temporary_if_it_is(
+    command: str, typed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed("admin", "create", "dora@example.com")
+    address = "dora@example.com" if command == "reset-password" else "emil@example.com"
+    arguments = ("admin", command, address, "--password-stdin")
+    for options, note in (("--temporary",), "The password is temporary and must be replaced at the next sign-in.\n"), ((), ""):
+        monkeypatch.setattr("sys.stdin", io.StringIO("a password that is long\n"))
+        answer = typed(*arguments, *options)
+        assert (answer.status, answer.err) == (0, note)
+        arguments = ("admin", "reset-password", *arguments[2:])
+
+
 def test_a_given_password_is_not_printed(typed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import io
 
@@ -403,7 +419,7 @@ async def leave_in_the_journal(path: Path) -> None:
         async with running_ledger(database, clock, cast.epoch_id) as ledger:
             await ledger.open(served := factories.pending(cast.bob))
         admitted = factories.pending(cast.bob, batch=True)
-        entry = JournaledEntry(epoch_id=cast.epoch_id, currency="EUR", billing_day=clock.now().date(), entry=admitted)
+        entry = JournaledEvent(epoch_id=cast.epoch_id, currency="EUR", billing_day=clock.now().date(), event=admitted)
         for record in (entry, factories.posted(served.request_id)):
             await journal.append(encode(record))
     finally:
@@ -625,16 +641,8 @@ def test_doctor_names_the_part_of_the_engine_that_is_switched_off(
 def test_doctor_says_with_a_gpu_what_is_missing_to_launch_kernels(
     typed: Any, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    card = GpuReading(
-        index=0,
-        name="Card",
-        memory_total_bytes=2**30,
-        memory_used_bytes=0,
-        utilization=None,
-        power_w=None,
-        temperature_c=None,
-    )
-    monkeypatch.setattr(GpuProbe, "read", lambda _: [card])
+    gpu = VisibleGpu("Card", 2**30, (9, 0))
+    monkeypatch.setattr(visible_gpu, "first_visible_gpu", lambda: (gpu, ""))
     for compiler, state in (("false", "wrong"), ("true", "ok")):
         monkeypatch.setenv("CC", compiler)
         rows = typed("doctor", "--json").json()["data"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import pytest
 from appliance.cli import model_check
 from appliance.cli.main import main
 from appliance.serving.model_builder import DEMO_MODEL
-from appliance.telemetry.gpu import GpuProbe, GpuReading
+from engine import visible_gpu
+from engine.visible_gpu import NO_GPU, VisibleGpu
 from tests.support.published_configs import LLAMA_8B
 from tests.support.typed_commands import CommandResult
 
@@ -42,17 +44,15 @@ def rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     return run
 
 
-def reading(memory_gib: float, capability: tuple[int, int] | None) -> GpuReading:
-    return GpuReading(
-        index=0,
-        name="Card",
-        memory_total_bytes=int(memory_gib * GIB),
-        memory_used_bytes=0,
-        utilization=None,
-        power_w=None,
-        temperature_c=None,
-        compute_capability=capability,
-    )
+@pytest.fixture
+def use_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let engines see a GPU of this memory and compute capability."""
+
+    def use(memory_gib: float, capability: tuple[int, int] = (9, 0)) -> None:
+        gpu = VisibleGpu("Card", int(memory_gib * GIB), capability)
+        monkeypatch.setattr(visible_gpu, "first_visible_gpu", lambda: (gpu, ""))
+
+    return use
 
 
 @pytest.mark.parametrize(
@@ -87,13 +87,12 @@ def test_each_model_is_judged_by_its_own_settings(rows: Any, tmp_path: Path) -> 
 
 
 def test_what_does_not_fit_the_gpu_of_this_machine_is_reported_with_the_changes(
-    rows: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rows: Any, tmp_path: Path, use_gpu: Callable[..., None]
 ) -> None:
     shutil.copytree(DEMO_MODEL, tmp_path / "models" / "other")
     two = "[[models]]\nmodel = 'gatehouse-demo'\n[[models]]\nmodel = 'other'"
     for memory_gib, state in (8, "ok"), (1.2, "wrong"):
-        card = reading(memory_gib, (9, 0))
-        monkeypatch.setattr(GpuProbe, "read", lambda _, card=card: [card])
+        use_gpu(memory_gib)
         found = rows(two)
         assert [found[f"model {name}"]["state"] for name in ("gatehouse-demo", "other")] == [state] * 2
     assert "does not fit: needs" in found["model other"]["found"]
@@ -101,11 +100,33 @@ def test_what_does_not_fit_the_gpu_of_this_machine_is_reported_with_the_changes(
     assert rows("device = 'cpu'\n" + two)["model other"]["state"] == "ok"
 
 
-def test_a_format_that_the_gpu_does_not_compute_is_reported(rows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for capability, state in ((8, 0), "wrong"), ((8, 9), "ok"), (None, "ok"):
-        card = reading(80, capability)
-        monkeypatch.setattr(GpuProbe, "read", lambda _, card=card: [card])
+def test_a_format_that_the_gpu_does_not_compute_is_reported(rows: Any, use_gpu: Callable[..., None]) -> None:
+    for capability, state in ((8, 0), "wrong"), ((8, 9), "ok"):
+        use_gpu(80, capability)
         assert rows("kv_cache_dtype = 'fp8'")["model gatehouse-demo"]["state"] == state
+
+
+def test_models_are_judged_by_the_gpu_that_engines_would_use(rows: Any, use_gpu: Callable[..., None]) -> None:
+    use_gpu(80, (8, 0))
+    row = rows("")["gpu"]
+    assert (row["state"], row["found"]) == ("ok", f"Card ({80 * 1024} MiB)")
+
+
+def test_gpus_hidden_from_engines_are_not_judged(rows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    hidden = "CUDA_VISIBLE_DEVICES='' leaves no GPU"
+    monkeypatch.setattr(visible_gpu, "first_visible_gpu", lambda: (None, hidden))
+    row = rows("")["gpu"]
+    assert (row["state"], row["found"]) == ("note", f"{hidden}: models run on the CPU")
+    row = rows("device = 'cuda'")["gpu"]
+    assert (row["state"], row["found"]) == ("wrong", hidden)
+    assert row["advice"] == "correct or unset CUDA_VISIBLE_DEVICES, or omit --device"
+
+
+def test_a_machine_without_a_gpu_is_no_fault(rows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(visible_gpu, "first_visible_gpu", lambda: (None, NO_GPU))
+    row = rows("")["gpu"]
+    assert (row["state"], row["found"]) == ("ok", "no NVIDIA GPU: models run on the CPU")
 
 
 @pytest.mark.parametrize("of_this_model", [False, True])
@@ -178,6 +199,25 @@ def test_a_draft_model_without_weights_is_reported(rows: Any, tmp_path: Path, mo
         assert row["state"] == ("wrong" if number else "ok"), row
     assert row["found"].startswith(f"{draft} has no weights")
     assert row["advice"].startswith("correct the setting speculative")
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [("{", "cannot be read as JSON"), ('{"architectures": ["Unknown"]}', "Unknown"), (None, "has no config.json")],
+)
+def test_the_advice_about_a_broken_draft_model_names_its_setting(
+    config: str | None, problem: str, rows: Any, tmp_path: Path
+) -> None:
+    draft = tmp_path / "draft"
+    shutil.copytree(DEMO_MODEL, draft)
+    (draft / "config.json").unlink()
+    if config is not None:
+        (draft / "config.json").write_text(config)
+    row = rows(f"speculative = {{method = 'draft_model', model = '{draft}'}}")["model gatehouse-demo"]
+    assert row["state"] == "wrong"
+    assert row["found"].startswith("speculative_config field model cannot be served: ")
+    assert problem in row["found"]
+    assert row["advice"] == "correct the setting speculative, or leave it out for its default"
 
 
 def test_a_mistyped_model_is_told_the_closest_one(rows: Any) -> None:

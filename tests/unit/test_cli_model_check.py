@@ -14,9 +14,9 @@ from appliance.base.engine_settings import ModelSettings
 from appliance.base.settings import Settings
 from appliance.cli import doctor
 from appliance.cli.model_check import check_model
-from appliance.telemetry.gpu import GpuProbe
 from engine.errors import NotAModelDirectory, WeightsError
 from engine.verify import verify_model
+from engine.visible_gpu import NO_GPU
 from tests.support.served_model import make_served_model
 
 
@@ -55,12 +55,11 @@ def test_doctor_does_not_say_twice_which_engine_is_not_ready(monkeypatch: pytest
     assert (check.state, check.found) == ("wrong", "ledger cannot be written, engine of one is loading")
 
 
-def test_doctor_misses_a_gpu_for_the_one_model_that_must_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GpuProbe, "read", lambda _: ())
+def test_doctor_misses_a_gpu_for_the_one_model_that_must_have_it(tmp_path: Path) -> None:
     for own, state in ({"device": "cuda"}, "wrong"), ({"device": "cpu"}, "ok"):
         models = (ModelSettings("plain"), ModelSettings("other", own))
         settings = Settings(data_dir=tmp_path, database_url="sqlite://", device="cpu", models=models)
-        (check,) = doctor._gpu(settings, doctor._read_gpus())
+        (check,) = doctor._gpu(settings, None, NO_GPU)
         assert (check.name, check.state) == ("gpu", state)
 
 

@@ -159,6 +159,16 @@ def test_a_wrong_option_is_named_as_it_is_typed(typed: Any, trace: Path, argumen
     assert answer.json()["error"]["code"] == "usage"
 
 
+def test_a_mistyped_model_is_told_the_closest_one(typed: Any, trace: Path, tmp_path: Path) -> None:
+    known = typed("--trace", trace, "--model", "LLama-3.1-8", "--json")
+    assert known.json()["error"]["message"].endswith("not 'LLama-3.1-8'; did you mean 'llama-3.1-8b'?")
+    (tmp_path / "my-model").mkdir()
+    folder = typed("--trace", trace, "--model", tmp_path / "my-modle", "--json")
+    assert folder.json()["error"]["message"].endswith(f"; did you mean {str(tmp_path / 'my-model')!r}?")
+    unlike = typed("--trace", trace, "--model", "nothing-alike-at-all", "--json")
+    assert unlike.json()["error"]["message"].endswith("not 'nothing-alike-at-all'")
+
+
 def test_a_bad_row_is_named(typed: Any, trace: Path) -> None:
     trace.write_text("arrival_s,input_tokens,output_tokens\n0,1,1\n1,many,1\n")
     answer = typed("--trace", trace)

@@ -136,6 +136,7 @@ async def test_a_password_made_by_somebody_else_is_good_for_choosing_another(con
         assert (answer.status_code, answer.headers["location"]) == (303, "/account"), path
     page = await browser.get("/account")
     assert "This password is temporary" in page.text
+    assert not [words for words in ("Second factor", "Signed-in devices") if words in page.text]
     browser.csrf_token = re.findall(r'name="csrf_token" value="([^"]+)"', page.text)[0]
     assert (await browser.post(f"/keys/{console.cast.bob.key.id}/revoke")).headers["location"] == "/account"
     same = {"current": FROM_OTHERS, "password": FROM_OTHERS, "again": FROM_OTHERS}

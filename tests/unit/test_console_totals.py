@@ -13,7 +13,7 @@ import pytest
 from appliance.base.acting import SYSTEM
 from appliance.base.ids import new_id
 from appliance.console.limits import key_levels, tenant_levels
-from appliance.console.totals import Totals, costs_this_month, totals_this_month, totals_today
+from appliance.console.totals import UsageTotals, costs_this_month, totals_this_month, totals_today
 from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.tenancy.access import WHOLE_APPLIANCE, Access
 from appliance.tenancy.principals import Limits, Principal, TenantChanges
@@ -110,7 +110,7 @@ async def test_sums_are_of_what_the_reader_may_see(late: tuple[ConsoleApp, FakeC
         await totals_today(console.services, bob, access=stranger),
         await totals_this_month(console.services, bob, access=stranger),
     ):
-        assert totals == Totals()
+        assert totals == UsageTotals()
 
 
 async def test_levels_count_what_the_reader_may_see(late: tuple[ConsoleApp, FakeClock]) -> None:

@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from engine.build import _log_start, build_engine
 from engine.config.model import ModelConfig, load_model_config
 from engine.errors import EngineConfigError
+from engine.memory import estimate
 from engine.memory import forecast as memory_forecast
 from engine.memory.estimate import DeviceMemory
 from engine.memory.forecast import MeasuredMemory, MemoryForecast, forecast_memory, format_parts, underestimated
@@ -73,6 +74,12 @@ def card(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return memory
 
 
+@pytest.fixture
+def main_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with so much memory that the model fits."""
+    monkeypatch.setattr(memory_forecast, "main_memory_bytes", lambda: 128 * GIB)
+
+
 def forecast(config: ModelConfig, device: torch.device = GPU, **options: Any) -> MemoryForecast:
     asked = EngineOptions(model=Path("m"), **options)
     return forecast_memory("llama", config, asked, StepMode.PLAIN, dtype=torch.bfloat16, device=device)
@@ -101,12 +108,42 @@ def test_an_engine_tells_what_was_predicted_and_what_was_taken(model: Path) -> N
 def test_whoever_builds_an_engine_reads_of_its_memory_and_of_a_context_that_is_cut(
     model: Path, enforce_eager: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(MemoryForecast, "shortened_note", lambda _: "the context is 64 tokens: llama needs more")
+    monkeypatch.setattr(MemoryForecast, "shortened_note", lambda *_: "the context is 64 tokens: llama needs more")
     with caplog.at_level(logging.INFO, logger="gatehouse.engine"):
         engine = build_engine(EngineOptions(model=model, device="cpu", num_kv_blocks=8, enforce_eager=enforce_eager))
     said = [(record.levelname, record.getMessage()) for record in caplog.records if record.getMessage().startswith("memory: ")]
     assert said[0] == ("INFO", f"memory: {format_parts(engine.info.memory)}")
     assert said[1] == ("WARNING", "memory: the context is 64 tokens: llama needs more")
+
+
+@pytest.mark.parametrize(
+    ("cache", "option"),
+    [({"num_kv_blocks": 2}, "num_gpu_blocks_override"), ({"kv_cache_bytes": 1}, "kv_cache_bytes"), ({}, "kv_cache_bytes (by")],
+    ids=["blocks", "bytes", "default of a CPU"],
+)
+def test_a_context_that_a_fixed_cache_shortens_is_told_with_the_option(
+    cache: dict[str, int], option: str, llama_8b: ModelConfig, monkeypatch: pytest.MonkeyPatch, main_memory: None
+) -> None:
+    block_bytes = forecast(llama_8b, CPU).fit.needs.block_bytes
+    if "kv_cache_bytes" in cache:
+        cache = {"kv_cache_bytes": 2 * block_bytes}
+    else:
+        monkeypatch.setattr(estimate, "CPU_KV_CACHE_BYTES", 2 * block_bytes)
+    note = shortened_note(llama_8b, cache)
+    assert note is not None
+    assert note.startswith(f"the context is 32 tokens: {option}")
+    assert note.endswith(f" has room for 32 tokens, 131072 tokens need {8192 * block_bytes} bytes")
+
+
+@pytest.mark.parametrize("cache", [{"num_kv_blocks": 8192}, {"num_kv_blocks": 2, "max_model_len": 20}], ids=str)
+def test_a_fixed_cache_that_holds_the_context_is_not_told_of(
+    cache: dict[str, int], llama_8b: ModelConfig, main_memory: None
+) -> None:
+    assert shortened_note(llama_8b, cache) is None
+
+
+def shortened_note(config: ModelConfig, options: dict[str, Any]) -> str | None:
+    return forecast(config, CPU, **options).shortened_note(config, EngineOptions(model=Path("m"), **options))
 
 
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])
@@ -165,10 +202,9 @@ def test_a_draft_model_is_predicted_with_it(model: Path) -> None:
     assert parts["kv_cache"].predicted_bytes == parts["kv_cache"].measured_bytes
 
 
-def test_without_an_option_a_cpu_has_its_fixed_cache_and_no_word_about_the_context(llama_8b: ModelConfig) -> None:
+def test_without_an_option_a_cpu_has_its_fixed_cache(llama_8b: ModelConfig) -> None:
     on_cpu = forecast(llama_8b, CPU)
     assert 0 <= CPU_KV_CACHE_BYTES - on_cpu.predicted_kv_bytes < on_cpu.fit.needs.block_bytes
-    assert on_cpu.shortened_note() is None
 
 
 def test_what_a_cpu_has_taken_is_asked_when_its_compiled_kernels_are_loaded(
@@ -248,7 +284,7 @@ def test_on_a_gpu_the_cache_is_what_is_left(llama_8b: ModelConfig, card: list[in
     left = int(140 * GIB * 0.9) - needs.fixed_bytes
     assert needs.context_bytes > GIB, "what others hold is not there for this engine"
     assert found.predicted_kv_bytes == left // needs.block_bytes * needs.block_bytes
-    assert found.shortened_note() is None
+    assert found.shortened_note(llama_8b, EngineOptions(model=Path("m"))) is None
 
 
 def test_batch_invariant_mode_is_in_the_forecast_of_a_gpu(llama_8b: ModelConfig, card: list[int]) -> None:
@@ -280,8 +316,9 @@ def test_a_context_that_was_asked_for_is_refused_by_name_and_one_that_was_not_is
     assert refused.value.option == "max_model_len"
     left_open = forecast(llama_8b)
     left_open.check(EngineOptions(model=Path("m")))
-    assert "kv_cache_dtype=fp8" in str(left_open.shortened_note())
-    assert str(left_open.shortened_note()).startswith(f"the context is {left_open.fit.context_len} tokens")
+    note = str(left_open.shortened_note(llama_8b, EngineOptions(model=Path("m"))))
+    assert "kv_cache_dtype=fp8" in note
+    assert note.startswith(f"the context is {left_open.fit.context_len} tokens")
 
 
 @pytest.mark.parametrize("option", ["kv_cache_bytes", "num_kv_blocks"])

@@ -39,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "appliance.console": {
         "appliance.base", "appliance.tenancy", "appliance.metering", "appliance.telemetry", "appliance.serving", *PROTOCOL,
     },
-    "appliance.cli": {"appliance", "engine.simulator", "engine.errors", "engine.triton_toolchain"},
+    "appliance.cli": {"appliance", "engine.simulator", "engine.errors", "engine.triton_toolchain", "engine.visible_gpu"},
     "appliance.app": {"appliance", *PROTOCOL},
     "engine": {"kernels.ops"},
     "kernels": set(),

@@ -276,6 +276,33 @@ async def test_every_role_on_the_appliance_reads_every_list_and_page(api: ApiApp
     assert read >= {"/", "/tenants", "/tenants/{tenant_id:str}", "/keys", "/keys/{key_id:str}", "/requests"}
 
 
+@on_one_database
+async def test_a_session_with_a_temporary_password_opens_only_what_replaces_it(api: ApiApp, bob: PopulatedTenant) -> None:
+    member = await api.services.members.create("dora@box.example", "a password of tests", "owner", temporary=True)
+    headers = await session_headers(api.services, member)
+    before = await dump_tables(api.services)
+    opened = set()
+    for route in routes(api):
+        if is_inference(route) or route.path == "/logout":
+            continue
+        answer = await call(api, route, headers, APPLIANCE_NAMES | bob.ids)
+        if not is_sent_to_change_the_password(answer):
+            opened.add((route.method, route.path))
+    assert opened == {("GET", "/account"), ("POST", "/account/password")}
+    assert await dump_tables(api.services) == before
+    answer = await api.client.post("/logout", headers=headers)
+    assert (answer.status_code, answer.headers["location"]) == (303, "/login")
+    assert await dump_tables(api.services) != before
+
+
+def is_sent_to_change_the_password(answer: httpx.Response) -> bool:
+    if answer.status_code == 403:
+        return bool(answer.json()["error"]["code"] == "password_change_needed")
+    if (answer.status_code, answer.headers.get("location")) != (303, "/account"):
+        return False
+    return "password-needed" in answer.headers.get("set-cookie", "")
+
+
 def changing(api: ApiApp) -> list[Route]:
     """Return the routes that change something of somebody else."""
     return [

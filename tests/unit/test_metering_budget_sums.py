@@ -21,7 +21,7 @@ _DAY_OF = "USING PRIMARY KEY (bucket=? AND start_at=? AND"
 READ: dict[LimitScope, str] = {
     "tenant": f"SEARCH usage_rollups {_DAY_OF} tenant_id=?)",
     "key": f"SEARCH usage_rollups {_DAY_OF} tenant_id=? AND key_id=?)",
-    "model": f"SEARCH usage_box_rollups {_DAY_OF} model=?)",
+    "model": f"SEARCH usage_appliance_rollups {_DAY_OF} model=?)",
 }
 
 

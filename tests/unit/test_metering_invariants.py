@@ -19,7 +19,7 @@ from appliance.metering.invoicing.free_allowances import FreeAllowances
 from appliance.metering.invoicing.rows import Invoice
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger.corrections import Correction
-from appliance.metering.ledger.journal_records import JournaledEntry, encode, open_journal
+from appliance.metering.ledger.journal_records import JournaledEvent, encode, open_journal
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.support.billing import Tokens, post_event
 from tests.support.cast import Cast
@@ -282,7 +282,7 @@ async def test_what_a_dead_process_left_in_its_journal_is_told(
     journal = open_journal(database_url)
     if journal is None:
         return  # PostgreSQL has none
-    entry = JournaledEntry(epoch_id=cast.epoch_id, currency="EUR", billing_day=clock.now().date(), entry=pending(cast.bob))
+    entry = JournaledEvent(epoch_id=cast.epoch_id, currency="EUR", billing_day=clock.now().date(), event=pending(cast.bob))
     await journal.append(encode(entry))
     found = {finding.name: finding for finding in await check_ledger(database_url, running=False, time_zone="UTC")}
     assert found["pending"].state == "note"
@@ -368,7 +368,7 @@ async def test_sums_by_day_move_to_another_time_zone_although_its_winter_days_be
 async def test_a_sum_of_the_appliance_that_is_not_that_of_its_owners_is_found(
     database: Database, database_url: str, ledger: str, bucket: str
 ) -> None:
-    sums = tables.usage_box_rollups
+    sums = tables.usage_appliance_rollups
     async with database.writing() as connection:
         await connection.execute(update(sums).where(sums.c.bucket == bucket).values(cost_low=sums.c.cost_low + 1))
     findings = {finding.name: finding for finding in await check_ledger(database_url, running=True, time_zone="UTC")}

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from appliance.metering.ledger.journal_records import JournaledEntry, decode, encode
-from appliance.metering.ledger.records import PendingEntry, RequestRecord, Settlement, Usage
+from appliance.metering.ledger.journal_records import JournaledEvent, decode, encode
+from appliance.metering.ledger.records import PendingEvent, RequestRecord, Settlement, Usage
 from appliance.metering.prices import Price
 from tests.support.clock import START, FakeClock
 
 
-def test_an_entry_survives_encoding_and_decoding(clock: FakeClock) -> None:
+def test_a_pending_event_survives_encoding_and_decoding(clock: FakeClock) -> None:
     entry = pending_of_nobody(clock)
-    journaled = JournaledEntry(epoch_id="epoch", currency="EUR", billing_day=START.date(), entry=entry)
+    journaled = JournaledEvent(epoch_id="epoch", currency="EUR", billing_day=START.date(), event=entry)
     assert decode(encode(journaled)) == journaled
 
 
@@ -28,13 +28,13 @@ def test_a_settlement_survives_encoding_and_decoding() -> None:
     assert decode(encode(settlement)) == settlement
 
 
-def pending_of_nobody(clock: FakeClock) -> PendingEntry:
-    """An entry with a price and every field set."""
+def pending_of_nobody(clock: FakeClock) -> PendingEvent:
+    """A pending event with a price and every field set."""
     price = Price(
         id="price", model="démo", effective_from=clock.now(), currency="EUR", prompt=1, cached_prompt=2, completion=3,
         batch_percent=50, created_at=clock.now(), rejected_draft=4, tier_percents={"priority": 120},
     )  # fmt: skip
-    return PendingEntry(
+    return PendingEvent(
         request_id="req", tenant_id="tenant", key_id="key", model="démo\n", endpoint="/v1", stream=False, prompt_tokens=1,
         reserved_tokens=2, price=price, admitted_at=clock.now(), price_basis_points=5000, currency="USD", batch=True,
     )  # fmt: skip
@@ -49,13 +49,13 @@ def test_records_of_the_first_version_can_be_read() -> None:
         b'{"priority":120}},"admitted_at":"2026-11-21T20:38:14.467045Z","price_basis_points":10000,"currency":null}}'
     )
     entry = decode(first)
-    assert isinstance(entry, JournaledEntry)
+    assert isinstance(entry, JournaledEvent)
     assert encode(entry) == first.replace(b'"currency":null}}', b'"currency":null,"batch":false}}')
-    assert not entry.entry.batch, "nothing was batch work before there was any"
+    assert not entry.event.batch, "nothing was batch work before there was any"
 
 
 def test_an_earlier_version_reads_later_records_ignoring_unknown_fields() -> None:
-    journaled = JournaledEntry(epoch_id="epoch", currency="EUR", billing_day=START.date(), entry=pending_of_nobody(FakeClock()))
+    journaled = JournaledEvent(epoch_id="epoch", currency="EUR", billing_day=START.date(), event=pending_of_nobody(FakeClock()))
     later = encode(journaled).replace(b'"batch":true', b'"batch":true,"from_later":{"x":[1]}')
     assert b"from_later" in later
     assert decode(later) == journaled

@@ -182,7 +182,7 @@ async def test_an_entry_settled_by_another_writer_meanwhile_is_not_settled_twice
 
 async def test_settling_an_unknown_request_raises(database: Database, clock: FakeClock, cast: Cast) -> None:
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
-        with pytest.raises(LedgerBroken, match="no entry"):
+        with pytest.raises(LedgerBroken, match="no event"):
             await ledger.settle(posted("req_unknown"))
         assert ledger.unrecorded_usage_tokens == 15
 

@@ -27,7 +27,7 @@ from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import journal_records, operation_queue, rollups
 from appliance.metering.ledger import writer as writer_module
 from appliance.metering.ledger.epochs import begin_epoch
-from appliance.metering.ledger.journal_records import JournaledEntry, count_unwritten_entries, encode, open_journal, replay
+from appliance.metering.ledger.journal_records import JournaledEvent, count_unwritten_events, encode, open_journal, replay
 from appliance.metering.ledger.records import Usage, UsageEvent
 from appliance.metering.ledger.round import LedgerBroken
 from appliance.metering.ledger.writer import Ledger
@@ -90,7 +90,7 @@ def _contents(path: Path) -> list[bytes]:
     return [file.read_bytes().strip(b"\0") for file in path.parent.glob(f"{path.name}-*")]
 
 
-async def test_a_journaled_entry_is_settled_like_any_other(
+async def test_a_journaled_event_is_settled_like_any_other(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     price = await euro_prices(database, clock).add(model="demo", currency="EUR", prompt=3, cached_prompt=1, completion=7)
@@ -103,7 +103,7 @@ async def test_a_journaled_entry_is_settled_like_any_other(
     assert _contents(tmp_path / "j") == [b"", b""]
 
 
-async def test_the_rows_of_a_journaled_entry_follow_by_themselves(
+async def test_the_rows_of_a_journaled_event_follow_by_themselves(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     entry = pending(cast.bob)
@@ -376,7 +376,7 @@ async def test_a_hanging_disk_refuses_requests_and_leaves_nothing_pending(
     assert await start_again(database, clock, tmp_path / "j") == {}
 
 
-async def test_a_journaled_entry_rejected_by_the_tables_is_logged_and_affects_no_other(
+async def test_a_journaled_event_rejected_by_the_tables_is_logged_and_affects_no_other(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     good, bad = pending(cast.bob), pending(cast.bob, tenant_id="nobody")
@@ -395,33 +395,33 @@ async def test_a_journal_newer_than_its_database_does_not_stop_the_start(
 ) -> None:
     journal = Journal(tmp_path / "j")
     day = START.date()
-    good = JournaledEntry(epoch_id=cast.epoch_id, currency="EUR", billing_day=day, entry=pending(cast.bob))
-    lost = JournaledEntry(epoch_id="epoch_of_a_later_backup", currency="EUR", billing_day=day, entry=pending(cast.bob))
+    good = JournaledEvent(epoch_id=cast.epoch_id, currency="EUR", billing_day=day, event=pending(cast.bob))
+    lost = JournaledEvent(epoch_id="epoch_of_a_later_backup", currency="EUR", billing_day=day, event=pending(cast.bob))
     for record in (encode(lost), b'{"not": "an entry"}', b"not JSON", encode(good)):
         await journal.append(record)
     events = await start_again(database, clock, tmp_path / "j")
-    assert set(events) == {good.entry.request_id}
+    assert set(events) == {good.event.request_id}
 
 
-async def test_replay_logs_a_settlement_without_an_entry(
+async def test_replay_logs_a_settlement_without_an_event(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     await Journal(tmp_path / "j").append(encode(posted("req_of_a_later_backup")))
     assert await start_again(database, clock, tmp_path / "j") == {}
-    assert "req_of_a_later_backup has no entry" in capfd.readouterr().out
+    assert "req_of_a_later_backup has no event" in capfd.readouterr().out
 
 
 async def test_a_start_with_an_unwritable_database_loses_nothing(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     journal = Journal(tmp_path / "j")
-    left = JournaledEntry(epoch_id=cast.epoch_id, currency="EUR", billing_day=START.date(), entry=pending(cast.bob))
+    left = JournaledEvent(epoch_id=cast.epoch_id, currency="EUR", billing_day=START.date(), event=pending(cast.bob))
     await journal.append(encode(left))
     failing = FailingDatabase.around(database)
     failing.fail_before_commit = 1
     with pytest.raises(Exception, match="disk full"):
         await replay(failing, Journal(tmp_path / "j"), clock, BillingCalendar())
-    assert set(await start_again(database, clock, tmp_path / "j")) == {left.entry.request_id}
+    assert set(await start_again(database, clock, tmp_path / "j")) == {left.event.request_id}
 
 
 async def test_a_stopping_ledger_refuses_late_operations(
@@ -645,11 +645,11 @@ async def test_a_bad_journal_record_does_not_stop_the_start(
 ) -> None:
     journal = Journal(tmp_path / "j")
     counts: dict[str, Any] = {"reserved_tokens": 2**80}
-    good = JournaledEntry(epoch_id=cast.epoch_id, currency="EUR", billing_day=START.date(), entry=pending(cast.bob))
-    huge = msgspec.structs.replace(good, entry=pending(cast.bob, **counts))
+    good = JournaledEvent(epoch_id=cast.epoch_id, currency="EUR", billing_day=START.date(), event=pending(cast.bob))
+    huge = msgspec.structs.replace(good, event=pending(cast.bob, **counts))
     for record in (journal_records._ENCODER.encode(huge), encode(good)):
         await journal.append(record)
-    assert set(await start_again(database, clock, tmp_path / "j")) == {good.entry.request_id}
+    assert set(await start_again(database, clock, tmp_path / "j")) == {good.event.request_id}
 
 
 async def test_entries_only_in_the_journal_are_counted_without_changing_it(
@@ -663,10 +663,10 @@ async def test_entries_only_in_the_journal_are_counted_without_changing_it(
     await ledger.open(written)
     await settle(ledger, posted(written.request_id))
     await kill_ledger(ledger)
-    await journal.append(encode(JournaledEntry(epoch_id=cast.epoch_id, currency="EUR", billing_day=START.date(), entry=left)))
+    await journal.append(encode(JournaledEvent(epoch_id=cast.epoch_id, currency="EUR", billing_day=START.date(), event=left)))
     for _ in range(2):
         async with database.reading() as connection:
-            assert await count_unwritten_entries(connection, database_url) == 1
+            assert await count_unwritten_events(connection, database_url) == 1
 
 
 def test_the_journal_is_next_to_the_real_file_behind_links(tmp_path: Path) -> None:

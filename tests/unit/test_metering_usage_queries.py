@@ -15,7 +15,7 @@ from sqlalchemy import Select, insert, text
 from sqlalchemy.dialects import sqlite
 
 from appliance.base.db import Database
-from appliance.base.tables import usage_box_rollups, usage_rollups
+from appliance.base.tables import usage_appliance_rollups, usage_rollups
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.rollups import COUNTS, SPLIT
 from appliance.metering.usage_queries import (
@@ -224,7 +224,7 @@ def test_a_report_by_neither_tenant_nor_key_is_read_from_the_sums_of_the_applian
         for filters in NARROWED:
             by_model_alone = {*columns, *filters} <= {"model"}
             assert ReportScope(columns=columns, filters=filters).table is (
-                usage_box_rollups if by_model_alone else usage_rollups
+                usage_appliance_rollups if by_model_alone else usage_rollups
             )
 
 

@@ -17,12 +17,13 @@ from sqlalchemy.pool import NullPool
 from appliance.base import migrations, tables
 from appliance.base.clock import SystemClock
 from appliance.base.db import Database
+from appliance.metering.appliance_records import read_record
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.invariants.check import check_ledger
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger.corrections import Correction
 from appliance.metering.ledger.epochs import begin_epoch
-from appliance.metering.ledger.records import PendingEntry, Settlement, Usage
+from appliance.metering.ledger.records import PendingEvent, Settlement, Usage
 from appliance.metering.usage import UsageReports
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.support.ledgers import euro_prices, utc_corrections, utc_ledger, utc_recover
@@ -44,6 +45,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "requests": {"batch": False, "tenant_open": None},
 }  # fmt: skip
+NEW_NAMES = {"box_records": "appliance_records", "usage_box_rollups": "usage_appliance_rollups"}
 
 
 @contextmanager
@@ -189,6 +191,14 @@ def fill_seventh(url: str) -> None:
     migrations.upgrade(url, "0007")
 
 
+def fill_eighth(url: str) -> None:
+    """Make a database of the eighth version, in which the seller is a record of the box."""
+    fill_seventh(url)
+    migrations.upgrade(url, "0008")
+    with adding(url) as add:
+        add("box_records", name="seller", value={"name": "Alice"}, updated_at=moment(url))
+
+
 FILLED: dict[str, Callable[[str], None]] = {
     "0001": fill_first,
     "0002": fill_second,
@@ -197,6 +207,7 @@ FILLED: dict[str, Callable[[str], None]] = {
     "0005": fill_fifth,
     "0006": fill_sixth,
     "0007": fill_seventh,
+    "0008": fill_eighth,
 }
 
 
@@ -233,9 +244,9 @@ def _add_event(add: Any, number: int, owner: str, status: str, *, at: datetime) 
 
 
 def same(before: Rows, after: Rows) -> bool:
-    """Whether every row and column of `before` is in `after` as it was."""
+    """Whether every row and column of `before` is in `after` as it was, in the table that has its name or its new one."""
     for name, rows in before.items():
-        kept = [{column: row[column] for column in rows[0]} for row in after[name]]
+        kept = [{column: row[column] for column in rows[0]} for row in after[NEW_NAMES.get(name, name)]]
         assert kept == rows, name
     return True
 
@@ -293,6 +304,18 @@ async def test_what_the_first_version_wrote_comes_through_whole(filled_url: str)
     assert len({row["id"] for row in now["sessions"]}) == 2
     findings = await check_ledger(filled_url, running=False, time_zone="UTC")
     assert [finding.name for finding in findings if finding.state != "holds"] == ["pending"]
+
+
+async def test_the_seller_and_the_sums_of_the_eighth_version_are_found_under_their_new_names(empty_database_url: str) -> None:
+    fill_eighth(empty_database_url)
+    migrations.upgrade(empty_database_url)
+    async with Database.open(empty_database_url) as database, database.reading() as connection:
+        seller = await read_record(connection, "seller")
+        assert seller is not None
+        assert seller.value == {"name": "Alice"}
+        sums = tables.usage_appliance_rollups.c
+        days = select(sums.model, sums.completion_tokens).where(sums.bucket == "day", sums.currency == "EUR")
+        assert {row.model for row in await connection.execute(days)} == {"demo"}
 
 
 async def test_the_upgraded_database_serves_at_once(filled_url: str) -> None:
@@ -358,7 +381,7 @@ async def do_batch_work(url: str) -> None:
         assert price is not None
         ledger = utc_ledger(database, clock, await begin_epoch(database, clock, "test"))
         await ledger.start()
-        entry = PendingEntry(
+        entry = PendingEvent(
             request_id="req_flex", tenant_id="tn_bob", key_id="key_bob", model="demo", endpoint="/v1/chat/completions",
             stream=False, prompt_tokens=30, reserved_tokens=40, price=price, admitted_at=clock.now(),
             price_basis_points=price.rate(batch=True).basis_points, batch=True,

@@ -11,6 +11,7 @@ from appliance.base.db import Database
 from appliance.base.errors import EngineUnavailable, InternalError, InvalidValue, Overloaded
 from appliance.metering.ledger.records import Settlement
 from appliance.serving.chunks import Chunk
+from appliance.serving.explanation import explain_live
 from appliance.serving.generation import Generation
 from appliance.tenancy import fields
 from appliance.tenancy.access import WHOLE_APPLIANCE
@@ -319,7 +320,7 @@ async def test_a_request_past_its_queue_deadline_gets_retry_after_and_is_not_bil
     assert outcome.error.retry_after_s is not None
     assert (event.status, event.finish_reason, event.prompt_tokens) == ("voided", "deadline", 0)
     assert (event.cause, outcome.finish_reasons) == ("queue_deadline", ("deadline",))
-    assert generation.live.explanation.startswith("Ended before its first token (deadline) after ")
+    assert explain_live(generation.live).startswith("Ended before its first token (deadline) after ")
 
 
 @pytest.mark.parametrize("n", [1, 3])

@@ -12,16 +12,17 @@ import structlog
 
 from appliance.base.db import Database
 from appliance.base.errors import Draining, EngineUnavailable, InternalError, Overloaded, RateLimitExceeded
-from appliance.metering.ledger.records import PendingEntry, Settlement, Usage
+from appliance.metering.ledger.records import PendingEvent, Settlement, Usage
 from appliance.metering.prices import Price
 from appliance.serving import engine_client
 from appliance.serving import generation as generation_module
 from appliance.serving.answers import Answer
 from appliance.serving.bill import Bill
 from appliance.serving.chunks import Chunk
+from appliance.serving.explanation import explain_live
 from appliance.serving.generation import Generation
 from appliance.serving.prepared_requests import PreparedRequest
-from appliance.serving.prompting import Prompting
+from appliance.serving.tokenizer import ModelTokenizer
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import Limits
 from engine.protocol import FinishReason, GenerationRequest, SamplingParams, TokenEvent
@@ -250,17 +251,17 @@ async def test_every_token_has_a_logprob_even_if_it_is_part_of_a_character(servi
 
 @pytest.mark.parametrize("merged", [1, 3, 100])
 def test_a_stop_string_ends_at_the_same_token_however_events_are_merged(tmp_path: Path, merged: int) -> None:
-    prompting = Prompting.load(make_hollow_model(tmp_path / "model"))
-    ids = prompting._tokenizer.encode(TEXT, add_special_tokens=False).ids
+    tokenizer = ModelTokenizer.load(make_hollow_model(tmp_path / "model"))
+    ids = tokenizer._tokenizer.encode(TEXT, add_special_tokens=False).ids
     request = GenerationRequest(request_id="r", tenant_id="t", prompt_token_ids=ids, sampling=SamplingParams(logprobs=0))
-    answer = Answer(0, prompting, SamplingParams(stop=["quick"], logprobs=0))
+    answer = Answer(0, tokenizer, SamplingParams(stop=["quick"], logprobs=0))
     chunks: list[Chunk] = []
     for begin in range(0, len(ids), merged):
         part = ids[begin : begin + merged]
         chunks.append(answer.push(make_event(request, part, begin + len(part))))
         if answer.stopped:
             break
-    expected = next(n for n in range(1, 99) if "quick" in prompting._tokenizer.decode(ids[:n]))
+    expected = next(n for n in range(1, 99) if "quick" in tokenizer._tokenizer.decode(ids[:n]))
 
     assert "".join(chunk.text for chunk in chunks) == "the "
     assert chunks[-1].completion_tokens == expected
@@ -271,20 +272,20 @@ def test_a_stop_string_ends_at_the_same_token_however_events_are_merged(tmp_path
     ("end", "stop_token_ids", "named"), [(0, [], 2), (5, [5], 2), (5, [], 3)], ids=["special", "stop", "text"]
 )
 def test_a_stop_token_that_is_not_shown_has_no_logprob(tmp_path: Path, end: int, stop_token_ids: list[int], named: int) -> None:
-    prompting = Prompting.load(make_hollow_model(tmp_path / "model"))
-    ids = [*prompting._tokenizer.encode("a b", add_special_tokens=False).ids[-2:], end]
+    tokenizer = ModelTokenizer.load(make_hollow_model(tmp_path / "model"))
+    ids = [*tokenizer._tokenizer.encode("a b", add_special_tokens=False).ids[-2:], end]
     request = GenerationRequest(request_id="r", tenant_id="t", prompt_token_ids=ids, sampling=SamplingParams(logprobs=0))
-    answer = Answer(0, prompting, SamplingParams(stop_token_ids=stop_token_ids, logprobs=0))
+    answer = Answer(0, tokenizer, SamplingParams(stop_token_ids=stop_token_ids, logprobs=0))
     chunk = answer.push(make_event(request, ids, len(ids), finish_reason=FinishReason.STOP))
 
     assert (chunk.completion_tokens, len(chunk.logprobs)) == (3, named)
 
 
 def test_a_stop_string_in_held_back_text_ends_the_answer_too(tmp_path: Path) -> None:
-    prompting = Prompting.load(make_hollow_model(tmp_path / "model"))
-    ids = prompting._tokenizer.encode("the \N{PARROT}", add_special_tokens=False).ids[:-1]  # the last character lacks a byte
+    tokenizer = ModelTokenizer.load(make_hollow_model(tmp_path / "model"))
+    ids = tokenizer._tokenizer.encode("the \N{PARROT}", add_special_tokens=False).ids[:-1]  # the last character lacks a byte
     request = GenerationRequest(request_id="r", tenant_id="t", prompt_token_ids=ids, sampling=SamplingParams())
-    answer = Answer(0, prompting, SamplingParams(stop=[" \N{REPLACEMENT CHARACTER}"]))
+    answer = Answer(0, tokenizer, SamplingParams(stop=[" \N{REPLACEMENT CHARACTER}"]))
     last = make_event(request, ids, len(ids), finish_reason=FinishReason.LENGTH)
 
     text = answer.push(last).text + answer.finish(last).text
@@ -441,7 +442,7 @@ async def test_a_refusal_of_admission_leaves_no_record(serving: Serving, databas
 async def test_a_request_without_a_pending_record_never_reaches_the_engine(
     serving: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch, error: Exception, log_events: list[str]
 ) -> None:
-    async def broken(_entry: PendingEntry) -> None:
+    async def broken(_entry: PendingEvent) -> None:
         raise error
 
     monkeypatch.setattr(serving.ledger, "open", broken)
@@ -460,7 +461,7 @@ async def test_a_disconnect_while_the_record_is_written_is_not_billed_and_never_
 ) -> None:
     written = serving.ledger.open
 
-    async def left(entry: PendingEntry) -> None:
+    async def left(entry: PendingEvent) -> None:
         await written(entry)
         serving.generations.abort(entry.request_id, access=WHOLE_APPLIANCE)
 
@@ -536,7 +537,7 @@ async def test_a_live_request_shows_its_progress(serving: Serving, cast: Cast) -
     await poll_until(lambda: live.kv_blocks > 0)
 
     assert (live.state, live.queue_position, live.tenant_name) == ("queued", 0, "bob")
-    assert "Waiting for a place" in live.explanation
+    assert "Waiting for a place" in explain_live(live)
     generation.end_early("aborted")
     await generation.outcome
     assert generation.live.state == "finished"

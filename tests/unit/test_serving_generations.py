@@ -14,7 +14,7 @@ import pytest
 from appliance.base.acting import SYSTEM
 from appliance.base.db import Database
 from appliance.base.errors import Draining, EngineUnavailable, NotFound, Overloaded, RoleNotAllowed
-from appliance.metering.ledger.records import PendingEntry, Settlement, Usage
+from appliance.metering.ledger.records import PendingEvent, Settlement, Usage
 from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.reservations import Reservation
 from appliance.tenancy.access import WHOLE_APPLIANCE, Access
@@ -205,7 +205,7 @@ async def test_a_request_whose_caller_is_cancelled_while_its_record_is_written_e
 ) -> None:
     written, requested, disk = serving.ledger.open, asyncio.Event(), asyncio.Event()
 
-    async def slowly(entry: PendingEntry) -> None:
+    async def slowly(entry: PendingEvent) -> None:
         requested.set()
         await disk.wait()
         await written(entry)

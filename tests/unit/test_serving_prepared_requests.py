@@ -37,14 +37,14 @@ def test_limits_get_the_output_room_even_without_a_requested_length() -> None:
 async def test_the_pending_record_has_the_reserved_tokens(clock: FakeClock) -> None:
     prepared = prepared_by(principal())
     reservation = await utc_admission(clock, EmptySums()).admit(prepared.admission_request(None, None))
-    assert prepared.pending_entry(reservation).reserved_tokens == reservation.reserved_tokens > 0
+    assert prepared.pending_event(reservation).reserved_tokens == reservation.reserved_tokens > 0
 
 
 async def test_the_record_of_a_request_without_a_price_has_the_currency_of_its_tenant(clock: FakeClock) -> None:
     bob = principal()
     prepared = prepared_by(dataclasses.replace(bob, tenant=dataclasses.replace(bob.tenant, currency="USD")))
     reservation = await utc_admission(clock, EmptySums()).admit(prepared.admission_request(None, None))
-    assert prepared.pending_entry(reservation).currency == "USD"
+    assert prepared.pending_event(reservation).currency == "USD"
 
 
 def test_a_live_request_shows_the_prefix_of_its_key() -> None:

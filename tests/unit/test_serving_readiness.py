@@ -10,9 +10,9 @@ import structlog
 
 from appliance.base.clock import SystemClock
 from appliance.serving.model_registry import ModelRegistry, ServedModel
-from appliance.serving.prompting import Prompting
 from appliance.serving.readiness import Readiness
 from appliance.serving.supervisor import Supervisor
+from appliance.serving.tokenizer import ModelTokenizer
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import engine_status
 from tests.support.ledgers import poll_until
@@ -31,7 +31,7 @@ async def model(tmp_path: Path, clock: FakeClock) -> AsyncIterator[ServedModel]:
         name="tiny",
         path=folder,
         engine=engine,
-        prompting=Prompting.load(folder),
+        tokenizer=ModelTokenizer.load(folder),
         context_len=None,
         sampling_defaults={},
         created=SystemClock().now(),

@@ -50,12 +50,12 @@ def test_on_a_gpu_they_are_those_of_a_plan(own: dict[str, Any], memory_gib: int,
         assert problem is None or str(problem) in str(planned_problem)
 
 
-def test_a_gpu_without_fp8_refuses_it_and_an_unknown_one_does_not(folder: str) -> None:
+def test_a_gpu_without_fp8_refuses_it(folder: str) -> None:
     engine = {"model": folder, "kv_cache_dtype": "fp8"}
     (problem,) = start_problems([engine], gpu_of_machine(80 * GIB, (8, 0)))
     assert "fp8_e4m3" not in str(problem)
     assert "this one has 8.0" in str(problem)
-    assert start_problems([engine], gpu_of_machine(80 * GIB, None)) == [None]
+    assert start_problems([engine], gpu_of_machine(80 * GIB, (8, 9))) == [None]
 
 
 def test_a_model_on_the_cpu_takes_nothing_of_the_gpu_and_is_judged_by_main_memory(
@@ -87,7 +87,7 @@ def test_main_memory_and_files_are_looked_at_too(folder: str, tmp_path: Path, mo
         {"model": str(tmp_path / "missing")},
         {"model": folder},
     ]
-    swap, prefix, missing, fine = start_problems(engines, gpu_of_machine(80 * GIB, None))
+    swap, prefix, missing, fine = start_problems(engines, gpu_of_machine(80 * GIB, (9, 0)))
     assert "swap_space (7 GiB), page-locked as 8 GiB, is more than 80% of main memory" in str(swap)
     assert "shared_prefixes need the model's tokenizer" in str(prefix)
     assert isinstance(missing, NotAModelDirectory)

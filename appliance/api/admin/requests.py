@@ -8,7 +8,7 @@ from litestar.params import FromPath
 from appliance.api.auth import authenticate_administrator
 from appliance.api.connection_services import services_of
 from appliance.api.queries import PAGING, AdminRequest, paging
-from appliance.api.shapes import PageShape, RequestShape, page_shape, past_request_shape
+from appliance.api.shapes import PageShape, RequestShape, live_request_shape, page_shape, past_request_shape
 from appliance.base.errors import NotFound
 from appliance.metering.past_requests import RequestFilter
 from appliance.serving.services import Services
@@ -38,7 +38,7 @@ async def retrieve_request(request: AdminRequest, request_id: FromPath[str]) -> 
     services = services_of(request)
     live = services.generations.find(request_id, access=access)
     if live is not None:
-        return RequestShape.of(live)
+        return live_request_shape(live)
     return past_request_shape(await services.past_requests.get(request_id, access=access))
 
 
@@ -53,9 +53,9 @@ async def abort_request(request: AdminRequest, request_id: FromPath[str]) -> Req
         raise NotFound("no such live request", param="request_id")
     if live.state != "finished":  # else it has ended on its own, and its usage is being recorded
         await services.audit.record("request.abort", "request", request_id, tenant_id=live.tenant_id)
-    return RequestShape.of(await generations.abort_and_wait(request_id, access=access))
+    return live_request_shape(await generations.abort_and_wait(request_id, access=access))
 
 
 def _live_shape(services: Services, request_id: str, access: Access) -> RequestShape | None:
     live = services.generations.find(request_id, access=access)
-    return None if live is None else RequestShape.of(live)
+    return None if live is None else live_request_shape(live)

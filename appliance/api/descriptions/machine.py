@@ -30,7 +30,7 @@ FIELDS = {
     "Engine.kv_blocks": "The blocks of the KV cache.",
     "host_kv_blocks": "KV blocks in host memory, which hold blocks evicted from the device.",
     "memory": "The device memory of the engine, by part.",
-    "memory_note": "Why the context length was reduced to fit into the memory; null if it was not.",
+    "memory_note": "Why the context length was reduced to fit into the memory or the KV cache; null if it was not.",
     "preemptions_total": "How often requests were preempted: paused so that others could use their memory.",
     "draft_tokens_total": "Tokens proposed by speculative decoding.",
     "accepted_draft_tokens_total": "Proposed tokens that became output.",

@@ -4,9 +4,9 @@ Ids are text, times are UTC, tokens and money are 64-bit integers (pico-units un
 """
 
 from appliance.base.tables.billing import (
+    appliance_records,
     audit_head,
     audit_log,
-    box_records,
     free_allowances,
     invoice_lines,
     invoices,
@@ -20,7 +20,7 @@ from appliance.base.tables.ledger import (
     limit_levels,
     prices,
     requests,
-    usage_box_rollups,
+    usage_appliance_rollups,
     usage_events,
     usage_rollups,
 )
@@ -40,9 +40,9 @@ __all__ = [
     "UtcDateTime",
     "admin_tokens",
     "api_keys",
+    "appliance_records",
     "audit_head",
     "audit_log",
-    "box_records",
     "counters",
     "epochs",
     "free_allowances",
@@ -60,7 +60,7 @@ __all__ = [
     "sessions",
     "tenants",
     "tiers",
-    "usage_box_rollups",
+    "usage_appliance_rollups",
     "usage_events",
     "usage_rollups",
     "webhooks",

@@ -20,8 +20,8 @@ from sqlalchemy import (
 from appliance.base.tables.columns import Sequence, UtcDateTime, metadata, optional_json
 
 # Appliance-wide records that change at run time: `seller` (the issuer of invoices) and `hardware` (the cost of the hardware).
-box_records = Table(
-    "box_records",
+appliance_records = Table(
+    "appliance_records",
     metadata,
     Column("name", String(40), primary_key=True),
     Column("value", JSON(none_as_null=True), nullable=False),

@@ -153,8 +153,8 @@ usage_rollups = Table(
 
 # usage_rollups added up over tenants and keys, and updated with it: a busy hour has hundreds of rows there, but only one per
 # model here.
-usage_box_rollups = Table(
-    "usage_box_rollups",
+usage_appliance_rollups = Table(
+    "usage_appliance_rollups",
     metadata,
     Column("bucket", String(10), primary_key=True),
     Column("start_at", UtcDateTime, primary_key=True),

@@ -97,7 +97,7 @@ async def check_ledger(
                 on_progress(num_read / num_events)
             tally.violations["requests"] += await references.requests_without_event(connection)
             tally.violations["price"] += history.violations()
-            only_in_journal = 0 if running else await journal_records.count_unwritten_entries(connection, url)
+            only_in_journal = 0 if running else await journal_records.count_unwritten_events(connection, url)
             findings += _findings_from_tally(tally, running=running, only_in_journal=only_in_journal)
             findings.append(await _check_sums(connection, tally))
             findings += await whole_ledger.check(connection, database.kind, BillingCalendar(time_zone))

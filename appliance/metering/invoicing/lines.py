@@ -79,9 +79,9 @@ class MonthAllowance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Totals:
-    """Totals. `subtotal_micros` is the sum of the lines. `due_micros` is the amount to pay: the subtotal rounded to the
-    currency's smallest coin, plus the tax on that. `total_micros` is subtotal plus tax, without that rounding."""
+class InvoiceTotals:
+    """Totals of an invoice. `subtotal_micros` is the sum of the lines. `due_micros` is the amount to pay: the subtotal rounded
+    to the currency's smallest coin, plus the tax on that. `total_micros` is subtotal plus tax, without that rounding."""
 
     subtotal_micros: int
     tax_micros: int
@@ -160,12 +160,12 @@ def currency_of(sums: Sequence[EventSums], month: str) -> str | None:
     return next(iter(non_zero or costs)) if non_zero or len(costs) == 1 else None
 
 
-def totals_of(lines: Iterable[InvoiceLine], *, tax_basis_points: int, currency: str) -> Totals:
+def totals_of(lines: Iterable[InvoiceLine], *, tax_basis_points: int, currency: str) -> InvoiceTotals:
     """Return the totals of the lines, with tax on the subtotal after rounding to the smallest coin."""
     subtotal = sum(line.rounded_micros for line in lines)
     net = payable_micros(subtotal, currency)
     tax = payable_share(net, tax_basis_points, currency)
-    return Totals(subtotal_micros=subtotal, tax_micros=tax, due_micros=net + tax)
+    return InvoiceTotals(subtotal_micros=subtotal, tax_micros=tax, due_micros=net + tax)
 
 
 def usage_picos(lines: Iterable[InvoiceLine]) -> int:

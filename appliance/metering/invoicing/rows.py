@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.tables import invoice_lines, invoices, tenants
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.invoicing.lines import FREE_ALLOWANCE, InvoiceLine, MonthAllowance, Totals, totals_of
+from appliance.metering.invoicing.lines import FREE_ALLOWANCE, InvoiceLine, InvoiceTotals, MonthAllowance, totals_of
 from appliance.metering.invoicing.seller import TERMS_DAYS_DEFAULT
 from appliance.metering.invoicing.sums import Coverage
 
@@ -56,7 +56,7 @@ class Invoice:
     head: InvoiceHead
     currency: str
     lines: tuple[InvoiceLine, ...]
-    totals: Totals
+    totals: InvoiceTotals
     seller: Mapping[str, Any]
     buyer: Mapping[str, Any]
     problem: str | None = None
@@ -124,7 +124,7 @@ def closed_invoice(head: InvoiceHead, lines: Sequence[InvoiceLine]) -> Invoice:
 
 def uncomputable_draft(head: InvoiceHead, buyer: Buyer | None, problem: str) -> Invoice:
     """Build the list entry of a draft that cannot be computed."""
-    zero = Totals(subtotal_micros=0, tax_micros=0, due_micros=0)
+    zero = InvoiceTotals(subtotal_micros=0, tax_micros=0, due_micros=0)
     name = head.tenant_id if buyer is None else buyer.name
     return Invoice(head=head, currency=head.currency, lines=(), totals=zero, seller={}, buyer={"name": name}, problem=problem)
 

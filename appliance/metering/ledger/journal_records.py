@@ -1,4 +1,4 @@
-"""The journal's records, a write-ahead log of pending entries and settlements: their encoding, and their replay to the tables.
+"""The journal's records, a write-ahead log of pending events and settlements: their encoding, and their replay to the tables.
 
 On SQLite a request waits only for its journal record, at admission and at its end, not for its rows in the database: those
 update ten indexes and wait for any other writer. The journal is next to the database file and as durable; the rows follow
@@ -24,25 +24,25 @@ from appliance.base.db import Database, parse_url
 from appliance.base.journal import Journal, remaining_records
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rows
-from appliance.metering.ledger.records import TOKEN_COLUMNS, PendingEntry, Settlement
+from appliance.metering.ledger.records import TOKEN_COLUMNS, PendingEvent, Settlement
 from appliance.metering.ledger.round import OnSettled, Round, Settle, is_bad_row
 
-ENTRIES_PER_TRANSACTION = 200
+EVENTS_PER_TRANSACTION = 200
 SUFFIX = ".admitted"
-SETTLEMENT = b"settled "  # prefix of a settlement's record; all others are entries
+SETTLEMENT = b"settled "  # prefix of a settlement's record; all others are pending events
 INTEGER_MAX = 2**63 - 1
 
 _log = structlog.get_logger()
 
 
-class JournaledEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """A pending entry and the other values of its rows. `currency` is the appliance's, used if neither price nor tenant has
+class JournaledEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """A pending event and the other values of its rows. `currency` is the appliance's, used if neither price nor tenant has
     one."""
 
     epoch_id: str
     currency: str
     billing_day: date
-    entry: PendingEntry
+    event: PendingEvent = msgspec.field(name="entry")
 
 
 def open_journal(database_url: str) -> Journal | None:
@@ -57,11 +57,11 @@ def _path(database_url: str) -> Path | None:
     return Path(f"{os.path.realpath(str(target.database))}{SUFFIX}") if kind == "sqlite" else None
 
 
-def encode(item: JournaledEntry | Settlement) -> bytes:
-    """Encode an entry or a settlement. Raises ValueError for values that the tables cannot store: text that is not Unicode, a
-    count beyond 64 bits."""
-    if isinstance(item, JournaledEntry):
-        prefix, count = b"", max(item.entry.prompt_tokens, item.entry.reserved_tokens)
+def encode(item: JournaledEvent | Settlement) -> bytes:
+    """Encode a pending event or a settlement. Raises ValueError for values that the tables cannot store: text that is not
+    Unicode, a count beyond 64 bits."""
+    if isinstance(item, JournaledEvent):
+        prefix, count = b"", max(item.event.prompt_tokens, item.event.reserved_tokens)
     else:
         prefix, count = SETTLEMENT, max(getattr(item.usage, name) for name in TOKEN_COLUMNS)
     if count > INTEGER_MAX:
@@ -69,15 +69,15 @@ def encode(item: JournaledEntry | Settlement) -> bytes:
     return prefix + _ENCODER.encode(item)
 
 
-def decode(record: bytes) -> JournaledEntry | Settlement:
-    """Decode a record to its entry or settlement. Raises ValueError."""
+def decode(record: bytes) -> JournaledEvent | Settlement:
+    """Decode a record to its pending event or settlement. Raises ValueError."""
     if record.startswith(SETTLEMENT):
         return _SETTLEMENTS.decode(record.removeprefix(SETTLEMENT))
-    return _ENTRIES.decode(record)
+    return _EVENTS.decode(record)
 
 
 _ENCODER = msgspec.json.Encoder()
-_ENTRIES = msgspec.json.Decoder(JournaledEntry)
+_EVENTS = msgspec.json.Decoder(JournaledEvent)
 _SETTLEMENTS = msgspec.json.Decoder(Settlement)
 
 
@@ -89,21 +89,21 @@ async def replay(
     `on_settled` receives the events settled here, as it does from the ledger. Call this before `recover`, which settles what is
     still pending. Raises OSError, or the database's error if it cannot be written; then nothing is lost.
     """
-    entries, settlements = _read(journal.read_remaining())
+    events, settlements = _read(journal.read_remaining())
     count = 0
-    for entry_batch in batched(entries, ENTRIES_PER_TRANSACTION):
-        count += await _write_entries(db, entry_batch)
-    for settlement_batch in batched(settlements, ENTRIES_PER_TRANSACTION):
+    for event_batch in batched(events, EVENTS_PER_TRANSACTION):
+        count += await _write_events(db, event_batch)
+    for settlement_batch in batched(settlements, EVENTS_PER_TRANSACTION):
         count += await _write_settlements(db, clock, calendar, settlement_batch, on_settled)
     journal.clear()
     return count
 
 
-async def count_unwritten_entries(connection: AsyncConnection, database_url: str) -> int:
-    """Count the entries of a stopped appliance that are in its journal but not in the tables. Raises OSError."""
-    entries, _ = _read_journal_of(database_url)
-    count = len(entries)
-    for request_ids in batched([journaled.entry.request_id for journaled in entries], ENTRIES_PER_TRANSACTION):
+async def count_unwritten_events(connection: AsyncConnection, database_url: str) -> int:
+    """Count the pending events of a stopped appliance that are in its journal but not in the tables. Raises OSError."""
+    events, _ = _read_journal_of(database_url)
+    count = len(events)
+    for request_ids in batched([journaled.event.request_id for journaled in events], EVENTS_PER_TRANSACTION):
         count -= len(await connection.run_sync(rows.existing, request_ids))
     return count
 
@@ -111,25 +111,25 @@ async def count_unwritten_entries(connection: AsyncConnection, database_url: str
 async def count_unwritten_requests(connection: AsyncConnection, database_url: str) -> int:
     """Count the requests whose admission or settlement is in the journal of a stopped appliance but not in the tables. Raises
     OSError."""
-    entries, settlements = _read_journal_of(database_url)
-    admitted = {journaled.entry.request_id for journaled in entries}
+    events, settlements = _read_journal_of(database_url)
+    admitted = {journaled.event.request_id for journaled in events}
     settled = {settlement.request_id for settlement in settlements}
     missing: set[str] = set()
     for request_ids, find_written in ((admitted, rows.existing), (settled, rows.finished)):
-        for batch in batched(sorted(request_ids), ENTRIES_PER_TRANSACTION):
+        for batch in batched(sorted(request_ids), EVENTS_PER_TRANSACTION):
             missing |= set(batch) - await connection.run_sync(find_written, batch)
     return len(missing)
 
 
-def _read_journal_of(database_url: str) -> tuple[list[JournaledEntry], list[Settlement]]:
+def _read_journal_of(database_url: str) -> tuple[list[JournaledEvent], list[Settlement]]:
     """Return the contents of a stopped appliance's journal; nothing for PostgreSQL, which has none."""
     path = _path(database_url)
     return _read([] if path is None else remaining_records(path))
 
 
-def _read(records: Iterable[bytes]) -> tuple[list[JournaledEntry], list[Settlement]]:
-    """Return the entries and settlements in `records`; unreadable records are logged."""
-    entries: list[JournaledEntry] = []
+def _read(records: Iterable[bytes]) -> tuple[list[JournaledEvent], list[Settlement]]:
+    """Return the pending events and settlements in `records`; unreadable records are logged."""
+    events: list[JournaledEvent] = []
     settlements: list[Settlement] = []
     for record in records:
         try:
@@ -137,32 +137,32 @@ def _read(records: Iterable[bytes]) -> tuple[list[JournaledEntry], list[Settleme
         except ValueError as error:
             _log.error("unreadable journal record", error=str(error), record=record.decode(errors="replace"))
             continue
-        if isinstance(item, JournaledEntry):
-            entries.append(item)
+        if isinstance(item, JournaledEvent):
+            events.append(item)
         else:
             settlements.append(item)
-    return entries, settlements
+    return events, settlements
 
 
-async def _write_entries(db: Database, entries: Sequence[JournaledEntry]) -> int:
+async def _write_events(db: Database, events: Sequence[JournaledEvent]) -> int:
     try:
-        return await db.batch_write(_insert_missing, entries)
+        return await db.batch_write(_insert_missing, events)
     except (StatementError, ValueError, OverflowError) as error:
         if not is_bad_row(error):
             raise
-        if len(entries) > 1:
-            return sum([await _write_entries(db, [entry]) for entry in entries])
+        if len(events) > 1:
+            return sum([await _write_events(db, [event]) for event in events])
         # Its tenant or its epoch is missing: the database is older than the journal.
-        _log.error("the tables rejected a journaled entry", error=str(error), record=_ENCODER.encode(entries[0]).decode())
+        _log.error("the tables rejected a journaled entry", error=str(error), record=_ENCODER.encode(events[0]).decode())
         return 0
 
 
-def _insert_missing(connection: Connection, entries: Sequence[JournaledEntry]) -> int:
-    existing = rows.existing(connection, [journaled.entry.request_id for journaled in entries])
-    missing = [journaled for journaled in entries if journaled.entry.request_id not in existing]
+def _insert_missing(connection: Connection, events: Sequence[JournaledEvent]) -> int:
+    existing = rows.existing(connection, [journaled.event.request_id for journaled in events])
+    missing = [journaled for journaled in events if journaled.event.request_id not in existing]
     if missing:
-        event_rows = [rows.event_row(new.entry, new.epoch_id, new.currency, new.billing_day) for new in missing]
-        rows.insert(connection, [journaled.entry for journaled in missing], event_rows)
+        event_rows = [rows.event_row(new.event, new.epoch_id, new.currency, new.billing_day) for new in missing]
+        rows.insert(connection, [journaled.event for journaled in missing], event_rows)
     return len(missing)
 
 

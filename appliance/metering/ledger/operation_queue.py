@@ -148,7 +148,7 @@ class OperationQueue:
         if self._opens_alone or not self._checkpoints_are_due():
             return {}
         self._checkpoints_due_s = self._clock.monotonic_s() + self._checkpoint_interval_s
-        without_rows = {operation.entry.request_id for operation in self._others if isinstance(operation, Open)}
+        without_rows = {operation.event.request_id for operation in self._others if isinstance(operation, Open)}
         taken = {request_id: usage for request_id, usage in sorted(self._checkpoints.items()) if request_id not in without_rows}
         self._checkpoints = {request_id: usage for request_id, usage in self._checkpoints.items() if request_id in without_rows}
         return taken

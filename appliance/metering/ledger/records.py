@@ -39,7 +39,7 @@ TOKEN_COLUMNS = Usage.__struct_fields__
 """Names of the token count columns, the same in every table."""
 
 
-class PendingEntry(msgspec.Struct, frozen=True, kw_only=True):
+class PendingEvent(msgspec.Struct, frozen=True, kw_only=True):
     """An admitted request, not yet sent to the engine. `prompt_tokens` is the length of its prompt; the event itself begins
     with zero tokens, because nothing has been computed. `price_basis_points` is the share of the price that is paid, by tier
     and batch; `batch` marks batch work; `currency` is the tenant's, used if there is no price."""
@@ -76,7 +76,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Settlement(msgspec.Struct, frozen=True, kw_only=True):
-    """The final state of a pending entry. A voided one costs nothing: its usage must be zero.
+    """The final state of a pending event. A voided one costs nothing: its usage must be zero.
 
     `cause` says why it ended early if `finish_reason` does not: `key_revoked`, `budget_exceeded`, `shutdown`, ….
     """
@@ -94,7 +94,7 @@ class Settlement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UsageEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """One record of the ledger. While pending, its token counts are checkpoints and its cost is zero.
+    """One row of the ledger. While pending, its token counts are checkpoints and its cost is zero.
 
     `posting` numbers events in the order of their final states; `billing_day` is the day of admission in the billing time zone.
     An adjustment's counts and cost are signed; `corrects_id` is the event that it corrects.

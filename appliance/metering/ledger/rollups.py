@@ -38,7 +38,7 @@ from appliance.base import counters
 from appliance.base.batches import batched
 from appliance.base.db import Database, insert_for
 from appliance.base.prepared import Prepared
-from appliance.base.tables import UtcDateTime, usage_box_rollups, usage_events, usage_rollups
+from appliance.base.tables import UtcDateTime, usage_appliance_rollups, usage_events, usage_rollups
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.records import TOKEN_COLUMNS, UsageEvent
 
@@ -66,7 +66,7 @@ def _upsert(kind: str, table: Table, keys: Sequence[str]) -> Insert:
 
 
 _ADD = _upserts(usage_rollups, KEYS)
-_ADD_OVER_TENANTS = _upserts(usage_box_rollups, KEYS_OVER_TENANTS)
+_ADD_OVER_TENANTS = _upserts(usage_appliance_rollups, KEYS_OVER_TENANTS)
 
 
 def add(connection: Connection, calendar: BillingCalendar, events: Iterable[UsageEvent]) -> None:
@@ -133,7 +133,7 @@ def split_cost(cost_picos: int) -> tuple[int, int]:
 
 async def models_used_since(connection: AsyncConnection, moment: datetime) -> list[tuple[str, str]]:
     """Return the (model, currency) pairs with usage on days that begin at or after `moment`."""
-    days = usage_box_rollups.c
+    days = usage_appliance_rollups.c
     query = select(days.model, days.currency).where(days.bucket == DAY, days.start_at >= moment).distinct()
     return [(model, currency) for model, currency in (await connection.execute(query)).all()]
 
@@ -143,7 +143,7 @@ async def rebuild(db: Database, calendar: BillingCalendar) -> int:
     async with db.writing() as connection:
         await counters.lock(connection, counters.POSTING)
         await connection.execute(delete(usage_rollups))
-        await connection.execute(delete(usage_box_rollups))
+        await connection.execute(delete(usage_appliance_rollups))
         for bucket in (MINUTE, HOUR):
             # In order of time, as originally written, so that rows read by one report are stored close together.
             query = _summed(bucket, floor_of(db.kind, usage_events.c.admitted_at, bucket)).order_by(literal_column("start_at"))
@@ -162,7 +162,7 @@ async def align_days(db: Database, calendar: BillingCalendar) -> bool:
         return False
     async with db.writing() as connection:
         await counters.lock(connection, counters.POSTING)
-        for table in (usage_rollups, usage_box_rollups):
+        for table in (usage_rollups, usage_appliance_rollups):
             await connection.execute(delete(table).where(table.c.bucket == DAY))
         await _insert_days(connection, calendar)
         await _insert_over_tenants(connection, [DAY])
@@ -204,8 +204,8 @@ def _stored(bucket: str) -> Select[Any]:
 
 
 async def _differs_over_tenants(connection: AsyncConnection, bucket: str) -> bool:
-    stored = select(*(usage_box_rollups.c[name] for name in (*KEYS_OVER_TENANTS, *COUNTS))).where(
-        usage_box_rollups.c.bucket == bucket
+    stored = select(*(usage_appliance_rollups.c[name] for name in (*KEYS_OVER_TENANTS, *COUNTS))).where(
+        usage_appliance_rollups.c.bucket == bucket
     )
     return await _rows_differ(connection, _summed_over_tenants(bucket), stored)
 
@@ -242,7 +242,7 @@ async def _insert_days(connection: AsyncConnection, calendar: BillingCalendar) -
 async def _insert_over_tenants(connection: AsyncConnection, levels: Iterable[str]) -> None:
     for bucket in levels:
         query = _summed_over_tenants(bucket).order_by(*(usage_rollups.c[name] for name in KEYS_OVER_TENANTS))
-        await connection.execute(insert(usage_box_rollups).from_select([*KEYS_OVER_TENANTS, *COUNTS], query))
+        await connection.execute(insert(usage_appliance_rollups).from_select([*KEYS_OVER_TENANTS, *COUNTS], query))
 
 
 def _bucket_starts(minute: datetime, day: date, calendar: BillingCalendar) -> Sequence[tuple[str, datetime]]:

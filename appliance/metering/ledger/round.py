@@ -19,7 +19,7 @@ from appliance.base.db import Database
 from appliance.base.errors import InternalError
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import epochs, rollups, rows
-from appliance.metering.ledger.records import PendingEntry, Settlement, Usage, UsageEvent
+from appliance.metering.ledger.records import PendingEvent, Settlement, Usage, UsageEvent
 from appliance.metering.prices import Rate
 
 _log = structlog.get_logger()
@@ -69,17 +69,17 @@ class TrackedOperation:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Open(TrackedOperation):
-    """Write a pending entry. `abandoned`: its caller was cancelled before it was written. `may_exist`: an earlier try may have
+    """Write a pending event. `abandoned`: its caller was cancelled before it was written. `may_exist`: an earlier try may have
     written it."""
 
-    entry: PendingEntry
+    event: PendingEvent
     abandoned: bool = False
     may_exist: bool = False
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Settle(TrackedOperation):
-    """Bring an entry to its final state. `written`: the event is in the ledger with these figures. `on_recorded` is called once
+    """Bring an event to its final state. `written`: it is in the ledger with these figures. `on_recorded` is called once
     the rows are committed, or when they certainly will not be."""
 
     settlement: Settlement
@@ -108,7 +108,7 @@ class Settle(TrackedOperation):
 
 @dataclass(slots=True, eq=False)
 class Void:
-    """Void an entry if it exists and is pending: its caller got an error."""
+    """Void an event if it exists and is pending: its caller got an error."""
 
     request_id: str
 
@@ -123,7 +123,7 @@ class Round:
     """Operations and checkpoints that are committed together, or each alone if one of them is bad. A checkpoint is what a
     running request would be billed if the process died now.
 
-    `opened` are the pending entries written by this process, kept up to date by `report_results`. `errors` are the errors of
+    `opened` are the pending events written by this process, kept up to date by `report_results`. `errors` are the errors of
     bad operations, by `id(operation)`.
     """
 
@@ -159,7 +159,7 @@ class Round:
             error = self.errors.get(id(operation))
             if isinstance(operation, Open):
                 if error is None:
-                    self.opened[operation.entry.request_id] = self.inserted[operation.entry.request_id]
+                    self.opened[operation.event.request_id] = self.inserted[operation.event.request_id]
             elif isinstance(operation, Void) or operation.written:
                 self.opened.pop(operation.request_id, None)
             if isinstance(operation, Void):
@@ -207,7 +207,7 @@ class Round:
         settles: Sequence[Settle],
         voids: Sequence[str],
     ) -> dict[str, rows.Opened]:
-        """Execute every statement of the transaction, and return the new entries."""
+        """Execute every statement of the transaction, and return the new events."""
         if opens and connection.dialect.name == "postgresql":  # a SQLite file is not taken over while this process lives
             epochs.lock_epoch(connection, self.epoch_id)
         inserted = self._insert(connection, opens) if opens else {}
@@ -220,31 +220,31 @@ class Round:
         return inserted
 
     def _insert(self, connection: Connection, opens: Sequence[Open]) -> dict[str, rows.Opened]:
-        new = [(operation.entry, self._event_row(operation.entry)) for operation in opens]
-        may_exist = [operation.entry.request_id for operation in opens if operation.may_exist]
+        new = [(operation.event, self._event_row(operation.event)) for operation in opens]
+        may_exist = [operation.event.request_id for operation in opens if operation.may_exist]
         existing = rows.existing(connection, may_exist) if may_exist else ()
-        missing = [(entry, row) for entry, row in new if entry.request_id not in existing]
+        missing = [(event, row) for event, row in new if event.request_id not in existing]
         if missing:
-            rows.insert(connection, [entry for entry, _ in missing], [row for _, row in missing])
-        return {entry.request_id: rows.Opened(row, entry.price) for entry, row in new}
+            rows.insert(connection, [event for event, _ in missing], [row for _, row in missing])
+        return {event.request_id: rows.Opened(row, event.price) for event, row in new}
 
-    def _event_row(self, entry: PendingEntry) -> dict[str, Any]:
-        return rows.event_row(entry, self.epoch_id, self.currency, self.calendar.day_of(entry.admitted_at))
+    def _event_row(self, event: PendingEvent) -> dict[str, Any]:
+        return rows.event_row(event, self.epoch_id, self.currency, self.calendar.day_of(event.admitted_at))
 
     def _settle(
         self, connection: Connection, settles: Sequence[Settle], voids: Sequence[str], opened: Mapping[str, rows.Opened]
     ) -> list[UsageEvent]:
         request_ids = {operation.settlement.request_id for operation in settles} | set(voids)
-        entries = rows.find_entries(connection, sorted(request_ids), opened)
+        found = rows.find_events(connection, sorted(request_ids), opened)
         changes: dict[str, tuple[UsageEvent, Settlement]] = {}
         for operation in settles:
-            error = self._apply(operation.settlement, entries, changes)
+            error = self._apply(operation.settlement, found, changes)
             if error is not None:
                 self.errors[id(operation)] = error
         for request_id in voids:
-            entry = entries.get(request_id)
-            if entry is not None and entry.event.status == "pending" and request_id not in changes:
-                self._apply(_void(request_id), entries, changes)
+            rated = found.get(request_id)
+            if rated is not None and rated.event.status == "pending" and request_id not in changes:
+                self._apply(_void(request_id), found, changes)
         if changes:
             self._assign_postings(connection, changes)
             self._update(connection, [changes[request_id] for request_id in sorted(changes)])
@@ -258,18 +258,18 @@ class Round:
             changes[request_id] = (msgspec.structs.replace(event, posting=posting), settlement)
 
     def _apply(
-        self, settlement: Settlement, entries: Mapping[str, rows.Entry], changes: dict[str, tuple[UsageEvent, Settlement]]
+        self, settlement: Settlement, found: Mapping[str, rows.RatedEvent], changes: dict[str, tuple[UsageEvent, Settlement]]
     ) -> LedgerBroken | None:
         """Add the change made by `settlement`, if any, to `changes`. Return the error of a settlement that is impossible."""
         request_id = settlement.request_id
-        if request_id not in entries:
-            return LedgerBroken(f"request {request_id} has no entry to settle")
-        event = changes[request_id][0] if request_id in changes else entries[request_id].event
+        if request_id not in found:
+            return LedgerBroken(f"request {request_id} has no event to settle")
+        event = changes[request_id][0] if request_id in changes else found[request_id].event
         if event.status != "pending":
             if rows.same_outcome(event, settlement):
                 return None
             return LedgerBroken(f"request {request_id} was settled as {event.status} with other figures")
-        cost = self._cost(entries[request_id].rate, settlement.usage)
+        cost = self._cost(found[request_id].rate, settlement.usage)
         if isinstance(cost, LedgerBroken):
             return cost
         changes[request_id] = (rows.settled(event, settlement, cost, self.now), settlement)
@@ -286,7 +286,7 @@ class Round:
         parameters = [rows.settle_event_parameters(event) for event, _ in changes]
         changed = rows.SETTLE_EVENTS.execute(connection, parameters)
         if changed != len(changes):
-            raise LedgerBroken(f"{len(changes)} entries were pending and {changed} changed: is there a second writer?")
+            raise LedgerBroken(f"{len(changes)} events were pending and {changed} changed: is there a second writer?")
         details = [rows.settle_request_parameters(settlement, self.now) for _, settlement in changes]
         rows.SETTLE_REQUESTS.execute(connection, details)
         rollups.add(connection, self.calendar, [event for event, _ in changes])
@@ -299,7 +299,7 @@ def _void(request_id: str) -> Settlement:
 def _refusal(operation: Operation, error: Exception) -> Exception:
     """Return the error for the caller of a bad operation: a refusal for an open, a contradiction for a settlement."""
     if isinstance(operation, Open):
-        refusal = InternalError("the database rejected the usage record; nothing was started")
+        refusal = InternalError("the database rejected the usage event; nothing was started")
         refusal.__cause__ = error
         return refusal
     broken = LedgerBroken(f"the database rejected the settlement: {error}")

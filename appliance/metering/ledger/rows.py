@@ -1,4 +1,4 @@
-"""SQL statements of the ledger and their rows: new entries, checkpoints, settlements. Decides nothing about time or retries."""
+"""SQL statements of the ledger and their rows: new events, checkpoints, settlements. Decides nothing about time or retries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from appliance.base.tables import prices, requests, usage_events
 from appliance.metering.ledger.records import (
     ERROR_CHARS_MAX,
     TOKEN_COLUMNS,
-    PendingEntry,
+    PendingEvent,
     RequestRow,
     Settlement,
     Usage,
@@ -55,53 +55,53 @@ WRITE_CHECKPOINTS = Prepared(_OF_PENDING.values(_new(TOKEN_COLUMNS)))
 SETTLE_REQUESTS = Prepared(update(requests).where(requests.c.id == bindparam("of_request")).values(_new(_FINISHED)))
 
 
-def event_row(entry: PendingEntry, epoch_id: str, default_currency: str, billing_day: date) -> dict[str, Any]:
-    """Return the pending row of `entry` in `usage_events`, with zero tokens and cost."""
+def event_row(event: PendingEvent, epoch_id: str, default_currency: str, billing_day: date) -> dict[str, Any]:
+    """Return the row of a pending event in `usage_events`, with zero tokens and cost."""
     return {
-        "request_id": entry.request_id,
-        "tenant_id": entry.tenant_id,
-        "key_id": entry.key_id,
+        "request_id": event.request_id,
+        "tenant_id": event.tenant_id,
+        "key_id": event.key_id,
         "epoch_id": epoch_id,
-        "model": entry.model,
-        "endpoint": entry.endpoint,
+        "model": event.model,
+        "endpoint": event.endpoint,
         "kind": "usage",
         "status": "pending",
-        "reserved_tokens": entry.reserved_tokens,
+        "reserved_tokens": event.reserved_tokens,
         **dict.fromkeys(TOKEN_COLUMNS, 0),
         "estimated": False,
-        "batch": entry.batch,
-        "price_id": entry.price.id if entry.price else None,
-        "price_basis_points": entry.price_basis_points,
+        "batch": event.batch,
+        "price_id": event.price.id if event.price else None,
+        "price_basis_points": event.price_basis_points,
         "cost_picos": 0,
-        "currency": entry.price.currency if entry.price else entry.currency or default_currency,
+        "currency": event.price.currency if event.price else event.currency or default_currency,
         "billing_day": billing_day,
-        "admitted_at": entry.admitted_at,
+        "admitted_at": event.admitted_at,
     }
 
 
-def request_row(entry: PendingEntry) -> dict[str, Any]:
-    """Return the row of `requests` for an entry that has not finished."""
+def request_row(event: PendingEvent) -> dict[str, Any]:
+    """Return the row of `requests` for a pending event."""
     return {
-        "id": entry.request_id,
-        "tenant_id": entry.tenant_id,
-        "key_id": entry.key_id,
-        "model": entry.model,
-        "endpoint": entry.endpoint,
-        "stream": entry.stream,
-        "batch": entry.batch,
-        "prompt_tokens": entry.prompt_tokens,
+        "id": event.request_id,
+        "tenant_id": event.tenant_id,
+        "key_id": event.key_id,
+        "model": event.model,
+        "endpoint": event.endpoint,
+        "stream": event.stream,
+        "batch": event.batch,
+        "prompt_tokens": event.prompt_tokens,
         "cached_tokens": 0,
         "completion_tokens": 0,
         "kv_blocks": 0,
         "preemptions": 0,
-        "admitted_at": entry.admitted_at,
+        "admitted_at": event.admitted_at,
     }
 
 
-def insert(connection: Connection, entries: Sequence[PendingEntry], event_rows: Sequence[dict[str, Any]]) -> None:
-    """Insert new entries into `usage_events` and `requests`."""
+def insert(connection: Connection, events: Sequence[PendingEvent], event_rows: Sequence[dict[str, Any]]) -> None:
+    """Insert pending events into `usage_events` and `requests`."""
     INSERT_EVENTS.execute(connection, event_rows)
-    INSERT_REQUESTS.execute(connection, [request_row(entry) for entry in entries])
+    INSERT_REQUESTS.execute(connection, [request_row(event) for event in events])
 
 
 def existing(connection: Connection, request_ids: Sequence[str]) -> set[str]:
@@ -137,7 +137,7 @@ _STATES = Lookup(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Entry:
+class RatedEvent:
     """An event as stored in the ledger, and the unit prices of its tokens."""
 
     event: UsageEvent
@@ -146,31 +146,31 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Opened:
-    """A pending entry written by this process: all of its event but the id."""
+    """A pending event written by this process: all of it but the id."""
 
     row: dict[str, Any]
     price: Price | None
 
 
-def find_entries(connection: Connection, request_ids: Sequence[str], opened: Mapping[str, Opened]) -> dict[str, Entry]:
-    """Return the entries of these requests. For those in `opened`, only the id and status are read."""
-    found: dict[str, Entry] = {}
+def find_events(connection: Connection, request_ids: Sequence[str], opened: Mapping[str, Opened]) -> dict[str, RatedEvent]:
+    """Return the events of these requests. For those in `opened`, only the id and status are read."""
+    found: dict[str, RatedEvent] = {}
     known = [request_id for request_id in request_ids if request_id in opened]
     for request_id, event_id, status in _STATES.rows(connection, known) if known else ():
         if status == "pending":
-            found[request_id] = _entry_of(event_id, opened[request_id])
+            found[request_id] = _rated_event(event_id, opened[request_id])
     others = [request_id for request_id in request_ids if request_id not in found]
     if others:
         read = connection.execute(EVENTS_WITH_PRICES, {"request_ids": others}).mappings()
-        found |= {row["request_id"]: Entry(event_from_row(row), rate_of(row)) for row in read}
+        found |= {row["request_id"]: RatedEvent(event_from_row(row), rate_of(row)) for row in read}
     return found
 
 
-def _entry_of(event_id: int, opened: Opened) -> Entry:
+def _rated_event(event_id: int, opened: Opened) -> RatedEvent:
     row, price = opened.row, opened.price
     columns = {**row, "id": event_id, "finish_reason": None, "settled_at": None}
     del columns["epoch_id"]
-    return Entry(UsageEvent(**columns), None if price is None else price.rate_at(row["price_basis_points"]))
+    return RatedEvent(UsageEvent(**columns), None if price is None else price.rate_at(row["price_basis_points"]))
 
 
 def rate_of(row: RowMapping) -> Rate | None:

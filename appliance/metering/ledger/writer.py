@@ -10,8 +10,8 @@ journal the caller waits for the rows.
 
 A settlement is never given up while the process lives. If the journal fails, the caller waits for the rows; if the database
 fails, the write is retried: it is a conditional update on `status = 'pending'`, so retrying after a COMMIT of unknown outcome
-changes nothing. The rows of a journaled entry are retried too. Without a journal, an `open` that fails is refused, and in case
-its COMMIT did happen, the entry is voided as soon as the database answers again.
+changes nothing. The rows of a journaled event are retried too. Without a journal, an `open` that fails is refused, and in case
+its COMMIT did happen, the event is voided as soon as the database answers again.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from appliance.base.db import Database
 from appliance.base.errors import InternalError, Overloaded
 from appliance.base.journal import Journal
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.ledger.journal_records import JournaledEntry, encode
+from appliance.metering.ledger.journal_records import JournaledEvent, encode
 from appliance.metering.ledger.operation_queue import CHECKPOINT_INTERVAL_S, COMBINE_FROM, SETTLE_PAUSE_S, OperationQueue
-from appliance.metering.ledger.records import PendingEntry, Settlement, Usage
+from appliance.metering.ledger.records import PendingEvent, Settlement, Usage
 from appliance.metering.ledger.round import LedgerBroken, OnSettled, Open, Operation, Round, Settle, TrackedOperation, Void
 from appliance.metering.ledger.rows import Opened
 
@@ -121,46 +121,46 @@ class Ledger:
         if left:
             raise LedgerBroken(f"the ledger stopped with {left} operations unwritten: {self.last_error}")
 
-    async def open(self, entry: PendingEntry) -> None:
-        """Return once the pending entry is durable. If it raises or is cancelled, no entry stays pending.
+    async def open(self, event: PendingEvent) -> None:
+        """Return once the pending event is durable. If it raises or is cancelled, no event stays pending.
 
         Raises Overloaded if the disk or the database fails or times out, or too many operations wait, and InternalError if only
-        this entry cannot be written.
+        this event cannot be written.
         """
         self._check_running()
         if len(self._queue) >= self._queued_opens_max:
             raise Overloaded("too many requests are waiting to be recorded", retry_after_s=1.0)
         if self._journal is None:
-            await self._open_in_tables(entry)
+            await self._open_in_tables(event)
         else:
-            await self._open_in_journal(self._journal, entry)
+            await self._open_in_journal(self._journal, event)
 
-    async def _open_in_journal(self, journal: Journal, entry: PendingEntry) -> None:
-        """Return once the entry is in the journal. If cancelled, it may leave a record there that the next start finds."""
+    async def _open_in_journal(self, journal: Journal, event: PendingEvent) -> None:
+        """Return once the event is in the journal. If cancelled, it may leave a record there that the next start finds."""
         if not self._tables_are_writable:
             raise _unwritable()
-        day = self._calendar.day_of(entry.admitted_at)
+        day = self._calendar.day_of(event.admitted_at)
         try:
-            record = encode(JournaledEntry(epoch_id=self._epoch_id, currency=self._currency, billing_day=day, entry=entry))
+            record = encode(JournaledEvent(epoch_id=self._epoch_id, currency=self._currency, billing_day=day, event=event))
         except ValueError as error:
-            raise InternalError("the usage record cannot be written; nothing was started") from error
+            raise InternalError("the usage event cannot be written; nothing was started") from error
         try:
             async with asyncio.timeout(self._open_timeout_s):
                 number = await journal.append(record)
         except (OSError, TimeoutError) as error:
-            _log.error("ledger_journal_failed", error=repr(error), request_id=entry.request_id)
+            _log.error("ledger_journal_failed", error=repr(error), request_id=event.request_id)
             raise _unwritable() from error
         try:
             self._check_running()
         except InternalError:
             journal.release([number])
             raise
-        self._put(Open(entry=entry, number=number))
+        self._put(Open(event=event, number=number))
 
-    async def _open_in_tables(self, entry: PendingEntry) -> None:
-        """Return once the rows of the entry are committed."""
+    async def _open_in_tables(self, event: PendingEvent) -> None:
+        """Return once the rows of the event are committed."""
         outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        operation = Open(entry=entry, outcome=outcome)
+        operation = Open(event=event, outcome=outcome)
         self._queue.put(operation)
         try:
             async with asyncio.timeout(self._open_timeout_s):
@@ -168,7 +168,7 @@ class Ledger:
         except (asyncio.CancelledError, TimeoutError) as error:
             # The caller is gone and it is unknown whether the row was written: the void settles it either way.
             operation.abandoned = True
-            self._put(Void(entry.request_id))
+            self._put(Void(event.request_id))
             if isinstance(error, TimeoutError):
                 raise _unwritable() from error
             raise
@@ -194,7 +194,7 @@ class Ledger:
         `on_recorded` is called once the state is in the tables, possibly later, or when this process will certainly not write
         it.
 
-        Raises LedgerBroken if it has to be given up: there is no such entry, it was settled differently, or the ledger has
+        Raises LedgerBroken if it has to be given up: there is no such event, it was settled differently, or the ledger has
         stopped. Once the journal record is durable and the caller has continued, such an error is only logged. Cancelling the
         caller does not stop a settlement.
         """
@@ -312,7 +312,7 @@ class Ledger:
         for operation in operations:
             if isinstance(operation, Open) and operation.number is None:
                 operation.fail(_unwritable())
-                kept.append(Void(operation.entry.request_id))
+                kept.append(Void(operation.event.request_id))
                 continue
             if isinstance(operation, Open):
                 operation.may_exist = True
@@ -337,4 +337,4 @@ class Ledger:
 
 
 def _unwritable() -> Overloaded:
-    return Overloaded("the usage record could not be written; nothing was started", retry_after_s=RETRY_AFTER_S)
+    return Overloaded("the usage event could not be written; nothing was started", retry_after_s=RETRY_AFTER_S)

@@ -15,7 +15,7 @@ from typing import Any
 from sqlalchemy import Row, Select, String, Table, and_, case, func, literal, select, union_all
 from sqlalchemy.sql.selectable import CompoundSelect
 
-from appliance.base.tables import api_keys, usage_box_rollups, usage_rollups
+from appliance.base.tables import api_keys, usage_appliance_rollups, usage_rollups
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.rollups import DAY
 from appliance.metering.limits.owners import LimitScope, Owner, owners_of
@@ -52,7 +52,7 @@ def rows_by_owner(rows: Iterable[Row[Any]], owners: Container[Owner]) -> Iterato
 
 def _sums(scope: LimitScope, names: list[str], days: Sequence[datetime], tokens_since: datetime | None) -> Select[Any]:
     """Return the query for the sums of the owners of one scope: of all its owners if there are too many `names` to list."""
-    table: Table = usage_box_rollups if scope == "model" else usage_rollups
+    table: Table = usage_appliance_rollups if scope == "model" else usage_rollups
     columns, empty = table.c, literal("", String())
     tokens = columns.prompt_tokens + columns.completion_tokens
     keys = [

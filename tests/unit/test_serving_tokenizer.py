@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 
 from appliance.base.errors import ContextLengthExceeded, InvalidValue, Overloaded
-from appliance.serving import prompting
+from appliance.serving import tokenizer
 from appliance.serving.model_folder import NotAModel
-from appliance.serving.prompting import Prompting, output_room
+from appliance.serving.tokenizer import ModelTokenizer, output_room
 from tests.support.served_model import make_tokenizer, write_text_files
 
 CONTEXT = 10_000
 HELLO = [{"role": "user", "content": "the quick fox"}]
 
 
-def loaded(folder: Path, template: str | None) -> Prompting:
+def loaded(folder: Path, template: str | None) -> ModelTokenizer:
     write_text_files(folder, template=template)
-    return Prompting.load(folder)
+    return ModelTokenizer.load(folder)
 
 
 async def text_of(folder: Path, template: str, messages: list[dict[str, Any]]) -> str:
@@ -103,7 +103,7 @@ def test_a_broken_file_is_named_in_one_line(tmp_path: Path, name: str, content: 
     write_text_files(tmp_path)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(NotAModel, match=message) as caught:
-        Prompting.load(tmp_path)
+        ModelTokenizer.load(tmp_path)
 
     assert str(tmp_path / name) in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -113,7 +113,7 @@ def test_an_unreadable_tokenizer_file_is_named(tmp_path: Path) -> None:
     write_text_files(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(NotAModel, match=r"tokenizer\.json cannot be read"):
-        Prompting.load(tmp_path)
+        ModelTokenizer.load(tmp_path)
 
 
 @pytest.mark.parametrize("template", ["{{ messages.append(1) }}", "{{ ''.__class__.__mro__ }}", "{{ range(10 ** 9) | list }}"])
@@ -131,7 +131,7 @@ async def test_the_template_file_takes_precedence_over_the_configuration(tmp_pat
     write_text_files(tmp_path, template="from the configuration")
     (tmp_path / "chat_template.jinja").write_text("from the file", "utf-8")
 
-    ids = await Prompting.load(tmp_path).chat_prompt(HELLO, max_model_len=CONTEXT, tenant_id="alice")
+    ids = await ModelTokenizer.load(tmp_path).chat_prompt(HELLO, max_model_len=CONTEXT, tenant_id="alice")
 
     assert make_tokenizer().decode(ids) == "from the file"
 
@@ -140,8 +140,8 @@ async def test_a_long_prompt_has_the_same_ids_as_on_the_inline_path(tmp_path: Pa
     messages = [{"role": "user", "content": "fox " * 50}]
     model = loaded(tmp_path, "{{ messages[0].content }}")
     inline = await model.chat_prompt(messages, max_model_len=CONTEXT, tenant_id="alice")
-    monkeypatch.setattr(prompting, "RENDERED_INLINE_CHARS_MAX", 1)
-    monkeypatch.setattr(prompting, "TOKENISED_INLINE_CHARS_MAX", 1)
+    monkeypatch.setattr(tokenizer, "RENDERED_INLINE_CHARS_MAX", 1)
+    monkeypatch.setattr(tokenizer, "TOKENISED_INLINE_CHARS_MAX", 1)
 
     assert await model.chat_prompt(messages, max_model_len=CONTEXT, tenant_id="alice") == inline
 
@@ -183,7 +183,7 @@ async def test_the_event_loop_runs_while_a_long_prompt_is_tokenised(tmp_path: Pa
 async def test_two_long_prompts_are_tokenised_at_a_time_and_a_burst_gives_way_to_other_tenants(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompting, "WAITING_MAX", 3)
+    monkeypatch.setattr(tokenizer, "WAITING_MAX", 3)
     model = loaded(tmp_path, "{{ messages[0].content }}")
     running, running_most = 0, 0
     begun, may_end = threading.Semaphore(0), threading.Event()
@@ -276,7 +276,7 @@ async def test_bad_words_are_encoded_as_the_tokenizer_writes_them(tmp_path: Path
 
 @pytest.mark.parametrize(
     "words",
-    [["fox"] * (prompting.BAD_WORDS_INLINE_MAX + 1), ["fox " * (prompting.BAD_WORDS_INLINE_CHARS_MAX // 4 + 1)]],
+    [["fox"] * (tokenizer.BAD_WORDS_INLINE_MAX + 1), ["fox " * (tokenizer.BAD_WORDS_INLINE_CHARS_MAX // 4 + 1)]],
     ids=["many", "long"],
 )
 async def test_many_or_long_bad_words_are_tokenised_in_a_thread(tmp_path: Path, words: list[str]) -> None:
@@ -304,6 +304,6 @@ async def test_many_messages_are_rendered_in_a_thread_however_short(tmp_path: Pa
         return render(messages)
 
     model._render = noting  # type: ignore[method-assign]
-    messages = [{"role": "user", "content": ""}] * (prompting.RENDERED_INLINE_MESSAGES_MAX + (not at_most))
+    messages = [{"role": "user", "content": ""}] * (tokenizer.RENDERED_INLINE_MESSAGES_MAX + (not at_most))
     await model.chat_prompt(messages, max_model_len=CONTEXT, tenant_id="alice")
     assert (threads == {threading.main_thread()}) is at_most

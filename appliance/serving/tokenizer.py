@@ -1,4 +1,4 @@
-"""Turns messages into prompt token ids with the model's own chat template and tokenizer, so the token count is exact."""
+"""Turns messages into token ids with the model's own chat template and tokenizer, so that prompts are counted exactly."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ WAITING_MAX = 1024  # requests of all tenants that wait for a thread
 RETRY_AFTER_S = 1.0
 
 
-class Prompting:
-    """Tokenizer and chat template of one model."""
+class ModelTokenizer:
+    """Tokenizer and chat template of one model: messages to token ids, and the token ids of answers to text."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         self._tokenizer = tokenizer
@@ -47,7 +47,7 @@ class Prompting:
         self.vocabulary = Vocabulary(tokenizer)
 
     @classmethod
-    def load(cls, folder: Path) -> Prompting:
+    def load(cls, folder: Path) -> ModelTokenizer:
         """Read the tokenizer and the chat template of a model folder. Raises NotAModel, naming the faulty file."""
         try:
             template = ChatTemplate.load(folder)
