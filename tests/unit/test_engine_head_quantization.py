@@ -1,4 +1,4 @@
-"""`head_quantization`: an 8-bit output head with layers of any kind, and an unquantised one by default."""
+"""`head_quantization`: an 8-bit output head beside layers in any format, and an unquantised one by default."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.tiny_models import make_encoder, make_model
 
 SMALL: dict[str, Any] = {"device": "cpu", "threads": 1, "kv_cache_bytes": 1_000_000}
 PROMPT = [[(11 * i * i + i) % 120 + 3 for i in range(40)]]
-SAME = 1e-4  # the same numbers in float32, added in another order
+ROUNDING = 1e-4  # the same numbers in float32, added in another order
 
 
 @pytest.fixture(scope="module", params=["own head", "tied"])
@@ -54,14 +54,16 @@ def with_rounded_head(directory: Path, target: Path) -> Path:
 
 
 @pytest.mark.parametrize("layout", [None, layouts.awq(), layouts.gptq(desc_act=True)], ids=["plain", "awq", "gptq"])
-def test_the_head_alone_is_kept_in_8_bits(layout: layouts.Layout | None, model: Path, tmp_path: Path) -> None:
+def test_int8_head_equals_a_model_whose_head_was_rounded_beforehand(
+    layout: layouts.Layout | None, model: Path, tmp_path: Path
+) -> None:
     directory = model if layout is None else layouts.write(model, tmp_path / "written", layout).directory
     stored, rounded = logprobs(directory), logprobs(directory, head_quantization="int8")
     expected = logprobs(with_rounded_head(directory, tmp_path / "rounded"))
-    assert float((rounded - expected).abs().max()) < SAME < float((rounded - stored).abs().max())
+    assert float((rounded - expected).abs().max()) < ROUNDING < float((rounded - stored).abs().max())
 
 
-def test_the_head_is_left_alone_where_the_layers_are_quantised(model: Path) -> None:
+def test_head_quantization_none_keeps_the_head_while_the_layers_are_quantised(model: Path) -> None:
     """Its numbers lie between those of the plain model and of one that is quantised as a whole."""
     plain, whole = logprobs(model), logprobs(model, quantization="int8")
     layers = logprobs(model, quantization="int8", head_quantization="none")
@@ -70,12 +72,12 @@ def test_the_head_is_left_alone_where_the_layers_are_quantised(model: Path) -> N
     assert torch.equal(whole, logprobs(model, quantization="int8", head_quantization="int8"))
 
 
-def test_a_batch_invariant_engine_gives_the_same_in_any_chunks(model: Path) -> None:
+def test_batch_invariant_logprobs_do_not_depend_on_the_chunks_of_the_prompt(model: Path) -> None:
     options = {"head_quantization": "int8", "batch_invariant": True}
     assert torch.equal(logprobs(model, **options), logprobs(model, **options, max_num_batched_tokens=7, max_num_seqs=4))
 
 
-def test_the_engine_says_so_and_weighs_what_was_predicted(model: Path) -> None:
+def test_engine_info_names_the_quantised_head_and_its_memory_is_predicted(model: Path) -> None:
     stored, rounded = small_engine(model), small_engine(model, head_quantization="int8")
     assert "output head in int8" in rounded.info.kernels
     assert "output head" not in stored.info.kernels
@@ -94,14 +96,14 @@ def test_the_engine_says_so_and_weighs_what_was_predicted(model: Path) -> None:
     ("quantization", "head", "bits"),
     [(None, "int8", 8), ("int8", None, 8), ("int8", "none", 0), ("fp8", "int8", 8), (None, None, 0)],
 )
-def test_memory_is_planned_for_the_head_as_it_will_be(
+def test_memory_is_planned_for_the_format_of_the_head(
     quantization: str | None, head: str | None, bits: int, model: Path
 ) -> None:
     options = EngineOptions(model=model, quantization=quantization, head_quantization=head)
     assert formats_of(load_model_config(model), options, "bfloat16").weights.head_bits == bits
 
 
-def test_a_head_that_the_checkpoint_holds_quantised_is_not_quantised_again(tmp_path: Path) -> None:
+def test_a_head_that_is_quantised_in_the_checkpoint_cannot_be_quantised_again(tmp_path: Path) -> None:
     make_model("llama", tmp_path / "plain", **layouts.SIZES, tie_word_embeddings=False)
     written = layouts.write(tmp_path / "plain", tmp_path / "gptq", layouts.gptq(), skipped=())
     for head in ("int8", "none"):
@@ -109,7 +111,7 @@ def test_a_head_that_the_checkpoint_holds_quantised_is_not_quantised_again(tmp_p
             small_engine(written.directory, head_quantization=head)
 
 
-def test_what_has_no_head_and_what_is_no_format_are_refused(tmp_path: Path) -> None:
+def test_an_encoder_and_an_unknown_format_are_refused(tmp_path: Path) -> None:
     make_encoder("bert", tmp_path)
     with pytest.raises(EngineConfigError, match="head_quantization is not supported for encoders"):
         load_text_model(EngineOptions(model=tmp_path, head_quantization="int8"))

@@ -1,4 +1,4 @@
-"""One bad request among good ones, steps that raise, per-request limits, and the engine's figures."""
+"""The engine's loop with a fake runner: failing requests, validation, ends of requests, aborts, totals and progress."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EOS = 9
 
 
 class FakeRunner:
-    """Yields token 5 for everyone; raises while a batch holds a request of `culprits`, and always when `broken`."""
+    """Generates `token_of`, by default 5. Raises for batches with a request of `culprits`, and always when `broken`."""
 
     def __init__(self) -> None:
         self.stage = "run"
@@ -58,7 +58,7 @@ def make_engine(runner: FakeRunner, *, num_blocks: int = 32, **limits: Any) -> E
     return Engine(scheduler, runner, info, unused_grammars(), clock=lambda: 0.0)
 
 
-def test_the_request_that_breaks_a_step_fails_alone() -> None:
+def test_a_request_that_makes_a_step_raise_fails_alone() -> None:
     runner = FakeRunner()
     runner.culprits = {"bad"}
     engine = make_engine(runner)
@@ -71,7 +71,7 @@ def test_the_request_that_breaks_a_step_fails_alone() -> None:
 
 @pytest.mark.parametrize("fault", ["broken", "unreliable"])
 @pytest.mark.parametrize("max_num_seqs", [1, 4])
-def test_an_engine_that_fails_everybody_again_and_again_asks_to_be_replaced(fault: str, max_num_seqs: int) -> None:
+def test_an_engine_whose_steps_fail_for_all_requests_raises_engine_broken(fault: str, max_num_seqs: int) -> None:
     runner = FakeRunner()
     setattr(runner, fault, True)
     engine = make_engine(runner, max_num_seqs=max_num_seqs)
@@ -81,19 +81,19 @@ def test_an_engine_that_fails_everybody_again_and_again_asks_to_be_replaced(faul
         )
 
 
-@pytest.mark.parametrize("together", [1, 3])
-def test_bad_requests_alone_are_their_own_fault_however_often_they_come(together: int) -> None:
+@pytest.mark.parametrize("num_bad", [1, 3])
+def test_repeated_failures_of_bad_requests_do_not_break_the_engine(num_bad: int) -> None:
     runner = FakeRunner()
-    runner.culprits = {f"bad {i}" for i in range(together)}
+    runner.culprits = {f"bad {i}" for i in range(num_bad)}
     engine = make_engine(runner)
     for _ in range(5 * FAILED_STEPS_MAX):
         events = run_to_end(engine, [generation_request(name, [1, 2], max_tokens=3) for name in sorted(runner.culprits)])
-        assert [event.finish_reason for each in events.values() for event in each] == [FinishReason.ERROR] * together
+        assert [event.finish_reason for each in events.values() for event in each] == [FinishReason.ERROR] * num_bad
     assert tokens(run_to_end(engine, [generation_request("good", [1], max_tokens=2)])["good"]) == [5, 5]
     assert engine.status().kv_blocks_used == 0
 
 
-def test_a_bad_request_that_held_every_block_is_still_told_from_a_broken_device() -> None:
+def test_a_failing_request_that_holds_every_block_does_not_break_the_engine() -> None:
     runner = FakeRunner()
     engine = make_engine(runner, max_num_batched_tokens=MAX_MODEL_LEN, num_blocks=MAX_MODEL_LEN // 4)
     runner.culprits = {"bad"}
@@ -102,7 +102,7 @@ def test_a_bad_request_that_held_every_block_is_still_told_from_a_broken_device(
     assert not engine.has_requests
 
 
-def test_a_good_step_forgives_the_failed_ones() -> None:
+def test_a_successful_step_resets_the_count_of_failed_steps() -> None:
     runner = FakeRunner()
     engine = make_engine(runner, max_num_seqs=1)
     for name in "abcdef":
@@ -125,7 +125,7 @@ def test_a_good_step_forgives_the_failed_ones() -> None:
         ([1], {"seed": None}, "no seed"),
     ],
 )
-def test_a_request_that_cannot_run_is_answered_at_once(prompt: list[int], sampling: dict[str, Any], message: str) -> None:
+def test_an_invalid_request_is_refused_on_submission(prompt: list[int], sampling: dict[str, Any], message: str) -> None:
     engine = make_engine(FakeRunner())
     (event,) = engine.submit(generation_request("a", prompt, **sampling))
     assert event.finish_reason is FinishReason.ERROR
@@ -133,7 +133,7 @@ def test_a_request_that_cannot_run_is_answered_at_once(prompt: list[int], sampli
     assert not engine.has_requests
 
 
-def test_moves_made_before_the_one_that_failed_are_not_made_again() -> None:
+def test_retried_moves_do_not_repeat_those_that_succeeded() -> None:
     """What was swapped out of a block may have been overwritten by what was swapped in."""
     device, host = {5: "old"}, {1: "kept"}
     failures = [RuntimeError("the bus is busy")]
@@ -154,7 +154,7 @@ def test_moves_made_before_the_one_that_failed_are_not_made_again() -> None:
     assert (host, device) == ({0: "old", 1: "kept"}, {5: "kept", 6: "kept"})
 
 
-def test_an_id_that_is_live_cannot_be_submitted_again_but_a_finished_one_can() -> None:
+def test_the_id_of_a_live_request_is_refused_and_that_of_a_finished_one_accepted() -> None:
     engine = make_engine(FakeRunner())
     run_to_end(engine, [generation_request("a", [1], max_tokens=1)])
     assert not engine.submit(generation_request("a", [1], max_tokens=1))
@@ -172,7 +172,7 @@ def test_an_id_that_is_live_cannot_be_submitted_again_but_a_finished_one_can() -
         ({"ignore_eos": True, "max_tokens": None}, 62, FinishReason.LENGTH),
     ],
 )
-def test_a_request_ends_where_its_parameters_say(
+def test_a_request_ends_by_stop_token_end_of_text_or_length(
     sampling: dict[str, Any], expected_tokens: list[int] | int, reason: FinishReason
 ) -> None:
     runner = FakeRunner()
@@ -184,7 +184,7 @@ def test_a_request_ends_where_its_parameters_say(
     assert sum(event.finish_reason is not None for event in events) == 1
 
 
-def test_totals_count_every_prompt_once_and_every_generated_token_even_of_aborted_requests() -> None:
+def test_totals_count_each_prompt_once_and_all_generated_tokens_including_those_of_aborted_requests() -> None:
     engine = make_engine(FakeRunner())
     for name in ("a", "b"):
         engine.submit(generation_request(name, [1, 2, 3], max_tokens=10))
@@ -198,7 +198,7 @@ def test_totals_count_every_prompt_once_and_every_generated_token_even_of_aborte
     assert (status.num_running, status.num_waiting, status.kv_blocks_used, status.kv_blocks_free) == (0, 0, 0, 32)
 
 
-def test_an_abort_frees_the_blocks_at_once_and_a_second_one_says_nothing() -> None:
+def test_an_abort_frees_blocks_at_once_and_a_second_abort_returns_no_event() -> None:
     engine = make_engine(FakeRunner())
     engine.submit(generation_request("a", [1, 2, 3], max_tokens=10))
     engine.step()
@@ -208,7 +208,7 @@ def test_an_abort_frees_the_blocks_at_once_and_a_second_one_says_nothing() -> No
     assert not engine.abort("a")
 
 
-def test_progress_tells_states_and_queue_positions() -> None:
+def test_status_reports_states_and_queue_positions_of_requests() -> None:
     engine = make_engine(FakeRunner(), max_num_seqs=2, max_num_batched_tokens=6)
     for name, length in (("decoding", 2), ("prefilling", 12), ("first", 3), ("second", 3)):
         engine.submit(generation_request(name, [1] * length, max_tokens=10))
@@ -222,7 +222,7 @@ def test_progress_tells_states_and_queue_positions() -> None:
     assert engine.status().requests is None
 
 
-def test_a_place_in_the_queue_is_one_among_the_tenants_own_requests_and_counts_each_once() -> None:
+def test_queue_positions_count_requests_of_the_same_tenant_and_all_answers_of_a_request_as_one() -> None:
     engine = make_engine(FakeRunner(), max_num_seqs=1)
     for name, tenant, n in (("runs", "alice", 1), ("a", "alice", 3), ("b", "bob", 1), ("c", "alice", 1), ("d", "bob", 1)):
         engine.submit(generation_request(name, [1, 2], tenant_id=tenant, max_tokens=10, n=n))
@@ -237,7 +237,9 @@ def test_a_place_in_the_queue_is_one_among_the_tenants_own_requests_and_counts_e
     assert status.num_waiting == 6
 
 
-def test_a_probe_runs_on_a_real_model_and_leaves_its_cache_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_after_failed_steps_leaves_the_prefix_cache_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_model("llama", tmp_path)
     engine = small_engine(tmp_path)
     good = generation_request("good", list(range(1, 40)), max_tokens=4)
