@@ -91,9 +91,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_checkpoint_in_a_published_layout_gives_the_logprobs_of_its_numbers(
-    name: str, sources: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_published_layout_equals_its_dequantised_weights(name: str, sources: dict[str, Path], tmp_path: Path) -> None:
     layout = LAYOUTS[name]
     written = layouts.write(sources["llama"], tmp_path / name, layout)
     assert_equal(prompt_logprobs(written.directory), expected_logprobs(written.reference()), layout)
@@ -101,7 +99,7 @@ def test_a_checkpoint_in_a_published_layout_gives_the_logprobs_of_its_numbers(
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", ["compressed-row-weights-only", "awq", "gptq-ordered"])
-def test_biases_fused_projections_experts_and_tied_heads_are_quantised_like_any(
+def test_biases_fused_projections_experts_and_tied_heads_are_read(
     name: str, family: str, sources: dict[str, Path], tmp_path: Path
 ) -> None:
     written = layouts.write(sources[family], tmp_path / name, LAYOUTS[name])
@@ -109,7 +107,7 @@ def test_biases_fused_projections_experts_and_tied_heads_are_quantised_like_any(
 
 
 @pytest.mark.parametrize("name", ["compressed-row-weights-only", "fp8-tensor-static", "awq", "gptq"])
-def test_modules_that_were_not_converted_stay_plain_even_between_those_that_were(
+def test_modules_that_are_not_quantised_are_read_between_those_that_are(
     name: str, sources: dict[str, Path], tmp_path: Path
 ) -> None:
     settings = {**LAYOUTS[name].settings, "modules_to_not_convert": ["k_proj", "up_proj", "layers.0.mlp.down_proj"]}
@@ -120,7 +118,7 @@ def test_modules_that_were_not_converted_stay_plain_even_between_those_that_were
     assert_equal(prompt_logprobs(written.directory), expected_logprobs(written.reference()), layout)
 
 
-def test_gptq_may_be_described_in_a_file_of_its_own(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_gptq_settings_may_be_in_quantize_config_json(sources: dict[str, Path], tmp_path: Path) -> None:
     """As the early AutoGPTQ wrote it, which left out the method."""
     folder = layouts.write(sources["llama"], tmp_path / "gptq", LAYOUTS["gptq"]).directory
     described = load_model_config(folder).quantization
@@ -134,23 +132,21 @@ def test_gptq_may_be_described_in_a_file_of_its_own(sources: dict[str, Path], tm
 
 
 @pytest.mark.parametrize("name", ["compressed-row-weights-only", "gptq"])
-def test_a_head_may_be_quantised_as_well(name: str, sources: dict[str, Path], tmp_path: Path) -> None:
+def test_a_quantised_output_head_is_read(name: str, sources: dict[str, Path], tmp_path: Path) -> None:
     written = layouts.write(sources["llama"], tmp_path / name, LAYOUTS[name], skipped=())
     assert "lm_head" in written.modules
     assert_equal(prompt_logprobs(written.directory), expected_logprobs(written.reference()), written.layout)
 
 
 @pytest.mark.parametrize("name", ["compressed-row-dynamic", "awq", "gptq-ordered-apart"])
-def test_a_batch_invariant_engine_gives_a_request_alone_what_it_gives_in_a_batch(
-    name: str, sources: dict[str, Path], tmp_path: Path
-) -> None:
+def test_batch_invariant_logprobs_are_bit_identical_in_any_batch(name: str, sources: dict[str, Path], tmp_path: Path) -> None:
     written = layouts.write(sources["llama"], tmp_path / name, LAYOUTS[name])
     together = prompt_logprobs(written.directory, batch_invariant=True)
     alone = prompt_logprobs(written.directory, batch_invariant=True, max_num_seqs=1, max_num_batched_tokens=5)
     assert [row.tolist() for row in together] == [row.tolist() for row in alone]
 
 
-def test_codes_are_kept_in_4_bits_and_the_engine_says_so(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_int4_weights_are_kept_packed_and_reported(sources: dict[str, Path], tmp_path: Path) -> None:
     written = layouts.write(sources["llama"], tmp_path / "awq", LAYOUTS["awq"])
     quantised, plain = small_engine(written.directory), small_engine(written.twin)
     assert (quantised.info.quantization, plain.info.quantization) == ("awq", "none")

@@ -19,18 +19,20 @@ NUM_LIVES = int(os.environ.get("GATEHOUSE_SCRIPTS", "20"))
 
 
 @pytest.fixture(autouse=True)
-def _quiet(caplog: pytest.LogCaptureFixture) -> None:
+def _silent_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL + 1, "gatehouse.engine")
 
 
 @pytest.mark.parametrize("first", range(0, NUM_LIVES, 10))
 @pytest.mark.parametrize("run_life", [run_launched_life, run_life_of_many_answers])
-def test_whatever_happens_each_answer_has_its_own_tokens(run_life: Callable[[int], LaunchedFuzz], first: int) -> None:
+def test_every_answer_has_the_tokens_it_has_alone_after_random_events_and_failures(
+    run_life: Callable[[int], LaunchedFuzz], first: int
+) -> None:
     lives = [run_life(seed) for seed in range(first, min(first + 10, NUM_LIVES))]
     assert sum(len(life.ended) for life in lives) > 100
 
 
-def test_lives_contain_what_they_are_to_test() -> None:
+def test_random_histories_contain_all_events_under_test() -> None:
     lives = [run_launched_life(seed) for seed in range(12)]
     assert sum(life.engine.fallbacks.count for life in lives) > 0
     assert sum(life.scheduler.totals.preemptions for life in lives) > 0

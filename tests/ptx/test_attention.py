@@ -1,4 +1,4 @@
-"""Paged attention as machine-level code: decode steps, verification of drafts, chunks of prompts, batch-invariant kernels."""
+"""PTX of paged attention: decode steps, verification of drafts, prompt chunks, batch-invariant kernels."""
 
 from __future__ import annotations
 
@@ -98,7 +98,9 @@ class Batch:
     ("shape", "is_invariant"),
     [(AttentionShape(BLOCK, 4, 1, 128), False), (AttentionShape(BLOCK, 4, 2, 64, sliding_window=30), True)],
 )
-def test_a_captured_step_with_decodes_chunks_and_padding(shape: AttentionShape, is_invariant: bool) -> None:
+def test_a_captured_step_with_decodes_chunks_and_padding_matches_the_reference(
+    shape: AttentionShape, is_invariant: bool
+) -> None:
     """Two decodes of at most four, two chunks and an empty one, and padding as another chunk."""
     counts, num_decodes, num_tokens = [1, 1, 21, 9], 4, 48
     batch = Batch(shape, [35, 18, 40, 130], counts)
@@ -191,7 +193,7 @@ def test_decode_steps_match_the_reference(shape: AttentionShape, lengths: list[i
         (AttentionShape(BLOCK, 4, 1, 256, sliding_window=100, softcap=50.0), [140, 33, 90, 7], BF16),
     ],
 )
-def test_decode_steps_of_several_splits_for_each_program(
+def test_decode_steps_with_several_splits_per_program_match_the_reference(
     shape: AttentionShape, lengths: list[int], kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The operands of a split are prefetched during the previous one, and nothing during the last."""
@@ -199,12 +201,12 @@ def test_decode_steps_of_several_splits_for_each_program(
     Batch(shape, lengths, [1] * len(lengths), kv_dtype).check_decode()
 
 
-def test_drafts_of_several_splits_for_each_program(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_with_several_splits_per_program_match_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_decode, "multiprocessors", lambda _: 1)
     Batch(AttentionShape(BLOCK, 4, 1, 128), [17, 2, 300, 40], [3, 2, 4, 1]).check_prefill()
 
 
-def test_half_precision_matches_the_reference() -> None:
+def test_float16_matches_the_reference() -> None:
     Batch(AttentionShape(BLOCK, 2, 1, 64), [40, 17], [1, 1], torch.float16, torch.float16).check_decode()
     Batch(AttentionShape(BLOCK, 4, 1, 64), [60], [33], torch.float16, torch.float16).check_prefill()
 
@@ -220,7 +222,9 @@ def test_drafts_are_verified_by_the_decode_kernel() -> None:
         (AttentionShape(BLOCK, 8, 1, 64, sliding_window=90), torch.float16, torch.float16),
     ],
 )
-def test_drafts_of_one_request_are_verified_in_groups(shape: AttentionShape, kv_dtype: torch.dtype, dtype: torch.dtype) -> None:
+def test_drafts_of_one_request_in_groups_match_the_reference(
+    shape: AttentionShape, kv_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
     """1 + 10 rows of one request, one of another, padding, and groups without rows."""
     batch = Batch(shape, [310, 17, 0], [11, 1, 3], kv_dtype, dtype)
     group_size = attention_splits.max_verify_group(shape, kv_dtype, CPU)
@@ -249,7 +253,7 @@ def test_drafts_of_one_request_are_verified_in_groups(shape: AttentionShape, kv_
         (AttentionShape(BLOCK, 2, 1, 256, sliding_window=140, softcap=50.0), [200], [40], BF16),
     ],
 )
-def test_keys_of_few_queries_are_split(
+def test_split_keys_of_short_chunks_match_the_reference(
     shape: AttentionShape,
     lengths: list[int],
     counts: list[int],

@@ -55,8 +55,8 @@ def test_routers_match_the_reference(
     assert_near(weights.check(), expected, "normed")
 
 
-def test_rows_of_padding_are_nothing(card: EmulatedCard) -> None:
-    """Their rows, and the experts that no token chose, are NaN."""
+def test_padding_rows_and_unselected_experts_are_not_read(card: EmulatedCard) -> None:
+    """The padding rows and the weights of experts that no token selects are NaN."""
     slots = torch.tensor([3, -1, -1])
     weights, ids = route_live(torch.tensor([[0.0, 1.0, 2.0, -1.0]] * 3), CHOSEN, normalised=True, slots=slots)
     assert ids.tolist() == [[2, 1], [4, 4], [4, 4]]

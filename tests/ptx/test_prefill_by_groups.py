@@ -14,7 +14,7 @@ class Compiled(Exception):
     """Raised instead of executing the compiled kernel."""
 
 
-def test_it_compiles(card: EmulatedCard) -> None:
+def test_the_candidate_compiles(card: EmulatedCard) -> None:
     def stop(ptx: str) -> str:
         raise Compiled(ptx)
 

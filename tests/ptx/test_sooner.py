@@ -22,20 +22,22 @@ from tests.support.ptx.card import EmulatedCard
 WAIT, TRIGGER = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 
 
-@pytest.mark.parametrize(("sooner", "num_kernels"), [(way, count) for count, way in enumerate(SOONER.values(), 1)])
+@pytest.mark.parametrize(
+    ("early_triggers", "num_kernels"), [(early_triggers, count) for count, early_triggers in enumerate(SOONER.values(), 1)]
+)
 def test_kernels_trigger_the_next_one_only_after_their_own_wait(
-    sooner: Callable[[], AbstractContextManager[object]], num_kernels: int, card: EmulatedCard
+    early_triggers: Callable[[], AbstractContextManager[object]], num_kernels: int, card: EmulatedCard
 ) -> None:
     programs: list[str] = []
 
-    def note(ptx: str) -> str:
+    def record(ptx: str) -> str:
         programs.append(ptx)
         return ptx
 
-    card.transform_ptx, card.order = note, REVERSE
+    card.transform_ptx, card.order = record, REVERSE
     x, residual = (normal(1, 256, dtype=BF16, device=CPU, seed=seed) for seed in (1, 2))
     weight, norm_weight = normal(256, 256, dtype=BF16, device=CPU, seed=3) / 16, torch.ones(256, dtype=BF16)
-    with sooner():
+    with early_triggers():
         check_rotated(RotatedDecodeBatch([257], AttentionShape(BLOCK, 8, 2, 128), CPU, dtype=BF16))
         found = fused_linear.linear_add(x, weight, residual, norm_weight)
     expected = reference.linear_add(x, weight, residual, norm_weight)
