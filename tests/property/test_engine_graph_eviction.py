@@ -78,9 +78,9 @@ def test_equally_frequent_kinds_do_not_evict_each_other() -> None:
 
 def test_graphs_follow_a_change_of_the_traffic() -> None:
     steps = DecodeSteps(MAX_ROWS, decode_graphs_kept(MAX_ROWS, 0))
-    steps.walk(20_000, RARE)
-    steps.walk(40_000, FREQUENT)
-    captures, ended_with_logits = steps.walk(20_000, FREQUENT)
+    steps.run_random(20_000, RARE)
+    steps.run_random(40_000, FREQUENT)
+    captures, ended_with_logits = steps.run_random(20_000, FREQUENT)
     assert captures < 10
     assert ended_with_logits < 0.05 * 20_000
 

@@ -10,7 +10,7 @@ from engine.scheduling.row_diff import removed_rows, without_rows
 row_lists = st.lists(st.integers(1000, 1099), unique=True, max_size=20)
 
 
-@given(before=row_lists, gone=st.sets(st.integers(0, 19)), new=st.integers(0, 5))
+@given(before=row_lists, removed=st.sets(st.integers(0, 19)), num_new=st.integers(0, 5))
 def test_removed_rows_are_found_if_the_others_keep_their_order(before: list[int], removed: set[int], num_new: int) -> None:
     rows = sorted(row for row in removed if row < len(before))
     remaining = [each for row, each in enumerate(before) if row not in removed]

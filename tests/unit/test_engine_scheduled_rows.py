@@ -161,7 +161,7 @@ def test_sampled_rows_follow_the_last_token_and_each_draft(depths: list[int], kn
 requests = st.lists(st.tuples(st.integers(1, 20), st.integers(20, 99)), min_size=1, max_size=6)
 
 
-@given(requests=requests, num_padding=st.integers(0, 20), together=st.integers(1, 9))
+@given(requests=requests, num_padding=st.integers(0, 20), group_size=st.integers(1, 9))
 def test_rows_of_a_request_form_as_few_groups_as_possible(
     requests: list[tuple[int, int]], num_padding: int, group_size: int
 ) -> None:
