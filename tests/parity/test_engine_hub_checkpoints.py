@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from engine.config.model import load_model_config
-from tests.parity.test_engine_quantised_checkpoints import (
+from tests.support import hub_checkpoints as hub
+from tests.support import quantised_checkpoints as layouts
+from tests.support.checkpoint_logprobs import (
     FAMILIES,
-    assert_equal,
+    assert_logprobs_equal,
     expected_logprobs,
     make_sources,
     prompt_logprobs,
 )
-from tests.support import hub_checkpoints as hub
-from tests.support import quantised_checkpoints as layouts
 from tests.support.engines import small_engine
 
 MULTIPLIED: dict[str, layouts.Layout] = {
@@ -58,14 +58,14 @@ def test_a_checkpoint_multiplied_as_stored_equals_its_dequantised_weights(
     name: str, sources: dict[str, Path], tmp_path: Path
 ) -> None:
     written = layouts.write(sources["llama"], tmp_path / name, MULTIPLIED[name])
-    assert_equal(prompt_logprobs(written.directory), expected_logprobs(written.reference()), written.layout)
+    assert_logprobs_equal(prompt_logprobs(written.directory), expected_logprobs(written.reference()), written.layout)
 
 
 @pytest.mark.parametrize("name", DECODED)
 def test_a_decoded_checkpoint_equals_its_dequantised_weights(name: str, sources: dict[str, Path], tmp_path: Path) -> None:
     written = layouts.write(sources["llama"], tmp_path / name, DECODED[name])
     found = prompt_logprobs(written.directory, quantization="none")
-    assert_equal(found, expected_logprobs(written.reference()), written.layout)
+    assert_logprobs_equal(found, expected_logprobs(written.reference()), written.layout)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])
@@ -84,7 +84,7 @@ def test_biases_fused_projections_experts_and_tied_heads_are_read(
     name: str, family: str, sources: dict[str, Path], tmp_path: Path
 ) -> None:
     written = layouts.write(sources[family], tmp_path / name, MULTIPLIED[name])
-    assert_equal(prompt_logprobs(written.directory), expected_logprobs(written.reference()), written.layout)
+    assert_logprobs_equal(prompt_logprobs(written.directory), expected_logprobs(written.reference()), written.layout)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -94,7 +94,7 @@ def test_biases_fused_projections_experts_and_tied_heads_are_decoded(
 ) -> None:
     written = layouts.write(sources[family], tmp_path / name, DECODED[name])
     found = prompt_logprobs(written.directory, quantization="none")
-    assert_equal(found, expected_logprobs(written.reference()), written.layout)
+    assert_logprobs_equal(found, expected_logprobs(written.reference()), written.layout)
 
 
 SKIPPED = ("lm_head", "k_proj", "up_proj", "layers.0.mlp.down_proj")
@@ -106,7 +106,7 @@ def test_modules_that_are_not_quantised_are_read_between_those_that_are(
 ) -> None:
     written = layouts.write(sources["llama"], tmp_path / name, {**MULTIPLIED, **DECODED}[name], skipped=SKIPPED)
     found = prompt_logprobs(written.directory, quantization="none" if name in DECODED else None)
-    assert_equal(found, expected_logprobs(written.reference()), written.layout)
+    assert_logprobs_equal(found, expected_logprobs(written.reference()), written.layout)
 
 
 @pytest.mark.parametrize("name", ["packed-4", "packed-8", "fp8-blocks"])
@@ -114,7 +114,7 @@ def test_a_quantised_output_head_is_read(name: str, sources: dict[str, Path], tm
     written = layouts.write(sources["llama"], tmp_path / name, {**MULTIPLIED, **DECODED}[name], skipped=())
     assert "lm_head" in written.modules
     found = prompt_logprobs(written.directory, quantization="none" if name in DECODED else None)
-    assert_equal(found, expected_logprobs(written.reference()), written.layout)
+    assert_logprobs_equal(found, expected_logprobs(written.reference()), written.layout)
 
 
 @pytest.mark.parametrize("head", ["int8", "none"])
@@ -143,7 +143,7 @@ def test_all_int8_codes_are_read(sources: dict[str, Path], tmp_path: Path) -> No
         return {"weight": codes.to(torch.int8), "weight_scale": scale}, codes * scale
 
     written = layouts.write(sources["llama"], tmp_path / "codes", replace(MULTIPLIED["int8-row"], store=store))
-    assert_equal(prompt_logprobs(written.directory), expected_logprobs(written.reference()), written.layout)
+    assert_logprobs_equal(prompt_logprobs(written.directory), expected_logprobs(written.reference()), written.layout)
 
 
 def test_modelopt_settings_may_be_in_hf_quant_config_json(sources: dict[str, Path], tmp_path: Path) -> None:

@@ -263,19 +263,6 @@ def test_requantisation_of_decoded_blocks_has_the_documented_error(weights: str,
         assert float((again - decoded).square().mean() / variance) == pytest.approx(adds, rel=0.1)
 
 
-def damaged_copy(source: layouts.WrittenCheckpoint, directory: Path, **changes: Any) -> Path:
-    """A copy whose tensors of the first query projection are replaced, by the last part of their names; None removes one."""
-    shutil.copytree(source.directory, directory)
-    tensors = load_file(directory / "model.safetensors")
-    for last, tensor in changes.items():
-        name = f"model.layers.0.self_attn.q_proj.{last}"
-        tensors.pop(name, None)
-        if tensor is not None:
-            tensors[name] = tensor
-    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
-    return directory
-
-
 NAN_CODES = torch.full((64, 64), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
 INFINITE = torch.full((64, 2), float("inf"), dtype=torch.float16)
 
@@ -346,7 +333,7 @@ INFINITE = torch.full((64, 2), float("inf"), dtype=torch.float16)
 def test_damaged_tensors_are_named_by_the_engine_and_by_verification(
     name: str, changes: dict[str, Any], message: str, checkpoints: dict[str, layouts.WrittenCheckpoint], tmp_path: Path
 ) -> None:
-    directory = damaged_copy(checkpoints[name], tmp_path / "damaged", **changes)
+    directory = layouts.damaged_copy(checkpoints[name], tmp_path / "damaged", **changes)
     with pytest.raises(WeightsError, match=message):
         small_engine(directory, quantization="int8" if name in DECODED else None)
     with pytest.raises(WeightsError, match=message):

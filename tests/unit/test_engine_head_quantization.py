@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine import LLM, SamplingParams
 from engine.config.model import load_model_config
 from engine.errors import EngineConfigError
 from engine.formats import formats_of
@@ -20,11 +18,10 @@ from engine.runner.text_models import load_text_model
 from kernels.quantised_weights import pack_int8
 from kernels.reference.quantised import dequantise
 from tests.support import quantised_checkpoints as layouts
+from tests.support.checkpoint_logprobs import llm_logprobs
 from tests.support.engines import small_engine
 from tests.support.tiny_models import make_encoder, make_model
 
-SMALL: dict[str, Any] = {"device": "cpu", "threads": 1, "kv_cache_bytes": 1_000_000}
-PROMPT = [[(11 * i * i + i) % 120 + 3 for i in range(40)]]
 ROUNDING = 1e-4  # the same numbers in float32, added in another order
 
 
@@ -33,13 +30,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     directory = tmp_path_factory.mktemp("heads") / "model"
     make_model("llama", directory, **layouts.SIZES, tie_word_embeddings=request.param == "tied")
     return directory
-
-
-def logprobs(directory: Path, **options: Any) -> torch.Tensor:
-    with LLM(directory, **SMALL, **options) as llm:
-        output = llm.generate(PROMPT, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)[0]
-    entries = (output.prompt_logprobs or [])[1:]
-    return torch.tensor([next(iter(entry.values())).logprob for entry in entries if entry is not None])
 
 
 def with_rounded_head(directory: Path, target: Path) -> Path:
@@ -58,23 +48,23 @@ def test_int8_head_equals_a_model_whose_head_was_rounded_beforehand(
     layout: layouts.Layout | None, model: Path, tmp_path: Path
 ) -> None:
     directory = model if layout is None else layouts.write(model, tmp_path / "written", layout).directory
-    stored, rounded = logprobs(directory), logprobs(directory, head_quantization="int8")
-    expected = logprobs(with_rounded_head(directory, tmp_path / "rounded"))
+    stored, rounded = llm_logprobs(directory), llm_logprobs(directory, head_quantization="int8")
+    expected = llm_logprobs(with_rounded_head(directory, tmp_path / "rounded"))
     assert float((rounded - expected).abs().max()) < ROUNDING < float((rounded - stored).abs().max())
 
 
 def test_head_quantization_none_keeps_the_head_while_the_layers_are_quantised(model: Path) -> None:
     """Its numbers lie between those of the plain model and of one that is quantised as a whole."""
-    plain, whole = logprobs(model), logprobs(model, quantization="int8")
-    layers = logprobs(model, quantization="int8", head_quantization="none")
+    plain, whole = llm_logprobs(model), llm_logprobs(model, quantization="int8")
+    layers = llm_logprobs(model, quantization="int8", head_quantization="none")
     assert not torch.equal(layers, plain)
     assert not torch.equal(layers, whole)
-    assert torch.equal(whole, logprobs(model, quantization="int8", head_quantization="int8"))
+    assert torch.equal(whole, llm_logprobs(model, quantization="int8", head_quantization="int8"))
 
 
 def test_batch_invariant_logprobs_do_not_depend_on_the_chunks_of_the_prompt(model: Path) -> None:
     options = {"head_quantization": "int8", "batch_invariant": True}
-    assert torch.equal(logprobs(model, **options), logprobs(model, **options, max_num_batched_tokens=7, max_num_seqs=4))
+    assert torch.equal(llm_logprobs(model, **options), llm_logprobs(model, **options, max_num_batched_tokens=7, max_num_seqs=4))
 
 
 def test_engine_info_names_the_quantised_head_and_its_memory_is_predicted(model: Path) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from engine import LLM, SamplingParams
 from engine.config.model import load_model_config
@@ -25,6 +23,7 @@ from engine.verify import verify_model
 from engine.weights import WeightPlan
 from kernels import ops
 from tests.support import quantised_checkpoints as layouts
+from tests.support.checkpoint_logprobs import llm_logprobs
 from tests.support.engines import small_engine
 from tests.support.tiny_models import make_encoder, make_model
 from tests.support.tiny_tokenizer import VOCAB_SIZE, write_tokenizer
@@ -41,25 +40,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def logprobs(directory: Path, **options: Any) -> torch.Tensor:
-    with LLM(directory, **SMALL, **options) as llm:
-        output = llm.generate(PROMPT, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)[0]
-    entries = (output.prompt_logprobs or [])[1:]
-    return torch.tensor([next(iter(entry.values())).logprob for entry in entries if entry is not None])
-
-
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])
 def test_on_the_fly_quantisation_changes_logprobs_a_little(quantization: str, model: Path) -> None:
-    plain, quantised = logprobs(model), logprobs(model, quantization=quantization)
+    plain, quantised = llm_logprobs(model), llm_logprobs(model, quantization=quantization)
     difference = (plain - quantised).abs()
     assert 0 < float(difference.mean()) < INT8_TOLERANCE
 
 
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])
 def test_batch_invariant_logprobs_do_not_depend_on_the_chunks_of_the_prompt(quantization: str, model: Path) -> None:
-    whole = logprobs(model, quantization=quantization, batch_invariant=True)
+    whole = llm_logprobs(model, quantization=quantization, batch_invariant=True)
     assert torch.equal(
-        whole, logprobs(model, quantization=quantization, batch_invariant=True, max_num_batched_tokens=7, max_num_seqs=4)
+        whole, llm_logprobs(model, quantization=quantization, batch_invariant=True, max_num_batched_tokens=7, max_num_seqs=4)
     )
 
 
@@ -161,19 +153,6 @@ def test_a_quantised_draft_model_keeps_greedy_tokens(tmp_path: Path) -> None:
     assert answers[0] == answers[1]
 
 
-def damaged_copy(source: layouts.WrittenCheckpoint, directory: Path, **changes: Any) -> Path:
-    """A copy whose tensors of the first query projection are replaced, by the last part of their names; None removes one."""
-    shutil.copytree(source.directory, directory)
-    tensors = load_file(directory / "model.safetensors")
-    for last, tensor in changes.items():
-        name = f"model.layers.0.self_attn.q_proj.{last}"
-        tensors.pop(name)
-        if tensor is not None:
-            tensors[name] = tensor
-    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
-    return directory
-
-
 def with_code(code: int) -> torch.Tensor:
     """A matrix in e4m3 whose last element has the bits of `code`."""
     codes = torch.zeros(64, 64, dtype=torch.uint8)
@@ -229,7 +208,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, layouts.W
 def test_damaged_tensors_are_named_by_the_engine_and_by_verification(
     name: str, changes: dict[str, Any], message: str, checkpoints: dict[str, layouts.WrittenCheckpoint], tmp_path: Path
 ) -> None:
-    directory = damaged_copy(checkpoints[name], tmp_path / "damaged", **changes)
+    directory = layouts.damaged_copy(checkpoints[name], tmp_path / "damaged", **changes)
     write_tokenizer(directory)
     with pytest.raises(WeightsError, match=message):
         small_engine(directory)
@@ -240,14 +219,14 @@ def test_damaged_tensors_are_named_by_the_engine_and_by_verification(
 def test_all_finite_fp8_codes_are_accepted(checkpoints: dict[str, layouts.WrittenCheckpoint], tmp_path: Path) -> None:
     codes = torch.arange(64 * 64) % 256
     numbers = torch.where((codes & 0x7F) == 0x7F, 0, codes).to(torch.uint8).view(64, 64).view(torch.float8_e4m3fn)
-    directory = damaged_copy(checkpoints["fp8"], tmp_path / "all", weight=numbers)
+    directory = layouts.damaged_copy(checkpoints["fp8"], tmp_path / "all", weight=numbers)
     write_tokenizer(directory)
     verify_model(directory)
 
 
 def test_gptq_without_g_idx_has_consecutive_groups(checkpoints: dict[str, layouts.WrittenCheckpoint], tmp_path: Path) -> None:
-    without = damaged_copy(checkpoints["gptq"], tmp_path / "without", g_idx=None)
-    assert torch.equal(logprobs(without), logprobs(checkpoints["gptq"].directory))
+    without = layouts.damaged_copy(checkpoints["gptq"], tmp_path / "without", g_idx=None)
+    assert torch.equal(llm_logprobs(without), llm_logprobs(checkpoints["gptq"].directory))
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def speculation(method: str, model: Path | None = None, depth: int = 3) -> dict[
 
 
 def generate(model: Path, sampling: dict[str, Any], count: int, **options: Any) -> list[list[int]]:
-    engine = small_engine(model, max_num_seqs=32, **options)
+    engine = small_engine(model, max_num_seqs=128, **options)
     requests = [generation_request(str(i), [5, 6, 7] * 3, **{"seed": i, "max_tokens": 3, **sampling}) for i in range(count)]
     events = run_to_end(engine, requests)
     return [tokens(events[str(i)]) for i in range(count)]
