@@ -2,66 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.errors import EngineBroken
-from engine.loop import FAILED_STEPS_MAX, Engine
-from engine.protocol import EngineInfo, FinishReason
+from engine.loop import FAILED_STEPS_MAX
+from engine.protocol import FinishReason
 from engine.runner.model_runner import ModelRunner
-from engine.scheduling.block_pool import BlockPool
-from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
-from engine.scheduling.scheduler import Scheduler
-from tests.support.engines import generation_request, run_to_end, small_engine, tokens, unused_grammars
+from tests.support.engines import generation_request, run_to_end, small_engine, tokens
+from tests.support.fake_runner import EOS, MAX_MODEL_LEN, FakeRunner, engine_over
 from tests.support.tiny_models import make_model
-
-MAX_MODEL_LEN = 64
-EOS = 9
-
-
-class FakeRunner:
-    """Generates `token_of`, by default 5. Raises for batches with a request of `culprits`, and always when `broken`."""
-
-    def __init__(self) -> None:
-        self.stage = "run"
-        self.culprits: set[str] = set()
-        self.broken = False
-        self.unreliable = False
-        self.token_of: Callable[[str, int], int] = lambda request_id, position: 5
-
-    def move(self, moves: BlockMoves) -> None:
-        raise AssertionError(f"this engine has no host tier and shares no partial block: {moves}")
-
-    def run(self, items: Sequence[ScheduledRequest]) -> list[StepOutput]:
-        if self.broken or any(item.request.request_id in self.culprits for item in items):
-            raise RuntimeError("boom")
-        if self.unreliable:
-            return [StepOutput(error="not finite") for _ in items]
-        return [
-            StepOutput([self.token_of(i.request.request_id, i.request.num_tokens)]) if i.samples else StepOutput()
-            for i in items
-        ]
-
-
-def make_engine(runner: FakeRunner, *, num_blocks: int = 32, **limits: Any) -> Engine:
-    chosen = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": MAX_MODEL_LEN, "block_size": 4, **limits}
-    info = EngineInfo(
-        model="fake", architecture="Fake", max_model_len=MAX_MODEL_LEN, vocab_size=10, eos_token_ids=[EOS], block_size=4,
-        num_kv_blocks=num_blocks, dtype="none", device="none", device_name="none", kernels="none", num_parameters=0,
-        max_num_seqs=4, weights_bytes=0, kv_bytes=0, load_s=0.0,
-    )  # fmt: skip
-    scheduler = Scheduler(SchedulerLimits(**chosen), BlockPool(num_blocks), clock=lambda: 0.0)
-    return Engine(scheduler, runner, info, unused_grammars(), clock=lambda: 0.0)
 
 
 def test_a_request_that_makes_a_step_raise_fails_alone() -> None:
     runner = FakeRunner()
     runner.culprits = {"bad"}
-    engine = make_engine(runner)
+    engine = engine_over(runner)
     events = run_to_end(engine, [generation_request(name, [1, 2], max_tokens=3) for name in ("a", "bad", "b")])
     assert tokens(events["a"]) == tokens(events["b"]) == [5, 5, 5]
     assert [event.finish_reason for event in events["bad"]] == [FinishReason.ERROR]
@@ -74,7 +34,7 @@ def test_a_request_that_makes_a_step_raise_fails_alone() -> None:
 def test_an_engine_whose_steps_fail_for_all_requests_raises_engine_broken(fault: str, max_num_seqs: int) -> None:
     runner = FakeRunner()
     setattr(runner, fault, True)
-    engine = make_engine(runner, max_num_seqs=max_num_seqs)
+    engine = engine_over(runner, max_num_seqs=max_num_seqs)
     with pytest.raises(EngineBroken):
         run_to_end(
             engine, [generation_request(str(i), [1], max_tokens=2) for i in range((FAILED_STEPS_MAX + 1) * max_num_seqs)]
@@ -85,7 +45,7 @@ def test_an_engine_whose_steps_fail_for_all_requests_raises_engine_broken(fault:
 def test_repeated_failures_of_bad_requests_do_not_break_the_engine(num_bad: int) -> None:
     runner = FakeRunner()
     runner.culprits = {f"bad {i}" for i in range(num_bad)}
-    engine = make_engine(runner)
+    engine = engine_over(runner)
     for _ in range(5 * FAILED_STEPS_MAX):
         events = run_to_end(engine, [generation_request(name, [1, 2], max_tokens=3) for name in sorted(runner.culprits)])
         assert [event.finish_reason for each in events.values() for event in each] == [FinishReason.ERROR] * num_bad
@@ -95,7 +55,7 @@ def test_repeated_failures_of_bad_requests_do_not_break_the_engine(num_bad: int)
 
 def test_a_failing_request_that_holds_every_block_does_not_break_the_engine() -> None:
     runner = FakeRunner()
-    engine = make_engine(runner, max_num_batched_tokens=MAX_MODEL_LEN, num_blocks=MAX_MODEL_LEN // 4)
+    engine = engine_over(runner, max_num_batched_tokens=MAX_MODEL_LEN, num_blocks=MAX_MODEL_LEN // 4)
     runner.culprits = {"bad"}
     for _ in range(FAILED_STEPS_MAX + 1):
         run_to_end(engine, [generation_request("bad", [1] * (MAX_MODEL_LEN - 1), max_tokens=1)])
@@ -104,7 +64,7 @@ def test_a_failing_request_that_holds_every_block_does_not_break_the_engine() ->
 
 def test_a_successful_step_resets_the_count_of_failed_steps() -> None:
     runner = FakeRunner()
-    engine = make_engine(runner, max_num_seqs=1)
+    engine = engine_over(runner, max_num_seqs=1)
     for name in "abcdef":
         runner.broken = True
         run_to_end(engine, [generation_request(f"{name}{i}", [1], max_tokens=2) for i in range(FAILED_STEPS_MAX)])
@@ -126,7 +86,7 @@ def test_a_successful_step_resets_the_count_of_failed_steps() -> None:
     ],
 )
 def test_an_invalid_request_is_refused_on_submission(prompt: list[int], sampling: dict[str, Any], message: str) -> None:
-    engine = make_engine(FakeRunner())
+    engine = engine_over(FakeRunner())
     (event,) = engine.submit(generation_request("a", prompt, **sampling))
     assert event.finish_reason is FinishReason.ERROR
     assert message in (event.error or "")
@@ -150,12 +110,12 @@ def test_retried_moves_do_not_repeat_those_that_succeeded() -> None:
 
     runner = FakeRunner()
     runner.move = move  # type: ignore[method-assign]
-    make_engine(runner)._move(BlockMoves(swap_out=[(5, 0)], swap_in=[(1, 5)], copies=[(5, 6)]))
+    engine_over(runner)._move(BlockMoves(swap_out=[(5, 0)], swap_in=[(1, 5)], copies=[(5, 6)]))
     assert (host, device) == ({0: "old", 1: "kept"}, {5: "kept", 6: "kept"})
 
 
 def test_the_id_of_a_live_request_is_refused_and_that_of_a_finished_one_accepted() -> None:
-    engine = make_engine(FakeRunner())
+    engine = engine_over(FakeRunner())
     run_to_end(engine, [generation_request("a", [1], max_tokens=1)])
     assert not engine.submit(generation_request("a", [1], max_tokens=1))
     (refused,) = engine.submit(generation_request("a", [1], max_tokens=1))
@@ -177,7 +137,7 @@ def test_a_request_ends_by_stop_token_end_of_text_or_length(
 ) -> None:
     runner = FakeRunner()
     runner.token_of = lambda request_id, position: EOS if position == 4 else 5
-    events = run_to_end(make_engine(runner), [generation_request("a", [1, 2], **sampling)])["a"]
+    events = run_to_end(engine_over(runner), [generation_request("a", [1, 2], **sampling)])["a"]
     got = tokens(events)
     assert (len(got) if isinstance(expected_tokens, int) else got) == expected_tokens
     assert events[-1].finish_reason is reason
@@ -185,7 +145,7 @@ def test_a_request_ends_by_stop_token_end_of_text_or_length(
 
 
 def test_totals_count_each_prompt_once_and_all_generated_tokens_including_those_of_aborted_requests() -> None:
-    engine = make_engine(FakeRunner())
+    engine = engine_over(FakeRunner())
     for name in ("a", "b"):
         engine.submit(generation_request(name, [1, 2, 3], max_tokens=10))
     for _ in range(4):
@@ -199,7 +159,7 @@ def test_totals_count_each_prompt_once_and_all_generated_tokens_including_those_
 
 
 def test_an_abort_frees_blocks_at_once_and_a_second_abort_returns_no_event() -> None:
-    engine = make_engine(FakeRunner())
+    engine = engine_over(FakeRunner())
     engine.submit(generation_request("a", [1, 2, 3], max_tokens=10))
     engine.step()
     assert engine.status().kv_blocks_used == 1
@@ -209,7 +169,7 @@ def test_an_abort_frees_blocks_at_once_and_a_second_abort_returns_no_event() -> 
 
 
 def test_status_reports_states_and_queue_positions_of_requests() -> None:
-    engine = make_engine(FakeRunner(), max_num_seqs=2, max_num_batched_tokens=6)
+    engine = engine_over(FakeRunner(), max_num_seqs=2, max_num_batched_tokens=6)
     for name, length in (("decoding", 2), ("prefilling", 12), ("first", 3), ("second", 3)):
         engine.submit(generation_request(name, [1] * length, max_tokens=10))
     engine.step()
@@ -223,7 +183,7 @@ def test_status_reports_states_and_queue_positions_of_requests() -> None:
 
 
 def test_queue_positions_count_requests_of_the_same_tenant_and_all_answers_of_a_request_as_one() -> None:
-    engine = make_engine(FakeRunner(), max_num_seqs=1)
+    engine = engine_over(FakeRunner(), max_num_seqs=1)
     for name, tenant, n in (("runs", "alice", 1), ("a", "alice", 3), ("b", "bob", 1), ("c", "alice", 1), ("d", "bob", 1)):
         engine.submit(generation_request(name, [1, 2], tenant_id=tenant, max_tokens=10, n=n))
     engine.step()

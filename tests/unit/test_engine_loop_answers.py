@@ -15,26 +15,17 @@ from engine.errors import EngineOverloaded, NotAModelDirectory
 from engine.grammar.matcher import CompiledGrammar
 from engine.grammar.queue import GrammarQueue, LazyCompiler
 from engine.grammar.spec import GrammarError, GrammarSpec
-from engine.loop import Engine
-from engine.protocol import EngineInfo, FinishReason, GenerationRequest, TokenEvent
+from engine.protocol import FinishReason, GenerationRequest, TokenEvent
 from engine.sampling.randomness import seed_of_answer
-from engine.scheduling.block_pool import BlockPool
-from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.request import Request
 from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
-from engine.scheduling.scheduler import Scheduler
 from tests.support.clock import FakeClock
 from tests.support.engines import generation_request, run_to_end, tokens
+from tests.support.fake_runner import EOS, engine_over
 from tests.support.scheduling import make_request
 from tests.support.thread_limit import forbid_new_threads
 
-EOS = 9
 GRAMMAR: Any = object()
-INFO = EngineInfo(
-    model="fake", architecture="Fake", max_model_len=64, vocab_size=10, eos_token_ids=[EOS], block_size=4, num_kv_blocks=32,
-    dtype="none", device="none", device_name="none", kernels="none", num_parameters=0, weights_bytes=0, kv_bytes=0, load_s=0.0,
-    max_num_seqs=4,
-)  # fmt: skip
 
 
 class SeedRunner:
@@ -101,13 +92,10 @@ class Harness:
     """An engine with a clock, a compiler and masks that the test controls."""
 
     def __init__(self, **limits: Any) -> None:
-        chosen = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64, "block_size": 4, **limits}
         self.clock = FakeClock()
         self.runner, self.masks, self.compiler = SeedRunner(), FakeMasks(), FakeCompiler()
-        pool = BlockPool(32)
-        self.scheduler = Scheduler(SchedulerLimits(**chosen), pool, clock=self.clock.monotonic_s)
-        grammars = GrammarQueue(self.compiler, self.masks)
-        self.engine = Engine(self.scheduler, self.runner, INFO, grammars, clock=self.clock.monotonic_s)
+        grammars, now_s = GrammarQueue(self.compiler, self.masks), self.clock.monotonic_s
+        self.engine = engine_over(self.runner, grammars=grammars, clock=now_s, scheduler_clock=now_s, **limits)
 
     def run(self, *requests: GenerationRequest) -> list[TokenEvent]:
         return [event for events in run_to_end(self.engine, requests).values() for event in events]

@@ -18,9 +18,9 @@ from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.request import Request
 from engine.scheduling.scheduler import Scheduler
 from tests.support.engines import generation_request, tokens
+from tests.support.fake_runner import FakeRunner, engine_over
 from tests.support.sampling import sampling_request
 from tests.support.scheduling import apply_outputs, drain, make_request, make_scheduler, step
-from tests.unit.test_engine_loop import FakeRunner, make_engine
 
 
 def _add_with_forks(scheduler: Scheduler, num_forks: int, num_prompt_tokens: int) -> tuple[Request, list[Request]]:
@@ -35,7 +35,7 @@ def _add_with_forks(scheduler: Scheduler, num_forks: int, num_prompt_tokens: int
 def test_waiting_answers_share_one_token_list_until_they_generate() -> None:
     runner = FakeRunner()
     runner.move = lambda moves: None  # type: ignore[method-assign]
-    engine = make_engine(runner)
+    engine = engine_over(runner)
     engine.submit(generation_request("a", [1, 2, 3], n=3, max_tokens=2))
     answers = list(engine._live["a"])
     assert len({id(answer.token_ids) for answer in answers}) == 1
@@ -47,7 +47,7 @@ def test_waiting_answers_share_one_token_list_until_they_generate() -> None:
 
 
 def test_the_token_list_of_a_single_answer_is_not_copied() -> None:
-    engine = make_engine(FakeRunner())
+    engine = engine_over(FakeRunner())
     engine.submit(generation_request("a", [1, 2, 3], max_tokens=2))
     (answer,) = engine._live["a"]
     before = answer.token_ids

@@ -12,23 +12,19 @@ import pytest
 from engine.errors import EngineBroken
 from engine.loop import Engine
 from engine.overlap import Fallbacks
-from engine.protocol import EngineInfo, FinishReason, PlainReason
-from engine.scheduling.block_pool import BlockPool
-from engine.scheduling.drafting import Draft, Drafter
-from engine.scheduling.limits import SchedulerLimits
-from engine.scheduling.prefix_cache import PrefixCache
+from engine.protocol import FinishReason, PlainReason
+from engine.scheduling.drafting import Draft
 from engine.scheduling.request import Request
 from engine.scheduling.scheduled_batch import BlockMoves, RowResult, ScheduledBatch, ScheduledRequest, StepOutput
-from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.token_events import StepEvents, token_event
 from engine.speculation import adaptive_drafter
 from engine.speculation.adaptive_drafter import AdaptiveDrafter
 from engine.speculation.options import SpeculativeOptions
 from engine.step_sizes import draft_graphs_kept, graphs_kept, step_size, verify_size
-from tests.support.engines import FREE_ROWS, generation_request, run_to_end, tokens, unused_grammars
+from tests.support.engines import FREE_ROWS, generation_request, run_to_end, tokens
+from tests.support.fake_runner import engine_over
 from tests.support.scheduling import make_request
 
-MAX_MODEL_LEN = 64
 STOP = 7
 
 
@@ -143,24 +139,9 @@ class OracleDrafter:
         """Its drafts do not depend on acceptance."""
 
 
-def make_engine(
-    runner: FakeAheadRunner,
-    *,
-    num_blocks: int = 32,
-    caches: bool = False,
-    drafter: Drafter | None = None,
-    **limits: Any,
-) -> Engine:
-    chosen = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": MAX_MODEL_LEN, "block_size": 4, **limits}
-    info = EngineInfo(
-        model="fake", architecture="Fake", max_model_len=MAX_MODEL_LEN, vocab_size=10, eos_token_ids=[9], block_size=4,
-        num_kv_blocks=num_blocks, dtype="none", device="none", device_name="none", kernels="none", num_parameters=0,
-        max_num_seqs=4, weights_bytes=0, kv_bytes=0, load_s=0.0,
-    )  # fmt: skip
-    pool = BlockPool(num_blocks)
-    cache = PrefixCache(pool, 4) if caches else None
-    scheduler = Scheduler(SchedulerLimits(**chosen), pool, clock=lambda: 0.0, prefix_cache=cache, drafter=drafter)
-    return Engine(scheduler, runner, info, unused_grammars(), clock=lambda: runner.now_s)
+def make_engine(runner: FakeAheadRunner, **options: Any) -> Engine:
+    """An engine that measures steps by the clock of `runner`; `options` are those of `engine_over`."""
+    return engine_over(runner, clock=lambda: runner.now_s, **options)
 
 
 def expected_tokens(request_id: str, num_prompt: int, max_tokens: int, *, stops: bool = True) -> list[int]:
