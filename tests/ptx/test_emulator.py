@@ -11,9 +11,9 @@ import torch
 
 from kernels.attention_rows import AttentionShape
 from kernels.triton.linear import linear
-from tests.ptx.test_attention import Batch
 from tests.support.kernel_cases import normal
 from tests.support.kernel_tolerances import assert_near
+from tests.support.ptx.attention_batch import AttentionBatch
 from tests.support.ptx.block import FORWARD, LOCKSTEP, REVERSE
 from tests.support.ptx.card import EmulatedCard
 from tests.support.ptx.memory import Fault
@@ -69,7 +69,7 @@ def test_unsupported_ptx_is_refused_by_name(card: EmulatedCard, body: str, named
 
 
 @pytest.mark.parametrize(
-    ("body", "fault"),
+    ("body", "message"),
     [
         ("ld.global.b32 %r3, [%rd4+4];", "4 bytes that end 4 behind a tensor of 256"),
         ("ld.global.b32 %r3, [%rd4+-4];", "4 bytes that begin 4 before a tensor"),
@@ -395,6 +395,6 @@ def test_removing_any_wait_of_a_product_is_detected(card: EmulatedCard, line: st
     ],
 )
 def test_removing_waits_fences_or_barriers_of_a_prefill_is_detected(card: EmulatedCard, line: str, message: str) -> None:
-    batch = Batch(AttentionShape(16, 4, 1, 64), [80], [33])
+    batch = AttentionBatch(AttentionShape(16, 4, 1, 64), [80], [33])
     faults = PtxMutator(card, batch.check_prefill).faults(line)
     assert any(re.search(message, fault) for fault in faults), faults

@@ -12,10 +12,10 @@ from kernels.reference.quantised import dequantise
 from kernels.triton.expert_weights import bind_weights
 from kernels.triton.experts import mix_gated_experts
 from kernels.triton.router import route_live
-from tests.ptx.test_products import PACKERS
 from tests.support.kernel_cases import Guarded, normal, padded_rows
 from tests.support.kernel_tolerances import assert_near, assert_same
 from tests.support.ptx.card import EmulatedCard
+from tests.support.ptx.weight_packers import PACKERS
 
 CPU = torch.device("cpu")
 HIDDEN, INNER, EXPERTS, CHOSEN = 128, 128, 4, 2

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import pytest
 import torch
 
-from kernels.quantised_weights import Int4Weight, pack_fp8, pack_int4, pack_int8
+from kernels.quantised_weights import Int4Weight, pack_fp8
 from kernels.reference import fused_linear as reference
 from kernels.reference import quantised as exact
 from kernels.residual_stream import Gate
@@ -27,19 +25,12 @@ from tests.support.kernel_cases import normal, padded_rows
 from tests.support.kernel_tolerances import assert_near, assert_same
 from tests.support.ptx.block import FORWARD, REVERSE
 from tests.support.ptx.card import EmulatedCard
+from tests.support.ptx.weight_packers import PACKERS, pack_groups
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
 EPS = 1e-6
 Kernel = Callable[..., torch.Tensor]
-Pack = Callable[[torch.Tensor], Any]
-pack_groups = partial(pack_int4, group_size=128)
-PACKERS: dict[str, Pack] = {
-    "bf16": lambda weight: weight,
-    "int8": pack_int8,
-    "fp8": pack_fp8,
-    "int4": pack_groups,
-}
 
 
 def rows(count: int, width: int, *, seed: int = 0) -> torch.Tensor:

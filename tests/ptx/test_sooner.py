@@ -13,9 +13,9 @@ from kernels.attention_rows import AttentionShape
 from kernels.reference import fused_linear as reference
 from kernels.triton import fused_linear
 from kernels.triton.split_k import arrival_counters
-from tests.ptx.test_attention import BF16, BLOCK, CPU, check_rotated
 from tests.support.kernel_cases import RotatedDecodeBatch, normal
 from tests.support.kernel_tolerances import assert_near
+from tests.support.ptx.attention_batch import BF16, BLOCK, CPU, check_rotated_decode
 from tests.support.ptx.block import REVERSE
 from tests.support.ptx.card import EmulatedCard
 
@@ -38,7 +38,7 @@ def test_kernels_trigger_the_next_one_only_after_their_own_wait(
     x, residual = (normal(1, 256, dtype=BF16, device=CPU, seed=seed) for seed in (1, 2))
     weight, norm_weight = normal(256, 256, dtype=BF16, device=CPU, seed=3) / 16, torch.ones(256, dtype=BF16)
     with early_triggers():
-        check_rotated(RotatedDecodeBatch([257], AttentionShape(BLOCK, 8, 2, 128), CPU, dtype=BF16))
+        check_rotated_decode(RotatedDecodeBatch([257], AttentionShape(BLOCK, 8, 2, 128), CPU, dtype=BF16))
         found = fused_linear.linear_add(x, weight, residual, norm_weight)
     expected = reference.linear_add(x, weight, residual, norm_weight)
     assert_near(found.total, expected.total, "matmul")
