@@ -41,7 +41,7 @@ def make_texts(lens: tuple[int, ...], vocab_size: int) -> list[list[int]]:
 
 
 def reference(model: Any, texts: list[list[int]], mode: str, *, normalised: bool = True) -> torch.Tensor:
-    """Each text alone through transformers."""
+    """Pooled hidden states of transformers, one text at a time: [len(texts), hidden_size]"""
     with torch.inference_mode():
         states = [model(torch.tensor([text])).last_hidden_state[0] for text in texts]
     pooled = torch.stack([{"mean": s.mean(0), "cls": s[0], "last": s[-1]}[mode] for s in states])
@@ -51,7 +51,7 @@ def reference(model: Any, texts: list[list[int]], mode: str, *, normalised: bool
 def write_sentence_transformers_files(
     directory: Path, pooling: dict[str, Any], *, normalise: bool = True, limits: dict[str, Any] | None = None
 ) -> None:
-    """The files that sentence-transformers puts beside a model."""
+    """Write the configuration files of sentence-transformers beside a model."""
     types = ["Transformer", "Pooling", *(["Normalize"] if normalise else [])]
     paths = ["", "1_Pooling", "2_Normalize"]
     modules = [

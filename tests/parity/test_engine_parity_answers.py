@@ -36,7 +36,7 @@ class ReferenceModel:
         return LLM(self.directory, device="cpu", threads=1, **{"kv_cache_bytes": KV_CACHE_BYTES, "max_num_seqs": 16, **options})
 
     def logprobs(self, token_ids: list[int]) -> torch.Tensor:
-        """Before each token but the first: [len(token_ids) - 1, V]"""
+        """Log-probabilities of all tokens at each position after the first: [len(token_ids) - 1, V]"""
         with torch.inference_mode():
             logits: torch.Tensor = self.model(torch.tensor([token_ids])).logits[0, :-1]
         return logits.double().log_softmax(-1)

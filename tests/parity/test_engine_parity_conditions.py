@@ -31,7 +31,7 @@ SMALL: dict[str, Any] = {"num_kv_blocks": 24, "max_model_len": 128, "max_num_bat
 
 @dataclass
 class Case:
-    """A model directory beside the model that transformers made of it."""
+    """A model directory, and the model of transformers with the same weights."""
 
     directory: Path
     model: Any

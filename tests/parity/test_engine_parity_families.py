@@ -31,13 +31,13 @@ def make_prompts(lengths: tuple[int, ...], seed: int = 3) -> list[list[int]]:
 
 @dataclass
 class Case:
-    """A model directory beside the model that transformers made of it."""
+    """A model directory, and the model of transformers with the same weights."""
 
     directory: Path
     model: Any
 
     def check(self, prompts: list[list[int]], engine: Any) -> None:
-        """All of `prompts` at once through `engine`, against transformers."""
+        """Run `prompts` in one batch and compare greedy tokens and logprobs with transformers."""
         requests = [generation_request(str(i), prompt, max_tokens=MAX_TOKENS, logprobs=0) for i, prompt in enumerate(prompts)]
         events = run_to_end(engine, requests)
         assert_greedy(self.model, prompts, [events[str(i)] for i in range(len(prompts))])

@@ -74,7 +74,7 @@ def test_modules_that_are_not_quantised_are_read_between_those_that_are(
 
 
 def test_gptq_settings_may_be_in_quantize_config_json(sources: dict[str, Path], tmp_path: Path) -> None:
-    """As the early AutoGPTQ wrote it, which left out the method."""
+    """Early versions of AutoGPTQ wrote this file without quant_method."""
     folder = layouts.write(sources["llama"], tmp_path / "gptq", LAYOUTS["gptq"]).directory
     described = load_model_config(folder).quantization
     config = json.loads((folder / "config.json").read_text())

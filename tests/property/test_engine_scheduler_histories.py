@@ -1,7 +1,7 @@
-"""Random lives of requests under a scheduler with tiny pools: nothing leaks, nothing is shared wrongly, everybody ends once,
-and no tenant that waits is served less than another by more than the bound of docs/fairness.md.
+"""Random histories of requests under a scheduler with tiny pools: no block leaks or is shared wrongly, every request ends once,
+and no waiting tenant is served less than another by more than the bound of docs/fairness.md.
 
-`GATEHOUSE_SCRIPTS=10000` runs as many random scripts; `python -m tests.support.scheduler_fuzz` prints their gaps too.
+`GATEHOUSE_SCRIPTS` sets the number of scripts, 40 by default; `python -m tests.support.scheduler_fuzz` prints gaps in service.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         global_prefix: tuple[int, ...],
         protected_percent: int,
     ) -> None:
-        world = SchedulerSetup(
+        setup = SchedulerSetup(
             num_blocks=num_blocks,
             block_size=block_size,
             max_num_seqs=max_num_seqs,
@@ -62,7 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             protected_percent=protected_percent,
             tenants=TENANTS,
         )
-        self.fuzz = SchedulerFuzz(world, random.Random(0))
+        self.fuzz = SchedulerFuzz(setup, random.Random(0))
 
     @rule(
         target=requests,

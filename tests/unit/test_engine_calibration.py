@@ -112,7 +112,7 @@ def test_a_draft_model_adds_to_the_time_of_a_step_and_has_a_time_per_draft_step(
 
 
 class HostBoundDecoder(FakeDecoder):
-    """Launching its kernels takes 5 ms, as long as 500 rows do."""
+    """A pass takes 5 ms to launch, or 10 µs per row if that is longer."""
 
     def __init__(self) -> None:
         super().__init__(0.0)

@@ -216,7 +216,7 @@ ACCUMULATED = "{% set ns = namespace(text='') %}{% for m in messages %}{% set ns
     ],
 )
 def test_a_template_that_copies_accumulated_text_for_each_message_is_refused_beyond_the_limit(expression: str) -> None:
-    """As those of DeepSeek do with system messages."""
+    """DeepSeek's templates do this with system messages."""
     template = ChatTemplate(ACCUMULATED.replace("EXPRESSION", expression), {})
     message = {"role": "system", "content": "x" * 2560}
     assert len(template.render([message] * 400)) >= 400 * 2560

@@ -253,7 +253,7 @@ WEIGHTS: dict[str, Callable[[tuple[int, int]], torch.Tensor]] = {
 
 @pytest.mark.parametrize(("weights", "int8_adds", "fp8_adds"), [("normal", 0.11, 0.98), ("with outliers", 2.2, 0.95)])
 def test_requantisation_of_decoded_blocks_has_the_documented_error(weights: str, int8_adds: float, fp8_adds: float) -> None:
-    """As shares of the variance of the error of E4M3 in blocks."""
+    """Added errors are given relative to the variance of the error of block-wise E4M3."""
     torch.manual_seed(0)
     original = WEIGHTS[weights]((256, 4096))
     _, decoded = hub.fp8_blocks(block=(128, 128)).store("", original)

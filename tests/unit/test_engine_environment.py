@@ -72,11 +72,11 @@ configure_malloc()
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
 def work():
-    places = [libc.malloc(5 << 20) for _ in range(4)]
-    for place in places:
-        ctypes.memset(place, 1, 5 << 20)
-    for place in places:
-        libc.free(place)
+    buffers = [libc.malloc(5 << 20) for _ in range(4)]
+    for buffer in buffers:
+        ctypes.memset(buffer, 1, 5 << 20)
+    for buffer in buffers:
+        libc.free(buffer)
 work()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(20):
@@ -84,8 +84,8 @@ for _ in range(20):
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
     kept = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_") and name != "GLIBC_TUNABLES"}
-    told = subprocess.run([sys.executable, "-c", program], env={**kept, **environment}, capture_output=True, check=True)
-    return int(told.stdout)
+    completed = subprocess.run([sys.executable, "-c", program], env={**kept, **environment}, capture_output=True, check=True)
+    return int(completed.stdout)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")

@@ -33,7 +33,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def with_rounded_head(directory: Path, target: Path) -> Path:
-    """The same model with a head of its own, whose numbers are those of its 8 bits."""
+    """A copy of the model with an untied output head, rounded to the values of its 8-bit format."""
     shutil.copytree(directory, target)
     tensors = load_file(target / "model.safetensors")
     head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
@@ -54,7 +54,7 @@ def test_int8_head_equals_a_model_whose_head_was_rounded_beforehand(
 
 
 def test_head_quantization_none_keeps_the_head_while_the_layers_are_quantised(model: Path) -> None:
-    """Its numbers lie between those of the plain model and of one that is quantised as a whole."""
+    """Logprobs differ both from the unquantised model and from one quantised with its head."""
     plain, whole = llm_logprobs(model), llm_logprobs(model, quantization="int8")
     layers = llm_logprobs(model, quantization="int8", head_quantization="none")
     assert not torch.equal(layers, plain)

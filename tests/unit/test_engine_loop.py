@@ -94,7 +94,7 @@ def test_an_invalid_request_is_refused_on_submission(prompt: list[int], sampling
 
 
 def test_retried_moves_do_not_repeat_those_that_succeeded() -> None:
-    """What was swapped out of a block may have been overwritten by what was swapped in."""
+    """Swapping out again would store the content that was swapped in meanwhile."""
     device, host = {5: "old"}, {1: "kept"}
     failures = [RuntimeError("the bus is busy")]
 

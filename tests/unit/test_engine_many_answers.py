@@ -76,7 +76,7 @@ def test_a_prompt_is_hashed_once_for_all_answers(num_prompt_tokens: int, monkeyp
 
 
 def test_a_fork_extends_shared_hashes_with_its_own_tokens() -> None:
-    """Taken over or computed, the hashes of a text are the same."""
+    """Hashes are equal whether taken over from the first answer or computed."""
     scheduler = make_scheduler(num_blocks=64, max_num_seqs=4, budget=64, caches=True)
     first, (fork,) = _add_with_forks(scheduler, 1, 18)
     plain = make_request("b", 18)

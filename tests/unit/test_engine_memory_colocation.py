@@ -144,7 +144,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_model_that_its_own_engine_would_refuse_is_left_no_memory(name: str, card: FakeGpu, folders: list[Path]) -> None:
-    """Otherwise it would make the others refuse to start, or have smaller caches, for nothing."""
+    """Otherwise the others would have smaller caches, or refuse to start, for an engine that never runs."""
     changes, options = REFUSED[name]
     (folders[1] / "config.json").write_text(json.dumps({**LLAMA_8B, **changes}))
     assert forecast(*folders, **options) == forecast(folders[0], folders[2], **options)

@@ -59,14 +59,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def llama_8b(tmp_path: Path) -> ModelConfig:
-    """The configuration alone: nothing is loaded to predict."""
+    """Only the configuration: a forecast loads no weights."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     return load_model_config(tmp_path)
 
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A GPU's free and total memory in GiB, to be changed."""
+    """A fake GPU's free and total memory in GiB; tests change it."""
     memory = [139, 140]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (memory[0] * GIB, memory[1] * GIB))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))

@@ -131,7 +131,7 @@ def test_split_workspace_is_counted_for_many_chunks_of_few_tokens() -> None:
 
 
 def test_dequantised_slabs_are_counted_for_many_rows_on_a_gpu() -> None:
-    """16 MiB by themselves, and 16 in captured steps of so many rows: Llama-8B's largest with chunks have 960."""
+    """16 MiB outside of graphs, and 16 MiB in captured steps of so many rows; the largest with chunks has 960 for Llama-8B."""
     load = replace(LOAD, num_tokens=2048, on_gpu=True, has_slots=True)
     slab_bytes = 2 << 23
 

@@ -47,7 +47,7 @@ def test_every_family_has_defaults_for_absent_settings(architecture: str) -> Non
 
 
 def test_settings_of_a_multimodal_config_take_precedence_over_its_text_part() -> None:
-    """As in transformers: a text part that was saved with its own defaults has Gemma's `<eos>` alone, not the end of a turn."""
+    """As in transformers. A text part saved with its own defaults has only `<eos>` of Gemma, not its end-of-turn token."""
     text = {"num_hidden_layers": 6, "eos_token_id": 1, "torch_dtype": "float32", "architectures": ["Gemma3ForCausalLM"]}
     name = "Gemma3ForConditionalGeneration"
     config = parse(name, text_config=text, eos_token_id=[1, 106], torch_dtype="bfloat16", vocab_size=1000)
@@ -186,7 +186,7 @@ KEYS = (
 
 
 def parse_or_refuse(architecture: str, changes: dict[str, Any]) -> None:
-    """Any other exception is one that an operator cannot read."""
+    """Parse settings; any exception but UnsupportedModel fails the test."""
     with contextlib.suppress(UnsupportedModel):
         parse(architecture, **{"use_sliding_window": True, "sliding_window": 8, **changes})
 

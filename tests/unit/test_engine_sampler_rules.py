@@ -85,7 +85,7 @@ def test_end_tokens_are_forbidden_below_min_tokens() -> None:
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
 def test_min_tokens_forbids_stop_tokens_with_and_without_ignore_eos(ignore_eos: bool) -> None:
-    """Without end tokens there is nothing to forbid; the caller's own stop ids are forbidden all the same."""
+    """With ignore_eos the request has no end tokens, but its stop_token_ids are forbidden all the same."""
     logits = torch.tensor([[9.0, 8.0, 1.0]])
     request = sampling_request(
         temperature=0.0, min_tokens=1, ignore_eos=ignore_eos, stop_token_ids=[1], end_ids=() if ignore_eos else (0,)

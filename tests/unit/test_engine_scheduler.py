@@ -227,7 +227,7 @@ def test_check_invariants_detects_a_wrong_forecast_and_a_wrong_calendar_of_decod
 
 
 def drain_ahead(scheduler: Scheduler) -> None:
-    """Each step is planned before the tokens of the one before are known."""
+    """Step until idle, planning each step before the tokens of the previous one are settled."""
     pending: InFlightBatch | None = None
     while scheduler.has_requests:
         batch = scheduler.schedule()

@@ -33,7 +33,7 @@ def test_objects_alive_at_the_start_are_frozen_while_the_process_serves(monkeypa
 
 
 def test_a_dropped_engine_is_collected_although_another_one_is_built(tmp_path: Path) -> None:
-    """Engines have cycles: freezing what is there when one is built would keep its weights for ever."""
+    """Engines contain cycles: freezing all objects when one is built would keep the weights of dropped ones."""
     make_model("llama", tmp_path / "model", num_hidden_layers=1, head_dim=16)
     frozen = gc.get_freeze_count()
     dropped = []
@@ -69,7 +69,7 @@ print(sum(found() is not None for found in dropped))
 
 
 def test_cycles_dropped_between_calls_are_collected_while_full_collections_are_rare() -> None:
-    """In a process of its own: in this one the libraries are frozen, and collections rarer."""
+    """In another process, because this one has frozen its libraries and collects less often."""
     repository = Path(gc_thresholds.__file__).parents[2]
     ended = subprocess.run([sys.executable, "-c", SCRIPT], cwd=repository, capture_output=True, text=True, check=True)
     assert int(ended.stdout) < CALLS
