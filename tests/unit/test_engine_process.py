@@ -215,8 +215,10 @@ def test_a_failed_start_closes_the_socket(tmp_path: Path) -> None:
     assert "ResourceWarning" not in engine.stderr
 
 
-ABORTS_AT_ITS_END = """
+ABORTS_WHEN_FINALISED = """
 import os, sys, types
+build = sys.modules["engine.build"] = types.ModuleType("engine.build")  # the real one takes seconds to import torch
+build.build_engine = lambda *_, **__: Engine()
 from engine import main
 from engine.errors import EngineBroken
 class Engine:
@@ -225,14 +227,21 @@ class Engine:
         os.abort()  # as torch does with page-locked memory, where the device is lost
     def status(self):
         raise EngineBroken("the device is lost")
-main.build_engine = lambda *_, **__: Engine()
 sys.exit(main.main(sys.argv[1:]))
 """
 
 
-def test_nothing_is_finalised_after_a_failure_because_it_might_abort_the_process(tmp_path: Path) -> None:
+def test_nothing_is_finalised_after_a_failure_because_it_might_abort_the_process() -> None:
     ours, theirs = socket.socketpair()
-    command = [sys.executable, "-c", ABORTS_AT_ITS_END, "--fd", str(theirs.fileno()), "--options", json.dumps({"model": "x"})]
+    command = [
+        sys.executable,
+        "-c",
+        ABORTS_WHEN_FINALISED,
+        "--fd",
+        str(theirs.fileno()),
+        "--options",
+        json.dumps({"model": "x"}),
+    ]
     with ours, theirs:
         engine = subprocess.run(
             command, cwd=forked_processes.REPOSITORY, pass_fds=[theirs.fileno()], capture_output=True, text=True, check=False
