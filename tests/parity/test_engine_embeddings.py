@@ -200,6 +200,7 @@ def test_unsupported_modules_are_refused_by_name(tmp_path: Path) -> None:
         ([[5], {"prompt": 3}], "text 1: prompt must be text"),
         ([[5], [0.5]], "text 1: "),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_an_invalid_text_is_named_with_the_limit(texts: list[Any], message: str, tmp_path: Path) -> None:
     make_encoder("bert", tmp_path)
@@ -263,6 +264,7 @@ def test_a_batch_invariant_engine_embeds_equally(tmp_path: Path) -> None:
         ({"num_attention_heads": 5}, "multiple of num_attention_heads"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
     ],
+    ids=lambda value: str(value)[:50],
 )
 def test_an_unsupported_encoder_setting_is_refused_by_name(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     make_encoder("bert", tmp_path)
@@ -280,6 +282,7 @@ def test_an_unsupported_encoder_setting_is_refused_by_name(changes: dict[str, An
         {"swap_space": 1},
         {"speculative_config": {"method": "ngram"}},
     ],
+    ids=str,
 )
 def test_options_without_meaning_for_embeddings_are_refused_by_name(options: dict[str, Any], tmp_path: Path) -> None:
     make_encoder("bert", tmp_path)

@@ -149,7 +149,7 @@ def test_a_request_ends_at_the_end_of_text_token_like_transformers(tmp_path: Pat
     assert [tokens(events[str(i)]) for i in range(len(prompts))] == expected
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)], ids=str)
 @pytest.mark.parametrize("head_dim", [16, 64, 96, 128])
 def test_grouped_heads_and_head_dims_equal_transformers(heads: tuple[int, int], head_dim: int, tmp_path: Path) -> None:
     model = make_model("llama", tmp_path, num_attention_heads=heads[0], num_key_value_heads=heads[1], head_dim=head_dim)

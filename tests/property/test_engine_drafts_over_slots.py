@@ -116,7 +116,7 @@ def test_a_draft_model_over_slots_gives_the_tokens_of_the_plain_runner(
 
 
 @pytest.mark.parametrize("loop", sorted(LOOPS))
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9}, {"logprobs": 2}])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9}, {"logprobs": 2}], ids=str)
 def test_all_drafts_are_accepted_if_target_and_draft_model_are_the_same(
     loop: str, sampling: dict[str, Any], folder: Path
 ) -> None:

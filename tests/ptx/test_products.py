@@ -56,6 +56,7 @@ def weights(outputs: int, columns: int, *, seed: int = 1) -> torch.Tensor:
         ("int4", linear_int4, (2, 80, 384)),
         ("int4", linear_int4, (130, 144, 384)),
     ],
+    ids=lambda value: str(value) if isinstance(value, tuple) else None,
 )
 def test_products_match_the_exact_ones(kind: str, kernel: Kernel, sizes: tuple[int, int, int]) -> None:
     count, outputs, columns = sizes
@@ -119,6 +120,7 @@ def test_dequantised_4_bit_weights_match_the_exact_ones() -> None:
         ("fp8", (16, 96, 272, 80), "silu"),
         ("int4", (5, 256, 384, 160), "silu"),
     ],
+    ids=lambda value: str(value) if isinstance(value, tuple) else None,
 )
 def test_fused_linear_add_and_normed_linear_match_the_reference(
     kind: str, sizes: tuple[int, int, int, int], gate: Gate | None

@@ -19,6 +19,7 @@ TOKEN_IDS = {"cat": [1], " cat": [2], "dog": [3, 4], " dog": [9, 3, 4], "emu": [
         (["cat", "dog"], [[1], [2], [3, 4]]),
         ([], []),
     ],
+    ids=str,
 )
 def test_each_word_is_tokenised_with_and_without_a_leading_space(words: list[str], expected: list[list[int]]) -> None:
     assert bad_words_token_ids(words, TOKEN_IDS.__getitem__) == expected

@@ -329,6 +329,7 @@ INFINITE = torch.full((64, 2), float("inf"), dtype=torch.float16)
         ("gptq-8", {"g_idx": torch.zeros(64)}, "q_proj.g_idx is torch.float32"),
         ("packed-8-groups", {"weight_scale": torch.ones(64, 3)}, r"weight_scale has shape \(64, 3\), expected \(64, 2\)"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_damaged_tensors_are_named_by_the_engine_and_by_verification(
     name: str, changes: dict[str, Any], message: str, checkpoints: dict[str, layouts.WrittenCheckpoint], tmp_path: Path

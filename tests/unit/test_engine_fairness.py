@@ -147,7 +147,7 @@ def test_largest_holder_is_the_account_with_most_seats_per_weight() -> None:
     assert seats.largest_holder() is heavy
 
 
-@pytest.mark.parametrize("weights", [(1, 1), (1, 4)])
+@pytest.mark.parametrize("weights", [(1, 1), (1, 4)], ids=str)
 def test_two_tenants_with_a_backlog_receive_service_by_weight(weights: tuple[int, int]) -> None:
     scheduler = make_scheduler(num_blocks=64, max_num_seqs=8, budget=16, costs=COSTS)
     for number in range(400):

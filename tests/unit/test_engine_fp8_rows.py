@@ -46,6 +46,7 @@ def generated_ids(model: Path, **options: Any) -> dict[str, list[int]]:
         ("gemma2", {"rms_norm", "add_rms_norm", "gelu_tanh_mul"}),
         ("olmo2", {"silu_mul"}),
     ],
+    ids=lambda value: str(value)[:50],
 )
 def test_operations_before_an_fp8_product_quantise_its_rows_without_changing_tokens(
     family: str, expected: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -194,6 +194,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_any_prompt_runs(llm: LLM) -
         {"shared_prefixes": "file"},
         {"shared_prefixes": [None]},
     ],
+    ids=str,
 )
 def test_an_invalid_option_is_named_in_the_error(options: dict[str, Any], model: Path) -> None:
     with pytest.raises(EngineConfigError, match=next(iter(options))):

@@ -84,6 +84,7 @@ def test_a_successful_step_resets_the_count_of_failed_steps() -> None:
         ([1], {"logit_bias": {11: 1.0}}, "logit_bias has token ids outside"),
         ([1], {"seed": None}, "no seed"),
     ],
+    ids=lambda value: str(value)[:50],
 )
 def test_an_invalid_request_is_refused_on_submission(prompt: list[int], sampling: dict[str, Any], message: str) -> None:
     engine = engine_over(FakeRunner())
@@ -131,6 +132,7 @@ def test_the_id_of_a_live_request_is_refused_and_that_of_a_finished_one_accepted
         ({"ignore_eos": False, "max_tokens": 20, "min_tokens": 4, "stop_token_ids": [5]}, [5, 5, 9, 5], FinishReason.STOP),
         ({"ignore_eos": True, "max_tokens": None}, 62, FinishReason.LENGTH),
     ],
+    ids=lambda value: str(value)[:50],
 )
 def test_a_request_ends_by_stop_token_end_of_text_or_length(
     sampling: dict[str, Any], expected_tokens: list[int] | int, reason: FinishReason

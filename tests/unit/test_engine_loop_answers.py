@@ -174,7 +174,11 @@ def test_equal_grammars_are_compiled_once() -> None:
     assert len(harness.compiler.submitted) == 1
 
 
-@pytest.mark.parametrize("refusal", [GrammarError("guided_regex", "unclosed"), EngineOverloaded("full"), RuntimeError("a bug")])
+@pytest.mark.parametrize(
+    "refusal",
+    [GrammarError("guided_regex", "unclosed"), EngineOverloaded("full"), RuntimeError("a bug")],
+    ids=lambda refusal: type(refusal).__name__,
+)
 def test_a_cached_refusal_does_not_keep_its_requests_alive(refusal: Exception) -> None:
     compiler, spec, request = FakeCompiler(), GrammarSpec("regex", "(a"), make_request("a", 2)
     queue = GrammarQueue(compiler, FakeMasks())

@@ -119,7 +119,9 @@ def test_weights_quantised_on_the_fly_are_predicted_except_for_row_scales(model:
 
 
 @pytest.mark.parametrize(
-    "layout", [layouts.awq(), layouts.gptq(), layouts.fp8(per_row=True, activations="none", compressed=True)]
+    "layout",
+    [layouts.awq(), layouts.gptq(), layouts.fp8(per_row=True, activations="none", compressed=True)],
+    ids=["awq", "gptq", "fp8"],
 )
 def test_weights_of_a_quantised_checkpoint_are_predicted(layout: layouts.Layout, tmp_path: Path) -> None:
     make_model("llama", tmp_path / "plain", **layouts.SIZES)
@@ -213,7 +215,9 @@ def test_buffers_of_recorded_decode_steps_count_as_activations_on_a_cpu(llama_8b
         assert in_16_bits.activations_bytes == shape.activations_bytes(tokens, 8, 2), "torch's operations are not recorded"
 
 
-@pytest.mark.parametrize(("changed", "options"), [({}, {"kv_cache_dtype": "fp8"}), ({"head_dim": 34}, {})])
+@pytest.mark.parametrize(
+    ("changed", "options"), [({}, {"kv_cache_dtype": "fp8"}), ({"head_dim": 34}, {})], ids=lambda value: str(value)[:50]
+)
 def test_no_recorded_buffers_are_predicted_where_attention_does_not_read_pages(
     changed: dict[str, Any], options: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -258,7 +262,7 @@ def test_the_forecast_for_a_gpu_includes_the_batch_invariant_workspace(llama_8b:
     assert found.needs.slots_bytes == invariant_bytes(64, 131_072, 32, 128, None)
 
 
-@pytest.mark.parametrize("option", [{"kv_cache_dtype": "fp8"}, {"quantization": "fp8"}, {"quantization": "int8"}])
+@pytest.mark.parametrize("option", [{"kv_cache_dtype": "fp8"}, {"quantization": "fp8"}, {"quantization": "int8"}], ids=str)
 def test_smaller_formats_leave_room_for_more_blocks(llama_8b: ModelConfig, card: list[int], option: dict[str, Any]) -> None:
     before, after = forecast(llama_8b).fit, forecast(llama_8b, **option).fit
     assert after.needs.num_blocks(after.usable_bytes) > before.needs.num_blocks(before.usable_bytes)

@@ -329,7 +329,7 @@ def test_if_no_change_keeps_the_context_each_remedy_names_the_context_it_leaves(
     assert f"{WEIGHTS_8} (quantization=int8 or fp8): max_model_len={remedies[0].context_len}" in fit(12).explain()
 
 
-@pytest.mark.parametrize("weights", [BF16.weights, FOUR_BITS])
+@pytest.mark.parametrize("weights", [BF16.weights, FOUR_BITS], ids=["bf16", "int4"])
 def test_an_int8_output_head_is_offered_last(weights: WeightFormat) -> None:
     on_gpu = replace(fit(5.9, formats=replace(BF16, weights=weights)), load=replace(LOAD, on_gpu=True, has_slots=True))
     (only,) = replace(on_gpu, memory_bytes=int(6.3 * GIB), usable_bytes=int(5.67 * GIB), context_bytes=600 << 20).remedies()
@@ -386,7 +386,9 @@ def test_formats_in_use_are_not_offered() -> None:
 
 
 @pytest.mark.parametrize("usable_eighths", range(16, 280, 18))
-@pytest.mark.parametrize("formats", [BF16, Formats(weights=FOUR_BITS, element_bytes=2, kv_element_bytes=2)])
+@pytest.mark.parametrize(
+    "formats", [BF16, Formats(weights=FOUR_BITS, element_bytes=2, kv_element_bytes=2)], ids=["bf16", "int4"]
+)
 @pytest.mark.parametrize("memory_share", [None, 0.6, 0.9])
 def test_remedies_are_few_and_ordered_by_rising_context(
     usable_eighths: int, formats: Formats, memory_share: float | None

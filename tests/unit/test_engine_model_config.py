@@ -156,6 +156,7 @@ def test_sparse_layers_follow_the_step_except_for_mlp_only_layers() -> None:
         ("GraniteForCausalLM", {"logits_scaling": 0}, "logits_scaling must be a positive number"),
         ("Olmo2ForCausalLM", {"clip_qkv": 8.0}, "clip_qkv 8.0"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_setting_that_a_family_does_not_support_is_refused_by_name(
     architecture: str, changes: dict[str, Any], message: str

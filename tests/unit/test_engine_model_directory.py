@@ -104,6 +104,7 @@ def test_a_config_that_is_not_a_json_object_is_refused(text: str, tmp_path: Path
             r"yarn's factor 1e\+20 times \d+ positions must be at most",
         ),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_an_unsupported_setting_is_refused_by_name(changes: dict[str, Any], message: str, model: Path) -> None:
     change_config(model, **changes)
@@ -126,6 +127,7 @@ def test_the_older_spelling_of_rope_settings_is_equivalent(model: Path) -> None:
         ({"eos_token_id": [9, -1, 151_645, 2**40]}, (9,)),
         ({"eos_token_id": 2**40}, ()),
     ],
+    ids=str,
 )
 def test_end_tokens_of_generation_config_take_precedence(
     generation: dict[str, Any], expected: tuple[int, ...], model: Path
@@ -149,6 +151,7 @@ def test_end_tokens_of_generation_config_take_precedence(
         ({"model.norm.weight": torch.zeros(48, dtype=torch.int8)}, "expected a floating-point type"),
         ({"model.layers.0.self_attn.q_proj.bias": torch.zeros(48)}, r"q_proj\.bias"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_missing_unexpected_and_misshapen_tensors_are_refused_by_name(
     changes: dict[str, torch.Tensor | None], message: str, model: Path
@@ -228,6 +231,7 @@ def test_bfloat16_weights_are_computed_in_float32_on_the_cpu(model: Path) -> Non
         ({"block_size": 2048}, "block_size must be a power of two from 1 to 1024, not 2048"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_an_invalid_option_is_named_in_the_error(options: dict[str, Any], message: str, model: Path) -> None:
     with pytest.raises(EngineConfigError, match=message):

@@ -187,17 +187,7 @@ def test_a_step_that_waits_for_a_mask_is_completed_after_the_previous_step_and_b
     runner = FakeAheadRunner()
     runner.waits = {"a"}
     run_to_end(make_engine(runner), [generation_request("a", [1, 2], max_tokens=3)])
-    assert runner.log == [
-        "launch 1",
-        "complete",
-        "launch 1",
-        "collect",
-        "complete",
-        "launch 1",
-        "collect",
-        "complete",
-        "collect",
-    ]
+    assert runner.log == ["launch 1", "complete", *["launch 1", "collect", "complete"] * 2, "collect"]
 
 
 def test_a_step_without_starts_and_ends_has_decoded_tokens_instead_of_events() -> None:
@@ -420,18 +410,7 @@ def test_a_batch_that_cannot_be_launched_waits_for_the_pending_step_and_runs_on_
     )
     assert tokens(events["a"]) == expected_tokens("a", 2, 6, stops=False)
     assert tokens(events["guided"]) == expected_tokens("guided", 2, 2, stops=False)
-    assert runner.log == [
-        "run 2",
-        "run 2",
-        "launch 1",
-        "launch 1",
-        "collect",
-        "launch 1",
-        "collect",
-        "launch 1",
-        "collect",
-        "collect",
-    ]
+    assert runner.log == [*["run 2"] * 2, "launch 1", *["launch 1", "collect"] * 3, "collect"]
 
 
 def test_an_engine_whose_steps_all_fail_raises_engine_broken() -> None:

@@ -169,6 +169,7 @@ def test_verify_refuses_an_option_that_contradicts_the_checkpoint(
         (("--head-quantization", "int3"), "head_quantization must be one of none, int8, not 'int3'"),
         (("--kv-cache-dtype", "int8"), "kv_cache_dtype must be one of auto, fp8, fp8_e4m3, not 'int8'"),
     ],
+    ids=lambda value: str(value)[:50],
 )
 def test_verify_refuses_an_invalid_format_and_lists_the_valid_ones(
     options: tuple[str, str], message: str, model: Path, capsys: pytest.CaptureFixture[str]

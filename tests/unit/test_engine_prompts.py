@@ -38,6 +38,7 @@ def read(prompt: Any) -> tuple[str | None, list[int]]:
         (np.array([[1, 2], [3, 4]]), 2),
         ([np.array([1, 2])], 1),
     ],
+    ids=lambda value: str(value)[:50],
 )
 def test_a_single_prompt_becomes_a_list_of_one(prompts: Any, count: int) -> None:
     assert len(as_list(prompts)) == count
@@ -61,6 +62,7 @@ def test_a_value_that_is_not_a_list_of_prompts_is_refused(prompts: Any) -> None:
         (np.array([1, 2]), (None, [1, 2])),
         (torch.tensor([1, 2]), (None, [1, 2])),
     ],
+    ids=lambda value: str(value)[:50],
 )
 def test_text_token_ids_mappings_arrays_and_tensors_are_prompts(prompt: Any, expected: tuple[str | None, list[int]]) -> None:
     assert read(prompt) == expected
@@ -85,6 +87,7 @@ def test_text_token_ids_mappings_arrays_and_tensors_are_prompts(prompt: Any, exp
         ({"text": "a", 1: 2}, "unknown fields: 1, text"),
         ({"prompt_token_ids": "12"}, "not integers: str"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_an_invalid_prompt_is_refused_with_the_reason(prompt: Any, message: str) -> None:
     with pytest.raises(PromptError, match=message):
@@ -98,7 +101,9 @@ def test_text_parts_of_a_message_are_joined_by_line_breaks() -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [[{"type": "image_url", "image_url": {}}], [{"type": "text"}], ["a"], [None], {"text": "a"}, 5]
+    "content",
+    [[{"type": "image_url", "image_url": {}}], [{"type": "text"}], ["a"], [None], {"text": "a"}, 5],
+    ids=str,
 )
 def test_content_that_is_not_text_is_refused(content: Any) -> None:
     with pytest.raises(PromptError, match="conversation 1: a content must be text"):
@@ -112,7 +117,9 @@ def test_one_conversation_and_a_list_of_conversations_are_accepted() -> None:
     assert conversations([]) == []
 
 
-@pytest.mark.parametrize("messages", ["hi", ["hi"], [["hi"]], [5], [None], [{"role": "user"}, "x"], [[{"role": "user"}], "x"]])
+@pytest.mark.parametrize(
+    "messages", ["hi", ["hi"], [["hi"]], [5], [None], [{"role": "user"}, "x"], [[{"role": "user"}], "x"]], ids=str
+)
 def test_an_invalid_conversation_is_refused(messages: Any) -> None:
     with pytest.raises(PromptError, match="must be a list of messages"):
         conversations(messages)
@@ -127,7 +134,7 @@ def test_parameters_are_given_once_for_all_prompts_or_one_per_prompt() -> None:
         params_for([params], 2)
 
 
-@pytest.mark.parametrize("params", [{}, {"temperature": 0}, "greedy", [None], [{}], 0])
+@pytest.mark.parametrize("params", [{}, {"temperature": 0}, "greedy", [None], [{}], 0], ids=str)
 def test_invalid_parameters_are_refused_by_name(params: Any) -> None:
     with pytest.raises(InvalidOption, match="sampling_params must be") as refused:
         params_for(params, 1)

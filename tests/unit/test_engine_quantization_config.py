@@ -238,6 +238,7 @@ def test_a_supported_layout_is_parsed(settings: Any, expected: Any) -> None:
             "input_activations.dynamic 'local'",
         ),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_an_unsupported_setting_is_refused_by_key_with_the_supported_values(settings: Any, message: str) -> None:
     with pytest.raises(UnsupportedModel, match=rf"config\.json: quantization_config\.(.*\.)?{message}"):

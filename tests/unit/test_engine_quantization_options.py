@@ -204,6 +204,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, layouts.W
         ("fp8", {"weight": with_code(0x7F)}, "q_proj.weight holds codes that are no numbers"),
         ("fp8", {"weight": with_code(0xFF)}, "q_proj.weight holds codes that are no numbers"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_damaged_tensors_are_named_by_the_engine_and_by_verification(
     name: str, changes: dict[str, Any], message: str, checkpoints: dict[str, layouts.WrittenCheckpoint], tmp_path: Path

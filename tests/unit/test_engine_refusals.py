@@ -85,6 +85,7 @@ def draft_model_option(model: Path, name: str) -> dict[str, Any]:
         ({"shared_prefixes": (Path("missing"),)}, "shared_prefixes file missing cannot be read"),
         ({"quantization": "awq"}, "quantization = 'awq' cannot be applied to an unquantised checkpoint"),
     ],
+    ids=lambda value: str(value)[:50],
 )
 def test_contradictory_options_are_refused_and_found_by_start_problems(
     model: Path, no_weights_may_be_read: None, options: dict[str, Any], message: str

@@ -262,6 +262,7 @@ def test_command_line_options_that_are_not_json_are_refused(capsys: pytest.Captu
         ({}, "model must be a path, not None"),
         ({"model": "m", "speculative_config": "ngram"}, "speculative_config must be a mapping of options, not 'ngram'"),
     ],
+    ids=lambda value: str(value)[:50],
 )
 def test_unknown_missing_and_malformed_options_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(EngineConfigError, match=message):

@@ -134,14 +134,16 @@ def test_greedy_sampling_takes_the_largest_logit(logits: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("temperature", [9.9e-6, 1e-38, 1e-320])
-@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": 3}])
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": 3}], ids=str)
 def test_a_tiny_temperature_is_greedy(logits: torch.Tensor, temperature: float, filters: dict[str, Any]) -> None:
     requests = [sampling_request(str(s), seed=s, temperature=temperature, **filters) for s in range(20)]
     outputs = sample(logits.expand(20, -1), requests)
     assert {output.token_id for output in outputs} == {int(logits.argmax())}
 
 
-@pytest.mark.parametrize("filters", [{"top_p": 1e-320}, {"top_p": 1e-45}, {"min_p": 1.0}, {"top_p": 1e-320, "min_p": 1.0}])
+@pytest.mark.parametrize(
+    "filters", [{"top_p": 1e-320}, {"top_p": 1e-45}, {"min_p": 1.0}, {"top_p": 1e-320, "min_p": 1.0}], ids=str
+)
 def test_the_most_likely_token_is_never_filtered_out(logits: torch.Tensor, filters: dict[str, Any]) -> None:
     outputs = sample(logits.expand(20, -1), [sampling_request(str(s), seed=s, **filters) for s in range(20)])
     assert {output.token_id for output in outputs} == {int(logits.argmax())}
@@ -158,7 +160,7 @@ def test_the_strongest_penalties_leave_finite_logits(sign: float, penalty: float
     assert sample(logits, [request])[0].token_id == int(sign < 0) * 3
 
 
-@pytest.mark.parametrize("weights", [[math.nan, 1.0], [math.inf, 1.0], [0.0, 0.0]])
+@pytest.mark.parametrize("weights", [[math.nan, 1.0], [math.inf, 1.0], [0.0, 0.0]], ids=str)
 @pytest.mark.parametrize("position", [0, 255, 256, 1499])
 def test_weights_that_are_not_finite_or_all_zero_draw_no_token(weights: list[float], position: int) -> None:
     rows = torch.zeros(2, 1500)
@@ -177,7 +179,7 @@ def test_tokens_are_drawn_in_proportion_to_their_weights(spread: float) -> None:
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
-@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {}, {"top_p": 0.5}, {"top_k": 3}, {"logprobs": 2}])
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {}, {"top_p": 0.5}, {"top_k": 3}, {"logprobs": 2}], ids=str)
 def test_a_non_finite_row_fails_alone(logits: torch.Tensor, poison: float, sampling: dict[str, Any]) -> None:
     batch = torch.stack((logits, logits, logits))
     batch[1, 17] = poison

@@ -203,6 +203,7 @@ def test_logprobs_are_computed_before_the_mask() -> None:
         ({"bad_words_token_ids": [[0], [1], [2]]}, None, "bad_words"),
         ({"min_tokens": 1, "stop_token_ids": [0, 1, 2]}, None, "min_tokens"),
     ],
+    ids=lambda value: str(value)[:50],
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_row_with_every_token_forbidden_fails_alone_and_names_the_field(

@@ -158,7 +158,7 @@ def test_host_masks_contain_the_tokens_forbidden_after_earlier_ones() -> None:
     assert (bits == 0).nonzero().tolist() == [[0, 0], [0, 3], [0, 5], [0, 37]]
 
 
-@pytest.mark.parametrize("counts", [[0], [1, 3], [0, 20, 7]])
+@pytest.mark.parametrize("counts", [[0], [1, 3], [0, 20, 7]], ids=str)
 def test_logprobs_equal_those_of_the_plain_sampler(counts: list[int]) -> None:
     settings: list[dict[str, Any]] = [{"logprobs": count, "repetition_penalty": 1.5, "top_k": 40} for count in counts]
     requests = [sampling_request(), *(sampling_request(seed=i, **each) for i, each in enumerate(settings))]

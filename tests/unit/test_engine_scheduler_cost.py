@@ -86,7 +86,9 @@ class LoadedScheduler:
         return total
 
 
-@pytest.mark.parametrize("load", [{"waiting": 20_000}, {"tenants": 2_000, "waiting": 4_000}, {"cached": 50_000, "waiting": 64}])
+@pytest.mark.parametrize(
+    "load", [{"waiting": 20_000}, {"tenants": 2_000, "waiting": 4_000}, {"cached": 50_000, "waiting": 64}], ids=str
+)
 @pytest.mark.parametrize("phase", ["steady", "turnover"])
 def test_waiting_requests_tenants_and_cached_blocks_add_no_cost_to_a_step(phase: str, load: dict[str, int]) -> None:
     few, many = getattr(LoadedScheduler(waiting=64), phase)(), getattr(LoadedScheduler(**load), phase)()

@@ -66,7 +66,7 @@ def test_a_periodic_text_is_continued_with_its_period() -> None:
     assert indexed([7, 7, 7, 7]).continuation([7, 7, 7, 7], 6) == [7] * 6
 
 
-@pytest.mark.parametrize("tokens", [[1], [1, 2], [1, 2, 3], [1, 2, 3, 4, 5, 6]])
+@pytest.mark.parametrize("tokens", [[1], [1, 2], [1, 2, 3], [1, 2, 3, 4, 5, 6]], ids=str)
 def test_a_text_without_repetition_has_no_continuation(tokens: list[int]) -> None:
     assert indexed(tokens).continuation(tokens, 4) == []
 
@@ -186,6 +186,7 @@ def test_a_draft_never_exceeds_the_limit_of_the_scheduler() -> None:
         {"min_tokens": 3},
         {"guided_choice": ["yes", "no"]},
     ],
+    ids=str,
 )
 def test_nothing_is_drafted_if_sampling_depends_on_earlier_tokens(sampling: dict[str, Any]) -> None:
     request = make_request([1, 2] * 9, **sampling)
@@ -217,6 +218,7 @@ def test_min_tokens_forbids_drafts_until_it_is_reached() -> None:
         ({"method": "ngram", "draft_tensor_parallel_size": 1}, "unknown fields: draft_tensor_parallel_size"),
         ([("method", "ngram")], "must be a mapping"),
     ],
+    ids=lambda value: str(value)[:50],
 )
 def test_an_invalid_speculative_config_names_its_field(value: Any, message: str) -> None:
     with pytest.raises(EngineConfigError, match=message) as refused:

@@ -36,6 +36,7 @@ def sampled_tokens(*token_ids: int | None) -> list[SampledToken]:
         ((5, None, 7), [5, 6], [5]),
         ((5, None, 7), [9, 6], [5]),
     ],
+    ids=str,
 )
 def test_drafts_are_accepted_while_they_equal_the_sampled_tokens(
     sampled: tuple[int | None, ...], draft_ids: list[int], expected: list[int]
@@ -137,7 +138,9 @@ def generate(model: Path, sampling: dict[str, Any], count: int, **options: Any) 
 
 
 @pytest.mark.parametrize(
-    "sampling", [{"temperature": 1.3}, {"temperature": 1.0, "top_k": 4}, {"temperature": 0.8, "top_p": 0.7}]
+    "sampling",
+    [{"temperature": 1.3}, {"temperature": 1.0, "top_k": 4}, {"temperature": 0.8, "top_p": 0.7}],
+    ids=str,
 )
 def test_tokens_with_a_draft_model_have_the_distribution_of_plain_decoding(
     sampling: dict[str, Any], models: tuple[Path, Path]
@@ -154,7 +157,7 @@ def test_tokens_with_a_draft_model_have_the_distribution_of_plain_decoding(
         assert statistic < freedom + 4.0 * (2 * freedom) ** 0.5 + 6.0, f"position {position}: χ² is {statistic:.1f}"
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.8, "logprobs": 2}])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.8, "logprobs": 2}], ids=str)
 @pytest.mark.parametrize("depth", [1, 5])
 def test_prompt_lookup_generates_the_tokens_of_plain_decoding(
     sampling: dict[str, Any], depth: int, models: tuple[Path, Path]
@@ -164,7 +167,9 @@ def test_prompt_lookup_generates_the_tokens_of_plain_decoding(
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"batch_invariant": True}, {"enforce_eager": False}, {"enforce_eager": False, "kv_cache_dtype": "fp8"}]
+    "options",
+    [{}, {"batch_invariant": True}, {"enforce_eager": False}, {"enforce_eager": False, "kv_cache_dtype": "fp8"}],
+    ids=str,
 )
 def test_a_draft_model_generates_the_tokens_of_plain_decoding_where_verification_is_by_equality(
     options: dict[str, Any], models: tuple[Path, Path]

@@ -27,6 +27,7 @@ PARTS = {"plain": ["kernels", "weights", "cache", "speed"], "recorded": ["kernel
         (f"plain ({NOT_OVER_PAGES})", {"enforce_eager": False, "kv_cache_dtype": "fp8"}),
         ("recorded", {"enforce_eager": False, "batch_invariant": True}),
     ],
+    ids=lambda value: str(value)[:50],
 )
 def test_the_times_of_all_parts_add_up_to_the_load_time(
     runner: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -22,7 +22,7 @@ CASES: list[tuple[str, dict[str, Any], bool, StepMode]] = [
 ]
 
 
-@pytest.mark.parametrize(("device", "options", "can_record", "mode"), CASES)
+@pytest.mark.parametrize(("device", "options", "can_record", "mode"), CASES, ids=lambda value: str(value)[:50])
 def test_options_and_device_determine_the_step_mode(
     device: str, options: dict[str, Any], can_record: bool, mode: StepMode
 ) -> None:

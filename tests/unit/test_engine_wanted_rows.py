@@ -49,7 +49,7 @@ def forward(decoder: PagedDecoder, outputs: Sequence[Sequence[int]]) -> tuple[to
 EVERYTHING = [range(length) for length in LENGTHS]
 
 
-@pytest.mark.parametrize("outputs", [[(0,), (8,), (0,), (39,)], [(0,), (), (), (39, 3)], [(), (), (), (5,)], [()] * 4])
+@pytest.mark.parametrize("outputs", [[(0,), (8,), (0,), (39,)], [(0,), (), (), (39, 3)], [(), (), (), (5,)], [()] * 4], ids=str)
 def test_hidden_states_and_caches_equal_those_of_a_pass_for_all_rows(
     decoder: PagedDecoder, outputs: list[tuple[int, ...]]
 ) -> None:

@@ -175,6 +175,7 @@ INCLUDED = {"$ref": "#/$defs/a", "unevaluatedProperties": False}
         ({"contains": TEXT, "minContains": -1}, "minContains must be a whole number"),
         ({"contains": TEXT, "maxContains": "2"}, "maxContains must be a whole number"),
     ],
+    ids=lambda value: str(value)[:50],
 )
 def test_an_invalid_schema_is_refused_with_the_place(schema: Any, message: str) -> None:
     with pytest.raises(GrammarError, match=message.replace("$", r"\$")):
@@ -190,6 +191,7 @@ def test_an_invalid_schema_is_refused_with_the_place(schema: Any, message: str) 
         ({"type": "string", "pattern": "^a", "allOf": [{"pattern": "^b"}]}, "cannot be satisfied"),
         ({"type": "integer", "minimum": 3, "maximum": 2}, "cannot be satisfied"),
     ],
+    ids=lambda value: str(value)[:50],
 )
 def test_an_unsatisfiable_schema_or_unknown_dialect_is_refused(schema: Any, message: str) -> None:
     with pytest.raises(GrammarError, match=message):

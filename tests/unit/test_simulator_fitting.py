@@ -193,7 +193,7 @@ def test_a_simulated_folder_has_the_planned_weights(name: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["qwen3-4b", "awq", "mixture"])
-@pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "fp8"}, {"max_num_seqs": 40}])
+@pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "fp8"}, {"max_num_seqs": 40}], ids=str)
 def test_a_simulated_engine_has_the_planned_seats_and_blocks(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     model = name if name in MODELS else str(write_config(tmp_path, FOLDERS[name]))
     weights_bytes = memory_fit(model, find_gpu("h200")).needs.weights_bytes
@@ -213,7 +213,7 @@ def test_a_gpu_without_room_for_the_cache_is_refused_with_the_memory_needed() ->
     assert Setup(model=model, gpu=gpu, num_kv_blocks=100).blocks == 100
 
 
-@pytest.mark.parametrize("option", [{"token_budget": 5_000_000}, {"max_num_seqs": SEATS_MAX}])
+@pytest.mark.parametrize("option", [{"token_budget": 5_000_000}, {"max_num_seqs": SEATS_MAX}], ids=str)
 def test_the_option_that_leaves_no_room_is_named(option: dict[str, Any]) -> None:
     gpu = replace(find_gpu("h200"), memory_bytes=20 * GIB)
     ((name, value),) = option.items()

@@ -175,6 +175,7 @@ def test_the_host_tier_finds_evicted_prefixes() -> None:
         ({"host_cache_gib": -1}, "host_cache_gib"),
         ({"inter_token_target_s": 0}, "slo_tpot_ms"),
     ],
+    ids=lambda value: str(value)[:50],
 )
 def test_an_invalid_setting_is_named(options: dict[str, Any], name: str) -> None:
     with pytest.raises(EngineConfigError) as caught:

@@ -101,6 +101,7 @@ def test_a_cut_without_requests_is_refused(steady: Path) -> None:
         ({"speed": 0}, "speed"), ({"speed": float("nan")}, "speed"), ({"duration_s": -1}, "duration"), ({"rate": 0}, "rate"),
         ({"start_s": -1}, "start"), ({"sample": 0}, "sample"), ({"sample": 1.1}, "sample"), ({"tenants": 0}, "tenants"),
     ],
+    ids=lambda value: str(value)[:50],
 )  # fmt: skip
 def test_an_invalid_option_is_named(options: dict[str, float], name: str) -> None:
     with pytest.raises(EngineConfigError) as caught:
