@@ -1,4 +1,4 @@
-"""Embeddings equal transformers with the pooling written out, for encoders and decoders, whatever else is in the batch."""
+"""Embeddings equal transformers' hidden states with explicit pooling, for encoders and decoders, in any batch."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ TOLERANCE = 1e-5
 
 
 def make_texts(lens: tuple[int, ...], vocab_size: int) -> list[list[int]]:
-    numbers = random.Random(11)
-    return [[numbers.randrange(5, vocab_size) for _ in range(length)] for length in lens]
+    rng = random.Random(11)
+    return [[rng.randrange(5, vocab_size) for _ in range(length)] for length in lens]
 
 
 def reference(model: Any, texts: list[list[int]], mode: str, *, normalised: bool = True) -> torch.Tensor:
-    """Each text alone through transformers."""
+    """Pooled hidden states of transformers, one text at a time: [len(texts), hidden_size]"""
     with torch.inference_mode():
         states = [model(torch.tensor([text])).last_hidden_state[0] for text in texts]
     pooled = torch.stack([{"mean": s.mean(0), "cls": s[0], "last": s[-1]}[mode] for s in states])
     return torch.nn.functional.normalize(pooled, dim=-1) if normalised else pooled
 
 
-def write_modules(
+def write_sentence_transformers_files(
     directory: Path, pooling: dict[str, Any], *, normalise: bool = True, limits: dict[str, Any] | None = None
 ) -> None:
-    """The files that sentence-transformers puts beside a model."""
+    """Write the configuration files of sentence-transformers beside a model."""
     types = ["Transformer", "Pooling", *(["Normalize"] if normalise else [])]
     paths = ["", "1_Pooling", "2_Normalize"]
     modules = [
@@ -72,7 +72,7 @@ def assert_near(found: Sequence[Sequence[float]], expected: torch.Tensor) -> Non
     torch.testing.assert_close(torch.tensor(found), expected, rtol=0, atol=TOLERANCE)
 
 
-def test_an_encoder_of_the_shape_of_minilm_equals_mean_pooling_over_transformers(tmp_path: Path) -> None:
+def test_an_encoder_with_the_shape_of_minilm_equals_transformers(tmp_path: Path) -> None:
     torch.manual_seed(5)
     model = transformers.BertModel(transformers.BertConfig(**MINILM)).eval()
     model.save_pretrained(tmp_path)
@@ -82,7 +82,7 @@ def test_an_encoder_of_the_shape_of_minilm_equals_mean_pooling_over_transformers
 
 @pytest.mark.parametrize("mode", ["mean", "cls", "last"])
 @pytest.mark.parametrize("architecture", ["bert", "roberta", "xlm-roberta", "bert-tanh"])
-def test_encoders_and_ways_of_pooling(architecture: str, mode: str, tmp_path: Path) -> None:
+def test_encoders_equal_transformers_with_every_pooling(architecture: str, mode: str, tmp_path: Path) -> None:
     model = make_encoder(architecture, tmp_path)
     texts = make_texts(LENS, 128)
     llm = load(tmp_path)
@@ -91,7 +91,7 @@ def test_encoders_and_ways_of_pooling(architecture: str, mode: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3_text", "mistral-window", "qwen3_moe"])
-def test_decoders_give_the_state_of_their_last_token(family: str, tmp_path: Path) -> None:
+def test_decoders_embed_the_state_of_the_last_token_by_default(family: str, tmp_path: Path) -> None:
     model = make_model(family, tmp_path)
     texts = make_texts(LENS, 128)
     llm = load(tmp_path, kv_cache_bytes=1_000_000)
@@ -99,7 +99,7 @@ def test_decoders_give_the_state_of_their_last_token(family: str, tmp_path: Path
     assert_near(llm.embed(texts, pooling="mean"), reference(model.model, texts, "mean"))
 
 
-def test_embedding_leaves_the_cache_and_running_answers_alone(tmp_path: Path) -> None:
+def test_embedding_leaves_the_prefix_cache_unchanged(tmp_path: Path) -> None:
     make_model("llama", tmp_path)
     llm = load(tmp_path, kv_cache_bytes=1_000_000)
     prompt = [list(range(5, 40))]
@@ -110,7 +110,7 @@ def test_embedding_leaves_the_cache_and_running_answers_alone(tmp_path: Path) ->
     assert len(first) == len(again.outputs[0].token_ids)
 
 
-def test_a_vector_is_a_list_of_floats_and_answers_to_the_names_of_vllm(tmp_path: Path) -> None:
+def test_an_embedding_is_a_list_of_floats_with_the_attributes_of_vllm(tmp_path: Path) -> None:
     make_encoder("bert", tmp_path)
     (vector,) = load(tmp_path).embed([[5, 6]])
     assert isinstance(vector, list)
@@ -119,7 +119,7 @@ def test_a_vector_is_a_list_of_floats_and_answers_to_the_names_of_vllm(tmp_path:
     assert vector.prompt_token_ids == [5, 6]
 
 
-def test_a_vector_does_not_depend_on_who_else_is_embedded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_embedding_does_not_depend_on_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_encoder("bert", tmp_path)
     texts = make_texts(LENS, 128)
     llm = load(tmp_path)
@@ -140,21 +140,21 @@ def test_a_vector_does_not_depend_on_who_else_is_embedded(tmp_path: Path, monkey
     ],
 )
 @pytest.mark.parametrize("normalise", [True, False])
-def test_pooling_is_what_sentence_transformers_wrote(
+def test_pooling_and_normalisation_follow_the_files_of_sentence_transformers(
     pooling: dict[str, Any], mode: str, normalise: bool, tmp_path: Path
 ) -> None:
     model = make_encoder("bert", tmp_path)
-    write_modules(tmp_path, pooling, normalise=normalise)
+    write_sentence_transformers_files(tmp_path, pooling, normalise=normalise)
     texts = make_texts((5, 9), 128)
     assert_near(load(tmp_path).embed(texts), reference(model, texts, mode, normalised=normalise))
 
 
-def test_texts_are_tokenised_with_the_prompt_and_the_case_that_the_files_ask_for(tmp_path: Path) -> None:
+def test_default_prompt_and_lower_casing_follow_the_files(tmp_path: Path) -> None:
     make_encoder("bert", tmp_path, vocab_size=VOCAB_SIZE)
     write_tokenizer(tmp_path)
     llm = load(tmp_path)
     plain = llm.embed(["query of: hello", "Hello"])
-    write_modules(tmp_path, {}, limits={"do_lower_case": True})
+    write_sentence_transformers_files(tmp_path, {}, limits={"do_lower_case": True})
     (tmp_path / "config_sentence_transformers.json").write_text(
         json.dumps({"prompts": {"query": "Query of: "}, "default_prompt_name": "query"})
     )
@@ -171,16 +171,16 @@ def test_texts_are_tokenised_with_the_prompt_and_the_case_that_the_files_ask_for
         ({"pooling_mode": "weightedmean"}, "weightedmean"),
     ],
 )
-def test_other_ways_of_pooling_are_refused_by_name(pooling: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_unsupported_pooling_in_the_files_is_refused_by_name(pooling: dict[str, Any], message: str, tmp_path: Path) -> None:
     make_encoder("bert", tmp_path)
-    write_modules(tmp_path, pooling)
+    write_sentence_transformers_files(tmp_path, pooling)
     with pytest.raises(UnsupportedModel, match=message):
         load(tmp_path).embed([[5]])
 
 
-def test_other_modules_are_refused_by_name(tmp_path: Path) -> None:
+def test_unsupported_modules_are_refused_by_name(tmp_path: Path) -> None:
     make_encoder("bert", tmp_path)
-    write_modules(tmp_path, {})
+    write_sentence_transformers_files(tmp_path, {})
     modules = json.loads((tmp_path / "modules.json").read_text())
     (tmp_path / "modules.json").write_text(json.dumps([*modules[:2], {"type": "sentence_transformers.models.Dense"}]))
     with pytest.raises(UnsupportedModel, match="Transformer, Pooling, Dense"):
@@ -200,34 +200,35 @@ def test_other_modules_are_refused_by_name(tmp_path: Path) -> None:
         ([[5], {"prompt": 3}], "text 1: prompt must be text"),
         ([[5], [0.5]], "text 1: "),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_text_that_cannot_be_embedded_is_named_with_the_limit(texts: list[Any], message: str, tmp_path: Path) -> None:
+def test_an_invalid_text_is_named_with_the_limit(texts: list[Any], message: str, tmp_path: Path) -> None:
     make_encoder("bert", tmp_path)
     with pytest.raises(PromptError, match=message):
         load(tmp_path).embed(texts)
 
 
-def test_the_longest_text_is_what_the_files_say(tmp_path: Path) -> None:
+def test_the_longest_text_follows_positions_files_and_option(tmp_path: Path) -> None:
     make_encoder("roberta", tmp_path)
     with pytest.raises(PromptError, match="at most 126 fit"):  # positions begin behind that of the padding token
         load(tmp_path).embed([[5] * 127])
-    write_modules(tmp_path, {}, limits={"max_seq_length": 20})
+    write_sentence_transformers_files(tmp_path, {}, limits={"max_seq_length": 20})
     with pytest.raises(PromptError, match="at most 20 fit"):
         load(tmp_path).embed([[5] * 21])
     with pytest.raises(PromptError, match="at most 10 fit"):
         load(tmp_path, max_model_len=10).embed([[5] * 11])
 
 
-def test_the_longest_text_is_also_found_in_a_file_that_is_called_after_the_kind_of_model(tmp_path: Path) -> None:
+def test_the_limit_of_a_text_is_read_from_a_file_named_after_the_architecture(tmp_path: Path) -> None:
     make_encoder("roberta", tmp_path)
-    write_modules(tmp_path, {}, limits={"max_seq_length": 20})
+    write_sentence_transformers_files(tmp_path, {}, limits={"max_seq_length": 20})
     (tmp_path / "sentence_bert_config.json").rename(tmp_path / "sentence_roberta_config.json")
     with pytest.raises(PromptError, match="at most 20 fit"):
         load(tmp_path).embed([[5] * 21])
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen2-window", "qwen3"])
-def test_decoders_without_an_output_head_give_embeddings(family: str, tmp_path: Path) -> None:
+def test_decoders_without_an_output_head_are_embedders(family: str, tmp_path: Path) -> None:
     model = make_model(family, tmp_path).model
     model.save_pretrained(tmp_path)
     assert not any("lm_head" in name for name in load_file(tmp_path / "model.safetensors"))
@@ -236,7 +237,7 @@ def test_decoders_without_an_output_head_give_embeddings(family: str, tmp_path: 
 
 
 @pytest.mark.parametrize("kind", ["encoder", "headless"])
-def test_a_model_for_embeddings_generates_no_text(kind: str, tmp_path: Path) -> None:
+def test_an_embedding_model_refuses_to_generate(kind: str, tmp_path: Path) -> None:
     if kind == "encoder":
         make_encoder("bert", tmp_path)
     else:
@@ -245,7 +246,7 @@ def test_a_model_for_embeddings_generates_no_text(kind: str, tmp_path: Path) -> 
         load(tmp_path).generate([[5]])
 
 
-def test_embeddings_of_a_batch_invariant_engine_are_the_same(tmp_path: Path) -> None:
+def test_a_batch_invariant_engine_embeds_equally(tmp_path: Path) -> None:
     model = make_model("qwen3", tmp_path)
     texts = make_texts((5, 9), 128)
     runner = small_engine(tmp_path, batch_invariant=True).runner
@@ -263,8 +264,9 @@ def test_embeddings_of_a_batch_invariant_engine_are_the_same(tmp_path: Path) -> 
         ({"num_attention_heads": 5}, "multiple of num_attention_heads"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
     ],
+    ids=lambda value: str(value)[:50],
 )
-def test_encoders_that_are_not_computed_are_refused_by_name(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_an_unsupported_encoder_setting_is_refused_by_name(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     make_encoder("bert", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
@@ -280,20 +282,21 @@ def test_encoders_that_are_not_computed_are_refused_by_name(changes: dict[str, A
         {"swap_space": 1},
         {"speculative_config": {"method": "ngram"}},
     ],
+    ids=str,
 )
-def test_options_that_embeddings_cannot_honour_are_refused_by_name(options: dict[str, Any], tmp_path: Path) -> None:
+def test_options_without_meaning_for_embeddings_are_refused_by_name(options: dict[str, Any], tmp_path: Path) -> None:
     make_encoder("bert", tmp_path)
     with pytest.raises(EngineConfigError, match=f"{next(iter(options))} is not supported for a model that gives embeddings"):
         load(tmp_path, **options)
 
 
-def test_an_unknown_way_of_pooling_is_named(tmp_path: Path) -> None:
+def test_an_unknown_pooling_is_refused(tmp_path: Path) -> None:
     make_encoder("bert", tmp_path)
     with pytest.raises(UnsupportedOption, match="pooling must be one of mean, cls, last"):
         load(tmp_path).embed([[5]], pooling="max")
 
 
-def test_checkpoints_of_embedding_models_may_leave_out_the_prefix_and_the_head(tmp_path: Path) -> None:
+def test_tensor_names_without_prefix_and_output_head_are_accepted(tmp_path: Path) -> None:
     model = make_model("qwen3", tmp_path, tie_word_embeddings=True)
     tensors = load_file(tmp_path / "model.safetensors")
     bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name != "lm_head.weight"}

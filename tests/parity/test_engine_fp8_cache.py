@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits: what transformers gives with a cache that rounds them, however the engine cuts its work."""
+"""The fp8 KV cache equals transformers with a cache that rounds keys and values, for any chunks, batches and block moves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.tiny_models import VOCAB_SIZE, make_model
 
 PROMPTS = [[(5 * i * i + 7 * i + seed) % (VOCAB_SIZE - 3) + 3 for i in range(length)] for seed, length in ((1, 70), (2, 17))]
 TOLERANCE, MEAN_TOLERANCE = 0.4, 0.02
-"""A key that a sum in another order sends to the neighbouring number of the format moves some logprobs; on average few do."""
+"""Sums in another order may round a key to the neighbouring number of the format, which moves some logprobs but few."""
 
 SCALES = (0.03, 0.011)
 SPELLINGS = {
@@ -53,7 +53,7 @@ class RoundingCache(transformers.DynamicCache):  # type: ignore[misc]
         return super().update(*rounded, *arguments, **options)
 
 
-def expected(model: Any, scales: tuple[float, float]) -> torch.Tensor:
+def expected_logprobs(model: Any, scales: tuple[float, float]) -> torch.Tensor:
     rows = []
     for prompt in PROMPTS:
         with torch.inference_mode():
@@ -62,7 +62,7 @@ def expected(model: Any, scales: tuple[float, float]) -> torch.Tensor:
     return torch.cat(rows)
 
 
-def found(directory: Path, **options: Any) -> torch.Tensor:
+def engine_logprobs(directory: Path, **options: Any) -> torch.Tensor:
     engine = small_engine(directory, **{"kv_cache_dtype": "fp8", **options})
     requests = [generation_request(str(i), prompt, max_tokens=1, prompt_logprobs=0) for i, prompt in enumerate(PROMPTS)]
     events = run_to_end(engine, requests)
@@ -87,29 +87,29 @@ def add_scales(directory: Path, names: tuple[str, str], scales: tuple[float, flo
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
-def test_without_scales_they_are_rounded_as_they_are(family: str, tmp_path: Path) -> None:
+def test_without_scales_keys_and_values_are_rounded_directly(family: str, tmp_path: Path) -> None:
     model = make_model(family, tmp_path, num_hidden_layers=2)
-    assert_near(found(tmp_path), expected(model, (1.0, 1.0)))
+    assert_near(engine_logprobs(tmp_path), expected_logprobs(model, (1.0, 1.0)))
 
 
 @pytest.mark.parametrize("maker", SPELLINGS)
-def test_scales_of_the_checkpoint_are_used_under_each_of_their_names(maker: str, tmp_path: Path) -> None:
+def test_scales_of_the_checkpoint_are_read_under_every_spelling(maker: str, tmp_path: Path) -> None:
     model = make_model("llama", tmp_path)
     add_scales(tmp_path, SPELLINGS[maker])
     engine = small_engine(tmp_path, kv_cache_dtype="fp8_e4m3")
     assert (engine.info.kv_cache_dtype, engine.info.kv_scales) == ("fp8_e4m3", "checkpoint")
-    assert_near(found(tmp_path), expected(model, SCALES))
+    assert_near(engine_logprobs(tmp_path), expected_logprobs(model, SCALES))
 
 
-def test_scales_of_the_checkpoint_change_nothing_where_the_cache_is_not_rounded(tmp_path: Path) -> None:
+def test_scales_of_the_checkpoint_are_ignored_without_an_fp8_cache(tmp_path: Path) -> None:
     make_model("llama", tmp_path)
-    plain = found(tmp_path, kv_cache_dtype="auto")
+    plain = engine_logprobs(tmp_path, kv_cache_dtype="auto")
     add_scales(tmp_path, SPELLINGS["vllm"])
-    assert torch.equal(found(tmp_path, kv_cache_dtype="auto"), plain)
+    assert torch.equal(engine_logprobs(tmp_path, kv_cache_dtype="auto"), plain)
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_scale_that_is_no_positive_number_is_named(scale: float, tmp_path: Path) -> None:
+def test_an_invalid_scale_is_refused_by_name(scale: float, tmp_path: Path) -> None:
     make_model("llama", tmp_path)
     add_scales(tmp_path, SPELLINGS["vllm"], (1.0, scale))
     with pytest.raises(
@@ -118,20 +118,20 @@ def test_a_scale_that_is_no_positive_number_is_named(scale: float, tmp_path: Pat
         small_engine(tmp_path)
 
 
-def test_how_a_prompt_is_cut_into_chunks_makes_no_difference(tmp_path: Path) -> None:
+def test_logprobs_do_not_depend_on_the_chunks_of_the_prompt(tmp_path: Path) -> None:
     make_model("llama", tmp_path)
-    assert_near(found(tmp_path, max_num_batched_tokens=16), found(tmp_path))
+    assert_near(engine_logprobs(tmp_path, max_num_batched_tokens=16), engine_logprobs(tmp_path))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_a_batch_invariant_engine_rounds_alike_in_any_batch(family: str, tmp_path: Path) -> None:
+def test_batch_invariant_logprobs_are_bit_identical_in_any_batch(family: str, tmp_path: Path) -> None:
     make_model(family, tmp_path)
-    together = found(tmp_path, batch_invariant=True)
-    alone = found(tmp_path, batch_invariant=True, max_num_seqs=1, max_num_batched_tokens=7)
+    together = engine_logprobs(tmp_path, batch_invariant=True)
+    alone = engine_logprobs(tmp_path, batch_invariant=True, max_num_seqs=1, max_num_batched_tokens=7)
     assert torch.equal(together, alone)
 
 
-def test_the_cache_takes_a_quarter_of_the_memory_and_holds_four_times_the_tokens(tmp_path: Path) -> None:
+def test_the_cache_has_four_times_as_many_blocks_as_in_float32(tmp_path: Path) -> None:
     make_model("llama", tmp_path)
     plain, rounded = small_engine(tmp_path), small_engine(tmp_path, kv_cache_dtype="fp8")
     assert (plain.info.kv_cache_dtype, rounded.info.kv_cache_dtype) == ("float32", "fp8_e4m3")
@@ -143,7 +143,7 @@ def test_the_cache_takes_a_quarter_of_the_memory_and_holds_four_times_the_tokens
         assert num_bytes == engine.info.kv_bytes <= KV_CACHE_BYTES
 
 
-def test_rounded_blocks_move_to_main_memory_and_back_and_are_copied(tmp_path: Path) -> None:
+def test_fp8_blocks_survive_swapping_preemption_and_copies(tmp_path: Path) -> None:
     make_model("llama", tmp_path)
     options = {"kv_cache_dtype": "fp8", "swap_space": 0.001}
     request = generation_request("a", PROMPTS[0], max_tokens=12, n=2, temperature=1.0)
@@ -164,7 +164,7 @@ def test_rounded_blocks_move_to_main_memory_and_back_and_are_copied(tmp_path: Pa
     assert engine.status().swapped_in_blocks_total > 0
 
 
-def test_steps_launched_ahead_over_slots_read_the_same_rounded_cache(tmp_path: Path) -> None:
+def test_steps_launched_ahead_give_the_tokens_of_the_plain_runner(tmp_path: Path) -> None:
     make_model("llama", tmp_path)
     add_scales(tmp_path, SPELLINGS["vllm"])
     requests = [generation_request(str(i), prompt, max_tokens=12) for i, prompt in enumerate(PROMPTS)]

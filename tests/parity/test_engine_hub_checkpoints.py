@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from engine.config.model import load_model_config
-from tests.parity.test_engine_quantised_checkpoints import (
+from tests.support import hub_checkpoints as hub
+from tests.support import quantised_checkpoints as layouts
+from tests.support.checkpoint_logprobs import (
     FAMILIES,
-    assert_equal,
+    assert_logprobs_equal,
     expected_logprobs,
     make_sources,
     prompt_logprobs,
 )
-from tests.support import hub_checkpoints as hub
-from tests.support import quantised_checkpoints as layouts
 from tests.support.engines import small_engine
 
 MULTIPLIED: dict[str, layouts.Layout] = {
@@ -54,21 +54,23 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("name", MULTIPLIED)
-def test_a_checkpoint_gives_the_logprobs_of_its_numbers(name: str, sources: dict[str, Path], tmp_path: Path) -> None:
+def test_a_checkpoint_multiplied_as_stored_equals_its_dequantised_weights(
+    name: str, sources: dict[str, Path], tmp_path: Path
+) -> None:
     written = layouts.write(sources["llama"], tmp_path / name, MULTIPLIED[name])
-    assert_equal(prompt_logprobs(written.directory), expected_logprobs(written.reference()), written.layout)
+    assert_logprobs_equal(prompt_logprobs(written.directory), expected_logprobs(written.reference()), written.layout)
 
 
 @pytest.mark.parametrize("name", DECODED)
-def test_a_decoded_checkpoint_gives_the_logprobs_of_its_numbers(name: str, sources: dict[str, Path], tmp_path: Path) -> None:
+def test_a_decoded_checkpoint_equals_its_dequantised_weights(name: str, sources: dict[str, Path], tmp_path: Path) -> None:
     written = layouts.write(sources["llama"], tmp_path / name, DECODED[name])
     found = prompt_logprobs(written.directory, quantization="none")
-    assert_equal(found, expected_logprobs(written.reference()), written.layout)
+    assert_logprobs_equal(found, expected_logprobs(written.reference()), written.layout)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])
 @pytest.mark.parametrize("name", DECODED)
-def test_a_decoded_checkpoint_is_quantised_as_its_decoded_numbers_are(
+def test_a_requantised_checkpoint_equals_the_quantisation_of_its_decoded_weights(
     name: str, quantization: str, sources: dict[str, Path], tmp_path: Path
 ) -> None:
     written = layouts.write(sources["llama"], tmp_path / name, DECODED[name])
@@ -78,45 +80,45 @@ def test_a_decoded_checkpoint_is_quantised_as_its_decoded_numbers_are(
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", ["packed-4-zeros", "packed-4-ordered", "packed-8", "int8-row"])
-def test_biases_fused_projections_experts_and_tied_heads_are_read_like_any(
+def test_biases_fused_projections_experts_and_tied_heads_are_read(
     name: str, family: str, sources: dict[str, Path], tmp_path: Path
 ) -> None:
     written = layouts.write(sources[family], tmp_path / name, MULTIPLIED[name])
-    assert_equal(prompt_logprobs(written.directory), expected_logprobs(written.reference()), written.layout)
+    assert_logprobs_equal(prompt_logprobs(written.directory), expected_logprobs(written.reference()), written.layout)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", ["fp8-blocks", "gptq-8-ordered"])
-def test_biases_fused_projections_experts_and_tied_heads_are_decoded_like_any(
+def test_biases_fused_projections_experts_and_tied_heads_are_decoded(
     name: str, family: str, sources: dict[str, Path], tmp_path: Path
 ) -> None:
     written = layouts.write(sources[family], tmp_path / name, DECODED[name])
     found = prompt_logprobs(written.directory, quantization="none")
-    assert_equal(found, expected_logprobs(written.reference()), written.layout)
+    assert_logprobs_equal(found, expected_logprobs(written.reference()), written.layout)
 
 
 SKIPPED = ("lm_head", "k_proj", "up_proj", "layers.0.mlp.down_proj")
 
 
 @pytest.mark.parametrize("name", ["packed-4", "int8-row", "fp8-blocks", "gptq-8"])
-def test_modules_that_were_not_converted_stay_plain_even_between_those_that_were(
+def test_modules_that_are_not_quantised_are_read_between_those_that_are(
     name: str, sources: dict[str, Path], tmp_path: Path
 ) -> None:
     written = layouts.write(sources["llama"], tmp_path / name, {**MULTIPLIED, **DECODED}[name], skipped=SKIPPED)
     found = prompt_logprobs(written.directory, quantization="none" if name in DECODED else None)
-    assert_equal(found, expected_logprobs(written.reference()), written.layout)
+    assert_logprobs_equal(found, expected_logprobs(written.reference()), written.layout)
 
 
 @pytest.mark.parametrize("name", ["packed-4", "packed-8", "fp8-blocks"])
-def test_a_head_may_be_quantised_as_well(name: str, sources: dict[str, Path], tmp_path: Path) -> None:
+def test_a_quantised_output_head_is_read(name: str, sources: dict[str, Path], tmp_path: Path) -> None:
     written = layouts.write(sources["llama"], tmp_path / name, {**MULTIPLIED, **DECODED}[name], skipped=())
     assert "lm_head" in written.modules
     found = prompt_logprobs(written.directory, quantization="none" if name in DECODED else None)
-    assert_equal(found, expected_logprobs(written.reference()), written.layout)
+    assert_logprobs_equal(found, expected_logprobs(written.reference()), written.layout)
 
 
 @pytest.mark.parametrize("head", ["int8", "none"])
-def test_a_head_in_blocks_is_kept_as_asked(head: str, sources: dict[str, Path], tmp_path: Path) -> None:
+def test_head_quantization_applies_to_a_head_stored_in_blocks(head: str, sources: dict[str, Path], tmp_path: Path) -> None:
     written = layouts.write(sources["llama"], tmp_path / "blocks", DECODED["fp8-blocks"], skipped=())
     options = {"quantization": "int8", "head_quantization": head}
     found, expected = (prompt_logprobs(each, **options) for each in (written.directory, written.twin))
@@ -124,9 +126,7 @@ def test_a_head_in_blocks_is_kept_as_asked(head: str, sources: dict[str, Path], 
 
 
 @pytest.mark.parametrize("name", ["packed-4-ordered", "int8-row", "modelopt", "fp8-blocks"])
-def test_a_batch_invariant_engine_gives_a_request_alone_what_it_gives_in_a_batch(
-    name: str, sources: dict[str, Path], tmp_path: Path
-) -> None:
+def test_batch_invariant_logprobs_are_bit_identical_in_any_batch(name: str, sources: dict[str, Path], tmp_path: Path) -> None:
     written = layouts.write(sources["llama"], tmp_path / name, {**MULTIPLIED, **DECODED}[name])
     options = {"batch_invariant": True, "quantization": "int8" if name in DECODED else None}
     together = prompt_logprobs(written.directory, **options)
@@ -134,8 +134,8 @@ def test_a_batch_invariant_engine_gives_a_request_alone_what_it_gives_in_a_batch
     assert [row.tolist() for row in together] == [row.tolist() for row in alone]
 
 
-def test_every_code_of_8_bits_is_read(sources: dict[str, Path], tmp_path: Path) -> None:
-    """Including -128, which quantising here never chooses."""
+def test_all_int8_codes_are_read(sources: dict[str, Path], tmp_path: Path) -> None:
+    """Including -128, which our own quantisation never produces."""
 
     def store(module: str, weight: torch.Tensor) -> tuple[layouts.Tensors, torch.Tensor]:
         codes = (torch.arange(weight.numel()).view(weight.shape) * 37 + len(module)) % 256 - 128
@@ -143,10 +143,10 @@ def test_every_code_of_8_bits_is_read(sources: dict[str, Path], tmp_path: Path) 
         return {"weight": codes.to(torch.int8), "weight_scale": scale}, codes * scale
 
     written = layouts.write(sources["llama"], tmp_path / "codes", replace(MULTIPLIED["int8-row"], store=store))
-    assert_equal(prompt_logprobs(written.directory), expected_logprobs(written.reference()), written.layout)
+    assert_logprobs_equal(prompt_logprobs(written.directory), expected_logprobs(written.reference()), written.layout)
 
 
-def test_modelopt_may_be_described_in_a_file_of_its_own(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_modelopt_settings_may_be_in_hf_quant_config_json(sources: dict[str, Path], tmp_path: Path) -> None:
     folder = layouts.write(sources["llama"], tmp_path / "modelopt", hub.modelopt_fp8(kv_cache=True)).directory
     described = load_model_config(folder).quantization
     config = json.loads((folder / "config.json").read_text())
@@ -157,7 +157,7 @@ def test_modelopt_may_be_described_in_a_file_of_its_own(sources: dict[str, Path]
     assert load_model_config(folder).quantization == described
 
 
-def test_scales_of_keys_and_values_of_modelopt_are_used(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_kv_scales_of_modelopt_are_used(sources: dict[str, Path], tmp_path: Path) -> None:
     scales = {
         f"model.layers.{layer}.self_attn.{name}": torch.tensor(0.5 + layer)
         for layer in range(2)

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompt and output equal those of transformers, for one answer and for several, however computed."""
+"""Tokens and log-probabilities of prompts and outputs equal those of transformers, for one answer and for several."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ FAMILIES = ("llama", "gemma2", "qwen3", "mistral-window")
 
 
 def make_prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
-    numbers = random.Random(3)
-    return [[numbers.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
+    rng = random.Random(3)
+    return [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
 
 
 @dataclass
-class Case:
+class ReferenceModel:
     directory: Path
     model: Any
 
@@ -36,22 +36,22 @@ class Case:
         return LLM(self.directory, device="cpu", threads=1, **{"kv_cache_bytes": KV_CACHE_BYTES, "max_num_seqs": 16, **options})
 
     def logprobs(self, token_ids: list[int]) -> torch.Tensor:
-        """Before each token but the first: [len(token_ids) - 1, V]"""
+        """Log-probabilities of all tokens at each position after the first: [len(token_ids) - 1, V]"""
         with torch.inference_mode():
             logits: torch.Tensor = self.model(torch.tensor([token_ids])).logits[0, :-1]
         return logits.double().log_softmax(-1)
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Case:
+def llama(tmp_path_factory: pytest.TempPathFactory) -> ReferenceModel:
     directory = tmp_path_factory.mktemp("llama")
-    return Case(directory, make_model("llama", directory))
+    return ReferenceModel(directory, make_model("llama", directory))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ReferenceModel:
     directory = tmp_path_factory.mktemp(request.param)
-    return Case(directory, make_model(request.param, directory))
+    return ReferenceModel(directory, make_model(request.param, directory))
 
 
 def assert_entries(entries: list[dict[int, Logprob]], token_ids: list[int], expected: torch.Tensor, count: int) -> None:
@@ -66,7 +66,7 @@ def assert_entries(entries: list[dict[int, Logprob]], token_ids: list[int], expe
             assert value.rank == 1 + int((row > row[key]).sum())
 
 
-def assert_output(case: Case, output: RequestOutput) -> None:
+def assert_output(case: ReferenceModel, output: RequestOutput) -> None:
     prompt = output.prompt_token_ids
     assert output.prompt_logprobs is not None
     assert output.prompt_logprobs[0] is None
@@ -82,7 +82,7 @@ def assert_output(case: Case, output: RequestOutput) -> None:
 SCORED = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=TOP, prompt_logprobs=TOP)
 
 
-def test_prompts_of_mixed_lengths_in_one_batch(case: Case) -> None:
+def test_prompts_of_mixed_lengths_in_one_batch_equal_transformers(case: ReferenceModel) -> None:
     with case.llm() as llm:
         for output in llm.generate(make_prompts(), SCORED, use_tqdm=False):
             assert_output(case, output)
@@ -99,14 +99,16 @@ def test_prompts_of_mixed_lengths_in_one_batch(case: Case) -> None:
     ],
     ids=["chunks", "alone", "recomputed", "swapped", "speculative"],
 )
-def test_prompts_that_are_cut_up_preempted_or_drafted(llama: Case, options: dict[str, Any]) -> None:
+def test_chunked_preempted_swapped_and_drafted_prompts_equal_transformers(
+    llama: ReferenceModel, options: dict[str, Any]
+) -> None:
     with llama.llm(**options) as llm:
         for output in llm.generate(make_prompts(), SCORED, use_tqdm=False):
             assert_output(llama, output)
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 3])
-def test_a_prompt_that_is_preempted_half_way_is_scored_once(llama: Case, num_steps: int) -> None:
+def test_a_prompt_preempted_within_its_chunks_is_scored_once(llama: ReferenceModel, num_steps: int) -> None:
     (prompt,) = make_prompts((70,))
     engine = small_engine(llama.directory, max_num_seqs=4, max_num_batched_tokens=20)
     assert engine.submit(generation_request("a", prompt, max_tokens=2, prompt_logprobs=TOP)) == []
@@ -119,7 +121,7 @@ def test_a_prompt_that_is_preempted_half_way_is_scored_once(llama: Case, num_ste
     torch.testing.assert_close(found, expected[: len(prompt) - 1], rtol=0, atol=LOGPROB_TOLERANCE)
 
 
-def test_a_cached_prefix_is_computed_again_where_its_logprobs_are_asked_for(llama: Case) -> None:
+def test_a_cached_prefix_is_recomputed_if_its_logprobs_are_requested(llama: ReferenceModel) -> None:
     prompt = make_prompts((70,))
     with llama.llm() as llm:
         llm.generate(prompt, SamplingParams(max_tokens=1), use_tqdm=False)
@@ -130,7 +132,7 @@ def test_a_cached_prefix_is_computed_again_where_its_logprobs_are_asked_for(llam
 
 
 @pytest.mark.parametrize("options", [{}, {"max_num_seqs": 2}, {"enable_prefix_caching": False}], ids=str)
-def test_several_answers_to_a_prompt_are_each_what_transformers_says(llama: Case, options: dict[str, Any]) -> None:
+def test_each_of_several_greedy_answers_equals_transformers(llama: ReferenceModel, options: dict[str, Any]) -> None:
     prompts = make_prompts((1, 17, 32, 70))
     params = SamplingParams(n=4, temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=TOP, prompt_logprobs=TOP)
     with llama.llm(**options) as llm:
@@ -140,7 +142,7 @@ def test_several_answers_to_a_prompt_are_each_what_transformers_says(llama: Case
         assert_output(llama, output)
 
 
-def test_sampled_answers_differ_and_answer_i_is_the_same_however_many_there_are(llama: Case) -> None:
+def test_a_sampled_answer_does_not_depend_on_the_number_of_answers(llama: ReferenceModel) -> None:
     def answers(n: int, prompts: list[list[int]]) -> list[list[list[int]]]:
         params = SamplingParams(n=n, seed=11, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=TOP, prompt_logprobs=TOP)
         with llama.llm() as llm:
@@ -156,7 +158,7 @@ def test_sampled_answers_differ_and_answer_i_is_the_same_however_many_there_are(
     assert alone[0] == four[0]
 
 
-def test_the_best_answers_are_those_with_the_highest_cumulative_logprob(llama: Case) -> None:
+def test_best_of_returns_the_answers_with_the_highest_cumulative_logprob(llama: ReferenceModel) -> None:
     common: dict[str, Any] = {"seed": 11, "max_tokens": MAX_TOKENS, "ignore_eos": True}
     prompts = make_prompts((17, 5))
     with llama.llm() as llm:
@@ -169,7 +171,7 @@ def test_the_best_answers_are_those_with_the_highest_cumulative_logprob(llama: C
         assert [answer.logprobs for answer in chosen.outputs] == [None, None]
 
 
-def test_echo_begins_with_the_prompt_and_its_logprobs(llama: Case) -> None:
+def test_echo_returns_the_prompt_with_its_logprobs(llama: ReferenceModel) -> None:
     (prompt,) = make_prompts((17,))
     params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, echo=True, logprobs=TOP)
     with llama.llm() as llm:
@@ -180,7 +182,7 @@ def test_echo_begins_with_the_prompt_and_its_logprobs(llama: Case) -> None:
     assert_entries(answer.logprobs[1:], answer.token_ids[1:], llama.logprobs(answer.token_ids), TOP)
 
 
-def test_a_prompt_shared_by_its_answers_is_computed_once(llama: Case) -> None:
+def test_a_prompt_with_several_answers_is_computed_once(llama: ReferenceModel) -> None:
     (prompt,) = make_prompts((70,))
     with llama.llm(enable_prefix_caching=False) as llm:
         before = llm.status().prompt_tokens_total

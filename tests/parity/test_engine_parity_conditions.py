@@ -1,5 +1,4 @@
-"""Greedy tokens and logprobs equal those of transformers where the engine takes short cuts: blocks that were swapped or lost,
-tokens that were drafted, prompts that are shared by several answers. For every kind of family."""
+"""Greedy tokens equal transformers' under swapping, recomputation, speculation and shared prompts, for each kind of family."""
 
 from __future__ import annotations
 
@@ -21,18 +20,18 @@ from tests.support.tiny_models import VOCAB_SIZE, make_model
 
 PROMPT_LENS = (5, 17, 40)
 MAX_TOKENS = 16
-OF_EACH_KIND = (
+FAMILIES = (
     "llama", "llama-dynamic-rope", "qwen2-window", "gemma2", "gemma3_text", "phi3-longrope", "mixtral-window", "qwen3_moe",
 )  # fmt: skip
-"""Families by what of a request's state they read: its whole context or a window, rotated by its length or not, in one kind of
-layer or two, one mixture or another. What else they are made of is the business of test_engine_parity_families."""
+"""One family for each way of reading the context: whole or windowed, rotated by length or not, one or two kinds of layers, each
+mixture of experts. test_engine_parity_families covers all other differences."""
 SWAP_SPACE_GIB = 0.002
 SMALL: dict[str, Any] = {"num_kv_blocks": 24, "max_model_len": 128, "max_num_batched_tokens": 48}
 
 
 @dataclass
 class Case:
-    """A model directory beside the model that transformers made of it."""
+    """A model directory, and the model of transformers with the same weights."""
 
     directory: Path
     model: Any
@@ -41,7 +40,7 @@ class Case:
         return small_engine(self.directory, **{**SMALL, **options})
 
     def check(self, engine: Engine, interrupt: Callable[[Engine], None] | None = None, **sampling: Any) -> None:
-        """Run repetitive prompts together, interrupted twice, and hold them against transformers."""
+        """Run repetitive prompts in one batch, with `interrupt` called twice, and compare tokens with transformers'."""
         prompts = make_prompts()
         events: list[TokenEvent] = []
         for index, prompt in enumerate(prompts):
@@ -53,19 +52,21 @@ class Case:
                 interrupt(engine)
         events += [event for of_one in run_to_end(engine, []).values() for event in of_one]
         num_answers = sampling.get("n", 1)
-        answers = [[e for e in events if (e.request_id, e.index) == (str(i), k)] for i, k in keys(len(prompts), num_answers)]
+        answers = [
+            [e for e in events if (e.request_id, e.index) == (str(i), k)] for i, k in answer_keys(len(prompts), num_answers)
+        ]
         assert_greedy(self.model, [prompt for prompt in prompts for _ in range(num_answers)], answers)
         assert all(len(tokens(answer)) == MAX_TOKENS for answer in answers)
 
 
-def keys(num_prompts: int, num_answers: int) -> list[tuple[int, int]]:
+def answer_keys(num_prompts: int, num_answers: int) -> list[tuple[int, int]]:
     return [(i, k) for i in range(num_prompts) for k in range(num_answers)]
 
 
 def make_prompts() -> list[list[int]]:
-    """Each says the same twice, so that there is something to look up."""
-    numbers = random.Random(4)
-    parts = [[numbers.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in PROMPT_LENS]
+    """Prompts of two equal halves, so that prompt lookup finds drafts."""
+    rng = random.Random(4)
+    parts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in PROMPT_LENS]
     return [part + part for part in parts]
 
 
@@ -79,33 +80,33 @@ def case_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
     return make
 
 
-families = pytest.mark.parametrize("family", OF_EACH_KIND)
+families = pytest.mark.parametrize("family", FAMILIES)
 
 
-def take_away(engine: Engine) -> None:
+def preempt_and_evict(engine: Engine) -> None:
     preempt_all(engine)
     evict_all(engine)
 
 
 @families
-def test_requests_that_were_swapped_to_main_memory_and_back(family: str, case_of: Callable[[str], Case]) -> None:
+def test_swapped_requests_equal_transformers(family: str, case_of: Callable[[str], Case]) -> None:
     engine = case_of(family).engine(swap_space=SWAP_SPACE_GIB)
-    case_of(family).check(engine, take_away)
+    case_of(family).check(engine, preempt_and_evict)
     status = engine.status()
     assert status.swapped_in_blocks_total >= 10
     assert status.preemptions_total >= 6
 
 
 @families
-def test_requests_whose_blocks_were_lost_and_computed_again(family: str, case_of: Callable[[str], Case]) -> None:
+def test_recomputed_requests_equal_transformers(family: str, case_of: Callable[[str], Case]) -> None:
     engine = case_of(family).engine()
-    case_of(family).check(engine, take_away)
+    case_of(family).check(engine, preempt_and_evict)
     assert engine.status().swapped_in_blocks_total == 0
     assert engine._scheduler.totals.recomputed_tokens > 250
 
 
 @families
-def test_tokens_that_were_looked_up_in_the_text(family: str, case_of: Callable[[str], Case]) -> None:
+def test_prompt_lookup_equals_transformers(family: str, case_of: Callable[[str], Case]) -> None:
     config = SpeculativeOptions(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1)
     engine = case_of(family).engine(speculative_config=config)
     case_of(family).check(engine)
@@ -113,7 +114,7 @@ def test_tokens_that_were_looked_up_in_the_text(family: str, case_of: Callable[[
 
 
 @families
-def test_tokens_that_a_draft_model_drafted(family: str, case_of: Callable[[str], Case]) -> None:
+def test_a_draft_model_equals_transformers(family: str, case_of: Callable[[str], Case]) -> None:
     case = case_of(family)
     config = SpeculativeOptions(method="draft_model", model=case.directory, num_speculative_tokens=3)
     engine = case.engine(speculative_config=config, swap_space=SWAP_SPACE_GIB, kv_cache_bytes=None)
@@ -122,17 +123,17 @@ def test_tokens_that_a_draft_model_drafted(family: str, case_of: Callable[[str],
 
 
 @families
-def test_four_answers_that_share_the_blocks_of_their_prompt(family: str, case_of: Callable[[str], Case]) -> None:
+def test_several_answers_that_share_a_prompt_equal_transformers(family: str, case_of: Callable[[str], Case]) -> None:
     engine = case_of(family).engine(num_kv_blocks=64)
     case_of(family).check(engine, n=4)
     assert engine.status().prompt_tokens_total == 2 * sum(PROMPT_LENS), "a prompt is computed and counted once"
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
-def test_drafts_under_swaps_with_several_answers(method: str, case_of: Callable[[str], Case]) -> None:
+def test_drafts_with_swaps_or_several_answers_equal_transformers(method: str, case_of: Callable[[str], Case]) -> None:
     case = case_of("llama")
     model = case_of("qwen3").directory if method == "draft_model" else None
     config = SpeculativeOptions(method=method, model=model, num_speculative_tokens=2, prompt_lookup_min=1)
     engine = case.engine(speculative_config=config, swap_space=SWAP_SPACE_GIB, num_kv_blocks=64)
-    case.check(engine, take_away if method == "ngram" else None, n=1 if method == "ngram" else 3)
+    case.check(engine, preempt_and_evict if method == "ngram" else None, n=1 if method == "ngram" else 3)
     assert engine.status().draft_tokens_total > 0

@@ -1,4 +1,4 @@
-"""Greedy output equals transformers, token for token, and so do the logprobs, for every family and however it was cut up."""
+"""Greedy tokens and logprobs equal transformers' for every family: batches, chunks, preemption, windows, configurations."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ MAX_TOKENS = 24
 
 
 def make_prompts(lengths: tuple[int, ...], seed: int = 3) -> list[list[int]]:
-    numbers = random.Random(seed)
-    return [[numbers.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
+    rng = random.Random(seed)
+    return [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
 
 
 @dataclass
 class Case:
-    """A model directory beside the model that transformers made of it."""
+    """A model directory, and the model of transformers with the same weights."""
 
     directory: Path
     model: Any
 
     def check(self, prompts: list[list[int]], engine: Any) -> None:
-        """All of `prompts` at once through `engine`, against transformers."""
+        """Run `prompts` in one batch and compare greedy tokens and logprobs with transformers."""
         requests = [generation_request(str(i), prompt, max_tokens=MAX_TOKENS, logprobs=0) for i, prompt in enumerate(prompts)]
         events = run_to_end(engine, requests)
         assert_greedy(self.model, prompts, [events[str(i)] for i in range(len(prompts))])
@@ -57,7 +57,7 @@ families = pytest.mark.parametrize("family", list(FAMILY_SETTINGS))
 
 
 @families
-def test_each_prompt_alone(family: str, case_of: Callable[[str], Case]) -> None:
+def test_single_prompts_equal_transformers(family: str, case_of: Callable[[str], Case]) -> None:
     case, prompts = case_of(family), make_prompts((1, 17, 70))
     engine = small_engine(case.directory, max_num_seqs=1, enable_prefix_caching=False)
     events = run_to_end(engine, [generation_request(str(i), prompt, max_tokens=MAX_TOKENS) for i, prompt in enumerate(prompts)])
@@ -65,19 +65,19 @@ def test_each_prompt_alone(family: str, case_of: Callable[[str], Case]) -> None:
 
 
 @families
-def test_sixteen_prompts_of_mixed_lengths_in_one_batch(family: str, case_of: Callable[[str], Case]) -> None:
+def test_sixteen_prompts_in_one_batch_equal_transformers(family: str, case_of: Callable[[str], Case]) -> None:
     case = case_of(family)
     case.check(make_prompts(MANY_PROMPT_LENS), small_engine(case.directory))
 
 
 @families
-def test_prompts_in_chunks_of_a_few_tokens(family: str, case_of: Callable[[str], Case]) -> None:
+def test_prompts_in_small_chunks_equal_transformers(family: str, case_of: Callable[[str], Case]) -> None:
     case = case_of(family)
     case.check(make_prompts(PROMPT_LENS), small_engine(case.directory, max_num_seqs=4, max_num_batched_tokens=7))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3-longrope", "qwen3_moe"])
-def test_requests_that_were_preempted_and_computed_again(family: str, case_of: Callable[[str], Case]) -> None:
+def test_preempted_and_recomputed_requests_equal_transformers(family: str, case_of: Callable[[str], Case]) -> None:
     case, prompts = case_of(family), make_prompts(PROMPT_LENS)
     engine = small_engine(case.directory, enable_prefix_caching=False, max_num_batched_tokens=64)
     for index, prompt in enumerate(prompts):
@@ -94,7 +94,7 @@ def test_requests_that_were_preempted_and_computed_again(family: str, case_of: C
 
 
 @families
-def test_prompts_whose_prefix_was_cached_by_an_earlier_one(family: str, case_of: Callable[[str], Case]) -> None:
+def test_a_cached_prefix_equals_transformers(family: str, case_of: Callable[[str], Case]) -> None:
     case, prompt = case_of(family), make_prompts((70,))[0]
     engine = small_engine(case.directory)
     case.check([prompt], engine)
@@ -105,18 +105,20 @@ def test_prompts_whose_prefix_was_cached_by_an_earlier_one(family: str, case_of:
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "mistral-window", "qwen2-window"])
 @pytest.mark.parametrize("block_size", [1, 4, 32])
-def test_windows_that_end_inside_and_between_blocks(family: str, block_size: int, case_of: Callable[[str], Case]) -> None:
+def test_windows_within_and_across_blocks_equal_transformers(
+    family: str, block_size: int, case_of: Callable[[str], Case]
+) -> None:
     case = case_of(family)
     case.check(make_prompts(PROMPT_LENS), small_engine(case.directory, block_size=block_size, max_num_batched_tokens=20))
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 32])
-def test_other_block_sizes(block_size: int, case_of: Callable[[str], Case]) -> None:
+def test_other_block_sizes_equal_transformers(block_size: int, case_of: Callable[[str], Case]) -> None:
     case = case_of("llama")
     case.check(make_prompts(PROMPT_LENS), small_engine(case.directory, block_size=block_size, max_num_batched_tokens=20))
 
 
-def test_sharded_weights_give_the_same_tokens_as_one_file(tmp_path: Path) -> None:
+def test_sharded_weights_equal_transformers(tmp_path: Path) -> None:
     model = make_model("llama", tmp_path, sharded=True)
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
     prompt = make_prompts((9,))[0]
@@ -125,26 +127,31 @@ def test_sharded_weights_give_the_same_tokens_as_one_file(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "granite", "olmo2", "phi3"])
-def test_tied_embeddings_serve_as_the_output_head(family: str, tmp_path: Path) -> None:
+def test_tied_embeddings_equal_transformers(family: str, tmp_path: Path) -> None:
     model = make_model(family, tmp_path, tie_word_embeddings=True)
     prompt = make_prompts((9,))[0]
     events = run_to_end(small_engine(tmp_path), [generation_request("a", prompt, max_tokens=MAX_TOKENS)])
     assert tokens(events["a"]) == greedy(model, prompt, MAX_TOKENS)
 
 
-def test_a_request_ends_with_the_end_of_sequence_token_where_transformers_ends(tmp_path: Path) -> None:
+def test_a_request_ends_at_the_end_of_text_token_like_transformers(tmp_path: Path) -> None:
     model = make_model("llama", tmp_path, vocab_size=8)
     prompts = [[a, b] for a in range(3, 8) for b in range(3, 8)]
-    expected = [greedy(model, prompt, 60, stops_at_eos=True) for prompt in prompts]
-    assert any(ids[-1] == EOS for ids in expected), "no prompt of this test reaches the end-of-sequence token"
+    with torch.inference_mode():
+        ids = model.generate(
+            torch.tensor(prompts), attention_mask=torch.ones(len(prompts), 2, dtype=torch.int64), max_new_tokens=60,
+            do_sample=False, eos_token_id=EOS, pad_token_id=0,
+        )  # fmt: skip
+    expected = [row[: row.index(EOS) + 1] if EOS in row else row for row in ids[:, 2:].tolist()]
+    assert any(row[-1] == EOS for row in expected), "no prompt of this test reaches the end-of-sequence token"
     engine = small_engine(tmp_path)
     events = run_to_end(engine, [generation_request(str(i), p, max_tokens=60, ignore_eos=False) for i, p in enumerate(prompts)])
     assert [tokens(events[str(i)]) for i in range(len(prompts))] == expected
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)], ids=str)
 @pytest.mark.parametrize("head_dim", [16, 64, 96, 128])
-def test_grouped_heads_and_head_sizes(heads: tuple[int, int], head_dim: int, tmp_path: Path) -> None:
+def test_grouped_heads_and_head_dims_equal_transformers(heads: tuple[int, int], head_dim: int, tmp_path: Path) -> None:
     model = make_model("llama", tmp_path, num_attention_heads=heads[0], num_key_value_heads=heads[1], head_dim=head_dim)
     prompts = make_prompts((5, 18))
     engine = small_engine(tmp_path, max_num_batched_tokens=16)
@@ -152,12 +159,12 @@ def test_grouped_heads_and_head_sizes(heads: tuple[int, int], head_dim: int, tmp
     assert [tokens(events[str(i)]) for i in range(2)] == [greedy(model, prompt, 8) for prompt in prompts]
 
 
-def test_gemma_may_have_a_head_of_its_own(tmp_path: Path) -> None:
+def test_gemma_with_an_untied_head_equals_transformers(tmp_path: Path) -> None:
     model = make_model("gemma2", tmp_path, tie_word_embeddings=False)
     Case(tmp_path, model).check(make_prompts((9,)), small_engine(tmp_path))
 
 
-def test_longrope_takes_its_long_factors_when_the_context_is_longer_than_the_original(tmp_path: Path) -> None:
+def test_longrope_uses_long_factors_beyond_the_original_context(tmp_path: Path) -> None:
     rope = {**LONGROPE, "partial_rotary_factor": 0.67, "original_max_position_embeddings": 32}
     model = make_model("phi3-longrope", tmp_path, rope_parameters=rope, original_max_position_embeddings=32)
     Case(tmp_path, model).check(make_prompts((33, 70)), small_engine(tmp_path, max_num_batched_tokens=16))
@@ -186,7 +193,7 @@ OLDER_SPELLINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("family", list(OLDER_SPELLINGS))
-def test_configurations_written_by_older_versions_mean_the_same_as_for_transformers(family: str, tmp_path: Path) -> None:
+def test_older_spellings_of_configurations_equal_transformers(family: str, tmp_path: Path) -> None:
     make_model(family, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     for key in ("rope_parameters", "layer_types", "transformers_version", "_sliding_window_pattern"):
@@ -197,7 +204,7 @@ def test_configurations_written_by_older_versions_mean_the_same_as_for_transform
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_the_routers_of_these_tests_are_far_from_ties(family: str, case_of: Callable[[str], Case]) -> None:
+def test_routers_of_these_models_are_far_from_ties(family: str, case_of: Callable[[str], Case]) -> None:
     case, gaps = case_of(family), []
 
     def measure(router: Any, _: Any, output: Any) -> None:

@@ -1,4 +1,4 @@
-"""Requests with parameters of every kind write the same answers alone, together, in chunks, preempted and with drafts."""
+"""Requests with random parameters have the same answers alone, together, in chunks, preempted and with drafts."""
 
 from __future__ import annotations
 
@@ -54,50 +54,50 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def requests() -> tuple[list[list[int]], list[SamplingParams]]:
-    numbers = random.Random(5)
-    lengths = [numbers.choice([1, 7, 16, 17, 40, 100]) for _ in range(NUM_REQUESTS)]
-    prompts = [[numbers.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
+def make_requests() -> tuple[list[list[int]], list[SamplingParams]]:
+    rng = random.Random(5)
+    lengths = [rng.choice([1, 7, 16, 17, 40, 100]) for _ in range(NUM_REQUESTS)]
+    prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
     params = [
-        SamplingParams(seed=numbers.randrange(2**63), **{name: numbers.choice(values) for name, values in CHOICES.items()})
+        SamplingParams(seed=rng.randrange(2**63), **{name: rng.choice(values) for name, values in CHOICES.items()})
         for _ in range(NUM_REQUESTS)
     ]
     return prompts, params
 
 
-def answers(model: Path, layout: dict[str, Any]) -> list[list[tuple[Any, ...]]]:
+def run_requests(model: Path, layout: dict[str, Any]) -> list[list[tuple[Any, ...]]]:
     options = {"device": "cpu", "threads": 1, "kv_cache_bytes": KV_CACHE_BYTES * 2, "max_num_seqs": 16, **layout}
-    prompts, params = requests()
+    prompts, params = make_requests()
     with LLM(model, **options) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         is_preempting = llm.status().preemptions_total > 0
     assert is_preempting == ("num_gpu_blocks_override" in layout)
-    for output, asked in zip(outputs, params, strict=True):
-        assert_shape(output, asked)
+    for output, sampling in zip(outputs, params, strict=True):
+        assert_shape(output, sampling)
     return [[(a.text, a.token_ids, a.finish_reason, a.stop_reason) for a in output.outputs] for output in outputs]
 
 
-def assert_shape(output: RequestOutput, asked: SamplingParams) -> None:
-    """As many answers, entries and alternatives as were asked for, and no error."""
-    assert [answer.index for answer in output.outputs] == list(range(asked.n))
+def assert_shape(output: RequestOutput, sampling: SamplingParams) -> None:
+    """The output has no error and the requested numbers of answers, entries and alternatives."""
+    assert [answer.index for answer in output.outputs] == list(range(sampling.n))
     assert all(answer.error is None for answer in output.outputs)
-    assert (output.prompt_logprobs is None) == (asked.prompt_logprobs is None)
+    assert (output.prompt_logprobs is None) == (sampling.prompt_logprobs is None)
     if output.prompt_logprobs is not None:
         assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
     for answer in output.outputs:
-        assert (answer.logprobs is None) == (asked.logprobs is None)
-        if answer.logprobs is not None and asked.logprobs is not None:
+        assert (answer.logprobs is None) == (sampling.logprobs is None)
+        if answer.logprobs is not None and sampling.logprobs is not None:
             assert len(answer.logprobs) == len(answer.token_ids)
-            assert all(len(entry) <= asked.logprobs + 1 for entry in answer.logprobs)
+            assert all(len(entry) <= sampling.logprobs + 1 for entry in answer.logprobs)
 
 
 @pytest.fixture(scope="module")
-def together(model: Path) -> list[list[tuple[Any, ...]]]:
-    return answers(model, {})
+def answers_together(model: Path) -> list[list[tuple[Any, ...]]]:
+    return run_requests(model, {})
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_the_answers_do_not_depend_on_how_they_are_computed(
-    layout: str, model: Path, together: list[list[tuple[Any, ...]]]
+def test_answers_do_not_depend_on_how_they_are_computed(
+    layout: str, model: Path, answers_together: list[list[tuple[Any, ...]]]
 ) -> None:
-    assert answers(model, LAYOUTS[layout]) == together
+    assert run_requests(model, LAYOUTS[layout]) == answers_together

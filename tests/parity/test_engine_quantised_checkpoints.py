@@ -9,24 +9,19 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from engine.config.model import load_model_config
 from tests.support import quantised_checkpoints as layouts
-from tests.support.engines import generation_request, run_to_end, small_engine
-from tests.support.parity import LOGPROB_TOLERANCE, reference_logprobs
-from tests.support.tiny_models import VOCAB_SIZE, make_model
-
-ROUNDED_TOLERANCE, ROUNDED_MEAN_TOLERANCE = 0.3, 0.02
-"""Neighbours in E4M3 are up to an eighth apart, and one of 64 inputs that goes to the other side moves a logprob by a tenth at
-most; few do, so that the mean is close. A scale that is forgotten moves the mean by one and more."""
-
-PROMPTS = [
-    [(7 * i * i + 3 * i + seed) % (VOCAB_SIZE - 3) + 3 for i in range(length)] for seed, length in ((1, 40), (2, 17), (3, 2))
-]
+from tests.support.checkpoint_logprobs import (
+    FAMILIES,
+    assert_logprobs_equal,
+    expected_logprobs,
+    make_sources,
+    prompt_logprobs,
+)
+from tests.support.engines import small_engine
 
 LAYOUTS: dict[str, layouts.Layout] = {
     "fp8-tensor-dynamic": layouts.fp8(per_row=False, activations="dynamic", compressed=False),
@@ -43,46 +38,6 @@ LAYOUTS: dict[str, layouts.Layout] = {
     "gptq-ordered": layouts.gptq(desc_act=True),
     "gptq-ordered-apart": layouts.gptq(desc_act=True, same_order=False),
 }
-FAMILIES = {
-    "llama-biased": {},
-    "qwen2": {},
-    "gemma2": {},  # tied head
-    "phi3": {},  # fused in the checkpoint
-    "qwen3_moe": {"moe_intermediate_size": 32},
-}
-
-
-def prompt_logprobs(directory: Path, **options: Any) -> list[torch.Tensor]:
-    """The log-probability of each prompt token after the first, by the engine."""
-    engine = small_engine(directory, **options)
-    try:
-        requests = [generation_request(str(i), prompt, max_tokens=1, prompt_logprobs=0) for i, prompt in enumerate(PROMPTS)]
-        events = run_to_end(engine, requests)
-        found = [
-            [entry.logprob for event in events[str(i)] for entry in event.prompt_logprobs or []] for i in range(len(PROMPTS))
-        ]
-        return [torch.tensor(logprobs) for logprobs in found]
-    finally:
-        engine.close()
-
-
-def expected_logprobs(model: Any) -> list[torch.Tensor]:
-    rows = reference_logprobs(model, [prompt[:1] for prompt in PROMPTS], [prompt[1:] for prompt in PROMPTS])
-    return [row.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0] for row, prompt in zip(rows, PROMPTS, strict=True)]
-
-
-def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor], layout: layouts.Layout) -> None:
-    ours, theirs = torch.cat(found), torch.cat(expected)
-    rounded = layout.rounds_input is not None
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=ROUNDED_TOLERANCE if rounded else LOGPROB_TOLERANCE)
-    assert not rounded or float((ours - theirs).abs().mean()) < ROUNDED_MEAN_TOLERANCE
-
-
-def make_sources(directory: Path) -> dict[str, Path]:
-    """Unquantised models, by family."""
-    for family, changes in {"llama": {}, **FAMILIES}.items():
-        make_model(family, directory / family, **{**layouts.SIZES, "head_dim": 16, **changes})
-    return {family: directory / family for family in ("llama", *FAMILIES)}
 
 
 @pytest.fixture(scope="module")
@@ -91,25 +46,23 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_checkpoint_in_a_published_layout_gives_the_logprobs_of_its_numbers(
-    name: str, sources: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_published_layout_equals_its_dequantised_weights(name: str, sources: dict[str, Path], tmp_path: Path) -> None:
     layout = LAYOUTS[name]
     written = layouts.write(sources["llama"], tmp_path / name, layout)
-    assert_equal(prompt_logprobs(written.directory), expected_logprobs(written.reference()), layout)
+    assert_logprobs_equal(prompt_logprobs(written.directory), expected_logprobs(written.reference()), layout)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", ["compressed-row-weights-only", "awq", "gptq-ordered"])
-def test_biases_fused_projections_experts_and_tied_heads_are_quantised_like_any(
+def test_biases_fused_projections_experts_and_tied_heads_are_read(
     name: str, family: str, sources: dict[str, Path], tmp_path: Path
 ) -> None:
     written = layouts.write(sources[family], tmp_path / name, LAYOUTS[name])
-    assert_equal(prompt_logprobs(written.directory), expected_logprobs(written.reference()), written.layout)
+    assert_logprobs_equal(prompt_logprobs(written.directory), expected_logprobs(written.reference()), written.layout)
 
 
 @pytest.mark.parametrize("name", ["compressed-row-weights-only", "fp8-tensor-static", "awq", "gptq"])
-def test_modules_that_were_not_converted_stay_plain_even_between_those_that_were(
+def test_modules_that_are_not_quantised_are_read_between_those_that_are(
     name: str, sources: dict[str, Path], tmp_path: Path
 ) -> None:
     settings = {**LAYOUTS[name].settings, "modules_to_not_convert": ["k_proj", "up_proj", "layers.0.mlp.down_proj"]}
@@ -117,11 +70,11 @@ def test_modules_that_were_not_converted_stay_plain_even_between_those_that_were
     written = layouts.write(
         sources["llama"], tmp_path / name, layout, skipped=("lm_head", "k_proj", "up_proj", "layers.0.mlp.down_proj")
     )
-    assert_equal(prompt_logprobs(written.directory), expected_logprobs(written.reference()), layout)
+    assert_logprobs_equal(prompt_logprobs(written.directory), expected_logprobs(written.reference()), layout)
 
 
-def test_gptq_may_be_described_in_a_file_of_its_own(sources: dict[str, Path], tmp_path: Path) -> None:
-    """As the early AutoGPTQ wrote it, which left out the method."""
+def test_gptq_settings_may_be_in_quantize_config_json(sources: dict[str, Path], tmp_path: Path) -> None:
+    """Early versions of AutoGPTQ wrote this file without quant_method."""
     folder = layouts.write(sources["llama"], tmp_path / "gptq", LAYOUTS["gptq"]).directory
     described = load_model_config(folder).quantization
     config = json.loads((folder / "config.json").read_text())
@@ -134,23 +87,21 @@ def test_gptq_may_be_described_in_a_file_of_its_own(sources: dict[str, Path], tm
 
 
 @pytest.mark.parametrize("name", ["compressed-row-weights-only", "gptq"])
-def test_a_head_may_be_quantised_as_well(name: str, sources: dict[str, Path], tmp_path: Path) -> None:
+def test_a_quantised_output_head_is_read(name: str, sources: dict[str, Path], tmp_path: Path) -> None:
     written = layouts.write(sources["llama"], tmp_path / name, LAYOUTS[name], skipped=())
     assert "lm_head" in written.modules
-    assert_equal(prompt_logprobs(written.directory), expected_logprobs(written.reference()), written.layout)
+    assert_logprobs_equal(prompt_logprobs(written.directory), expected_logprobs(written.reference()), written.layout)
 
 
 @pytest.mark.parametrize("name", ["compressed-row-dynamic", "awq", "gptq-ordered-apart"])
-def test_a_batch_invariant_engine_gives_a_request_alone_what_it_gives_in_a_batch(
-    name: str, sources: dict[str, Path], tmp_path: Path
-) -> None:
+def test_batch_invariant_logprobs_are_bit_identical_in_any_batch(name: str, sources: dict[str, Path], tmp_path: Path) -> None:
     written = layouts.write(sources["llama"], tmp_path / name, LAYOUTS[name])
     together = prompt_logprobs(written.directory, batch_invariant=True)
     alone = prompt_logprobs(written.directory, batch_invariant=True, max_num_seqs=1, max_num_batched_tokens=5)
     assert [row.tolist() for row in together] == [row.tolist() for row in alone]
 
 
-def test_codes_are_kept_in_4_bits_and_the_engine_says_so(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_int4_weights_are_kept_packed_and_reported(sources: dict[str, Path], tmp_path: Path) -> None:
     written = layouts.write(sources["llama"], tmp_path / "awq", LAYOUTS["awq"])
     quantised, plain = small_engine(written.directory), small_engine(written.twin)
     assert (quantised.info.quantization, plain.info.quantization) == ("awq", "none")

@@ -1,4 +1,4 @@
-"""Decode steps as one call: the very log-probabilities of the plain runner, in families of every kind."""
+"""Recorded decode steps give bit-identical log-probabilities to the plain runner, for families of every kind."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ HEADS: dict[str, Any] = {"head_dim": LANES, "hidden_size": 4 * LANES}
 COUNTS = (1, 3, 16)
 
 
-def scores(engine: Engine, count: int) -> list[list[tuple[int, float, tuple[float, ...]]]]:
+def tokens_and_logprobs(engine: Engine, count: int) -> list[list[tuple[int, float, tuple[float, ...]]]]:
     """Tokens and log-probabilities of `count` requests of different lengths at once."""
-    asked = [
+    requests = [
         generation_request(str(index), [3 + index, *range(5, 9 + 2 * index)], max_tokens=6 + index % 3, logprobs=2)
         for index in range(count)
     ]
@@ -30,7 +30,7 @@ def scores(engine: Engine, count: int) -> list[list[tuple[int, float, tuple[floa
             for event in events
             for token_id, entry in zip(event.token_ids, event.logprobs or [], strict=True)
         ]
-        for events in run_to_end(engine, asked).values()
+        for events in run_to_end(engine, requests).values()
     ]
 
 
@@ -40,16 +40,16 @@ def is_recorded(engine: Engine) -> bool:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_recorded_steps_give_the_bits_of_operations_one_by_one(family: str, tmp_path: Path) -> None:
+def test_recorded_steps_are_bit_identical_to_single_operations(family: str, tmp_path: Path) -> None:
     make_model(family, tmp_path, **HEADS)
     recorded, plain = recorded_engine(tmp_path), small_engine(tmp_path)
     for count in COUNTS:
-        assert scores(recorded, count) == scores(plain, count)
+        assert tokens_and_logprobs(recorded, count) == tokens_and_logprobs(plain, count)
     assert is_recorded(recorded)
 
 
-def test_steps_that_torch_has_a_part_in_are_computed_one_by_one(tmp_path: Path) -> None:
+def test_steps_of_a_mixture_of_experts_are_not_recorded(tmp_path: Path) -> None:
     make_model("qwen3_moe", tmp_path, **HEADS)
     engine = recorded_engine(tmp_path)
-    assert all(scores(engine, 2))
+    assert all(tokens_and_logprobs(engine, 2))
     assert not is_recorded(engine)

@@ -1,4 +1,4 @@
-"""An answer's text does not depend on how it is cut: detokeniser and stop strings against plain twins."""
+"""An answer's text does not depend on how its tokens are split: detokeniser and stop strings against simple references."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ def tokenizer() -> Tokenizer:
     return make_tokenizer()
 
 
-def detokenizer() -> Detokenizer:
+def make_detokenizer() -> Detokenizer:
     return Detokenizer(lambda ids: str(tokenizer().decode(ids)))
 
 
-def cut(data: st.DataObject, length: int) -> list[slice]:
+def draw_slices(data: st.DataObject, length: int) -> list[slice]:
     """Draw slices that cover `length` items in order."""
-    borders = sorted(data.draw(st.lists(st.integers(0, length), max_size=10)))
-    return [slice(begin, end) for begin, end in zip([0, *borders], [*borders, length], strict=True)]
+    bounds = sorted(data.draw(st.lists(st.integers(0, length), max_size=10)))
+    return [slice(begin, end) for begin, end in zip([0, *bounds], [*bounds, length], strict=True)]
 
 
 @given(text=TEXTS, data=st.data())
 @settings(deadline=None)
-def test_pieces_add_up_to_the_text_and_none_ends_in_half_a_character(text: str, data: st.DataObject) -> None:
+def test_pieces_add_up_to_the_text_without_broken_characters(text: str, data: st.DataObject) -> None:
     text = text.replace(REPLACEMENT, "")
     ids = tokenizer().encode(text, add_special_tokens=False).ids
-    decoder = detokenizer()
-    pieces = [decoder.push(ids[part]) for part in cut(data, len(ids))]
+    decoder = make_detokenizer()
+    pieces = [decoder.push(ids[part]) for part in draw_slices(data, len(ids))]
 
     assert all(REPLACEMENT not in piece for piece in pieces)
     assert "".join(pieces) + decoder.flush() == text
@@ -43,22 +43,24 @@ def test_pieces_add_up_to_the_text_and_none_ends_in_half_a_character(text: str, 
 
 @given(text=st.text(st.sampled_from("aé語🦜"), max_size=30), data=st.data())
 @settings(deadline=None)
-def test_characters_spelled_by_bytes_are_shown_whole(text: str, data: st.DataObject) -> None:
-    spelling = Tokenizer(models.BPE(vocab={f"<0x{byte:02X}>": byte for byte in range(256)}, merges=[], byte_fallback=True))
-    spelling.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    decoder = Detokenizer(lambda ids: str(spelling.decode(ids)))
+def test_characters_of_several_byte_tokens_are_emitted_whole(text: str, data: st.DataObject) -> None:
+    byte_tokenizer = Tokenizer(
+        models.BPE(vocab={f"<0x{byte:02X}>": byte for byte in range(256)}, merges=[], byte_fallback=True)
+    )
+    byte_tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    decoder = Detokenizer(lambda ids: str(byte_tokenizer.decode(ids)))
     ids = list(text.encode())
-    pieces = [decoder.push(ids[part]) for part in cut(data, len(ids))]
+    pieces = [decoder.push(ids[part]) for part in draw_slices(data, len(ids))]
 
     assert "".join(pieces) + decoder.flush() == text
 
 
 @given(ids=st.lists(st.integers(4, 300), max_size=60), data=st.data())
 @settings(deadline=None)
-def test_any_tokens_are_shown_to_the_end(ids: list[int], data: st.DataObject) -> None:
+def test_arbitrary_token_ids_decode_like_the_whole_sequence(ids: list[int], data: st.DataObject) -> None:
     known = [token_id for token_id in ids if tokenizer().id_to_token(token_id) is not None]
-    decoder = detokenizer()
-    text = "".join(decoder.push(known[part]) for part in cut(data, len(known))) + decoder.flush()
+    decoder = make_detokenizer()
+    text = "".join(decoder.push(known[part]) for part in draw_slices(data, len(known))) + decoder.flush()
     whole = str(tokenizer().decode(known))
 
     assert text.replace(REPLACEMENT, "") == whole.replace(REPLACEMENT, "")
@@ -70,16 +72,16 @@ def test_any_tokens_are_shown_to_the_end(ids: list[int], data: st.DataObject) ->
     data=st.data(),
 )
 @settings(deadline=None)
-def test_stop_strings_agree_with_a_search_of_the_whole_text(text: str, stops: list[str], data: st.DataObject) -> None:
+def test_stop_strings_match_like_a_search_of_the_whole_text(text: str, stops: list[str], data: st.DataObject) -> None:
     matcher = StopStrings(stops)
-    shown = "".join(matcher.push(text[part]) for part in cut(data, len(text)))
+    emitted = "".join(matcher.push(text[part]) for part in draw_slices(data, len(text)))
     ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
 
     if not ends:
         assert matcher.matched is None
-        assert shown + matcher.flush() == text
+        assert emitted + matcher.flush() == text
         return
     end = min(ends)
     longest = max((stop for stop in stops if text[:end].endswith(stop)), key=len)
     assert matcher.matched == longest
-    assert shown == text[: end - len(longest)]
+    assert emitted == text[: end - len(longest)]

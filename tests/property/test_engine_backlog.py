@@ -1,4 +1,4 @@
-"""The backlog of a class against its definition: who is next, how far the level rises, and what joining forgives."""
+"""The backlog of a priority class against its definition: the next accounts, the rise of the level, leads after joining."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ COSTS = TokenCosts(decode_token_ps=3, decode_context_ps=0)
 WEIGHTS = (1, 1, 2, 4, 1, 2)
 
 
-class BacklogLife:
-    """Accounts join, leave, are charged, decode, are set aside and moved to the back."""
+class BacklogFuzz:
+    """A backlog with operations on random accounts; each checks its effect against the definition."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -28,7 +28,7 @@ class BacklogLife:
         self.members: set[Account] = set()
         self.aside: set[Account] = set()
         self.lowest_aside = math.inf  # round of those that were set aside in this step
-        self.last: Account | None = None  # moved behind the others of its round, and nothing has changed since
+        self.last: Account | None = None  # account moved to the back of its round, as long as nothing else has changed
 
     def round_of(self, account: Account) -> int:
         return account.position_at(self.step) // (QUANTUM_PS * account.weight) + 1
@@ -84,7 +84,7 @@ class BacklogLife:
             self.backlog.set_aside(account)
 
     def move_to_back(self, account: Account) -> None:
-        self.next_accounts(account, limit=len(WEIGHTS))  # all of them stand in the buckets of their rounds now
+        self.next_accounts(account, limit=len(WEIGHTS))  # puts all accounts into the buckets of their rounds
         if account in self.members and account not in self.aside:
             self.last = account
             self.backlog.move_to_back(account)
@@ -107,7 +107,7 @@ class BacklogLife:
             behind = found[found.index(self.last) + 1 :]
             assert self.round_of(self.last) not in map(self.round_of, behind), "it goes behind the others of its round"
 
-    def every_member_stands_in_one_place(self) -> None:
+    def check_members(self) -> None:
         assert sorted(map(id, self.backlog)) == sorted(map(id, self.members))
         assert {account for account in self.accounts if account.round is not None} == self.members
         for account in self.accounts:
@@ -118,12 +118,12 @@ class BacklogLife:
 
 
 @pytest.mark.parametrize("first", [0, 50, 100, 150])
-def test_whatever_happens_the_next_accounts_are_those_of_the_lowest_rounds(first: int) -> None:
+def test_next_accounts_are_those_of_the_lowest_rounds_after_any_operations(first: int) -> None:
     for seed in range(first, first + 50):
-        life = BacklogLife(rng := random.Random(seed))
-        rules = [life.join, life.leave, life.charge, life.set_lead, life.decode, life.begin_step, life.set_aside]
-        rules += [life.move_to_back, life.next_accounts]
+        fuzz = BacklogFuzz(rng := random.Random(seed))
+        operations = [fuzz.join, fuzz.leave, fuzz.charge, fuzz.set_lead, fuzz.decode, fuzz.begin_step, fuzz.set_aside]
+        operations += [fuzz.move_to_back, fuzz.next_accounts]
         for _ in range(100):
-            (chosen,) = rng.choices(rules, [6, 1, 3, 1, 1, 2, 3, 2, 4])
-            chosen(rng.choice(life.accounts))
-            life.every_member_stands_in_one_place()
+            (operation,) = rng.choices(operations, [6, 1, 3, 1, 1, 2, 3, 2, 4])
+            operation(rng.choice(fuzz.accounts))
+            fuzz.check_members()

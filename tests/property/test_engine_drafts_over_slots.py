@@ -41,17 +41,17 @@ LOOPS = {"launched ahead": overlapped_engine, "recorded": recorded_engine}
 MakeEngine = Callable[..., Engine]
 
 
-def speculation(num_tokens: int = 3, **options: Any) -> SpeculativeOptions:
+def prompt_lookup(num_tokens: int = 3, **options: Any) -> SpeculativeOptions:
     return SpeculativeOptions.parse({"method": "ngram", "num_speculative_tokens": num_tokens, **options})
 
 
-def drafting(model: Path, num_tokens: int = 3) -> SpeculativeOptions:
+def draft_model(model: Path, num_tokens: int = 3) -> SpeculativeOptions:
     return SpeculativeOptions(method="draft_model", model=model, num_speculative_tokens=num_tokens)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Families by name, and the first layer of each as a draft model that often thinks as it does."""
+    """Models by family, and the first layer of each as a draft model that often agrees with it."""
     folder = tmp_path_factory.mktemp("models")
     for family in FAMILIES:
         model = make_model(family, folder / family, head_dim=LANES, hidden_size=4 * LANES)
@@ -68,7 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     room=engine_limits,
     preempt_at=st.none() | st.integers(1, 12),
 )
-def test_tokens_are_those_of_the_plain_runner_without_drafts(
+def test_prompt_lookup_over_slots_gives_the_tokens_of_the_plain_runner(
     folder: Path,
     loop: str,
     family: str,
@@ -79,7 +79,7 @@ def test_tokens_are_those_of_the_plain_runner_without_drafts(
 ) -> None:
     engine = LOOPS[loop](
         folder / family,
-        speculative_config=speculation(depth),
+        speculative_config=prompt_lookup(depth),
         **room.options,
     )
     assert_as_alone(folder, family, requests, run_history(with_grammars(engine), requests, preempt_at=preempt_at))
@@ -96,7 +96,7 @@ def test_tokens_are_those_of_the_plain_runner_without_drafts(
     room=engine_limits,
     preempt_at=st.none() | st.integers(1, 12),
 )
-def test_tokens_that_a_draft_model_drafted_are_those_of_the_plain_runner_without_drafts(
+def test_a_draft_model_over_slots_gives_the_tokens_of_the_plain_runner(
     folder: Path,
     loop: str,
     family: str,
@@ -108,7 +108,7 @@ def test_tokens_that_a_draft_model_drafted_are_those_of_the_plain_runner_without
 ) -> None:
     engine = LOOPS[loop](
         folder / family,
-        speculative_config=drafting(folder / (f"{draft} draft" if draft else family), depth),
+        speculative_config=draft_model(folder / (f"{draft} draft" if draft else family), depth),
         **room.options,
     )
     assert_as_alone(folder, family, requests, run_history(with_grammars(engine), requests, preempt_at=preempt_at))
@@ -116,10 +116,12 @@ def test_tokens_that_a_draft_model_drafted_are_those_of_the_plain_runner_without
 
 
 @pytest.mark.parametrize("loop", sorted(LOOPS))
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9}, {"logprobs": 2}])
-def test_a_model_that_drafts_for_itself_is_always_right(loop: str, sampling: dict[str, Any], folder: Path) -> None:
-    """Its own keys and values are then those of the large one, also behind chunks and steps without drafts."""
-    engine = LOOPS[loop](folder / "llama", speculative_config=drafting(folder / "llama", 4), max_num_batched_tokens=16)
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9}, {"logprobs": 2}], ids=str)
+def test_all_drafts_are_accepted_if_target_and_draft_model_are_the_same(
+    loop: str, sampling: dict[str, Any], folder: Path
+) -> None:
+    """The cache of the draft model must equal that of the target, also after chunks and steps without drafts."""
+    engine = LOOPS[loop](folder / "llama", speculative_config=draft_model(folder / "llama", 4), max_num_batched_tokens=16)
     plain: Any = engine.runner.plain  # type: ignore[attr-defined]
     submitted = [
         generation_request(name, range(3, 3 + length), max_tokens=30, **sampling) for name, length in (("a", 4), ("b", 40))
@@ -131,9 +133,9 @@ def test_a_model_that_drafts_for_itself_is_always_right(loop: str, sampling: dic
     assert status.accepted_draft_tokens_total == status.draft_tokens_total > 30
 
 
-def test_what_two_models_read_in_all_layers_is_made_before_the_layers_of_either(folder: Path) -> None:
-    """A record keeps what was made before the first layer, and has others take the places of the rest."""
-    engine = recorded_engine(folder / "llama", speculative_config=drafting(folder / "gemma2 draft"))
+def test_inputs_of_both_models_are_computed_before_the_layers_of_either(folder: Path) -> None:
+    """A record keeps tensors created before the first layer and reuses the memory of later ones."""
+    engine = recorded_engine(folder / "llama", speculative_config=draft_model(folder / "gemma2 draft"))
     steps: Any = engine.runner.steps  # type: ignore[attr-defined]
     calls = mock.Mock()
     for owner, method in ((steps.inputs, "forward_inputs"), *((decoder, "forward") for decoder in steps.decoders)):
@@ -144,10 +146,10 @@ def test_what_two_models_read_in_all_layers_is_made_before_the_layers_of_either(
 
 
 @pytest.mark.parametrize("loop", sorted(LOOPS))
-def test_a_draft_model_that_fails_costs_a_step_and_no_answer(loop: str, folder: Path) -> None:
-    asked: dict[str, Any] = {"temperature": 0.8, "max_tokens": 20}
-    (plain,) = run_to_end(small_engine(folder / "llama"), [generation_request("a", [5, 6, 7], **asked)]).values()
-    engine = LOOPS[loop](folder / "llama", speculative_config=drafting(folder / "llama"))
+def test_a_failing_draft_model_costs_one_fallback_step_and_no_token(loop: str, folder: Path) -> None:
+    options: dict[str, Any] = {"temperature": 0.8, "max_tokens": 20}
+    (plain,) = run_to_end(small_engine(folder / "llama"), [generation_request("a", [5, 6, 7], **options)]).values()
+    engine = LOOPS[loop](folder / "llama", speculative_config=draft_model(folder / "llama"))
     drafts: Any = engine.runner.steps.draft_steps  # type: ignore[attr-defined]
     right, calls = drafts.propose, iter((None, None, RuntimeError("out of memory")))
 
@@ -157,7 +159,7 @@ def test_a_draft_model_that_fails_costs_a_step_and_no_answer(loop: str, folder: 
         return right(*values)
 
     with mock.patch.object(drafts, "propose", fails_once):
-        (events,) = run_to_end(engine, [generation_request("a", [5, 6, 7], **asked)]).values()
+        (events,) = run_to_end(engine, [generation_request("a", [5, 6, 7], **options)]).values()
     assert tokens(events) == tokens(plain)
     assert engine.fallbacks.count == 1
     status = engine.status()
@@ -165,10 +167,8 @@ def test_a_draft_model_that_fails_costs_a_step_and_no_answer(loop: str, folder: 
 
 
 @pytest.mark.parametrize("loop", sorted(LOOPS))
-def test_drafts_are_verified_over_slots_beside_chunks_of_prompts_and_beside_rows_that_wait_for_masks(
-    loop: str, folder: Path
-) -> None:
-    engine = with_grammars(LOOPS[loop](folder / "llama", speculative_config=speculation(), max_num_batched_tokens=16))
+def test_drafts_are_verified_beside_prompt_chunks_and_rows_that_wait_for_masks(loop: str, folder: Path) -> None:
+    engine = with_grammars(LOOPS[loop](folder / "llama", speculative_config=prompt_lookup(), max_num_batched_tokens=16))
     requests = [
         PlannedRequest((5, 6, 7) * 4, "greedy", 24, 1, 0, None),
         PlannedRequest(tuple(range(3, 40)), "guided", 8, 1, 2, None),
@@ -179,39 +179,37 @@ def test_drafts_are_verified_over_slots_beside_chunks_of_prompts_and_beside_rows
     with mock.patch.object(plain, "run", side_effect=plain.run) as spy:
         assert_as_alone(folder, "llama", requests, run_history(engine, requests, preempt_at=None))
     assert spy.call_count == 0
-    assert engine.status().draft_tokens_total > 5  # how many are right is for the processor's rounding to say
+    assert engine.status().draft_tokens_total > 5  # how many are accepted depends on the processor's rounding
 
 
 @pytest.mark.parametrize("loop", sorted(LOOPS))
-@pytest.mark.parametrize("ends", ["by length", "by a token"])
-def test_an_answer_ends_within_its_accepted_drafts_where_it_would_have_ended_without(
-    loop: str, ends: str, folder: Path
-) -> None:
-    engine = LOOPS[loop](folder / "llama", speculative_config=speculation(8))
-    asked: dict[str, Any] = {"temperature": 0.9, "max_tokens": 12}
-    (plain,) = run_to_end(small_engine(folder / "llama"), [generation_request("a", [5, 6, 7], **asked)]).values()
+@pytest.mark.parametrize("ends_by", ["by length", "by a token"])
+def test_an_answer_ends_within_accepted_drafts_where_it_ends_without_drafts(loop: str, ends_by: str, folder: Path) -> None:
+    engine = LOOPS[loop](folder / "llama", speculative_config=prompt_lookup(8))
+    options: dict[str, Any] = {"temperature": 0.9, "max_tokens": 12}
+    (plain,) = run_to_end(small_engine(folder / "llama"), [generation_request("a", [5, 6, 7], **options)]).values()
     answer = tokens(plain)
     use_scripted_drafter(engine, answer, 8)
     for number in range(1, 12):
-        stop: dict[str, Any] = {"max_tokens": number} if ends == "by length" else {"stop_token_ids": [answer[number - 1]]}
-        (events,) = run_to_end(engine, [generation_request("a", [5, 6, 7], **{**asked, **stop})]).values()
-        expected = answer[:number] if ends == "by length" else answer[: answer.index(answer[number - 1]) + 1]
+        stop: dict[str, Any] = {"max_tokens": number} if ends_by == "by length" else {"stop_token_ids": [answer[number - 1]]}
+        (events,) = run_to_end(engine, [generation_request("a", [5, 6, 7], **{**options, **stop})]).values()
+        expected = answer[:number] if ends_by == "by length" else answer[: answer.index(answer[number - 1]) + 1]
         assert tokens(events) == expected
     assert engine.status().accepted_draft_tokens_total > 30
 
 
 @pytest.mark.parametrize("loop", sorted(LOOPS))
-@pytest.mark.parametrize(("what", "number"), [("blocks", 1), ("blocks", 2), ("blocks", 3), ("parameters", 1)])
-def test_what_did_not_reach_a_slot_is_sent_again(what: str, number: int, loop: str, folder: Path) -> None:
-    """After a step that failed, also when the plain way computed it and the next one verifies drafts again."""
-    asked: dict[str, Any] = {"temperature": 0.8, "top_k": 5, "max_tokens": 20}
-    (plain,) = run_to_end(small_engine(folder / "llama"), [generation_request("a", [5, 6, 7], **asked)]).values()
-    engine = LOOPS[loop](folder / "llama", speculative_config=speculation(), block_size=4)
-    run_to_end(engine, [generation_request("b", [8, 6, 7], max_tokens=3)])  # whose slot a has next
+@pytest.mark.parametrize(("lost", "failing_call"), [("blocks", 1), ("blocks", 2), ("blocks", 3), ("parameters", 1)])
+def test_slot_updates_lost_in_a_failed_step_are_sent_again(lost: str, failing_call: int, loop: str, folder: Path) -> None:
+    """After a failed step that was computed on the slow path and is followed by a step with drafts."""
+    options: dict[str, Any] = {"temperature": 0.8, "top_k": 5, "max_tokens": 20}
+    (plain,) = run_to_end(small_engine(folder / "llama"), [generation_request("a", [5, 6, 7], **options)]).values()
+    engine = LOOPS[loop](folder / "llama", speculative_config=prompt_lookup(), block_size=4)
+    run_to_end(engine, [generation_request("b", [8, 6, 7], max_tokens=3)])  # its slot is reused by request a
     use_scripted_drafter(engine, tokens(plain), 3)
     runner: Any = engine.runner
-    owner, name = (runner.steps.state, "write") if what == "blocks" else (runner._sampler, "assign")
-    right, calls = getattr(owner, name), iter([None] * (number - 1) + [RuntimeError("out of memory")])
+    owner, name = (runner.steps.state, "write") if lost == "blocks" else (runner._sampler, "assign")
+    right, calls = getattr(owner, name), iter([None] * (failing_call - 1) + [RuntimeError("out of memory")])
 
     def fails_once(*values: Any) -> Any:
         error = next(calls, None)
@@ -220,13 +218,13 @@ def test_what_did_not_reach_a_slot_is_sent_again(what: str, number: int, loop: s
         return right(*values)
 
     with mock.patch.object(owner, name, fails_once):
-        (events,) = run_to_end(engine, [generation_request("a", [5, 6, 7], **asked)]).values()
+        (events,) = run_to_end(engine, [generation_request("a", [5, 6, 7], **options)]).values()
     assert tokens(events) == tokens(plain)
     assert engine.fallbacks.count == 1, "what comes after it is over the slots again"
 
 
-def test_more_drafts_than_a_step_has_rows_for_are_not_made(folder: Path) -> None:
-    engine = recorded_engine(folder / "llama", speculative_config=speculation(32), max_num_seqs=4)
+def test_a_step_has_no_more_drafts_than_rows(folder: Path) -> None:
+    engine = recorded_engine(folder / "llama", speculative_config=prompt_lookup(32), max_num_seqs=4)
     use_scripted_drafter(engine, [7] * 40, 32)
     for name in "abcd":
         engine.submit(generation_request(name, [5, 6, 7], max_tokens=40))
@@ -235,8 +233,8 @@ def test_more_drafts_than_a_step_has_rows_for_are_not_made(folder: Path) -> None
     assert [item.num_draft_tokens for item in batch.decodes] == [32, 32, 0, 0]
 
 
-def test_a_slot_whose_request_verified_drafts_is_sent_again_even_when_all_of_them_were_right() -> None:
-    """What the step left there is of one of its rows, of which the device chooses one."""
+def test_a_slot_is_sent_again_after_verification_even_if_all_drafts_were_accepted() -> None:
+    """The step leaves the state of an arbitrary one of the request's rows in the slot."""
     state = slot_state(2, 4)
     table, request = slot_table(state), make_request("a", 5)
     request.block_table.extend([3, 1])
@@ -248,8 +246,8 @@ def test_a_slot_whose_request_verified_drafts_is_sent_again_even_when_all_of_the
     assert state.tables[slot].tolist() == [3, 1, 0, 0]
 
 
-def test_blocks_that_did_not_reach_a_slot_are_sent_again_where_the_tokens_come_with_the_step() -> None:
-    """The slot that the request gets again was its own: what its table was then says nothing of what is there now."""
+def test_lost_block_tables_are_sent_again_before_a_verification_step() -> None:
+    """The request gets its old slot again; the table that was to be written there in the failed step is not there."""
     state = slot_state(2, 4)
     table, request = slot_table(state), make_request("a", 5)
     request.block_table.extend([3, 1])
@@ -261,7 +259,7 @@ def test_blocks_that_did_not_reach_a_slot_are_sent_again_where_the_tokens_come_w
     assert state.tables[slot].tolist() == [3, 1, 0, 0]
 
 
-def test_blocks_of_several_requests_are_sent_to_where_the_host_itself_writes_them() -> None:
+def test_block_tables_sent_to_a_device_equal_those_written_by_the_host() -> None:
     pieces = SlotWrites(blocks=[(2, 0, table_of([7])), (0, 3, table_of([4, 1, 6])), (1, 5, table_of()), (3, 1, [9, 8])])
     sent, written = (slot_state(4, 6) for _ in range(2))
     sent.words.on_host = None  # as on a GPU
@@ -273,16 +271,16 @@ def test_blocks_of_several_requests_are_sent_to_where_the_host_itself_writes_the
 
 
 @pytest.mark.parametrize("make_engine", [small_engine, *LOOPS.values()])
-def test_a_wrong_draft_that_spoils_the_rows_before_it_ends_no_request(make_engine: MakeEngine, tmp_path: Path) -> None:
-    """Values that are not finite spoil sums in which they have no weight: an absurd draft costs a step."""
+def test_non_finite_keys_of_a_rejected_draft_end_no_request(make_engine: MakeEngine, tmp_path: Path) -> None:
+    """Non-finite values spoil sums even with weight zero, so such a draft costs a fallback step."""
     make_model("llama", tmp_path, head_dim=LANES, hidden_size=4 * LANES)
     weights = load_file(tmp_path / "model.safetensors")
     weights["model.embed_tokens.weight"][WRONG_TOKEN] = torch.nan
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    asked: dict[str, Any] = {"temperature": 0.8, "max_tokens": 12, "logit_bias": {WRONG_TOKEN: -100.0}}
-    (plain,) = run_to_end(small_engine(tmp_path), [generation_request("a", [5, 6, 7], **asked)]).values()
-    engine = make_engine(tmp_path, speculative_config=speculation())
+    options: dict[str, Any] = {"temperature": 0.8, "max_tokens": 12, "logit_bias": {WRONG_TOKEN: -100.0}}
+    (plain,) = run_to_end(small_engine(tmp_path), [generation_request("a", [5, 6, 7], **options)]).values()
+    engine = make_engine(tmp_path, speculative_config=prompt_lookup())
     use_scripted_drafter(engine, tokens(plain), 3)
-    (events,) = run_to_end(engine, [generation_request("a", [5, 6, 7], **asked)]).values()
+    (events,) = run_to_end(engine, [generation_request("a", [5, 6, 7], **options)]).values()
     assert engine.status().draft_tokens_total > 3
     assert tokens(events) == tokens(plain)

@@ -1,4 +1,4 @@
-"""Batch-invariant mode: a request has the same bits in its log-probabilities alone and in any batch, however it is cut up."""
+"""Batch-invariant mode: log-probabilities of a request are bit-identical alone and in any batch, chunking or preemption."""
 
 from __future__ import annotations
 
@@ -24,14 +24,13 @@ MAX_TOKENS = 6
 ODD_SIZES: dict[str, Any] = {"hidden_size": 52, "intermediate_size": 101, "head_dim": 12}
 WIDE_HEADS: dict[str, Any] = {"hidden_size": 4 * LANES, "head_dim": LANES}
 FAMILIES: dict[str, dict[str, Any]] = {"llama": ODD_SIZES, "mistral-window": WIDE_HEADS, "gemma2": WIDE_HEADS, "qwen3_moe": {}}
-"""With heads that compiled attention takes and with others; of those that it takes decode steps are recorded."""
+"""With and without heads that compiled attention supports; decode steps of those with them are recorded."""
 
 Bits = list[tuple[int, float, tuple[float, ...]]]
 
 
 class PlannedRequest(NamedTuple):
-    """One request of a batch: what it says and how its tokens are chosen. `scores_prompt`: no slot holds it, and whatever step
-    it is in takes the plain runner."""
+    """One request of a batch. With `scores_prompt` it has no slot, and its steps run on the plain runner."""
 
     prompt: tuple[int, ...]
     temperature: float
@@ -47,23 +46,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def bits(events: list[TokenEvent]) -> Bits:
-    """Tokens with their log-probabilities as they stand, unrounded."""
+def tokens_and_logprobs(events: list[TokenEvent]) -> Bits:
+    """Tokens with their unrounded log-probabilities."""
     pairs = [pair for event in events for pair in zip(event.token_ids, event.logprobs or [], strict=True)]
     return [(token_id, entry.logprob, tuple(entry.top_logprobs)) for token_id, entry in pairs]
 
 
 def run(engine: Engine, requests: list[PlannedRequest], *, preempt_at: int | None = None) -> list[Bits]:
     events: dict[str, list[TokenEvent]] = {}
-    for index, asked in enumerate(requests):
+    for index, planned in enumerate(requests):
         sampling: dict[str, Any] = {
-            "temperature": asked.temperature,
-            "seed": asked.seed,
+            "temperature": planned.temperature,
+            "seed": planned.seed,
             "max_tokens": MAX_TOKENS,
             "logprobs": 2,
-            "prompt_logprobs": 0 if asked.scores_prompt else None,
+            "prompt_logprobs": 0 if planned.scores_prompt else None,
         }
-        events[str(index)] = engine.submit(generation_request(str(index), asked.prompt, **sampling))
+        events[str(index)] = engine.submit(generation_request(str(index), planned.prompt, **sampling))
     step = 0
     while engine.has_requests:
         if step == preempt_at:
@@ -72,15 +71,15 @@ def run(engine: Engine, requests: list[PlannedRequest], *, preempt_at: int | Non
         for event in engine.step():
             events[event.request_id].append(event)
         step += 1
-    return [bits(events[str(index)]) for index in range(len(requests))]
+    return [tokens_and_logprobs(events[str(index)]) for index in range(len(requests))]
 
 
 @cache
-def alone(folder: Path, family: str, asked: PlannedRequest) -> Bits:
-    return run(small_engine(folder / family, batch_invariant=True, max_num_seqs=1, enable_prefix_caching=False), [asked])[0]
+def run_alone(folder: Path, family: str, planned: PlannedRequest) -> Bits:
+    return run(small_engine(folder / family, batch_invariant=True, max_num_seqs=1, enable_prefix_caching=False), [planned])[0]
 
 
-asked = st.builds(
+planned_requests = st.builds(
     PlannedRequest,
     prompt=st.integers(1, 45).flatmap(
         lambda length: st.sampled_from((3, 50, 90)).map(
@@ -96,7 +95,7 @@ asked = st.builds(
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     family=st.sampled_from(sorted(FAMILIES)),
-    requests=st.lists(asked, min_size=1, max_size=7),
+    requests=st.lists(planned_requests, min_size=1, max_size=7),
     budget=st.sampled_from((7, 16, 33, 512)),
     block_size=st.sampled_from((4, 16)),
     preempt_at=st.none() | st.integers(1, 8),
@@ -104,7 +103,7 @@ asked = st.builds(
     drafts=st.booleans(),
     enforce_eager=st.booleans(),
 )
-def test_no_batch_no_chunk_no_prefix_and_no_preemption_changes_a_bit(
+def test_logprobs_are_bit_identical_in_any_batch_chunking_and_preemption(
     folder: Path,
     family: str,
     requests: list[PlannedRequest],
@@ -126,12 +125,12 @@ def test_no_batch_no_chunk_no_prefix_and_no_preemption_changes_a_bit(
         speculative_config=config,
         enforce_eager=enforce_eager,
     )
-    expected = [alone(folder, family, each) for each in requests]
+    expected = [run_alone(folder, family, each) for each in requests]
     assert run(engine, requests, preempt_at=preempt_at) == expected
     assert run(engine, requests) == expected, "with all prefixes cached"
 
 
-def test_the_plain_mode_does_change_bits_so_that_the_comparison_means_something(folder: Path) -> None:
+def test_without_the_mode_logprobs_differ_in_some_bits(folder: Path) -> None:
     requests = [PlannedRequest(tuple(range(3, 3 + length)), 0.0, 0) for length in (5, 9, 33, 70)]
     together = run(small_engine(folder / "llama"), requests)
     by_chunks = run(small_engine(folder / "llama", max_num_batched_tokens=16), requests)
@@ -139,7 +138,7 @@ def test_the_plain_mode_does_change_bits_so_that_the_comparison_means_something(
     assert together != by_chunks
 
 
-def test_prompt_scores_do_not_depend_on_chunks_either(folder: Path) -> None:
+def test_prompt_logprobs_do_not_depend_on_chunks(folder: Path) -> None:
     def scores(budget: int) -> list[float]:
         engine = small_engine(folder / "llama", batch_invariant=True, max_num_batched_tokens=budget)
         request = generation_request("a", list(range(3, 60)), max_tokens=1, prompt_logprobs=1)
@@ -151,7 +150,7 @@ def test_prompt_scores_do_not_depend_on_chunks_either(folder: Path) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("rows", "columns"), [(96, 48), (768, 257), (33, 640)])
-def test_a_row_has_the_same_product_in_any_number_of_rows(rows: int, columns: int, threads: int) -> None:
+def test_a_row_has_bit_identical_products_in_any_batch(rows: int, columns: int, threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -167,13 +166,13 @@ def test_a_row_has_the_same_product_in_any_number_of_rows(rows: int, columns: in
         torch.set_num_threads(before)
 
 
-def test_only_tile_sizes_that_agree_are_used() -> None:
-    def by_size(x: torch.Tensor) -> torch.Tensor:
+def test_tile_sizes_with_differing_results_are_not_used() -> None:
+    def differs_by_size(x: torch.Tensor) -> torch.Tensor:
         return x[:, :4] * (1.0 + 1e-6 * (x.shape[0] == TILE_ROWS[0]))
 
-    def by_place(x: torch.Tensor) -> torch.Tensor:
+    def differs_by_row(x: torch.Tensor) -> torch.Tensor:
         return x[:, :4] + torch.arange(x.shape[0])[:, None]
 
     kind: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
-    assert invariant_tile_sizes(by_size, 8, **kind) == TILE_ROWS[1:]
-    assert invariant_tile_sizes(by_place, 8, **kind) == (1,)
+    assert invariant_tile_sizes(differs_by_size, 8, **kind) == TILE_ROWS[1:]
+    assert invariant_tile_sizes(differs_by_row, 8, **kind) == (1,)

@@ -1,4 +1,4 @@
-"""Leads are computed in few steps only. In every step, whoever is ahead, or over the cap, must nevertheless be known."""
+"""Leads are recomputed in few steps only, yet accounts that are ahead or over the cap are known in every step."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ WEIGHTS = (1, 2, 4, 1)
 CLASSES = (Priority.STANDARD, Priority.STANDARD, Priority.STANDARD, Priority.BATCH)
 
 
-class LeadLife:
-    """Accounts run, decode, are charged and leave, and steps pass, in any order."""
+class LeadFuzz:
+    """Accounts that run, decode, are charged and leave in random order; each step compares all leads with their definition."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -93,17 +93,17 @@ class LeadLife:
 
 
 @pytest.mark.parametrize("first", [0, 25, 50, 75])
-def test_in_every_step_it_is_known_who_is_ahead_and_who_is_over_the_cap(first: int) -> None:
+def test_accounts_ahead_and_over_the_cap_are_known_in_every_step(first: int) -> None:
     for seed in range(first, first + 25):
-        life = LeadLife(rng := random.Random(seed))
-        rules = [life.run, life.leave, life.end_all, life.decode, life.end, life.charge, life.steps]
+        fuzz = LeadFuzz(rng := random.Random(seed))
+        operations = [fuzz.run, fuzz.leave, fuzz.end_all, fuzz.decode, fuzz.end, fuzz.charge, fuzz.steps]
         for _ in range(60):
-            (chosen,) = rng.choices(rules, [4, 1, 1, 3, 2, 3, 6])
-            chosen(rng.randrange(len(WEIGHTS)))
+            (operation,) = rng.choices(operations, [4, 1, 1, 3, 2, 3, 6])
+            operation(rng.randrange(len(WEIGHTS)))
 
 
 @pytest.mark.parametrize(("num_computed_tokens", "is_running"), [(4, True), (5, True), (4, False)])
-def test_a_request_is_protected_while_it_runs_and_has_not_gained_what_it_lost(
+def test_a_recovering_request_is_protected_while_it_runs_until_it_has_recomputed_its_tokens(
     num_computed_tokens: int, is_running: bool
 ) -> None:
     account = Accounts(COSTS).find("alice", Priority.STANDARD, 1)
@@ -116,7 +116,7 @@ def test_a_request_is_protected_while_it_runs_and_has_not_gained_what_it_lost(
     assert (recovering(account), account.recovering) == (expected, expected)
 
 
-def test_an_account_pauses_anew_when_its_request_is_no_longer_protected() -> None:
+def test_an_account_is_paused_again_when_its_request_is_no_longer_protected() -> None:
     accounts, request = Accounts(COSTS), make_request("a", 1)
     leads = LeadTracker(accounts, backlogs := {Priority.STANDARD: Backlog(100, 900)}, SETTINGS)
     account = accounts.find("alice", Priority.STANDARD, 1)
@@ -130,7 +130,7 @@ def test_an_account_pauses_anew_when_its_request_is_no_longer_protected() -> Non
     assert leads.pause_changes() == ([], []), "it is forgotten"
 
 
-def test_a_new_account_that_is_ahead_is_news_and_one_that_was_is_not() -> None:
+def test_version_changes_only_when_an_account_becomes_ahead() -> None:
     accounts = Accounts(COSTS)
     leads = LeadTracker(accounts, backlogs := {Priority.STANDARD: Backlog(100, 900)}, SETTINGS)
     account = accounts.find("alice", Priority.STANDARD, 1)

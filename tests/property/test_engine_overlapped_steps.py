@@ -1,4 +1,4 @@
-"""Steps launched ahead over slots give the tokens of the plain runner, whatever arrives, leaves, waits or stops meanwhile."""
+"""Steps launched ahead or recorded give the tokens of the plain runner in random histories of requests."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     room=engine_limits,
     preempt_at=st.none() | st.integers(1, 12),
 )
-def test_tokens_are_those_of_the_plain_runner(
+def test_steps_launched_ahead_give_the_tokens_of_the_plain_runner(
     folder: Path,
     family: str,
     requests: list[PlannedRequest],
@@ -74,7 +74,7 @@ def test_tokens_are_those_of_the_plain_runner(
 
 
 RECORDED = ("llama", "mistral-window", "gemma2", "qwen3_moe")
-"""With heads that compiled attention takes. Of the last one no step can be recorded: torch mixes experts."""
+"""Models with heads that compiled attention supports. Steps of the last are not recorded: torch mixes its experts."""
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)
@@ -84,7 +84,7 @@ RECORDED = ("llama", "mistral-window", "gemma2", "qwen3_moe")
     room=engine_limits,
     preempt_at=st.none() | st.integers(1, 12),
 )
-def test_tokens_of_recorded_steps_are_those_of_the_plain_runner(
+def test_recorded_steps_give_the_tokens_of_the_plain_runner(
     wide_folder: Path,
     family: str,
     requests: list[PlannedRequest],
@@ -99,21 +99,21 @@ def test_tokens_of_recorded_steps_are_those_of_the_plain_runner(
 
 
 @pytest.mark.parametrize("family", RECORDED)
-def test_a_step_is_recorded_where_torch_has_no_part_in_it(family: str, wide_folder: Path) -> None:
+def test_steps_are_recorded_unless_torch_computes_a_part_of_them(family: str, wide_folder: Path) -> None:
     engine = recorded_engine(wide_folder / family)
     records = engine.runner.steps.decodes.step._recorded  # type: ignore[attr-defined]
     for kind in (Kind(greedy=True), Kind(num_top=1), Kind(counts=True, num_top=20), None):
         assert (records.record(kind) is not None) == (family != "qwen3_moe")
 
 
-def test_tokens_of_recorded_steps_come_with_the_step_that_computed_them(wide_folder: Path) -> None:
+def test_tokens_of_a_recorded_step_are_returned_by_the_same_step(wide_folder: Path) -> None:
     engine = recorded_engine(wide_folder / "llama")
     engine.submit(generation_request("a", [5, 6, 7], max_tokens=3))
     assert [[event.num_output_tokens for event in engine.step()] for _ in range(3)] == [[1], [2], [3]]
     assert not engine.has_requests
 
 
-def test_masks_are_filled_while_a_recorded_step_is_computed(wide_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_are_filled_before_a_recorded_step_is_computed(wide_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = with_grammars(recorded_engine(wide_folder / "llama"))
     runner: Any = engine.runner
     begin, compute = mock.Mock(wraps=runner._masks.begin), mock.Mock(wraps=runner.steps.decodes.step._recorded)
@@ -128,7 +128,7 @@ def test_masks_are_filled_while_a_recorded_step_is_computed(wide_folder: Path, m
     assert names == ["begin", *["begin", "compute"] * 2], "the first step has a prompt and is no recorded one"
 
 
-def test_a_stop_token_is_seen_one_step_late_and_what_was_launched_behind_it_is_thrown_away(folder: Path) -> None:
+def test_a_stop_token_is_seen_one_step_late_and_surplus_tokens_are_discarded(folder: Path) -> None:
     engine = overlapped_engine(folder / "llama")
     for name, stops in (("a", []), ("b", list(range(VOCAB_SIZE)))):
         engine.submit(generation_request(name, [5, 6, 7], max_tokens=8, stop_token_ids=stops))
@@ -143,7 +143,7 @@ def test_a_stop_token_is_seen_one_step_late_and_what_was_launched_behind_it_is_t
     assert EOS in range(VOCAB_SIZE)
 
 
-def test_steps_with_prompts_attend_in_the_workspaces_of_decode_steps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_with_prompts_use_the_workspaces_of_decode_steps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = overlapped_engine(folder / "gemma2").runner.target  # type: ignore[attr-defined]
     found = ops.operations(CPU)
     table = replace(found, decode_workspace=lambda shape, rows, columns, *_: (shape, rows, columns))
@@ -156,7 +156,7 @@ def test_steps_with_prompts_attend_in_the_workspaces_of_decode_steps(folder: Pat
     assert [plan.workspace for plan in plans] == [(shape, 16, 4) for shape in shapes]
 
 
-def test_a_request_is_not_launched_beyond_its_last_token(folder: Path) -> None:
+def test_no_step_is_launched_beyond_the_last_token_of_a_request(folder: Path) -> None:
     engine = overlapped_engine(folder / "llama")
     engine.submit(generation_request("a", [5, 6, 7], max_tokens=3))
     sizes = []
@@ -167,7 +167,7 @@ def test_a_request_is_not_launched_beyond_its_last_token(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("sampling", sorted(SAMPLING_OPTIONS))
-def test_only_what_no_slot_can_hold_is_computed_in_the_plain_way(sampling: str, folder: Path) -> None:
+def test_only_requests_without_a_slot_run_on_the_plain_runner(sampling: str, folder: Path) -> None:
     engine = with_grammars(overlapped_engine(folder / "llama", max_model_len=MAX_LEN))
     PlannedRequest((5, 6, 7, 8), sampling, 6, 1, 0, None).submit(engine, "a")
     engine.submit(generation_request("b", [9, 8, 7], max_tokens=6))
@@ -177,14 +177,14 @@ def test_only_what_no_slot_can_hold_is_computed_in_the_plain_way(sampling: str, 
     assert spy.call_count == int(sampling == "prompt scored")
 
 
-def test_who_decodes_over_slots_behind_a_plain_prompt_is_asked_what_a_slot_cannot_hold(folder: Path) -> None:
-    """Its prompt was never over slots: the step in which it decodes first is the one that reserves a row for its bias."""
-    asked: dict[str, Any] = {"prompt_logprobs": 0, "logit_bias": {7: 9.0, 8: 8.5}, "max_tokens": 6}
-    (plain,) = run_to_end(small_engine(folder / "llama"), [generation_request("a", [5, 6, 7], **asked)]).values()
+def test_a_bias_row_is_reserved_for_a_request_whose_prompt_ran_on_the_plain_runner(folder: Path) -> None:
+    """Its prompt had no slot, so its first decode step reserves the row of its bias."""
+    options: dict[str, Any] = {"prompt_logprobs": 0, "logit_bias": {7: 9.0, 8: 8.5}, "max_tokens": 6}
+    (plain,) = run_to_end(small_engine(folder / "llama"), [generation_request("a", [5, 6, 7], **options)]).values()
     engine = overlapped_engine(folder / "llama")
     engine.submit(generation_request("b", [9, 8, 7], max_tokens=12))
     for _ in range(3):
         engine.step()
-    found = run_to_end(engine, [generation_request("a", [5, 6, 7], **asked)])
+    found = run_to_end(engine, [generation_request("a", [5, 6, 7], **options)])
     assert tokens(found["a"]) == tokens(plain)
     assert engine.status().plain_steps_total[PlainReason.PROMPT_LOGPROBS] == 1

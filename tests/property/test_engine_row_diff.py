@@ -1,4 +1,4 @@
-"""Departures between two row lists: without those that left, the first list is a prefix of the second."""
+"""Rows removed from a row list: without them the old list is a prefix of the new one."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from hypothesis import strategies as st
 
 from engine.scheduling.row_diff import removed_rows, without_rows
 
-people = st.lists(st.integers(1000, 1099), unique=True, max_size=20)
+row_lists = st.lists(st.integers(1000, 1099), unique=True, max_size=20)
 
 
-@given(before=people, gone=st.sets(st.integers(0, 19)), new=st.integers(0, 5))
-def test_who_left_is_found_when_others_stay_in_their_order(before: list[int], gone: set[int], new: int) -> None:
-    rows = sorted(row for row in gone if row < len(before))
-    stayed = [each for row, each in enumerate(before) if row not in gone]
-    assert removed_rows(before, [*stayed, *range(new)]) == rows
-    assert without_rows(before, rows) == stayed
+@given(before=row_lists, removed=st.sets(st.integers(0, 19)), num_new=st.integers(0, 5))
+def test_removed_rows_are_found_if_the_others_keep_their_order(before: list[int], removed: set[int], num_new: int) -> None:
+    rows = sorted(row for row in removed if row < len(before))
+    remaining = [each for row, each in enumerate(before) if row not in removed]
+    assert removed_rows(before, [*remaining, *range(num_new)]) == rows
+    assert without_rows(before, rows) == remaining
 
 
-@given(before=people, after=people)
-def test_whatever_has_happened_those_who_stayed_are_the_front(before: list[int], after: list[int]) -> None:
-    names = {each: object() for each in (*before, *after)}
-    rows = removed_rows([names[each] for each in before], [names[each] for each in after])
-    stayed = without_rows(before, rows)
+@given(before=row_lists, after=row_lists)
+def test_remaining_rows_are_a_prefix_of_any_new_list(before: list[int], after: list[int]) -> None:
+    objects = {each: object() for each in (*before, *after)}
+    rows = removed_rows([objects[each] for each in before], [objects[each] for each in after])
+    remaining = without_rows(before, rows)
     assert rows == sorted({*rows})
-    assert after[: len(stayed)] == stayed
+    assert after[: len(remaining)] == remaining

@@ -1,7 +1,7 @@
-"""Random lives of requests under a scheduler with tiny pools: nothing leaks, nothing is shared wrongly, everybody ends once,
-and no tenant that waits is served less than another by more than the bound of docs/fairness.md.
+"""Random histories of requests under a scheduler with tiny pools: no block leaks or is shared wrongly, every request ends once,
+and no waiting tenant is served less than another by more than the bound of docs/fairness.md.
 
-`GATEHOUSE_SCRIPTS=10000` runs as many random scripts; `python -m tests.support.scheduler_fuzz` prints their gaps too.
+`GATEHOUSE_SCRIPTS` sets the number of scripts, 40 by default; `python -m tests.support.scheduler_fuzz` prints gaps in service.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TENANTS = (("alice", 1), ("bob", 2), ("charlie", 4))
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Adds, forks, aborts, preempts, fails, expires and steps in any order; everything is checked after each."""
+    """Adds, forks, aborts, preempts, fails, expires and steps in any order, with all checks after each operation."""
 
     requests = Bundle("requests")
 
@@ -50,7 +50,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         global_prefix: tuple[int, ...],
         protected_percent: int,
     ) -> None:
-        world = SchedulerSetup(
+        setup = SchedulerSetup(
             num_blocks=num_blocks,
             block_size=block_size,
             max_num_seqs=max_num_seqs,
@@ -62,7 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             protected_percent=protected_percent,
             tenants=TENANTS,
         )
-        self.life = SchedulerFuzz(world, random.Random(0))
+        self.fuzz = SchedulerFuzz(setup, random.Random(0))
 
     @rule(
         target=requests,
@@ -73,45 +73,45 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_answers=st.sampled_from([1, 1, 1, 3]),
     )
     def add(self, data: st.DataObject, tenant: int, priority: Priority, patience_s: float | None, num_answers: int) -> object:
-        longest = self.life.limits.max_model_len
+        longest = self.fuzz.limits.max_model_len
         length = data.draw(st.integers(1, max(1, longest - 1)))
         token_ids = [2 if position % 3 == 2 else 1 for position in range(length)]
         return multiple(
-            *self.life.add(
+            *self.fuzz.add(
                 tenant,
                 token_ids,
                 data.draw(st.integers(min(longest, length + 1), longest)),
                 priority=priority,
-                deadline_s=None if patience_s is None else self.life.now_s + patience_s,
+                deadline_s=None if patience_s is None else self.fuzz.now_s + patience_s,
                 num_answers=num_answers,
             )
         )
 
     @rule(request=consumes(requests))
     def abort(self, request: Request) -> None:
-        self.life.abort(request)
+        self.fuzz.abort(request)
 
     @rule(request=requests)
     def preempt(self, request: Request) -> None:
-        if request in self.life.scheduler.running:
-            self.life.scheduler.preempt(request)
+        if request in self.fuzz.scheduler.running:
+            self.fuzz.scheduler.preempt(request)
 
     @rule()
     def expire(self) -> None:
-        self.life.expire()
+        self.fuzz.expire()
 
     @rule(fails=st.integers(0, 20))
     def step(self, fails: int) -> None:
-        self.life.step(fails=fails == 20)
+        self.fuzz.step(fails=fails == 20)
 
     @rule()
     def drain(self) -> None:
-        self.life.drain()
+        self.fuzz.drain()
 
     @invariant()
-    def everything_adds_up(self) -> None:
+    def check_everything(self) -> None:
         if hasattr(self, "life"):
-            self.life.check()
+            self.fuzz.check()
 
 
 TestScheduler = SchedulerMachine.TestCase
@@ -121,31 +121,27 @@ TestScheduler.settings = settings(
 
 
 @pytest.mark.parametrize("first", range(0, NUM_SCRIPTS, 20))
-def test_scripts_of_2_to_64_tenants_keep_every_promise(first: int) -> None:
+def test_random_scripts_of_2_to_64_tenants_keep_all_invariants(first: int) -> None:
     for seed in range(first, min(first + 20, NUM_SCRIPTS)):
-        life = run_random_script(seed)
-        assert len(life.ended) == len(life.delivered), "every request ends exactly once"
+        fuzz = run_random_script(seed)
+        assert len(fuzz.ended) == len(fuzz.delivered), "every request ends exactly once"
 
 
 @pytest.mark.parametrize("caches", [False, True])
-def test_a_long_random_history_leaves_nothing_behind(caches: bool) -> None:
-    life = SchedulerFuzz(
-        SchedulerSetup(num_blocks=9, spare_budget=5, caches=caches, host_blocks=4), numbers := random.Random(11)
-    )
-    longest = life.limits.max_model_len
+def test_a_long_random_history_leaks_nothing(caches: bool) -> None:
+    fuzz = SchedulerFuzz(SchedulerSetup(num_blocks=9, spare_budget=5, caches=caches, host_blocks=4), rng := random.Random(11))
+    longest = fuzz.limits.max_model_len
     for _ in range(2500):
-        if len(life.live) < 12 and numbers.random() < 0.3:
-            length = numbers.randrange(1, longest)
-            life.add(
-                numbers.randrange(2), [1 + position % 2 for position in range(length)], numbers.randint(length + 1, longest)
-            )
-        elif life.live and numbers.random() < 0.02:
-            life.abort(numbers.choice(list(life.live)))
+        if len(fuzz.live) < 12 and rng.random() < 0.3:
+            length = rng.randrange(1, longest)
+            fuzz.add(rng.randrange(2), [1 + position % 2 for position in range(length)], rng.randint(length + 1, longest))
+        elif fuzz.live and rng.random() < 0.02:
+            fuzz.abort(rng.choice(list(fuzz.live)))
         else:
-            life.step(fails=numbers.randrange(0, 21) == 0)
-        life.check()
-    life.drain()
-    totals = life.scheduler.totals
+            fuzz.step(fails=rng.randrange(0, 21) == 0)
+        fuzz.check()
+    fuzz.drain()
+    totals = fuzz.scheduler.totals
     assert totals.preemptions > 0
-    assert life.scheduler.kv.num_swapped_out > 0
+    assert fuzz.scheduler.kv.num_swapped_out > 0
     assert (totals.prefix_cache_hit_tokens > 0) == caches

@@ -1,4 +1,4 @@
-"""Slots while requests arrive, leave, pause and lose their blocks in any order: steps read the scheduler's state."""
+"""Slots while requests start, end, are preempted and reordered at random: steps read the state that the scheduler has."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from engine.scheduling.scheduled_batch import ScheduledRequest
 from tests.support.scheduling import make_request
 from tests.support.slots import CPU, slot_state, slot_table
 
-BLOCK, BLOCKS, SEATS, STEPS = 2, 40, 5, 30
+BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS, NUM_STEPS = 2, 40, 5, 30
 
 
-class Lives:
-    """A scheduler of no rules, and a device that chooses a token for each row of a step."""
+class SlotFuzz:
+    """A scheduler that decides at random, and a device that samples a random token for each row of a step."""
 
-    def __init__(self, chance: random.Random, *, is_host: bool) -> None:
-        self.chance = chance
-        self.state = slot_state(SEATS, BLOCKS)
+    def __init__(self, rng: random.Random, *, is_host: bool) -> None:
+        self.rng = rng
+        self.state = slot_state(NUM_SLOTS, NUM_BLOCKS)
         if not is_host:
             self.state.words.on_host = None  # as on a GPU
         self.table = slot_table(self.state)
@@ -40,50 +40,49 @@ class Lives:
                 request.token_ids[-1] = self.sampled.pop(request)
 
     def plan(self) -> tuple[list[ScheduledRequest], list[ScheduledRequest]]:
-        """Some of the last step go on, in its order unless something else happens; who comes is settled. Those who decode, and
-        others behind them."""
-        if self.last and self.chance.random() < 0.3:
+        """Plan a step: some requests of the last one, mostly in its order, and some that start. Returns decodes and others."""
+        if self.last and self.rng.random() < 0.3:
             staying = [item.request for item in self.last]
-            self.leave([request for request in self.decoding if request not in staying])
+            self.end_some([request for request in self.decoding if request not in staying])
             for item in self.last:
-                self.make_room(item.request)
+                self.extend_blocks(item.request)
                 item.start, item.num_tokens = len(item.request.token_ids) - 1, 1
-            coming = self.come(staying) if self.chance.random() < 0.5 else []
-            self.decoding = staying + coming
-            return self.last, [self.item_of(request) for request in coming]
-        staying = [request for request in self.decoding if self.chance.random() < 0.8]
-        self.leave([request for request in self.decoding if request not in staying])
-        planned = staying + self.come(staying)
-        if self.chance.random() < 0.1:
-            self.chance.shuffle(planned)
-        items = [self.item_of(request) for request in planned]
-        cut = self.chance.randint(len(items) // 2, len(items))
+            starting = self.start_some(staying) if self.rng.random() < 0.5 else []
+            self.decoding = staying + starting
+            return self.last, [self.schedule(request) for request in starting]
+        staying = [request for request in self.decoding if self.rng.random() < 0.8]
+        self.end_some([request for request in self.decoding if request not in staying])
+        planned = staying + self.start_some(staying)
+        if self.rng.random() < 0.1:
+            self.rng.shuffle(planned)
+        items = [self.schedule(request) for request in planned]
+        cut = self.rng.randint(len(items) // 2, len(items))
         self.decoding, self.last = planned, items[:cut]
         return self.last, items[cut:]
 
-    def leave(self, requests: list[Request]) -> None:
+    def end_some(self, requests: list[Request]) -> None:
         self.settle(requests)
         self.others += requests
 
-    def come(self, staying: list[Request]) -> list[Request]:
-        free = SEATS - len(staying)
-        coming = self.chance.sample(self.others, self.chance.randint(0, min(free, len(self.others))))
-        self.others = [request for request in self.others if request not in coming and self.chance.random() < 0.9]
-        if len(coming) < free and (self.chance.random() < 0.5 or not staying + coming):
-            coming.append(make_request("new", self.chance.randint(1, 6), max_tokens=BLOCK * BLOCKS))
-        return coming
+    def start_some(self, staying: list[Request]) -> list[Request]:
+        free = NUM_SLOTS - len(staying)
+        starting = self.rng.sample(self.others, self.rng.randint(0, min(free, len(self.others))))
+        self.others = [request for request in self.others if request not in starting and self.rng.random() < 0.9]
+        if len(starting) < free and (self.rng.random() < 0.5 or not staying + starting):
+            starting.append(make_request("new", self.rng.randint(1, 6), max_tokens=BLOCK_SIZE * NUM_BLOCKS))
+        return starting
 
-    def item_of(self, request: Request) -> ScheduledRequest:
-        is_whole = not request.block_table or (request not in self.sampled and self.chance.random() < 0.1)
-        if is_whole:  # it is new, or lost its blocks and is computed again
+    def schedule(self, request: Request) -> ScheduledRequest:
+        is_whole = not request.block_table or (request not in self.sampled and self.rng.random() < 0.1)
+        if is_whole:  # new, or preempted and recomputed
             request.block_table = table_of()
-        self.make_room(request)
+        self.extend_blocks(request)
         num_tokens = len(request.token_ids)
         return ScheduledRequest(request, 0 if is_whole else num_tokens - 1, num_tokens if is_whole else 1, True)
 
-    def make_room(self, request: Request) -> None:
-        while len(request.block_table) * BLOCK < len(request.token_ids):
-            request.block_table.append(self.chance.randint(0, 1000))
+    def extend_blocks(self, request: Request) -> None:
+        while len(request.block_table) * BLOCK_SIZE < len(request.token_ids):
+            request.block_table.append(self.rng.randint(0, 1000))
 
     def compute(self, items: list[ScheduledRequest], slots: list[int]) -> None:
         """Check what the step reads, and advance its slots as the device does; the tokens of the step before arrive."""
@@ -96,7 +95,7 @@ class Lives:
             assert self.state.tables[slot, : len(blocks)].tolist() == blocks
         self.settle([item.request for item in items])
         for item, slot in zip(items, slots, strict=True):
-            token_id = self.chance.randint(0, 1 << 18)
+            token_id = self.rng.randint(0, 1 << 18)
             self.state.last_tokens[slot], self.state.num_tokens[slot] = token_id, len(item.request.token_ids) + 1
             item.request.token_ids.append(UNKNOWN_TOKEN)
             self.sampled[item.request] = token_id
@@ -104,31 +103,31 @@ class Lives:
 
 @pytest.mark.parametrize("is_host", [True, False])
 @given(seed=st.integers(0, 2**32))
-def test_slots_hold_what_the_scheduler_has(seed: int, *, is_host: bool) -> None:
-    lives = Lives(random.Random(seed), is_host=is_host)
+def test_slots_hold_the_scheduler_state_in_random_histories(seed: int, *, is_host: bool) -> None:
+    fuzz = SlotFuzz(random.Random(seed), is_host=is_host)
     before: tuple[Int64Array, list[Request]] = EMPTY_INT64, []
-    for _ in range(STEPS):
-        decodes, more = lives.plan()
+    for _ in range(NUM_STEPS):
+        decodes, more = fuzz.plan()
         items = decodes + more
         if items:
-            slots = lives.table.update(decodes, more)
-            assert lives.table.positions().tolist() == [len(item.request.token_ids) for item in items]
+            slots = fuzz.table.update(decodes, more)
+            assert fuzz.table.positions().tolist() == [len(item.request.token_ids) for item in items]
             if slots is before[0]:
                 assert [item.request for item in items] == before[1], "the very list says that nobody came or went"
-            lives.compute(items, slots.tolist())
+            fuzz.compute(items, slots.tolist())
             before = slots, [item.request for item in items]
-        doubt = lives.chance.random()
-        if doubt < 0.1:
-            lives.settle(lives.decoding)
-            if doubt < 0.05:
-                lives.table.clear()
+        chance = fuzz.rng.random()
+        if chance < 0.1:
+            fuzz.settle(fuzz.decoding)
+            if chance < 0.05:
+                fuzz.table.clear()
             else:
-                lives.table.invalidate(lives.decoding[:2])
+                fuzz.table.invalidate(fuzz.decoding[:2])
 
 
-def test_slots_blocks_and_parameters_of_who_comes_are_written_together() -> None:
-    make_words = partial(slot_words, num_slots=SEATS, max_blocks=BLOCKS)
-    sampler = ColumnSampler(SEATS, 9, CPU, make_words=make_words)
+def test_a_new_slot_is_written_in_one_call() -> None:
+    make_words = partial(slot_words, num_slots=NUM_SLOTS, max_blocks=NUM_BLOCKS)
+    sampler = ColumnSampler(NUM_SLOTS, 9, CPU, make_words=make_words)
     state = SlotState(sampler.columns.words)
     request = make_request("new", 3)
     request.block_table.extend([7, 4])

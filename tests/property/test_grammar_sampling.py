@@ -1,4 +1,4 @@
-"""Random text under a mask: every text that ends satisfies its constraint, by an independent validator."""
+"""Texts sampled at random under a mask: each that ends satisfies its constraint according to an independent validator."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from engine.grammar.matcher import CompiledGrammar
 from tests.support.grammars import BYTES, EOS, compiled, empty_mask
 
 TOKENS_MAX = 700
-PATIENCE_TOKENS = 60
-CLOSING = {byte + 1 for byte in b'"}]019'}
+CLOSING_AFTER_TOKENS = 60
+CLOSING_TOKENS = {byte + 1 for byte in b'"}]019'}
 
 
-def draw(grammar: CompiledGrammar, numbers: random.Random) -> str | None:
-    """A text of tokens drawn uniformly from those allowed, leaning towards its end after a while; None when it does not end."""
+def sample_text(grammar: CompiledGrammar, rng: random.Random) -> str | None:
+    """A text of tokens drawn uniformly from those allowed, later preferably from closing ones; None if it does not end."""
     state, row, written = grammar.start(), empty_mask(), bytearray()
     for step in range(TOKENS_MAX):
         state.fill_mask(row)
-        allowed = [32 * place + bit for place, word in enumerate(row) if word for bit in range(32) if word >> bit & 1]
+        allowed = [32 * word_index + bit for word_index, word in enumerate(row) if word for bit in range(32) if word >> bit & 1]
         assert allowed, bytes(written)
-        closing = [token_id for token_id in allowed if token_id == EOS or token_id in CLOSING]
-        token_id = numbers.choice(closing if closing and step > PATIENCE_TOKENS * numbers.random() else allowed)
+        closing = [token_id for token_id in allowed if token_id == EOS or token_id in CLOSING_TOKENS]
+        token_id = rng.choice(closing if closing and step > CLOSING_AFTER_TOKENS * rng.random() else allowed)
         if token_id == EOS:
             assert state.is_complete
             return written.decode()
@@ -55,11 +55,11 @@ SCHEMAS: list[Any] = [
 ]  # fmt: skip
 
 
-def test_every_document_that_ends_satisfies_its_schema() -> None:
-    numbers, ended = random.Random(7), 0
+def test_sampled_documents_satisfy_their_schema() -> None:
+    rng, ended = random.Random(7), 0
     for schema in SCHEMAS:
         grammar, validator = compiled("json", json.dumps(schema)), jsonschema.Draft202012Validator(schema)
-        for text in (draw(grammar, numbers) for _ in range(10)):
+        for text in (sample_text(grammar, rng) for _ in range(10)):
             if text is not None:
                 ended += 1
                 validator.validate(json.loads(text))
@@ -70,14 +70,14 @@ PATTERNS = [r"[a-c]{2,5}-\d+", r"(?:foo|ba[rz])*x?", r"\S{3}", r"[^a-y\s]{1,4}",
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_every_text_that_ends_matches_its_pattern(pattern: str) -> None:
-    grammar, numbers = compiled("regex", pattern), random.Random(3)
-    texts = [text for text in (draw(grammar, numbers) for _ in range(20)) if text is not None]
+def test_sampled_texts_match_their_pattern(pattern: str) -> None:
+    grammar, rng = compiled("regex", pattern), random.Random(3)
+    texts = [text for text in (sample_text(grammar, rng) for _ in range(20)) if text is not None]
     assert texts
     assert [text for text in texts if not re.fullmatch(pattern, text)] == []
 
 
-def test_every_text_is_one_of_the_choices() -> None:
+def test_sampled_texts_are_all_of_the_choices() -> None:
     choices = ["yes", "yes, sir", "no", 'né/"\n']
-    grammar, numbers = compiled("choice", json.dumps(choices)), random.Random(5)
-    assert {draw(grammar, numbers) for _ in range(40)} == set(choices)
+    grammar, rng = compiled("choice", json.dumps(choices)), random.Random(5)
+    assert {sample_text(grammar, rng) for _ in range(40)} == set(choices)

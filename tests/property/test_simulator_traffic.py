@@ -1,4 +1,4 @@
-"""Random traffic through the simulator: every policy computes every token once, nothing leaks, nobody starves."""
+"""Random traffic through the simulator: every policy computes every token once, frees all blocks and serves all requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCKS = 200
 
 
 @st.composite
-def chats(draw: st.DrawFn) -> TracedRequest:
+def traced_requests(draw: st.DrawFn) -> TracedRequest:
     """A request that may share its first blocks of 512 tokens with others of its tenant."""
     ids: list[int] = []
     for depth in range(draw(st.integers(0, 4))):
@@ -28,7 +28,7 @@ def chats(draw: st.DrawFn) -> TracedRequest:
     return TracedRequest(draw(ARRIVALS), draw(TENANTS), length - cut, draw(st.integers(1, 60)), tuple(ids))
 
 
-TRAFFIC = st.lists(chats(), min_size=1, max_size=60)
+TRAFFIC = st.lists(traced_requests(), min_size=1, max_size=60)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -39,7 +39,7 @@ TRAFFIC = st.lists(chats(), min_size=1, max_size=60)
     budget=st.sampled_from([None, 64, 700]),
     host_cache_gib=st.sampled_from([0.0, 0.5]),
 )
-def test_every_token_is_computed_once_and_everybody_ends(
+def test_every_policy_computes_each_token_once_and_serves_all_requests(
     traffic: list[TracedRequest], policy: str, seats: int, budget: int | None, host_cache_gib: float
 ) -> None:
     setup = Setup(
@@ -63,7 +63,7 @@ def test_every_token_is_computed_once_and_everybody_ends(
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(traffic=TRAFFIC, num_blocks=st.integers(1, 40))
-def test_no_cache_finds_more_than_the_clairvoyant_one(traffic: list[TracedRequest], num_blocks: int) -> None:
+def test_the_clairvoyant_cache_is_an_upper_bound_of_lru(traffic: list[TracedRequest], num_blocks: int) -> None:
     whole = [r for r in traffic if r.block_ids]
     whole = [
         TracedRequest(r.arrival_s, r.tenant, HASH_BLOCK_TOKENS * len(r.block_ids) + 1, 1, (*r.block_ids, -i))

@@ -1,8 +1,6 @@
-"""Paged attention as machine-level code: decode steps, verification of drafts, chunks of prompts, batch-invariant kernels."""
+"""PTX of paged attention: decode steps, verification of drafts, prompt chunks, batch-invariant kernels."""
 
 from __future__ import annotations
-
-from itertools import accumulate
 
 import pytest
 import torch
@@ -10,7 +8,6 @@ import torch
 from kernels.attention_rows import AttentionShape
 from kernels.paged_plan import PagedPlan, paged_plan_attention
 from kernels.reference import attention as reference
-from kernels.reference import rotated_decode as exact
 from kernels.triton import (
     attention_decode,
     attention_prefill,
@@ -19,89 +16,28 @@ from kernels.triton import (
     invariant_attention,
     invariant_table,
     lone_decode,
-    rotated_decode,
 )
 from kernels.triton import table as triton_table
 from kernels.triton.split_k import arrival_counters
 from tests.support.kernel_cases import (
-    Guarded,
     RotatedDecodeBatch,
-    fill_cache,
-    normal,
-    padded_rows,
-    scatter_block_tables,
-    table_tensor,
 )
-from tests.support.kernel_tolerances import Kind, assert_near, assert_same
+from tests.support.kernel_tolerances import assert_near, assert_same
+from tests.support.ptx.attention_batch import BF16, BLOCK, CPU, FP8, AttentionBatch, check_rotated_decode
 from tests.support.ptx.block import LOCKSTEP, REVERSE
 from tests.support.ptx.card import EmulatedCard
-
-CPU = torch.device("cpu")
-BLOCK = 16
-BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
-SCALES = torch.tensor([0.5, 2.0])
-
-
-class Batch:
-    """Requests of `lengths` tokens in a cache that is NaN elsewhere, and queries for the last `counts` tokens of each."""
-
-    def __init__(
-        self,
-        shape: AttentionShape,
-        lengths: list[int],
-        counts: list[int],
-        kv_dtype: torch.dtype = BF16,
-        dtype: torch.dtype = BF16,
-        *,
-        unused_rows: int = 0,
-    ) -> None:
-        """`unused_rows`: rows of no request, before those of the first."""
-        self.shape, self.dtype, self.unused_rows = shape, dtype, unused_rows
-        tables, num_blocks = scatter_block_tables(lengths, shape.block_size)
-        size = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
-        self.cache = fill_cache(tables, lengths, size, dtype=kv_dtype, device=CPU)
-        self.tables = table_tensor(tables, CPU)
-        self.lens = torch.tensor(lengths, dtype=torch.int32)
-        self.starts = torch.tensor([*accumulate(counts, initial=unused_rows)], dtype=torch.int32)
-        self.max_query_len = max(counts)
-        queries = normal(unused_rows + sum(counts), shape.num_heads * shape.head_dim, dtype=dtype, device=CPU)
-        wide = padded_rows(queries, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim)
-        self.q = wide.view(-1, shape.num_heads, shape.head_dim)
-        self.scales = SCALES if kv_dtype == FP8 else None
-
-    def out(self) -> Guarded:
-        return Guarded(tuple(self.q.shape), self.dtype, CPU)
-
-    def check_decode(self) -> None:
-        out = self.out()
-        arguments = (self.q, self.cache, self.tables, self.lens, self.shape)
-        attention_decode.paged_decode(*arguments, kv_scales=self.scales, out=out.tensor)
-        assert_near(out.check(), reference.paged_decode(*arguments, kv_scales=self.scales), "attention")
-
-    def expected(self) -> torch.Tensor:
-        return reference.paged_prefill(
-            self.q, self.cache, self.tables, self.starts, self.lens, self.shape,
-            max_query_len=self.max_query_len, kv_scales=self.scales,
-        )  # fmt: skip
-
-    def check_prefill(self) -> None:
-        out = self.out()
-        attention_prefill.paged_prefill(
-            self.q, self.cache, self.tables, self.starts, self.lens, self.shape,
-            max_query_len=self.max_query_len, kv_scales=self.scales, out=out.tensor,
-        )  # fmt: skip
-        assert_near(out.check()[self.unused_rows :], self.expected()[self.unused_rows :], "attention")
-        assert out.tensor[: self.unused_rows].isnan().all(), "unused rows were written"
 
 
 @pytest.mark.parametrize(
     ("shape", "is_invariant"),
     [(AttentionShape(BLOCK, 4, 1, 128), False), (AttentionShape(BLOCK, 4, 2, 64, sliding_window=30), True)],
 )
-def test_a_captured_step_with_decodes_chunks_and_padding(shape: AttentionShape, is_invariant: bool) -> None:
+def test_a_captured_step_with_decodes_chunks_and_padding_matches_the_reference(
+    shape: AttentionShape, is_invariant: bool
+) -> None:
     """Two decodes of at most four, two chunks and an empty one, and padding as another chunk."""
     counts, num_decodes, num_tokens = [1, 1, 21, 9], 4, 48
-    batch = Batch(shape, [35, 18, 40, 130], counts)
+    batch = AttentionBatch(shape, [35, 18, 40, 130], counts)
     padding = num_tokens - sum(counts)
     tables = torch.zeros(num_decodes + 4, batch.tables.shape[1], dtype=torch.int32)
     tables[:2], tables[num_decodes : num_decodes + 2] = batch.tables[:2], batch.tables[2:]
@@ -131,20 +67,7 @@ def test_a_captured_step_with_decodes_chunks_and_padding(shape: AttentionShape, 
 def test_rotated_decode_steps_match_the_reference(
     shape: AttentionShape, lengths: list[int], kv_dtype: torch.dtype, is_normed: bool
 ) -> None:
-    check_rotated(RotatedDecodeBatch(lengths, shape, CPU, dtype=BF16, kv_dtype=kv_dtype, is_normed=is_normed))
-
-
-def check_rotated(batch: RotatedDecodeBatch) -> None:
-    """Compares outputs and the cache with the reference."""
-    cache = batch.cache.clone()
-    expected = exact.rotated_decode(*batch.arguments(cache), **batch.options)
-    found = rotated_decode.rotated_decode(*batch.arguments(batch.cache), **batch.options)
-    is_fp8 = batch.cache.dtype == FP8
-    kind: Kind = "fp8" if is_fp8 else "normed"
-    assert_near(found, expected, "attention", scale=2**6 if is_fp8 else 4)
-    untouched = cache.float().isnan()
-    assert_same(batch.cache.float().isnan(), untouched)
-    assert_near(batch.cache[~untouched], cache[~untouched], kind, scale=2**6)
+    check_rotated_decode(RotatedDecodeBatch(lengths, shape, CPU, dtype=BF16, kv_dtype=kv_dtype, is_normed=is_normed))
 
 
 @pytest.mark.parametrize(
@@ -162,13 +85,13 @@ def test_the_decode_of_a_single_request_matches_the_reference(
 ) -> None:
     """In reverse order the first split is the last to finish, and merges all."""
     card.order = order
-    check_rotated(RotatedDecodeBatch([length], shape, CPU, dtype=BF16, kv_dtype=kv_dtype, is_normed=is_normed))
+    check_rotated_decode(RotatedDecodeBatch([length], shape, CPU, dtype=BF16, kv_dtype=kv_dtype, is_normed=is_normed))
     assert not arrival_counters(CPU).any()
 
 
 def test_splits_of_several_tiles_match_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lone_decode, "multiprocessors", lambda _: 2)
-    check_rotated(RotatedDecodeBatch([700], AttentionShape(BLOCK, 8, 2, 128), CPU, dtype=BF16))
+    check_rotated_decode(RotatedDecodeBatch([700], AttentionShape(BLOCK, 8, 2, 128), CPU, dtype=BF16))
 
 
 @pytest.mark.parametrize(
@@ -180,7 +103,7 @@ def test_splits_of_several_tiles_match_the_reference(monkeypatch: pytest.MonkeyP
     ],
 )
 def test_decode_steps_match_the_reference(shape: AttentionShape, lengths: list[int], kv_dtype: torch.dtype) -> None:
-    Batch(shape, lengths, [1] * len(lengths), kv_dtype).check_decode()
+    AttentionBatch(shape, lengths, [1] * len(lengths), kv_dtype).check_decode()
 
 
 @pytest.mark.parametrize(
@@ -191,26 +114,26 @@ def test_decode_steps_match_the_reference(shape: AttentionShape, lengths: list[i
         (AttentionShape(BLOCK, 4, 1, 256, sliding_window=100, softcap=50.0), [140, 33, 90, 7], BF16),
     ],
 )
-def test_decode_steps_of_several_splits_for_each_program(
+def test_decode_steps_with_several_splits_per_program_match_the_reference(
     shape: AttentionShape, lengths: list[int], kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The operands of a split are prefetched during the previous one, and nothing during the last."""
     monkeypatch.setattr(attention_decode, "multiprocessors", lambda _: 1)
-    Batch(shape, lengths, [1] * len(lengths), kv_dtype).check_decode()
+    AttentionBatch(shape, lengths, [1] * len(lengths), kv_dtype).check_decode()
 
 
-def test_drafts_of_several_splits_for_each_program(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_with_several_splits_per_program_match_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_decode, "multiprocessors", lambda _: 1)
-    Batch(AttentionShape(BLOCK, 4, 1, 128), [17, 2, 300, 40], [3, 2, 4, 1]).check_prefill()
+    AttentionBatch(AttentionShape(BLOCK, 4, 1, 128), [17, 2, 300, 40], [3, 2, 4, 1]).check_prefill()
 
 
-def test_half_precision_matches_the_reference() -> None:
-    Batch(AttentionShape(BLOCK, 2, 1, 64), [40, 17], [1, 1], torch.float16, torch.float16).check_decode()
-    Batch(AttentionShape(BLOCK, 4, 1, 64), [60], [33], torch.float16, torch.float16).check_prefill()
+def test_float16_matches_the_reference() -> None:
+    AttentionBatch(AttentionShape(BLOCK, 2, 1, 64), [40, 17], [1, 1], torch.float16, torch.float16).check_decode()
+    AttentionBatch(AttentionShape(BLOCK, 4, 1, 64), [60], [33], torch.float16, torch.float16).check_prefill()
 
 
 def test_drafts_are_verified_by_the_decode_kernel() -> None:
-    Batch(AttentionShape(BLOCK, 4, 1, 128), [17, 2, 150], [3, 2, 4]).check_prefill()
+    AttentionBatch(AttentionShape(BLOCK, 4, 1, 128), [17, 2, 150], [3, 2, 4]).check_prefill()
 
 
 @pytest.mark.parametrize(
@@ -220,9 +143,11 @@ def test_drafts_are_verified_by_the_decode_kernel() -> None:
         (AttentionShape(BLOCK, 8, 1, 64, sliding_window=90), torch.float16, torch.float16),
     ],
 )
-def test_drafts_of_one_request_are_verified_in_groups(shape: AttentionShape, kv_dtype: torch.dtype, dtype: torch.dtype) -> None:
+def test_drafts_of_one_request_in_groups_match_the_reference(
+    shape: AttentionShape, kv_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
     """1 + 10 rows of one request, one of another, padding, and groups without rows."""
-    batch = Batch(shape, [310, 17, 0], [11, 1, 3], kv_dtype, dtype)
+    batch = AttentionBatch(shape, [310, 17, 0], [11, 1, 3], kv_dtype, dtype)
     group_size = attention_splits.max_verify_group(shape, kv_dtype, CPU)
     ends = [*range(group_size, 11, group_size), 11]
     tables = batch.tables[[0] * len(ends) + [1, 2, 0, 0]]
@@ -249,7 +174,7 @@ def test_drafts_of_one_request_are_verified_in_groups(shape: AttentionShape, kv_
         (AttentionShape(BLOCK, 2, 1, 256, sliding_window=140, softcap=50.0), [200], [40], BF16),
     ],
 )
-def test_keys_of_few_queries_are_split(
+def test_split_keys_of_short_chunks_match_the_reference(
     shape: AttentionShape,
     lengths: list[int],
     counts: list[int],
@@ -260,7 +185,7 @@ def test_keys_of_few_queries_are_split(
     monkeypatch.setattr(chunk_splits, "SPLIT_KEYS", 64)
     monkeypatch.setattr(chunk_splits, "SPLIT_FROM", 2)
     launched = card.launched.get("merge_chunks_kernel", 0)
-    Batch(shape, lengths, counts, kv_dtype).check_prefill()
+    AttentionBatch(shape, lengths, counts, kv_dtype).check_prefill()
     assert card.launched["merge_chunks_kernel"] > launched
 
 
@@ -276,11 +201,11 @@ def test_keys_of_few_queries_are_split(
 def test_prompt_chunks_match_the_reference(
     shape: AttentionShape, lengths: list[int], counts: list[int], kv_dtype: torch.dtype
 ) -> None:
-    Batch(shape, lengths, counts, kv_dtype).check_prefill()
+    AttentionBatch(shape, lengths, counts, kv_dtype).check_prefill()
 
 
 def test_a_query_has_the_same_bits_in_any_chunk_and_in_a_decode_step() -> None:
-    batch = Batch(AttentionShape(BLOCK, 4, 1, 128), [330, 40], [20, 12], FP8)
+    batch = AttentionBatch(AttentionShape(BLOCK, 4, 1, 128), [330, 40], [20, 12], FP8)
     given = (batch.cache, batch.tables)
     whole = invariant_attention.paged_prefill(
         batch.q, *given, batch.starts, batch.lens, batch.shape, max_query_len=20, kv_scales=batch.scales

@@ -1,4 +1,4 @@
-"""The emulator itself: it refuses what a card would fault on or leave to chance, and computes what the PTX ISA says."""
+"""The PTX emulator: it detects faults, races and unsupported PTX, and computes what the PTX ISA defines."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 from kernels.attention_rows import AttentionShape
 from kernels.triton.linear import linear
-from tests.ptx.test_attention import Batch
 from tests.support.kernel_cases import normal
 from tests.support.kernel_tolerances import assert_near
+from tests.support.ptx.attention_batch import AttentionBatch
 from tests.support.ptx.block import FORWARD, LOCKSTEP, REVERSE
 from tests.support.ptx.card import EmulatedCard
 from tests.support.ptx.memory import Fault
@@ -42,14 +42,14 @@ KERNEL = """
 """%rd4 and %rd5: a thread's own words of 4 bytes in the first and in the second tensor; %r2: its own in shared memory."""
 
 
-def executed(card: EmulatedCard, body: str, given: torch.Tensor, *, threads: int = 64, early: bool = False) -> torch.Tensor:
-    """What `body` writes as 32-bit integers into the second tensor."""
+def execute(card: EmulatedCard, body: str, given: torch.Tensor, *, threads: int = 64, early: bool = False) -> torch.Tensor:
+    """Execute `body` in a kernel; returns the second tensor, into which it writes 32-bit integers."""
     out = torch.full((threads,), -1, dtype=torch.int32)
     card.execute(KERNEL.format(threads=threads, body=body), [given, out], (1, 1, 1), 4 * threads, early=early)
     return out
 
 
-def numbers(count: int = 64) -> torch.Tensor:
+def thread_numbers(count: int = 64) -> torch.Tensor:
     return torch.arange(100, 100 + count, dtype=torch.int32)
 
 
@@ -63,13 +63,13 @@ def numbers(count: int = 64) -> torch.Tensor:
         ("mov.u32 %r3, %clock;", "%clock"),
     ],
 )
-def test_what_is_not_known_is_refused_by_name(card: EmulatedCard, body: str, named: str) -> None:
+def test_unsupported_ptx_is_refused_by_name(card: EmulatedCard, body: str, named: str) -> None:
     with pytest.raises(UnknownPtx, match=named):
-        executed(card, body, numbers())
+        execute(card, body, thread_numbers())
 
 
 @pytest.mark.parametrize(
-    ("body", "fault"),
+    ("body", "message"),
     [
         ("ld.global.b32 %r3, [%rd4+4];", "4 bytes that end 4 behind a tensor of 256"),
         ("ld.global.b32 %r3, [%rd4+-4];", "4 bytes that begin 4 before a tensor"),
@@ -85,12 +85,12 @@ def test_what_is_not_known_is_refused_by_name(card: EmulatedCard, body: str, nam
         ("and.b32 %r3, %r2, 0; st.shared.b32 [%r3], %r1;", "different values at one place"),
     ],
 )
-def test_accesses_that_a_card_would_refuse(card: EmulatedCard, body: str, fault: str) -> None:
-    with pytest.raises(Fault, match=fault):
-        executed(card, body, numbers())
+def test_invalid_accesses_are_faults(card: EmulatedCard, body: str, message: str) -> None:
+    with pytest.raises(Fault, match=message):
+        execute(card, body, thread_numbers())
 
 
-def test_a_guard_and_a_size_of_nothing_keep_an_access_from_being_made(card: EmulatedCard) -> None:
+def test_predicated_and_empty_accesses_are_not_checked(card: EmulatedCard) -> None:
     body = """
         setp.lt.u32 %p1, %r1, 63;
         @%p1 ld.global.b32 %r3, [%rd4+4];
@@ -100,11 +100,11 @@ def test_a_guard_and_a_size_of_nothing_keep_an_access_from_being_made(card: Emul
         ld.shared.b32 %r5, [%r2];
         st.global.b32 [%rd5], %r5;
     """
-    assert executed(card, body, numbers()).tolist() == [*range(101, 164), 0]
+    assert execute(card, body, thread_numbers()).tolist() == [*range(101, 164), 0]
 
 
-def test_no_number_is_an_exception(card: EmulatedCard) -> None:
-    """Among them signalling NaN, which memory that nobody has written may hold."""
+def test_nan_and_infinity_raise_no_exception(card: EmulatedCard) -> None:
+    """Signalling NaN included, which uninitialised memory may contain."""
     signalling, largest = 0x7FA00000, 0x7F7FFFFF
     body = """
         ld.global.b32 %r3, [%rd4];
@@ -116,7 +116,7 @@ def test_no_number_is_an_exception(card: EmulatedCard) -> None:
         st.global.b32 [%rd5], %r7;
     """
     given = torch.tensor([signalling, largest, 0, 0] * 16, dtype=torch.int32)
-    assert executed(card, body, given).tolist() == [1, 1, 0, 0] * 16
+    assert execute(card, body, given).tolist() == [1, 1, 0, 0] * 16
 
 
 COPY = """
@@ -130,13 +130,13 @@ COPY = """
     st.shared.b32 [%r2], %r4;
     st.global.b32 [%rd5], %r4;
 """
-"""Each thread reads what the one opposite has copied, and writes over what that one reads."""
+"""Each thread reads what the opposite thread has copied, and then overwrites what that thread read."""
 
 
 @ORDERS
-def test_copies_and_barriers_in_every_order(card: EmulatedCard, order: str) -> None:
+def test_async_copies_with_waits_and_barriers_are_correct_in_every_order(card: EmulatedCard, order: str) -> None:
     card.order = order
-    assert executed(card, COPY, numbers()).tolist() == numbers().flip(0).tolist()
+    assert execute(card, COPY, thread_numbers()).tolist() == thread_numbers().flip(0).tolist()
 
 
 @ORDERS
@@ -149,20 +149,20 @@ def test_copies_and_barriers_in_every_order(card: EmulatedCard, order: str) -> N
         ("[%r3];\n    bar.sync 0;", "what another warp (wrote|reads), without a barrier"),
     ],
 )
-def test_a_missing_wait_or_barrier_is_seen(card: EmulatedCard, order: str, removed: str, fault: str) -> None:
+def test_a_missing_wait_or_barrier_is_detected(card: EmulatedCard, order: str, removed: str, fault: str) -> None:
     card.order = order
     assert removed in COPY
     kept = removed.replace("bar.sync 0;", "") if "\n" in removed else ""
     with pytest.raises(Fault, match=fault):
-        executed(card, COPY.replace(removed, kept), numbers())
+        execute(card, COPY.replace(removed, kept), thread_numbers())
 
 
 @ORDERS
-def test_threads_of_a_warp_meet_too_before_one_reads_what_another_wrote(card: EmulatedCard, order: str) -> None:
+def test_a_missing_barrier_between_threads_of_a_warp_is_detected(card: EmulatedCard, order: str) -> None:
     card.order = order
     write, wait = "st.shared.b32 [%r2], %r1;", "bar.warp.sync -1;"
     read = "xor.b32 %r3, %r2, 124; ld.shared.b32 %r4, [%r3];"
-    given = executed(card, write + wait + read + "st.global.b32 [%rd5], %r4;", numbers())
+    given = execute(card, write + wait + read + "st.global.b32 [%rd5], %r4;", thread_numbers())
     assert given.tolist() == [*range(31, -1, -1), *range(63, 31, -1)]
     for body in (
         write + read,
@@ -170,13 +170,13 @@ def test_threads_of_a_warp_meet_too_before_one_reads_what_another_wrote(card: Em
         write + wait + read + write.replace("%r1", "%r4"),
     ):
         with pytest.raises(Fault, match=r"what another thread of its warp (wrote|reads), without a barrier"):
-            executed(card, body, numbers())
+            execute(card, body, thread_numbers())
 
 
-def test_a_copy_lands_no_sooner_than_somebody_waits(card: EmulatedCard) -> None:
-    """Its source is read as late as its target is written: here it was overwritten meanwhile."""
+def test_an_async_copy_reads_its_source_when_it_is_waited_for(card: EmulatedCard) -> None:
+    """The emulator copies as late as possible, so a source overwritten before the wait is read with its new content."""
     body = COPY.replace("cp.async.wait_group", "st.global.b32 [%rd4], %r1; cp.async.wait_group")
-    assert executed(card, body, numbers()).tolist() == list(range(63, -1, -1))
+    assert execute(card, body, thread_numbers()).tolist() == list(range(63, -1, -1))
 
 
 ARRIVAL = """
@@ -185,50 +185,50 @@ ARRIVAL = """
     setp.eq.u32 %p1, %r1, 0;
     @%p1 atom.global.gpu.acq_rel.add.u32 %r3, [%rd1], 1;
 """
-"""Every thread stores, and one counts the block's arrival for another block, which reads what they stored."""
+"""Every thread stores; then one thread counts the arrival of its block, after which another block may read the stores."""
 
 
 @pytest.mark.parametrize("order", [LOCKSTEP, REVERSE])
-def test_an_arrival_is_counted_behind_the_stores_of_all_warps(card: EmulatedCard, order: str) -> None:
-    """Forward, the counting warp runs first, and stores of the others look as if they were meant to follow."""
+def test_an_arrival_that_is_not_ordered_after_all_stores_is_detected(card: EmulatedCard, order: str) -> None:
+    """Not in forward order: there the counting warp runs first, and stores of the others may be meant to follow it."""
     card.order = order
-    given = numbers()
-    assert executed(card, ARRIVAL, given).tolist() == [*range(64)]
+    given = thread_numbers()
+    assert execute(card, ARRIVAL, given).tolist() == [*range(64)]
     assert given[0] == 101
     with pytest.raises(Fault, match="releases what another warp stored, without a barrier"):
-        executed(card, ARRIVAL.replace("bar.sync 0;", ""), given)
-    executed(card, ARRIVAL.replace("bar.sync 0;", "").replace("acq_rel", "relaxed"), given)  # releases nothing
+        execute(card, ARRIVAL.replace("bar.sync 0;", ""), given)
+    execute(card, ARRIVAL.replace("bar.sync 0;", "").replace("acq_rel", "relaxed"), given)  # releases nothing
 
 
 @ORDERS
-def test_a_barrier_that_not_all_come_to(card: EmulatedCard, order: str) -> None:
+def test_a_barrier_that_not_all_threads_reach_is_a_fault(card: EmulatedCard, order: str) -> None:
     card.order = order
     with pytest.raises(Fault, match="not all threads come to"):
-        executed(card, "setp.lt.u32 %p1, %r1, 32; @%p1 bar.sync 0;", numbers())
+        execute(card, "setp.lt.u32 %p1, %r1, 32; @%p1 bar.sync 0;", thread_numbers())
 
 
-def test_a_kernel_that_starts_early_waits_before_it_touches_memory(card: EmulatedCard) -> None:
+def test_an_early_launched_kernel_must_wait_before_it_touches_memory(card: EmulatedCard) -> None:
     store, wait = "st.global.b32 [%rd5], %r1;", "griddepcontrol.wait;"
     weights = "ld.global.L1::evict_first.b32 %r3, [%rd4];"
-    assert executed(card, weights + wait + store, numbers(), early=True).tolist() == [*range(64)]
+    assert execute(card, weights + wait + store, thread_numbers(), early=True).tolist() == [*range(64)]
     for body in (store + wait, "ld.global.b32 %r3, [%rd4];" + wait):
         with pytest.raises(Fault, match=r"before griddepcontrol.wait"):
-            executed(card, body, numbers(), early=True)
+            execute(card, body, thread_numbers(), early=True)
     with pytest.raises(Fault, match="never waits"):
-        executed(card, "", numbers(), early=True)
+        execute(card, "", thread_numbers(), early=True)
 
 
 @pytest.mark.parametrize("policy", ["evict_first", "evict_last"])
-def test_what_the_kernel_in_front_has_stored_is_not_read_early(card: EmulatedCard, policy: str) -> None:
-    given, card.launches_back_to_back = numbers(), True
+def test_an_early_read_of_what_the_preceding_kernel_stores_is_detected(card: EmulatedCard, policy: str) -> None:
+    given, card.launches_back_to_back = thread_numbers(), True
     early, wait = f"ld.global.L1::{policy}.b32 %r3, [%rd4];", "griddepcontrol.wait;"
     copy = wait + "st.global.b32 [%rd5], %r3;"
-    written = executed(card, "st.global.b32 [%rd4], %r1; st.global.b32 [%rd5], %r1;", given)
+    written = execute(card, "st.global.b32 [%rd4], %r1; st.global.b32 [%rd5], %r1;", given)
     with pytest.raises(Fault, match="the kernel in front has stored"):
-        executed(card, early + copy, given, early=True)
-    executed(card, "st.global.b32 [%rd5], %r1;", given)  # another one in between has ended
-    assert executed(card, early + copy, given, early=True).tolist() == written.tolist()
-    assert executed(card, wait + early + copy, given, early=True).tolist() == written.tolist()
+        execute(card, early + copy, given, early=True)
+    execute(card, "st.global.b32 [%rd5], %r1;", given)  # another one in between has ended
+    assert execute(card, early + copy, given, early=True).tolist() == written.tolist()
+    assert execute(card, wait + early + copy, given, early=True).tolist() == written.tolist()
 
 
 PRODUCT = """
@@ -243,12 +243,12 @@ PRODUCT = """
     wgmma.wait_group.sync.aligned 0;
     st.global.b32 [%rd5], %r13;
 """
-"""Zeros in registers times what lies at the begin of shared memory."""
+"""Zeros in registers times the matrix at the beginning of shared memory."""
 
 
-def test_a_product_of_zeros_is_zero(card: EmulatedCard) -> None:
+def test_a_wgmma_product_of_zeros_is_zero(card: EmulatedCard) -> None:
     before = "st.shared.b32 [%r2], %r1; fence.proxy.async.shared::cta; bar.sync 0;"
-    assert not executed(card, PRODUCT.format(before=before, behind=""), numbers(), threads=128).any()
+    assert not execute(card, PRODUCT.format(before=before, behind=""), thread_numbers(), threads=128).any()
 
 
 @pytest.mark.parametrize(
@@ -263,13 +263,15 @@ def test_a_product_of_zeros_is_zero(card: EmulatedCard) -> None:
         ("", "add.f32 %r30, %r13, %r13;", "%r13 is read while wgmma is still writing it"),
     ],
 )
-def test_what_a_product_under_way_uses_is_its_own(card: EmulatedCard, before: str, behind: str, fault: str) -> None:
+def test_registers_and_memory_in_use_by_wgmma_must_not_be_touched(
+    card: EmulatedCard, before: str, behind: str, fault: str
+) -> None:
     with pytest.raises(Fault, match=fault):
-        executed(card, PRODUCT.format(before=before, behind=behind), numbers(128), threads=128)
+        execute(card, PRODUCT.format(before=before, behind=behind), thread_numbers(128), threads=128)
 
 
-def test_threads_go_their_own_ways_and_meet_again(card: EmulatedCard) -> None:
-    """Thread t counts t mod 5 rounds, then a whole warp sums."""
+def test_diverged_threads_of_a_warp_reconverge(card: EmulatedCard) -> None:
+    """Thread t runs t mod 5 iterations; then its warp computes a sum."""
     body = """
         rem.u32 %r3, %r1, 5;
         mov.b32 %r4, 0;
@@ -281,11 +283,11 @@ def test_threads_go_their_own_ways_and_meet_again(card: EmulatedCard) -> None:
         st.global.b32 [%rd5], %r5;
     """
     warps = [sum(thread % 5 for thread in range(first, first + 32)) for first in (0, 32)]
-    assert executed(card, body, numbers()).tolist() == [warps[0]] * 32 + [warps[1]] * 32
+    assert execute(card, body, thread_numbers()).tolist() == [warps[0]] * 32 + [warps[1]] * 32
 
 
-def bits(value: Any, dtype: torch.dtype) -> int:
-    """As a signed integer of 32 bits."""
+def bits_as_int(value: Any, dtype: torch.dtype) -> int:
+    """The bits of `value` in `dtype` as a signed integer."""
     return int(torch.tensor([value], dtype=dtype).view(torch.int32 if dtype.itemsize == 4 else torch.int16)[0])
 
 
@@ -305,20 +307,20 @@ RESULTS: list[tuple[str, int]] = [
     ("div.s32 %r9, -7, 2;", -3),
     ("rem.s32 %r9, -7, 2;", -1),
     ("min.u32 %r9, -1, 5;", 5),
-    ("cvt.rn.f32.s32 %r9, -3;", bits(-3.0, torch.float32)),
+    ("cvt.rn.f32.s32 %r9, -3;", bits_as_int(-3.0, torch.float32)),
     ("cvt.rzi.s32.f32 %r9, 0fC0600000;", -3),
     ("cvt.rzi.s32.f32 %r9, 0f7F800000;", 2**31 - 1),
     ("cvt.rn.bf16x2.f32 %r9, 0f3F808000, 0f3F818000;", (0x3F80 << 16) | 0x3F82),
     ("cvt.rn.satfinite.e4m3x2.f32 %rs1, 0f7F800000, 0f3F800000; cvt.u32.u16 %r9, %rs1;", 0x7E38),
     ("mov.b16 %rs1, 0x7E38; cvt.rn.f16x2.e4m3x2 %r9, %rs1;", (0x5F00 << 16) | 0x3C00),
-    ("max.f32 %r9, 0f7FC00000, 0f3F800000;", bits(1.0, torch.float32)),
+    ("max.f32 %r9, 0f7FC00000, 0f3F800000;", bits_as_int(1.0, torch.float32)),
     ("min.NaN.f32 %r8, 0f7FC00000, 0f3F800000; setp.nan.f32 %p1, %r8, %r8; selp.b32 %r9, 1, 2, %p1;", 1),
-    ("min.xorsign.abs.f32 %r9, 0fC0400000, 0f40000000;", bits(-2.0, torch.float32)),
-    ("add.f32 %r9, 0f3F800000, 0f33800000;", bits(1.0, torch.float32)),
-    ("fma.rn.f32 %r9, 0f3F800001, 0f3F800001, 0fBF800002;", bits(2.0**-46, torch.float32)),
+    ("min.xorsign.abs.f32 %r9, 0fC0400000, 0f40000000;", bits_as_int(-2.0, torch.float32)),
+    ("add.f32 %r9, 0f3F800000, 0f33800000;", bits_as_int(1.0, torch.float32)),
+    ("fma.rn.f32 %r9, 0f3F800001, 0f3F800001, 0fBF800002;", bits_as_int(2.0**-46, torch.float32)),
     ("mul.ftz.f32 %r9, 0f00000001, 0f4B000000;", 0),
-    ("ex2.approx.ftz.f32 %r9, 0fC0000000;", bits(0.25, torch.float32)),
-    ("sub.bf16x2 %r9, 0x43004380, 0x43004300;", bits(128.0, torch.bfloat16)),
+    ("ex2.approx.ftz.f32 %r9, 0fC0000000;", bits_as_int(0.25, torch.float32)),
+    ("sub.bf16x2 %r9, 0x43004380, 0x43004300;", bits_as_int(128.0, torch.bfloat16)),
     ("setp.lt.f32 %p1, 0f7FC00000, 0f3F800000; selp.b32 %r9, 1, 2, %p1;", 2),
     ("setp.ltu.f32 %p1, 0f7FC00000, 0f3F800000; selp.b32 %r9, 1, 2, %p1;", 1),
     ("setp.gt.and.u32 %p1, -1, 1, 0; selp.b32 %r9, 1, 2, %p1;", 2),
@@ -329,70 +331,70 @@ RESULTS: list[tuple[str, int]] = [
 
 
 @pytest.mark.parametrize(("body", "expected"), RESULTS)
-def test_instructions_compute_what_the_isa_says(card: EmulatedCard, body: str, expected: int) -> None:
-    made = executed(card, body + " st.global.b32 [%rd5], %r9;", numbers(32), threads=32)
+def test_instructions_compute_what_the_isa_defines(card: EmulatedCard, body: str, expected: int) -> None:
+    made = execute(card, body + " st.global.b32 [%rd5], %r9;", thread_numbers(32), threads=32)
     assert int(made[0]) == expected
 
 
-def test_an_atomic_sum_sees_every_thread(card: EmulatedCard) -> None:
+def test_an_atomic_sum_counts_every_thread(card: EmulatedCard) -> None:
     given = torch.zeros(64, dtype=torch.int32)
-    made = executed(card, "atom.global.gpu.acq_rel.add.u32 %r3, [%rd1], 2; st.global.b32 [%rd5], %r3;", given)
+    made = execute(card, "atom.global.gpu.acq_rel.add.u32 %r3, [%rd1], 2; st.global.b32 [%rd5], %r3;", given)
     assert given[0] == 128
     assert sorted(made.tolist()) == [*range(0, 128, 2)]
 
 
-class Mutated:
-    """A kernel of the product of which one line at a time is taken away."""
+class PtxMutator:
+    """A kernel launch whose PTX is executed with single instructions removed."""
 
-    def __init__(self, card: EmulatedCard, launched: Callable[[], None]) -> None:
-        self.card, self.launched = card, launched
+    def __init__(self, card: EmulatedCard, launch: Callable[[], None]) -> None:
+        self.card, self.launch = card, launch
         self.text = ""
-        card.transform_ptx = self._noted
-        launched()
+        card.transform_ptx = self._record
+        launch()
 
     def faults(self, line: str) -> list[str]:
-        """One for each place of the line that is executed, "" where nothing was seen."""
-        places = [found.span() for found in re.finditer(line, self.text)]
-        return [self._fault_with("", *place) for place in places if self._fault_with("trap;", *place)]
+        """The fault without each executed occurrence of `line`, a regular expression; "" where none was detected."""
+        spans = [found.span() for found in re.finditer(line, self.text)]
+        return [self._fault_with("", *span) for span in spans if self._fault_with("trap;", *span)]
 
-    def _noted(self, ptx: str) -> str:
+    def _record(self, ptx: str) -> str:
         self.text = self.text or ptx
         return ptx
 
-    def _fault_with(self, other: str, begin: int, end: int) -> str:
-        changed = self.text[:begin] + other + self.text[end:]
+    def _fault_with(self, replacement: str, begin: int, end: int) -> str:
+        changed = self.text[:begin] + replacement + self.text[end:]
         self.card.transform_ptx = lambda ptx: changed if ptx == self.text else ptx
         try:
-            self.launched()
+            self.launch()
         except (Fault, AssertionError) as fault:
             return str(fault) or "wrong"
         return ""
 
 
 @pytest.mark.parametrize(
-    ("line", "seen"),
+    ("line", "message"),
     [(r"cp\.async\.wait_group[^;]*;", "copy is still under way"), (r"griddepcontrol\.wait[^;]*;", r"griddepcontrol\.wait")],
 )
-def test_no_wait_of_a_product_can_be_taken_away(card: EmulatedCard, line: str, seen: str) -> None:
+def test_removing_any_wait_of_a_product_is_detected(card: EmulatedCard, line: str, message: str) -> None:
     x, weight = (normal(count, 1040, dtype=torch.bfloat16, device=torch.device("cpu"), seed=count) for count in (3, 16))
 
     def product() -> None:
         assert_near(linear(x, weight), x.float() @ weight.float().T, "matmul", scale=32)
 
-    faults = Mutated(card, product).faults(line)
+    faults = PtxMutator(card, product).faults(line)
     assert faults
-    assert all(re.search(seen, fault) for fault in faults), faults
+    assert all(re.search(message, fault) for fault in faults), faults
 
 
 @pytest.mark.parametrize(
-    ("line", "seen"),
+    ("line", "message"),
     [
         (r"wgmma\.wait_group[^;]*;", "wgmma is still"),
         (r"fence\.proxy\.async[^;]*;", r"fence\.proxy\.async"),
         (r"bar\.sync\s+0;", "another warp"),
     ],
 )
-def test_waits_fences_and_barriers_of_a_prompt_are_missed(card: EmulatedCard, line: str, seen: str) -> None:
-    batch = Batch(AttentionShape(16, 4, 1, 64), [80], [33])
-    faults = Mutated(card, batch.check_prefill).faults(line)
-    assert any(re.search(seen, fault) for fault in faults), faults
+def test_removing_waits_fences_or_barriers_of_a_prefill_is_detected(card: EmulatedCard, line: str, message: str) -> None:
+    batch = AttentionBatch(AttentionShape(16, 4, 1, 64), [80], [33])
+    faults = PtxMutator(card, batch.check_prefill).faults(line)
+    assert any(re.search(message, fault) for fault in faults), faults

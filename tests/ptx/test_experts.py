@@ -12,10 +12,10 @@ from kernels.reference.quantised import dequantise
 from kernels.triton.expert_weights import bind_weights
 from kernels.triton.experts import mix_gated_experts
 from kernels.triton.router import route_live
-from tests.ptx.test_products import PACKERS
 from tests.support.kernel_cases import Guarded, normal, padded_rows
 from tests.support.kernel_tolerances import assert_near, assert_same
 from tests.support.ptx.card import EmulatedCard
+from tests.support.ptx.weight_packers import PACKERS
 
 CPU = torch.device("cpu")
 HIDDEN, INNER, EXPERTS, CHOSEN = 128, 128, 4, 2
@@ -55,8 +55,8 @@ def test_routers_match_the_reference(
     assert_near(weights.check(), expected, "normed")
 
 
-def test_rows_of_padding_are_nothing(card: EmulatedCard) -> None:
-    """Their rows, and the experts that no token chose, are NaN."""
+def test_padding_rows_and_unselected_experts_are_not_read(card: EmulatedCard) -> None:
+    """The padding rows and the weights of experts that no token selects are NaN."""
     slots = torch.tensor([3, -1, -1])
     weights, ids = route_live(torch.tensor([[0.0, 1.0, 2.0, -1.0]] * 3), CHOSEN, normalised=True, slots=slots)
     assert ids.tolist() == [[2, 1], [4, 4], [4, 4]]

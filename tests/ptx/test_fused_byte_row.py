@@ -22,7 +22,7 @@ PACKERS: dict[str, Pack] = {"int8": pack_int8, "fp8": pack_fp8, "fp8 as one": pa
 
 
 @pytest.fixture(autouse=True)
-def few_multiprocessors() -> object:
+def single_multiprocessor() -> object:
     with mock.patch.object(fused_row, "multiprocessors", return_value=1):
         yield
 
@@ -36,7 +36,7 @@ def few_multiprocessors() -> object:
         ("fp8 as one", (128, 384, 80), "silu", torch.bfloat16, False, 8),
     ],
 )
-def test_a_row_is_multiplied(
+def test_a_fused_row_with_8_bit_weights_matches_the_reference(
     kind: str,
     sizes: tuple[int, int, int],
     gate: Gate | None,

@@ -28,7 +28,7 @@ from tests.support.ptx.card import EmulatedCard
         ((160, 300, 24), "gelu_tanh", torch.float16, True, 8),  # columns that are no whole chunk
     ],
 )
-def test_a_row_is_multiplied(
+def test_a_fused_row_with_4_bit_weights_matches_the_reference(
     sizes: tuple[int, int, int], gate: Gate | None, dtype: torch.dtype, has_bias: bool, num_warps: int, card: EmulatedCard
 ) -> None:
     width, columns, inner = sizes
@@ -56,7 +56,7 @@ def test_reordered_columns_and_groups_of_two_chunks_match_the_reference(card: Em
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_zero_point_of_16_is_one_more_than_any_code(dtype: torch.dtype) -> None:
+def test_a_zero_point_of_16_is_supported(dtype: torch.dtype) -> None:
     weight = pack_int4(normal(48, 256, dtype=torch.float32, device=CPU) / 16, 128)
     weight = replace(weight, scales_zeros=weight.scales_zeros & 0xFFFF | 16 << 16)
     x, residual = (normal(1, size, dtype=dtype, device=CPU, seed=size) for size in (256, 48))
@@ -65,7 +65,7 @@ def test_a_zero_point_of_16_is_one_more_than_any_code(dtype: torch.dtype) -> Non
     assert_near(actual.total, reference.linear_add(x, weight, residual, norm_weight).total, "matmul")
 
 
-def test_smaller_groups_and_more_rows_are_multiplied_in_tiles(card: EmulatedCard) -> None:
+def test_smaller_groups_and_more_rows_use_the_tiled_kernel(card: EmulatedCard) -> None:
     norm_weight, launched = torch.ones(48, dtype=torch.bfloat16), card.launched["fused_int4_row_kernel"]
     for count, group in ((1, 64), (2, 128)):
         weight = pack_int4(normal(48, 256, dtype=torch.float32, device=CPU) / 16, group)

@@ -1,4 +1,4 @@
-"""Long chunks on Hopper as machine-level code, as no interpreter runs Gluon: awkward lengths, groups and blocks."""
+"""PTX of the Gluon prefill kernel for Hopper, which no interpreter runs: odd lengths, head groups, blocks and splits."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from kernels.attention_rows import AttentionShape
 from kernels.triton import attention_prefill_hopper, chunk_splits
 from kernels.triton.attention_prefill import paged_prefill
 from kernels.triton.attention_prefill_hopper import KEYS, ROWS, VARIABLE, is_overlapped
-from tests.ptx.test_attention import Batch
 from tests.support.far_memory import far_blocks
 from tests.support.kernel_tolerances import assert_near, assert_same
+from tests.support.ptx.attention_batch import AttentionBatch
 from tests.support.ptx.card import EmulatedCard
 
 SHAPE = AttentionShape(16, 4, 1, 128)
 KERNEL, MERGE = "overlapped_kernel", "merge_chunks_kernel"
 
 
-def test_it_serves_most_prompts() -> None:
+def test_the_kernel_is_used_for_common_shapes() -> None:
     assert is_overlapped(SHAPE, 2, ROWS, 90)
     assert is_overlapped(replace(SHAPE, head_dim=64, block_size=KEYS), 2, ROWS, 90)
 
 
-def test_the_operator_can_switch_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_variable_disables_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "0")
     monkeypatch.setattr(attention_prefill_hopper, "_is_enabled", attention_prefill_hopper._is_enabled.__wrapped__)
     assert not is_overlapped(SHAPE, 2, ROWS, 90)
@@ -46,7 +46,9 @@ def test_the_operator_can_switch_it_off(monkeypatch: pytest.MonkeyPatch) -> None
         (SHAPE, 2, ROWS, 100),
     ],
 )
-def test_everything_else_is_served_by_another_kernel(shape: AttentionShape, kv_bytes: int, rows: int, capability: int) -> None:
+def test_other_shapes_types_and_gpus_use_another_kernel(
+    shape: AttentionShape, kv_bytes: int, rows: int, capability: int
+) -> None:
     assert not is_overlapped(shape, kv_bytes, rows, capability)
 
 
@@ -64,12 +66,12 @@ def test_prompt_chunks_match_the_reference(
     card: EmulatedCard, shape: AttentionShape, lengths: list[int], counts: list[int]
 ) -> None:
     before = card.launched.get(KERNEL, 0)
-    Batch(shape, lengths, counts).check_prefill()
+    AttentionBatch(shape, lengths, counts).check_prefill()
     assert card.launched[KERNEL] > before
 
 
-def test_far_blocks_are_read(card: EmulatedCard) -> None:
-    batch, launched = Batch(SHAPE, [129, 40], [33, 12]), card.launched.get(KERNEL, 0)
+def test_blocks_at_far_addresses_are_read(card: EmulatedCard) -> None:
+    batch, launched = AttentionBatch(SHAPE, [129, 40], [33, 12]), card.launched.get(KERNEL, 0)
     cache, first = far_blocks(batch.cache)
     out = batch.out()
     places = (cache, batch.tables + first, batch.starts, batch.lens)
@@ -81,12 +83,12 @@ def test_far_blocks_are_read(card: EmulatedCard) -> None:
 @pytest.mark.parametrize("unused_rows", [40, 64])
 def test_unused_rows_before_the_first_chunk_are_not_written(card: EmulatedCard, unused_rows: int) -> None:
     launched = card.launched.get(KERNEL, 0)
-    Batch(SHAPE, [129, 40], [33, 12], unused_rows=unused_rows).check_prefill()
+    AttentionBatch(SHAPE, [129, 40], [33, 12], unused_rows=unused_rows).check_prefill()
     assert card.launched[KERNEL] > launched
 
 
-def test_a_request_has_the_same_bits_alone_as_beside_others() -> None:
-    batch = Batch(SHAPE, [40, 300, 17], [30, 37, 17])
+def test_a_request_has_the_same_bits_alone_and_in_a_batch() -> None:
+    batch = AttentionBatch(SHAPE, [40, 300, 17], [30, 37, 17])
     given = (batch.cache, batch.tables)
     together = paged_prefill(batch.q, *given, batch.starts, batch.lens, SHAPE, max_query_len=37)
     starts = torch.tensor([0, 37], dtype=torch.int32)
@@ -101,7 +103,7 @@ def test_a_request_has_the_same_bits_alone_as_beside_others() -> None:
         (replace(SHAPE, num_heads=7, block_size=KEYS), [640, 3], [70, 2], 35),
     ],
 )
-def test_several_programs_share_the_keys_of_few_queries(
+def test_split_keys_of_short_chunks_match_the_reference(
     card: EmulatedCard,
     shape: AttentionShape,
     lengths: list[int],
@@ -112,13 +114,13 @@ def test_several_programs_share_the_keys_of_few_queries(
     """Splits of one tile and of two; some queries have no visible keys in the last split."""
     monkeypatch.setattr(chunk_splits, "SPLIT_KEYS", KEYS)
     launched = {name: card.launched.get(name, 0) for name in (KERNEL, MERGE)}
-    Batch(shape, lengths, counts, unused_rows=unused_rows).check_prefill()
+    AttentionBatch(shape, lengths, counts, unused_rows=unused_rows).check_prefill()
     assert all(card.launched[name] > number for name, number in launched.items())
 
 
-def test_splits_have_the_same_bits_alone_as_beside_a_longer_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_split_request_has_the_same_bits_alone_and_beside_a_longer_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunk_splits, "SPLIT_KEYS", KEYS)
-    batch = Batch(SHAPE, [530, 700], [20, 12])
+    batch = AttentionBatch(SHAPE, [530, 700], [20, 12])
     beside = paged_prefill(batch.q, batch.cache, batch.tables, batch.starts, batch.lens, SHAPE, max_query_len=20)
     lens = torch.tensor([530, 12], dtype=torch.int32)
     short = paged_prefill(batch.q, batch.cache, batch.tables[:, :34].contiguous(), batch.starts, lens, SHAPE, max_query_len=20)

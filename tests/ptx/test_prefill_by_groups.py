@@ -6,7 +6,7 @@ import pytest
 
 from bench.gpu.prefill_by_groups import prefill_by_groups
 from kernels.attention_rows import AttentionShape
-from tests.ptx.test_attention import Batch
+from tests.support.ptx.attention_batch import AttentionBatch
 from tests.support.ptx.card import EmulatedCard
 
 
@@ -14,12 +14,12 @@ class Compiled(Exception):
     """Raised instead of executing the compiled kernel."""
 
 
-def test_it_compiles(card: EmulatedCard) -> None:
+def test_the_candidate_compiles(card: EmulatedCard) -> None:
     def stop(ptx: str) -> str:
         raise Compiled(ptx)
 
     card.transform_ptx = stop
-    batch = Batch(AttentionShape(16, 4, 1, 128), [100], [64])
+    batch = AttentionBatch(AttentionShape(16, 4, 1, 128), [100], [64])
     inputs = (batch.cache, batch.tables, batch.starts, batch.lens)
     with pytest.raises(Compiled, match="groups_kernel"):
         prefill_by_groups(batch.q, *inputs, batch.shape, 3, batch.out().tensor, None)

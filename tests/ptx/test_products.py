@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import pytest
 import torch
 
-from kernels.quantised_weights import Int4Weight, pack_fp8, pack_int4, pack_int8
+from kernels.quantised_weights import Int4Weight, pack_fp8
 from kernels.reference import fused_linear as reference
 from kernels.reference import quantised as exact
 from kernels.residual_stream import Gate
@@ -27,19 +25,12 @@ from tests.support.kernel_cases import normal, padded_rows
 from tests.support.kernel_tolerances import assert_near, assert_same
 from tests.support.ptx.block import FORWARD, REVERSE
 from tests.support.ptx.card import EmulatedCard
+from tests.support.ptx.weight_packers import PACKERS, pack_groups
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
 EPS = 1e-6
 Kernel = Callable[..., torch.Tensor]
-Pack = Callable[[torch.Tensor], Any]
-pack_groups = partial(pack_int4, group_size=128)
-PACKERS: dict[str, Pack] = {
-    "bf16": lambda weight: weight,
-    "int8": pack_int8,
-    "fp8": pack_fp8,
-    "int4": pack_groups,
-}
 
 
 def rows(count: int, width: int, *, seed: int = 0) -> torch.Tensor:
@@ -65,6 +56,7 @@ def weights(outputs: int, columns: int, *, seed: int = 1) -> torch.Tensor:
         ("int4", linear_int4, (2, 80, 384)),
         ("int4", linear_int4, (130, 144, 384)),
     ],
+    ids=lambda value: str(value) if isinstance(value, tuple) else None,
 )
 def test_products_match_the_exact_ones(kind: str, kernel: Kernel, sizes: tuple[int, int, int]) -> None:
     count, outputs, columns = sizes
@@ -76,7 +68,9 @@ def test_products_match_the_exact_ones(kind: str, kernel: Kernel, sizes: tuple[i
 @pytest.mark.parametrize(
     ("kernel", "count", "adds_waits"), [(linear_fp8, 3, False), (linear_fp8, 64, True), (invariant_linear, 3, True)]
 )
-def test_rows_of_8_bits_meet_weights_of_8_bits(card: EmulatedCard, kernel: Kernel, count: int, adds_waits: bool) -> None:
+def test_fp8_rows_times_fp8_weights_match_the_exact_product(
+    card: EmulatedCard, kernel: Kernel, count: int, adds_waits: bool
+) -> None:
     """In tiles of 64 rows Triton (3.6 and 3.9) adds a product to its sum before waiting for it: the assembler adds the wait."""
     card.adds_waits = adds_waits
     codes, scales = quantize_rows_fp8(rows(count, 512))
@@ -86,14 +80,14 @@ def test_rows_of_8_bits_meet_weights_of_8_bits(card: EmulatedCard, kernel: Kerne
 
 
 @pytest.mark.parametrize(("kind", "kernel"), [("bf16", linear), ("int4", linear_int4)])
-def test_half_precision_products_match_the_exact_ones(kind: str, kernel: Kernel) -> None:
+def test_float16_products_match_the_exact_ones(kind: str, kernel: Kernel) -> None:
     pack = PACKERS[kind]
     x, weight = rows(3, 384).half(), pack(weights(80, 384).half())
     assert_near(kernel(x, weight), x.float() @ exact.dequantise(weight).T, "matmul")
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("int8", BF16), ("int8", torch.float16), ("fp8", BF16)])
-def test_weights_of_8_bits_are_written_out_rounded_once_to_the_nearest(kind: str, dtype: torch.dtype) -> None:
+def test_dequantised_8_bit_weights_are_rounded_once(kind: str, dtype: torch.dtype) -> None:
     weight = PACKERS[kind](weights(80, 400))
     out = torch.empty(48, 400, dtype=dtype)
     dequantised_slabs.dequantise_rows(weight, 16, out)
@@ -101,14 +95,16 @@ def test_weights_of_8_bits_are_written_out_rounded_once_to_the_nearest(kind: str
 
 
 @pytest.mark.parametrize(("kind", "kernel"), [("int8", linear_int8), ("int4", linear_int4)])
-def test_many_rows_are_multiplied_in_slabs(kind: str, kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_of_many_rows_in_slabs_match_the_exact_ones(
+    kind: str, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dequantised_slabs, "TILED_ROWS_MAX", 16)
     monkeypatch.setattr(dequantised_slabs, "SLAB_ELEMENTS", 32 * 384)
     x, weight = rows(17, 384), PACKERS[kind](weights(80, 384))
     assert_near(kernel(x, weight), x.float() @ exact.dequantise(weight).T, "matmul")
 
 
-def test_weights_of_4_bits_are_written_out() -> None:
+def test_dequantised_4_bit_weights_match_the_exact_ones() -> None:
     weight = pack_groups(weights(80, 384))
     out = torch.empty(48, 384, dtype=BF16)
     dequantise_rows(weight, 16, out)
@@ -124,8 +120,11 @@ def test_weights_of_4_bits_are_written_out() -> None:
         ("fp8", (16, 96, 272, 80), "silu"),
         ("int4", (5, 256, 384, 160), "silu"),
     ],
+    ids=lambda value: str(value) if isinstance(value, tuple) else None,
 )
-def test_products_with_what_stands_around_them(kind: str, sizes: tuple[int, int, int, int], gate: Gate | None) -> None:
+def test_fused_linear_add_and_normed_linear_match_the_reference(
+    kind: str, sizes: tuple[int, int, int, int], gate: Gate | None
+) -> None:
     count, width, columns, inner = sizes
     pack = PACKERS[kind]
     first_weight, second_weight = pack(weights(width, columns)), pack(weights(inner * (2 if gate else 1), width, seed=2))
@@ -139,7 +138,7 @@ def test_products_with_what_stands_around_them(kind: str, sizes: tuple[int, int,
     assert_near(product, reference.normed_linear(actual, second_weight, EPS, gate=gate), "matmul", scale=8)
 
 
-def test_the_parts_of_a_sum_may_arrive_in_any_order(card: EmulatedCard) -> None:
+def test_split_sums_do_not_depend_on_the_order_of_the_programs(card: EmulatedCard) -> None:
     """Whichever program arrives last adds all splits, in their order."""
     x, weight = rows(1, 4096), weights(16, 4096)
     before = card.launched["linear_kernel"]

@@ -1,4 +1,4 @@
-"""Norm of heads, rotation and the write to the paged cache as machine-level code."""
+"""PTX of the kernel that normalises and rotates heads and writes keys and values to the paged cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BLOCK_SIZE, NUM_BLOCKS = 16, 3
     ("tokens", "heads", "rotary_dim", "fp8", "normed"),
     [(1, (8, 2, 128), 128, False, False), (5, (4, 2, 64), 64, True, True), (5, (3, 1, 96), 64, False, True)],
 )
-def test_heads_are_rotated_and_slots_are_filled(
+def test_heads_and_cache_match_the_reference(
     tokens: int, heads: tuple[int, int, int], rotary_dim: int, fp8: bool, normed: bool
 ) -> None:
     num_heads, kv_heads, size = heads

@@ -65,7 +65,7 @@ def test_gated_activations_match_the_reference(name: str) -> None:
     assert_codes_near(quantised, getattr(reference_activation, f"{name}_fp8")(gate_up))
 
 
-def test_rows_become_codes_of_8_bits() -> None:
+def test_rows_quantised_to_fp8_match_the_reference() -> None:
     x = rows(3, 530) * 5
     assert_codes_near(quantize_rows_fp8(x), reference_fp8.quantize_rows_fp8(x))
 
@@ -80,12 +80,12 @@ def test_embeddings_match_the_reference(multiplier: float) -> None:
 
 def test_rotation_rows_are_those_of_the_tables() -> None:
     cos, sin = (normal(200, 1, 96, dtype=torch.bfloat16, device=CPU, seed=seed) for seed in (0, 1))
-    places = torch.tensor([199, 0, 7])
-    for made, table in zip(embedding.rotation_rows(cos, sin, places), (cos, sin), strict=True):
-        assert_same(made, table[places])
+    positions = torch.tensor([199, 0, 7])
+    for made, table in zip(embedding.rotation_rows(cos, sin, positions), (cos, sin), strict=True):
+        assert_same(made, table[positions])
 
 
-def test_what_is_no_number_stays_none_in_e4m3() -> None:
+def test_nan_stays_nan_in_e4m3() -> None:
     x = rows(2, 96)
     x[1, 5] = float("nan")
     quantised, _ = quantize_rows_fp8(x)

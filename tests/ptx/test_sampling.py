@@ -33,7 +33,7 @@ FILTERS: list[dict[str, float]] = [
 ]
 
 
-def columns_of(vocab_size: int) -> SamplingColumns:
+def sampling_columns(vocab_size: int) -> SamplingColumns:
     columns = SamplingColumns.empty(len(FILTERS), vocab_size, 1, CPU)
     for slot, each in enumerate(FILTERS):
         temperature = each.get("temperature", 1.0)
@@ -47,8 +47,8 @@ def columns_of(vocab_size: int) -> SamplingColumns:
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype", "guided"), [(3001, torch.bfloat16, True), (700, torch.float32, False)])
-def test_the_sampler_draws_the_token_of_its_definition(vocab_size: int, dtype: torch.dtype, guided: bool) -> None:
-    columns, masks = columns_of(vocab_size), None
+def test_the_sampler_draws_the_token_of_the_reference(vocab_size: int, dtype: torch.dtype, guided: bool) -> None:
+    columns, masks = sampling_columns(vocab_size), None
     logits = padded_rows((normal(len(FILTERS), vocab_size, dtype=torch.float32, device=CPU) * 3).to(dtype), vocab_size + 5)
     if guided:
         generator = torch.Generator().manual_seed(1)
@@ -60,13 +60,13 @@ def test_the_sampler_draws_the_token_of_its_definition(vocab_size: int, dtype: t
         columns.bias[0, : vocab_size // 3] = -math.inf
         words = -(-vocab_size // 32)
         masks = torch.randint(-(2**31), 2**31, (len(FILTERS), words), generator=generator).int()
-    slots, places = torch.arange(len(FILTERS), dtype=torch.int32), 7 * torch.arange(len(FILTERS))
+    slots, positions = torch.arange(len(FILTERS), dtype=torch.int32), 7 * torch.arange(len(FILTERS))
     out = Guarded((len(FILTERS),), torch.int64, CPU)
-    sampling.sample(logits, slots, places, columns, masks=masks, out=out.tensor)
-    assert out.check().tolist() == reference_sampling.sample(logits, slots, places, columns, masks=masks).tolist()
+    sampling.sample(logits, slots, positions, columns, masks=masks, out=out.tensor)
+    assert out.check().tolist() == reference_sampling.sample(logits, slots, positions, columns, masks=masks).tolist()
 
 
-def test_masks_forbid_what_they_do_not_allow() -> None:
+def test_masked_logits_match_the_reference() -> None:
     logits = Guarded((4, 259), torch.bfloat16, CPU)
     logits.tensor.copy_(normal(4, 259, dtype=torch.bfloat16, device=CPU))
     expected = logits.tensor.clone()
@@ -77,7 +77,7 @@ def test_masks_forbid_what_they_do_not_allow() -> None:
     assert_same(logits.check(), expected)
 
 
-def test_log_probabilities_and_ranks_match_the_reference() -> None:
+def test_logprobs_and_ranks_match_the_reference() -> None:
     logits = padded_rows(normal(3, 4099, dtype=torch.bfloat16, device=CPU) * 5, 4102)
     ids = torch.tensor([[4098, 0, -1], [0, 2000, 0], [1300, -1, -1]])
     found, ranks = logprobs.token_logprobs(logits, ids)
@@ -87,7 +87,7 @@ def test_log_probabilities_and_ranks_match_the_reference() -> None:
     assert ranks.tolist() == expected_ranks.tolist()
 
 
-def test_generated_tokens_are_counted() -> None:
+def test_token_counts_match_the_reference() -> None:
     slots, tokens = torch.tensor([2, -1, 0], dtype=torch.int32), torch.tensor([7, 8, -1])
     counts = Guarded((3, 50), torch.int32, CPU)
     counts.tensor.zero_()
@@ -97,19 +97,19 @@ def test_generated_tokens_are_counted() -> None:
     assert_same(counts.check(), expected)
 
 
-def test_drafts_are_accepted_and_replaced_as_their_definition_says() -> None:
+def test_accepted_and_replaced_drafts_match_the_reference() -> None:
     count, depth, vocab_size = 4, 3, 1500
     target = normal(count, depth + 1, vocab_size, dtype=torch.float32, device=CPU).mul(2).softmax(-1)
     noise = normal(count, depth, vocab_size, dtype=torch.float32, device=CPU, seed=1)
     draft = (target[:, :depth].log() + 0.3 * noise).softmax(-1)
     draft_tokens, numbers = draft.argmax(-1), torch.tensor([3, 2, 0, 1], dtype=torch.int32)
-    streams, places = torch.arange(1, count + 1) * 0x123456789ABCDE, 11 * torch.arange(count)
-    given = (target, draft, draft_tokens, numbers, streams, places)
+    streams, positions = torch.arange(1, count + 1) * 0x123456789ABCDE, 11 * torch.arange(count)
+    given = (target, draft, draft_tokens, numbers, streams, positions)
     assert drafts.reject_drafts(*given).tolist() == reference_drafts.reject_drafts(*given).tolist()
 
 
 @pytest.mark.parametrize("in_8_bits", [False, True])
-def test_the_fused_head_and_argmax_picks_the_lowest_best_id(in_8_bits: bool) -> None:
+def test_the_fused_head_with_argmax_returns_the_lowest_id_of_equal_maxima(in_8_bits: bool) -> None:
     hidden = padded_rows(normal(5, 320, dtype=torch.bfloat16, device=CPU).round(), 336)
     plain = tied_tokens(200, 320, dtype=torch.bfloat16, device=CPU)
     if in_8_bits:

@@ -13,30 +13,32 @@ from kernels.attention_rows import AttentionShape
 from kernels.reference import fused_linear as reference
 from kernels.triton import fused_linear
 from kernels.triton.split_k import arrival_counters
-from tests.ptx.test_attention import BF16, BLOCK, CPU, check_rotated
 from tests.support.kernel_cases import RotatedDecodeBatch, normal
 from tests.support.kernel_tolerances import assert_near
+from tests.support.ptx.attention_batch import BF16, BLOCK, CPU, check_rotated_decode
 from tests.support.ptx.block import REVERSE
 from tests.support.ptx.card import EmulatedCard
 
 WAIT, TRIGGER = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 
 
-@pytest.mark.parametrize(("sooner", "num_kernels"), [(way, count) for count, way in enumerate(SOONER.values(), 1)])
+@pytest.mark.parametrize(
+    ("early_triggers", "num_kernels"), [(early_triggers, count) for count, early_triggers in enumerate(SOONER.values(), 1)]
+)
 def test_kernels_trigger_the_next_one_only_after_their_own_wait(
-    sooner: Callable[[], AbstractContextManager[object]], num_kernels: int, card: EmulatedCard
+    early_triggers: Callable[[], AbstractContextManager[object]], num_kernels: int, card: EmulatedCard
 ) -> None:
     programs: list[str] = []
 
-    def note(ptx: str) -> str:
+    def record(ptx: str) -> str:
         programs.append(ptx)
         return ptx
 
-    card.transform_ptx, card.order = note, REVERSE
+    card.transform_ptx, card.order = record, REVERSE
     x, residual = (normal(1, 256, dtype=BF16, device=CPU, seed=seed) for seed in (1, 2))
     weight, norm_weight = normal(256, 256, dtype=BF16, device=CPU, seed=3) / 16, torch.ones(256, dtype=BF16)
-    with sooner():
-        check_rotated(RotatedDecodeBatch([257], AttentionShape(BLOCK, 8, 2, 128), CPU, dtype=BF16))
+    with early_triggers():
+        check_rotated_decode(RotatedDecodeBatch([257], AttentionShape(BLOCK, 8, 2, 128), CPU, dtype=BF16))
         found = fused_linear.linear_add(x, weight, residual, norm_weight)
     expected = reference.linear_add(x, weight, residual, norm_weight)
     assert_near(found.total, expected.total, "matmul")

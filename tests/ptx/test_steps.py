@@ -60,8 +60,10 @@ def test_inputs_of_a_decode_step_match_the_reference() -> None:
 
 
 @pytest.mark.parametrize("lengths", [[70], [35, 18]])
-def test_layers_load_early_only_what_the_preceding_kernel_does_not_write(lengths: list[int], card: EmulatedCard) -> None:
-    """Two layers of a decode step, from the slots on, as launches that follow one another."""
+def test_layers_launched_early_read_only_what_the_preceding_kernel_does_not_write(
+    lengths: list[int], card: EmulatedCard
+) -> None:
+    """Two layers of a decode step, starting from the slots, as consecutive launches."""
     shape = AttentionShape(16, 4, 2, 32)
     rows, width, hidden = len(lengths), 8 * 32, 4 * 32
     batches = [RotatedDecodeBatch(lengths, shape, CPU, dtype=torch.bfloat16) for _ in "ab"]
@@ -96,7 +98,7 @@ def test_layers_load_early_only_what_the_preceding_kernel_does_not_write(lengths
 
 
 @pytest.mark.parametrize("rows", [[6, -1, 2], [-1, -1], [*range(7), *range(300, 640)]])
-def test_sampled_tokens_become_the_last_of_their_slots_and_are_left_for_the_host(rows: list[int]) -> None:
+def test_advanced_slots_and_host_tokens_match_the_reference(rows: list[int]) -> None:
     slots, sampled = torch.tensor(rows, dtype=torch.int32), torch.arange(100, 100 + len(rows))
     sampled[-1] = -1
     last, lengths = torch.arange(640), torch.arange(640, dtype=torch.int32)
@@ -114,7 +116,7 @@ def test_sampled_tokens_become_the_last_of_their_slots_and_are_left_for_the_host
     assert host.num_steps.item() == (8 if rows[0] >= 0 else 6)
 
 
-def test_blocks_are_copied_and_staged(card: EmulatedCard) -> None:
+def test_copied_and_staged_blocks_match_the_reference(card: EmulatedCard) -> None:
     made, expected = ([normal(9, *BLOCK_SHAPE, dtype=torch.bfloat16, device=CPU, seed=i) for i in range(3)] for _ in "ab")
     staging, expected_staging = (torch.zeros(4, 3, *BLOCK_SHAPE, dtype=torch.bfloat16) for _ in "ab")
     ids, others, rows = torch.tensor([8, 1]), torch.tensor([0, 5]), torch.tensor([3, 0])

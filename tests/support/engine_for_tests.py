@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import socket
 
+import torch
+
 from engine.main import main
+from kernels.ops import operations
+
+operations(torch.device("cpu"), torch.float32)  # loading them takes two seconds, in the fork server only once
 
 
 def run(connection: socket.socket, options: str) -> int:

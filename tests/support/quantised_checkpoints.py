@@ -247,3 +247,17 @@ def gptq(
         "damp_percent": 0.1,
     }
     return Layout(settings=settings, store=store)
+
+
+def damaged_copy(source: WrittenCheckpoint, directory: Path, **changes: torch.Tensor | None) -> Path:
+    """Copy a checkpoint, with tensors of the first query projection replaced by the last part of their names; None removes
+    one. → directory"""
+    shutil.copytree(source.directory, directory)
+    tensors = load_file(directory / "model.safetensors")
+    for last_part, tensor in changes.items():
+        name = f"model.layers.0.self_attn.q_proj.{last_part}"
+        tensors.pop(name, None)
+        if tensor is not None:
+            tensors[name] = tensor
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    return directory

@@ -199,7 +199,7 @@ def _randomise(model: Any) -> None:
                 parameter.copy_(torch.randn_like(parameter))
 
 
-def greedy(model: Any, prompt: list[int], max_tokens: int, *, stops_at_eos: bool = False) -> list[int]:
+def greedy(model: Any, prompt: list[int], max_tokens: int) -> list[int]:
     """Output token ids of `transformers.generate` without sampling."""
     with torch.inference_mode():
         ids = model.generate(
@@ -207,7 +207,7 @@ def greedy(model: Any, prompt: list[int], max_tokens: int, *, stops_at_eos: bool
             attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
             max_new_tokens=max_tokens,
             do_sample=False,
-            eos_token_id=EOS if stops_at_eos else None,
+            eos_token_id=None,
             pad_token_id=0,
         )
     output: list[int] = ids[0, len(prompt) :].tolist()

@@ -23,7 +23,7 @@ CONTEXT = 256
 NEIGHBOURS = {"x": [5, 6, 7], "y": list(range(20, 60)), "z": [9] * 17}
 IMPOSSIBLE: dict[str, Any] = {"type": "string", "enum": [1, 2]}
 
-# fields of the request or of its sampling parameters, and the field that the answer names
+# fields of the request or of its sampling parameters, and the field that the error names
 REFUSED_BY_ENGINE: list[tuple[dict[str, Any], str]] = [
     ({"prompt_token_ids": []}, "prompt_token_ids"),
     ({"prompt_token_ids": [-1]}, "prompt_token_ids"),
@@ -62,8 +62,8 @@ REFUSED_BY_ENGINE: list[tuple[dict[str, Any], str]] = [
     ({"sampling": {"guided_grammar": "start: nowhere"}}, "guided_grammar"),
 ]
 
-# parameters that cannot even be made, or that the engine refuses for `LLM`
-REFUSED_FOR_A_SCRIPT: list[tuple[dict[str, Any], str]] = [
+# sampling parameters refused when they are constructed or when `LLM` submits them, and the field that the error names
+REFUSED_BY_LLM: list[tuple[dict[str, Any], str]] = [
     ({"temperature": math.nan}, "temperature"),
     ({"temperature": -1.0}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
@@ -134,7 +134,7 @@ def llm(model: Path) -> Iterator[LLM]:
         yield made
 
 
-def neighbours() -> list[GenerationRequest]:
+def neighbour_requests() -> list[GenerationRequest]:
     return [generation_request(name, prompt, max_tokens=20, temperature=0.7, seed=4) for name, prompt in NEIGHBOURS.items()]
 
 
@@ -147,15 +147,15 @@ def bad_request(changes: dict[str, Any]) -> GenerationRequest:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(engine: Engine) -> dict[str, list[int]]:
-    return {name: tokens(events) for name, events in run_to_end(engine, neighbours()).items()}
+def undisturbed_tokens(engine: Engine) -> dict[str, list[int]]:
+    return {name: tokens(events) for name, events in run_to_end(engine, neighbour_requests()).items()}
 
 
 @pytest.mark.parametrize(("changes", "param"), REFUSED_BY_ENGINE, ids=lambda value: str(value)[:50])
-def test_the_engine_names_the_field_and_its_other_requests_do_not_notice(
-    engine: Engine, undisturbed: dict[str, list[int]], changes: dict[str, Any], param: str
+def test_an_invalid_request_is_refused_by_field_and_concurrent_requests_are_unaffected(
+    engine: Engine, undisturbed_tokens: dict[str, list[int]], changes: dict[str, Any], param: str
 ) -> None:
-    for request in neighbours():
+    for request in neighbour_requests():
         assert engine.submit(request) == []
     events = engine.step() + engine.step()
     rejected = engine.submit(bad_request(changes))
@@ -165,14 +165,14 @@ def test_the_engine_names_the_field_and_its_other_requests_do_not_notice(
     assert [event.finish_reason for event in rejected] == [FinishReason.ERROR]
     assert rejected[0].error
     assert len(rejected[0].error) < 1000
-    assert {name: tokens(of(events, name)) for name in NEIGHBOURS} == undisturbed
+    assert {name: tokens(events_of(events, name)) for name in NEIGHBOURS} == undisturbed_tokens
 
 
-def of(events: list[TokenEvent], name: str) -> list[TokenEvent]:
+def events_of(events: list[TokenEvent], name: str) -> list[TokenEvent]:
     return [event for event in events if event.request_id == name]
 
 
-def test_requests_at_the_limits_themselves_run(engine: Engine) -> None:
+def test_requests_exactly_at_the_limits_are_accepted(engine: Engine) -> None:
     request = GenerationRequest(
         request_id="fine", tenant_id="bob", prompt_token_ids=[VOCAB_SIZE - 1] * (CONTEXT - 1), weight=1000,
         priority=Priority.BATCH, queue_deadline_s=3600.0,
@@ -183,8 +183,10 @@ def test_requests_at_the_limits_themselves_run(engine: Engine) -> None:
     assert events[-1].error is None
 
 
-@pytest.mark.parametrize(("sampling", "param"), REFUSED_FOR_A_SCRIPT, ids=lambda value: str(value)[:50])
-def test_a_script_gets_an_error_that_names_the_field_and_can_go_on(llm: LLM, sampling: dict[str, Any], param: str) -> None:
+@pytest.mark.parametrize(("sampling", "param"), REFUSED_BY_LLM, ids=lambda value: str(value)[:50])
+def test_invalid_sampling_parameters_raise_an_error_that_names_the_field_and_llm_stays_usable(
+    llm: LLM, sampling: dict[str, Any], param: str
+) -> None:
     greedy = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     before = [output.outputs[0].token_ids for output in llm.generate(list(NEIGHBOURS.values()), greedy, use_tqdm=False)]
     with pytest.raises(InvalidOption) as refused:
@@ -196,14 +198,16 @@ def test_a_script_gets_an_error_that_names_the_field_and_can_go_on(llm: LLM, sam
 
 
 @pytest.mark.parametrize(("prompts", "message"), BAD_PROMPTS, ids=lambda value: str(value)[:50])
-def test_a_script_gets_an_error_that_names_the_prompt(llm: LLM, prompts: Any, message: str) -> None:
+def test_an_invalid_prompt_raises_an_error_that_names_its_index_and_llm_stays_usable(
+    llm: LLM, prompts: Any, message: str
+) -> None:
     with pytest.raises(PromptError) as refused:
         llm.generate(prompts, SamplingParams(max_tokens=1), use_tqdm=False)
     assert str(refused.value).startswith(message)
     assert len(llm.generate([[5]], SamplingParams(max_tokens=1), use_tqdm=False)) == 1
 
 
-def test_what_is_found_out_late_comes_with_the_outputs_of_the_others(llm: LLM) -> None:
+def test_an_error_found_after_submission_comes_with_the_outputs_of_the_other_prompts(llm: LLM) -> None:
     greedy = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     bad = SamplingParams(guided_json=IMPOSSIBLE)
     with pytest.raises(GenerationFailed, match="prompt 1: the schema cannot be satisfied") as failed:
@@ -213,7 +217,7 @@ def test_what_is_found_out_late_comes_with_the_outputs_of_the_others(llm: LLM) -
     assert [second.error_param, second.token_ids] == ["guided_json", []]
 
 
-def test_integers_are_as_good_as_floats(llm: LLM) -> None:
+def test_integer_sampling_parameters_equal_their_float_values(llm: LLM) -> None:
     params = [
         SamplingParams(temperature=number(1), top_p=number(1), presence_penalty=number(1), logit_bias={5: number(-100)}, seed=3)
         for number in (int, float)
@@ -224,7 +228,9 @@ def test_integers_are_as_good_as_floats(llm: LLM) -> None:
     assert [type(value) for value in (params[0].temperature, *(params[0].logit_bias or {}).values())] == [float, float]
 
 
-def test_a_text_that_is_surely_too_long_is_never_tokenised(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_exceeds_the_context_by_its_length_alone_is_refused_without_tokenising(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def encode(_: object, text: str, **__: object) -> list[int]:
         raise AssertionError(f"{len(text)} characters are tokenised")
 
@@ -233,18 +239,16 @@ def test_a_text_that_is_surely_too_long_is_never_tokenised(llm: LLM, monkeypatch
         llm.generate("x" * 5_000_000, SamplingParams(max_tokens=1), use_tqdm=False)
 
 
-def test_an_empty_text_is_refused_also_where_the_tokenizer_begins_every_text_with_a_token(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_empty_text_is_refused_even_if_the_tokenizer_adds_a_first_token(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: [1])
     with pytest.raises(PromptError, match="prompt 0: the prompt is empty"):
         llm.generate("", SamplingParams(max_tokens=1), use_tqdm=False)
 
 
-def test_half_a_surrogate_pair_in_a_text_to_embed_is_refused(llm: LLM) -> None:
+def test_a_lone_surrogate_in_a_text_to_embed_is_refused(llm: LLM) -> None:
     with pytest.raises(PromptError, match=r"text 1: .* half of a surrogate pair"):
         llm.embed(["fine", "\ud800"], use_tqdm=False)
 
 
-def test_an_empty_list_of_prompts_has_no_outputs(llm: LLM) -> None:
+def test_an_empty_list_of_prompts_returns_no_outputs(llm: LLM) -> None:
     assert llm.generate([], SamplingParams()) == []

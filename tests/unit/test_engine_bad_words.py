@@ -1,4 +1,4 @@
-"""Bad words as token ids, in both tokenisations of a word."""
+"""Tokenisation of `bad_words`: a word is forbidden at the start of a text and after a space."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from engine.text.bad_words import bad_words_token_ids
 
-PIECES = {"cat": [1], " cat": [2], "dog": [3, 4], " dog": [9, 3, 4], "emu": [5, 6], " emu": [7], "": [], " ": [9]}
+TOKEN_IDS = {"cat": [1], " cat": [2], "dog": [3, 4], " dog": [9, 3, 4], "emu": [5, 6], " emu": [7], "": [], " ": [9]}
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,7 @@ PIECES = {"cat": [1], " cat": [2], "dog": [3, 4], " dog": [9, 3, 4], "emu": [5, 
         (["cat", "dog"], [[1], [2], [3, 4]]),
         ([], []),
     ],
+    ids=str,
 )
-def test_a_word_is_written_with_and_without_a_space_before_it(words: list[str], expected: list[list[int]]) -> None:
-    assert bad_words_token_ids(words, PIECES.__getitem__) == expected
+def test_each_word_is_tokenised_with_and_without_a_leading_space(words: list[str], expected: list[list[int]]) -> None:
+    assert bad_words_token_ids(words, TOKEN_IDS.__getitem__) == expected

@@ -1,4 +1,4 @@
-"""Calibration passes at the start: one-time costs of the first pass are not attributed to tokens."""
+"""Calibration at the start: times of steps, rows and drafts as the cost model gets them, without one-time costs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from engine.simulator.models import CONFIGS
 LIMITS = SchedulerLimits(max_num_seqs=64, max_num_batched_tokens=512, max_model_len=4096, block_size=16)
 
 
-class Passes:
-    """A decoder whose passes take the times given, the last one again and again, on a clock of its own."""
+class FakeDecoder:
+    """A decoder with its own clock, whose passes take `times_s` in turn and then the last of them each."""
 
     def __init__(self, *times_s: float) -> None:
         self.times_s = list(times_s)
@@ -41,44 +41,44 @@ class Passes:
         return calibration._pass_s(decoder, decoder.forward_spans, [])
 
 
-def test_a_first_pass_that_compiles_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    passes = Passes(3.2, 0.002, 0.001, 0.003)
-    assert passes.measured_s(monkeypatch) == pytest.approx(0.001)
-    assert passes.count == 1 + PASSES_MAX
+def test_the_first_pass_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = FakeDecoder(3.2, 0.002, 0.001, 0.003)
+    assert decoder.measured_s(monkeypatch) == pytest.approx(0.001)
+    assert decoder.count == 1 + PASSES_MAX
 
 
-def test_a_slow_model_is_timed_once_after_it_has_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    passes = Passes(40.0, 2 * PASSES_MAX_S)
-    assert passes.measured_s(monkeypatch) == pytest.approx(2 * PASSES_MAX_S)
-    assert passes.count == 2
+def test_a_slow_model_is_timed_only_once_after_its_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = FakeDecoder(40.0, 2 * PASSES_MAX_S)
+    assert decoder.measured_s(monkeypatch) == pytest.approx(2 * PASSES_MAX_S)
+    assert decoder.count == 2
 
 
-def test_a_decode_is_timed_as_it_will_be_run_and_chunks_as_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    passes = Passes(0.008)
-    passes.kv_caches[0].device = torch.device("cpu")
+def test_a_decode_step_is_timed_as_the_engine_runs_it_and_chunks_as_forward_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = FakeDecoder(0.008)
+    decoder.kv_caches[0].device = torch.device("cpu")
 
-    class Steps:
-        chunks = passes.forward_spans
+    class RecordedSteps:
+        chunks = decoder.forward_spans
 
         def decode(self, num_rows: int) -> None:
-            passes.now_s += 0.0043
+            decoder.now_s += 0.0043
 
-    monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=lambda: passes.now_s))
+    monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=lambda: decoder.now_s))
     config = parse_model_config(CONFIGS["llama-3.1-8b"], {})
 
     def measured(steps: Any) -> StepTimeModel:
-        models = cast("Any", passes), None
+        models = cast("Any", decoder), None
         return calibration.measure_speed(config, steps, *models, LIMITS, weight_bytes=2.0, max_draft_tokens=0).step_times
 
-    found = measured(Steps())
+    found = measured(RecordedSteps())
     assert found.weights_s(1) == pytest.approx(0.0043)
     assert 64 * (found.token_s + found.sampled_row_s) == pytest.approx(0.008)
-    plain = measured(PassTiming(cast("Any", passes), None, LIMITS))
+    plain = measured(PassTiming(cast("Any", decoder), None, LIMITS))
     assert plain.weights_s(1) == pytest.approx(0.008), "the plain way's decodes are passes"
 
 
-def test_a_draft_model_has_a_part_in_every_step_and_one_of_its_own_for_each_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, small = Passes(0.008), Passes(0.001)
+def test_a_draft_model_adds_to_the_time_of_a_step_and_has_a_time_per_draft_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, small = FakeDecoder(0.008), FakeDecoder(0.001)
     for each in (target, small):
         each.kv_caches[0].device = torch.device("cpu")
     clock = SimpleNamespace(perf_counter=lambda: target.now_s + small.now_s)
@@ -97,7 +97,7 @@ def test_a_draft_model_has_a_part_in_every_step_and_one_of_its_own_for_each_draf
     assert found.speculation is not None
     assert found.speculation.times[0] == 1.0
 
-    class Steps:
+    class RecordedSteps:
         chunks = target.forward_spans
 
         def decode(self, num_rows: int) -> None:
@@ -106,13 +106,13 @@ def test_a_draft_model_has_a_part_in_every_step_and_one_of_its_own_for_each_draf
         def draft_decode(self) -> None:
             small.now_s += 0.0004
 
-    over_slots = measured(Steps()).step_times
+    over_slots = measured(RecordedSteps()).step_times
     assert over_slots.weights_s(1) == pytest.approx(0.009)
     assert over_slots.draft_step_s == pytest.approx(0.0004), "as the steps over slots take it"
 
 
-class HostBound(Passes):
-    """Launching its kernels takes 5 ms, as long as 500 rows do."""
+class HostBoundDecoder(FakeDecoder):
+    """A pass takes 5 ms to launch, or 10 µs per row if that is longer."""
 
     def __init__(self) -> None:
         super().__init__(0.0)
@@ -127,31 +127,31 @@ class HostBound(Passes):
         self.now_s += max(0.005, 1e-5 * sum(len(row.token_ids) for row in self.passes[-1]))
 
 
-@pytest.mark.parametrize(("max_tokens", "most"), [(8192, 2048), (1000, 1000)])
+@pytest.mark.parametrize(("max_tokens", "max_rows"), [(8192, 2048), (1000, 1000)])
 @pytest.mark.parametrize("max_draft_tokens", [0, 64])
 @pytest.mark.parametrize("max_len", [300, 100])
-def test_a_row_on_a_gpu_costs_what_it_does_in_a_step_that_is_not_bound_by_its_launches(
-    max_tokens: int, most: int, max_len: int, max_draft_tokens: int, monkeypatch: pytest.MonkeyPatch
+def test_the_cost_of_a_row_on_a_gpu_excludes_launch_overhead(
+    max_tokens: int, max_rows: int, max_len: int, max_draft_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    passes = HostBound()
-    monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=lambda: passes.now_s))
-    decoder = cast("Any", passes)
+    host_bound = HostBoundDecoder()
+    monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=lambda: host_bound.now_s))
+    decoder = cast("Any", host_bound)
     limits = SchedulerLimits(max_num_seqs=256, max_num_batched_tokens=max_tokens, max_model_len=max_len, block_size=16)
     found = calibration.measure_speed(
         parse_model_config(CONFIGS["llama-3.1-8b"], {}), PassTiming(decoder, None, limits), decoder, None, limits,
         weight_bytes=2.0, max_draft_tokens=max_draft_tokens,
     )  # fmt: skip
     times = found.step_times
-    assert most * times.token_s + 256 * times.sampled_row_s == pytest.approx(1e-5 * most)
-    longest = max(len(row.token_ids) for rows in passes.passes for row in rows)
+    assert max_rows * times.token_s + 256 * times.sampled_row_s == pytest.approx(1e-5 * max_rows)
+    longest = max(len(row.token_ids) for rows in host_bound.passes for row in rows)
     assert longest == min(256, max_len), "a context holds them"
-    logits = max(sum(len(row.outputs) for row in rows) for rows in passes.passes)
+    logits = max(sum(len(row.outputs) for row in rows) for rows in host_bound.passes)
     assert logits == 256 + max_draft_tokens, "memory is planned for their logits"
     assert max_draft_tokens == 0 if found.speculation is None else found.speculation.rows[-1] == 256 + max_draft_tokens
 
 
 @pytest.mark.parametrize(("device", "rows"), [("cpu", (1, 2, 4, 16, 64)), ("cuda", (1, 2, 4, 16, 80))])
-def test_drafts_cost_what_the_steps_take_that_verify_them(
+def test_the_cost_of_drafts_is_that_of_the_steps_that_verify_them(
     device: str, rows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = 0.0

@@ -30,14 +30,14 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
     return write_file
 
 
-def test_a_process_without_limits_has_all_of_its_machine(write: Write) -> None:
+def test_a_group_without_limits_limits_neither_cores_nor_memory(write: Write) -> None:
     write("app/worker/cpu.max", "max 100000")
     write("app/worker/memory.max", "max")
     assert cgroup.cores() is None
     assert cgroup.memory_bytes() is None
 
 
-def test_the_least_limit_on_the_way_to_the_root_holds(write: Write) -> None:
+def test_the_lowest_limit_between_the_group_and_the_root_holds(write: Write) -> None:
     write("app/worker/cpu.max", "400000 100000")
     write("app/cpu.max", "150000 100000")
     write("app/worker/memory.max", str(2 * GIB))
@@ -46,7 +46,7 @@ def test_the_least_limit_on_the_way_to_the_root_holds(write: Write) -> None:
     assert cgroup.memory_bytes() == 2 * GIB
 
 
-def test_a_container_that_sees_the_path_outside_has_the_limits_of_its_root(write: Write) -> None:
+def test_limits_of_the_mount_root_hold_if_the_path_of_the_group_is_outside_the_container(write: Write) -> None:
     write("membership", "0::/system.slice/docker-1.scope")
     write("cpu.max", "200000 100000")
     write("memory.max", str(GIB))
@@ -54,7 +54,7 @@ def test_a_container_that_sees_the_path_outside_has_the_limits_of_its_root(write
     assert cgroup.memory_bytes() == GIB
 
 
-def test_groups_of_version_1_are_read_by_controller(write: Write) -> None:
+def test_version_1_limits_are_read_from_the_hierarchy_of_each_controller(write: Write) -> None:
     write("membership", "4:memory:/app\n3:cpu,cpuacct:/app\n1:name=systemd:/\n0::/")
     write("cpu/app/cpu.cfs_quota_us", "250000")
     write("cpu/app/cpu.cfs_period_us", "100000")
@@ -65,7 +65,7 @@ def test_groups_of_version_1_are_read_by_controller(write: Write) -> None:
     assert cgroup.memory_bytes() == GIB
 
 
-def test_a_system_without_groups_limits_nothing(write: Write, tmp_path: Path) -> None:
+def test_without_a_membership_file_nothing_is_limited(write: Write, tmp_path: Path) -> None:
     write("cpu.max", "100000 100000")
     (tmp_path / "membership").unlink()
     assert cgroup.cores() is None
@@ -73,7 +73,7 @@ def test_a_system_without_groups_limits_nothing(write: Write, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("quota", "cores", "threads"), [(None, 8, 7), (100.0, 8, 7), (2.5, 2, 1), (0.5, 1, 1)])
-def test_threads_share_no_core_that_the_process_has_not(
+def test_default_threads_leave_one_core_free_within_affinity_and_quota(
     monkeypatch: pytest.MonkeyPatch, quota: float | None, cores: int, threads: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
@@ -82,7 +82,7 @@ def test_threads_share_no_core_that_the_process_has_not(
     assert default_threads() == threads
 
 
-def test_memory_that_a_container_may_not_take_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_main_memory_is_the_lower_of_the_machine_and_the_limit_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = main_memory_bytes()
     monkeypatch.setattr(cgroup, "memory_bytes", lambda: 64 << 20)
     assert main_memory_bytes() == 64 << 20

@@ -1,4 +1,4 @@
-"""Chat templates are rendered by the one renderer that they are written for, in isolation from our code."""
+"""Chat templates render as in `transformers`, in a sandbox, with typed errors and a bounded number of loop iterations."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_template_sees_messages_and_special_tokens(model: Path) -> None:
+def test_a_template_gets_messages_special_tokens_and_add_generation_prompt(model: Path) -> None:
     template = ChatTemplate.load(model)
     assert template.render(MESSAGES) == "<s>user: hi\nassistant: "
     assert template.render(MESSAGES, add_generation_prompt=False) == "<s>user: hi\n"
 
 
-def test_a_template_in_its_own_file_wins(model: Path) -> None:
+def test_chat_template_jinja_takes_precedence_over_tokenizer_config_json(model: Path) -> None:
     (model / "chat_template.jinja").write_text("own {{ messages[0].content }}")
     assert ChatTemplate.load(model).render(MESSAGES) == "own hi"
 
 
-def test_the_default_of_several_named_templates_is_taken(model: Path) -> None:
+def test_of_several_named_templates_default_is_used(model: Path) -> None:
     named = [{"name": "tools", "template": "no"}, {"name": "default", "template": "yes"}]
     (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
     assert ChatTemplate.load(model).render(MESSAGES) == "yes"
 
 
-def test_a_model_without_template_says_that_it_is_a_base_model_and_what_to_call(tmp_path: Path) -> None:
+def test_a_model_without_template_raises_an_error_that_names_llm_generate(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, template=None)
     with pytest.raises(NoChatTemplate, match=r"no chat template: it is a base model.*LLM\.generate"):
         ChatTemplate.load(tmp_path)
@@ -60,17 +60,17 @@ def test_a_model_without_template_says_that_it_is_a_base_model_and_what_to_call(
         ("{% for i in range(999999999) %}{% endfor %}", "refuses these messages"),
     ],
 )
-def test_a_template_that_fails_or_reaches_out_is_an_error(source: str, message: str) -> None:
+def test_a_template_that_fails_or_leaves_the_sandbox_raises_an_error(source: str, message: str) -> None:
     with pytest.raises(ChatTemplateError, match=message):
         ChatTemplate(source, {}).render(MESSAGES)
 
 
-def test_a_template_that_cannot_be_compiled_is_an_error() -> None:
+def test_a_template_with_a_syntax_error_raises_an_error() -> None:
     with pytest.raises(ChatTemplateError, match="cannot be compiled"):
         ChatTemplate("{% for %}", {})
 
 
-def test_json_in_templates_is_plain() -> None:
+def test_tojson_does_not_escape_html_or_non_ascii_characters() -> None:
     assert ChatTemplate("{{ {'a': '<é>'} | tojson }}", {}).render(MESSAGES) == '{"a": "<é>"}'
 
 
@@ -99,7 +99,7 @@ def test_a_template_renders_as_it_does_in_transformers(source: str) -> None:
     assert ChatTemplate(source, {"bos_token": "<s>"}).render(MESSAGES) == expected[0]
 
 
-def test_the_date_is_that_of_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strftime_now_uses_the_local_time_zone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TZ", "Asia/Kathmandu")
     time.tzset()
     try:
@@ -123,7 +123,7 @@ def test_the_date_is_that_of_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"default": "x"}, "must be text or a list of named templates, not dict"),
     ],
 )
-def test_a_broken_template_is_one_line_that_names_the_file(entry: Any, message: str, model: Path) -> None:
+def test_an_invalid_template_raises_a_one_line_error_that_names_the_file(entry: Any, message: str, model: Path) -> None:
     (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": entry}))
     with pytest.raises(ChatTemplateError, match=message) as caught:
         ChatTemplate.load(model)
@@ -131,7 +131,7 @@ def test_a_broken_template_is_one_line_that_names_the_file(entry: Any, message: 
     assert "\n" not in str(caught.value)
 
 
-def test_a_list_without_a_default_is_no_template(model: Path) -> None:
+def test_named_templates_without_default_raise_an_error_that_lists_the_names(model: Path) -> None:
     (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": [{"name": "rag", "template": "x"}]}))
     with pytest.raises(NoChatTemplate, match="no chat template named default, only rag"):
         ChatTemplate.load(model)
@@ -156,13 +156,13 @@ def test_a_list_without_a_default_is_no_template(model: Path) -> None:
         ),
     ],
 )
-def test_a_file_that_cannot_be_read_is_named(name: str, content: bytes, message: str, model: Path) -> None:
+def test_an_unreadable_file_raises_an_error_that_names_it(name: str, content: bytes, message: str, model: Path) -> None:
     (model / name).write_bytes(content)
     with pytest.raises(ChatTemplateError, match=message):
         ChatTemplate.load(model)
 
 
-def test_there_is_one_renderer() -> None:
+def test_only_one_module_imports_the_jinja_sandbox() -> None:
     users = [
         path.relative_to(REPO).as_posix()
         for folder in ("appliance/serving", "appliance/api", "engine")
@@ -192,20 +192,22 @@ PAIRS = "{% for m in messages %}{% for n in messages[loop.index:] %}{{ loop.leng
     ],
     ids=["loops", "conditions", "filters", "macros", "recursion", "extremes", "batches"],
 )
-def test_a_template_that_looks_at_every_pair_is_bounded_by_its_turns(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_that_iterates_over_all_pairs_of_messages_is_refused_beyond_the_iteration_limit(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loop_limit, "LOOP_ITERATIONS_MAX", 1000)
     template = ChatTemplate(source, {})
     few = template.render(MESSAGES * 20)
-    assert few == template.render(MESSAGES * 20), "each rendering has turns of its own"
+    assert few == template.render(MESSAGES * 20), "iterations are counted per rendering"
     with pytest.raises(ChatTemplateError, match="refuses these messages: its loops take more than 1000 iterations"):
         template.render(MESSAGES * 60)
 
 
-GATHERED = "{% set ns = namespace(text='') %}{% for m in messages %}{% set ns.text = ITS_TEXT %}{% endfor %}{{ ns.text }}"
+ACCUMULATED = "{% set ns = namespace(text='') %}{% for m in messages %}{% set ns.text = EXPRESSION %}{% endfor %}{{ ns.text }}"
 
 
 @pytest.mark.parametrize(
-    "its_text",
+    "expression",
     [
         "ns.text + '\n' + m['content']",
         "ns.text ~ '\n' ~ m.content",
@@ -213,16 +215,18 @@ GATHERED = "{% set ns = namespace(text='') %}{% for m in messages %}{% set ns.te
         "ns.text + m.content if m else ''",
     ],
 )
-def test_a_template_that_copies_a_long_text_for_each_message_is_bounded(its_text: str) -> None:
-    """As those of DeepSeek do with system messages."""
-    template = ChatTemplate(GATHERED.replace("ITS_TEXT", its_text), {})
+def test_a_template_that_copies_accumulated_text_for_each_message_is_refused_beyond_the_limit(expression: str) -> None:
+    """DeepSeek's templates do this with system messages."""
+    template = ChatTemplate(ACCUMULATED.replace("EXPRESSION", expression), {})
     message = {"role": "system", "content": "x" * 2560}
     assert len(template.render([message] * 400)) >= 400 * 2560
     with pytest.raises(ChatTemplateError, match="refuses these messages: its loops take more than"):
         template.render([message] * 4096)
 
 
-def test_a_template_that_copies_a_list_for_each_message_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_that_copies_an_accumulated_list_for_each_message_is_refused_beyond_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(loop_limit, "LOOP_ITERATIONS_MAX", 1000)
     source = "{% set ns = namespace(all=[]) %}{% for m in messages %}{% set ns.all = ns.all + [m] %}{% endfor %}"
     ChatTemplate(source, {}).render(MESSAGES * 200)
@@ -234,7 +238,7 @@ def test_a_template_that_copies_a_list_for_each_message_is_bounded(monkeypatch: 
     "source",
     [
         PAIRS,
-        GATHERED.replace("ITS_TEXT", "(ns.text + ('a' + m.content) * 2) ~ (1 + 2)"),
+        ACCUMULATED.replace("EXPRESSION", "(ns.text + ('a' + m.content) * 2) ~ (1 + 2)"),
         "{{ 1 + 2 * 3 }}{{ 'a' ~ 1 ~ nothing }}{{ ('a' + 'b') | upper }}{{ [1] + [2] }}{% if 'a' + 'b' == 'ab' %}x{% endif %}",
         "{% for m in messages | map(attribute='content') %}{{ loop.last }}{{ loop.revindex }}{{ m }}{% else %}none{% endfor %}",
         "{{ messages | map(attribute='role') | unique | sort | join(',') }}{{ nothing | map('upper') | list }}",
@@ -246,11 +250,11 @@ def test_a_template_that_copies_a_list_for_each_message_is_bounded(monkeypatch: 
         "{% for x in range(3) %}{% if x == 1 %}{% continue %}{% endif %}{{ x }}{% endfor %}{{ [1, 2] | sum }}",
     ],
 )
-def test_counting_turns_changes_no_text(source: str) -> None:
+def test_counting_iterations_does_not_change_the_rendered_text(source: str) -> None:
     messages = [*MESSAGES, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "so"}]
     expected, _ = render_jinja_template(conversations=[messages], chat_template=source, add_generation_prompt=True)
     assert [ChatTemplate(source, {}).render(messages)] == expected
 
 
-def test_a_gateways_longest_conversation_may_be_gone_through_a_thousand_times() -> None:
+def test_the_longest_accepted_conversation_may_be_iterated_a_thousand_times() -> None:
     assert 1000 * MESSAGES_MAX <= loop_limit.LOOP_ITERATIONS_MAX

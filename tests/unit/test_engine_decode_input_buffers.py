@@ -1,4 +1,4 @@
-"""Rows of a decode step: which request has which row, and when they need not be sent again."""
+"""Slots of a decode step on the device: padding, and when they are sent again."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def input_buffers() -> DecodeInputBuffers:
     return inputs
 
 
-def test_the_same_slots_in_a_step_of_more_rows_are_padded_anew() -> None:
-    """Behind them stand rows of an earlier step, which would be computed once more."""
+def test_a_step_with_more_rows_for_the_same_slots_pads_the_added_rows() -> None:
+    """The buffer still holds slots of an earlier step there, which would be computed again."""
     inputs = input_buffers()
     inputs.write_slots(SLOTS, 1)
     assert inputs.slots.tolist() == [2, 1, 0, 2]
@@ -30,15 +30,15 @@ def test_the_same_slots_in_a_step_of_more_rows_are_padded_anew() -> None:
     assert inputs.slots[:3].tolist() == [2, NOTHING, NOTHING]
 
 
-def test_the_very_slots_of_the_last_step_are_not_sent_again_and_equal_ones_are() -> None:
+def test_slots_are_sent_again_unless_they_are_the_same_list_object() -> None:
     inputs = input_buffers()
     with mock.patch.object(inputs._staging, "send", wraps=inputs._staging.send) as send:
-        for slots, times in ((SLOTS, 1), (SLOTS, 1), ([*SLOTS], 2)):
+        for slots, num_sent in ((SLOTS, 1), (SLOTS, 1), ([*SLOTS], 2)):
             inputs.write_slots(slots, 2)
-            assert send.call_count == times
+            assert send.call_count == num_sent
 
 
-def test_slots_are_sent_again_behind_a_step_whose_inputs_the_host_has_written() -> None:
+def test_slots_are_sent_again_after_the_host_wrote_the_inputs() -> None:
     inputs = input_buffers()
     inputs.write_slots(SLOTS, 1)
     inputs.write_columns(NO_INPUTS, 1)

@@ -1,4 +1,4 @@
-"""Checkpoints in forms that no product reads: what is told, what is predicted, and what is refused, with those beside them."""
+"""Checkpoint formats from other tools: those multiplied as stored, and those decoded while they are read (`quantization`)."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ FAMILIES = {"llama": {}, "phi3": {}, "mixtral": {"num_local_experts": 4}, "qwen3
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, layouts.WrittenCheckpoint]:
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, layouts.WrittenCheckpoint]:
     directory = tmp_path_factory.mktemp("written")
     make_model("llama", directory / "plain", **{**layouts.SIZES, "initializer_range": 0.1, "vocab_size": VOCAB_SIZE})
     write_tokenizer(directory / "plain")
@@ -69,47 +69,51 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, layouts.Writt
 
 
 @pytest.mark.parametrize("name", DECODED)
-def test_what_the_weights_become_must_be_chosen(name: str, written: dict[str, layouts.WrittenCheckpoint]) -> None:
-    directory = written[name].directory
-    refused = (
+def test_a_decoded_checkpoint_needs_a_choice_of_quantization(
+    name: str, checkpoints: dict[str, layouts.WrittenCheckpoint]
+) -> None:
+    directory = checkpoints[name].directory
+    message = (
         rf"quantization must be chosen: the checkpoint is {STORED_AS[name]} \(config\.json: quantization_config\.{KEYS[name]}\)"
         r".* int8 rounds .* \(usually closest\), fp8 .*, none .* "
         r"\(in gatehouse\.toml: quantization = \"int8\"; of gatehouse plan, simulate and models verify: --quantization int8\)"
     )
-    with pytest.raises(EngineConfigError, match=refused):
+    with pytest.raises(EngineConfigError, match=message):
         small_engine(directory)
     config = load_model_config(directory)
-    with pytest.raises(EngineConfigError, match=refused):
+    with pytest.raises(EngineConfigError, match=message):
         check_formats(config, EngineOptions(model=directory), "bfloat16", (8, 0))
     assert config.quantization is not None
     with pytest.raises(EngineConfigError, match="quantization = 'awq' cannot be applied: the checkpoint is"):
         small_engine(directory, quantization="awq")
 
 
-def test_a_checkpoint_that_is_multiplied_as_stored_is_not_decoded(written: dict[str, layouts.WrittenCheckpoint]) -> None:
+def test_a_checkpoint_that_is_multiplied_as_stored_cannot_be_requantised(
+    checkpoints: dict[str, layouts.WrittenCheckpoint],
+) -> None:
     for name in MULTIPLIED:
         for quantization in ("none", "int8"):
             with pytest.raises(EngineConfigError, match=f"quantization = '{quantization}' cannot be applied: .* already"):
-                small_engine(written[name].directory, quantization=quantization)
+                small_engine(checkpoints[name].directory, quantization=quantization)
 
 
-def test_an_unquantised_checkpoint_may_be_asked_to_stay_so(written: dict[str, layouts.WrittenCheckpoint]) -> None:
-    assert small_engine(written["blocks"].twin, quantization="none").info.quantization == "none"
+def test_quantization_none_is_accepted_for_an_unquantised_checkpoint(checkpoints: dict[str, layouts.WrittenCheckpoint]) -> None:
+    assert small_engine(checkpoints["blocks"].twin, quantization="none").info.quantization == "none"
 
 
 @pytest.mark.parametrize("quantization", ["int8", "fp8", "none"])
 @pytest.mark.parametrize("name", DECODED)
-def test_the_engine_and_its_log_say_what_was_stored_and_what_is_kept(
-    name: str, quantization: str, written: dict[str, layouts.WrittenCheckpoint], caplog: pytest.LogCaptureFixture
+def test_engine_info_and_log_name_the_stored_and_the_kept_format(
+    name: str, quantization: str, checkpoints: dict[str, layouts.WrittenCheckpoint], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="gatehouse.engine"):
-        info = small_engine(written[name].directory, quantization=quantization).info
+        info = small_engine(checkpoints[name].directory, quantization=quantization).info
     assert info.quantization == f"{quantization} (stored as {STORED_AS[name]})"
     assert ("weights" in info.kernels) is (quantization != "none")
     kept = "unquantised" if quantization == "none" else f"in {quantization}"
-    told = f"weights were stored as {STORED_AS[name]}, decoded while they were read, and are kept {kept}"
-    assert told in [record.getMessage() for record in caplog.records]
-    twin = small_engine(written[name].twin, quantization=quantization).info
+    message = f"weights were stored as {STORED_AS[name]}, decoded while they were read, and are kept {kept}"
+    assert message in [record.getMessage() for record in caplog.records]
+    twin = small_engine(checkpoints[name].twin, quantization=quantization).info
     assert (info.num_parameters, info.weights_bytes) == (twin.num_parameters, twin.weights_bytes)
 
 
@@ -125,81 +129,83 @@ def test_weights_are_predicted(name: str, family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", DECODED)
-def test_a_plan_counts_what_the_weights_become(name: str, written: dict[str, layouts.WrittenCheckpoint]) -> None:
+def test_a_plan_counts_weights_in_the_kept_format(name: str, checkpoints: dict[str, layouts.WrittenCheckpoint]) -> None:
     with pytest.raises(EngineConfigError, match="quantization must be chosen"):
-        memory_fit(str(written[name].directory), find_gpu("h200"))
+        memory_fit(str(checkpoints[name].directory), find_gpu("h200"))
     for quantization in ("int8", "fp8", "none"):
         found, expected = (
             memory_fit(str(folder), find_gpu("h200"), quantization=quantization).needs.weights_bytes
-            for folder in (written[name].directory, written[name].twin)
+            for folder in (checkpoints[name].directory, checkpoints[name].twin)
         )
         assert found == expected
 
 
 @pytest.mark.parametrize("name", [*MULTIPLIED, *DECODED])
-def test_a_checkpoint_is_verified_with_what_it_needs(name: str, written: dict[str, layouts.WrittenCheckpoint]) -> None:
-    facts = verify_model(written[name].directory)
+def test_verification_reports_method_options_and_parameters(
+    name: str, checkpoints: dict[str, layouts.WrittenCheckpoint]
+) -> None:
+    facts = verify_model(checkpoints[name].directory)
     assert facts["quantization"] == STORED_AS.get(name, "modelopt" if name == "modelopt" else "compressed-tensors")
     assert facts.get("quantization_options") == ("int8, fp8, none" if name in DECODED else None)
-    assert facts["parameters"] == verify_model(written[name].twin)["parameters"]
+    assert facts["parameters"] == verify_model(checkpoints[name].twin)["parameters"]
 
 
-def test_verification_that_loads_needs_the_option(
-    written: dict[str, layouts.WrittenCheckpoint], capsys: pytest.CaptureFixture[str]
+def test_verification_with_perplexity_needs_the_option(
+    checkpoints: dict[str, layouts.WrittenCheckpoint], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def answer(*options: str) -> tuple[int, dict[str, Any]]:
-        status = verify.main([str(written["blocks"].directory), *options])
+    def run_verify(*options: str) -> tuple[int, dict[str, Any]]:
+        status = verify.main([str(checkpoints["blocks"].directory), *options])
         return status, json.loads(capsys.readouterr().out.splitlines()[-1])
 
-    assert answer()[0] == 0
-    status, refused = answer("--perplexity")
+    assert run_verify()[0] == 0
+    status, refused = run_verify("--perplexity")
     assert (status, refused["code"]) == (2, "invalid_option")
     assert "quantization must be chosen" in refused["error"]
-    status, facts = answer("--quantization", "int8")
+    status, facts = run_verify("--quantization", "int8")
     assert status == 0
     assert facts["perplexity_as_stored_ratio"] == pytest.approx(1.0, abs=0.05)
     assert facts["perplexity_as_stored_format"]["quantization"] == STORED_AS["blocks"]
 
 
-def test_a_decoded_checkpoint_is_compared_with_its_decoded_numbers(written: dict[str, layouts.WrittenCheckpoint]) -> None:
-    directory = written["blocks"].directory
+def test_perplexity_as_stored_is_that_of_the_decoded_weights(checkpoints: dict[str, layouts.WrittenCheckpoint]) -> None:
+    directory = checkpoints["blocks"].directory
     decoded = compare(directory, FormatOptions(quantization="none"))
     assert decoded.stored_ratio is None
     rounded = compare(directory, FormatOptions(quantization="int8"))
     assert rounded.as_stored == decoded.perplexity
 
 
-def test_a_draft_model_is_not_decoded(written: dict[str, layouts.WrittenCheckpoint]) -> None:
-    draft = {"method": "draft_model", "model": str(written["blocks"].directory), "num_speculative_tokens": 2}
+def test_a_decoded_checkpoint_is_refused_as_draft_model(checkpoints: dict[str, layouts.WrittenCheckpoint]) -> None:
+    draft = {"method": "draft_model", "model": str(checkpoints["blocks"].directory), "num_speculative_tokens": 2}
     with pytest.raises(EngineConfigError, match="speculative_config field model cannot be served: it is fp8 in blocks of 48"):
-        small_engine(written["blocks"].twin, speculative_config=SpeculativeOptions.parse(draft))
+        small_engine(checkpoints["blocks"].twin, speculative_config=SpeculativeOptions.parse(draft))
 
 
-def test_nothing_of_the_checkpoint_is_held_once_it_is_decoded(
-    written: dict[str, layouts.WrittenCheckpoint], monkeypatch: pytest.MonkeyPatch
+def test_encoded_tensors_are_freed_once_they_are_decoded(
+    checkpoints: dict[str, layouts.WrittenCheckpoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from engine.quantization.decoding import DecodedRows, Fp8BlockMatrix
 
-    held: list[int] = []
+    num_held: list[int] = []
     load = DecodedRows.load
 
-    def counted(self: Any, place: Any, tensor: torch.Tensor) -> None:
+    def recording_load(self: Any, place: Any, tensor: torch.Tensor) -> None:
         load(self, place, tensor)
         assert isinstance(self._encoded, Fp8BlockMatrix)
-        held.append(sum(each.tensor.numel() for each in (self._encoded._codes, self._encoded._scales)))
+        num_held.append(sum(each.tensor.numel() for each in (self._encoded._codes, self._encoded._scales)))
 
-    monkeypatch.setattr(DecodedRows, "load", counted)
-    small_engine(written["blocks"].directory, quantization="int8")
-    assert held[1::2] == [0] * (len(held) // 2)
-    assert all(held[0::2])
+    monkeypatch.setattr(DecodedRows, "load", recording_load)
+    small_engine(checkpoints["blocks"].directory, quantization="int8")
+    assert num_held[1::2] == [0] * (len(num_held) // 2)
+    assert all(num_held[0::2])
 
 
-def test_tensors_may_be_read_in_any_order(written: dict[str, layouts.WrittenCheckpoint], tmp_path: Path) -> None:
+def test_tensors_may_be_read_in_any_order(checkpoints: dict[str, layouts.WrittenCheckpoint], tmp_path: Path) -> None:
     """Codes and scales may lie in different shards."""
     for name in ("blocks", "gptq-8"):
-        expected = answer(written[name].directory)
+        expected = greedy_tokens(checkpoints[name].directory)
         folder = tmp_path / name
-        shutil.copytree(written[name].directory, folder)
+        shutil.copytree(checkpoints[name].directory, folder)
         tensors = load_file(folder / "model.safetensors")
         (folder / "model.safetensors").unlink()
         codes = {each for each in tensors if each.endswith(("_proj.weight", ".qweight"))}
@@ -208,17 +214,17 @@ def test_tensors_may_be_read_in_any_order(written: dict[str, layouts.WrittenChec
             save_file({each: tensors[each] for each in names}, folder / shard, {"format": "pt"})
         index = {"weight_map": {each: shard for shard, names in shards.items() for each in names}}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-        assert answer(folder) == expected
+        assert greedy_tokens(folder) == expected
 
 
-def answer(directory: Path) -> list[int]:
+def greedy_tokens(directory: Path) -> list[int]:
     events = run_to_end(small_engine(directory, quantization="int8"), [generation_request("a", [5, 6, 7, 8], max_tokens=12)])
     return tokens(events["a"])
 
 
 @pytest.mark.parametrize("quantization", [None, "int8", "none"])
-def test_decoders_for_embeddings_are_decoded_too(quantization: str | None, tmp_path: Path) -> None:
-    """Their checkpoints leave out the prefix of all names."""
+def test_decoders_for_embeddings_are_decoded(quantization: str | None, tmp_path: Path) -> None:
+    """The tensor names in their checkpoints have no prefix."""
     make_model("qwen3", tmp_path / "plain", **{**layouts.SIZES, "head_dim": 16, "vocab_size": VOCAB_SIZE})
     write_tokenizer(tmp_path / "plain")
     made = layouts.write(tmp_path / "plain", tmp_path / "made", DECODED["blocks"])
@@ -246,10 +252,8 @@ WEIGHTS: dict[str, Callable[[tuple[int, int]], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize(("weights", "int8_adds", "fp8_adds"), [("normal", 0.11, 0.98), ("with outliers", 2.2, 0.95)])
-def test_rounding_decoded_blocks_again_costs_what_the_documentation_says(
-    weights: str, int8_adds: float, fp8_adds: float
-) -> None:
-    """As shares of the variance of the error of E4M3 in blocks."""
+def test_requantisation_of_decoded_blocks_has_the_documented_error(weights: str, int8_adds: float, fp8_adds: float) -> None:
+    """Added errors are given relative to the variance of the error of block-wise E4M3."""
     torch.manual_seed(0)
     original = WEIGHTS[weights]((256, 4096))
     _, decoded = hub.fp8_blocks(block=(128, 128)).store("", original)
@@ -257,19 +261,6 @@ def test_rounding_decoded_blocks_again_costs_what_the_documentation_says(
     for packed, adds in ((ops.pack_int8(decoded), int8_adds), (ops.pack_fp8(decoded), fp8_adds)):
         again = packed.values.float() * packed.scales[:, None]
         assert float((again - decoded).square().mean() / variance) == pytest.approx(adds, rel=0.1)
-
-
-def damaged(source: layouts.WrittenCheckpoint, directory: Path, **changes: Any) -> Path:
-    """A copy whose tensors of the first query projection are replaced, by the last part of their names; None removes one."""
-    shutil.copytree(source.directory, directory)
-    tensors = load_file(directory / "model.safetensors")
-    for last, tensor in changes.items():
-        name = f"model.layers.0.self_attn.q_proj.{last}"
-        tensors.pop(name, None)
-        if tensor is not None:
-            tensors[name] = tensor
-    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
-    return directory
 
 
 NAN_CODES = torch.full((64, 64), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -338,11 +329,12 @@ INFINITE = torch.full((64, 2), float("inf"), dtype=torch.float16)
         ("gptq-8", {"g_idx": torch.zeros(64)}, "q_proj.g_idx is torch.float32"),
         ("packed-8-groups", {"weight_scale": torch.ones(64, 3)}, r"weight_scale has shape \(64, 3\), expected \(64, 2\)"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_damaged_tensors_are_named_by_the_engine_and_by_verification(
-    name: str, changes: dict[str, Any], message: str, written: dict[str, layouts.WrittenCheckpoint], tmp_path: Path
+    name: str, changes: dict[str, Any], message: str, checkpoints: dict[str, layouts.WrittenCheckpoint], tmp_path: Path
 ) -> None:
-    directory = damaged(written[name], tmp_path / "damaged", **changes)
+    directory = layouts.damaged_copy(checkpoints[name], tmp_path / "damaged", **changes)
     with pytest.raises(WeightsError, match=message):
         small_engine(directory, quantization="int8" if name in DECODED else None)
     with pytest.raises(WeightsError, match=message):
@@ -350,7 +342,7 @@ def test_damaged_tensors_are_named_by_the_engine_and_by_verification(
 
 
 @pytest.mark.parametrize("name", ["packed-4", "packed-8-groups", "gptq-8"])
-def test_matrices_that_hold_no_whole_words_are_refused_by_name(name: str, tmp_path: Path) -> None:
+def test_packed_matrices_whose_width_is_not_a_whole_number_of_words_are_refused(name: str, tmp_path: Path) -> None:
     make_model("llama", tmp_path / "plain", **{**layouts.SIZES, "intermediate_size": 100})
     config = json.loads((tmp_path / "plain" / "config.json").read_text())
     settings = {**MULTIPLIED, **DECODED}[name].settings

@@ -1,4 +1,4 @@
-"""What an engine sets for the processor before importing torch; an operator's own settings take precedence."""
+"""Environment variables that an engine sets before importing torch; those of the operator take precedence."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def before_torch(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_waiting_threads_soon_sleep_and_small_matrices_are_fast(before_torch: pytest.MonkeyPatch) -> None:
+def test_spin_count_and_mkl_instruction_set_are_set_by_default(before_torch: pytest.MonkeyPatch) -> None:
     prepare_environment()
     assert {name: os.environ.get(name) for name in NAMES} == {
         "GOMP_SPINCOUNT": str(SPINS),
@@ -35,14 +35,14 @@ def test_waiting_threads_soon_sleep_and_small_matrices_are_fast(before_torch: py
 
 
 @pytest.mark.parametrize(("name", "value"), [("GOMP_SPINCOUNT", "5"), ("OMP_WAIT_POLICY", "active")])
-def test_what_the_operator_says_of_waiting_threads_stays(before_torch: pytest.MonkeyPatch, name: str, value: str) -> None:
+def test_an_operators_thread_wait_policy_is_kept(before_torch: pytest.MonkeyPatch, name: str, value: str) -> None:
     before_torch.setitem(os.environ, name, value)
     prepare_environment()
     assert os.environ[name] == value
     assert len({"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(os.environ)) == 1
 
 
-def test_nothing_is_set_when_it_comes_too_late_and_the_log_says_so(
+def test_nothing_is_set_after_torch_was_imported_and_the_log_says_so(
     before_torch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     before_torch.setitem(sys.modules, "torch", os)
@@ -53,7 +53,7 @@ def test_nothing_is_set_when_it_comes_too_late_and_the_log_says_so(
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, "1"), ("0", "0")])
-def test_products_are_fused_unless_the_operator_says_otherwise(
+def test_fused_multiply_add_is_enabled_unless_the_operator_disables_it(
     before: str | None, after: str, before_torch: pytest.MonkeyPatch
 ) -> None:
     before_torch.delitem(os.environ, FP_FUSION, raising=False)
@@ -63,8 +63,8 @@ def test_products_are_fused_unless_the_operator_says_otherwise(
     assert os.environ[FP_FUSION] == after
 
 
-def freed_pages(environment: dict[str, str]) -> int:
-    """Pages that a process asks for anew when it frees and takes the same megabytes twenty times."""
+def num_page_faults(environment: dict[str, str]) -> int:
+    """Minor page faults of a process that allocates and frees the same megabytes twenty times after a first time."""
     program = """
 import ctypes, resource
 from engine.environment import configure_malloc
@@ -72,11 +72,11 @@ configure_malloc()
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
 def work():
-    places = [libc.malloc(5 << 20) for _ in range(4)]
-    for place in places:
-        ctypes.memset(place, 1, 5 << 20)
-    for place in places:
-        libc.free(place)
+    buffers = [libc.malloc(5 << 20) for _ in range(4)]
+    for buffer in buffers:
+        ctypes.memset(buffer, 1, 5 << 20)
+    for buffer in buffers:
+        libc.free(buffer)
 work()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(20):
@@ -84,11 +84,11 @@ for _ in range(20):
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
     kept = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_") and name != "GLIBC_TUNABLES"}
-    told = subprocess.run([sys.executable, "-c", program], env={**kept, **environment}, capture_output=True, check=True)
-    return int(told.stdout)
+    completed = subprocess.run([sys.executable, "-c", program], env={**kept, **environment}, capture_output=True, check=True)
+    return int(completed.stdout)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
-def test_memory_that_a_step_frees_is_there_for_the_next_one_unless_the_operator_says_otherwise() -> None:
-    assert freed_pages({}) < 100
-    assert freed_pages({"MALLOC_TRIM_THRESHOLD_": "131072"}) > 10_000
+def test_freed_memory_is_kept_for_reuse_unless_the_operator_sets_malloc_thresholds() -> None:
+    assert num_page_faults({}) < 100
+    assert num_page_faults({"MALLOC_TRIM_THRESHOLD_": "131072"}) > 10_000

@@ -1,4 +1,4 @@
-"""Who is served next and who is charged: rounds, weights, pausing, classes, deadlines; and the two plain policies."""
+"""Fair scheduling: accounts and service, rounds, weights, pauses, priority classes, deadlines; FCFS and VTC; KV forecast."""
 
 from __future__ import annotations
 
@@ -30,49 +30,49 @@ def service_by_tenant(scheduler: Scheduler) -> dict[str, float]:
     return {tenant.tenant_id: tenant.service_s for tenant in scheduler.tenants()}
 
 
-def test_service_between_two_changes_is_a_sum_in_closed_form() -> None:
+def test_service_in_closed_form_equals_the_sum_over_steps() -> None:
     costs = TokenCosts(decode_token_ps=7, decode_context_ps=3)
-    one = Account("alice", Priority.STANDARD, 1, costs)
-    one.add_decode(10, step=4)
-    one.add_decode(20, step=6)
-    by_hand = 0
+    alice = Account("alice", Priority.STANDARD, 1, costs)
+    alice.add_decode(10, step=4)
+    alice.add_decode(20, step=6)
+    expected = 0
     for number in range(5, 11):
-        by_hand += costs.decode_ps(1, 10 + number - 5)
-        by_hand += costs.decode_ps(1, 20 + number - 7) if number >= 7 else 0
-    assert one.service_at(10) == by_hand
-    assert one.context_at(10) == 16 + 24
-    one.remove_decode(16, step=10)
-    assert (one.num_decoding, one.context_at(10)) == (1, 24)
+        expected += costs.decode_ps(1, 10 + number - 5)
+        expected += costs.decode_ps(1, 20 + number - 7) if number >= 7 else 0
+    assert alice.service_at(10) == expected
+    assert alice.context_at(10) == 16 + 24
+    alice.remove_decode(16, step=10)
+    assert (alice.num_decoding, alice.context_at(10)) == (1, 24)
 
 
-def test_steps_within_a_slack_never_use_more_than_the_slack() -> None:
-    one = Account("alice", Priority.STANDARD, 1, TokenCosts(decode_token_ps=7, decode_context_ps=3))
+def test_steps_within_a_slack_use_no_more_than_the_slack() -> None:
+    alice = Account("alice", Priority.STANDARD, 1, TokenCosts(decode_token_ps=7, decode_context_ps=3))
     for context in (3, 50, 1000):
-        one.add_decode(context, step=0)
+        alice.add_decode(context, step=0)
     for slack in (1, 500, 10_000, 1_000_000):
-        steps = one.steps_within(slack, step=0)
-        assert steps == 1 or (steps > 1 and one.service_at(steps) <= slack)
-    assert one.service_at(steps * 5 // 4) > slack, "checked far too often"
+        steps = alice.steps_within(slack, step=0)
+        assert steps == 1 or (steps > 1 and alice.service_at(steps) <= slack)
+    assert alice.service_at(steps * 5 // 4) > slack, "checked far too often"
 
 
-def test_a_slack_of_less_than_a_step_is_checked_after_one() -> None:
-    one = account("alice")
-    one.add_decode(5, step=0)
-    assert one.steps_within(1, step=0) == 1
+def test_a_slack_shorter_than_a_step_allows_one_step() -> None:
+    alice = account("alice")
+    alice.add_decode(5, step=0)
+    assert alice.steps_within(1, step=0) == 1
 
 
-def test_the_length_of_an_answer_is_predicted_from_the_upper_end_of_the_latest() -> None:
-    one = account("alice")
-    assert one.predicted_output_len() == OUTPUT_LEN_UNKNOWN
+def test_output_length_is_predicted_as_the_longest_of_recent_answers() -> None:
+    alice = account("alice")
+    assert alice.predicted_output_len() == OUTPUT_LEN_UNKNOWN
     for num_tokens in (900, 10, 30, 20):
-        one.record_output(num_tokens)
-    assert one.predicted_output_len() == 900
+        alice.record_output(num_tokens)
+    assert alice.predicted_output_len() == 900
     for _ in range(OUTPUT_LENGTHS_KEPT):
-        one.record_output(5)
-    assert one.predicted_output_len() == 5
+        alice.record_output(5)
+    assert alice.predicted_output_len() == 5
 
 
-def test_a_class_is_below_those_that_have_requests() -> None:
+def test_a_class_is_below_every_higher_class_with_requests() -> None:
     accounts = Accounts(COSTS)
     assert not any(accounts.has_requests_above(priority) for priority in Priority)
     for priority, is_below in ((Priority.BATCH, [False, False, False]), (Priority.STANDARD, [False, False, True])):
@@ -80,7 +80,7 @@ def test_a_class_is_below_those_that_have_requests() -> None:
         assert [accounts.has_requests_above(each) for each in Priority] == is_below
 
 
-def test_an_account_that_has_requests_again_is_not_forgotten_for_those_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_account_with_new_requests_is_not_evicted_as_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.scheduling.accounts.IDLE_ACCOUNTS_MAX", 1)
     accounts, request = Accounts(COSTS), make_request("a", 1)
     alice, bob = (accounts.find(name, Priority.STANDARD, 1) for name in ("alice", "bob"))
@@ -94,7 +94,7 @@ def test_an_account_that_has_requests_again_is_not_forgotten_for_those_without(m
     assert list(accounts) == [alice], "the one that has had no requests for longest is forgotten"
 
 
-def test_idling_earns_one_quantum_and_a_debt_beyond_the_cap_is_forgiven() -> None:
+def test_an_idle_account_gains_one_quantum_at_most_and_debt_beyond_the_cap_is_dropped() -> None:
     backlog = Backlog(quantum_ps=100, cap_ps=400)
     busy, idle, late = account("busy"), account("idle", 2), account("late", 2)
     backlog.join(busy, 0)
@@ -107,18 +107,18 @@ def test_idling_earns_one_quantum_and_a_debt_beyond_the_cap_is_forgiven() -> Non
     assert backlog.lead_at(late, 0) == 800
 
 
-def test_leaving_and_joining_at_once_changes_nothing() -> None:
+def test_leaving_and_rejoining_at_once_keeps_the_lead() -> None:
     backlog = Backlog(quantum_ps=100, cap_ps=400)
-    one = account("alice")
-    backlog.join(one, 0)
-    one.charge(130)
-    before = backlog.lead_at(one, 0)
-    backlog.leave(one)
-    backlog.join(one, 0)
-    assert backlog.lead_at(one, 0) == before
+    alice = account("alice")
+    backlog.join(alice, 0)
+    alice.charge(130)
+    before = backlog.lead_at(alice, 0)
+    backlog.leave(alice)
+    backlog.join(alice, 0)
+    assert backlog.lead_at(alice, 0) == before
 
 
-def test_the_round_rises_to_the_first_that_is_entitled() -> None:
+def test_the_level_rises_until_an_account_is_entitled() -> None:
     backlog = Backlog(quantum_ps=100, cap_ps=10_000)
     light, heavy = account("light"), account("heavy", 4)
     for each in (light, heavy):
@@ -133,7 +133,7 @@ def test_the_round_rises_to_the_first_that_is_entitled() -> None:
     assert (backlog.is_eligible(light, 0), backlog.lead_at(light, 0)) == (True, -50)
 
 
-def test_whoever_holds_most_seats_per_weight_is_known() -> None:
+def test_largest_holder_is_the_account_with_most_seats_per_weight() -> None:
     seats = SeatCounts()
     light, heavy = account("light"), account("heavy", 4)
     for number, each in ((2, light), (7, heavy)):
@@ -147,8 +147,8 @@ def test_whoever_holds_most_seats_per_weight_is_known() -> None:
     assert seats.largest_holder() is heavy
 
 
-@pytest.mark.parametrize("weights", [(1, 1), (1, 4)])
-def test_two_tenants_that_flood_are_served_by_weight(weights: tuple[int, int]) -> None:
+@pytest.mark.parametrize("weights", [(1, 1), (1, 4)], ids=str)
+def test_two_tenants_with_a_backlog_receive_service_by_weight(weights: tuple[int, int]) -> None:
     scheduler = make_scheduler(num_blocks=64, max_num_seqs=8, budget=16, costs=COSTS)
     for number in range(400):
         for tenant, weight in zip(("alice", "bob"), weights, strict=True):
@@ -159,14 +159,14 @@ def test_two_tenants_that_flood_are_served_by_weight(weights: tuple[int, int]) -
     assert served["alice"] * weights[1] == pytest.approx(served["bob"] * weights[0], rel=0.1)
 
 
-def test_a_tenant_alone_may_use_everything() -> None:
+def test_a_single_tenant_may_use_all_seats() -> None:
     scheduler = make_scheduler(num_blocks=64, max_num_seqs=4, budget=64)
     for number in range(6):
         scheduler.add(make_request(str(number), 4))
     assert len(step(scheduler).items) == 4
 
 
-def test_a_tenant_too_far_ahead_pauses_until_the_level_has_caught_up() -> None:
+def test_a_tenant_far_ahead_is_paused_until_the_level_has_caught_up() -> None:
     scheduler = make_scheduler(num_blocks=4096, max_num_seqs=8, budget=64)
     for number in range(10):
         scheduler.add(make_request(f"heavy {number}", 4, max_tokens=900, tenant="heavy"))
@@ -185,7 +185,7 @@ def test_a_tenant_too_far_ahead_pauses_until_the_level_has_caught_up() -> None:
     assert "heavy" in {item.request.tenant_id for item in step(scheduler).decodes}
 
 
-def test_a_lower_class_starts_only_what_no_higher_one_can_use() -> None:
+def test_higher_classes_start_first() -> None:
     scheduler = make_scheduler(num_blocks=64, max_num_seqs=2, budget=64)
     for name, priority in (("b", Priority.BATCH), ("s", Priority.STANDARD), ("i", Priority.INTERACTIVE)):
         scheduler.add(make_request(name, 4, priority=priority, max_tokens=1))
@@ -193,7 +193,7 @@ def test_a_lower_class_starts_only_what_no_higher_one_can_use() -> None:
     assert planned_tokens(step(scheduler)) == [("b", 4)]
 
 
-def test_a_class_that_waits_for_long_starts_something_all_the_same() -> None:
+def test_a_class_that_waited_for_the_ageing_time_starts_a_request() -> None:
     scheduler = make_scheduler(num_blocks=64, max_num_seqs=2, budget=64)
     low = make_request("low", 4, priority=Priority.BATCH, max_tokens=3)
     scheduler.add(low)
@@ -214,7 +214,7 @@ def keep_interactive_waiting(scheduler: Scheduler, steps: int) -> None:
         step(scheduler)
 
 
-def test_a_class_starts_one_request_for_each_time_that_it_waited_for_long() -> None:
+def test_each_ageing_time_starts_one_request_of_the_waiting_class() -> None:
     scheduler = make_scheduler(num_blocks=64, max_num_seqs=2, budget=64)
     low = [make_request(f"low {number}", 4, priority=Priority.BATCH, max_tokens=3) for number in range(2)]
     for request in low:
@@ -227,7 +227,7 @@ def test_a_class_starts_one_request_for_each_time_that_it_waited_for_long() -> N
     assert low[1].is_finished
 
 
-def test_a_class_has_not_waited_while_it_had_nobody_who_did() -> None:
+def test_time_without_waiting_requests_does_not_count_as_waiting() -> None:
     scheduler = make_scheduler(num_blocks=64, max_num_seqs=2, budget=64)
     scheduler.add(make_request("first", 4, priority=Priority.BATCH, max_tokens=3))
     drain(scheduler)
@@ -238,7 +238,7 @@ def test_a_class_has_not_waited_while_it_had_nobody_who_did() -> None:
     assert low.first_scheduled_s is None
 
 
-def test_a_prompt_of_a_tenant_that_pauses_is_not_computed_though_others_leave_the_step_half_empty() -> None:
+def test_prompts_of_a_paused_tenant_are_not_computed_even_if_the_step_has_room() -> None:
     scheduler = make_scheduler(num_blocks=4096, max_num_seqs=8, budget=64)
     scheduler.add(make_request("light", 400, max_tokens=900, tenant="light", first_token=5000))
     scheduler.add(make_request("heavy", 4000, tenant="heavy"))
@@ -259,7 +259,7 @@ def test_a_prompt_of_a_tenant_that_pauses_is_not_computed_though_others_leave_th
         assert batch.num_tokens < 20
 
 
-def test_nobody_of_another_tenant_passes_a_request_that_is_not_passed_any_more() -> None:
+def test_a_request_with_the_maximum_of_skips_is_not_passed_by_another_tenant() -> None:
     scheduler = make_scheduler(num_blocks=32, max_num_seqs=8)
     scheduler.add(make_request("holder", 16, max_tokens=100, tenant="bob"))
     step(scheduler)
@@ -276,7 +276,7 @@ def test_nobody_of_another_tenant_passes_a_request_that_is_not_passed_any_more()
         step(scheduler)
 
 
-def test_a_request_that_waited_until_its_deadline_ends_and_never_had_a_token() -> None:
+def test_a_request_still_queued_at_its_deadline_ends_without_a_token() -> None:
     now = [0.0]
     scheduler = make_scheduler(max_num_seqs=1, clock=lambda: now[0])
     holder, late, patient = (
@@ -296,7 +296,7 @@ def test_a_request_that_waited_until_its_deadline_ends_and_never_had_a_token() -
     assert patient.finish_reason is FinishReason.LENGTH
 
 
-def test_a_longer_cached_prefix_goes_first_among_the_entitled() -> None:
+def test_among_entitled_requests_the_longest_cached_prefix_starts_first() -> None:
     scheduler = make_scheduler(num_blocks=64, max_num_seqs=1, budget=64, caches=True)
     scheduler.add(make_request("warm", 12, max_tokens=1))
     step(scheduler)
@@ -305,7 +305,7 @@ def test_a_longer_cached_prefix_goes_first_among_the_entitled() -> None:
     assert planned_tokens(step(scheduler)) == [("hit", 4)]
 
 
-def test_the_oldest_request_of_a_tenant_is_not_passed_for_ever_by_those_with_a_cached_prefix() -> None:
+def test_cached_prefixes_pass_the_oldest_request_of_a_tenant_for_a_bounded_time() -> None:
     scheduler = make_scheduler(num_blocks=256, max_num_seqs=1, budget=64, caches=True, costs=COSTS)
     scheduler.add(make_request("warm", 12, max_tokens=1))
     step(scheduler)
@@ -321,7 +321,7 @@ def test_the_oldest_request_of_a_tenant_is_not_passed_for_ever_by_those_with_a_c
     assert num_passed > 2
 
 
-def test_a_request_that_is_preempted_does_not_bring_back_the_weight_that_its_tenant_had() -> None:
+def test_preempting_an_old_request_keeps_the_current_weight_of_the_tenant() -> None:
     scheduler = make_scheduler(num_blocks=64, max_num_seqs=2, budget=64)
     old = make_request("old", 4, weight=1)
     scheduler.add(old)
@@ -332,7 +332,7 @@ def test_a_request_that_is_preempted_does_not_bring_back_the_weight_that_its_ten
     drain(scheduler)
 
 
-def test_a_changed_weight_keeps_what_a_tenant_is_ahead() -> None:
+def test_a_changed_weight_scales_the_lead_of_the_account() -> None:
     scheduler = make_scheduler(num_blocks=64, max_num_seqs=2, budget=64, costs=COSTS)
     for number in range(4):
         scheduler.add(make_request(f"a{number}", 4))
@@ -340,17 +340,17 @@ def test_a_changed_weight_keeps_what_a_tenant_is_ahead() -> None:
     step(scheduler)
     policy = scheduler.policy
     assert isinstance(policy, FairPolicy)
-    one, backlog = scheduler.accounts.find("alice", Priority.STANDARD, 1), policy.backlogs[Priority.STANDARD]
-    before = backlog.lead_at(one, scheduler.accounts.step)
+    alice, backlog = scheduler.accounts.find("alice", Priority.STANDARD, 1), policy.backlogs[Priority.STANDARD]
+    before = backlog.lead_at(alice, scheduler.accounts.step)
     scheduler.add(make_request("heavier", 4, weight=3))
     scheduler.check_invariants()
-    assert one.weight == 3
-    assert backlog.lead_at(one, scheduler.accounts.step) == 3 * before
+    assert alice.weight == 3
+    assert backlog.lead_at(alice, scheduler.accounts.step) == 3 * before
     drain(scheduler)
 
 
 @pytest.mark.parametrize("policy", [FcfsPolicy, VtcPolicy])
-def test_the_plain_policies_serve_everybody(policy: type[FcfsPolicy | VtcPolicy]) -> None:
+def test_fcfs_and_vtc_serve_all_requests(policy: type[FcfsPolicy | VtcPolicy]) -> None:
     scheduler = make_scheduler(num_blocks=64, max_num_seqs=3, budget=16, policy=policy, costs=VtcPolicy.TOKEN_PRICES)
     requests = [make_request(str(number), 1 + number % 9, tenant=f"t{number % 4}") for number in range(30)]
     for request in requests:
@@ -359,7 +359,7 @@ def test_the_plain_policies_serve_everybody(policy: type[FcfsPolicy | VtcPolicy]
     assert all(request.is_finished for request in requests)
 
 
-def test_first_come_first_served_lets_a_flood_go_first_and_virtual_token_counters_do_not() -> None:
+def test_a_late_tenant_waits_behind_a_flood_under_fcfs_but_not_under_vtc() -> None:
     first_steps: dict[str, int] = Counter()
     for name, policy in (("fcfs", FcfsPolicy), ("vtc", VtcPolicy)):
         scheduler = make_scheduler(num_blocks=64, max_num_seqs=2, budget=16, policy=policy, costs=VtcPolicy.TOKEN_PRICES)
@@ -373,7 +373,7 @@ def test_first_come_first_served_lets_a_flood_go_first_and_virtual_token_counter
     assert first_steps["vtc"] <= 3 < 15 < first_steps["fcfs"]
 
 
-def test_the_predicted_peak_is_that_of_the_worst_moment() -> None:
+def test_the_kv_forecast_finds_the_peak_of_predicted_blocks() -> None:
     forecast = KvForecast(capacity=400, block_size=1)
     short, long = make_request("short", 1), make_request("long", 1)
     forecast.add(short, 0, 100, 32)

@@ -55,23 +55,25 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(model: Path) -> dict[str, list[int]]:
-    """What the neighbours say when nobody is bad."""
+def undisturbed_tokens(model: Path) -> dict[str, list[int]]:
+    """The tokens of the neighbours without a bad request."""
     events = run_to_end(
         small_engine(model), [generation_request(name, prompt, max_tokens=MAX_TOKENS) for name, prompt in NEIGHBOURS.items()]
     )
     return {name: tokens(events[name]) for name in NEIGHBOURS}
 
 
-def run_with_bad_one(engine: Engine, **sampling: Any) -> dict[str, list[TokenEvent]]:
+def run_with_bad_request(engine: Engine, **sampling: Any) -> dict[str, list[TokenEvent]]:
     names = [*NEIGHBOURS]
     requests = [generation_request(name, NEIGHBOURS[name], max_tokens=MAX_TOKENS) for name in names]
     requests.insert(2, generation_request(BAD, BAD_PROMPT, **{"max_tokens": MAX_TOKENS, **sampling}))
     return run_to_end(engine, requests)
 
 
-def assert_alone_at_fault(events: dict[str, list[TokenEvent]], undisturbed: dict[str, list[int]], message: str) -> None:
-    assert {name: tokens(events[name]) for name in NEIGHBOURS} == undisturbed
+def assert_only_bad_request_failed(
+    events: dict[str, list[TokenEvent]], undisturbed_tokens: dict[str, list[int]], message: str
+) -> None:
+    assert {name: tokens(events[name]) for name in NEIGHBOURS} == undisturbed_tokens
     last = events[BAD][-1]
     assert last.finish_reason is FinishReason.ERROR
     assert message in (last.error or "")
@@ -82,8 +84,8 @@ def is_bad(rows: Sequence[TokenSpan]) -> bool:
     return any(99 in row.token_ids for row in rows)
 
 
-def raising(original: Callable[..., Any], when: Callable[..., bool]) -> Callable[..., Any]:
-    """`original`, raising instead whenever `when` says so of its arguments."""
+def raising_if(original: Callable[..., Any], when: Callable[..., bool]) -> Callable[..., Any]:
+    """`original`, which raises ValueError instead if `when(*arguments)`."""
 
     def call(*arguments: Any, **named: Any) -> Any:
         if when(*arguments, **named):
@@ -94,34 +96,40 @@ def raising(original: Callable[..., Any], when: Callable[..., bool]) -> Callable
 
 
 @both_loops
-def test_a_request_whose_inputs_cannot_be_made_ends_alone(
-    make_engine: MakeEngine, model: Path, undisturbed: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+def test_a_request_whose_inputs_cannot_be_prepared_ends_alone(
+    make_engine: MakeEngine, model: Path, undisturbed_tokens: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def has_bad(_: ChunkStep, rows: ChunkRows, *__: Any) -> bool:
         return is_bad(rows.chunks)
 
-    monkeypatch.setattr(PagedDecoder, "prepare", raising(PagedDecoder.prepare, lambda self, rows: is_bad(rows)))
-    monkeypatch.setattr(ChunkStep, "write", raising(ChunkStep.write, has_bad))
-    events = run_with_bad_one(make_engine(model))
-    assert_alone_at_fault(events, undisturbed, "failed while preparing this request for the device: ValueError: a fault")
+    monkeypatch.setattr(PagedDecoder, "prepare", raising_if(PagedDecoder.prepare, lambda self, rows: is_bad(rows)))
+    monkeypatch.setattr(ChunkStep, "write", raising_if(ChunkStep.write, has_bad))
+    events = run_with_bad_request(make_engine(model))
+    assert_only_bad_request_failed(
+        events, undisturbed_tokens, "failed while preparing this request for the device: ValueError: a fault"
+    )
 
 
 @both_loops
-def test_a_request_that_cannot_be_computed_ends_alone(
-    make_engine: MakeEngine, model: Path, undisturbed: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+def test_a_request_whose_forward_pass_fails_ends_alone(
+    make_engine: MakeEngine, model: Path, undisturbed_tokens: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def holds_bad(_: PagedDecoder, inputs: ForwardInputs) -> bool:
         return bool((inputs.token_ids == 99).any())
 
-    monkeypatch.setattr(PagedDecoder, "forward", raising(PagedDecoder.forward, holds_bad))
-    events = run_with_bad_one(make_engine(model))
-    assert_alone_at_fault(events, undisturbed, "failed while computing this request: ValueError: a fault")
+    monkeypatch.setattr(PagedDecoder, "forward", raising_if(PagedDecoder.forward, holds_bad))
+    events = run_with_bad_request(make_engine(model))
+    assert_only_bad_request_failed(events, undisturbed_tokens, "failed while computing this request: ValueError: a fault")
 
 
 @both_loops
 @pytest.mark.parametrize("position", [3, 6])
-def test_a_request_that_cannot_be_sampled_ends_alone_and_keeps_what_it_had(
-    position: int, make_engine: MakeEngine, model: Path, undisturbed: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+def test_a_request_whose_sampling_fails_ends_alone_and_keeps_its_tokens(
+    position: int,
+    make_engine: MakeEngine,
+    model: Path,
+    undisturbed_tokens: dict[str, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def reaches(_: Sampler, logits: torch.Tensor, rows: Sequence[Any], masks: Any = None) -> bool:
         return any(row.request.request_id == BAD and row.position == position for row in rows)
@@ -129,17 +137,23 @@ def test_a_request_that_cannot_be_sampled_ends_alone_and_keeps_what_it_had(
     def may_reach(_: ColumnSampler, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, *more: Any) -> bool:
         return position in positions.tolist()
 
-    monkeypatch.setattr(Sampler, "sample", raising(Sampler.sample, reaches))
-    monkeypatch.setattr(ColumnSampler, "choose", raising(ColumnSampler.choose, may_reach))
-    events = run_with_bad_one(make_engine(model))
-    assert_alone_at_fault(events, undisturbed, "failed while choosing the next token of this request: ValueError: a fault")
+    monkeypatch.setattr(Sampler, "sample", raising_if(Sampler.sample, reaches))
+    monkeypatch.setattr(ColumnSampler, "choose", raising_if(ColumnSampler.choose, may_reach))
+    events = run_with_bad_request(make_engine(model))
+    assert_only_bad_request_failed(
+        events, undisturbed_tokens, "failed while choosing the next token of this request: ValueError: a fault"
+    )
     assert events[BAD][-1].num_output_tokens == len(tokens(events[BAD])) == position - len(BAD_PROMPT)
 
 
 @both_loops
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_logits_that_are_not_finite_end_their_own_request(
-    poison: float, make_engine: MakeEngine, model: Path, undisturbed: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+def test_non_finite_logits_end_their_own_request(
+    poison: float,
+    make_engine: MakeEngine,
+    model: Path,
+    undisturbed_tokens: dict[str, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sample = Sampler.sample
     calls = 0
@@ -154,7 +168,7 @@ def test_logits_that_are_not_finite_end_their_own_request(
 
     assign, choose, bad_slots = ColumnSampler.assign, ColumnSampler.choose, list[int]()
 
-    def watched(self: ColumnSampler, slots: Sequence[int], requests: Sequence[Any]) -> Words:
+    def recording_assign(self: ColumnSampler, slots: Sequence[int], requests: Sequence[Any]) -> Words:
         bad_slots.extend(slot for slot, request in zip(slots, requests, strict=True) if request.request_id == BAD)
         return assign(self, slots, requests)
 
@@ -165,18 +179,18 @@ def test_logits_that_are_not_finite_end_their_own_request(
         return choose(self, logits, slots, positions, *more, **named)
 
     monkeypatch.setattr(Sampler, "sample", poisoned)
-    monkeypatch.setattr(ColumnSampler, "assign", watched)
+    monkeypatch.setattr(ColumnSampler, "assign", recording_assign)
     monkeypatch.setattr(ColumnSampler, "choose", poisoned_in_slots)
     engine = make_engine(model)
-    events = run_with_bad_one(engine)
-    assert_alone_at_fault(events, undisturbed, NOT_FINITE)
-    # A step is not repeated, and of a launched one no more than the row without a token, which says why there is none.
+    events = run_with_bad_request(engine)
+    assert_only_bad_request_failed(events, undisturbed_tokens, NOT_FINITE)
+    # A plain step is not repeated; of a launched one only the row without a token is, to find the reason.
     assert calls == (engine.status().steps_total if make_engine is small_engine else 1)
 
 
 @both_loops
-def test_keys_that_are_not_finite_do_not_reach_whoever_gets_the_block_next(
-    make_engine: MakeEngine, model: Path, undisturbed: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+def test_non_finite_cache_content_does_not_reach_the_next_owner_of_a_block(
+    make_engine: MakeEngine, model: Path, undisturbed_tokens: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(model, num_kv_blocks=16, max_model_len=64)
     runner = engine.runner
@@ -186,10 +200,10 @@ def test_keys_that_are_not_finite_do_not_reach_whoever_gets_the_block_next(
     events = run_to_end(
         engine, [generation_request(name, prompt, max_tokens=MAX_TOKENS) for name, prompt in NEIGHBOURS.items()]
     )
-    assert {name: tokens(events[name]) for name in NEIGHBOURS} == undisturbed
+    assert {name: tokens(events[name]) for name in NEIGHBOURS} == undisturbed_tokens
 
 
-def test_a_culprit_is_found_in_few_passes_and_the_next_step_is_whole_again(
+def test_the_request_at_fault_is_found_by_halving_and_the_next_step_is_whole(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
@@ -211,24 +225,26 @@ def test_a_culprit_is_found_in_few_passes_and_the_next_step_is_whole_again(
 
 
 @pytest.mark.parametrize("fails", ["to draft", "to read"])
-def test_a_draft_model_that_fails_to_draft_ends_no_request_and_one_that_fails_at_all_the_one_it_reads(
-    model: Path, undisturbed: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch, fails: str
+def test_a_draft_model_that_fails_to_draft_ends_no_request_and_one_that_fails_to_prefill_ends_one(
+    model: Path, undisturbed_tokens: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
     def is_bad(_: DraftModel, items: Sequence[ScheduledRequest]) -> bool:
         return any(item.request.request_id == BAD and (item.num_draft_tokens or fails == "to read") for item in items)
 
-    monkeypatch.setattr(DraftModel, "propose", raising(DraftModel.propose, is_bad))
+    monkeypatch.setattr(DraftModel, "propose", raising_if(DraftModel.propose, is_bad))
     config = SpeculativeOptions(method="draft_model", model=model, num_speculative_tokens=2)
-    events = run_with_bad_one(small_engine(model, speculative_config=config))
+    events = run_with_bad_request(small_engine(model, speculative_config=config))
     if fails == "to read":
-        assert_alone_at_fault(events, undisturbed, "failed while drafting tokens for this request: ValueError: a fault")
+        assert_only_bad_request_failed(
+            events, undisturbed_tokens, "failed while drafting tokens for this request: ValueError: a fault"
+        )
     else:
-        assert {name: tokens(events[name]) for name in undisturbed} == undisturbed
+        assert {name: tokens(events[name]) for name in undisturbed_tokens} == undisturbed_tokens
         assert all(event.error is None for event in events[BAD])
 
 
-def test_moves_that_fail_once_are_made_again(
-    model: Path, undisturbed: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+def test_block_moves_that_fail_once_are_retried(
+    model: Path, undisturbed_tokens: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     move = BlockMover.move
     attempts: list[bool] = []
@@ -251,11 +267,11 @@ def test_moves_that_fail_once_are_made_again(
     for name, rest in run_to_end(engine, []).items():
         events[name] += rest
     assert len(attempts) >= 2
-    assert {name: tokens(events[name]) for name in NEIGHBOURS} == undisturbed
+    assert {name: tokens(events[name]) for name in NEIGHBOURS} == undisturbed_tokens
     assert engine.status().swapped_in_blocks_total > 0
 
 
-def test_moves_that_fail_again_ask_for_a_new_process(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_moves_that_fail_twice_raise_engine_broken(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: BlockMover, moves: BlockMoves) -> None:
         raise RuntimeError("the bus is gone")
 
@@ -263,11 +279,11 @@ def test_moves_that_fail_again_ask_for_a_new_process(model: Path, monkeypatch: p
     engine = small_engine(model)
     engine.submit(generation_request("a", [5] * 7, max_tokens=4, n=2))
     with pytest.raises(EngineBroken, match="blocks cannot be moved: RuntimeError: the bus is gone"):
-        finish(engine)
+        run_until_idle(engine)
 
 
-def test_a_grammar_that_cannot_follow_a_token_ends_its_own_answer(
-    model: Path, undisturbed: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+def test_a_grammar_that_cannot_accept_a_token_ends_its_own_answer(
+    model: Path, undisturbed_tokens: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuses_bad(self: GrammarMasks, request: Any, token_ids: Sequence[int]) -> GrammarError | None:
         return GrammarError("guided_regex", "the grammar is lost") if request.request_id == BAD else None
@@ -275,24 +291,24 @@ def test_a_grammar_that_cannot_follow_a_token_ends_its_own_answer(
     monkeypatch.setattr(GrammarMasks, "accept", refuses_bad)
     monkeypatch.setattr(GrammarMasks, "are_empty", False)
     monkeypatch.setattr(type(generation_request("x", [1]).sampling), "is_guided", True)
-    events = run_with_bad_one(small_engine(model))
-    assert_alone_at_fault(events, undisturbed, "the grammar is lost")
+    events = run_with_bad_request(small_engine(model))
+    assert_only_bad_request_failed(events, undisturbed_tokens, "the grammar is lost")
     assert events[BAD][-1].error_param == "guided_regex"
 
 
-def test_an_idle_engine_that_lost_a_block_asks_for_a_new_process_once_it_looks(model: Path) -> None:
+def test_an_idle_engine_that_lost_a_block_raises_engine_broken_at_its_check(model: Path) -> None:
     engine = small_engine(model)
     run_to_end(engine, [generation_request("a", [5, 6, 7], max_tokens=2)])
     engine.check_when_idle()
     engine._scheduler.pool.allocate(1)
     engine.check_when_idle()
     engine.submit(generation_request("b", [5, 6, 7], max_tokens=2))
-    finish(engine)
+    run_until_idle(engine)
     with pytest.raises(EngineBroken, match="the idle engine is not in order"):
         engine.check_when_idle()
 
 
-def finish(engine: Engine) -> None:
-    """Step until idle, whatever the state of things."""
+def run_until_idle(engine: Engine) -> None:
+    """Step until idle, without the checks of `run_to_end`."""
     while engine.has_requests:
         engine.step()

@@ -1,4 +1,4 @@
-"""Rows quantised to 8 bits before a product equal those that the product would make itself."""
+"""Rows quantised to 8 bits by the operation before a product equal those that the product quantises itself."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ PROMPTS = {"a": [5, 6, 7], "b": list(range(3, 21)), "c": [8]}
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def rounded(operation: Callable[..., torch.Tensor], called: list[str], name: str) -> Callable[..., Pair]:
-    """The operation, and behind it the rounding of its rows."""
+def quantising(operation: Callable[..., torch.Tensor], calls: list[str], name: str) -> Callable[..., Pair]:
+    """`operation` followed by the quantisation of its rows; each call appends `name` to `calls`."""
 
-    def both(*arguments: Any) -> Pair:
-        called.append(name)
+    def quantised_result(*arguments: Any) -> Pair:
+        calls.append(name)
         return quantize_rows_fp8(operation(*arguments))
 
-    return both
+    return quantised_result
 
 
 def generated_ids(model: Path, **options: Any) -> dict[str, list[int]]:
@@ -46,26 +46,27 @@ def generated_ids(model: Path, **options: Any) -> dict[str, list[int]]:
         ("gemma2", {"rms_norm", "add_rms_norm", "gelu_tanh_mul"}),
         ("olmo2", {"silu_mul"}),
     ],
+    ids=lambda value: str(value)[:50],
 )
-def test_whoever_stands_before_a_product_in_8_bits_makes_its_rows(
+def test_operations_before_an_fp8_product_quantise_its_rows_without_changing_tokens(
     family: str, expected: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_model(family, tmp_path)
     monkeypatch.setattr(ops, "_FLOAT32_TABLES", {})
-    before, called = generated_ids(tmp_path), list[str]()
+    before, calls = generated_ids(tmp_path), list[str]()
 
     def add_rms_norm_fp8(*arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        called.append("add_rms_norm")
+        calls.append("add_rms_norm")
         normed, total = PLAIN.add_rms_norm(*arguments, **options)
         return (*quantize_rows_fp8(normed), total)
 
     fused = replace(
         PLAIN,
-        rms_norm_fp8=rounded(PLAIN.rms_norm, called, "rms_norm"),
+        rms_norm_fp8=quantising(PLAIN.rms_norm, calls, "rms_norm"),
         add_rms_norm_fp8=add_rms_norm_fp8,
-        silu_mul_fp8=rounded(PLAIN.silu_mul, called, "silu_mul"),
-        gelu_tanh_mul_fp8=rounded(PLAIN.gelu_tanh_mul, called, "gelu_tanh_mul"),
+        silu_mul_fp8=quantising(PLAIN.silu_mul, calls, "silu_mul"),
+        gelu_tanh_mul_fp8=quantising(PLAIN.gelu_tanh_mul, calls, "gelu_tanh_mul"),
     )
     monkeypatch.setattr(ops, "_load_table", lambda _name: fused)
     assert generated_ids(tmp_path) == before
-    assert set(called) == expected
+    assert set(calls) == expected

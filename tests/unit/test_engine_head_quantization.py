@@ -1,17 +1,15 @@
-"""`head_quantization`: an 8-bit output head with layers of any kind, and an unquantised one by default."""
+"""`head_quantization`: an 8-bit output head beside layers in any format, and an unquantised one by default."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine import LLM, SamplingParams
 from engine.config.model import load_model_config
 from engine.errors import EngineConfigError
 from engine.formats import formats_of
@@ -20,12 +18,11 @@ from engine.runner.text_models import load_text_model
 from kernels.quantised_weights import pack_int8
 from kernels.reference.quantised import dequantise
 from tests.support import quantised_checkpoints as layouts
+from tests.support.checkpoint_logprobs import llm_logprobs
 from tests.support.engines import small_engine
 from tests.support.tiny_models import make_encoder, make_model
 
-SMALL: dict[str, Any] = {"device": "cpu", "threads": 1, "kv_cache_bytes": 1_000_000}
-PROMPT = [[(11 * i * i + i) % 120 + 3 for i in range(40)]]
-SAME = 1e-4  # the same numbers in float32, added in another order
+ROUNDING = 1e-4  # the same numbers in float32, added in another order
 
 
 @pytest.fixture(scope="module", params=["own head", "tied"])
@@ -35,15 +32,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return directory
 
 
-def logprobs(directory: Path, **options: Any) -> torch.Tensor:
-    with LLM(directory, **SMALL, **options) as llm:
-        output = llm.generate(PROMPT, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)[0]
-    entries = (output.prompt_logprobs or [])[1:]
-    return torch.tensor([next(iter(entry.values())).logprob for entry in entries if entry is not None])
-
-
 def with_rounded_head(directory: Path, target: Path) -> Path:
-    """The same model with a head of its own, whose numbers are those of its 8 bits."""
+    """A copy of the model with an untied output head, rounded to the values of its 8-bit format."""
     shutil.copytree(directory, target)
     tensors = load_file(target / "model.safetensors")
     head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
@@ -54,28 +44,30 @@ def with_rounded_head(directory: Path, target: Path) -> Path:
 
 
 @pytest.mark.parametrize("layout", [None, layouts.awq(), layouts.gptq(desc_act=True)], ids=["plain", "awq", "gptq"])
-def test_the_head_alone_is_kept_in_8_bits(layout: layouts.Layout | None, model: Path, tmp_path: Path) -> None:
+def test_int8_head_equals_a_model_whose_head_was_rounded_beforehand(
+    layout: layouts.Layout | None, model: Path, tmp_path: Path
+) -> None:
     directory = model if layout is None else layouts.write(model, tmp_path / "written", layout).directory
-    stored, rounded = logprobs(directory), logprobs(directory, head_quantization="int8")
-    expected = logprobs(with_rounded_head(directory, tmp_path / "rounded"))
-    assert float((rounded - expected).abs().max()) < SAME < float((rounded - stored).abs().max())
+    stored, rounded = llm_logprobs(directory), llm_logprobs(directory, head_quantization="int8")
+    expected = llm_logprobs(with_rounded_head(directory, tmp_path / "rounded"))
+    assert float((rounded - expected).abs().max()) < ROUNDING < float((rounded - stored).abs().max())
 
 
-def test_the_head_is_left_alone_where_the_layers_are_quantised(model: Path) -> None:
-    """Its numbers lie between those of the plain model and of one that is quantised as a whole."""
-    plain, whole = logprobs(model), logprobs(model, quantization="int8")
-    layers = logprobs(model, quantization="int8", head_quantization="none")
+def test_head_quantization_none_keeps_the_head_while_the_layers_are_quantised(model: Path) -> None:
+    """Logprobs differ both from the unquantised model and from one quantised with its head."""
+    plain, whole = llm_logprobs(model), llm_logprobs(model, quantization="int8")
+    layers = llm_logprobs(model, quantization="int8", head_quantization="none")
     assert not torch.equal(layers, plain)
     assert not torch.equal(layers, whole)
-    assert torch.equal(whole, logprobs(model, quantization="int8", head_quantization="int8"))
+    assert torch.equal(whole, llm_logprobs(model, quantization="int8", head_quantization="int8"))
 
 
-def test_a_batch_invariant_engine_gives_the_same_in_any_chunks(model: Path) -> None:
+def test_batch_invariant_logprobs_do_not_depend_on_the_chunks_of_the_prompt(model: Path) -> None:
     options = {"head_quantization": "int8", "batch_invariant": True}
-    assert torch.equal(logprobs(model, **options), logprobs(model, **options, max_num_batched_tokens=7, max_num_seqs=4))
+    assert torch.equal(llm_logprobs(model, **options), llm_logprobs(model, **options, max_num_batched_tokens=7, max_num_seqs=4))
 
 
-def test_the_engine_says_so_and_weighs_what_was_predicted(model: Path) -> None:
+def test_engine_info_names_the_quantised_head_and_its_memory_is_predicted(model: Path) -> None:
     stored, rounded = small_engine(model), small_engine(model, head_quantization="int8")
     assert "output head in int8" in rounded.info.kernels
     assert "output head" not in stored.info.kernels
@@ -94,14 +86,14 @@ def test_the_engine_says_so_and_weighs_what_was_predicted(model: Path) -> None:
     ("quantization", "head", "bits"),
     [(None, "int8", 8), ("int8", None, 8), ("int8", "none", 0), ("fp8", "int8", 8), (None, None, 0)],
 )
-def test_memory_is_planned_for_the_head_as_it_will_be(
+def test_memory_is_planned_for_the_format_of_the_head(
     quantization: str | None, head: str | None, bits: int, model: Path
 ) -> None:
     options = EngineOptions(model=model, quantization=quantization, head_quantization=head)
     assert formats_of(load_model_config(model), options, "bfloat16").weights.head_bits == bits
 
 
-def test_a_head_that_the_checkpoint_holds_quantised_is_not_quantised_again(tmp_path: Path) -> None:
+def test_a_head_that_is_quantised_in_the_checkpoint_cannot_be_quantised_again(tmp_path: Path) -> None:
     make_model("llama", tmp_path / "plain", **layouts.SIZES, tie_word_embeddings=False)
     written = layouts.write(tmp_path / "plain", tmp_path / "gptq", layouts.gptq(), skipped=())
     for head in ("int8", "none"):
@@ -109,7 +101,7 @@ def test_a_head_that_the_checkpoint_holds_quantised_is_not_quantised_again(tmp_p
             small_engine(written.directory, head_quantization=head)
 
 
-def test_what_has_no_head_and_what_is_no_format_are_refused(tmp_path: Path) -> None:
+def test_an_encoder_and_an_unknown_format_are_refused(tmp_path: Path) -> None:
     make_encoder("bert", tmp_path)
     with pytest.raises(EngineConfigError, match="head_quantization is not supported for encoders"):
         load_text_model(EngineOptions(model=tmp_path, head_quantization="int8"))

@@ -1,4 +1,4 @@
-"""The offline entry point: its options, prompts and results."""
+"""`LLM`, the offline entry point: options, prompts, outputs, errors and interrupts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.tiny_models import greedy, make_model
 from tests.support.tiny_tokenizer import VOCAB_SIZE, write_tokenizer
 
 SMALL: dict[str, Any] = {"device": "cpu", "kv_cache_bytes": 1_000_000, "threads": 1}
-PROMISED: dict[str, Any] = {
+DOCUMENTED_DEFAULTS: dict[str, Any] = {
     "dtype": "auto",
     "device": "auto",
     "max_model_len": None,
@@ -45,7 +45,7 @@ PROMISED: dict[str, Any] = {
     "enforce_eager": False,
     "seed": 0,
 }
-"""Options of the offline entry that scripts rely on, with their defaults."""
+"""Parameters of `LLM` that scripts rely on, with their defaults."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 
@@ -62,12 +62,12 @@ def llm(model: Path) -> LLM:
     return LLM(model, **SMALL)
 
 
-def test_options_have_the_defaults_that_scripts_rely_on() -> None:
+def test_options_have_the_documented_defaults() -> None:
     parameters = inspect.signature(LLM).parameters
-    assert {name: parameters[name].default for name in PROMISED} == PROMISED
+    assert {name: parameters[name].default for name in DOCUMENTED_DEFAULTS} == DOCUMENTED_DEFAULTS
 
 
-def test_every_option_of_the_engine_is_one_of_an_llm_with_the_same_default() -> None:
+def test_every_engine_option_is_a_parameter_of_llm_with_the_same_default() -> None:
     parameters = inspect.signature(LLM).parameters
     assert LIMITS.keys() - parameters.keys() == {"name", "num_kv_blocks", "colocated_models"}
     options = {field.name: field.default for field in dataclasses.fields(EngineOptions) if field.name in parameters}
@@ -75,7 +75,7 @@ def test_every_option_of_the_engine_is_one_of_an_llm_with_the_same_default() -> 
     assert {name for name in options if own[name] != options[name]} == {"model", "max_num_seqs"}
 
 
-def test_token_ids_in_give_the_tokens_of_transformers(tmp_path: Path) -> None:
+def test_greedy_tokens_of_token_id_prompts_are_those_of_transformers(tmp_path: Path) -> None:
     reference = make_model("llama", tmp_path)
     prompts = [[5, 6, 7], [8], list(range(10, 40))]
     outputs = LLM(tmp_path, **SMALL).generate(prompts, GREEDY)
@@ -83,7 +83,7 @@ def test_token_ids_in_give_the_tokens_of_transformers(tmp_path: Path) -> None:
     assert [output.prompt_token_ids for output in outputs] == prompts
 
 
-def test_one_text_a_list_of_texts_and_token_ids_are_all_prompts(llm: LLM) -> None:
+def test_a_text_a_list_of_texts_token_ids_and_a_mapping_are_accepted_as_prompts(llm: LLM) -> None:
     ids = llm.tokenizer.encode("hello")
     answers = [llm.generate(prompt, GREEDY) for prompt in ("hello", ["hello"], ids, [ids], {"prompt_token_ids": ids})]
     assert all(len(answer) == 1 for answer in answers)
@@ -92,14 +92,14 @@ def test_one_text_a_list_of_texts_and_token_ids_are_all_prompts(llm: LLM) -> Non
     assert answers[0][0].outputs[0].text == llm.tokenizer.decode(answers[0][0].outputs[0].token_ids)
 
 
-def test_every_prompt_may_have_its_own_parameters(llm: LLM) -> None:
+def test_each_prompt_may_have_its_own_sampling_parameters(llm: LLM) -> None:
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (1, 3)]
     assert [len(output.outputs[0].token_ids) for output in llm.generate(["a", "b"], params)] == [1, 3]
     with pytest.raises(PromptError, match="2 sampling_params were given for 1 prompts"):
         llm.generate("a", params)
 
 
-def test_sampling_repeats_for_the_seed_of_the_request_and_for_the_seed_of_the_llm(model: Path) -> None:
+def test_sampling_repeats_for_the_same_request_seed_and_for_the_same_llm_seed(model: Path) -> None:
     seeded = SamplingParams(max_tokens=12, seed=3, ignore_eos=True)
     unseeded = SamplingParams(max_tokens=12, ignore_eos=True)
     runs = []
@@ -111,7 +111,7 @@ def test_sampling_repeats_for_the_seed_of_the_request_and_for_the_seed_of_the_ll
     assert runs[0][1] != runs[2][1]
 
 
-def test_a_stop_string_ends_the_text_before_itself_and_frees_the_request(llm: LLM) -> None:
+def test_a_stop_string_cuts_the_text_before_itself_and_ends_the_answer(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     whole = llm.generate("abc", params)[0].outputs[0]
     printable = next(i for i in range(4, len(whole.text)) if "\ufffd" not in whole.text[i : i + 2])
@@ -122,14 +122,14 @@ def test_a_stop_string_ends_the_text_before_itself_and_frees_the_request(llm: LL
     assert len(output.outputs[0].token_ids) < 40
 
 
-def test_a_stop_token_is_counted_but_not_part_of_the_text(llm: LLM) -> None:
+def test_a_stop_token_is_in_the_token_ids_but_not_in_the_text(llm: LLM) -> None:
     first = llm.generate("abc", GREEDY)[0].outputs[0].token_ids[0]
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, stop_token_ids=[first])
     (output,) = llm.generate("abc", params)[0].outputs
     assert (output.token_ids, output.text, output.finish_reason, output.stop_reason) == ([first], "", "stop", first)
 
 
-def test_logprobs_name_the_chosen_token_and_its_rivals(llm: LLM) -> None:
+def test_logprobs_contain_the_sampled_token_and_the_most_likely_ones(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=2)
     (output,) = llm.generate("abc", params)[0].outputs
     assert output.logprobs is not None
@@ -140,7 +140,7 @@ def test_logprobs_name_the_chosen_token_and_its_rivals(llm: LLM) -> None:
     assert output.cumulative_logprob == pytest.approx(sum(entry.logprob for entry in best))
 
 
-def test_chat_goes_through_the_template_of_the_model(llm: LLM) -> None:
+def test_chat_renders_the_chat_template_of_the_model(llm: LLM) -> None:
     conversation = [{"role": "user", "content": "hi"}]
     single, double = llm.chat(conversation, GREEDY), llm.chat([conversation, conversation], GREEDY)
     assert single[0].prompt == "<s>user: hi\nassistant: "
@@ -148,7 +148,7 @@ def test_chat_goes_through_the_template_of_the_model(llm: LLM) -> None:
     assert [output.outputs[0].token_ids for output in double] == [single[0].outputs[0].token_ids] * 2
 
 
-def test_a_repeated_prompt_reports_its_cached_tokens(model: Path) -> None:
+def test_a_repeated_prompt_reports_cached_tokens_unless_caching_is_disabled(model: Path) -> None:
     prompt = list(range(3, 43))
     with LLM(model, **SMALL) as llm:
         outputs = [llm.generate([prompt], GREEDY)[0] for _ in range(2)]
@@ -158,7 +158,7 @@ def test_a_repeated_prompt_reports_its_cached_tokens(model: Path) -> None:
         assert [llm.generate([prompt], GREEDY)[0].num_cached_tokens for _ in range(2)] == [0, 0]
 
 
-def test_a_prompt_that_is_too_long_stops_the_call_before_anything_runs(llm: LLM) -> None:
+def test_a_prompt_that_is_too_long_is_refused_before_any_prompt_runs(llm: LLM) -> None:
     with pytest.raises(PromptError, match=r"prompt 1: the prompt has 256 tokens; at most 255 fit"):
         llm.generate([[5], [5] * 256], GREEDY)
     assert len(llm.generate([[5]], GREEDY)) == 1
@@ -194,13 +194,14 @@ def test_a_prompt_that_is_too_long_stops_the_call_before_anything_runs(llm: LLM)
         {"shared_prefixes": "file"},
         {"shared_prefixes": [None]},
     ],
+    ids=str,
 )
-def test_an_option_that_cannot_be_honoured_is_named(options: dict[str, Any], model: Path) -> None:
+def test_an_invalid_option_is_named_in_the_error(options: dict[str, Any], model: Path) -> None:
     with pytest.raises(EngineConfigError, match=next(iter(options))):
         LLM(model, **options)
 
 
-def test_an_unknown_option_is_named(model: Path) -> None:
+def test_an_unknown_option_is_named_in_the_error(model: Path) -> None:
     unknown: dict[str, Any] = {"disable_log_stats": True}
     with pytest.raises(EngineConfigError, match="disable_log_stats is not an option") as refused:
         LLM(model, **unknown)
@@ -208,12 +209,12 @@ def test_an_unknown_option_is_named(model: Path) -> None:
 
 
 @pytest.mark.parametrize("model_path", [None, 5, ["a"]])
-def test_what_is_no_path_is_no_model(model_path: Any) -> None:
+def test_a_model_that_is_not_a_path_is_refused(model_path: Any) -> None:
     with pytest.raises(EngineConfigError, match="model must be a path"):
         LLM(model_path)
 
 
-def test_bad_words_are_not_written_and_the_answers_go_on(llm: LLM) -> None:
+def test_bad_words_are_not_generated(llm: LLM) -> None:
     params: dict[str, Any] = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
     (plain,) = llm.generate("abc", SamplingParams(**params))[0].outputs
     letters = [letter for letter in plain.text if letter.isascii() and letter.isprintable() and letter != " "]
@@ -224,7 +225,7 @@ def test_bad_words_are_not_written_and_the_answers_go_on(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_guided_answers_have_the_form_that_was_asked_for(llm: LLM, temperature: float) -> None:
+def test_guided_answers_follow_their_schema_regex_choice_or_grammar(llm: LLM, temperature: float) -> None:
     forms: list[dict[str, Any]] = [
         {"guided_choice": ["yes", "no"]},
         {"guided_regex": "[a-c]{3}-[0-9]"},
@@ -240,7 +241,7 @@ def test_guided_answers_have_the_form_that_was_asked_for(llm: LLM, temperature: 
     assert re.match("xy", texts[3])
 
 
-def test_any_number_of_grammars_may_wait_in_one_call(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_call_may_have_more_grammars_than_the_compile_queue_holds(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     defaults = CompileQueue.__init__.__kwdefaults__
     assert defaults is not None
     monkeypatch.setitem(defaults, "waiting_max", 1)
@@ -251,7 +252,7 @@ def test_any_number_of_grammars_may_wait_in_one_call(model: Path, monkeypatch: p
     assert [output.outputs[0].text for output in outputs] == choices
 
 
-def test_several_answers_have_texts_stops_and_ends_of_their_own(llm: LLM) -> None:
+def test_each_of_several_answers_has_its_own_text_stop_and_finish_reason(llm: LLM) -> None:
     params: dict[str, Any] = {"n": 4, "seed": 5, "max_tokens": 24, "ignore_eos": True}
     whole = [answer.text for answer in llm.generate("abc", SamplingParams(**params))[0].outputs]
     assert len(set(whole)) == 4
@@ -262,30 +263,30 @@ def test_several_answers_have_texts_stops_and_ends_of_their_own(llm: LLM) -> Non
         assert (answer.finish_reason, answer.stop_reason) == (("stop", stop) if stop in text else ("length", None))
 
 
-@pytest.mark.parametrize(("full", "inside"), [(10, OLDER_PER_FULL), (OLDER_PER_FULL + 1, OLDER_PER_FULL + 1)])
-def test_full_collections_are_rare_while_a_call_runs_and_as_the_script_wants_them_behind_it(
-    full: int, inside: int, llm: LLM, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("threshold", "during_call"), [(10, OLDER_PER_FULL), (OLDER_PER_FULL + 1, OLDER_PER_FULL + 1)])
+def test_full_garbage_collections_are_rarer_during_a_call_and_the_threshold_is_restored(
+    threshold: int, during_call: int, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, seen = llm._generating_engine(), set[int]()
+    engine, thresholds_seen = llm._generating_engine(), set[int]()
     step, (young, older, before) = engine.step_in_columns, gc.get_threshold()
 
-    def noted_step() -> StepEvents:
-        seen.add(gc.get_threshold()[2])
+    def recording_step() -> StepEvents:
+        thresholds_seen.add(gc.get_threshold()[2])
         return step()
 
-    monkeypatch.setattr(engine, "step_in_columns", noted_step)
-    gc.set_threshold(young, older, full)
+    monkeypatch.setattr(engine, "step_in_columns", recording_step)
+    gc.set_threshold(young, older, threshold)
     try:
         llm.generate([[1, 2, 3]], GREEDY)
         with pytest.raises(PromptError):
             llm.generate([[]], GREEDY)
-        assert gc.get_threshold() == (young, older, full)
+        assert gc.get_threshold() == (young, older, threshold)
     finally:
         gc.set_threshold(young, older, before)
-    assert seen == {inside}
+    assert thresholds_seen == {during_call}
 
 
-def test_an_interrupted_call_leaves_an_engine_that_goes_on(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_call_aborts_its_requests_and_llm_stays_usable(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     before = llm.generate("abc", GREEDY)[0].outputs[0].token_ids
     engine = llm._engine
     assert engine is not None
@@ -306,7 +307,7 @@ def test_an_interrupted_call_leaves_an_engine_that_goes_on(llm: LLM, monkeypatch
     assert llm.generate("abc", GREEDY)[0].outputs[0].token_ids == before
 
 
-def test_an_interrupt_within_a_step_waits_for_its_end(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_during_a_step_is_raised_when_the_step_has_ended(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     before = llm.generate("abc", GREEDY)[0].outputs[0].token_ids
     engine = llm._engine
     assert engine is not None
@@ -330,7 +331,7 @@ def test_an_interrupt_within_a_step_waits_for_its_end(llm: LLM, monkeypatch: pyt
     assert llm.generate("abc", GREEDY)[0].outputs[0].token_ids == before
 
 
-def test_a_second_interrupt_does_not_wait_and_leaves_an_engine_that_goes_on(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_interrupt_ends_the_step_at_once_and_llm_stays_usable(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     before = llm.generate("abc", GREEDY)[0].outputs[0].token_ids
     engine = llm._engine
     assert engine is not None
@@ -353,27 +354,27 @@ def test_a_second_interrupt_does_not_wait_and_leaves_an_engine_that_goes_on(llm:
 
 
 @pytest.mark.parametrize(
-    ("place", "error", "message"),
+    ("method", "error", "message"),
     [
         ("step_in_columns", EngineBroken("blocks cannot be moved"), "must be created anew: blocks cannot be moved"),
         ("abort_all", AssertionError("a block was lost"), "KeyboardInterrupt came within a step, .*: a block was lost"),
     ],
 )
-def test_an_llm_whose_engine_is_out_of_order_takes_no_more_work(
-    place: str, error: Exception, message: str, model: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_broken_engine_refuses_further_calls(
+    method: str, error: Exception, message: str, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = LLM(model, **SMALL)
     assert llm._engine is not None
     with monkeypatch.context() as patched:
         patched.setattr(llm._engine, "step_in_columns", Mock(side_effect=KeyboardInterrupt))
-        patched.setattr(llm._engine, place, Mock(side_effect=error))
+        patched.setattr(llm._engine, method, Mock(side_effect=error))
         with pytest.raises((EngineBroken, KeyboardInterrupt)):
             llm.generate("abc", GREEDY)
     with pytest.raises(EngineBroken, match=message):
         llm.generate("abc", GREEDY)
 
 
-def test_metrics_tell_of_accepted_drafts(model: Path) -> None:
+def test_metrics_report_accepted_draft_tokens(model: Path) -> None:
     with LLM(model, **SMALL, speculative_config={"method": "ngram", "num_speculative_tokens": 3}) as llm:
         (output,) = llm.generate([[5, 6, 7] * 20], SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True))
         accepted = llm.status().accepted_draft_tokens_total
@@ -392,6 +393,6 @@ def test_a_closed_llm_refuses_work(model: Path) -> None:
 @pytest.mark.parametrize(
     "module", ["engine", "engine.protocol", "engine.transport", "engine.text.tokenizer", "engine.text.chat_template"]
 )
-def test_what_the_gateway_imports_leaves_torch_out(module: str) -> None:
+def test_modules_that_the_gateway_imports_do_not_import_torch(module: str) -> None:
     code = f"import {module}, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=Path(__file__).parents[2]).returncode == 0

@@ -1,4 +1,4 @@
-"""Log-probabilities of output and prompt: exact, ranked, and computed without a full-size table."""
+"""Log-probabilities of output and prompt: exact, ranked, and computed without a float32 copy of all logits."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def logits() -> torch.Tensor:
     return torch.randn(VOCAB_SIZE, generator=generator) * 2
 
 
-class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Remembers the largest tensor that was made, and the largest that went into `logsumexp`, which makes one of its size."""
+class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the size of the largest new tensor; an input of `logsumexp` counts, because it allocates one of that size."""
 
     num_elements = 0
 
@@ -38,7 +38,7 @@ class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def test_logprobs_are_those_of_the_model_before_temperature_bias_and_filters(logits: torch.Tensor) -> None:
+def test_logprobs_are_computed_before_temperature_bias_and_filters(logits: torch.Tensor) -> None:
     expected = torch.log_softmax(logits.double(), -1)
     request = sampling_request(temperature=0.5, top_k=3, logprobs=4, logit_bias={5: 3.0})
     plain = sampling_request("b", temperature=0.0)
@@ -52,7 +52,7 @@ def test_logprobs_are_those_of_the_model_before_temperature_bias_and_filters(log
     assert output.logprob.top_logprobs == pytest.approx(top.values.tolist(), abs=1e-5)
 
 
-def test_logprobs_zero_gives_the_chosen_token_only(logits: torch.Tensor) -> None:
+def test_logprobs_zero_returns_the_sampled_token_only(logits: torch.Tensor) -> None:
     (output,) = sample(logits[None], [sampling_request(logprobs=0)])
     assert output.logprob is not None
     assert output.logprob.top_token_ids == []
@@ -60,7 +60,7 @@ def test_logprobs_zero_gives_the_chosen_token_only(logits: torch.Tensor) -> None
 
 @pytest.mark.parametrize("count", [0, 1, 20])
 @pytest.mark.parametrize("num_rows", [1, 3, 10])
-def test_prompt_logprobs_are_those_of_a_full_log_softmax(count: int, num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_logprobs_equal_a_full_log_softmax(count: int, num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.sampling.logprobs, "SLICE_ELEMENTS", 3 * VOCAB_SIZE)
     generator = torch.Generator().manual_seed(num_rows)
     logits = torch.randn(num_rows, VOCAB_SIZE, generator=generator) * 3
@@ -74,23 +74,23 @@ def test_prompt_logprobs_are_those_of_a_full_log_softmax(count: int, num_rows: i
         assert entry.top_logprobs == pytest.approx(expected[row].topk(count).values.tolist(), abs=1e-5)
 
 
-def test_log_probabilities_make_no_tensor_larger_than_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_tensor_is_larger_than_a_slice_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.sampling.logprobs, "SLICE_ELEMENTS", 4 * VOCAB_SIZE)
     logits = torch.randn(64, VOCAB_SIZE)
     rows = next_rows([sampling_request(str(i), temperature=0.0, logprobs=3) for i in range(64)])
     sampler = Sampler(logits.device)
-    with Largest() as largest:  # type: ignore[no-untyped-call]
+    with LargestTensor() as largest:  # type: ignore[no-untyped-call]
         prompt_logprobs(logits, list(range(64)), 5)
         token_logprobs(logits, list(range(0, 64, 2)), torch.arange(32), [1] * 32)
         sampler.sample(logits, rows)
     assert VOCAB_SIZE < largest.num_elements <= 4 * VOCAB_SIZE
 
 
-def test_a_vocabulary_smaller_than_the_alternatives_gives_what_there_is() -> None:
+def test_fewer_alternatives_are_returned_if_the_vocabulary_is_smaller() -> None:
     (entry,) = prompt_logprobs(torch.tensor([[1.0, 2.0, 0.0]]), [2], 20)
     assert (entry.top_token_ids, entry.rank) == ([1, 0, 2], 3)
 
 
-def test_tokens_that_are_equally_likely_share_the_better_rank() -> None:
+def test_equally_likely_tokens_share_the_better_rank() -> None:
     (entry,) = prompt_logprobs(torch.zeros(1, 40), [39], 2)
     assert entry.rank == 1

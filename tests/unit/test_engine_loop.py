@@ -1,67 +1,27 @@
-"""One bad request among good ones, steps that raise, per-request limits, and the engine's figures."""
+"""The engine's loop with a fake runner: failing requests, validation, ends of requests, aborts, totals and progress."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.errors import EngineBroken
-from engine.loop import FAILED_STEPS_MAX, Engine
-from engine.protocol import EngineInfo, FinishReason
+from engine.loop import FAILED_STEPS_MAX
+from engine.protocol import FinishReason
 from engine.runner.model_runner import ModelRunner
-from engine.scheduling.block_pool import BlockPool
-from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
-from engine.scheduling.scheduler import Scheduler
-from tests.support.engines import generation_request, run_to_end, small_engine, tokens, unused_grammars
+from tests.support.engines import generation_request, run_to_end, small_engine, tokens
+from tests.support.fake_runner import EOS, MAX_MODEL_LEN, FakeRunner, engine_over
 from tests.support.tiny_models import make_model
 
-MAX_MODEL_LEN = 64
-EOS = 9
 
-
-class FakeRunner:
-    """Yields token 5 for everyone; raises while a batch holds a request of `culprits`, and always when `broken`."""
-
-    def __init__(self) -> None:
-        self.stage = "run"
-        self.culprits: set[str] = set()
-        self.broken = False
-        self.unreliable = False
-        self.token_of: Callable[[str, int], int] = lambda request_id, position: 5
-
-    def move(self, moves: BlockMoves) -> None:
-        raise AssertionError(f"this engine has no host tier and shares no partial block: {moves}")
-
-    def run(self, items: Sequence[ScheduledRequest]) -> list[StepOutput]:
-        if self.broken or any(item.request.request_id in self.culprits for item in items):
-            raise RuntimeError("boom")
-        if self.unreliable:
-            return [StepOutput(error="not finite") for _ in items]
-        return [
-            StepOutput([self.token_of(i.request.request_id, i.request.num_tokens)]) if i.samples else StepOutput()
-            for i in items
-        ]
-
-
-def make_engine(runner: FakeRunner, *, num_blocks: int = 32, **limits: Any) -> Engine:
-    chosen = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": MAX_MODEL_LEN, "block_size": 4, **limits}
-    info = EngineInfo(
-        model="fake", architecture="Fake", max_model_len=MAX_MODEL_LEN, vocab_size=10, eos_token_ids=[EOS], block_size=4,
-        num_kv_blocks=num_blocks, dtype="none", device="none", device_name="none", kernels="none", num_parameters=0,
-        max_num_seqs=4, weights_bytes=0, kv_bytes=0, load_s=0.0,
-    )  # fmt: skip
-    scheduler = Scheduler(SchedulerLimits(**chosen), BlockPool(num_blocks), clock=lambda: 0.0)
-    return Engine(scheduler, runner, info, unused_grammars(), clock=lambda: 0.0)
-
-
-def test_the_request_that_breaks_a_step_fails_alone() -> None:
+def test_a_request_that_makes_a_step_raise_fails_alone() -> None:
     runner = FakeRunner()
     runner.culprits = {"bad"}
-    engine = make_engine(runner)
+    engine = engine_over(runner)
     events = run_to_end(engine, [generation_request(name, [1, 2], max_tokens=3) for name in ("a", "bad", "b")])
     assert tokens(events["a"]) == tokens(events["b"]) == [5, 5, 5]
     assert [event.finish_reason for event in events["bad"]] == [FinishReason.ERROR]
@@ -71,40 +31,40 @@ def test_the_request_that_breaks_a_step_fails_alone() -> None:
 
 @pytest.mark.parametrize("fault", ["broken", "unreliable"])
 @pytest.mark.parametrize("max_num_seqs", [1, 4])
-def test_an_engine_that_fails_everybody_again_and_again_asks_to_be_replaced(fault: str, max_num_seqs: int) -> None:
+def test_an_engine_whose_steps_fail_for_all_requests_raises_engine_broken(fault: str, max_num_seqs: int) -> None:
     runner = FakeRunner()
     setattr(runner, fault, True)
-    engine = make_engine(runner, max_num_seqs=max_num_seqs)
+    engine = engine_over(runner, max_num_seqs=max_num_seqs)
     with pytest.raises(EngineBroken):
         run_to_end(
             engine, [generation_request(str(i), [1], max_tokens=2) for i in range((FAILED_STEPS_MAX + 1) * max_num_seqs)]
         )
 
 
-@pytest.mark.parametrize("together", [1, 3])
-def test_bad_requests_alone_are_their_own_fault_however_often_they_come(together: int) -> None:
+@pytest.mark.parametrize("num_bad", [1, 3])
+def test_repeated_failures_of_bad_requests_do_not_break_the_engine(num_bad: int) -> None:
     runner = FakeRunner()
-    runner.culprits = {f"bad {i}" for i in range(together)}
-    engine = make_engine(runner)
+    runner.culprits = {f"bad {i}" for i in range(num_bad)}
+    engine = engine_over(runner)
     for _ in range(5 * FAILED_STEPS_MAX):
         events = run_to_end(engine, [generation_request(name, [1, 2], max_tokens=3) for name in sorted(runner.culprits)])
-        assert [event.finish_reason for each in events.values() for event in each] == [FinishReason.ERROR] * together
+        assert [event.finish_reason for each in events.values() for event in each] == [FinishReason.ERROR] * num_bad
     assert tokens(run_to_end(engine, [generation_request("good", [1], max_tokens=2)])["good"]) == [5, 5]
     assert engine.status().kv_blocks_used == 0
 
 
-def test_a_bad_request_that_held_every_block_is_still_told_from_a_broken_device() -> None:
+def test_a_failing_request_that_holds_every_block_does_not_break_the_engine() -> None:
     runner = FakeRunner()
-    engine = make_engine(runner, max_num_batched_tokens=MAX_MODEL_LEN, num_blocks=MAX_MODEL_LEN // 4)
+    engine = engine_over(runner, max_num_batched_tokens=MAX_MODEL_LEN, num_blocks=MAX_MODEL_LEN // 4)
     runner.culprits = {"bad"}
     for _ in range(FAILED_STEPS_MAX + 1):
         run_to_end(engine, [generation_request("bad", [1] * (MAX_MODEL_LEN - 1), max_tokens=1)])
     assert not engine.has_requests
 
 
-def test_a_good_step_forgives_the_failed_ones() -> None:
+def test_a_successful_step_resets_the_count_of_failed_steps() -> None:
     runner = FakeRunner()
-    engine = make_engine(runner, max_num_seqs=1)
+    engine = engine_over(runner, max_num_seqs=1)
     for name in "abcdef":
         runner.broken = True
         run_to_end(engine, [generation_request(f"{name}{i}", [1], max_tokens=2) for i in range(FAILED_STEPS_MAX)])
@@ -124,17 +84,18 @@ def test_a_good_step_forgives_the_failed_ones() -> None:
         ([1], {"logit_bias": {11: 1.0}}, "logit_bias has token ids outside"),
         ([1], {"seed": None}, "no seed"),
     ],
+    ids=lambda value: str(value)[:50],
 )
-def test_a_request_that_cannot_run_is_answered_at_once(prompt: list[int], sampling: dict[str, Any], message: str) -> None:
-    engine = make_engine(FakeRunner())
+def test_an_invalid_request_is_refused_on_submission(prompt: list[int], sampling: dict[str, Any], message: str) -> None:
+    engine = engine_over(FakeRunner())
     (event,) = engine.submit(generation_request("a", prompt, **sampling))
     assert event.finish_reason is FinishReason.ERROR
     assert message in (event.error or "")
     assert not engine.has_requests
 
 
-def test_moves_made_before_the_one_that_failed_are_not_made_again() -> None:
-    """What was swapped out of a block may have been overwritten by what was swapped in."""
+def test_retried_moves_do_not_repeat_those_that_succeeded() -> None:
+    """Swapping out again would store the content that was swapped in meanwhile."""
     device, host = {5: "old"}, {1: "kept"}
     failures = [RuntimeError("the bus is busy")]
 
@@ -150,12 +111,12 @@ def test_moves_made_before_the_one_that_failed_are_not_made_again() -> None:
 
     runner = FakeRunner()
     runner.move = move  # type: ignore[method-assign]
-    make_engine(runner)._move(BlockMoves(swap_out=[(5, 0)], swap_in=[(1, 5)], copies=[(5, 6)]))
+    engine_over(runner)._move(BlockMoves(swap_out=[(5, 0)], swap_in=[(1, 5)], copies=[(5, 6)]))
     assert (host, device) == ({0: "old", 1: "kept"}, {5: "kept", 6: "kept"})
 
 
-def test_an_id_that_is_live_cannot_be_submitted_again_but_a_finished_one_can() -> None:
-    engine = make_engine(FakeRunner())
+def test_the_id_of_a_live_request_is_refused_and_that_of_a_finished_one_accepted() -> None:
+    engine = engine_over(FakeRunner())
     run_to_end(engine, [generation_request("a", [1], max_tokens=1)])
     assert not engine.submit(generation_request("a", [1], max_tokens=1))
     (refused,) = engine.submit(generation_request("a", [1], max_tokens=1))
@@ -171,21 +132,22 @@ def test_an_id_that_is_live_cannot_be_submitted_again_but_a_finished_one_can() -
         ({"ignore_eos": False, "max_tokens": 20, "min_tokens": 4, "stop_token_ids": [5]}, [5, 5, 9, 5], FinishReason.STOP),
         ({"ignore_eos": True, "max_tokens": None}, 62, FinishReason.LENGTH),
     ],
+    ids=lambda value: str(value)[:50],
 )
-def test_a_request_ends_where_its_parameters_say(
+def test_a_request_ends_by_stop_token_end_of_text_or_length(
     sampling: dict[str, Any], expected_tokens: list[int] | int, reason: FinishReason
 ) -> None:
     runner = FakeRunner()
     runner.token_of = lambda request_id, position: EOS if position == 4 else 5
-    events = run_to_end(make_engine(runner), [generation_request("a", [1, 2], **sampling)])["a"]
+    events = run_to_end(engine_over(runner), [generation_request("a", [1, 2], **sampling)])["a"]
     got = tokens(events)
     assert (len(got) if isinstance(expected_tokens, int) else got) == expected_tokens
     assert events[-1].finish_reason is reason
     assert sum(event.finish_reason is not None for event in events) == 1
 
 
-def test_totals_count_every_prompt_once_and_every_generated_token_even_of_aborted_requests() -> None:
-    engine = make_engine(FakeRunner())
+def test_totals_count_each_prompt_once_and_all_generated_tokens_including_those_of_aborted_requests() -> None:
+    engine = engine_over(FakeRunner())
     for name in ("a", "b"):
         engine.submit(generation_request(name, [1, 2, 3], max_tokens=10))
     for _ in range(4):
@@ -198,8 +160,8 @@ def test_totals_count_every_prompt_once_and_every_generated_token_even_of_aborte
     assert (status.num_running, status.num_waiting, status.kv_blocks_used, status.kv_blocks_free) == (0, 0, 0, 32)
 
 
-def test_an_abort_frees_the_blocks_at_once_and_a_second_one_says_nothing() -> None:
-    engine = make_engine(FakeRunner())
+def test_an_abort_frees_blocks_at_once_and_a_second_abort_returns_no_event() -> None:
+    engine = engine_over(FakeRunner())
     engine.submit(generation_request("a", [1, 2, 3], max_tokens=10))
     engine.step()
     assert engine.status().kv_blocks_used == 1
@@ -208,8 +170,8 @@ def test_an_abort_frees_the_blocks_at_once_and_a_second_one_says_nothing() -> No
     assert not engine.abort("a")
 
 
-def test_progress_tells_states_and_queue_positions() -> None:
-    engine = make_engine(FakeRunner(), max_num_seqs=2, max_num_batched_tokens=6)
+def test_status_reports_states_and_queue_positions_of_requests() -> None:
+    engine = engine_over(FakeRunner(), max_num_seqs=2, max_num_batched_tokens=6)
     for name, length in (("decoding", 2), ("prefilling", 12), ("first", 3), ("second", 3)):
         engine.submit(generation_request(name, [1] * length, max_tokens=10))
     engine.step()
@@ -222,8 +184,8 @@ def test_progress_tells_states_and_queue_positions() -> None:
     assert engine.status().requests is None
 
 
-def test_a_place_in_the_queue_is_one_among_the_tenants_own_requests_and_counts_each_once() -> None:
-    engine = make_engine(FakeRunner(), max_num_seqs=1)
+def test_queue_positions_count_requests_of_the_same_tenant_and_all_answers_of_a_request_as_one() -> None:
+    engine = engine_over(FakeRunner(), max_num_seqs=1)
     for name, tenant, n in (("runs", "alice", 1), ("a", "alice", 3), ("b", "bob", 1), ("c", "alice", 1), ("d", "bob", 1)):
         engine.submit(generation_request(name, [1, 2], tenant_id=tenant, max_tokens=10, n=n))
     engine.step()
@@ -237,7 +199,9 @@ def test_a_place_in_the_queue_is_one_among_the_tenants_own_requests_and_counts_e
     assert status.num_waiting == 6
 
 
-def test_a_probe_runs_on_a_real_model_and_leaves_its_cache_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_after_failed_steps_leaves_the_prefix_cache_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_model("llama", tmp_path)
     engine = small_engine(tmp_path)
     good = generation_request("good", list(range(1, 40)), max_tokens=4)

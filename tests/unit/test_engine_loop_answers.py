@@ -1,4 +1,4 @@
-"""Several answers to one request, requests that wait for their grammar, and requests that wait too long."""
+"""Several answers to one request, requests that wait for their grammar, and queue deadlines."""
 
 from __future__ import annotations
 
@@ -15,109 +15,97 @@ from engine.errors import EngineOverloaded, NotAModelDirectory
 from engine.grammar.matcher import CompiledGrammar
 from engine.grammar.queue import GrammarQueue, LazyCompiler
 from engine.grammar.spec import GrammarError, GrammarSpec
-from engine.loop import Engine
-from engine.protocol import EngineInfo, FinishReason, GenerationRequest, TokenEvent
+from engine.protocol import FinishReason, GenerationRequest, TokenEvent
 from engine.sampling.randomness import seed_of_answer
-from engine.scheduling.block_pool import BlockPool
-from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.request import Request
 from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
-from engine.scheduling.scheduler import Scheduler
 from tests.support.clock import FakeClock
 from tests.support.engines import generation_request, run_to_end, tokens
+from tests.support.fake_runner import EOS, engine_over
 from tests.support.scheduling import make_request
 from tests.support.thread_limit import forbid_new_threads
 
-EOS = 9
 GRAMMAR: Any = object()
-INFO = EngineInfo(
-    model="fake", architecture="Fake", max_model_len=64, vocab_size=10, eos_token_ids=[EOS], block_size=4, num_kv_blocks=32,
-    dtype="none", device="none", device_name="none", kernels="none", num_parameters=0, weights_bytes=0, kv_bytes=0, load_s=0.0,
-    max_num_seqs=4,
-)  # fmt: skip
 
 
 class SeedRunner:
-    """Says for each answer the remainder of its seed, again and again, or what it is told to `say`."""
+    """Generates for each answer its seed modulo 8 in every step, or `fixed_token` if that is set."""
 
     stage = "run"
 
     def __init__(self) -> None:
         self.copies = 0
-        self.say: int | None = None
+        self.fixed_token: int | None = None
 
     def move(self, moves: BlockMoves) -> None:
         self.copies += len(moves.copies)
 
     def run(self, items: Sequence[ScheduledRequest]) -> list[StepOutput]:
-        return [StepOutput([self._said(item)] if item.samples else []) for item in items]
+        return [StepOutput([self._token(item)] if item.samples else []) for item in items]
 
-    def _said(self, item: ScheduledRequest) -> int:
-        return (item.request.sampling.seed or 0) % 8 if self.say is None else self.say
+    def _token(self, item: ScheduledRequest) -> int:
+        return (item.request.sampling.seed or 0) % 8 if self.fixed_token is None else self.fixed_token
 
 
 class FakeMasks:
-    """Remembers who was started and what they said; loses the thread at token `refused`."""
+    """Records the accepted tokens of each started request; token `refused` is an error."""
 
     def __init__(self) -> None:
-        self.said: dict[Request, list[int]] = {}
+        self.accepted: dict[Request, list[int]] = {}
         self.refused = -1
 
     def start(self, request: Request, grammar: CompiledGrammar) -> None:
         assert grammar is GRAMMAR
-        self.said[request] = []
+        self.accepted[request] = []
 
     @property
     def are_empty(self) -> bool:
-        return not self.said
+        return not self.accepted
 
     def accept(self, request: Request, token_ids: Sequence[int]) -> GrammarError | None:
-        self.said[request] += token_ids
-        return GrammarError("guided_regex", "lost the thread") if self.refused in token_ids else None
+        self.accepted[request] += token_ids
+        return GrammarError("guided_regex", "token refused") if self.refused in token_ids else None
 
     def close(self) -> None:
-        self.said.clear()
+        self.accepted.clear()
 
 
 class FakeCompiler:
-    """Compiles when told to."""
+    """Finishes compiling when the test calls `finish`."""
 
     def __init__(self) -> None:
-        self.asked: dict[GrammarSpec, Future[CompiledGrammar]] = {}
+        self.submitted: dict[GrammarSpec, Future[CompiledGrammar]] = {}
 
     def submit(self, spec: GrammarSpec, tenant_id: str) -> Future[CompiledGrammar]:
-        return self.asked.setdefault(spec, Future())
+        return self.submitted.setdefault(spec, Future())
 
     def close(self) -> None:
-        for future in self.asked.values():
+        for future in self.submitted.values():
             future.cancel()
 
     def finish(self) -> None:
-        for future in self.asked.values():
+        for future in self.submitted.values():
             future.set_result(GRAMMAR)
 
 
 class Harness:
-    """An engine with a clock, a compiler and masks that the test turns."""
+    """An engine with a clock, a compiler and masks that the test controls."""
 
     def __init__(self, **limits: Any) -> None:
-        chosen = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64, "block_size": 4, **limits}
         self.clock = FakeClock()
         self.runner, self.masks, self.compiler = SeedRunner(), FakeMasks(), FakeCompiler()
-        pool = BlockPool(32)
-        self.scheduler = Scheduler(SchedulerLimits(**chosen), pool, clock=self.clock.monotonic_s)
-        grammars = GrammarQueue(self.compiler, self.masks)
-        self.engine = Engine(self.scheduler, self.runner, INFO, grammars, clock=self.clock.monotonic_s)
+        grammars, now_s = GrammarQueue(self.compiler, self.masks), self.clock.monotonic_s
+        self.engine = engine_over(self.runner, grammars=grammars, clock=now_s, scheduler_clock=now_s, **limits)
 
     def run(self, *requests: GenerationRequest) -> list[TokenEvent]:
         return [event for events in run_to_end(self.engine, requests).values() for event in events]
 
 
-def answer(events: Sequence[TokenEvent], index: int, request_id: str = "a") -> list[TokenEvent]:
+def events_of_answer(events: Sequence[TokenEvent], index: int, request_id: str = "a") -> list[TokenEvent]:
     return [event for event in events if (event.request_id, event.index) == (request_id, index)]
 
 
-def guided(request_id: str, **sampling: Any) -> GenerationRequest:
+def guided_request(request_id: str, **sampling: Any) -> GenerationRequest:
     return generation_request(request_id, [1, 2], **{"max_tokens": 3, "guided_regex": "[0-9]+", **sampling})
 
 
@@ -125,19 +113,19 @@ def test_each_answer_has_its_index_its_seed_and_one_end() -> None:
     harness = Harness()
     events = harness.run(generation_request("a", [1, 2, 3, 4, 5, 6], seed=5, max_tokens=2, n=3))
     for index in range(3):
-        mine = answer(events, index)
+        mine = events_of_answer(events, index)
         assert tokens(mine) == [seed_of_answer(5, index) % 8] * 2
         assert [event.finish_reason for event in mine if event.finish_reason] == [FinishReason.LENGTH]
     assert harness.runner.copies == 2, "the half-full block of the prompt is copied for each answer but the first"
     assert harness.engine.status().prompt_tokens_total == 6
 
 
-def test_best_of_makes_as_many_answers_as_are_ranked() -> None:
+def test_best_of_generates_all_candidate_answers() -> None:
     events = Harness().run(generation_request("a", [1], n=2, best_of=4, max_tokens=1))
     assert {event.index for event in events} == {0, 1, 2, 3}
 
 
-def test_one_answer_can_be_ended_without_the_others_and_all_of_them_together() -> None:
+def test_one_answer_is_aborted_without_the_others_and_abort_ends_the_rest() -> None:
     harness = Harness()
     harness.engine.submit(generation_request("a", [1, 2], n=3, max_tokens=9))
     for _ in range(3):
@@ -158,9 +146,9 @@ def test_a_refused_request_ends_each_of_its_answers() -> None:
     ]
 
 
-def test_requests_wait_for_their_grammar_beside_the_others() -> None:
+def test_other_requests_are_served_while_a_grammar_is_compiled() -> None:
     harness = Harness()
-    harness.engine.submit(guided("guided", n=2))
+    harness.engine.submit(guided_request("guided", n=2))
     events = harness.engine.submit(generation_request("plain", [1], max_tokens=2))
     for _ in range(3):
         events += harness.engine.step()
@@ -173,36 +161,42 @@ def test_requests_wait_for_their_grammar_beside_the_others() -> None:
     ]  # fmt: skip
     harness.compiler.finish()
     events = harness.run()
-    assert len(tokens(answer(events, 0, "guided"))) == len(tokens(answer(events, 1, "guided"))) == 3
-    assert [len(said) for said in harness.masks.said.values()] == [3, 3], "each answer follows the grammar by itself"
+    assert len(tokens(events_of_answer(events, 0, "guided"))) == len(tokens(events_of_answer(events, 1, "guided"))) == 3
+    assert [len(accepted) for accepted in harness.masks.accepted.values()] == [3, 3], (
+        "each answer follows the grammar by itself"
+    )
 
 
 def test_equal_grammars_are_compiled_once() -> None:
     harness = Harness()
     for name in "abc":
-        harness.engine.submit(guided(name))
-    assert len(harness.compiler.asked) == 1
+        harness.engine.submit(guided_request(name))
+    assert len(harness.compiler.submitted) == 1
 
 
-@pytest.mark.parametrize("why", [GrammarError("guided_regex", "unclosed"), EngineOverloaded("full"), RuntimeError("a bug")])
-def test_a_refusal_that_is_kept_keeps_nobody_who_was_told_of_it(why: Exception) -> None:
+@pytest.mark.parametrize(
+    "refusal",
+    [GrammarError("guided_regex", "unclosed"), EngineOverloaded("full"), RuntimeError("a bug")],
+    ids=lambda refusal: type(refusal).__name__,
+)
+def test_a_cached_refusal_does_not_keep_its_requests_alive(refusal: Exception) -> None:
     compiler, spec, request = FakeCompiler(), GrammarSpec("regex", "(a"), make_request("a", 2)
     queue = GrammarQueue(compiler, FakeMasks())
     queue.park([request], spec)
-    compiler.asked[spec].set_exception(why)
+    compiler.submitted[spec].set_exception(refusal)
     ((answers, error),) = queue.pop_ready()
     assert answers == [request]
     assert error is not None
-    told = ref(request)
+    request_ref = ref(request)
     del request, answers, error
     gc.collect()
-    assert told() is None
+    assert request_ref() is None
 
 
-def test_a_grammar_that_is_refused_ends_every_answer_and_names_the_field() -> None:
+def test_a_refused_grammar_ends_every_answer_and_names_the_field() -> None:
     harness = Harness()
-    harness.engine.submit(guided("a", n=2))
-    next(iter(harness.compiler.asked.values())).set_exception(GrammarError("guided_regex", "it explodes"))
+    harness.engine.submit(guided_request("a", n=2))
+    next(iter(harness.compiler.submitted.values())).set_exception(GrammarError("guided_regex", "it explodes"))
     events = harness.run()
     assert [(e.index, e.finish_reason, e.error, e.error_param) for e in events] == [
         (index, FinishReason.ERROR, "it explodes", "guided_regex") for index in range(2)
@@ -210,10 +204,10 @@ def test_a_grammar_that_is_refused_ends_every_answer_and_names_the_field() -> No
     assert not harness.engine.has_requests
 
 
-def test_a_grammar_that_finds_no_room_to_wait_is_the_fault_of_no_field() -> None:
+def test_a_full_compile_queue_ends_the_request_as_overloaded_without_naming_a_field() -> None:
     harness = Harness()
-    assert harness.engine.submit(guided("a", n=2)) == []
-    for future in harness.compiler.asked.values():
+    assert harness.engine.submit(guided_request("a", n=2)) == []
+    for future in harness.compiler.submitted.values():
         future.set_exception(EngineOverloaded("512 grammars are already waiting"))
     events = harness.run()
     assert [(event.finish_reason, event.error, event.error_param) for event in events] == [
@@ -222,22 +216,22 @@ def test_a_grammar_that_finds_no_room_to_wait_is_the_fault_of_no_field() -> None
     assert not harness.engine.has_requests
 
 
-def test_a_grammar_whose_compile_fails_in_the_engine_ends_its_answers_and_is_the_fault_of_no_field() -> None:
+def test_an_internal_error_while_compiling_ends_only_its_request_without_naming_a_field() -> None:
     harness = Harness()
-    harness.engine.submit(guided("a", n=2))
+    harness.engine.submit(guided_request("a", n=2))
     harness.engine.submit(generation_request("b", [1], max_tokens=2))
-    harness.compiler.asked[GrammarSpec("regex", "[0-9]+")].set_exception(OSError("no room for another process"))
+    harness.compiler.submitted[GrammarSpec("regex", "[0-9]+")].set_exception(OSError("no room for another process"))
     events = harness.run()
     for index in range(2):
-        (end,) = answer(events, index)
+        (end,) = events_of_answer(events, index)
         assert (end.finish_reason, end.error_param) == (FinishReason.ERROR, None)
         assert "while compiling the grammar of this request: OSError: no room" in (end.error or "")
-    assert len(tokens(answer(events, 0, "b"))) == 2
+    assert len(tokens(events_of_answer(events, 0, "b"))) == 2
 
 
-def test_a_parked_request_can_be_aborted_in_part_and_whole() -> None:
+def test_answers_of_a_parked_request_can_be_aborted_singly_and_together() -> None:
     harness = Harness()
-    harness.engine.submit(guided("a", n=3))
+    harness.engine.submit(guided_request("a", n=3))
     assert [event.index for event in harness.engine.abort_answer("a", 0)] == [0]
     harness.engine.check_invariants()
     assert [event.index for event in harness.engine.abort("a")] == [1, 2]
@@ -246,36 +240,36 @@ def test_a_parked_request_can_be_aborted_in_part_and_whole() -> None:
     assert not harness.engine.has_requests
 
 
-def test_the_first_of_the_answers_left_computes_the_prompt() -> None:
+def test_if_the_first_answer_is_aborted_the_next_one_computes_the_prompt() -> None:
     harness = Harness()
-    harness.engine.submit(guided("a", n=3))
+    harness.engine.submit(guided_request("a", n=3))
     harness.engine.abort_answer("a", 0)
     harness.compiler.finish()
     events = harness.run()
-    assert [len(tokens(answer(events, index))) for index in range(3)] == [0, 3, 3]
+    assert [len(tokens(events_of_answer(events, index))) for index in range(3)] == [0, 3, 3]
 
 
-def test_an_answer_whose_grammar_loses_the_thread_ends_alone() -> None:
+def test_an_answer_whose_matcher_fails_ends_alone() -> None:
     harness = Harness()
     harness.masks.refused = seed_of_answer(1, 1) % 8
     assert harness.masks.refused != 1
-    harness.compiler.asked.clear()
-    harness.engine.submit(guided("a", n=2, seed=1))
+    harness.compiler.submitted.clear()
+    harness.engine.submit(guided_request("a", n=2, seed=1))
     harness.compiler.finish()
     events = harness.run()
-    assert tokens(answer(events, 0)) == [1, 1, 1]
-    assert [(e.finish_reason, e.error_param) for e in answer(events, 1)] == [(FinishReason.ERROR, "guided_regex")]
+    assert tokens(events_of_answer(events, 0)) == [1, 1, 1]
+    assert [(e.finish_reason, e.error_param) for e in events_of_answer(events, 1)] == [(FinishReason.ERROR, "guided_regex")]
 
 
-def test_a_guided_answer_ends_with_the_end_of_the_model_even_where_that_is_ignored() -> None:
+def test_a_guided_answer_ends_at_the_end_of_text_token_even_with_ignore_eos() -> None:
     harness = Harness()
-    harness.runner.say = EOS
-    harness.engine.submit(guided("a", ignore_eos=True, max_tokens=9))
+    harness.runner.fixed_token = EOS
+    harness.engine.submit(guided_request("a", ignore_eos=True, max_tokens=9))
     harness.compiler.finish()
     assert tokens(harness.run()) == [EOS]
 
 
-def test_a_request_that_waits_beyond_its_deadline_ends_unserved() -> None:
+def test_a_request_still_queued_at_its_deadline_ends_unserved() -> None:
     harness = Harness(max_num_seqs=1)
     harness.engine.submit(generation_request("first", [1], max_tokens=9))
     harness.engine.step()
@@ -294,9 +288,9 @@ def test_a_request_that_waits_beyond_its_deadline_ends_unserved() -> None:
     assert len(tokens([event for event in harness.run() if event.request_id == "first"])) > 0
 
 
-def test_a_request_that_waits_for_its_grammar_beyond_its_deadline_ends_unserved() -> None:
+def test_a_request_still_waiting_for_its_grammar_at_its_deadline_ends_unserved() -> None:
     harness = Harness()
-    harness.engine.submit(replace(guided("a", n=2), queue_deadline_s=2.0))
+    harness.engine.submit(replace(guided_request("a", n=2), queue_deadline_s=2.0))
     harness.clock.advance(1.5)
     assert not harness.engine.step()
     harness.clock.advance(1.0)
@@ -309,7 +303,7 @@ def test_a_request_that_waits_for_its_grammar_beyond_its_deadline_ends_unserved(
     harness.engine.check_invariants()
 
 
-def test_a_vocabulary_that_cannot_be_read_refuses_every_grammar() -> None:
+def test_without_a_readable_vocabulary_every_grammar_is_refused() -> None:
     def make() -> FakeCompiler:
         raise NotAModelDirectory("the folder has no readable tokenizer.json")
 
@@ -319,7 +313,7 @@ def test_a_vocabulary_that_cannot_be_read_refuses_every_grammar() -> None:
             compiler.submit(GrammarSpec("regex", "a+"), "alice").result(timeout=60)
 
 
-def test_a_compiler_that_cannot_be_made_leaves_no_request_waiting() -> None:
+def test_a_compiler_that_fails_to_start_fails_the_waiting_grammars() -> None:
     def make() -> FakeCompiler:
         raise RuntimeError("a bug")
 
@@ -327,7 +321,7 @@ def test_a_compiler_that_cannot_be_made_leaves_no_request_waiting() -> None:
         LazyCompiler(make).submit(GrammarSpec("regex", "a+"), "alice").result(timeout=60)
 
 
-def test_where_no_thread_can_be_started_a_late_compiler_refuses_without_blame_and_is_made_for_a_later_request() -> None:
+def test_if_no_thread_can_start_the_grammar_is_refused_as_overloaded_and_the_next_one_compiles() -> None:
     made = FakeCompiler()
     compiler, spec = LazyCompiler(lambda: made), GrammarSpec("regex", "a+")
     with forbid_new_threads(), pytest.raises(EngineOverloaded, match="the system starts no more threads"):
@@ -335,18 +329,18 @@ def test_where_no_thread_can_be_started_a_late_compiler_refuses_without_blame_an
     good = compiler.submit(spec, "alice")
     assert compiler._compiler is not None
     compiler._compiler.result(timeout=60)
-    made.asked[spec].set_result(GRAMMAR)
+    made.submitted[spec].set_result(GRAMMAR)
     assert good.result(timeout=60) is GRAMMAR
 
 
-def test_a_compiler_that_is_made_late_passes_grammars_and_refusals_on() -> None:
+def test_a_lazily_created_compiler_delivers_grammars_and_refusals() -> None:
     made = FakeCompiler()
     compiler = LazyCompiler(lambda: made)
     good, bad = compiler.submit(GrammarSpec("regex", "a+"), "alice"), compiler.submit(GrammarSpec("regex", "b("), "alice")
     assert compiler._compiler is not None
     compiler._compiler.result(timeout=60)
-    made.asked[GrammarSpec("regex", "a+")].set_result(GRAMMAR)
-    made.asked[GrammarSpec("regex", "b(")].set_exception(GrammarError("guided_regex", "unbalanced"))
+    made.submitted[GrammarSpec("regex", "a+")].set_result(GRAMMAR)
+    made.submitted[GrammarSpec("regex", "b(")].set_exception(GrammarError("guided_regex", "unbalanced"))
     assert good.result(timeout=60) is GRAMMAR
     with pytest.raises(GrammarError, match="unbalanced"):
         bad.result(timeout=60)

@@ -1,4 +1,4 @@
-"""The cost of many answers to one long prompt for the steps of all other requests: counted, not timed."""
+"""The cost of many answers to one long prompt: token lists, hashes, and prompt tokens reused per step are counted."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.request import Request
 from engine.scheduling.scheduler import Scheduler
 from tests.support.engines import generation_request, tokens
+from tests.support.fake_runner import FakeRunner, engine_over
 from tests.support.sampling import sampling_request
 from tests.support.scheduling import apply_outputs, drain, make_request, make_scheduler, step
-from tests.unit.test_engine_loop import FakeRunner, make_engine
 
 
-def _with_forks(scheduler: Scheduler, num_forks: int, num_prompt_tokens: int) -> tuple[Request, list[Request]]:
+def _add_with_forks(scheduler: Scheduler, num_forks: int, num_prompt_tokens: int) -> tuple[Request, list[Request]]:
     first = make_request("a", num_prompt_tokens)
     forks = [make_request("a", num_prompt_tokens, index=index + 1, forked_from=first) for index in range(num_forks)]
     scheduler.add(first)
@@ -32,10 +32,10 @@ def _with_forks(scheduler: Scheduler, num_forks: int, num_prompt_tokens: int) ->
     return first, forks
 
 
-def test_answers_that_wait_have_one_list_of_tokens_and_write_into_lists_of_their_own() -> None:
+def test_waiting_answers_share_one_token_list_until_they_generate() -> None:
     runner = FakeRunner()
     runner.move = lambda moves: None  # type: ignore[method-assign]
-    engine = make_engine(runner)
+    engine = engine_over(runner)
     engine.submit(generation_request("a", [1, 2, 3], n=3, max_tokens=2))
     answers = list(engine._live["a"])
     assert len({id(answer.token_ids) for answer in answers}) == 1
@@ -46,8 +46,8 @@ def test_answers_that_wait_have_one_list_of_tokens_and_write_into_lists_of_their
     assert [answer.token_ids for answer in answers] == [[1, 2, 3, 5, 5]] * 3
 
 
-def test_a_lone_answer_has_the_only_list() -> None:
-    engine = make_engine(FakeRunner())
+def test_the_token_list_of_a_single_answer_is_not_copied() -> None:
+    engine = engine_over(FakeRunner())
     engine.submit(generation_request("a", [1, 2, 3], max_tokens=2))
     (answer,) = engine._live["a"]
     before = answer.token_ids
@@ -56,7 +56,7 @@ def test_a_lone_answer_has_the_only_list() -> None:
 
 
 @pytest.mark.parametrize("num_prompt_tokens", [63, 64, 65])
-def test_a_prompt_is_hashed_once_for_all_its_answers(num_prompt_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_is_hashed_once_for_all_answers(num_prompt_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[int] = []
 
     def counted(code: str, ids: Iterable[int]) -> array[int]:
@@ -66,7 +66,7 @@ def test_a_prompt_is_hashed_once_for_all_its_answers(num_prompt_tokens: int, mon
 
     monkeypatch.setattr(prefix_cache, "array", counted)
     scheduler = make_scheduler(num_blocks=64, max_num_seqs=16, budget=128, caches=True)
-    first, forks = _with_forks(scheduler, 12, num_prompt_tokens)
+    first, forks = _add_with_forks(scheduler, 12, num_prompt_tokens)
     apply_outputs(scheduler, scheduler.schedule())
     apply_outputs(scheduler, scheduler.schedule())
     assert sum(hashed) <= num_prompt_tokens
@@ -75,10 +75,10 @@ def test_a_prompt_is_hashed_once_for_all_its_answers(num_prompt_tokens: int, mon
     drain(scheduler)
 
 
-def test_a_fork_goes_on_with_hashes_of_its_own() -> None:
-    """Taken over or computed, the hashes of a text are the same."""
+def test_a_fork_extends_shared_hashes_with_its_own_tokens() -> None:
+    """Hashes are equal whether taken over from the first answer or computed."""
     scheduler = make_scheduler(num_blocks=64, max_num_seqs=4, budget=64, caches=True)
-    first, (fork,) = _with_forks(scheduler, 1, 18)
+    first, (fork,) = _add_with_forks(scheduler, 1, 18)
     plain = make_request("b", 18)
     cache = PrefixCache(BlockPool(8), 4)
     cache.hashes(first, 4)
@@ -91,9 +91,9 @@ def test_a_fork_goes_on_with_hashes_of_its_own() -> None:
     assert hashes[0][4] != hashes[1][4]
 
 
-def test_a_fork_that_comes_late_takes_nothing_of_what_the_first_answer_wrote() -> None:
+def test_a_late_fork_shares_no_hashes_beyond_the_prompt() -> None:
     scheduler = make_scheduler(num_blocks=64, max_num_seqs=4, budget=64, caches=True)
-    first, (fork,) = _with_forks(scheduler, 1, 6)
+    first, (fork,) = _add_with_forks(scheduler, 1, 6)
     plain = make_request("b", 6)
     for request, token_id in ((first, 1), (fork, 2), (plain, 2)):
         request.token_ids += [token_id] * 10
@@ -102,11 +102,11 @@ def test_a_fork_that_comes_late_takes_nothing_of_what_the_first_answer_wrote() -
     assert hashes[1] == hashes[2] != hashes[0]
 
 
-def test_a_step_takes_over_long_prompts_for_only_so_many_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_starts_forks_of_a_long_prompt_only_up_to_the_limit_of_reused_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "REUSED_TOKENS_PER_STEP", 50)
     monkeypatch.setattr(admission, "SHORT_TOKENS", 16)
     scheduler = make_scheduler(num_blocks=64, max_num_seqs=16, budget=64)
-    _with_forks(scheduler, 7, 20)
+    _add_with_forks(scheduler, 7, 20)
     other = make_request("b", 8, tenant="bob")
     num_started = []
     while scheduler.has_requests:
@@ -116,11 +116,13 @@ def test_a_step_takes_over_long_prompts_for_only_so_many_answers(monkeypatch: py
         if len(num_started) == 1:
             scheduler.add(other)
         if len(num_started) == 2:
-            assert other.num_computed_tokens == 8, "a stranger waited for answers of another tenant"
+            assert other.num_computed_tokens == 8, "a request waited for forks of another tenant"
     assert num_started[:5] == [0, 2, 2, 2, 1]
 
 
-def test_a_step_takes_only_so_much_out_of_the_prefix_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_takes_prompts_from_the_prefix_cache_only_up_to_the_limit_of_reused_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(admission, "REUSED_TOKENS_PER_STEP", 50)
     monkeypatch.setattr(admission, "SHORT_TOKENS", 16)
     scheduler = make_scheduler(num_blocks=64, max_num_seqs=16, budget=64, caches=True)
@@ -133,16 +135,16 @@ def test_a_step_takes_only_so_much_out_of_the_prefix_cache(monkeypatch: pytest.M
     assert [request.num_cached_tokens for request in requests] == [16] * 4
 
 
-def test_one_prompt_beyond_the_limit_is_still_taken_over_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_prompt_beyond_the_limit_of_reused_tokens_is_still_reused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "REUSED_TOKENS_PER_STEP", 5)
     monkeypatch.setattr(admission, "SHORT_TOKENS", 16)
     scheduler = make_scheduler(num_blocks=64, max_num_seqs=16, budget=64)
-    _, forks = _with_forks(scheduler, 3, 20)
+    _, forks = _add_with_forks(scheduler, 3, 20)
     drain(scheduler)
     assert [fork.num_cached_tokens for fork in forks] == [19] * 3
 
 
-def test_a_long_prompt_waits_one_step_for_those_who_take_over_before_it_and_not_for_ever(
+def test_a_long_prompt_is_deferred_by_the_limit_of_reused_tokens_for_one_step_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(admission, "REUSED_TOKENS_PER_STEP", 50)
@@ -161,9 +163,9 @@ def test_a_long_prompt_waits_one_step_for_those_who_take_over_before_it_and_not_
     assert number == 6, "put off when it came, and started in the next step"
 
 
-def test_a_prompt_that_is_computed_again_is_shared_when_the_step_has_worked() -> None:
+def test_a_recomputed_prompt_is_shared_only_after_its_step_has_succeeded() -> None:
     scheduler = make_scheduler(num_blocks=64, max_num_seqs=2, budget=4)
-    first, (fork,) = _with_forks(scheduler, 1, 3)
+    first, (fork,) = _add_with_forks(scheduler, 1, 3)
     other = make_request("b", 1)
     scheduler.add(other)
     step(scheduler)
@@ -175,7 +177,7 @@ def test_a_prompt_that_is_computed_again_is_shared_when_the_step_has_worked() ->
     assert (chunk.request, chunk.start) == (fork, 0), "the step that computes the prompt may fail"
 
 
-def test_the_prompt_of_many_answers_is_counted_once_for_penalties(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_penalties_count_the_prompt_of_many_answers_once(monkeypatch: pytest.MonkeyPatch) -> None:
     sorted_lens: list[int] = []
 
     plain: Any = np.unique

@@ -1,4 +1,4 @@
-"""Several models on one GPU: each engine leaves the others their part, whichever starts first. A stand-in reports memory."""
+"""Several models on one GPU: each engine leaves the others their part, whichever starts first. A fake device reports memory."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ GPU = torch.device("cuda", 0)
 SMALL = {**LLAMA_8B, "num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64}
 
 
-class Card:
-    """What the driver and torch's allocator report, to be changed."""
+class FakeGpu:
+    """The memory that the driver and torch's allocator report; tests change it."""
 
     def __init__(self) -> None:
         self.total = 80 * GIB
@@ -36,8 +36,8 @@ class Card:
 
 
 @pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch) -> Card:
-    card = Card()
+def card(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    card = FakeGpu()
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (card.total - card.used, card.total))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: card.reserved)
@@ -58,28 +58,28 @@ def folders(tmp_path: Path) -> list[Path]:
 def forecast(
     folder: Path, *others: Path, draft: Path | None = None, own: dict[Path, dict[str, Any]] | None = None, **options: Any
 ) -> MemoryForecast:
-    """`own`: what some of these models have instead of `options`."""
+    """Forecast for `folder` beside `others`, all with `options`; `own` replaces some of them for single models."""
     if draft is not None:
         options["speculative_config"] = {"method": "draft_model", "model": str(draft)}
-    told = [{"model": str(each), **options, **(own or {}).get(each, {})} for each in (folder, *others)]
-    asked = EngineOptions.of({**told[0], "colocated_models": told[1:]})
+    model_options = [{"model": str(each), **options, **(own or {}).get(each, {})} for each in (folder, *others)]
+    engine_options = EngineOptions.of({**model_options[0], "colocated_models": model_options[1:]})
     config, draft_config = load_model_config(folder), None if draft is None else load_model_config(draft)
-    mode, dtype = StepMode.of(asked, "cuda"), torch.bfloat16
-    return forecast_memory(folder.name, config, asked, mode, dtype=dtype, device=GPU, draft=draft_config)
+    mode, dtype = StepMode.of(engine_options, "cuda"), torch.bfloat16
+    return forecast_memory(folder.name, config, engine_options, mode, dtype=dtype, device=GPU, draft=draft_config)
 
 
 def own_bytes(found: MemoryForecast) -> int:
-    """All that this engine is going to have of the card."""
+    """All memory that this engine will hold on the GPU."""
     needs = found.fit.needs
     return needs.fixed_bytes - needs.context_bytes + CONTEXT_BYTES + found.predicted_kv_bytes
 
 
-def every(folders: list[Path], **options: Any) -> list[MemoryForecast]:
+def forecast_each(folders: list[Path], **options: Any) -> list[MemoryForecast]:
     return [forecast(folder, *(other for other in folders if other != folder), **options) for folder in folders]
 
 
-def test_engines_on_one_card_fit_it_together_with_caches_of_as_many_tokens(card: Card, folders: list[Path]) -> None:
-    found = every(folders)
+def test_engines_on_one_gpu_fill_it_with_caches_of_equally_many_tokens(card: FakeGpu, folders: list[Path]) -> None:
+    found = forecast_each(folders)
     assert 0.98 * 0.9 * card.total < sum(own_bytes(each) for each in found) <= 0.9 * card.total
     tokens = [each.fit.kv_tokens for each in found]
     assert max(tokens) - min(tokens) <= 16
@@ -87,7 +87,7 @@ def test_engines_on_one_card_fit_it_together_with_caches_of_as_many_tokens(card:
 
 
 @pytest.mark.parametrize(("dtype", "element_bytes"), [("auto", 2), ("float32", 4)])
-def test_weights_are_estimated_in_the_format_that_is_asked_for(folders: list[Path], dtype: str, element_bytes: int) -> None:
+def test_weights_are_estimated_in_the_requested_dtype(folders: list[Path], dtype: str, element_bytes: int) -> None:
     config, options = load_model_config(folders[0]), EngineOptions.of({"model": str(folders[0]), "dtype": dtype})
     empty = DeviceMemory(device_type="cuda", usable_bytes=80 * GIB, context_bytes=0)
     fit = alone(checked_estimate(config, options, (9, 0)), empty)
@@ -95,22 +95,22 @@ def test_weights_are_estimated_in_the_format_that_is_asked_for(folders: list[Pat
 
 
 @pytest.mark.parametrize("total_gib", [80, 48], ids=["with room", "with fewer seats"])
-def test_the_division_does_not_depend_on_who_has_started(card: Card, folders: list[Path], total_gib: int) -> None:
-    """Nor on what the others have taken when an engine is restarted."""
+def test_the_division_does_not_depend_on_which_engines_have_started(card: FakeGpu, folders: list[Path], total_gib: int) -> None:
+    """Neither at the first start nor when an engine is restarted beside running ones."""
     card.total = total_gib * GIB
-    before = every(folders)
+    before = forecast_each(folders)
     card.used = card.own_context + own_bytes(before[1]) + own_bytes(before[2]) - WORKSPACE_BYTES
-    assert every(folders)[0].predicted_kv_bytes == before[0].predicted_kv_bytes
+    assert forecast_each(folders)[0].predicted_kv_bytes == before[0].predicted_kv_bytes
 
 
-def test_what_other_programs_hold_is_not_divided_once_it_is_seen(card: Card, folders: list[Path]) -> None:
+def test_memory_held_by_other_programs_is_not_divided(card: FakeGpu, folders: list[Path]) -> None:
     before = forecast(folders[0], folders[1])
     card.used += before.fit.others_bytes + 10 * GIB
     beside_it = forecast(folders[0], folders[1])
     assert before.predicted_kv_bytes - beside_it.predicted_kv_bytes == pytest.approx(10 * GIB, rel=0.03)
 
 
-def test_what_is_left_to_others_is_a_part_of_its_own(card: Card, folders: list[Path]) -> None:
+def test_memory_left_to_other_models_is_a_part_of_the_forecast(card: FakeGpu, folders: list[Path]) -> None:
     found = forecast(folders[0], folders[1])
     measured = MeasuredMemory(weights_bytes=1, kv_bytes=1, rotary_bytes=1, context_bytes=60 * GIB)
     parts = {part.name: part for part in found.parts(measured)}
@@ -119,15 +119,15 @@ def test_what_is_left_to_others_is_a_part_of_its_own(card: Card, folders: list[P
     assert parts["device_context"].measured_bytes is None, "the driver does not tell others' memory apart"
 
 
-def test_seats_that_are_few_beside_others_leave_them_more(card: Card, folders: list[Path]) -> None:
-    """On a small card the needs that count are not those of a model that has it for itself."""
+def test_a_model_that_runs_fewer_sequences_beside_others_leaves_them_more_memory(card: FakeGpu, folders: list[Path]) -> None:
+    """On a small GPU a model beside others has lower limits, and so lower needs, than one alone."""
     card.total = 24 * GIB
-    found = every(folders)
+    found = forecast_each(folders)
     assert found[0].fit.load.num_seqs < forecast(folders[0]).fit.load.num_seqs
     assert sum(own_bytes(each) for each in found) > 0.97 * 0.9 * card.total
 
 
-def test_a_model_that_cannot_be_read_is_left_nothing(card: Card, folders: list[Path], tmp_path: Path) -> None:
+def test_an_unreadable_model_is_left_no_memory(card: FakeGpu, folders: list[Path], tmp_path: Path) -> None:
     (folders[1] / "config.json").write_text("{}")
     assert forecast(folders[0], folders[1], tmp_path / "missing").fit == forecast(folders[0]).fit
 
@@ -143,30 +143,30 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_model_that_its_own_engine_refuses_in_any_case_is_left_nothing(name: str, card: Card, folders: list[Path]) -> None:
-    """Otherwise it would make the others refuse to start, or have smaller caches, for nothing."""
+def test_a_model_that_its_own_engine_would_refuse_is_left_no_memory(name: str, card: FakeGpu, folders: list[Path]) -> None:
+    """Otherwise the others would have smaller caches, or refuse to start, for an engine that never runs."""
     changes, options = REFUSED[name]
     (folders[1] / "config.json").write_text(json.dumps({**LLAMA_8B, **changes}))
     assert forecast(*folders, **options) == forecast(folders[0], folders[2], **options)
 
 
-def test_a_model_with_another_vocabulary_than_the_draft_model_is_left_nothing(card: Card, folders: list[Path]) -> None:
+def test_a_model_with_another_vocabulary_than_the_draft_model_is_left_no_memory(card: FakeGpu, folders: list[Path]) -> None:
     (folders[1] / "config.json").write_text(json.dumps({**SMALL, "vocab_size": 1000}))
     assert forecast(*folders, draft=folders[2]) == forecast(folders[0], folders[2], draft=folders[2])
 
 
 @pytest.mark.parametrize("option", ["kv_cache_bytes", "num_kv_blocks"])
-def test_caches_of_given_sizes_are_not_divided_and_fit_together_or_are_refused(
-    option: str, card: Card, folders: list[Path]
+def test_fixed_caches_are_not_divided_and_are_refused_if_they_do_not_fit_together(
+    option: str, card: FakeGpu, folders: list[Path]
 ) -> None:
-    asked: dict[str, Any] = {option: 5000 if option == "num_kv_blocks" else 10 * GIB}
-    found = forecast(folders[0], folders[1], **asked)
-    assert found.predicted_kv_bytes == forecast(folders[0], **asked).predicted_kv_bytes
-    found.check(EngineOptions(model=folders[0], **asked))
+    options: dict[str, Any] = {option: 5000 if option == "num_kv_blocks" else 10 * GIB}
+    found = forecast(folders[0], folders[1], **options)
+    assert found.predicted_kv_bytes == forecast(folders[0], **options).predicted_kv_bytes
+    found.check(EngineOptions(model=folders[0], **options))
     card.total = 36 * GIB
-    forecast(folders[0], **asked).check(EngineOptions(model=folders[0], **asked))
+    forecast(folders[0], **options).check(EngineOptions(model=folders[0], **options))
     with pytest.raises(EngineConfigError, match="too much: beside large and the other models of this GPU there is room for"):
-        forecast(folders[0], folders[1], **asked).check(EngineOptions(model=folders[0], **asked))
+        forecast(folders[0], folders[1], **options).check(EngineOptions(model=folders[0], **options))
 
 
 @pytest.mark.parametrize(
@@ -181,17 +181,15 @@ def test_caches_of_given_sizes_are_not_divided_and_fit_together_or_are_refused(
     ],
     ids=str,
 )
-def test_each_engine_counts_what_the_others_need_with_options_of_their_own(
-    own: dict[str, Any], card: Card, folders: list[Path]
-) -> None:
-    found = every(folders, own={folders[0]: own})
+def test_each_model_is_estimated_with_its_own_options(own: dict[str, Any], card: FakeGpu, folders: list[Path]) -> None:
+    found = forecast_each(folders, own={folders[0]: own})
     assert 0.98 * 0.9 * card.total < sum(own_bytes(each) for each in found) <= 0.9 * card.total
     tokens = [each.fit.kv_tokens for each in found]
     assert max(tokens) - min(tokens) <= 64
 
 
-def test_what_one_model_saves_is_divided_between_all(card: Card, folders: list[Path]) -> None:
-    before, after = every(folders), every(folders, own={folders[0]: {"quantization": "int8"}})
+def test_memory_saved_by_one_model_is_divided_between_all(card: FakeGpu, folders: list[Path]) -> None:
+    before, after = forecast_each(folders), forecast_each(folders, own={folders[0]: {"quantization": "int8"}})
     saved = sum(each.fit.needs.weights_bytes for each in before) - sum(each.fit.needs.weights_bytes for each in after)
     gained = [new.predicted_kv_bytes - old.predicted_kv_bytes for old, new in zip(before, after, strict=True)]
     assert saved > 6 * GIB
@@ -200,11 +198,9 @@ def test_what_one_model_saves_is_divided_between_all(card: Card, folders: list[P
 
 
 @pytest.mark.parametrize("option", ["kv_cache_bytes", "num_kv_blocks"])
-def test_a_cache_of_a_given_size_is_left_to_its_engine_and_the_rest_divided(
-    option: str, card: Card, folders: list[Path]
-) -> None:
+def test_a_fixed_cache_of_one_model_is_kept_and_the_rest_divided(option: str, card: FakeGpu, folders: list[Path]) -> None:
     own: dict[str, Any] = {option: 1000 if option == "num_kv_blocks" else 10 * GIB}
-    found = every(folders, own={folders[1]: own})
+    found = forecast_each(folders, own={folders[1]: own})
     assert found[1].predicted_kv_bytes == (1000 * found[1].fit.needs.block_bytes if option == "num_kv_blocks" else 10 * GIB)
     assert 0.98 * 0.9 * card.total < sum(own_bytes(each) for each in found) <= 0.9 * card.total
     assert abs(found[0].fit.kv_tokens - found[2].fit.kv_tokens) <= 16
@@ -224,8 +220,8 @@ def test_a_cache_of_a_given_size_is_left_to_its_engine_and_the_rest_divided(
     ],
     ids=str,
 )
-def test_a_model_on_the_cpu_or_with_options_that_its_engine_refuses_is_left_nothing(
-    own: dict[str, Any], card: Card, folders: list[Path]
+def test_a_model_on_the_cpu_or_with_invalid_options_is_left_no_memory(
+    own: dict[str, Any], card: FakeGpu, folders: list[Path]
 ) -> None:
     assert forecast(*folders, own={folders[1]: own}) == forecast(folders[0], folders[2])
 
@@ -239,15 +235,15 @@ def test_a_model_on_the_cpu_or_with_options_that_its_engine_refuses_is_left_noth
     ],
     ids=str,
 )
-def test_a_model_whose_engine_refuses_its_draft_model_is_left_nothing(
-    changes: dict[str, Any], card: Card, folders: list[Path], tmp_path: Path
+def test_a_model_with_a_refused_draft_model_is_left_no_memory(
+    changes: dict[str, Any], card: FakeGpu, folders: list[Path], tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**SMALL, **changes}))
     own = {"speculative_config": {"method": "draft_model", "model": str(tmp_path)}}
     assert forecast(*folders, own={folders[1]: own}) == forecast(folders[0], folders[2])
 
 
-def test_models_that_do_not_fit_together_say_so(card: Card, folders: list[Path]) -> None:
+def test_models_that_do_not_fit_together_are_refused_with_remedies_for_all(card: FakeGpu, folders: list[Path]) -> None:
     card.total = 20 * GIB
     forecast(folders[0]).check(EngineOptions(model=folders[0]))
     with pytest.raises(EngineConfigError, match=r"large does not fit: .*the other models of this GPU \d\.\d GiB") as refused:
@@ -259,25 +255,26 @@ SMALLER = r"(?:a )?smaller fixed caches? of (?:another model|the other models) \
 
 
 @pytest.mark.parametrize("num_fixed", [1, 2])
-def test_a_smaller_fixed_cache_of_another_model_is_offered_and_helps_as_much_as_it_says(
-    num_fixed: int, card: Card, folders: list[Path]
+def test_a_smaller_fixed_cache_of_another_model_is_offered_and_suffices(
+    num_fixed: int, card: FakeGpu, folders: list[Path]
 ) -> None:
     card.total = 60 * GIB
     fixed = {folder: {"kv_cache_bytes": 24 * GIB // num_fixed} for folder in folders[1 : 1 + num_fixed]}
     models = folders[: 1 + num_fixed]
     remedy = next(each for each in forecast(*models, own=fixed).fit.remedies() if "smaller" in each.words)
-    less = re.fullmatch(SMALLER, remedy.words)
-    assert less is not None
+    reduction = re.fullmatch(SMALLER, remedy.words)
+    assert reduction is not None
     assert remedy.context_len == LLAMA_8B["max_position_embeddings"]
     smaller = {
-        folder: {"kv_cache_bytes": (24 * GIB - int(less[1]) * (1 << 20)) // num_fixed} for folder in folders[1 : 1 + num_fixed]
+        folder: {"kv_cache_bytes": (24 * GIB - int(reduction[1]) * (1 << 20)) // num_fixed}
+        for folder in folders[1 : 1 + num_fixed]
     }
     assert forecast(*models, own=smaller).fit.fits
-    almost = {folder: {"kv_cache_bytes": own["kv_cache_bytes"] + GIB} for folder, own in smaller.items()}
-    assert not forecast(*models, own=almost).fit.fits
+    too_large = {folder: {"kv_cache_bytes": own["kv_cache_bytes"] + GIB} for folder, own in smaller.items()}
+    assert not forecast(*models, own=too_large).fit.fits
 
 
-def test_no_fixed_cache_is_to_be_smaller_than_an_equal_part_or_than_its_own_context(card: Card, folders: list[Path]) -> None:
+def test_no_fixed_cache_is_offered_below_an_equal_part_or_its_own_context(card: FakeGpu, folders: list[Path]) -> None:
     card.total = 40 * GIB
     own: dict[str, Any] = {"kv_cache_bytes": 16 * GIB}
     (remedy,) = (each for each in forecast(*folders[:2], own={folders[1]: own}).fit.remedies() if "smaller" in each.words)
@@ -287,14 +284,14 @@ def test_no_fixed_cache_is_to_be_smaller_than_an_equal_part_or_than_its_own_cont
     assert kept.others[0].kv_tokens >= 131_072
     for found in kept.remedies():
         assert "smaller" not in found.words or found.context_len < remedy.context_len
-    little = forecast(*folders[:2], own={folders[1]: {"kv_cache_bytes": 1 * GIB}}).fit
-    assert not little.fits
-    assert not any("smaller" in each.words for each in little.remedies())
+    unhelpful = forecast(*folders[:2], own={folders[1]: {"kv_cache_bytes": 1 * GIB}}).fit
+    assert not unhelpful.fits
+    assert not any("smaller" in each.words for each in unhelpful.remedies())
 
 
 @pytest.mark.parametrize("others_have_started", [False, True])
-def test_the_cache_is_as_large_as_predicted_whether_the_others_have_started_or_not(
-    others_have_started: bool, card: Card, folders: list[Path]
+def test_the_measured_cache_equals_the_prediction_whether_or_not_others_have_started(
+    others_have_started: bool, card: FakeGpu, folders: list[Path]
 ) -> None:
     found = forecast(folders[0], folders[1])
     needs, others_bytes = found.fit.needs, found.fit.others_bytes

@@ -1,4 +1,4 @@
-"""The memory forecast before loading against models of every family; a stand-in reports a GPU's memory."""
+"""The memory forecast before loading, compared with engines on the CPU and, with a fake device, for a GPU."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def llama_8b(tmp_path: Path) -> ModelConfig:
-    """The configuration alone: nothing is loaded to predict."""
+    """Only the configuration: a forecast loads no weights."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     return load_model_config(tmp_path)
 
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A GPU's free and total memory in GiB, to be changed."""
+    """A fake GPU's free and total memory in GiB; tests change it."""
     memory = [139, 140]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (memory[0] * GIB, memory[1] * GIB))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -81,20 +81,20 @@ def main_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forecast(config: ModelConfig, device: torch.device = GPU, **options: Any) -> MemoryForecast:
-    asked = EngineOptions(model=Path("m"), **options)
-    return forecast_memory("llama", config, asked, StepMode.PLAIN, dtype=torch.bfloat16, device=device)
+    engine_options = EngineOptions(model=Path("m"), **options)
+    return forecast_memory("llama", config, engine_options, StepMode.PLAIN, dtype=torch.bfloat16, device=device)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILY_SETTINGS))
-def test_the_predicted_weights_are_those_that_the_decoder_asks_for(family: str, tmp_path: Path) -> None:
+def test_predicted_parameters_equal_those_of_the_decoders_weight_plan(family: str, tmp_path: Path) -> None:
     make_model(family, tmp_path)
     config = load_model_config(tmp_path)
     shape = MemoryShape.of(config)
-    asked = WeightsSize.of(Decoder(config, dtype=torch.float32, device=CPU).weight_plan())
-    assert shape.matrices + shape.embedding + shape.head + shape.others == asked.num_parameters
+    required = WeightsSize.of(Decoder(config, dtype=torch.float32, device=CPU).weight_plan())
+    assert shape.matrices + shape.embedding + shape.head + shape.others == required.num_parameters
 
 
-def test_an_engine_tells_what_was_predicted_and_what_was_taken(model: Path) -> None:
+def test_engine_info_has_predicted_and_measured_memory(model: Path) -> None:
     engine = build_engine(EngineOptions(model=model, device="cpu", max_model_len=64, num_kv_blocks=8))
     parts = {part.name: part for part in engine.info.memory}
     assert parts["weights"].predicted_bytes == parts["weights"].measured_bytes == engine.info.weights_bytes
@@ -105,15 +105,17 @@ def test_an_engine_tells_what_was_predicted_and_what_was_taken(model: Path) -> N
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
-def test_whoever_builds_an_engine_reads_of_its_memory_and_of_a_context_that_is_cut(
+def test_the_log_has_the_memory_parts_and_a_warning_about_a_shortened_context(
     model: Path, enforce_eager: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(MemoryForecast, "shortened_note", lambda *_: "the context is 64 tokens: llama needs more")
     with caplog.at_level(logging.INFO, logger="gatehouse.engine"):
         engine = build_engine(EngineOptions(model=model, device="cpu", num_kv_blocks=8, enforce_eager=enforce_eager))
-    said = [(record.levelname, record.getMessage()) for record in caplog.records if record.getMessage().startswith("memory: ")]
-    assert said[0] == ("INFO", f"memory: {format_parts(engine.info.memory)}")
-    assert said[1] == ("WARNING", "memory: the context is 64 tokens: llama needs more")
+    messages = [
+        (record.levelname, record.getMessage()) for record in caplog.records if record.getMessage().startswith("memory: ")
+    ]
+    assert messages[0] == ("INFO", f"memory: {format_parts(engine.info.memory)}")
+    assert messages[1] == ("WARNING", "memory: the context is 64 tokens: llama needs more")
 
 
 @pytest.mark.parametrize(
@@ -147,14 +149,16 @@ def shortened_note(config: ModelConfig, options: dict[str, Any]) -> str | None:
 
 
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])
-def test_weights_in_eight_bits_are_predicted_but_for_the_scales_of_their_rows(model: Path, quantization: str) -> None:
+def test_weights_quantised_on_the_fly_are_predicted_except_for_row_scales(model: Path, quantization: str) -> None:
     engine = build_engine(EngineOptions(model=model, device="cpu", num_kv_blocks=8, quantization=quantization))
     (weights,) = (part for part in engine.info.memory if part.name == "weights")
     assert weights.predicted_bytes == pytest.approx(weights.measured_bytes, rel=0.02)
 
 
 @pytest.mark.parametrize(
-    "layout", [layouts.awq(), layouts.gptq(), layouts.fp8(per_row=True, activations="none", compressed=True)]
+    "layout",
+    [layouts.awq(), layouts.gptq(), layouts.fp8(per_row=True, activations="none", compressed=True)],
+    ids=["awq", "gptq", "fp8"],
 )
 def test_weights_of_a_quantised_checkpoint_are_predicted(layout: layouts.Layout, tmp_path: Path) -> None:
     make_model("llama", tmp_path / "plain", **layouts.SIZES)
@@ -163,14 +167,14 @@ def test_weights_of_a_quantised_checkpoint_are_predicted(layout: layouts.Layout,
     assert weights.predicted_bytes == pytest.approx(weights.measured_bytes, rel=0.05)
 
 
-def test_keys_and_values_in_eight_bits_are_predicted(model: Path) -> None:
+def test_an_fp8_cache_is_predicted(model: Path) -> None:
     engine = build_engine(EngineOptions(model=model, device="cpu", num_kv_blocks=8, kv_cache_dtype="fp8"))
     (cache,) = (part for part in engine.info.memory if part.name == "kv_cache")
     assert cache.predicted_bytes == cache.measured_bytes == engine.info.kv_bytes
 
 
 @pytest.mark.parametrize("with_drafts", [False, True])
-def test_block_tables_beside_steps_over_slots_are_predicted(with_drafts: bool, model: Path) -> None:
+def test_block_tables_of_steps_over_slots_are_predicted(with_drafts: bool, model: Path) -> None:
     speculation = SpeculativeOptions.parse({"method": "ngram"}) if with_drafts else None
     engine = overlapped_engine(model, max_num_seqs=8, num_kv_blocks=64, kv_cache_bytes=None, speculative_config=speculation)
     assert isinstance(engine.runner, SlotRunner)
@@ -182,7 +186,7 @@ def test_block_tables_beside_steps_over_slots_are_predicted(with_drafts: bool, m
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3"])
-def test_rotary_tables_of_both_models_are_predicted_and_told(family: str, model: Path, tmp_path: Path) -> None:
+def test_rotary_tables_of_target_and_draft_model_are_predicted(family: str, model: Path, tmp_path: Path) -> None:
     make_model(family, tmp_path, vocab_size=load_model_config(model).vocab_size)
     speculative = SpeculativeOptions.parse({"method": "draft_model", "model": str(model), "num_speculative_tokens": 2})
     for speculation in (None, speculative):
@@ -194,7 +198,7 @@ def test_rotary_tables_of_both_models_are_predicted_and_told(family: str, model:
         assert part.predicted_bytes == part.measured_bytes == engine.info.max_model_len * positions * 4
 
 
-def test_a_draft_model_is_predicted_with_it(model: Path) -> None:
+def test_weights_and_cache_of_a_draft_model_are_predicted(model: Path) -> None:
     speculative = SpeculativeOptions.parse({"method": "draft_model", "model": str(model), "num_speculative_tokens": 2})
     options = EngineOptions(model=model, device="cpu", max_model_len=64, num_kv_blocks=8, speculative_config=speculative)
     parts = {part.name: part for part in build_engine(options).info.memory}
@@ -203,11 +207,11 @@ def test_a_draft_model_is_predicted_with_it(model: Path) -> None:
 
 
 def test_without_an_option_a_cpu_has_its_fixed_cache(llama_8b: ModelConfig) -> None:
-    on_cpu = forecast(llama_8b, CPU)
-    assert 0 <= CPU_KV_CACHE_BYTES - on_cpu.predicted_kv_bytes < on_cpu.fit.needs.block_bytes
+    found = forecast(llama_8b, CPU)
+    assert 0 <= CPU_KV_CACHE_BYTES - found.predicted_kv_bytes < found.fit.needs.block_bytes
 
 
-def test_what_a_cpu_has_taken_is_asked_when_its_compiled_kernels_are_loaded(
+def test_memory_in_use_on_a_cpu_is_measured_after_its_kernels_are_loaded(
     llama_8b: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[tuple[object, ...]] = []
@@ -227,38 +231,40 @@ def test_what_a_cpu_has_taken_is_asked_when_its_compiled_kernels_are_loaded(
     assert loaded == [(CPU, torch.bfloat16)]
 
 
-def on_cpu(config: ModelConfig, **options: Any) -> MemoryNeeds:
-    """What an engine in float32 is told."""
-    asked = EngineOptions(model=Path("m"), device="cpu", **options)
-    mode = resolve_step_mode(config, asked, dtype=torch.float32, device=CPU)
-    return forecast_memory("llama", config, asked, mode, dtype=torch.float32, device=CPU).fit.needs
+def cpu_needs(config: ModelConfig, **options: Any) -> MemoryNeeds:
+    """The predicted needs of a float32 engine on a CPU."""
+    engine_options = EngineOptions(model=Path("m"), device="cpu", **options)
+    mode = resolve_step_mode(config, engine_options, dtype=torch.float32, device=CPU)
+    return forecast_memory("llama", config, engine_options, mode, dtype=torch.float32, device=CPU).fit.needs
 
 
-def test_on_a_cpu_what_decode_steps_keep_is_a_part_of_the_activations(llama_8b: ModelConfig) -> None:
+def test_buffers_of_recorded_decode_steps_count_as_activations_on_a_cpu(llama_8b: ModelConfig) -> None:
     shape = MemoryShape.of(llama_8b)
     kept = 64 * (2 * (3 * 14336 + 6 * 4096 + 80 * 128) + 2 * (4096 + 128) + 128_256) * 4
     for tokens in (512, 4096):
-        asked = {"max_num_batched_tokens": tokens, "max_num_seqs": 8}
+        options = {"max_num_batched_tokens": tokens, "max_num_seqs": 8}
         step = shape.activations_bytes(tokens, 8, 4)
-        assert on_cpu(llama_8b, **asked).activations_bytes == step + kept
-        assert on_cpu(llama_8b, batch_invariant=True, **asked).activations_bytes == step + kept
-        assert on_cpu(llama_8b, enforce_eager=True, **asked).activations_bytes == step
-        in_16_bits = forecast(llama_8b, CPU, **asked).fit.needs
+        assert cpu_needs(llama_8b, **options).activations_bytes == step + kept
+        assert cpu_needs(llama_8b, batch_invariant=True, **options).activations_bytes == step + kept
+        assert cpu_needs(llama_8b, enforce_eager=True, **options).activations_bytes == step
+        in_16_bits = forecast(llama_8b, CPU, **options).fit.needs
         assert in_16_bits.activations_bytes == shape.activations_bytes(tokens, 8, 2), "torch's operations are not recorded"
 
 
-@pytest.mark.parametrize(("changed", "asked"), [({}, {"kv_cache_dtype": "fp8"}), ({"head_dim": 34}, {})])
-def test_where_attention_reads_no_pages_nothing_is_recorded_and_nothing_foretold_for_it(
-    changed: dict[str, Any], asked: dict[str, Any], tmp_path: Path
+@pytest.mark.parametrize(
+    ("changed", "options"), [({}, {"kv_cache_dtype": "fp8"}), ({"head_dim": 34}, {})], ids=lambda value: str(value)[:50]
+)
+def test_no_recorded_buffers_are_predicted_where_attention_does_not_read_pages(
+    changed: dict[str, Any], options: dict[str, Any], tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | changed))
     config = load_model_config(tmp_path)
-    needs = on_cpu(config, max_num_batched_tokens=512, max_num_seqs=8, **asked)
+    needs = cpu_needs(config, max_num_batched_tokens=512, max_num_seqs=8, **options)
     assert needs.activations_bytes == MemoryShape.of(config).activations_bytes(512, 8, 4)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2", "granite", "qwen3"])
-def test_steps_of_all_kinds_keep_no_more_than_is_foretold_with_and_without_drafts(family: str, tmp_path: Path) -> None:
+def test_recorded_buffers_of_all_step_kinds_stay_within_the_prediction(family: str, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
     make_model(family, tmp_path, intermediate_size=512, num_hidden_layers=3, **sizes)
     speculation = SpeculativeOptions.parse({"method": "ngram"})
@@ -272,11 +278,11 @@ def test_steps_of_all_kinds_keep_no_more_than_is_foretold_with_and_without_draft
     buffers = engine.runner.target._recorded._buffers  # type: ignore[union-attr]
     kept = sum(tensor.numel() for layer in buffers.layers for tensor in layer)
     shape = MemoryShape.of(load_model_config(tmp_path))
-    foretold = shape.recorded_bytes(64, 4)
-    assert 0.8 * foretold < 4 * kept <= foretold
+    predicted = shape.recorded_bytes(64, 4)
+    assert 0.8 * predicted < 4 * kept <= predicted
 
 
-def test_on_a_gpu_the_cache_is_what_is_left(llama_8b: ModelConfig, card: list[int]) -> None:
+def test_on_a_gpu_the_cache_is_what_remains(llama_8b: ModelConfig, card: list[int]) -> None:
     found = forecast(llama_8b, gpu_memory_utilization=0.9, max_num_seqs=64)
     needs = found.fit.needs
     assert needs.slots_bytes == MemoryShape.of(llama_8b).splits_bytes(64, 131_072, 2)
@@ -287,27 +293,25 @@ def test_on_a_gpu_the_cache_is_what_is_left(llama_8b: ModelConfig, card: list[in
     assert found.shortened_note(llama_8b, EngineOptions(model=Path("m"))) is None
 
 
-def test_batch_invariant_mode_is_in_the_forecast_of_a_gpu(llama_8b: ModelConfig, card: list[int]) -> None:
+def test_the_forecast_for_a_gpu_includes_the_batch_invariant_workspace(llama_8b: ModelConfig, card: list[int]) -> None:
     found = forecast(llama_8b, max_num_seqs=64, batch_invariant=True).fit
     assert found.needs.slots_bytes == invariant_bytes(64, 131_072, 32, 128, None)
 
 
-@pytest.mark.parametrize("option", [{"kv_cache_dtype": "fp8"}, {"quantization": "fp8"}, {"quantization": "int8"}])
-def test_smaller_formats_leave_more_blocks(llama_8b: ModelConfig, card: list[int], option: dict[str, Any]) -> None:
+@pytest.mark.parametrize("option", [{"kv_cache_dtype": "fp8"}, {"quantization": "fp8"}, {"quantization": "int8"}], ids=str)
+def test_smaller_formats_leave_room_for_more_blocks(llama_8b: ModelConfig, card: list[int], option: dict[str, Any]) -> None:
     before, after = forecast(llama_8b).fit, forecast(llama_8b, **option).fit
     assert after.needs.num_blocks(after.usable_bytes) > before.needs.num_blocks(before.usable_bytes)
 
 
-def test_a_model_that_is_too_large_is_refused_before_loading_with_what_would_help(
-    llama_8b: ModelConfig, card: list[int]
-) -> None:
+def test_a_model_that_is_too_large_is_refused_with_remedies_before_loading(llama_8b: ModelConfig, card: list[int]) -> None:
     card[:] = [12, 12]
     with pytest.raises(EngineConfigError, match=r"model llama does not fit: needs 3\d\..* weights in 8 bits") as refused:
         forecast(llama_8b).check(EngineOptions(model=Path("m")))
     assert refused.value.option == "model"
 
 
-def test_a_context_that_was_asked_for_is_refused_by_name_and_one_that_was_not_is_cut_with_a_reason(
+def test_a_requested_context_that_does_not_fit_is_refused_and_the_default_one_is_shortened_with_a_note(
     llama_8b: ModelConfig, card: list[int]
 ) -> None:
     card[:] = [24, 24]
@@ -322,23 +326,23 @@ def test_a_context_that_was_asked_for_is_refused_by_name_and_one_that_was_not_is
 
 
 @pytest.mark.parametrize("option", ["kv_cache_bytes", "num_kv_blocks"])
-def test_a_cache_that_is_too_large_is_refused_with_the_largest_that_is_not(
+def test_a_fixed_cache_that_is_too_large_is_refused_with_the_largest_size_that_fits(
     option: str, llama_8b: ModelConfig, card: list[int]
 ) -> None:
     card[:] = [40, 40]
     block_bytes = forecast(llama_8b).fit.needs.block_bytes
-    asked: dict[str, Any] = {option: 60 * GIB if option == "kv_cache_bytes" else 60 * GIB // block_bytes}
+    options: dict[str, Any] = {option: 60 * GIB if option == "kv_cache_bytes" else 60 * GIB // block_bytes}
     with pytest.raises(
         EngineConfigError, match=r"60\.0 GiB\) is too much: beside llama there is room for \d+ bytes"
     ) as refused:
-        forecast(llama_8b, **asked).check(EngineOptions(model=Path("m"), **asked))
+        forecast(llama_8b, **options).check(EngineOptions(model=Path("m"), **options))
     assert refused.value.option == {"num_kv_blocks": "num_gpu_blocks_override"}.get(option, option)
     most = int(re.findall(r"(\d+) bytes \(\d", str(refused.value))[0])
-    asked = {option: most if option == "kv_cache_bytes" else most // block_bytes}
-    forecast(llama_8b, **asked).check(EngineOptions(model=Path("m"), **asked))
+    options = {option: most if option == "kv_cache_bytes" else most // block_bytes}
+    forecast(llama_8b, **options).check(EngineOptions(model=Path("m"), **options))
 
 
-def test_weights_and_a_cache_of_a_given_size_that_do_not_fit_together_are_refused(
+def test_weights_and_a_fixed_cache_that_do_not_fit_together_are_refused(
     llama_8b: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_forecast, "main_memory_bytes", lambda: 8 * GIB)
@@ -346,7 +350,7 @@ def test_weights_and_a_cache_of_a_given_size_that_do_not_fit_together_are_refuse
         forecast(llama_8b, CPU).check(EngineOptions(model=Path("m")))
 
 
-def test_parts_are_told_and_those_that_took_more_than_predicted_are_named() -> None:
+def test_parts_are_formatted_and_underestimated_ones_found() -> None:
     parts = [
         MemoryPart(name="weights", predicted_bytes=GIB, measured_bytes=GIB),
         MemoryPart(name="activations", predicted_bytes=GIB, measured_bytes=2 * GIB),
@@ -361,7 +365,7 @@ def test_parts_are_told_and_those_that_took_more_than_predicted_are_named() -> N
     assert format_parts([replace(graphs, measured_bytes=None, num_measured=None)]) == "graphs predicted 1.0 GiB of 91"
 
 
-def test_the_log_of_a_start_warns_in_gib_of_what_took_more_than_predicted(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_warns_of_parts_that_took_more_than_predicted(caplog: pytest.LogCaptureFixture) -> None:
     parts = [
         MemoryPart(name="activations", predicted_bytes=GIB, measured_bytes=2 * GIB),
         MemoryPart(name="slots", predicted_bytes=10 << 20, measured_bytes=11 << 20),
@@ -376,7 +380,7 @@ def test_the_log_of_a_start_warns_in_gib_of_what_took_more_than_predicted(caplog
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """The most that `work` holds at a time of what it allocates."""
+    """The peak of the memory that `work` allocates and holds."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         work()
     results = profiler.profiler.kineto_results
@@ -386,7 +390,7 @@ def peak_bytes(work: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize(("family", "inner"), [("llama", "intermediate_size"), ("qwen3_moe", "moe_intermediate_size")])
-def test_the_activations_of_a_pass_are_what_it_holds_at_a_time(family: str, inner: str, tmp_path: Path) -> None:
+def test_predicted_activations_are_the_peak_of_a_forward_pass(family: str, inner: str, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, inner: 512}
     make_model(family, tmp_path, num_hidden_layers=3, max_position_embeddings=1024, **sizes)
     engine = small_engine(tmp_path, kv_cache_bytes=4_000_000, max_num_batched_tokens=512)
@@ -400,14 +404,14 @@ def test_the_activations_of_a_pass_are_what_it_holds_at_a_time(family: str, inne
     assert 0.8 * predicted < found <= 1.02 * predicted
 
 
-def test_the_parts_of_a_forecast_are_in_one_order(llama_8b: ModelConfig, card: list[int]) -> None:
+def test_the_parts_of_a_forecast_have_a_fixed_order(llama_8b: ModelConfig, card: list[int]) -> None:
     parts = forecast(llama_8b).parts(MeasuredMemory(weights_bytes=1, kv_bytes=2, rotary_bytes=3))
     names = ["weights", "activations", "graphs", "slots", "rotary_tables", "device_context", "kv_cache"]
     assert [part.name for part in parts] == names
     assert [part.measured_bytes for part in parts] == [1, None, None, None, 3, None, 2]
 
 
-def test_graphs_have_their_number_and_other_parts_none(llama_8b: ModelConfig, card: list[int]) -> None:
+def test_only_graphs_have_a_predicted_and_a_measured_count(llama_8b: ModelConfig, card: list[int]) -> None:
     taken = MeasuredMemory(weights_bytes=1, kv_bytes=2, rotary_bytes=3, graphs_bytes=4, num_graphs=9)
     options = EngineOptions(model=Path("m"), max_num_seqs=256)
     found = forecast_memory("llama", llama_8b, options, StepMode.CAPTURED, dtype=torch.bfloat16, device=GPU).parts(taken)
@@ -417,7 +421,7 @@ def test_graphs_have_their_number_and_other_parts_none(llama_8b: ModelConfig, ca
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
-def test_graphs_of_a_mixture_of_experts_are_predicted_whatever_its_weights_are(
+def test_graphs_of_a_mixture_of_experts_are_predicted_with_and_without_quantisation(
     quantization: str | None, tmp_path: Path, card: list[int]
 ) -> None:
     make_model("qwen3_moe", tmp_path)

@@ -1,4 +1,4 @@
-"""A model's memory needs: predictions against real models, and messages when they do not fit."""
+"""Predicted memory of a model (`MemoryNeeds`), the context that fits a device (`MemoryFit`), and proposed remedies."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def fit(usable_gib: float, wanted_len: int = 131_072, formats: Formats = BF16, m
 @pytest.mark.parametrize(
     ("name", "blocks"), [("llama-3.1-8b", 54_962), ("qwen3-8b", 48_719), ("qwen3-0.6b", 70_916), ("llama-3.2-1b", 245_768)]
 )
-def test_the_blocks_of_an_h200_are_those_of_the_published_figures(name: str, blocks: int) -> None:
+def test_blocks_on_an_h200_equal_the_published_figures(name: str, blocks: int) -> None:
     model = shape_of(name)
     needs = MemoryNeeds.of(model, BF16, LOAD, context_bytes=0)
     needs = replace(needs, activations_bytes=0, graphs_bytes=0, slots_bytes=0, context_bytes=RESERVED)
@@ -80,7 +80,7 @@ def test_the_blocks_of_an_h200_are_those_of_the_published_figures(name: str, blo
         ("llama-3.2-1b", 1.236, 32_768, 0.76),
     ],
 )
-def test_weights_and_keys_are_those_of_the_published_models(
+def test_parameters_and_kv_bytes_equal_those_of_the_published_models(
     name: str, billions: float, kv_bytes: int, four_bit_gb: float
 ) -> None:
     model = shape_of(name)
@@ -93,7 +93,7 @@ def test_weights_and_keys_are_those_of_the_published_models(
 
 
 @pytest.mark.parametrize("group_size", [32, 64, 128])
-def test_weights_of_four_bits_are_counted_as_they_are_packed(group_size: int) -> None:
+def test_int4_weights_are_counted_as_they_are_packed(group_size: int) -> None:
     packed = pack_int4(torch.ones(96, 512), group_size)
     packed_bytes = packed.words.nbytes + packed.scales_zeros.nbytes
     assert FOUR_BITS._replace(group=group_size).num_bytes(96 * 512) == packed_bytes
@@ -105,7 +105,7 @@ def test_activations_are_the_larger_of_a_layer_and_the_logits() -> None:
     assert LLAMA_8B.activations_bytes(16, 10_000, 2) == (1 << 25) * 8, "logits are computed in slices"
 
 
-def test_few_tokens_behind_a_long_context_are_planned_for_with_what_the_splits_of_its_keys_leave() -> None:
+def test_split_workspace_is_counted_for_few_tokens_with_a_long_context() -> None:
     def activations(load: Load, context_len: int = 2048) -> int:
         return MemoryNeeds.of(LLAMA_8B, BF16, load, context_bytes=0, context_len=context_len).activations_bytes
 
@@ -118,7 +118,7 @@ def test_few_tokens_behind_a_long_context_are_planned_for_with_what_the_splits_o
     assert activations(large) == LLAMA_8B.activations_bytes(8192, 8, 2), "a step of many tokens holds more"
 
 
-def test_many_chunks_of_few_tokens_are_planned_for_with_the_workspace_that_they_make_themselves() -> None:
+def test_split_workspace_is_counted_for_many_chunks_of_few_tokens() -> None:
     def activations(load: Load, context_len: int) -> int:
         return MemoryNeeds.of(LLAMA_8B, BF16, load, context_bytes=0, context_len=context_len).activations_bytes
 
@@ -139,8 +139,8 @@ def test_many_chunks_of_few_tokens_are_planned_for_with_the_workspace_that_they_
     assert activations(replace(small, num_tokens=8192), 32_768) == LLAMA_8B.activations_bytes(8192, 64, 2)
 
 
-def test_many_rows_of_a_gpu_are_planned_for_with_the_weights_that_they_dequantise() -> None:
-    """16 MiB by themselves, and 16 in captured steps of so many rows: Llama-8B's largest with chunks have 960."""
+def test_dequantised_slabs_are_counted_for_many_rows_on_a_gpu() -> None:
+    """16 MiB outside of graphs, and 16 MiB in captured steps of so many rows; the largest with chunks has 960 for Llama-8B."""
     load = replace(LOAD, num_tokens=2048, on_gpu=True, has_slots=True)
     slab_bytes = 2 << 23
 
@@ -164,7 +164,7 @@ def test_many_rows_of_a_gpu_are_planned_for_with_the_weights_that_they_dequantis
     assert tiny.slab_bytes(513, in_8_bits) == 2000
 
 
-def test_steps_over_slots_hold_the_logits_of_all_rows_at_once() -> None:
+def test_steps_over_slots_hold_the_logits_of_all_rows() -> None:
     qwen, load = shape_of("qwen3-0.6b"), replace(LOAD, num_seqs=1024, num_tokens=1024, on_gpu=True, has_slots=True)
     kept_bytes = graphs_kept(1024, 0, chunk_rows=1024) * qwen.graph_bytes
     invariant = MemoryNeeds.of(qwen, BF16, replace(load, batch_invariant=True), context_bytes=0, context_len=1024)
@@ -175,7 +175,7 @@ def test_steps_over_slots_hold_the_logits_of_all_rows_at_once() -> None:
     assert sliced.activations_bytes == 256 << 20, "without slots they are computed in slices"
 
 
-def test_memory_is_planned_for_as_many_graphs_as_are_kept() -> None:
+def test_graph_memory_is_predicted_per_kept_graph() -> None:
     def graphs_of(load: Load, draft: MemoryShape | None = None) -> int:
         load = replace(load, has_slots=True)
         needs = MemoryNeeds.of(LLAMA_8B, BF16, load, context_bytes=0, context_len=8192, draft=draft)
@@ -198,7 +198,7 @@ def test_memory_is_planned_for_as_many_graphs_as_are_kept() -> None:
     assert MemoryNeeds.of(LLAMA_8B, BF16, LOAD, context_bytes=0).graphs_bytes == 0, "where no step is captured"
 
 
-def test_captured_steps_with_chunks_take_what_their_largest_one_holds() -> None:
+def test_captured_steps_with_chunks_are_as_large_as_their_largest_shape() -> None:
     def rows(num_tokens: int, context_len: int = 131_072, *, batch_invariant: bool = False) -> int:
         return LLAMA_8B.chunk_rows(replace(LOAD, num_tokens=num_tokens, batch_invariant=batch_invariant), context_len, 2)
 
@@ -212,7 +212,7 @@ def test_captured_steps_with_chunks_take_what_their_largest_one_holds() -> None:
     assert LOAD.chunk_tables_bytes(131_072) == (256 + 32) * 8192 * 4, "9 MiB"
 
 
-def test_slots_hold_what_decodes_and_sampling_keep_for_each_of_them() -> None:
+def test_slots_hold_split_workspaces_sampling_columns_and_block_tables() -> None:
     assert LLAMA_8B.splits_bytes(256, 32_768, 2) == 256 * 32 * 32 * 129 * 4
     assert LLAMA_8B.columns_bytes(256, 2) == 128_256 * (256 * 6 + 256 * 4)
     assert LLAMA_8B.columns_bytes(512, 2) == 128_256 * (512 * 6 + 261 * 4), "128 MiB of biases"
@@ -228,7 +228,7 @@ def test_slots_hold_what_decodes_and_sampling_keep_for_each_of_them() -> None:
     assert MemoryNeeds.of(LLAMA_8B, BF16, LOAD, context_bytes=0, context_len=32_768).slots_bytes == 0, "a CPU has neither"
 
 
-def test_rotary_tables_grow_with_the_context_and_with_the_model_that_drafts() -> None:
+def test_rotary_tables_grow_with_the_context_and_with_a_draft_model() -> None:
     needs = MemoryNeeds.of(LLAMA_8B, BF16, LOAD, context_bytes=0, context_len=131_072)
     assert needs.rotary_bytes == 131_072 * 2 * 128 * 2 == 64 << 20
     assert MemoryNeeds.of(LLAMA_8B, BF16, LOAD, context_bytes=0, context_len=1_010_000).rotary_bytes == 1_010_000 * 512
@@ -239,7 +239,7 @@ def test_rotary_tables_grow_with_the_context_and_with_the_model_that_drafts() ->
     assert needs.fixed_bytes - replace(needs, rotary_bytes=0).fixed_bytes == 64 << 20
 
 
-def test_batch_invariant_decodes_leave_as_much_as_their_positions_say_up_to_a_limit() -> None:
+def test_batch_invariant_workspace_grows_with_rows_and_context_up_to_a_limit() -> None:
     assert invariant_bytes(256, 8192, 32, 128, None) == 256 * 32 * 32 * 130 * 4
     assert invariant_bytes(4, 8192, 32, 128, None) == 64 * 32 * 32 * 130 * 4, "there is room for the queries of a chunk"
     assert 0.99 < invariant_bytes(256, 131_072, 32, 128, None) / (256 << 20) <= 1
@@ -251,7 +251,7 @@ def test_batch_invariant_decodes_leave_as_much_as_their_positions_say_up_to_a_li
     assert needs.slots_bytes == invariant_bytes(256, 8192, 32, 128, None) + kept_bytes
 
 
-def test_a_model_that_does_not_fit_in_batch_invariant_mode_says_what_that_takes() -> None:
+def test_a_batch_invariant_fit_that_is_too_large_names_its_workspace_and_finds_the_longest_context() -> None:
     invariant = replace(fit(24), load=replace(LOAD, on_gpu=True, has_slots=True, batch_invariant=True))
     assert f"slots and batch-invariant attention {gib(invariant._needs(131_072).slots_bytes)}" in invariant.explain()
     assert 0 < invariant.context_len < 131_072
@@ -259,7 +259,7 @@ def test_a_model_that_does_not_fit_in_batch_invariant_mode_says_what_that_takes(
     assert not replace(invariant, wanted_len=invariant.context_len + 16).fits
 
 
-def test_a_shorter_context_leaves_more_for_itself_where_splits_take_less() -> None:
+def test_a_shorter_context_needs_a_smaller_split_workspace() -> None:
     short = replace(fit(24), load=replace(LOAD, on_gpu=True, has_slots=True))
     assert 0 < short.context_len < fit(24).context_len
     assert short.needs.slots_bytes < replace(short, usable_bytes=H200).needs.slots_bytes
@@ -267,7 +267,7 @@ def test_a_shorter_context_leaves_more_for_itself_where_splits_take_less() -> No
     assert not replace(short, wanted_len=short.context_len + 16).fits
 
 
-def test_a_draft_model_takes_weights_and_a_part_of_every_block() -> None:
+def test_a_draft_model_adds_its_weights_and_enlarges_each_block() -> None:
     draft = shape_of("llama-3.2-1b")
     alone = MemoryNeeds.of(LLAMA_8B, BF16, LOAD, context_bytes=0)
     paired = MemoryNeeds.of(LLAMA_8B, BF16, LOAD, context_bytes=0, draft=draft)
@@ -282,14 +282,14 @@ def test_a_draft_model_is_not_quantised_with_its_target() -> None:
     assert paired.weights_bytes - alone.weights_bytes == draft.weights_bytes(unquantised(2), 2)
 
 
-def test_without_slots_a_draft_model_and_its_target_take_turns_with_the_room_for_splits() -> None:
+def test_without_slots_target_and_draft_model_share_the_split_workspace() -> None:
     eager = replace(LOAD, on_gpu=True)
     alone = MemoryNeeds.of(LLAMA_8B, BF16, eager, context_bytes=0, context_len=32_768)
     paired = MemoryNeeds.of(LLAMA_8B, BF16, eager, context_bytes=0, context_len=32_768, draft=shape_of("llama-3.2-1b"))
     assert paired.slots_bytes == alone.slots_bytes > 0
 
 
-def test_what_fits_needs_no_remedy_and_gets_the_context_that_was_wanted() -> None:
+def test_a_model_that_fits_gets_the_requested_context_and_no_remedies() -> None:
     assert fit(40).fits
     assert fit(40).context_len == 131_072
     assert fit(40, wanted_len=1001).context_len == 1001, "it may end within a block"
@@ -303,7 +303,7 @@ def test_what_needs_all_that_there_is_fits_and_a_byte_more_does_not() -> None:
     assert not replace(whole, usable_bytes=whole.usable_bytes - 1).fits
 
 
-def test_a_context_that_is_too_long_is_cut_to_whole_blocks_of_what_is_left() -> None:
+def test_a_context_that_is_too_long_is_shortened_to_whole_blocks() -> None:
     short = fit(24)
     assert not short.fits
     assert 0 < short.context_len < 131_072
@@ -312,76 +312,76 @@ def test_a_context_that_is_too_long_is_cut_to_whole_blocks_of_what_is_left() -> 
     assert not replace(short, wanted_len=short.context_len + 16).fits
 
 
-def test_of_a_context_that_ends_within_a_block_all_blocks_but_that_one_may_fit() -> None:
-    asked, whole = fit(40, wanted_len=1001), fit(40, wanted_len=992)
-    assert replace(asked, usable_bytes=whole.needed_bytes).context_len == 992
+def test_a_context_that_ends_within_a_block_is_shortened_to_the_block_before() -> None:
+    partial, whole = fit(40, wanted_len=1001), fit(40, wanted_len=992)
+    assert replace(partial, usable_bytes=whole.needed_bytes).context_len == 992
 
 
-def words_of(fit: MemoryFit) -> list[str]:
-    """What is offered, without what stands in brackets."""
+def remedy_names(fit: MemoryFit) -> list[str]:
+    """The names of the proposed changes, without the options in brackets."""
     return [re.sub(r" \([^)]*\)", "", remedy.words) for remedy in fit.remedies()]
 
 
-def test_every_single_change_that_keeps_the_context_is_offered_behind_what_costs_less() -> None:
+def test_all_single_changes_that_keep_the_context_are_offered_in_order_of_their_cost() -> None:
     captured = replace(fit(28), load=replace(LOAD, has_slots=True))
-    assert words_of(captured) == ["a shorter context", "fewer at a time", KV_8, WEIGHTS_8, WEIGHTS_4]
+    assert remedy_names(captured) == ["a shorter context", "fewer at a time", KV_8, WEIGHTS_8, WEIGHTS_4]
     lengths = [remedy.context_len for remedy in captured.remedies()]
     assert lengths[2:] == [131_072] * 3, "two changes are not offered where one of them is enough"
     assert 0 < lengths[0] < lengths[1] < 131_072
 
 
-def test_where_one_change_is_not_enough_singles_are_told_with_what_they_leave_and_two_are_offered() -> None:
+def test_if_no_single_change_keeps_the_context_pairs_are_offered_too() -> None:
     found = fit(21.6)
-    assert words_of(found) == ["a shorter context", "fewer at a time", KV_8, WEIGHTS_8, f"{WEIGHTS_8} with {KV_8}"]
+    assert remedy_names(found) == ["a shorter context", "fewer at a time", KV_8, WEIGHTS_8, f"{WEIGHTS_8} with {KV_8}"]
     assert found.remedies()[2].context_len == pytest.approx(2 * found.context_len, rel=0.01)
     assert found.remedies()[-1].context_len == 131_072
 
 
-def test_where_no_change_keeps_the_context_each_names_the_one_that_it_leaves() -> None:
+def test_if_no_change_keeps_the_context_each_remedy_names_the_context_it_leaves() -> None:
     remedies = fit(12).remedies()
     assert remedies
     assert all(0 < remedy.context_len < 131_072 for remedy in remedies)
     assert f"{WEIGHTS_8} (quantization=int8 or fp8): max_model_len={remedies[0].context_len}" in fit(12).explain()
 
 
-@pytest.mark.parametrize("weights", [BF16.weights, FOUR_BITS])
-def test_the_output_head_in_8_bits_is_the_last_resort_beside_weights_in_4(weights: WeightFormat) -> None:
+@pytest.mark.parametrize("weights", [BF16.weights, FOUR_BITS], ids=["bf16", "int4"])
+def test_an_int8_output_head_is_offered_last(weights: WeightFormat) -> None:
     on_gpu = replace(fit(5.9, formats=replace(BF16, weights=weights)), load=replace(LOAD, on_gpu=True, has_slots=True))
     (only,) = replace(on_gpu, memory_bytes=int(6.3 * GIB), usable_bytes=int(5.67 * GIB), context_bytes=600 << 20).remedies()
     assert "the output head in 8 bits (head_quantization=int8)" in only.words
     assert 0 < only.context_len < 10_000
 
 
-def test_a_card_without_fp8_is_offered_none() -> None:
+def test_fp8_is_not_offered_on_a_gpu_without_it() -> None:
     older = replace(fit(24), has_fp8=False)
-    assert words_of(older)[-2:] == [WEIGHTS_8, WEIGHTS_4]
+    assert remedy_names(older)[-2:] == [WEIGHTS_8, WEIGHTS_4]
     assert "fp8" not in older.explain()
     assert "(quantization=int8)" in older.explain()
 
 
-def test_a_larger_share_of_a_card_is_offered_first_and_a_full_one_is_not() -> None:
+def test_a_larger_memory_share_is_offered_first_unless_it_is_full_already() -> None:
     half = replace(fit(12), memory_bytes=24 * GIB)
     assert half.remedies()[0].words == "a larger share of the card (gpu_memory_utilization=0.95)"
     assert half.remedies()[0].context_len == replace(half, usable_bytes=int(24 * GIB * 0.95)).context_len
     assert "and 12.0 GiB may be used (gpu_memory_utilization=0.5 of 24.0 GiB);" in half.explain()
-    asked = replace(half, wanted_len=half.remedies()[0].context_len)
-    assert words_of(asked)[0] == "a larger share of the card"
-    assert asked.remedies()[0].context_len == asked.wanted_len
+    longer = replace(half, wanted_len=half.remedies()[0].context_len)
+    assert remedy_names(longer)[0] == "a larger share of the card"
+    assert longer.remedies()[0].context_len == longer.wanted_len
     full = replace(fit(24), usable_bytes=int(24 * GIB * 0.95), memory_bytes=24 * GIB)
-    assert "share" not in "".join(words_of(full))
+    assert "share" not in "".join(remedy_names(full))
     assert "gpu_memory_utilization" not in fit(12).explain(), "a CPU has no such share"
 
 
-def test_what_is_held_at_a_time_is_offered_where_it_is_what_does_not_fit() -> None:
+def test_fewer_sequences_or_eager_steps_are_offered_if_their_memory_is_what_does_not_fit() -> None:
     small = shape_of("qwen3-0.6b")
     load = replace(LOAD, has_slots=True, on_gpu=True)
     crowded = replace(fit(2.2, model=small, wanted_len=4096), load=load)
     assert crowded.context_len == 0
-    assert words_of(crowded)[0] == "fewer at a time"
+    assert remedy_names(crowded)[0] == "fewer at a time"
     assert "fewer at a time (max_num_seqs=32, max_num_batched_tokens=2048): max_model_len=" in crowded.explain()
     assert "no captured steps (enforce_eager)" in replace(crowded, usable_bytes=int(1.7 * GIB)).explain()
     few = replace(load, num_seqs=8, num_tokens=512, has_slots=False)
-    assert not any("fewer" in words or "captured" in words for words in words_of(replace(crowded, load=few)))
+    assert not any("fewer" in words or "captured" in words for words in remedy_names(replace(crowded, load=few)))
 
 
 def test_only_what_is_above_few_at_a_time_is_named() -> None:
@@ -415,60 +415,62 @@ def test_weights_in_4_bits_are_computed_with_in_16_on_a_gpu_alone() -> None:
     assert weights_4_bit(fit(24, formats=replace(BF16, weights=FOUR_BITS))) is None
 
 
-def test_numbers_of_32_bits_are_halved_before_anything_is_quantised() -> None:
+def test_sixteen_bit_types_are_offered_before_quantisation_on_a_gpu() -> None:
     wide = Formats(weights=unquantised(4), element_bytes=4, kv_element_bytes=4)
     on_gpu = replace(fit(40, formats=wide), load=replace(LOAD, on_gpu=True))
-    assert words_of(on_gpu)[2] == "numbers in 16 bits"
+    assert remedy_names(on_gpu)[2] == "numbers in 16 bits"
     assert on_gpu.remedies()[2].context_len == 131_072
-    assert "numbers in 16 bits" not in words_of(fit(40, formats=wide)), "16 bits are slow on a CPU"
+    assert "numbers in 16 bits" not in remedy_names(fit(40, formats=wide)), "16 bits are slow on a CPU"
 
 
-def test_what_is_in_small_formats_already_is_not_offered_them() -> None:
+def test_formats_in_use_are_not_offered() -> None:
     small = Formats(weights=FOUR_BITS, element_bytes=2, kv_element_bytes=1)
-    assert words_of(fit(8, formats=small))[0] == "a shorter context"
-    assert not {KV_8, WEIGHTS_8, WEIGHTS_4} & set(words_of(fit(8, formats=small)))
+    assert remedy_names(fit(8, formats=small))[0] == "a shorter context"
+    assert not {KV_8, WEIGHTS_8, WEIGHTS_4} & set(remedy_names(fit(8, formats=small)))
     eight = Formats(weights=EIGHT_BITS, element_bytes=2, kv_element_bytes=2)
-    assert not any(WEIGHTS_8 in words for words in words_of(fit(12, formats=eight)))
+    assert not any(WEIGHTS_8 in words for words in remedy_names(fit(12, formats=eight)))
 
 
-@pytest.mark.parametrize("eighths", range(16, 280, 18))
-@pytest.mark.parametrize("formats", [BF16, Formats(weights=FOUR_BITS, element_bytes=2, kv_element_bytes=2)])
-@pytest.mark.parametrize("share", [None, 0.6, 0.9])
-def test_whatever_there_is_the_remedies_are_few_and_each_costs_more_and_leaves_more(
-    eighths: int, formats: Formats, share: float | None
+@pytest.mark.parametrize("usable_eighths", range(16, 280, 18))
+@pytest.mark.parametrize(
+    "formats", [BF16, Formats(weights=FOUR_BITS, element_bytes=2, kv_element_bytes=2)], ids=["bf16", "int4"]
+)
+@pytest.mark.parametrize("memory_share", [None, 0.6, 0.9])
+def test_remedies_are_few_and_ordered_by_rising_context(
+    usable_eighths: int, formats: Formats, memory_share: float | None
 ) -> None:
-    memory_bytes = None if share is None else int(eighths * GIB / 8 / share)
-    loaded = replace(fit(eighths / 8, formats=formats), load=replace(LOAD, on_gpu=True, has_slots=True))
-    asked = replace(loaded, memory_bytes=memory_bytes)
-    remedies = asked.remedies()
+    memory_bytes = None if memory_share is None else int(usable_eighths * GIB / 8 / memory_share)
+    loaded = replace(fit(usable_eighths / 8, formats=formats), load=replace(LOAD, on_gpu=True, has_slots=True))
+    candidate = replace(loaded, memory_bytes=memory_bytes)
+    remedies = candidate.remedies()
     assert len(remedies) <= REMEDIES_MAX
     lengths = [remedy.context_len for remedy in remedies]
     assert lengths == sorted(lengths)
-    assert all(length > asked.context_len for length in lengths[1:])
-    assert not asked.fits or not remedies
-    best = max((changed.context_len for _, changed in changes_in_order(asked)), default=0)
-    assert asked.fits or max(lengths, default=0) * GAIN_MIN >= best, "the longest context is among them"
+    assert all(length > candidate.context_len for length in lengths[1:])
+    assert not candidate.fits or not remedies
+    best = max((changed.context_len for _, changed in changes_in_order(candidate)), default=0)
+    assert candidate.fits or max(lengths, default=0) * GAIN_MIN >= best, "the longest context is among them"
 
 
-def test_of_too_many_remedies_the_one_that_gains_least_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beyond_the_maximum_the_remedy_with_the_smallest_gain_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = (100, 200, 400, 500, 1000, 2000, 4000)
     changes = [([str(length)], SimpleNamespace(context_len=length)) for length in lengths]
     monkeypatch.setattr("engine.memory.fit.changes_in_order", lambda _: changes)
     assert [remedy.context_len for remedy in fit(12).remedies()] == [100, 200, 400, 1000, 2000, 4000]
 
 
-def test_on_a_cpu_too_all_changes_together_are_offered_where_none_is_enough() -> None:
+def test_on_a_cpu_all_changes_together_are_offered_if_none_suffices_alone() -> None:
     assert fit(6).context_len == 0
-    assert words_of(fit(6)) == [f"fewer at a time, {WEIGHTS_4}, the output head in 8 bits, {KV_8}"]
+    assert remedy_names(fit(6)) == [f"fewer at a time, {WEIGHTS_4}, the output head in 8 bits, {KV_8}"]
 
 
-def test_beside_a_model_that_is_in_small_formats_already_the_same_changes_are_offered() -> None:
+def test_remedies_beside_a_quantised_other_model_are_those_of_the_model_itself() -> None:
     small = fit(40, formats=Formats(weights=FOUR_BITS, element_bytes=2, kv_element_bytes=2))
     beside = replace(fit(20), others=(small,), others_bytes=6 * GIB)
-    assert words_of(beside)[:2] == [WEIGHTS_8, f"{WEIGHTS_8} with {KV_8}"]
+    assert remedy_names(beside)[:2] == [WEIGHTS_8, f"{WEIGHTS_8} with {KV_8}"]
 
 
-def test_a_device_that_is_hopelessly_small_is_told_what_the_least_would_be() -> None:
+def test_if_no_change_suffices_the_explanation_names_the_least_memory_needed() -> None:
     assert fit(2).remedies() == []
     least = re.search("no possible change makes it fit: after all of them it needs (.*) GiB with", fit(2).explain())
     smallest = replace(fit(2), formats=Formats(weights=FOUR_BITS._replace(head_bits=8), element_bytes=2, kv_element_bytes=1))
@@ -477,17 +479,17 @@ def test_a_device_that_is_hopelessly_small_is_told_what_the_least_would_be() -> 
     assert float(least[1]) == pytest.approx((few.fixed_bytes + few.block_bytes) / GIB, abs=0.05)
 
 
-def test_the_explanation_names_the_parts_the_sum_and_the_remedies() -> None:
-    said = fit(24).explain()
-    assert said.startswith("needs 32.")
+def test_the_explanation_has_the_parts_their_sum_and_the_remedies() -> None:
+    explanation = fit(24).explain()
+    assert explanation.startswith("needs 32.")
     for part in (
         "weights 15.0 GiB",
         "activations 1.0 GiB",
         "keys and values of 131072 tokens 16.0 GiB",
         "24.0 GiB may be used",
     ):
-        assert part in said
-    assert KV_8 in said
+        assert part in explanation
+    assert KV_8 in explanation
 
 
 @pytest.mark.parametrize(
@@ -498,7 +500,7 @@ def test_the_explanation_names_the_parts_the_sum_and_the_remedies() -> None:
         (1, "needs 3650[0-9]* bytes .* and 3650[0-9]* bytes may"),
     ],
 )
-def test_what_is_needed_and_what_there_is_never_read_alike(lacking: int, words: str) -> None:
+def test_needed_and_available_memory_are_printed_with_enough_digits_to_differ(lacking: int, words: str) -> None:
     whole = replace(fit(1), context_bytes=34 * GIB - fit(1).needed_bytes + GIB // 2)
     assert re.search(words, replace(whole, usable_bytes=34 * GIB - lacking).explain())
 
@@ -506,17 +508,17 @@ def test_what_is_needed_and_what_there_is_never_read_alike(lacking: int, words: 
 @pytest.mark.parametrize(
     ("num_bytes", "words"), [(0, "0.0 MiB"), (3 << 20, "3.0 MiB"), (GIB, "1.0 GiB"), (GIB // 2, "0.5 GiB")]
 )
-def test_bytes_are_told_as_devices_tell_them(num_bytes: int, words: str) -> None:
+def test_bytes_are_formatted_in_mib_and_gib(num_bytes: int, words: str) -> None:
     assert gib(num_bytes) == words
 
 
-def options_of(**options: Any) -> EngineOptions:
+def engine_options(**options: Any) -> EngineOptions:
     return EngineOptions(model=Path("m"), **options)
 
 
 @pytest.mark.parametrize("length", [2, 131_072])
-def test_the_shortest_context_and_the_whole_one_of_the_model_may_be_asked_for(length: int) -> None:
-    check_context(parse_model_config(CONFIGS["llama-3.1-8b"], {}), options_of(max_model_len=length))
+def test_the_shortest_and_the_longest_context_of_the_model_are_accepted(length: int) -> None:
+    check_context(parse_model_config(CONFIGS["llama-3.1-8b"], {}), engine_options(max_model_len=length))
 
 
 @pytest.mark.parametrize(
@@ -524,29 +526,29 @@ def test_the_shortest_context_and_the_whole_one_of_the_model_may_be_asked_for(le
     [({"max_model_len": 32}, 2, 32), ({"block_size": 2}, 1, 2)],
     ids=["to its last block", "of the shortest request"],
 )
-def test_a_context_may_fill_the_cache(options: dict[str, int], num_blocks: int, context_len: int) -> None:
+def test_a_context_may_fill_the_whole_cache(options: dict[str, int], num_blocks: int, context_len: int) -> None:
     config = parse_model_config(CONFIGS["llama-3.1-8b"], {})
-    plan = plan_memory(config, options_of(**options), block_bytes=100, available_bytes=num_blocks * 100)
+    plan = plan_memory(config, engine_options(**options), block_bytes=100, available_bytes=num_blocks * 100)
     assert plan.max_model_len == context_len
 
 
 @pytest.mark.parametrize("length", [None, 32])
-def test_blocks_in_main_memory_are_planned_whether_or_not_a_context_is_asked_for(length: int | None) -> None:
+def test_host_blocks_are_planned_with_and_without_a_requested_context(length: int | None) -> None:
     config = parse_model_config(CONFIGS["llama-3.1-8b"], {})
-    plan = plan_memory(config, options_of(max_model_len=length, swap_space=1.0), block_bytes=1 << 20, available_bytes=GIB)
+    plan = plan_memory(config, engine_options(max_model_len=length, swap_space=1.0), block_bytes=1 << 20, available_bytes=GIB)
     assert plan.num_host_blocks == 1024
 
 
-def test_a_cache_of_a_given_size_may_take_all_that_is_left() -> None:
+def test_a_fixed_cache_may_take_all_remaining_memory() -> None:
     needs = fit(40, wanted_len=160).needs
     given_bytes = 10 * needs.block_bytes
     usable_bytes = needs.fixed_bytes + given_bytes
     full = replace(fit(40, wanted_len=160), fixed_kv_bytes=given_bytes, usable_bytes=usable_bytes)
     assert (full.needs.num_blocks(usable_bytes), full.needs.fixed_bytes) == (10, needs.fixed_bytes)
-    check_fit("m", full, options_of(num_kv_blocks=10))
+    check_fit("m", full, engine_options(num_kv_blocks=10))
 
 
-def test_where_not_even_the_model_fits_the_size_of_its_cache_is_not_what_is_wrong() -> None:
+def test_if_the_model_alone_does_not_fit_the_error_does_not_blame_its_fixed_cache() -> None:
     small = replace(fit(10), fixed_kv_bytes=10 * fit(10).needs.block_bytes)
     with pytest.raises(EngineConfigError, match=r"^model m does not fit with"):
-        check_fit("m", small, options_of(num_kv_blocks=10))
+        check_fit("m", small, engine_options(num_kv_blocks=10))

@@ -1,4 +1,4 @@
-"""Interpretation of config.json by family: defaults, older spellings, and windows per layer."""
+"""Interpretation of config.json by family: defaults, older spellings, refused settings, and sliding windows per layer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def windows(config: ModelConfig) -> list[int | None]:
 
 
 @pytest.mark.parametrize("architecture", sorted(FAMILIES))
-def test_every_family_has_defaults_for_what_config_json_leaves_out(architecture: str) -> None:
+def test_every_family_has_defaults_for_absent_settings(architecture: str) -> None:
     has_parts = FAMILIES[architecture].text_part is not None
     config = parse(architecture, **({"text_config": {"num_hidden_layers": 6}} if has_parts else {}))
     assert config.num_layers == 6
@@ -46,8 +46,8 @@ def test_every_family_has_defaults_for_what_config_json_leaves_out(architecture:
     assert config.tie_word_embeddings == architecture.startswith("Gemma")
 
 
-def test_what_a_config_with_parts_says_of_the_whole_model_is_not_overridden_by_its_text_part() -> None:
-    """As in transformers: a text part that was saved with its own defaults has Gemma's `<eos>` alone, not the end of a turn."""
+def test_settings_of_a_multimodal_config_take_precedence_over_its_text_part() -> None:
+    """As in transformers. A text part saved with its own defaults has only `<eos>` of Gemma, not its end-of-turn token."""
     text = {"num_hidden_layers": 6, "eos_token_id": 1, "torch_dtype": "float32", "architectures": ["Gemma3ForCausalLM"]}
     name = "Gemma3ForConditionalGeneration"
     config = parse(name, text_config=text, eos_token_id=[1, 106], torch_dtype="bfloat16", vocab_size=1000)
@@ -56,12 +56,12 @@ def test_what_a_config_with_parts_says_of_the_whole_model_is_not_overridden_by_i
     assert (alone.eos_token_ids, alone.torch_dtype) == ((1,), "float32")
 
 
-def test_the_list_in_the_documentation_is_the_list_of_what_loads() -> None:
+def test_the_documented_architectures_are_those_that_load() -> None:
     text = (Path(__file__).parents[2] / "docs" / "models.md").read_text("utf-8")
     assert set(re.findall(r"`(\w+(?:ForCausalLM|ForConditionalGeneration|Model))`", text)) == {*FAMILIES, *EMBEDDERS}
 
 
-def test_gemma_2_alternates_and_caps_by_default() -> None:
+def test_gemma_2_has_alternating_windows_and_softcaps_by_default() -> None:
     config = parse("Gemma2ForCausalLM")
     assert windows(config) == [4096, None] * 3
     assert (config.attention_softcap, config.logits_softcap, config.attention_scale) == (50.0, 30.0, 256**-0.5)
@@ -69,7 +69,7 @@ def test_gemma_2_alternates_and_caps_by_default() -> None:
     assert parse("Gemma2ForCausalLM", attn_logit_softcapping=None).attention_softcap is None
 
 
-def test_the_older_spelling_of_a_gemma_3_config_is_read() -> None:
+def test_the_older_spelling_of_gemma_3_settings_is_read() -> None:
     config = parse(
         "Gemma3ForCausalLM",
         rope_theta=2e6,
@@ -84,7 +84,7 @@ def test_the_older_spelling_of_a_gemma_3_config_is_read() -> None:
     assert config.logits_softcap is None
 
 
-def test_qwen_has_windows_only_when_switched_on_and_from_a_layer_on() -> None:
+def test_qwen_has_windows_only_with_use_sliding_window_and_from_max_window_layers_on() -> None:
     assert windows(parse("Qwen2ForCausalLM", sliding_window=32)) == [None] * 6
     on = {"use_sliding_window": True, "sliding_window": 32}
     assert windows(parse("Qwen2ForCausalLM", max_window_layers=4, **on)) == [None] * 4 + [32] * 2
@@ -99,7 +99,7 @@ def test_mistral_has_a_window_unless_it_is_null() -> None:
 
 
 @pytest.mark.parametrize("name", ["su", "yarn", "longrope"])
-def test_phi_3_calls_longrope_by_several_names(name: str) -> None:
+def test_phi_3_accepts_several_names_of_longrope(name: str) -> None:
     factors = {"short_factor": [1.0] * 6, "long_factor": [4.0] * 6}
     config = parse(
         "Phi3ForCausalLM",
@@ -112,27 +112,27 @@ def test_phi_3_calls_longrope_by_several_names(name: str) -> None:
     assert rope.attention_factor == pytest.approx((1 + 2 / 7) ** 0.5)
 
 
-def test_yarn_reaches_as_far_as_its_factor_even_if_the_context_was_left_at_the_original() -> None:
+def test_yarn_extends_a_context_that_was_left_at_its_original_length() -> None:
     scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
     assert parse("Qwen2ForCausalLM", rope_scaling=scaling).max_position_len == 2048
     assert parse("Qwen2ForCausalLM").max_position_len == 512
 
 
-def test_dynamic_scaling_is_refused_by_name_beyond_the_context() -> None:
+def test_a_context_beyond_the_model_is_refused_with_dynamic_rope_scaling() -> None:
     config = parse("LlamaForCausalLM", rope_scaling={"type": "dynamic", "factor": 2.0})
     options = EngineOptions(model=None, max_model_len=513, num_kv_blocks=100)  # type: ignore[arg-type]
     with pytest.raises(EngineConfigError, match=r"max_model_len \(513\) .* rope type 'dynamic' is not computed beyond"):
         check_context(config, options)
 
 
-def test_the_multipliers_of_granite_are_its_own() -> None:
+def test_only_granite_reads_its_multipliers() -> None:
     keys = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 8.0}
     granite, llama = parse("GraniteForCausalLM", **keys), parse("LlamaForCausalLM", **keys)
     read = [(c.embedding_multiplier, c.residual_multiplier, c.attention_scale, c.logits_divisor) for c in (granite, llama)]
     assert read == [(12.0, 0.22, 0.1, 8.0), (1.0, 1.0, 16**-0.5, 1.0)]
 
 
-def test_sparse_layers_are_those_of_the_step_without_the_exceptions() -> None:
+def test_sparse_layers_follow_the_step_except_for_mlp_only_layers() -> None:
     config = parse("Qwen3MoeForCausalLM", decoder_sparse_step=2, mlp_only_layers=[3])
     assert [layer.is_sparse for layer in config.layers] == [False, True, False, False, False, True]
     assert not any(layer.is_sparse for layer in parse("LlamaForCausalLM").layers)
@@ -156,8 +156,11 @@ def test_sparse_layers_are_those_of_the_step_without_the_exceptions() -> None:
         ("GraniteForCausalLM", {"logits_scaling": 0}, "logits_scaling must be a positive number"),
         ("Olmo2ForCausalLM", {"clip_qkv": 8.0}, "clip_qkv 8.0"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_a_family_does_not_compute_is_refused_by_name(architecture: str, changes: dict[str, Any], message: str) -> None:
+def test_a_setting_that_a_family_does_not_support_is_refused_by_name(
+    architecture: str, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UnsupportedModel, match=message):
         parse(architecture, **changes)
 
@@ -183,21 +186,21 @@ KEYS = (
 )  # fmt: skip
 
 
-def accepted_or_refused(architecture: str, changes: dict[str, Any]) -> None:
-    """Any other exception is one that an operator cannot read."""
+def parse_or_refuse(architecture: str, changes: dict[str, Any]) -> None:
+    """Parse settings; any exception but UnsupportedModel fails the test."""
     with contextlib.suppress(UnsupportedModel):
         parse(architecture, **{"use_sliding_window": True, "sliding_window": 8, **changes})
 
 
 @pytest.mark.parametrize("architecture", sorted(FAMILIES))
-def test_odd_values_are_read_or_refused_and_nothing_else(architecture: str) -> None:
+def test_odd_values_raise_nothing_but_unsupported_model(architecture: str) -> None:
     for key in KEYS:
         for value in ODD_VALUES:
-            accepted_or_refused(architecture, {key: value})
+            parse_or_refuse(architecture, {key: value})
 
 
 @pytest.mark.parametrize("kind", ["linear", "dynamic", "llama3", "yarn", "longrope"])
-def test_odd_values_of_rotary_settings_are_read_or_refused_and_nothing_else(kind: str) -> None:
+def test_odd_rope_values_raise_nothing_but_unsupported_model(kind: str) -> None:
     for key in (*ROPE, "rope_theta", "attention_factor", "beta_fast", "mscale", "mscale_all_dim", "truncate", "type"):
         for value in ODD_VALUES:
-            accepted_or_refused("LlamaForCausalLM", {"rope_parameters": {"rope_type": kind, **ROPE, key: value}})
+            parse_or_refuse("LlamaForCausalLM", {"rope_parameters": {"rope_type": kind, **ROPE, key: value}})

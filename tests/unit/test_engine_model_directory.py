@@ -1,4 +1,4 @@
-"""The permitted content of a model directory, and one clear error for everything else."""
+"""The accepted content of a model directory, and one clear error for everything else."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def model(original: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(original, tmp_path / "model"))
 
 
-def test_an_engine_says_which_of_its_parts_are_switched_off(original: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_info_lists_the_features_that_are_switched_off(original: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GATEHOUSE_GRAPHS", "0")
     monkeypatch.setenv("GATEHOUSE_OVERLAPPED_PREFILL", "0")
     assert small_engine(original).info.switched_off == ["GATEHOUSE_GRAPHS", "GATEHOUSE_OVERLAPPED_PREFILL"]
@@ -47,7 +47,7 @@ def change_weights(model: Path, changes: dict[str, torch.Tensor | None]) -> None
     save_file(kept, model / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_a_path_that_is_no_directory_is_refused(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotAModelDirectory, match="not a directory"):
         load_model_config(tmp_path / "nowhere")
 
@@ -62,7 +62,7 @@ def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
     ["{", "[]", "\xff", '{"vocab_size": ' + 5000 * "9" + "}", 100_000 * "["],
     ids=["cut", "list", "bytes", "digits", "deep"],
 )
-def test_a_config_that_is_no_json_object_is_refused_by_name(text: str, tmp_path: Path) -> None:
+def test_a_config_that_is_not_a_json_object_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(NotAModelDirectory, match=r"config\.json"):
         load_model_config(tmp_path)
@@ -104,14 +104,15 @@ def test_a_config_that_is_no_json_object_is_refused_by_name(text: str, tmp_path:
             r"yarn's factor 1e\+20 times \d+ positions must be at most",
         ),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_not_computed_is_refused_by_name(changes: dict[str, Any], message: str, model: Path) -> None:
+def test_an_unsupported_setting_is_refused_by_name(changes: dict[str, Any], message: str, model: Path) -> None:
     change_config(model, **changes)
     with pytest.raises(UnsupportedModel, match=message):
         load_model_config(model)
 
 
-def test_the_older_spelling_of_rope_settings_means_the_same(model: Path) -> None:
+def test_the_older_spelling_of_rope_settings_is_equivalent(model: Path) -> None:
     change_config(model, rope_parameters=None, rope_theta=5e5, rope_scaling={"type": "linear", "factor": 4.0})
     rope = load_model_config(model).ropes[0]
     assert (rope.kind, rope.theta, rope.factor) == ("linear", 5e5, 4.0)
@@ -126,8 +127,9 @@ def test_the_older_spelling_of_rope_settings_means_the_same(model: Path) -> None
         ({"eos_token_id": [9, -1, 151_645, 2**40]}, (9,)),
         ({"eos_token_id": 2**40}, ()),
     ],
+    ids=str,
 )
-def test_end_tokens_come_from_the_generation_config_first(
+def test_end_tokens_of_generation_config_take_precedence(
     generation: dict[str, Any], expected: tuple[int, ...], model: Path
 ) -> None:
     (model / "generation_config.json").write_text(json.dumps(generation))
@@ -149,14 +151,17 @@ def test_end_tokens_come_from_the_generation_config_first(
         ({"model.norm.weight": torch.zeros(48, dtype=torch.int8)}, "expected a floating-point type"),
         ({"model.layers.0.self_attn.q_proj.bias": torch.zeros(48)}, r"q_proj\.bias"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_every_tensor_is_accounted_for(changes: dict[str, torch.Tensor | None], message: str, model: Path) -> None:
+def test_missing_unexpected_and_misshapen_tensors_are_refused_by_name(
+    changes: dict[str, torch.Tensor | None], message: str, model: Path
+) -> None:
     change_weights(model, changes)
     with pytest.raises(WeightsError, match=message):
         small_engine(model)
 
 
-def test_a_tied_head_that_differs_from_the_embedding_is_an_error(model: Path) -> None:
+def test_a_tied_head_that_differs_from_the_embedding_is_refused(model: Path) -> None:
     change_config(model, tie_word_embeddings=True)
     with pytest.raises(WeightsError, match=r"lm_head\.weight differs"):
         small_engine(model)
@@ -166,19 +171,19 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     make_model("llama", tmp_path, sharded=True)
     shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
     shard.unlink()
-    said = rf"{shard.name} is missing, and model\.safetensors\.index\.json names it: .* fetch it again"
-    with pytest.raises(WeightsError, match=said):
+    message = rf"{shard.name} is missing, and model\.safetensors\.index\.json names it: .* fetch it again"
+    with pytest.raises(WeightsError, match=message):
         small_engine(tmp_path)
 
 
 @pytest.mark.parametrize("name", [7, None, "../other/model.safetensors", "/etc/hostname"])
-def test_shards_are_files_of_their_folder(name: object, model: Path) -> None:
+def test_shards_must_be_files_of_the_model_directory(name: object, model: Path) -> None:
     (model / INDEX_FILE).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
     with pytest.raises(WeightsError, match="weight_map must name files of its own folder"):
         weight_files(model)
 
 
-def test_a_damaged_file_is_named(model: Path) -> None:
+def test_a_damaged_safetensors_file_is_named(model: Path) -> None:
     (model / "model.safetensors").write_bytes(b"not safetensors at all")
     with pytest.raises(
         WeightsError, match=r"model\.safetensors is not a readable safetensors file .*it has 22 bytes; fetch it again"
@@ -186,7 +191,7 @@ def test_a_damaged_file_is_named(model: Path) -> None:
         small_engine(model)
 
 
-def test_a_pointer_to_a_file_is_told_from_the_file(model: Path) -> None:
+def test_a_git_lfs_pointer_is_named_as_such(model: Path) -> None:
     (model / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n")
     with pytest.raises(WeightsError, match=r"model\.safetensors is a pointer of Git LFS .*; fetch it with `git lfs pull`"):
         small_engine(model)
@@ -199,12 +204,12 @@ def test_weights_in_another_format_are_named(model: Path, other: str) -> None:
         small_engine(model)
 
 
-def test_old_checkpoints_may_carry_rotary_buffers(model: Path) -> None:
+def test_rotary_buffers_of_old_checkpoints_are_ignored(model: Path) -> None:
     change_weights(model, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(6)})
     assert small_engine(model).info.architecture == "LlamaForCausalLM"
 
 
-def test_sixteen_bit_weights_are_computed_in_float32_on_the_cpu(model: Path) -> None:
+def test_bfloat16_weights_are_computed_in_float32_on_the_cpu(model: Path) -> None:
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(model / "model.safetensors").items()}
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     engine = small_engine(model)
@@ -226,12 +231,13 @@ def test_sixteen_bit_weights_are_computed_in_float32_on_the_cpu(model: Path) -> 
         ({"block_size": 2048}, "block_size must be a power of two from 1 to 1024, not 2048"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_options_that_cannot_be_honoured_are_named(options: dict[str, Any], message: str, model: Path) -> None:
+def test_an_invalid_option_is_named_in_the_error(options: dict[str, Any], message: str, model: Path) -> None:
     with pytest.raises(EngineConfigError, match=message):
         small_engine(model, **options)
 
 
-def test_an_open_context_length_becomes_what_the_cache_holds(model: Path) -> None:
+def test_the_default_context_is_limited_by_the_cache(model: Path) -> None:
     assert small_engine(model, num_kv_blocks=4).info.max_model_len == 64
     assert small_engine(model).info.max_model_len == 256

@@ -1,4 +1,4 @@
-"""Steps launched ahead: bookkeeping, failures of pending steps, and rotating buffers. Without a model."""
+"""Steps launched ahead, with a fake runner: order of launches, bookkeeping, failures of pending steps, drafts, step sizes."""
 
 from __future__ import annotations
 
@@ -12,28 +12,24 @@ import pytest
 from engine.errors import EngineBroken
 from engine.loop import Engine
 from engine.overlap import Fallbacks
-from engine.protocol import EngineInfo, FinishReason, PlainReason
-from engine.scheduling.block_pool import BlockPool
-from engine.scheduling.drafting import Draft, Drafter
-from engine.scheduling.limits import SchedulerLimits
-from engine.scheduling.prefix_cache import PrefixCache
+from engine.protocol import FinishReason, PlainReason
+from engine.scheduling.drafting import Draft
 from engine.scheduling.request import Request
 from engine.scheduling.scheduled_batch import BlockMoves, RowResult, ScheduledBatch, ScheduledRequest, StepOutput
-from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.token_events import StepEvents, token_event
 from engine.speculation import adaptive_drafter
 from engine.speculation.adaptive_drafter import AdaptiveDrafter
 from engine.speculation.options import SpeculativeOptions
 from engine.step_sizes import draft_graphs_kept, graphs_kept, step_size, verify_size
-from tests.support.engines import FREE_ROWS, generation_request, run_to_end, tokens, unused_grammars
+from tests.support.engines import FREE_ROWS, generation_request, run_to_end, tokens
+from tests.support.fake_runner import engine_over
 from tests.support.scheduling import make_request
 
-MAX_MODEL_LEN = 64
 STOP = 7
 
 
 def token_of(request_id: str, position: int) -> int:
-    """What every runner here says: some token below 7, and 7 at every eleventh position."""
+    """The token that every runner here generates: STOP at each eleventh position, a smaller one elsewhere."""
     return STOP if position % 11 == 10 else (len(request_id) + 3 * position) % STOP
 
 
@@ -61,13 +57,14 @@ class FakePendingStep:
 
 
 class FakeAheadRunner:
-    """Answers `token_of`; fails for chosen requests at launch, under way, without a token, or in the plain way."""
+    """Generates `token_of`. Steps with a request in one of the sets fail: at launch, completion, in flight, by yielding no
+    token, or on the slow path. A request in `waits` must be completed; one in `not_launched` runs on the slow path."""
 
     def __init__(self, *, is_synchronous: bool = False) -> None:
         self.stage = "run"
         self.is_synchronous = is_synchronous
         self.now_s = 0.0
-        """The time, which goes on by a second for each step that is waited for."""
+        """The clock; each collected step takes a second."""
         self.log: list[str] = []
         self.fails_at_launch: set[str] = set()
         self.waits: set[str] = set()
@@ -82,7 +79,7 @@ class FakeAheadRunner:
         self.moves.append(moves)
 
     def run(self, items: Sequence[ScheduledRequest]) -> list[StepOutput]:
-        assert all(-1 not in item.request.token_ids for item in items), "the plain way knows every token"
+        assert all(-1 not in item.request.token_ids for item in items), "the slow path needs every token"
         self.log.append(f"run {len(items)}")
         if self.fails_plainly & {item.request.request_id for item in items}:
             raise RuntimeError("boom")
@@ -114,12 +111,12 @@ class FakeAheadRunner:
         if not item.samples:
             return StepOutput()
         end = item.start + item.num_tokens
-        said = [token_of(item.request.request_id, position) for position in range(end - item.num_draft_tokens, end + 1)]
-        return StepOutput(said) if item.num_draft_tokens else said[0]
+        token_ids = [token_of(item.request.request_id, position) for position in range(end - item.num_draft_tokens, end + 1)]
+        return StepOutput(token_ids) if item.num_draft_tokens else token_ids[0]
 
 
-class Oracle:
-    """Drafts as many tokens as it is set to, request by request, and knows what `token_of` will say."""
+class OracleDrafter:
+    """Drafts the correct tokens: for each request as many as the next entry of its `depths`, none without an entry."""
 
     def __init__(self, depths: dict[str, list[int]], *, pays: bool = True) -> None:
         self.depths = depths
@@ -139,43 +136,28 @@ class Oracle:
         """It has no text to read."""
 
     def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
-        """It knows."""
+        """Its drafts do not depend on acceptance."""
 
 
-def make_engine(
-    runner: FakeAheadRunner,
-    *,
-    num_blocks: int = 32,
-    caches: bool = False,
-    drafter: Drafter | None = None,
-    **limits: Any,
-) -> Engine:
-    chosen = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": MAX_MODEL_LEN, "block_size": 4, **limits}
-    info = EngineInfo(
-        model="fake", architecture="Fake", max_model_len=MAX_MODEL_LEN, vocab_size=10, eos_token_ids=[9], block_size=4,
-        num_kv_blocks=num_blocks, dtype="none", device="none", device_name="none", kernels="none", num_parameters=0,
-        max_num_seqs=4, weights_bytes=0, kv_bytes=0, load_s=0.0,
-    )  # fmt: skip
-    pool = BlockPool(num_blocks)
-    cache = PrefixCache(pool, 4) if caches else None
-    scheduler = Scheduler(SchedulerLimits(**chosen), pool, clock=lambda: 0.0, prefix_cache=cache, drafter=drafter)
-    return Engine(scheduler, runner, info, unused_grammars(), clock=lambda: runner.now_s)
+def make_engine(runner: FakeAheadRunner, **options: Any) -> Engine:
+    """An engine that measures steps by the clock of `runner`; `options` are those of `engine_over`."""
+    return engine_over(runner, clock=lambda: runner.now_s, **options)
 
 
-def expected(request_id: str, num_prompt: int, max_tokens: int, *, stops: bool = True) -> list[int]:
+def expected_tokens(request_id: str, num_prompt: int, max_tokens: int, *, stops: bool = True) -> list[int]:
     found: list[int] = []
     while len(found) < max_tokens and not (stops and found and found[-1] == STOP):
         found.append(token_of(request_id, num_prompt + len(found)))
     return found
 
 
-def test_the_next_step_is_launched_before_the_last_one_is_waited_for() -> None:
+def test_the_next_step_is_launched_before_the_previous_one_is_collected() -> None:
     runner = FakeAheadRunner()
     run_to_end(make_engine(runner), [generation_request("a", [1, 2], max_tokens=3)])
     assert runner.log == ["launch 1", "launch 1", "collect", "launch 1", "collect", "collect"]
 
 
-class SlowHost(FakeAheadRunner):
+class SlowHostRunner(FakeAheadRunner):
     """Takes half a second to launch a step."""
 
     def launch(self, batch: ScheduledBatch) -> FakePendingStep:
@@ -184,42 +166,31 @@ class SlowHost(FakeAheadRunner):
 
 
 @pytest.mark.parametrize("is_synchronous", [False, True])
-def test_what_the_host_takes_to_launch_a_step_is_no_sign_of_a_slow_device(is_synchronous: bool) -> None:
-    """Else chunks of prompts beside decodes become smaller and smaller, and their steps no shorter. Where launching is
-    computing it says all."""
-    engine, budget = make_engine(SlowHost(is_synchronous=is_synchronous)), mock.Mock()
+def test_launch_time_counts_as_step_time_only_where_launching_computes_the_step(is_synchronous: bool) -> None:
+    """Otherwise the step budget would shrink chunks beside decodes without making their steps shorter."""
+    engine, budget = make_engine(SlowHostRunner(is_synchronous=is_synchronous)), mock.Mock()
     budget.model.batch_s.return_value = 0.25
     engine._step_budget = budget
     run_to_end(engine, [generation_request("a", [1, 2], max_tokens=3)])
     assert {call.args[0] for call in budget.observe.call_args_list} == {0.25 if is_synchronous else 0.5}
 
 
-def test_a_step_that_is_over_when_it_was_launched_is_taken_over_before_the_next_one() -> None:
+def test_a_synchronous_step_is_collected_before_the_next_launch() -> None:
     runner = FakeAheadRunner(is_synchronous=True)
     runner.waits = {"a"}
     events = run_to_end(make_engine(runner), [generation_request("a", [1, 2], max_tokens=3)])
     assert runner.log == ["launch 1", "complete", "collect"] * 3
-    assert tokens(events["a"]) == expected("a", 2, 3)
+    assert tokens(events["a"]) == expected_tokens("a", 2, 3)
 
 
-def test_a_row_that_waits_for_a_mask_is_completed_behind_the_step_before_and_ahead_of_its_own_tokens() -> None:
+def test_a_step_that_waits_for_a_mask_is_completed_after_the_previous_step_and_before_its_own_tokens() -> None:
     runner = FakeAheadRunner()
     runner.waits = {"a"}
     run_to_end(make_engine(runner), [generation_request("a", [1, 2], max_tokens=3)])
-    assert runner.log == [
-        "launch 1",
-        "complete",
-        "launch 1",
-        "collect",
-        "complete",
-        "launch 1",
-        "collect",
-        "complete",
-        "collect",
-    ]
+    assert runner.log == ["launch 1", "complete", *["launch 1", "collect", "complete"] * 2, "collect"]
 
 
-def test_a_step_in_which_nobody_comes_or_goes_has_no_events() -> None:
+def test_a_step_without_starts_and_ends_has_decoded_tokens_instead_of_events() -> None:
     engine = make_engine(FakeAheadRunner())
     engine.submit(generation_request("a", [1, 2], max_tokens=4))
     engine.submit(generation_request("b", [1, 2], max_tokens=4))
@@ -228,20 +199,20 @@ def test_a_step_in_which_nobody_comes_or_goes_has_no_events() -> None:
     assert [step.decoded for step in steps[2:4]] == [[(name, 0, token_of(name, n)) for name in "ab"] for n in (3, 4)]
 
 
-def test_tokens_of_two_steps_that_come_at_once_are_told_in_order() -> None:
+def test_step_events_of_two_steps_are_merged_in_order() -> None:
     request = make_request("a", 2, max_tokens=4)
     request.token_ids += [7, 8, 9]
-    happened = StepEvents([], [request], [2], [8])
-    happened.extend(StepEvents())
-    assert happened.decoded == [("a", 0, 8)]
+    events = StepEvents([], [request], [2], [8])
+    events.extend(StepEvents())
+    assert events.decoded == [("a", 0, 8)]
     request.finish(FinishReason.STOP)
-    happened.extend(StepEvents([token_event(request, [9])]))
-    assert not happened.decoded
-    told = [(event.token_ids, event.num_output_tokens, event.finish_reason) for event in happened.as_events()]
-    assert told == [([8], 2, None), ([9], 3, FinishReason.STOP)]
+    events.extend(StepEvents([token_event(request, [9])]))
+    assert not events.decoded
+    merged = [(event.token_ids, event.num_output_tokens, event.finish_reason) for event in events.as_events()]
+    assert merged == [([8], 2, None), ([9], 3, FinishReason.STOP)]
 
 
-def test_a_surplus_step_is_completed_before_it_is_thrown_away() -> None:
+def test_a_surplus_step_is_completed_before_its_tokens_are_discarded() -> None:
     runner = FakeAheadRunner()
     runner.waits = {"a"}
     engine = make_engine(runner)
@@ -250,7 +221,7 @@ def test_a_surplus_step_is_completed_before_it_is_thrown_away() -> None:
     assert engine.fallbacks.count == 0
 
 
-def test_a_step_whose_requests_ended_is_thrown_away() -> None:
+def test_tokens_of_a_step_whose_requests_have_ended_are_discarded() -> None:
     runner = FakeAheadRunner()
     runner.waits = {"a"}
     engine = make_engine(runner)
@@ -264,31 +235,34 @@ def test_a_step_whose_requests_ended_is_thrown_away() -> None:
     engine.check_when_idle()
 
 
-def test_a_step_that_cannot_be_completed_is_computed_in_the_plain_way() -> None:
+def test_a_step_that_fails_to_complete_is_computed_on_the_slow_path() -> None:
     runner = FakeAheadRunner()
     runner.waits = runner.fails_at_completion = {"bb"}
     events = run_to_end(
         make_engine(runner), [generation_request("a", [1, 2], max_tokens=6), generation_request("bb", [1, 2, 3], max_tokens=4)]
     )
-    assert [tokens(events["a"]), tokens(events["bb"])] == [expected("a", 2, 6, stops=False), expected("bb", 3, 4, stops=False)]
+    assert [tokens(events["a"]), tokens(events["bb"])] == [
+        expected_tokens("a", 2, 6, stops=False),
+        expected_tokens("bb", 3, 4, stops=False),
+    ]
     assert {"forget", "run 2"} < set(runner.log)
 
 
-def test_a_chunk_of_an_earlier_start_says_nothing_of_the_blocks_of_the_next_one() -> None:
+def test_a_pending_chunk_of_a_preempted_start_registers_no_blocks_of_the_next_start() -> None:
     engine = make_engine(FakeAheadRunner(), caches=True, max_num_batched_tokens=8)
     engine.submit(generation_request("a", list(range(8)) * 2, max_tokens=2))
     engine.step()
     (request,) = engine._scheduler.running
     engine._scheduler.preempt(request)
-    engine.step()  # starts it again, and takes over the chunk that was under way before
+    engine.step()  # starts the request again, and settles the chunk of its first start
     assert request.block_table
     assert (request.num_in_flight_tokens, request.num_settled_tokens) == (8, 0)
     assert all(engine._scheduler.pool.lookup(name) is None for name in request.block_hashes), "nothing of it is computed yet"
-    assert tokens(run_to_end(engine, [])["a"]) == expected("a", 16, 2, stops=False)
+    assert tokens(run_to_end(engine, [])["a"]) == expected_tokens("a", 16, 2, stops=False)
 
 
 @pytest.mark.parametrize("samples", [False, True])
-def test_a_chunk_of_an_earlier_start_that_fails_takes_nothing_from_the_next_one(samples: bool) -> None:
+def test_a_pending_chunk_of_a_preempted_start_that_fails_leaves_the_next_start_unchanged(samples: bool) -> None:
     runner = FakeAheadRunner()
     engine = make_engine(runner, max_num_batched_tokens=8)
     if samples:  # beside another prompt there is room for half of the request's own, and then for all of it
@@ -299,44 +273,44 @@ def test_a_chunk_of_an_earlier_start_that_fails_takes_nothing_from_the_next_one(
     assert request.num_in_flight_tokens
     engine._scheduler.preempt(request)
     runner.fails_in_flight = {"a"}
-    engine.step()  # starts it again, and computes in the plain way what was under way before
+    engine.step()  # starts the request again, and computes the failed chunk on the slow path
     runner.fails_in_flight = set()
     assert request.num_settled_tokens <= request.num_computed_tokens
     run_to_end(engine, [])
-    assert request.token_ids[request.num_prompt_tokens :] == expected("a", request.num_prompt_tokens, 2, stops=False)
+    assert request.token_ids[request.num_prompt_tokens :] == expected_tokens("a", request.num_prompt_tokens, 2, stops=False)
 
 
-def test_everybody_gets_the_tokens_of_the_plain_loop_and_all_blocks_come_back() -> None:
+def test_tokens_equal_those_of_the_plain_loop_and_all_blocks_are_freed() -> None:
     requests = {"a": (2, 9), "bb": (7, 1), "ccc": (23, 20), "dddd": (1, 30), "e": (5, 4), "f" * 9: (16, 12)}
     for caches in (False, True):
         engine = make_engine(FakeAheadRunner(), num_blocks=20, caches=caches)
         events = run_to_end(
             engine, [generation_request(n, [1] * p, max_tokens=m, stop_token_ids=[STOP]) for n, (p, m) in requests.items()]
         )
-        assert {n: tokens(events[n]) for n in requests} == {n: expected(n, *lens) for n, lens in requests.items()}
+        assert {n: tokens(events[n]) for n in requests} == {n: expected_tokens(n, *lens) for n, lens in requests.items()}
         assert engine.status().kv_blocks_used == 0
         engine.check_when_idle()
 
 
 @pytest.mark.parametrize("is_synchronous", [False, True])
-@pytest.mark.parametrize("place", ["fails_at_launch", "fails_in_flight", "yields_nothing"])
-def test_a_step_that_fails_is_computed_again_in_the_plain_way_and_only_the_culprit_ends(
-    place: str, is_synchronous: bool
+@pytest.mark.parametrize("failure", ["fails_at_launch", "fails_in_flight", "yields_nothing"])
+def test_a_failed_step_is_computed_on_the_slow_path_and_ends_only_the_request_at_fault(
+    failure: str, is_synchronous: bool
 ) -> None:
     runner = FakeAheadRunner(is_synchronous=is_synchronous)
-    getattr(runner, place).add("bad")
+    getattr(runner, failure).add("bad")
     runner.fails_plainly.add("bad")
     engine = make_engine(runner)
     names = {"a": 9, "bad": 9, "b": 12}
     events = run_to_end(engine, [generation_request(n, [1, 2, 3], max_tokens=m) for n, m in names.items()])
-    assert {n: tokens(events[n]) for n in ("a", "b")} == {n: expected(n, 3, names[n], stops=False) for n in ("a", "b")}
+    assert {n: tokens(events[n]) for n in ("a", "b")} == {n: expected_tokens(n, 3, names[n], stops=False) for n in ("a", "b")}
     assert [event.finish_reason for event in events["bad"]] == [FinishReason.ERROR]
     assert events["bad"][0].error == "the engine failed while computing this request: RuntimeError: boom"
     assert engine.status().kv_blocks_used == 0
 
 
 @pytest.mark.parametrize(
-    ("place", "reason"),
+    ("failure", "reason"),
     [
         ("fails_at_launch", "a step could not be launched: RuntimeError: it cannot be launched"),
         ("fails_at_completion", "a step could not be launched to its end: RuntimeError: it cannot be completed"),
@@ -344,19 +318,19 @@ def test_a_step_that_fails_is_computed_again_in_the_plain_way_and_only_the_culpr
         ("yields_nothing", "a step gave no token where the plain way has one"),
     ],
 )
-def test_the_status_tells_of_steps_that_fell_back_to_the_plain_way_and_of_the_last_reason(place: str, reason: str) -> None:
+def test_status_counts_steps_on_the_slow_path_and_has_the_last_reason(failure: str, reason: str) -> None:
     runner = FakeAheadRunner()
     runner.waits = {"bad"}
     engine = make_engine(runner)
     run_to_end(engine, [generation_request("a", [1, 2], max_tokens=3)])
     assert (engine.status().fallback_steps_total, engine.status().fallback_reason) == (0, None)
-    getattr(runner, place).add("bad")
+    getattr(runner, failure).add("bad")
     run_to_end(engine, [generation_request("bad", [1, 2], max_tokens=1)])
     assert (engine.status().fallback_steps_total, engine.status().fallback_reason) == (1, reason)
     assert engine.fallbacks.count == 1
 
 
-def test_what_no_slot_can_hold_and_a_request_that_fails_everywhere_are_no_fall_back() -> None:
+def test_requests_without_a_slot_and_requests_that_fail_on_both_paths_are_not_counted_as_fallbacks() -> None:
     runner = FakeAheadRunner()
     runner.not_launched = {"guided"}
     runner.yields_nothing = runner.fails_plainly = {"bad"}
@@ -365,7 +339,7 @@ def test_what_no_slot_can_hold_and_a_request_that_fails_everywhere_are_no_fall_b
     assert engine.status().fallback_steps_total == 0
 
 
-def test_steps_that_no_slot_can_hold_are_counted_by_their_reason() -> None:
+def test_steps_that_cannot_be_launched_are_counted_by_reason() -> None:
     runner = FakeAheadRunner()
     runner.not_launched = {"a"}
     engine = make_engine(runner)
@@ -374,20 +348,20 @@ def test_steps_that_no_slot_can_hold_are_counted_by_their_reason() -> None:
     assert engine.status().plain_steps_total == {"prompt_logprobs": 0, "logit_bias": 2}
 
 
-def test_the_same_failure_is_told_with_its_traceback_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_repeated_failure_is_logged_with_its_traceback_only_once(caplog: pytest.LogCaptureFixture) -> None:
     runner = FakeAheadRunner()
     runner.fails_at_launch = {"a"}
     engine = make_engine(runner)
     run_to_end(engine, [generation_request("a", [1, 2], max_tokens=7)])
-    told = [record for record in caplog.records if record.name == "gatehouse.engine"]
-    assert [bool(record.exc_info) for record in told] == [True, False, False]
-    assert [record.getMessage().split("; ")[-1] for record in told] == [
+    records = [record for record in caplog.records if record.name == "gatehouse.engine"]
+    assert [bool(record.exc_info) for record in records] == [True, False, False]
+    assert [record.getMessage().split("; ")[-1] for record in records] == [
         f"{count} steps so far, on the slow path" for count in (1, 2, 4)
     ]
     assert engine.fallbacks.count == 7
 
 
-def test_failures_that_differ_are_told_each_and_a_flood_of_them_is_not(caplog: pytest.LogCaptureFixture) -> None:
+def test_different_failures_are_logged_separately_and_at_most_ten_times_each(caplog: pytest.LogCaptureFixture) -> None:
     fallbacks = Fallbacks()
     for number in range(1000):
         fallbacks.record("a step failed", RuntimeError(f"{number} bytes are missing"))
@@ -398,7 +372,7 @@ def test_failures_that_differ_are_told_each_and_a_flood_of_them_is_not(caplog: p
     assert sum(bool(record.exc_info) for record in caplog.records) == 2
 
 
-def test_what_was_launched_behind_a_failed_step_is_computed_again_too() -> None:
+def test_a_step_launched_after_a_failed_one_is_computed_again_too() -> None:
     runner = FakeAheadRunner()
     engine = make_engine(runner)
     for name in ("a", "b"):
@@ -412,11 +386,11 @@ def test_what_was_launched_behind_a_failed_step_is_computed_again_too() -> None:
     for name, rest in run_to_end(engine, []).items():
         events += rest
         found = [token for event in events if event.request_id == name for token in event.token_ids]
-        assert found == expected(name, 3, 6, stops=False)
+        assert found == expected_tokens(name, 3, 6, stops=False)
 
 
-def test_copies_are_made_once_although_the_step_behind_them_is_computed_again() -> None:
-    """By then, another request may have what they were copied from."""
+def test_block_copies_are_made_once_although_their_step_is_computed_again() -> None:
+    """By then the source blocks may belong to another request."""
     runner = FakeAheadRunner()
     engine = make_engine(runner)
     engine.submit(generation_request("a", [1, 2, 3], max_tokens=6, n=2))
@@ -428,36 +402,25 @@ def test_copies_are_made_once_although_the_step_behind_them_is_computed_again() 
     assert [len(moves.copies) for moves in runner.moves] == [1]
 
 
-def test_a_batch_that_needs_the_host_waits_for_the_step_under_way_and_is_not_launched() -> None:
+def test_a_batch_that_cannot_be_launched_waits_for_the_pending_step_and_runs_on_the_slow_path() -> None:
     runner = FakeAheadRunner()
     runner.not_launched = {"guided"}
     events = run_to_end(
         make_engine(runner), [generation_request(n, [1, 2], max_tokens=m) for n, m in (("a", 6), ("guided", 2))]
     )
-    assert tokens(events["a"]) == expected("a", 2, 6, stops=False)
-    assert tokens(events["guided"]) == expected("guided", 2, 2, stops=False)
-    assert runner.log == [
-        "run 2",
-        "run 2",
-        "launch 1",
-        "launch 1",
-        "collect",
-        "launch 1",
-        "collect",
-        "launch 1",
-        "collect",
-        "collect",
-    ]
+    assert tokens(events["a"]) == expected_tokens("a", 2, 6, stops=False)
+    assert tokens(events["guided"]) == expected_tokens("guided", 2, 2, stops=False)
+    assert runner.log == [*["run 2"] * 2, "launch 1", *["launch 1", "collect"] * 3, "collect"]
 
 
-def test_an_engine_whose_steps_all_fail_asks_to_be_replaced() -> None:
+def test_an_engine_whose_steps_all_fail_raises_engine_broken() -> None:
     runner = FakeAheadRunner()
     runner.fails_in_flight = runner.fails_plainly = {"a", "b", "c", "d", "e", "probe"}
     with pytest.raises(EngineBroken):
         run_to_end(make_engine(runner, max_num_seqs=1), [generation_request(name, [1, 2], max_tokens=3) for name in "abcde"])
 
 
-def test_a_request_that_is_aborted_under_way_leaves_nothing_behind() -> None:
+def test_an_abort_during_a_pending_step_frees_all_blocks_and_keeps_other_tokens() -> None:
     for steps in range(5):
         engine = make_engine(FakeAheadRunner(), caches=True)
         for name in ("a", "b"):
@@ -468,43 +431,41 @@ def test_a_request_that_is_aborted_under_way_leaves_nothing_behind() -> None:
         assert aborted.num_output_tokens == len(had)
         engine.check_invariants()
         events += [event for each in run_to_end(engine, []).values() for event in each]
-        assert [t for e in events if e.request_id == "b" for t in e.token_ids] == expected("b", 9, 9, stops=False)
+        assert [t for e in events if e.request_id == "b" for t in e.token_ids] == expected_tokens("b", 9, 9, stops=False)
         assert engine.status().kv_blocks_used == 0
 
 
-@pytest.mark.parametrize("place", ["launch", "outputs"])
-def test_an_interrupt_within_a_step_leaves_nothing_under_way_behind_the_end_of_all(
-    place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("method", ["launch", "outputs"])
+def test_abort_all_after_an_interrupted_step_leaves_no_pending_step(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> Any:
         raise KeyboardInterrupt
 
     runner = FakeAheadRunner()
-    engine = make_engine(runner, drafter=Oracle({"b": [2, 2]}))
+    engine = make_engine(runner, drafter=OracleDrafter({"b": [2, 2]}))
     engine.submit(generation_request("a", [1, 2], max_tokens=30))
     for _ in range(3):
         engine.step()
     with monkeypatch.context() as patched:
-        patched.setattr(FakeAheadRunner if place == "launch" else FakePendingStep, place, interrupted)
+        patched.setattr(FakeAheadRunner if method == "launch" else FakePendingStep, method, interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     engine.abort_all()
     engine.check_invariants()
-    assert runner.log[-1] == "forget", "what an interrupt has left of the record of slots is in doubt"
+    assert runner.log[-1] == "forget", "after an interrupt the slots are in an unknown state"
     events = run_to_end(engine, [generation_request("b", [1, 2], max_tokens=8)])
-    assert tokens(events["b"]) == expected("b", 2, 8, stops=False)
+    assert tokens(events["b"]) == expected_tokens("b", 2, 8, stops=False)
     assert any(entry.startswith("verify") for entry in runner.log)
 
 
-def test_after_looks_for_drafts_that_found_nothing_more_and_more_steps_are_launched_without_one() -> None:
+def test_without_drafts_the_interval_between_attempts_to_draft_grows() -> None:
     runner = FakeAheadRunner()
-    run_to_end(make_engine(runner, drafter=Oracle({})), [generation_request("a", [1, 2], max_tokens=12)])
-    looked, ahead = ["collect", "launch 1"], ["launch 1", "collect"]
-    assert runner.log == ["launch 1", *looked, *ahead, *looked, *ahead * 3, *looked, *ahead * 4, "collect"]
+    run_to_end(make_engine(runner, drafter=OracleDrafter({})), [generation_request("a", [1, 2], max_tokens=12)])
+    attempted, ahead = ["collect", "launch 1"], ["launch 1", "collect"]
+    assert runner.log == ["launch 1", *attempted, *ahead, *attempted, *ahead * 3, *attempted, *ahead * 4, "collect"]
 
 
-def test_a_long_prompt_is_read_on_while_no_drafts_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight tokens a step: by the third look, for the seventh step behind three chunks of the prompt, all is read."""
+def test_prompt_lookup_indexes_a_long_prompt_during_steps_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight tokens per step: the prompt of 44 is indexed by the third attempt, in the tenth step."""
     monkeypatch.setattr(adaptive_drafter, "INDEX_TOKENS_PER_STEP", 8)
     options = SpeculativeOptions(method="ngram", num_speculative_tokens=2)
     runner, prompt = FakeAheadRunner(), [token_of("a", position) for position in range(44)]
@@ -516,35 +477,37 @@ def test_a_long_prompt_is_read_on_while_no_drafts_are_looked_for(monkeypatch: py
 
 
 @pytest.mark.parametrize("is_synchronous", [False, True])
-def test_a_step_with_drafts_has_nothing_in_flight_before_it_or_after_it(is_synchronous: bool) -> None:
+def test_no_step_is_pending_before_or_after_a_step_with_drafts(is_synchronous: bool) -> None:
     runner = FakeAheadRunner(is_synchronous=is_synchronous)
     requests = [generation_request("a", [1, 2], max_tokens=9), generation_request("b", [1, 2], max_tokens=3)]
-    events = run_to_end(make_engine(runner, drafter=Oracle({"a": [3, 2]})), requests)
-    assert [tokens(events["a"]), tokens(events["b"])] == [expected("a", 2, 9, stops=False), expected("b", 2, 3)]
+    events = run_to_end(make_engine(runner, drafter=OracleDrafter({"a": [3, 2]})), requests)
+    assert [tokens(events["a"]), tokens(events["b"])] == [expected_tokens("a", 2, 9, stops=False), expected_tokens("b", 2, 3)]
     assert runner.log[:5] == ["launch 2", "collect", "verify [3, 0]", "collect", "verify [2, 0]"]
     assert runner.log[5:] == ["collect", "launch 1", "collect"], "a has one token left, of which none is drafted"
 
 
-def test_drafts_for_what_no_slot_can_hold_are_verified_in_the_plain_way() -> None:
+def test_drafts_of_a_request_that_cannot_be_launched_are_verified_on_the_slow_path() -> None:
     runner = FakeAheadRunner()
     runner.not_launched = {"a"}
-    events = run_to_end(make_engine(runner, drafter=Oracle({"a": [2, 2]})), [generation_request("a", [1, 2], max_tokens=8)])
-    assert tokens(events["a"]) == expected("a", 2, 8, stops=False)
+    events = run_to_end(
+        make_engine(runner, drafter=OracleDrafter({"a": [2, 2]})), [generation_request("a", [1, 2], max_tokens=8)]
+    )
+    assert tokens(events["a"]) == expected_tokens("a", 2, 8, stops=False)
     assert set(runner.log) == {"run 1"}
 
 
-def test_right_drafts_after_the_end_of_an_answer_are_not_counted_as_accepted() -> None:
+def test_correct_drafts_beyond_the_end_of_an_answer_are_not_counted_as_accepted() -> None:
     runner = FakeAheadRunner()
-    engine = make_engine(runner, drafter=Oracle({"a": [5]}))
+    engine = make_engine(runner, drafter=OracleDrafter({"a": [5]}))
     events = run_to_end(engine, [generation_request("a", [1] * 6, max_tokens=20, stop_token_ids=[STOP])])
-    assert tokens(events["a"]) == expected("a", 6, 20)
+    assert tokens(events["a"]) == expected_tokens("a", 6, 20)
     assert [len(event.token_ids) for event in events["a"]] == [1, 4], "and one more draft, which was right"
     assert (engine.status().draft_tokens_total, engine.status().accepted_draft_tokens_total) == (5, 4)
 
 
-def test_the_time_of_a_step_with_drafts_begins_when_the_step_that_it_waited_for_has_ended() -> None:
+def test_the_time_of_a_step_with_drafts_begins_at_the_end_of_the_step_before() -> None:
     runner = FakeAheadRunner()
-    engine = make_engine(runner, drafter=Oracle({"a": [3]}))
+    engine = make_engine(runner, drafter=OracleDrafter({"a": [3]}))
     engine.submit(generation_request("a", [1, 2], max_tokens=9))
     engine.step()
     engine.step()
@@ -552,42 +515,42 @@ def test_the_time_of_a_step_with_drafts_begins_when_the_step_that_it_waited_for_
     assert engine.status().step_ms == 1000
 
 
-@pytest.mark.parametrize("place", ["fails_at_launch", "fails_at_completion", "fails_in_flight", "yields_nothing"])
-def test_a_step_with_drafts_that_fails_is_computed_in_the_plain_way_and_counted(place: str) -> None:
+@pytest.mark.parametrize("failure", ["fails_at_launch", "fails_at_completion", "fails_in_flight", "yields_nothing"])
+def test_a_failed_step_with_drafts_is_computed_on_the_slow_path_and_counted(failure: str) -> None:
     runner = FakeAheadRunner(is_synchronous=True)
-    engine = make_engine(runner, drafter=Oracle({"a": [3]}))
+    engine = make_engine(runner, drafter=OracleDrafter({"a": [3]}))
     engine.submit(generation_request("a", [1, 2], max_tokens=9))
     events = engine.step()
     runner.waits = {"a"}
-    getattr(runner, place).add("a")
+    getattr(runner, failure).add("a")
     events += engine.step()
     assert engine.fallbacks.count == 1
     assert [entry for entry in runner.log if entry[0] in "rv"] == ["verify [3]", "run 1"]
-    getattr(runner, place).clear()
+    getattr(runner, failure).clear()
     events += run_to_end(engine, [])["a"]
-    assert tokens(events) == expected("a", 2, 9, stops=False)
+    assert tokens(events) == expected_tokens("a", 2, 9, stops=False)
 
 
 @pytest.mark.parametrize("max_tokens", range(9, 16))
-def test_an_answer_ends_by_length_however_far_drafts_brought_it_between_steps_launched_ahead(max_tokens: int) -> None:
+def test_an_answer_ends_at_max_tokens_wherever_accepted_drafts_have_brought_it(max_tokens: int) -> None:
     requests = [generation_request(name, [1, 2], max_tokens=max_tokens, ignore_eos=True) for name in ("a", "b")]
-    oracle = Oracle({"a": [0, 4], "b": [0, 1]})
+    oracle = OracleDrafter({"a": [0, 4], "b": [0, 1]})
     events = run_to_end(make_engine(FakeAheadRunner(), drafter=oracle), requests)
     assert {name: tokens(each) for name, each in events.items()} == {
-        name: expected(name, 2, max_tokens, stops=False) for name in ("a", "b")
+        name: expected_tokens(name, 2, max_tokens, stops=False) for name in ("a", "b")
     }
 
 
 @pytest.mark.parametrize("is_synchronous", [False, True])
-def test_nobody_waits_for_tokens_when_no_draft_is_worth_its_row(is_synchronous: bool) -> None:
+def test_steps_are_launched_ahead_while_drafting_does_not_pay(is_synchronous: bool) -> None:
     runner = FakeAheadRunner(is_synchronous=is_synchronous)
-    run_to_end(make_engine(runner, drafter=Oracle({}, pays=False)), [generation_request("a", [1, 2], max_tokens=4)])
+    run_to_end(make_engine(runner, drafter=OracleDrafter({}, pays=False)), [generation_request("a", [1, 2], max_tokens=4)])
     ahead = ["launch 1", *["launch 1", "collect"] * 3, "collect"]
     assert runner.log == (["launch 1", "collect"] * 4 if is_synchronous else ahead)
 
 
 @pytest.mark.parametrize("max_rows", [1, 3, 4, 8, 20, 256])
-def test_steps_are_rounded_up_to_the_next_size_that_is_captured(max_rows: int) -> None:
+def test_num_rows_is_rounded_up_to_the_next_captured_size(max_rows: int) -> None:
     sizes = sorted({step_size(num_rows, max_rows) for num_rows in range(1, max_rows + 1)})
     assert sizes[-1] == max_rows
     for num_rows in range(1, max_rows + 1):
@@ -595,7 +558,7 @@ def test_steps_are_rounded_up_to_the_next_size_that_is_captured(max_rows: int) -
     assert max_rows < 256 or sizes[:5] == [1, 2, 4, 8, 16]
 
 
-def test_graphs_are_kept_for_every_size_of_steps_with_drafts_beside_those_without() -> None:
+def test_graphs_are_kept_for_each_size_with_and_without_drafts() -> None:
     steps = {step_size(num_rows, 64) for num_rows in range(1, 65)}
     verify_sizes = {verify_size(num_rows, 128) for num_rows in range(2, 129)}
     assert verify_sizes == {2, 4, 8, 16, 32, 64, 128}

@@ -1,4 +1,4 @@
-"""`models verify` compares a quantised model with itself, or with the model it was made from."""
+"""Perplexity of `models verify`: computed as by transformers, and compared between formats and with an unquantised model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_perplexity_is_what_transformers_computes_on_the_same_windows(model: Path) -> None:
+def test_perplexity_equals_that_of_transformers_on_the_same_windows(model: Path) -> None:
     import transformers
 
     reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
@@ -55,14 +55,14 @@ def test_perplexity_is_what_transformers_computes_on_the_same_windows(model: Pat
         FormatOptions(head_quantization="int8"),
     ],
 )
-def test_a_plain_model_is_compared_with_itself(formats: FormatOptions, model: Path) -> None:
+def test_an_unquantised_model_is_compared_with_itself(formats: FormatOptions, model: Path) -> None:
     found = compare(model, formats)
     assert found.unquantised is not None
     assert found.ratio == pytest.approx(1.0, abs=RATIO_TOLERANCE)
     assert found.ratio != 1.0
 
 
-def test_a_quantised_checkpoint_is_compared_with_the_model_that_is_named(model: Path, tmp_path: Path) -> None:
+def test_a_quantised_checkpoint_is_compared_with_the_given_unquantised_model(model: Path, tmp_path: Path) -> None:
     written = layouts.write(model, tmp_path / "awq", layouts.awq())
     alone = compare(written.directory, FormatOptions())
     assert (alone.unquantised, alone.ratio) == (None, None)
@@ -71,7 +71,9 @@ def test_a_quantised_checkpoint_is_compared_with_the_model_that_is_named(model: 
     assert beside.ratio == pytest.approx(1.0, abs=1e-5)
 
 
-def test_a_quantised_checkpoint_is_compared_with_itself_where_head_or_cache_are_other_ones(model: Path, tmp_path: Path) -> None:
+def test_a_quantised_checkpoint_with_another_head_or_cache_format_is_compared_with_itself_as_stored(
+    model: Path, tmp_path: Path
+) -> None:
     written = layouts.write(model, tmp_path / "awq", layouts.awq())
     for formats in (FormatOptions(head_quantization="int8"), FormatOptions(kv_cache_dtype="fp8")):
         found = compare(written.directory, formats)
@@ -81,7 +83,7 @@ def test_a_quantised_checkpoint_is_compared_with_itself_where_head_or_cache_are_
     assert compare(written.directory, FormatOptions(quantization="awq")).as_stored is None
 
 
-def test_models_that_read_the_text_differently_are_not_compared(model: Path, tmp_path: Path) -> None:
+def test_models_with_different_tokenizers_are_not_compared(model: Path, tmp_path: Path) -> None:
     make_model("llama", tmp_path, vocab_size=VOCAB_SIZE)
     write_tokenizer(tmp_path)
     path = tmp_path / "tokenizer.json"
@@ -97,7 +99,7 @@ def printed_json(capsys: pytest.CaptureFixture[str]) -> Any:
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
-def test_the_checker_tells_both_and_their_ratio(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_prints_both_perplexities_and_their_ratio(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(model), "--quantization", "int8"]) == 0
     facts = printed_json(capsys)
     assert facts["ok"]
@@ -111,7 +113,7 @@ def test_the_checker_tells_both_and_their_ratio(model: Path, capsys: pytest.Capt
     assert facts["warning"] is None
 
 
-def test_the_checker_warns_of_a_format_that_costs_too_much(
+def test_verify_warns_of_a_format_with_a_high_perplexity_ratio(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verify, "compare", lambda *_, **__: Comparison(62.0, 1.0, 988))
@@ -128,7 +130,7 @@ def test_the_checker_warns_of_a_format_that_costs_too_much(
     )
 
 
-def test_the_checker_reads_quantised_checkpoints_without_loading_them(
+def test_verify_reads_quantised_checkpoints_without_loading_them(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parameters = []
@@ -145,7 +147,7 @@ def test_the_checker_reads_quantised_checkpoints_without_loading_them(
     assert len(set(parameters)) == 1
 
 
-def test_the_checker_names_an_option_that_contradicts_the_checkpoint(
+def test_verify_refuses_an_option_that_contradicts_the_checkpoint(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     written = layouts.write(model, tmp_path / "gptq", layouts.gptq())
@@ -167,8 +169,9 @@ def test_the_checker_names_an_option_that_contradicts_the_checkpoint(
         (("--head-quantization", "int3"), "head_quantization must be one of none, int8, not 'int3'"),
         (("--kv-cache-dtype", "int8"), "kv_cache_dtype must be one of auto, fp8, fp8_e4m3, not 'int8'"),
     ],
+    ids=lambda value: str(value)[:50],
 )
-def test_the_checker_refuses_a_format_that_cannot_be_with_those_that_can(
+def test_verify_refuses_an_invalid_format_and_lists_the_valid_ones(
     options: tuple[str, str], message: str, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(model), *options]) == 2

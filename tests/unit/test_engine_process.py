@@ -1,4 +1,4 @@
-"""The engine as a process: frames over a socket pair, from loading to the death of either side."""
+"""The engine process: frames over a socket pair, shutdown, signals, fatal errors, and the end of either side."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def request(request_id: str, *, max_tokens: int) -> GenerationRequest:
     return GenerationRequest(request_id=request_id, tenant_id="alice", prompt_token_ids=[5, 6, 7], sampling=sampling)
 
 
-async def test_a_request_streams_to_its_end_and_an_abort_frees_its_blocks_with_exact_counts(model: Path) -> None:
+async def test_a_request_streams_to_its_end_and_an_abort_frees_blocks_with_exact_counts(model: Path) -> None:
     async with engine_process(model) as engine:
         info = await engine.ready()
         assert (info.architecture, info.device, info.max_model_len) == ("LlamaForCausalLM", "cpu", 4096)
@@ -122,7 +122,7 @@ async def test_a_request_streams_to_its_end_and_an_abort_frees_its_blocks_with_e
         assert status.prompt_tokens_total == 6
 
 
-async def test_many_streams_of_mixed_lengths_all_end_and_none_waits_while_others_go_on(model: Path) -> None:
+async def test_every_decoding_stream_gets_tokens_in_every_frame_with_events(model: Path) -> None:
     async with engine_process(model, max_num_seqs=32) as engine:
         await engine.ready()
         lengths = {f"stream {i}": 5 + (7 * i) % 40 for i in range(32)}
@@ -143,7 +143,7 @@ async def test_many_streams_of_mixed_lengths_all_end_and_none_waits_while_others
         assert (status.generation_tokens_total, status.kv_blocks_used) == (sum(lengths.values()), 0)
 
 
-async def test_a_prompt_that_cannot_run_is_answered_and_the_engine_goes_on(model: Path) -> None:
+async def test_an_invalid_request_gets_an_error_and_others_are_served(model: Path) -> None:
     async with engine_process(model) as engine:
         await engine.ready()
         sampling = SamplingParams(seed=1)
@@ -157,7 +157,7 @@ async def test_a_prompt_that_cannot_run_is_answered_and_the_engine_goes_on(model
         assert last_events["good"].num_output_tokens == 2
 
 
-async def test_a_shutdown_aborts_live_requests_and_ends_the_process_in_order(model: Path) -> None:
+async def test_shutdown_aborts_live_requests_and_the_process_exits_with_status_0(model: Path) -> None:
     async with engine_process(model) as engine:
         await engine.ready()
         engine.send(GatewayFrame(submit=[request("open", max_tokens=4000)]))
@@ -169,7 +169,7 @@ async def test_a_shutdown_aborts_live_requests_and_ends_the_process_in_order(mod
         assert await engine.exit_status() == 0
 
 
-async def test_an_interrupt_is_left_to_the_gateway(model: Path) -> None:
+async def test_sigint_is_ignored_by_the_engine_process(model: Path) -> None:
     async with engine_process(model) as engine:
         await engine.ready()
         forked_processes.send_signal(engine.process, signal.SIGINT)
@@ -178,14 +178,14 @@ async def test_an_interrupt_is_left_to_the_gateway(model: Path) -> None:
         assert events[-1].num_output_tokens == 3
 
 
-async def test_a_frame_that_is_no_frame_ends_the_process_with_an_error(model: Path) -> None:
+async def test_a_malformed_frame_ends_the_process_with_status_1(model: Path) -> None:
     async with engine_process(model) as engine:
         await engine.ready()
         engine.send_bytes(b"\x00\x00\x00\x01\xc1")
         assert await engine.exit_status() == 1
 
 
-async def test_the_process_ends_when_the_gateway_is_gone(model: Path) -> None:
+async def test_the_process_exits_when_the_gateway_closes_the_socket(model: Path) -> None:
     async with engine_process(model) as engine:
         await engine.ready()
         engine.send(GatewayFrame(submit=[request("open", max_tokens=4000)]))
@@ -193,7 +193,7 @@ async def test_the_process_ends_when_the_gateway_is_gone(model: Path) -> None:
         assert await engine.exit_status() == 0
 
 
-async def test_a_folder_that_is_no_model_is_a_fatal_frame_that_says_so(tmp_path: Path) -> None:
+async def test_a_directory_without_a_model_is_reported_in_a_fatal_frame(tmp_path: Path) -> None:
     async with engine_process(tmp_path) as engine:
         while (reason := (await engine.frame()).fatal) is None:
             pass
@@ -201,7 +201,7 @@ async def test_a_folder_that_is_no_model_is_a_fatal_frame_that_says_so(tmp_path:
         assert await engine.exit_status() == 1
 
 
-def test_an_engine_that_ends_closes_its_socket(tmp_path: Path) -> None:
+def test_a_failed_start_closes_the_socket(tmp_path: Path) -> None:
     ours, theirs = socket.socketpair()
     options = json.dumps({**OPTIONS, "model": str(tmp_path / "no-model")})
     command = [sys.executable, "-W", "always::ResourceWarning", "-m", "engine.main"]
@@ -215,8 +215,10 @@ def test_an_engine_that_ends_closes_its_socket(tmp_path: Path) -> None:
     assert "ResourceWarning" not in engine.stderr
 
 
-ABORTS_AT_ITS_END = """
+ABORTS_WHEN_FINALISED = """
 import os, sys, types
+build = sys.modules["engine.build"] = types.ModuleType("engine.build")  # the real one takes seconds to import torch
+build.build_engine = lambda *_, **__: Engine()
 from engine import main
 from engine.errors import EngineBroken
 class Engine:
@@ -225,14 +227,21 @@ class Engine:
         os.abort()  # as torch does with page-locked memory, where the device is lost
     def status(self):
         raise EngineBroken("the device is lost")
-main.build_engine = lambda *_, **__: Engine()
 sys.exit(main.main(sys.argv[1:]))
 """
 
 
-def test_after_a_failure_nothing_is_freed_that_might_abort_the_process(tmp_path: Path) -> None:
+def test_nothing_is_finalised_after_a_failure_because_it_might_abort_the_process() -> None:
     ours, theirs = socket.socketpair()
-    command = [sys.executable, "-c", ABORTS_AT_ITS_END, "--fd", str(theirs.fileno()), "--options", json.dumps({"model": "x"})]
+    command = [
+        sys.executable,
+        "-c",
+        ABORTS_WHEN_FINALISED,
+        "--fd",
+        str(theirs.fileno()),
+        "--options",
+        json.dumps({"model": "x"}),
+    ]
     with ours, theirs:
         engine = subprocess.run(
             command, cwd=forked_processes.REPOSITORY, pass_fds=[theirs.fileno()], capture_output=True, text=True, check=False

@@ -1,4 +1,4 @@
-"""The prompt formats of offline scripts, and the progress line."""
+"""Prompt formats, conversations and parameters of offline calls, and the progress line."""
 
 from __future__ import annotations
 
@@ -38,13 +38,14 @@ def read(prompt: Any) -> tuple[str | None, list[int]]:
         (np.array([[1, 2], [3, 4]]), 2),
         ([np.array([1, 2])], 1),
     ],
+    ids=lambda value: str(value)[:50],
 )
-def test_one_prompt_is_a_list_of_one(prompts: Any, count: int) -> None:
+def test_a_single_prompt_becomes_a_list_of_one(prompts: Any, count: int) -> None:
     assert len(as_list(prompts)) == count
 
 
 @pytest.mark.parametrize("prompts", [None, 5, 1.5, b"bytes", object()])
-def test_what_is_no_list_of_prompts_is_refused(prompts: Any) -> None:
+def test_a_value_that_is_not_a_list_of_prompts_is_refused(prompts: Any) -> None:
     with pytest.raises(PromptError, match="prompts must be text"):
         as_list(prompts)
 
@@ -61,8 +62,9 @@ def test_what_is_no_list_of_prompts_is_refused(prompts: Any) -> None:
         (np.array([1, 2]), (None, [1, 2])),
         (torch.tensor([1, 2]), (None, [1, 2])),
     ],
+    ids=lambda value: str(value)[:50],
 )
-def test_text_token_ids_and_mappings_are_prompts(prompt: Any, expected: tuple[str | None, list[int]]) -> None:
+def test_text_token_ids_mappings_arrays_and_tensors_are_prompts(prompt: Any, expected: tuple[str | None, list[int]]) -> None:
     assert read(prompt) == expected
 
 
@@ -85,40 +87,45 @@ def test_text_token_ids_and_mappings_are_prompts(prompt: Any, expected: tuple[st
         ({"text": "a", 1: 2}, "unknown fields: 1, text"),
         ({"prompt_token_ids": "12"}, "not integers: str"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_no_prompt_is_refused_and_says_why(prompt: Any, message: str) -> None:
+def test_an_invalid_prompt_is_refused_with_the_reason(prompt: Any, message: str) -> None:
     with pytest.raises(PromptError, match=message):
         read(prompt)
 
 
-def test_text_parts_of_a_message_become_its_text() -> None:
+def test_text_parts_of_a_message_are_joined_by_line_breaks() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     (conversation,) = conversations([{"role": "user", "content": parts, "name": "x"}, {"role": "assistant", "content": None}])
     assert conversation == [{"role": "user", "content": "a\nb", "name": "x"}, {"role": "assistant", "content": None}]
 
 
 @pytest.mark.parametrize(
-    "content", [[{"type": "image_url", "image_url": {}}], [{"type": "text"}], ["a"], [None], {"text": "a"}, 5]
+    "content",
+    [[{"type": "image_url", "image_url": {}}], [{"type": "text"}], ["a"], [None], {"text": "a"}, 5],
+    ids=str,
 )
-def test_a_content_that_is_no_text_is_refused(content: Any) -> None:
+def test_content_that_is_not_text_is_refused(content: Any) -> None:
     with pytest.raises(PromptError, match="conversation 1: a content must be text"):
         conversations([[], [{"role": "user", "content": content}]])
 
 
-def test_conversations_are_one_or_several() -> None:
+def test_one_conversation_and_a_list_of_conversations_are_accepted() -> None:
     message = {"role": "user", "content": "a"}
     assert conversations([message]) == [[message]]
     assert conversations([[message], [message]]) == [[message], [message]]
     assert conversations([]) == []
 
 
-@pytest.mark.parametrize("messages", ["hi", ["hi"], [["hi"]], [5], [None], [{"role": "user"}, "x"], [[{"role": "user"}], "x"]])
-def test_what_is_no_conversation_is_refused(messages: Any) -> None:
+@pytest.mark.parametrize(
+    "messages", ["hi", ["hi"], [["hi"]], [5], [None], [{"role": "user"}, "x"], [[{"role": "user"}], "x"]], ids=str
+)
+def test_an_invalid_conversation_is_refused(messages: Any) -> None:
     with pytest.raises(PromptError, match="must be a list of messages"):
         conversations(messages)
 
 
-def test_parameters_are_for_all_or_one_each() -> None:
+def test_parameters_are_given_once_for_all_prompts_or_one_per_prompt() -> None:
     params = SamplingParams(max_tokens=3)
     assert params_for(None, 2) == [SamplingParams()] * 2
     assert params_for(params, 2) == [params, params]
@@ -127,14 +134,14 @@ def test_parameters_are_for_all_or_one_each() -> None:
         params_for([params], 2)
 
 
-@pytest.mark.parametrize("params", [{}, {"temperature": 0}, "greedy", [None], [{}], 0])
-def test_what_are_no_parameters_is_refused_by_name(params: Any) -> None:
+@pytest.mark.parametrize("params", [{}, {"temperature": 0}, "greedy", [None], [{}], 0], ids=str)
+def test_invalid_parameters_are_refused_by_name(params: Any) -> None:
     with pytest.raises(InvalidOption, match="sampling_params must be") as refused:
         params_for(params, 1)
     assert refused.value.param == "sampling_params"
 
 
-def test_progress_is_one_line_with_rates_on_a_terminal(
+def test_progress_on_a_terminal_is_one_line_with_token_rates(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
@@ -156,7 +163,7 @@ def test_progress_is_one_line_with_rates_on_a_terminal(
 
 
 @pytest.mark.parametrize(("is_terminal", "enabled", "total"), [(False, True, 3), (True, False, 3), (True, True, 0)])
-def test_progress_is_silent_elsewhere(
+def test_progress_prints_nothing_without_terminal_if_disabled_or_without_prompts(
     is_terminal: bool, enabled: bool, total: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal, raising=False)

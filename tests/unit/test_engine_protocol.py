@@ -1,4 +1,4 @@
-"""Sampling parameters that no engine can compute are rejected on construction, with their name and limit."""
+"""Sampling parameters are validated on construction, with errors that name field and limit, and survive serialisation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ INTEGERS = ("n", "top_k", "min_tokens")
 OPTIONAL_INTEGERS = ("best_of", "seed", "max_tokens", "logprobs", "prompt_logprobs")
 
 
-def refusal(**sampling: Any) -> InvalidOption:
+def assert_refused(**sampling: Any) -> InvalidOption:
     with pytest.raises(InvalidOption) as refused:
         SamplingParams(**sampling)
     assert refused.value.param in str(refused.value)
@@ -38,8 +38,8 @@ def refusal(**sampling: Any) -> InvalidOption:
 
 
 @pytest.mark.parametrize("penalty", [-1.0, 0.0, 1e-320, 1e-300, 0.0099, 10.1, math.inf, math.nan])
-def test_a_repetition_penalty_beyond_its_limits_is_refused_by_name(penalty: float) -> None:
-    refused = refusal(repetition_penalty=penalty)
+def test_repetition_penalty_outside_its_limits_is_refused(penalty: float) -> None:
+    refused = assert_refused(repetition_penalty=penalty)
     assert refused.param == "repetition_penalty"
     assert "repetition_penalty must be between 0.01 and 10, not " in str(refused)
 
@@ -48,19 +48,19 @@ def test_a_repetition_penalty_beyond_its_limits_is_refused_by_name(penalty: floa
 @pytest.mark.parametrize(
     "value", [math.nan, math.inf, -math.inf, 10**5000, True, "1", None, [1.0], {}, 1j], ids=lambda value: type(value).__name__
 )
-def test_what_is_no_number_within_limits_is_refused_where_a_number_belongs(param: str, value: Any) -> None:
-    assert refusal(**{param: value}).param == param
+def test_a_value_that_is_not_a_finite_number_is_refused(param: str, value: Any) -> None:
+    assert assert_refused(**{param: value}).param == param
 
 
 @pytest.mark.parametrize("param", INTEGERS + OPTIONAL_INTEGERS)
 @pytest.mark.parametrize("value", [-2, 2**64, 10**5000, 1.0, math.nan, True, "1", [1]], ids=lambda value: type(value).__name__)
-def test_what_is_no_integer_within_limits_is_refused_where_an_integer_belongs(param: str, value: Any) -> None:
-    assert refusal(**{param: value}).param == param
+def test_a_value_that_is_not_an_integer_within_limits_is_refused(param: str, value: Any) -> None:
+    assert assert_refused(**{param: value}).param == param
 
 
 @pytest.mark.parametrize("param", INTEGERS)
-def test_an_integer_that_must_be_there_cannot_be_none(param: str) -> None:
-    assert refusal(**{param: None}).param == param
+def test_none_is_refused_for_a_required_integer(param: str) -> None:
+    assert assert_refused(**{param: None}).param == param
 
 
 @pytest.mark.parametrize(
@@ -127,8 +127,8 @@ def test_an_integer_that_must_be_there_cannot_be_none(param: str) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
-def test_a_value_beyond_its_limit_is_refused_by_name_with_the_limit(sampling: dict[str, Any], param: str, message: str) -> None:
-    refused = refusal(**sampling)
+def test_a_value_beyond_its_limit_is_refused_with_field_and_limit(sampling: dict[str, Any], param: str, message: str) -> None:
+    refused = assert_refused(**sampling)
     assert refused.param == param
     assert message in str(refused)
 
@@ -136,14 +136,14 @@ def test_a_value_beyond_its_limit_is_refused_by_name_with_the_limit(sampling: di
 def test_a_schema_that_contains_itself_is_refused() -> None:
     schema: dict[str, Any] = {}
     schema["properties"] = schema
-    assert refusal(guided_json=schema).param == "guided_json"
+    assert assert_refused(guided_json=schema).param == "guided_json"
 
 
-def test_a_schema_nested_beyond_reason_is_refused() -> None:
+def test_a_deeply_nested_schema_is_refused() -> None:
     schema: dict[str, Any] = {}
     for _ in range(100_000):
         schema = {"items": schema}
-    assert refusal(guided_json=schema).param == "guided_json"
+    assert assert_refused(guided_json=schema).param == "guided_json"
     while schema:  # taken apart level by level: to free it at once would nest as deeply
         schema = schema["items"]
 
@@ -159,12 +159,12 @@ def test_a_schema_nested_beyond_reason_is_refused() -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_the_limits_themselves_are_accepted(sampling: dict[str, Any]) -> None:
+def test_values_exactly_at_the_limits_are_accepted(sampling: dict[str, Any]) -> None:
     (name,) = sampling
     assert getattr(SamplingParams(**sampling), name) == sampling[name]
 
 
-def test_one_stop_string_is_a_list_of_one_and_a_schema_is_its_text() -> None:
+def test_stop_text_becomes_a_list_and_guided_json_its_serialisation() -> None:
     given: dict[str, Any] = {"stop": "a", "stop_token_ids": None, "guided_json": {"type": "object", "title": "ü"}}
     params = SamplingParams(**given)
     assert (params.stop, params.stop_token_ids, params.is_guided, params.guided_param) == (["a"], [], True, "guided_json")
@@ -174,11 +174,11 @@ def test_one_stop_string_is_a_list_of_one_and_a_schema_is_its_text() -> None:
 
 
 @pytest.mark.parametrize(("n", "best_of", "expected"), [(1, None, 1), (3, None, 3), (1, 4, 4), (4, 4, 4)])
-def test_the_number_of_answers_is_best_of_or_n(n: int, best_of: int | None, expected: int) -> None:
+def test_num_answers_is_best_of_or_n(n: int, best_of: int | None, expected: int) -> None:
     assert SamplingParams(n=n, best_of=best_of).num_answers == expected
 
 
-def test_every_parameter_survives_the_wire() -> None:
+def test_all_parameters_survive_serialisation() -> None:
     sampling = SamplingParams(
         n=2, best_of=3, typical_p=0.5, bad_words=["x"], bad_words_token_ids=[[1], [2, 3]], seed=5, stop=["end"],
         logit_bias={7: -1.0}, prompt_logprobs=2, echo=True, guided_json={"type": "string"},

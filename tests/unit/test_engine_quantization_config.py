@@ -1,4 +1,4 @@
-"""`quantization_config`: supported layouts are accepted, all others rejected with the offending key."""
+"""`quantization_config`: supported layouts are parsed, all others refused with the offending key."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ MODELOPT = hub.modelopt_fp8().settings
 KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 
 
-def parsed(settings: Any) -> Any:
+def parsed_weights(settings: Any) -> Any:
     found = parse_quantization({"quantization_config": settings})
     return None if found is None else found.weights
 
 
-def group(**changes: Any) -> dict[str, Any]:
-    """COMPRESSED with some settings of its group replaced."""
+def compressed_with_group(**changes: Any) -> dict[str, Any]:
+    """COMPRESSED with changed settings of its group."""
     return {**COMPRESSED, "config_groups": {"group_0": {**GROUP, **changes}}}
 
 
-def int8(**changes: Any) -> dict[str, Any]:
-    """Settings of 8-bit integers with some settings of the inputs replaced."""
+def int8_with_inputs(**changes: Any) -> dict[str, Any]:
+    """Settings for 8-bit integer weights and inputs, with changed settings of the inputs."""
     inputs = {"num_bits": 8, "type": "int", "strategy": "token", **changes}
     return hub.group_settings("int-quantized", num_bits=8, strategy="channel", input_activations=inputs)
 
 
-def transformed(*locations: Any) -> dict[str, Any]:
-    """COMPRESSED with a transform that is applied at these locations."""
+def compressed_with_transform(*locations: Any) -> dict[str, Any]:
+    """COMPRESSED with a transform applied at `locations`."""
     applied = [{"targets": ["Linear"], "location": location} for location in locations]
     return {**COMPRESSED, "transform_config": {"config_groups": {"R1": {"type": "hadamard", "apply": applied}}}}
 
@@ -67,7 +67,7 @@ def transformed(*locations: Any) -> dict[str, Any]:
         ({**COMPRESSED, "kv_cache_scheme": KV_SCHEME}, Fp8Weights(activations=Activations.DYNAMIC)),
         ({**COMPRESSED, "sparsity_config": {"format": "dense"}}, Fp8Weights(activations=Activations.DYNAMIC)),
         ({**COMPRESSED, "transform_config": {}}, Fp8Weights(activations=Activations.DYNAMIC)),
-        (transformed("weight_input", "weight_output"), Fp8Weights(activations=Activations.DYNAMIC)),
+        (compressed_with_transform("weight_input", "weight_output"), Fp8Weights(activations=Activations.DYNAMIC)),
         (compressed_settings("tensor", "static"), Fp8Weights(activations=Activations.STATIC)),
         (compressed_settings("tensor", "none"), Fp8Weights(activations=Activations.UNTOUCHED)),
         (AWQ, Int4Weights(layout=GroupLayout.AWQ, group_size=128, zero_offset=0)),
@@ -120,8 +120,8 @@ def transformed(*locations: Any) -> dict[str, Any]:
         (hub.modelopt_fp8(kv_cache=True).settings, Fp8Weights(activations=Activations.STATIC)),
     ],
 )
-def test_a_supported_layout_is_understood(settings: Any, expected: Any) -> None:
-    assert parsed(settings) == expected
+def test_a_supported_layout_is_parsed(settings: Any, expected: Any) -> None:
+    assert parsed_weights(settings) == expected
 
 
 @pytest.mark.parametrize(
@@ -172,8 +172,8 @@ def test_a_supported_layout_is_understood(settings: Any, expected: Any) -> None:
             hub.group_settings("int-quantized", num_bits=8, strategy="channel", input_activations={"num_bits": 4}),
             "input_activations.num_bits 4 .* supported: 8",
         ),
-        (int8(type="float"), "input_activations.type 'float'"),
-        (int8(strategy="channel"), "input_activations.strategy 'channel'"),
+        (int8_with_inputs(type="float"), "input_activations.type 'float'"),
+        (int8_with_inputs(strategy="channel"), "input_activations.strategy 'channel'"),
         (hub.group_settings("pack-quantized", symmetric="no"), "weights.symmetric 'no'"),
         ({**MODELOPT, "quant_algo": "NVFP4"}, "quant_algo 'NVFP4' .* supported: FP8"),
         ({**MODELOPT, "quant_algo": None}, "quant_algo None .* supported: FP8"),
@@ -183,9 +183,12 @@ def test_a_supported_layout_is_understood(settings: Any, expected: Any) -> None:
         ({**COMPRESSED, "config_groups": {"a": GROUP, "b": GROUP}}, r"config_groups \['a', 'b'\]"),
         ({**COMPRESSED, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
         ({**COMPRESSED, "transform_config": {"format": "rotation"}}, "transform_config.format"),
-        (transformed("input"), "transform_config.config_groups.R1 .* supported: transforms that are in the weights"),
-        (transformed("weight_input", "output"), "transform_config.config_groups.R1"),
-        (transformed(["weight_input"]), "transform_config.config_groups.R1"),
+        (
+            compressed_with_transform("input"),
+            "transform_config.config_groups.R1 .* supported: transforms that are in the weights",
+        ),
+        (compressed_with_transform("weight_input", "output"), "transform_config.config_groups.R1"),
+        (compressed_with_transform(["weight_input"]), "transform_config.config_groups.R1"),
         ({**COMPRESSED, "transform_config": {"config_groups": {"R1": {}}}}, "transform_config.config_groups.R1"),
         ({**COMPRESSED, "transform_config": {"config_groups": {"R1": 1}}}, "transform_config.config_groups.R1"),
         ({**COMPRESSED, "transform_config": {"config_groups": {"R1": {"apply": [1]}}}}, "transform_config.config_groups.R1"),
@@ -195,37 +198,62 @@ def test_a_supported_layout_is_understood(settings: Any, expected: Any) -> None:
         ({**COMPRESSED, "kv_cache_scheme": {**KV_SCHEME, "strategy": "channel"}}, "kv_cache_scheme.strategy 'channel'"),
         ({**COMPRESSED, "kv_cache_scheme": {**KV_SCHEME, "symmetric": False}}, "kv_cache_scheme.symmetric False"),
         ({**COMPRESSED, "kv_cache_scheme": {**KV_SCHEME, "dynamic": True}}, "kv_cache_scheme.dynamic True"),
-        (group(format="int-quantized"), "weights.type 'float' .* supported: int"),
-        (group(targets=["re:.*q_proj"]), "config_groups.group_0.targets .* supported: .'Linear'."),
-        (group(output_activations={"num_bits": 8}), "group_0.output_activations"),
-        (group(weights={**GROUP["weights"], "strategy": "group"}), "weights.strategy 'group' .*: tensor, channel, block"),
-        (group(weights={**GROUP["weights"], "strategy": "block"}), "weights.block_structure None .*: two positive integers"),
-        (group(weights={**GROUP["weights"], "num_bits": 4}), "weights.num_bits 4"),
-        (group(weights={**GROUP["weights"], "symmetric": False}), "weights.symmetric False"),
-        (group(weights={**GROUP["weights"], "dynamic": True}), "weights.dynamic True"),
-        (group(weights={**GROUP["weights"], "type": "int"}), "weights.type 'int'"),
-        (group(input_activations={**GROUP["input_activations"], "num_bits": 4}), "input_activations.num_bits 4"),
-        (group(input_activations={**GROUP["input_activations"], "type": "int"}), "input_activations.type 'int'"),
-        (group(input_activations={**GROUP["input_activations"], "symmetric": False}), "input_activations.symmetric False"),
-        (group(input_activations={**GROUP["input_activations"], "dynamic": False}), "input_activations.strategy 'token'"),
-        (group(input_activations={**GROUP["input_activations"], "strategy": "tensor"}), "input_activations.strategy 'tensor'"),
-        (group(input_activations={**GROUP["input_activations"], "dynamic": "local"}), "input_activations.dynamic 'local'"),
+        (compressed_with_group(format="int-quantized"), "weights.type 'float' .* supported: int"),
+        (compressed_with_group(targets=["re:.*q_proj"]), "config_groups.group_0.targets .* supported: .'Linear'."),
+        (compressed_with_group(output_activations={"num_bits": 8}), "group_0.output_activations"),
+        (
+            compressed_with_group(weights={**GROUP["weights"], "strategy": "group"}),
+            "weights.strategy 'group' .*: tensor, channel, block",
+        ),
+        (
+            compressed_with_group(weights={**GROUP["weights"], "strategy": "block"}),
+            "weights.block_structure None .*: two positive integers",
+        ),
+        (compressed_with_group(weights={**GROUP["weights"], "num_bits": 4}), "weights.num_bits 4"),
+        (compressed_with_group(weights={**GROUP["weights"], "symmetric": False}), "weights.symmetric False"),
+        (compressed_with_group(weights={**GROUP["weights"], "dynamic": True}), "weights.dynamic True"),
+        (compressed_with_group(weights={**GROUP["weights"], "type": "int"}), "weights.type 'int'"),
+        (
+            compressed_with_group(input_activations={**GROUP["input_activations"], "num_bits": 4}),
+            "input_activations.num_bits 4",
+        ),
+        (
+            compressed_with_group(input_activations={**GROUP["input_activations"], "type": "int"}),
+            "input_activations.type 'int'",
+        ),
+        (
+            compressed_with_group(input_activations={**GROUP["input_activations"], "symmetric": False}),
+            "input_activations.symmetric False",
+        ),
+        (
+            compressed_with_group(input_activations={**GROUP["input_activations"], "dynamic": False}),
+            "input_activations.strategy 'token'",
+        ),
+        (
+            compressed_with_group(input_activations={**GROUP["input_activations"], "strategy": "tensor"}),
+            "input_activations.strategy 'tensor'",
+        ),
+        (
+            compressed_with_group(input_activations={**GROUP["input_activations"], "dynamic": "local"}),
+            "input_activations.dynamic 'local'",
+        ),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_layout_that_is_not_computed_is_refused_by_its_key_with_what_is(settings: Any, message: str) -> None:
+def test_an_unsupported_setting_is_refused_by_key_with_the_supported_values(settings: Any, message: str) -> None:
     with pytest.raises(UnsupportedModel, match=rf"config\.json: quantization_config\.(.*\.)?{message}"):
-        parsed(settings)
+        parsed_weights(settings)
 
 
 @pytest.mark.parametrize(
-    ("weights", "why"), [({}, "in groups"), ({"strategy": "channel", "symmetric": False}, "with zero points")]
+    ("weights", "reason"), [({}, "in groups"), ({"strategy": "channel", "symmetric": False}, "with zero points")]
 )
-def test_weights_of_8_bits_that_no_product_reads_say_by_which_setting(weights: dict[str, Any], why: str) -> None:
+def test_int8_weights_that_must_be_decoded_name_the_setting_that_requires_it(weights: dict[str, Any], reason: str) -> None:
     settings = hub.group_settings("pack-quantized", **{"num_bits": 8, "group_size": 32, **weights})
-    assert parsed(settings).key == f"config_groups.group_0.weights.num_bits 8 {why}"
+    assert parsed_weights(settings).key == f"config_groups.group_0.weights.num_bits 8 {reason}"
 
 
-def test_the_older_place_of_the_settings_is_named() -> None:
+def test_the_older_key_compression_config_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedModel, match="compression_config is not read; supported: the same under quantization_config"):
         parse_quantization({"compression_config": {"format": "float-quantized"}})
 
@@ -238,7 +266,7 @@ ODD_VALUES: tuple[Any, ...] = (
 @pytest.mark.parametrize(
     "settings", [AWQ, GPTQ, FP8, COMPRESSED, MODELOPT], ids=["awq", "gptq", "fp8", "compressed", "modelopt"]
 )
-def test_odd_values_are_read_or_refused_and_nothing_else(settings: dict[str, Any]) -> None:
+def test_odd_values_raise_nothing_but_unsupported_model(settings: dict[str, Any]) -> None:
     keys = (
         *settings,
         "weight_block_size",
@@ -253,17 +281,17 @@ def test_odd_values_are_read_or_refused_and_nothing_else(settings: dict[str, Any
     for key in keys:
         for value in ODD_VALUES:
             with contextlib.suppress(UnsupportedModel):
-                parsed({**settings, key: value})
+                parsed_weights({**settings, key: value})
     for key in GROUP:
         for value in ODD_VALUES:
             with contextlib.suppress(UnsupportedModel):
-                parsed(group(**{key: value}))
+                parsed_weights(compressed_with_group(**{key: value}))
 
 
 @pytest.mark.parametrize("format_name", ["pack-quantized", "int-quantized", "float-quantized"])
-def test_odd_values_of_a_groups_weights_are_read_or_refused_and_nothing_else(format_name: str) -> None:
+def test_odd_values_of_group_weights_raise_nothing_but_unsupported_model(format_name: str) -> None:
     for key in hub.weights_settings():
         for value in (*ODD_VALUES, [0, 128], [128, 128.0], ["a", "b"], [True, 1]):
             for changes in ({}, {"num_bits": 8, "strategy": "channel"}, {"num_bits": 8, "strategy": "block", "type": "float"}):
                 with contextlib.suppress(UnsupportedModel):
-                    parsed(hub.group_settings(format_name, **{**changes, key: value}))
+                    parsed_weights(hub.group_settings(format_name, **{**changes, key: value}))

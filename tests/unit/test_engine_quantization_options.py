@@ -1,17 +1,15 @@
-"""The options `quantization` and `kv_cache_dtype`: quantisation on the fly, its reporting, and rejected combinations."""
+"""The options `quantization` and `kv_cache_dtype`: quantisation on the fly, its reporting, and refused combinations."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from engine import LLM, SamplingParams
 from engine.config.model import load_model_config
@@ -25,6 +23,7 @@ from engine.verify import verify_model
 from engine.weights import WeightPlan
 from kernels import ops
 from tests.support import quantised_checkpoints as layouts
+from tests.support.checkpoint_logprobs import llm_logprobs
 from tests.support.engines import small_engine
 from tests.support.tiny_models import make_encoder, make_model
 from tests.support.tiny_tokenizer import VOCAB_SIZE, write_tokenizer
@@ -41,29 +40,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def logprobs(directory: Path, **options: Any) -> torch.Tensor:
-    with LLM(directory, **SMALL, **options) as llm:
-        output = llm.generate(PROMPT, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)[0]
-    entries = (output.prompt_logprobs or [])[1:]
-    return torch.tensor([next(iter(entry.values())).logprob for entry in entries if entry is not None])
-
-
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])
-def test_weights_are_quantised_while_they_are_read(quantization: str, model: Path) -> None:
-    plain, quantised = logprobs(model), logprobs(model, quantization=quantization)
+def test_on_the_fly_quantisation_changes_logprobs_a_little(quantization: str, model: Path) -> None:
+    plain, quantised = llm_logprobs(model), llm_logprobs(model, quantization=quantization)
     difference = (plain - quantised).abs()
     assert 0 < float(difference.mean()) < INT8_TOLERANCE
 
 
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])
-def test_a_batch_invariant_engine_gives_the_same_in_any_chunks(quantization: str, model: Path) -> None:
-    whole = logprobs(model, quantization=quantization, batch_invariant=True)
+def test_batch_invariant_logprobs_do_not_depend_on_the_chunks_of_the_prompt(quantization: str, model: Path) -> None:
+    whole = llm_logprobs(model, quantization=quantization, batch_invariant=True)
     assert torch.equal(
-        whole, logprobs(model, quantization=quantization, batch_invariant=True, max_num_batched_tokens=7, max_num_seqs=4)
+        whole, llm_logprobs(model, quantization=quantization, batch_invariant=True, max_num_batched_tokens=7, max_num_seqs=4)
     )
 
 
-def test_the_engine_says_what_is_in_use_and_that_it_is_smaller(model: Path) -> None:
+def test_engine_info_names_the_formats_in_use_and_the_smaller_weights(model: Path) -> None:
     plain, quantised = small_engine(model), small_engine(model, quantization="int8", kv_cache_dtype="fp8")
     assert (plain.info.quantization, plain.info.kv_cache_dtype) == ("none", "float32")
     assert (quantised.info.quantization, quantised.info.kv_cache_dtype) == ("int8", "fp8_e4m3")
@@ -72,28 +64,28 @@ def test_the_engine_says_what_is_in_use_and_that_it_is_smaller(model: Path) -> N
     assert quantised.info.weights_bytes < 0.5 * plain.info.weights_bytes
 
 
-def test_no_more_than_one_module_stands_unquantised_while_a_model_is_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    standing: list[int] = []
-    most = 0
+def test_few_modules_are_unquantised_at_a_time_while_a_model_is_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unquantised: list[int] = []
+    max_unquantised = 0
     load = on_the_fly.PackedOnLoad.load
 
     def counted(self: Any, start: int, tensor: torch.Tensor) -> None:
-        nonlocal most
+        nonlocal max_unquantised
         load(self, start, tensor)
         if self._weight is None:
-            if id(self) in standing:
-                standing.remove(id(self))
-        elif id(self) not in standing:
-            standing.append(id(self))
-        most = max(most, len(standing))
+            if id(self) in unquantised:
+                unquantised.remove(id(self))
+        elif id(self) not in unquantised:
+            unquantised.append(id(self))
+        max_unquantised = max(max_unquantised, len(unquantised))
 
     monkeypatch.setattr(on_the_fly.PackedOnLoad, "load", counted)
     small_engine(model, quantization="int8")
-    assert standing == []
-    assert most < 20  # of 50: safetensors orders by name, and an expert's gate and up lie apart
+    assert unquantised == []
+    assert max_unquantised < 20  # of 50: safetensors orders by name, and an expert's gate and up lie apart
 
 
-def test_routers_keep_their_numbers(model: Path) -> None:
+def test_routers_are_not_quantised(model: Path) -> None:
     linear = on_the_fly.OnTheFlyStorage(on_the_fly.int8_packer, lambda weight, bias: lambda x: x @ weight.T)
     router = linear.linear([("model.layers.0.mlp.gate", 4)], 8, bias=False, dtype=torch.float32, device=torch.device("cpu"))
     weight, x = torch.randn(4, 8), torch.randn(2, 8)
@@ -102,8 +94,8 @@ def test_routers_keep_their_numbers(model: Path) -> None:
 
 
 @pytest.mark.parametrize("names", list(itertools.permutations(["q.weight", "q.bias", "v.weight", "v.bias"])))
-def test_a_bias_may_be_read_after_the_weights(names: tuple[str, ...]) -> None:
-    """As at the end of a shard: transformers writes the bias of a module behind its weight."""
+def test_bias_and_weights_may_be_read_in_any_order(names: tuple[str, ...]) -> None:
+    """At the end of a shard, transformers writes the bias of a module after its weight."""
     storage = on_the_fly.OnTheFlyStorage(on_the_fly.int8_packer, ops.pack_linear)
     linear = storage.linear([("q", 8), ("v", 4)], 16, bias=True, dtype=torch.float32, device=torch.device("cpu"))
     plan = WeightPlan()
@@ -122,7 +114,7 @@ def test_a_bias_may_be_read_after_the_weights(names: tuple[str, ...]) -> None:
     torch.testing.assert_close(linear.pack(ops.pack_linear)(torch.ones(1, 16))[0], expected)
 
 
-def test_a_quantised_checkpoint_takes_its_own_name_and_no_other(model: Path, tmp_path: Path) -> None:
+def test_a_quantised_checkpoint_accepts_only_its_own_method(model: Path, tmp_path: Path) -> None:
     make_model("llama", tmp_path / "plain", **layouts.SIZES)
     written = layouts.write(tmp_path / "plain", tmp_path / "awq", layouts.awq())
     assert small_engine(written.directory, quantization="awq").info.quantization == "awq"
@@ -135,13 +127,13 @@ def test_a_quantised_checkpoint_takes_its_own_name_and_no_other(model: Path, tmp
         small_engine(model, quantization="awq")
 
 
-def test_an_encoder_is_not_quantised(tmp_path: Path) -> None:
+def test_quantization_is_refused_for_encoders(tmp_path: Path) -> None:
     make_encoder("bert", tmp_path)
     with pytest.raises(EngineConfigError, match="quantization is not supported for encoders"):
         LLM(tmp_path, quantization="int8", **SMALL)
 
 
-def test_an_encoder_checkpoint_that_is_quantised_is_refused(tmp_path: Path) -> None:
+def test_a_quantised_encoder_checkpoint_is_refused(tmp_path: Path) -> None:
     make_encoder("bert", tmp_path)
     config = tmp_path / "config.json"
     config.write_text(config.read_text().replace("{", '{"quantization_config": {"quant_method": "awq"},', 1))
@@ -149,7 +141,7 @@ def test_an_encoder_checkpoint_that_is_quantised_is_refused(tmp_path: Path) -> N
         LLM(tmp_path, **SMALL)
 
 
-def test_a_draft_model_is_read_as_it_is_stored(tmp_path: Path) -> None:
+def test_a_quantised_draft_model_keeps_greedy_tokens(tmp_path: Path) -> None:
     make_model("llama", tmp_path / "model", **layouts.SIZES)
     written = layouts.write(tmp_path / "model", tmp_path / "draft", layouts.gptq())
     speculative = {"method": "draft_model", "model": str(written.directory), "num_speculative_tokens": 3}
@@ -161,28 +153,15 @@ def test_a_draft_model_is_read_as_it_is_stored(tmp_path: Path) -> None:
     assert answers[0] == answers[1]
 
 
-def damaged(source: layouts.WrittenCheckpoint, directory: Path, **changes: Any) -> Path:
-    """A copy whose tensors of the first query projection are replaced, by the last part of their names; None removes one."""
-    shutil.copytree(source.directory, directory)
-    tensors = load_file(directory / "model.safetensors")
-    for last, tensor in changes.items():
-        name = f"model.layers.0.self_attn.q_proj.{last}"
-        tensors.pop(name)
-        if tensor is not None:
-            tensors[name] = tensor
-    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
-    return directory
-
-
 def with_code(code: int) -> torch.Tensor:
-    """A matrix in e4m3 whose last number has these bits."""
+    """A matrix in e4m3 whose last element has the bits of `code`."""
     codes = torch.zeros(64, 64, dtype=torch.uint8)
     codes[-1, -1] = code
     return codes.view(torch.float8_e4m3fn)
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, layouts.WrittenCheckpoint]:
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, layouts.WrittenCheckpoint]:
     directory = tmp_path_factory.mktemp("damaged")
     make_model("llama", directory / "plain", vocab_size=VOCAB_SIZE, **layouts.SIZES)
     fp8 = layouts.fp8(per_row=True, activations="static", compressed=True)
@@ -225,11 +204,12 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, layouts.Writt
         ("fp8", {"weight": with_code(0x7F)}, "q_proj.weight holds codes that are no numbers"),
         ("fp8", {"weight": with_code(0xFF)}, "q_proj.weight holds codes that are no numbers"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_damaged_tensors_are_named_by_the_engine_and_by_verification(
-    name: str, changes: dict[str, Any], message: str, sources: dict[str, layouts.WrittenCheckpoint], tmp_path: Path
+    name: str, changes: dict[str, Any], message: str, checkpoints: dict[str, layouts.WrittenCheckpoint], tmp_path: Path
 ) -> None:
-    directory = damaged(sources[name], tmp_path / "damaged", **changes)
+    directory = layouts.damaged_copy(checkpoints[name], tmp_path / "damaged", **changes)
     write_tokenizer(directory)
     with pytest.raises(WeightsError, match=message):
         small_engine(directory)
@@ -237,17 +217,17 @@ def test_damaged_tensors_are_named_by_the_engine_and_by_verification(
         verify_model(directory)
 
 
-def test_every_code_that_is_a_number_is_taken(sources: dict[str, layouts.WrittenCheckpoint], tmp_path: Path) -> None:
+def test_all_finite_fp8_codes_are_accepted(checkpoints: dict[str, layouts.WrittenCheckpoint], tmp_path: Path) -> None:
     codes = torch.arange(64 * 64) % 256
     numbers = torch.where((codes & 0x7F) == 0x7F, 0, codes).to(torch.uint8).view(64, 64).view(torch.float8_e4m3fn)
-    directory = damaged(sources["fp8"], tmp_path / "all", weight=numbers)
+    directory = layouts.damaged_copy(checkpoints["fp8"], tmp_path / "all", weight=numbers)
     write_tokenizer(directory)
     verify_model(directory)
 
 
-def test_gptq_without_g_idx_counts_its_columns(sources: dict[str, layouts.WrittenCheckpoint], tmp_path: Path) -> None:
-    without = damaged(sources["gptq"], tmp_path / "without", g_idx=None)
-    assert torch.equal(logprobs(without), logprobs(sources["gptq"].directory))
+def test_gptq_without_g_idx_has_consecutive_groups(checkpoints: dict[str, layouts.WrittenCheckpoint], tmp_path: Path) -> None:
+    without = layouts.damaged_copy(checkpoints["gptq"], tmp_path / "without", g_idx=None)
+    assert torch.equal(llm_logprobs(without), llm_logprobs(checkpoints["gptq"].directory))
 
 
 @pytest.mark.parametrize(
@@ -262,7 +242,7 @@ def test_gptq_without_g_idx_counts_its_columns(sources: dict[str, layouts.Writte
         (layouts.awq(), {}, torch.float16, None),
     ],
 )
-def test_what_a_card_cannot_compute_with_is_told_before_loading(
+def test_formats_that_a_gpu_cannot_compute_are_refused_before_loading(
     stored: layouts.Layout | None,
     options: dict[str, Any],
     dtype: torch.dtype,
@@ -273,18 +253,18 @@ def test_what_a_card_cannot_compute_with_is_told_before_loading(
     if stored is not None:
         config = replace(config, quantization=parse_quantization({"quantization_config": stored.settings}))
     given = EngineOptions(model=model, **options)
-    refused = contextlib.nullcontext() if message is None else pytest.raises(EngineConfigError, match=message)
-    with refused:
+    expectation = contextlib.nullcontext() if message is None else pytest.raises(EngineConfigError, match=message)
+    with expectation:
         check_formats(config, given, format_name(dtype), (8, 0))
     check_formats(config, given, format_name(dtype), None)
 
 
 @pytest.mark.parametrize("head_dim", [256, 258])
-def test_heads_that_no_kernel_of_a_gpu_is_made_for_are_told_before_loading(head_dim: int, model: Path) -> None:
+def test_head_dims_without_a_gpu_kernel_are_refused_before_loading(head_dim: int, model: Path) -> None:
     config = replace(load_model_config(model), head_dim=head_dim)
-    refused = (
+    expectation = (
         contextlib.nullcontext() if head_dim == 256 else pytest.raises(UnsupportedModel, match="at most 256 on a GPU, not 258")
     )
-    with refused:
+    with expectation:
         check_formats(config, EngineOptions(model=model), "bfloat16", (8, 9))
     check_formats(config, EngineOptions(model=model), "float32", None)

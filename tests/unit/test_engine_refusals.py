@@ -1,4 +1,4 @@
-"""Options that contradict each other, the model or the device are rejected by name before any weight is read."""
+"""Options that contradict each other, the model or the device are refused by name before any weight is read."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_weights_may_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*_: Any, **__: Any) -> None:
         raise AssertionError("weights were read")
 
@@ -54,12 +54,12 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.runner.text_models.load_weights", load)
 
 
-def speculation(model: Path, name: str) -> dict[str, Any]:
+def draft_model_option(model: Path, name: str) -> dict[str, Any]:
     return {"speculative_config": SpeculativeOptions(method="draft_model", model=model.parent / name)}
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("options", "message"),
     [
         ({"max_model_len": 257}, r"max_model_len \(257\) is longer than the model's context \(256\)"),
         ({"max_model_len": 1}, r"max_model_len \(1\) is too short: a request needs at least one prompt token"),
@@ -85,13 +85,14 @@ def speculation(model: Path, name: str) -> dict[str, Any]:
         ({"shared_prefixes": (Path("missing"),)}, "shared_prefixes file missing cannot be read"),
         ({"quantization": "awq"}, "quantization = 'awq' cannot be applied to an unquantised checkpoint"),
     ],
+    ids=lambda value: str(value)[:50],
 )
-def test_options_that_contradict_each_other_or_the_model_are_refused_before_loading(
-    model: Path, nothing_is_loaded: None, asked: dict[str, Any], message: str
+def test_contradictory_options_are_refused_and_found_by_start_problems(
+    model: Path, no_weights_may_be_read: None, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(EngineConfigError, match=f"^{message}") as refused:
-        build_engine(EngineOptions(model=model, device="cpu", threads=1, **asked))
-    (predicted,) = start_problems([{"model": model, "device": "cpu", **asked}])
+        build_engine(EngineOptions(model=model, device="cpu", threads=1, **options))
+    (predicted,) = start_problems([{"model": model, "device": "cpu", **options}])
     assert str(predicted) == str(refused.value)
 
 
@@ -102,14 +103,14 @@ def test_options_that_contradict_each_other_or_the_model_are_refused_before_load
         ("other", f"field model has a vocabulary of 64 tokens, the served model one of {VOCAB_SIZE}"),
     ],
 )
-def test_a_draft_model_that_does_not_follow_the_target_is_refused_before_loading(
-    model: Path, nothing_is_loaded: None, name: str, message: str
+def test_a_draft_model_with_another_vocabulary_or_a_shorter_context_is_refused(
+    model: Path, no_weights_may_be_read: None, name: str, message: str
 ) -> None:
     with pytest.raises(EngineConfigError, match=f"^speculative_config {message}"):
-        build_engine(EngineOptions(model=model, device="cpu", threads=1, **speculation(model, name)))
+        build_engine(EngineOptions(model=model, device="cpu", threads=1, **draft_model_option(model, name)))
 
 
-def test_a_draft_model_in_a_format_that_the_card_cannot_compute_is_refused_before_loading(
+def test_a_draft_model_in_a_format_that_the_gpu_cannot_compute_is_refused(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_model("llama", tmp_path / "plain", vocab_size=VOCAB_SIZE, **layouts.SIZES)
@@ -135,9 +136,9 @@ def test_a_draft_model_in_a_format_that_the_card_cannot_compute_is_refused_befor
     ],
     ids=["decoder", "encoder"],
 )
-def test_a_model_for_embeddings_that_does_not_fit_is_refused_before_loading(
+def test_an_embedding_model_that_does_not_fit_is_refused(
     tmp_path: Path,
-    nothing_is_loaded: None,
+    no_weights_may_be_read: None,
     monkeypatch: pytest.MonkeyPatch,
     changed: dict[str, Any],
     usable_gib: int,
@@ -150,10 +151,10 @@ def test_a_model_for_embeddings_that_does_not_fit_is_refused_before_loading(
         load_text_model(EngineOptions(model=tmp_path, name="big", device="cpu", dtype="bfloat16", max_model_len=512))
 
 
-def test_a_model_for_embeddings_is_not_told_of_an_option_that_it_refuses(
-    tmp_path: Path, nothing_is_loaded: None, monkeypatch: pytest.MonkeyPatch
+def test_remedies_for_an_embedding_model_leave_out_options_that_it_refuses(
+    tmp_path: Path, no_weights_may_be_read: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing but all changes at once makes it fit, and of those the format of keys and values is none: it keeps none."""
+    """Only all changes together make it fit. `kv_cache_dtype` is not one of them: the model keeps no keys and values."""
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA_8B, "architectures": ["LlamaModel"]}))
     memory = DeviceMemory(device_type="cuda", usable_bytes=3 * GIB, context_bytes=0, memory_bytes=6 * GIB, capability=(9, 0))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -165,30 +166,30 @@ def test_a_model_for_embeddings_is_not_told_of_an_option_that_it_refuses(
 
 
 @pytest.mark.parametrize(
-    ("changed", "asked", "message"),
+    ("changed", "options", "message"),
     [
         ({}, {"quantization": "fp8"}, "quantization fp8 needs a GPU of compute capability 8.9 or newer, this one has 8.6"),
         ({"head_dim": 288}, {}, "head_dim must be at most 256 on a GPU, not 288"),
     ],
     ids=["fp8", "long heads"],
 )
-def test_a_model_for_embeddings_that_the_card_cannot_compute_is_refused_before_loading(
+def test_an_embedding_model_that_the_gpu_cannot_compute_is_refused(
     tmp_path: Path,
-    nothing_is_loaded: None,
+    no_weights_may_be_read: None,
     monkeypatch: pytest.MonkeyPatch,
     changed: dict[str, Any],
-    asked: dict[str, Any],
+    options: dict[str, Any],
     message: str,
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA_8B, "architectures": ["LlamaModel"], **changed}))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
     with pytest.raises(EngineError, match=f"^{message}"):
-        load_text_model(EngineOptions(model=tmp_path, device="cuda", **asked))
+        load_text_model(EngineOptions(model=tmp_path, device="cuda", **options))
 
 
-def test_a_switch_that_says_neither_on_nor_off_stops_a_model_for_embeddings(
-    tmp_path: Path, nothing_is_loaded: None, monkeypatch: pytest.MonkeyPatch
+def test_an_invalid_environment_switch_is_refused_for_an_embedding_model(
+    tmp_path: Path, no_weights_may_be_read: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA_8B, "architectures": ["LlamaModel"]}))
     monkeypatch.setenv("GATEHOUSE_GRAPHS", "perhaps")
@@ -196,14 +197,14 @@ def test_a_switch_that_says_neither_on_nor_off_stops_a_model_for_embeddings(
         load_text_model(EngineOptions(model=tmp_path, device="cpu"))
 
 
-def test_prefixes_are_tokens_before_anything_is_loaded(model: Path, tmp_path: Path) -> None:
+def test_shared_prefixes_are_tokenised_before_loading(model: Path, tmp_path: Path) -> None:
     (tmp_path / "system.txt").write_text("You are a helpful assistant.")
     resolved = ResolvedOptions.of(EngineOptions(model=model, device="cpu", shared_prefixes=(tmp_path / "system.txt",)))
     assert len(resolved.shared_prefixes) == 2
     assert all(resolved.shared_prefixes)
 
 
-def test_on_a_gpu_the_predicted_plan_decides_and_nobody_is_refused_who_fits(
+def test_on_a_gpu_the_predicted_memory_plan_is_used_and_a_model_that_fits_is_accepted(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -217,7 +218,7 @@ def test_on_a_gpu_the_predicted_plan_decides_and_nobody_is_refused_who_fits(
         ResolvedOptions.of(EngineOptions(model=model, device="cuda", max_num_seqs=64, max_num_batched_tokens=32))
 
 
-def test_a_plan_of_a_card_refuses_a_context_in_the_words_of_the_engine(model: Path) -> None:
-    for length, words in ((257, "is longer than the model's context"), (1, "is too short")):
-        with pytest.raises(EngineConfigError, match=rf"^max_model_len \({length}\) {words}"):
+def test_memory_fit_refuses_a_context_with_the_message_of_the_engine(model: Path) -> None:
+    for length, message in ((257, "is longer than the model's context"), (1, "is too short")):
+        with pytest.raises(EngineConfigError, match=rf"^max_model_len \({length}\) {message}"):
             memory_fit(str(model), find_gpu("h200"), max_model_len=length)

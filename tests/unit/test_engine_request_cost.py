@@ -1,4 +1,4 @@
-"""The cost of one request for the step loop, on which all others wait: counted, not timed."""
+"""The cost of one request for the step loop, which delays all others: counted, not timed."""
 
 from __future__ import annotations
 
@@ -22,76 +22,76 @@ from tests.support.engines import generation_request
 from tests.support.sampling import next_rows, sampling_request
 
 
-def _forbidden(request: Request, rules: ForbiddenTokens) -> set[int]:
+def _forbidden_tokens(request: Request, rules: ForbiddenTokens) -> set[int]:
     return set(rules.of(next_rows([request])[0]).tolist())
 
 
-def _naive(request: Request) -> set[int]:
-    """The plain twin: every word against the end of the output."""
+def _forbidden_by_linear_search(request: Request) -> set[int]:
+    """The simple reference: compare every word with the end of the output."""
     output = request.token_ids[request.num_prompt_tokens :]
     words = request.sampling.bad_words_token_ids or []
     return {word[-1] for word in words if len(word) <= len(output) + 1 and output[len(output) - len(word) + 1 :] == word[:-1]}
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_tree_of_bad_words_forbids_what_a_look_at_each_word_does(seed: int) -> None:
-    draw = random.Random(seed)
-    words = [[draw.randrange(4) for _ in range(draw.randrange(1, 6))] for _ in range(40)]
+def test_the_tree_of_bad_words_equals_a_linear_search(seed: int) -> None:
+    rng = random.Random(seed)
+    words = [[rng.randrange(4) for _ in range(rng.randrange(1, 6))] for _ in range(40)]
     request, rules = sampling_request(prompt=(0, 1, 2, 3), bad_words_token_ids=words), ForbiddenTokens()
     for _ in range(200):
-        assert _forbidden(request, rules) == _naive(request)
-        request.token_ids.append(draw.randrange(4))
+        assert _forbidden_tokens(request, rules) == _forbidden_by_linear_search(request)
+        request.token_ids.append(rng.randrange(4))
 
 
-class Looks(list[int]):
-    """Tokens that count how often somebody looks at some of them."""
+class CountingList(list[int]):
+    """A list that counts reads of its items."""
 
-    num = 0
+    num_reads = 0
 
-    def __getitem__(self, place: Any) -> Any:
-        self.num += 1
-        return super().__getitem__(place)
+    def __getitem__(self, index: Any) -> Any:
+        self.num_reads += 1
+        return super().__getitem__(index)
 
 
-def test_a_step_does_not_look_at_every_bad_word_that_its_last_token_may_belong_to() -> None:
+def test_a_step_does_not_compare_every_bad_word_with_the_text() -> None:
     words = [[first, 7, last] for first in range(100, 132) for last in range(200, 232)]
     request, rules = sampling_request(output=(100, 7), bad_words_token_ids=words), ForbiddenTokens()
-    assert _forbidden(request, rules) == set(range(200, 232))
+    assert _forbidden_tokens(request, rules) == set(range(200, 232))
 
-    request.token_ids = tokens = Looks([*request.token_ids, 100, 7])
-    assert _forbidden(request, rules) == set(range(200, 232))
-    assert tokens.num <= 4, "each of 1,024 words was held against the text"
+    request.token_ids = tokens = CountingList([*request.token_ids, 100, 7])
+    assert _forbidden_tokens(request, rules) == set(range(200, 232))
+    assert tokens.num_reads <= 4, "each of 1,024 words was held against the text"
 
 
-def test_a_step_does_not_go_back_through_a_text_that_is_the_beginning_of_a_long_bad_word() -> None:
+def test_a_step_does_not_reread_a_text_that_matches_the_start_of_a_long_bad_word() -> None:
     words = [[7] * 3000, [9, *[7] * 3000]]
     request, rules = sampling_request(output=(7,) * 2000, bad_words_token_ids=words), ForbiddenTokens()
-    assert _forbidden(request, rules) == set()
+    assert _forbidden_tokens(request, rules) == set()
 
-    request.token_ids = tokens = Looks([*request.token_ids, 7])
-    assert _forbidden(request, rules) == set()
-    assert tokens.num <= 1, "the text was read again"
+    request.token_ids = tokens = CountingList([*request.token_ids, 7])
+    assert _forbidden_tokens(request, rules) == set()
+    assert tokens.num_reads <= 1, "the text was read again"
     request.token_ids = [*tokens, *[7] * 998]
-    assert _forbidden(request, rules) == _naive(request) == {7}
+    assert _forbidden_tokens(request, rules) == _forbidden_by_linear_search(request) == {7}
 
 
-def test_a_text_that_got_shorter_is_read_anew() -> None:
+def test_a_text_that_became_shorter_is_read_again() -> None:
     request, rules = sampling_request(output=(3, 4), bad_words_token_ids=[[3, 4, 5], [3, 6], [6]]), ForbiddenTokens()
-    assert _forbidden(request, rules) == {5, 6}
+    assert _forbidden_tokens(request, rules) == {5, 6}
     del request.token_ids[-1]
-    assert _forbidden(request, rules) == {6}
+    assert _forbidden_tokens(request, rules) == {6}
     request.token_ids += [4]
-    assert _forbidden(request, rules) == {5, 6}
+    assert _forbidden_tokens(request, rules) == {5, 6}
 
 
-def test_a_token_that_becomes_known_later_was_not_read_before() -> None:
+def test_an_unknown_token_is_read_once_it_is_known() -> None:
     request, rules = sampling_request(output=(3, UNKNOWN_TOKEN), bad_words_token_ids=[[3, 4, 5]]), ForbiddenTokens()
-    assert _forbidden(request, rules) == set()
+    assert _forbidden_tokens(request, rules) == set()
     request.token_ids[-1] = 4
-    assert _forbidden(request, rules) == {5}
+    assert _forbidden_tokens(request, rules) == {5}
 
 
-def test_words_of_one_token_and_end_tokens_are_gathered_once_for_all_steps() -> None:
+def test_single_token_bad_words_and_end_tokens_are_collected_once() -> None:
     singles = [[token_id] for token_id in range(1000)]
     request, rules = sampling_request(bad_words_token_ids=singles), ForbiddenTokens()
     first = rules.of(next_rows([request])[0])
@@ -104,7 +104,7 @@ def test_words_of_one_token_and_end_tokens_are_gathered_once_for_all_steps() -> 
     assert rules.of(SampledRow(ends, ends.num_tokens)) is first
 
 
-def test_all_answers_of_a_request_share_what_is_known_of_its_bad_words() -> None:
+def test_answers_of_a_request_share_the_tree_of_bad_words() -> None:
     words = [[3, 4], [5]]
     sampling = SamplingParams(seed=1, n=3, bad_words_token_ids=words)
     rules, answers = ForbiddenTokens(), [sampling_request(str(index)) for index in range(3)]
@@ -127,19 +127,19 @@ def test_a_mask_loses_exactly_the_forbidden_tokens() -> None:
     assert [token_id for token_id in range(100) if not allowed[token_id]] == [0, 31, 32, 63, 64, 99]
 
 
-def test_what_a_request_asks_for_is_checked_once_and_not_for_each_of_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = generation_request("a", [1, 2], n=128, seed=5, bad_words_token_ids=[[1, 2]])
+def test_sampling_parameters_are_validated_once_for_all_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = generation_request("a", [1, 2], n=128, seed=5, bad_words_token_ids=[[1, 2]])
     checks: list[object] = []
     monkeypatch.setattr(sampling_params, "_check_bad_words", checks.append)
     info = cast(EngineInfo, SimpleNamespace(max_model_len=64, eos_token_ids=[9]))
-    answers = make_answers(asked, info, now_s=0.0)
+    answers = make_answers(request, info, now_s=0.0)
     assert not checks
     assert [answer.sampling.seed for answer in answers[1:]] == [seed_of_answer(5, index) for index in range(1, 128)]
     assert {answer.sampling.n for answer in answers} == {128}
-    assert asked.sampling.seed == 5
+    assert request.sampling.seed == 5
 
 
 @pytest.mark.parametrize("ids", [[True], [-1], [1, 2**31], [1.0], ["1"], [None]])
-def test_ids_that_are_none_are_found_among_many(ids: list[Any]) -> None:
+def test_invalid_token_ids_are_found_among_many_valid_ones(ids: list[Any]) -> None:
     with pytest.raises(InvalidOption, match="must hold token ids"):
         SamplingParams(bad_words_token_ids=[[1, 2], [*range(100), *ids]])

@@ -1,4 +1,4 @@
-"""Rotary frequencies equal transformers over many random settings of every scaling, not only those of the tiny models."""
+"""Rotary frequencies of every scaling equal those of transformers over random settings; tables are built in chunks."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ SHAPE: dict[str, Any] = {
 CASES_PER_KIND = 12
 
 
-def random_settings(kind: str, numbers: random.Random, original: int, head_dim: int) -> dict[str, Any]:
-    settings: dict[str, Any] = {"rope_type": kind, "rope_theta": numbers.choice([1e4, 5e5, 1e6])}
+def random_settings(kind: str, rng: random.Random, original: int, head_dim: int) -> dict[str, Any]:
+    settings: dict[str, Any] = {"rope_type": kind, "rope_theta": rng.choice([1e4, 5e5, 1e6])}
     if kind in ("linear", "dynamic", "llama3", "yarn"):
-        settings["factor"] = numbers.choice([1.0, 2.0, 8.0, 40.0])
+        settings["factor"] = rng.choice([1.0, 2.0, 8.0, 40.0])
     if kind in ("llama3", "yarn", "longrope"):
         settings["original_max_position_embeddings"] = original
     if kind == "llama3":
-        settings |= {"low_freq_factor": 1.0, "high_freq_factor": numbers.choice([2.0, 4.0])}
+        settings |= {"low_freq_factor": 1.0, "high_freq_factor": rng.choice([2.0, 4.0])}
     if kind == "longrope":
         settings["short_factor"] = [1 + i * 0.1 for i in range(head_dim // 2)]
         settings["long_factor"] = [1 + i * 0.5 for i in range(head_dim // 2)]
-        settings |= numbers.choice([{}, {"factor": 4.0}, {"attention_factor": 1.2}])
+        settings |= rng.choice([{}, {"factor": 4.0}, {"attention_factor": 1.2}])
     if kind == "yarn":
-        settings |= numbers.choice([{}, {"attention_factor": 1.3}, {"mscale": 0.7, "mscale_all_dim": 1.0}, {"mscale": 0.7}])
-        settings |= numbers.choice([{}, {"beta_fast": 64.0}, {"beta_slow": 0.5}, {"truncate": False}])
+        settings |= rng.choice([{}, {"attention_factor": 1.3}, {"mscale": 0.7, "mscale_all_dim": 1.0}, {"mscale": 0.7}])
+        settings |= rng.choice([{}, {"beta_fast": 64.0}, {"beta_slow": 0.5}, {"truncate": False}])
     return settings
 
 
 @pytest.mark.parametrize("kind", ["default", "linear", "dynamic", "llama3", "yarn", "longrope"])
-def test_frequencies_and_magnitude_are_those_of_transformers(kind: str) -> None:
-    numbers = random.Random(kind)
+def test_frequencies_and_attention_factor_equal_those_of_transformers(kind: str) -> None:
+    rng = random.Random(kind)
     for _ in range(CASES_PER_KIND):
-        original, head_dim = numbers.choice([32, 512, 4096, 8192]), numbers.choice([16, 64, 96, 128])
-        config = {**SHAPE, "hidden_size": 2 * head_dim, "max_position_embeddings": original * numbers.choice([2, 8, 32])}
-        settings = random_settings(kind, numbers, original, head_dim)
+        original, head_dim = rng.choice([32, 512, 4096, 8192]), rng.choice([16, 64, 96, 128])
+        config = {**SHAPE, "hidden_size": 2 * head_dim, "max_position_embeddings": original * rng.choice([2, 8, 32])}
+        settings = random_settings(kind, rng, original, head_dim)
         expected = LlamaRotaryEmbedding(transformers.LlamaConfig(**config, rope_parameters=dict(settings)))
         found = {"architectures": ["LlamaForCausalLM"], **config, "rope_parameters": settings}
         (rope,) = parse_model_config(found, {}).ropes
@@ -61,7 +61,7 @@ def test_frequencies_and_magnitude_are_those_of_transformers(kind: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("max_len", [1, 15, 16, 17, 33])
-def test_a_table_made_in_chunks_is_that_of_all_positions_at_once(
+def test_a_table_built_in_chunks_equals_one_built_at_once(
     max_len: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rotary, "CHUNK_POSITIONS", 16)
@@ -75,12 +75,12 @@ def test_a_table_made_in_chunks_is_that_of_all_positions_at_once(
     assert table.num_bytes == 2 * max_len * 8 * dtype.itemsize
 
 
-def test_a_long_table_needs_no_more_beside_it_than_a_few_chunks() -> None:
+def test_building_a_long_table_needs_little_memory_beside_it() -> None:
     rope = RopeConfig(kind="default", theta=1e6, rotary_dim=128)
     tables: list[RotaryTable] = []
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         tables.append(RotaryTable(rope, 131_072, dtype=torch.bfloat16, device=torch.device("cpu")))
     results = profiler.profiler.kineto_results
     events = sorted((event for event in results.events() if event.name() == "[memory]"), key=lambda event: event.start_ns())
-    most = max(accumulate(event.nbytes() for event in events))
-    assert most - tables[0].num_bytes <= 8 * rotary.CHUNK_POSITIONS * 64 * 4
+    peak_bytes = max(accumulate(event.nbytes() for event in events))
+    assert peak_bytes - tables[0].num_bytes <= 8 * rotary.CHUNK_POSITIONS * 64 * 4

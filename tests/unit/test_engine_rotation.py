@@ -1,4 +1,4 @@
-"""Turns within a tenant: which running request makes room for a preempted one, when, and at what cost."""
+"""Rotation within a tenant: which running request is exchanged for a preempted one, when, and at what cost."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ DUE_S_LATER = START_S + DUE_S + 0.01
 CYCLE_LATER = START_STEP + CYCLE_STEPS
 
 
-class Rotation:
-    """A rotation with requests in whatever states a test wants, and those that it has preempted."""
+class Harness:
+    """A rotation with running and waiting requests, a clock, and the requests preempted by the last exchange."""
 
     def __init__(self, num_blocks: int = 256) -> None:
         self.now_s = START_S
@@ -42,7 +42,7 @@ class Rotation:
     def account(self, tenant: str) -> Account:
         return self.accounts.find(tenant, Priority.STANDARD, 1)
 
-    def running(self, name: str, *, tenant: str = "alice", num_tokens: int = 8, is_decoding: bool = True) -> Request:
+    def add_running(self, name: str, *, tenant: str = "alice", num_tokens: int = 8, is_decoding: bool = True) -> Request:
         request = self._queued(name, tenant, num_tokens)
         self.accounts.start_running(self.account(tenant), request)
         self.kv.extend(request, num_tokens)
@@ -52,7 +52,7 @@ class Rotation:
         request.moved_step = self.accounts.step
         return request
 
-    def waiting(self, name: str, *, tenant: str = "alice", num_tokens: int = 8) -> Request:
+    def add_waiting(self, name: str, *, tenant: str = "alice", num_tokens: int = 8) -> Request:
         """A preempted request."""
         request = self._queued(name, tenant, num_tokens, num_preemptions=1)
         self.rotation.on_preempted(request)
@@ -75,146 +75,151 @@ class Rotation:
 
 
 def test_a_preempted_request_gets_the_seat_with_the_longest_turn_when_it_is_due() -> None:
-    life = Rotation()
-    old, _, back = life.running("old"), life.running("young"), life.waiting("back")
-    life.accounts.step = CYCLE_LATER
-    life.now_s = START_S + DUE_S
-    assert life.exchange() == []
-    life.now_s = DUE_S_LATER
-    assert life.exchange() == [old]
-    assert life.first_prefills() == [back]
-    assert life.first_prefills() == [], "it was given its chance"
+    harness = Harness()
+    old, _, back = harness.add_running("old"), harness.add_running("young"), harness.add_waiting("back")
+    harness.accounts.step = CYCLE_LATER
+    harness.now_s = START_S + DUE_S
+    assert harness.exchange() == []
+    harness.now_s = DUE_S_LATER
+    assert harness.exchange() == [old]
+    assert harness.first_prefills() == [back]
+    assert harness.first_prefills() == [], "it was given its chance"
 
 
-def test_who_cannot_come_back_at_once_has_to_be_due_again() -> None:
-    life = Rotation()
-    life.running("old"), life.waiting("back")
-    life.accounts.step, life.now_s = CYCLE_LATER, DUE_S_LATER
-    assert life.exchange()
-    assert life.first_prefills(can_return=False) == []
-    assert life.first_prefills() == []
+def test_a_request_that_cannot_resume_at_once_must_become_due_again() -> None:
+    harness = Harness()
+    harness.add_running("old"), harness.add_waiting("back")
+    harness.accounts.step, harness.now_s = CYCLE_LATER, DUE_S_LATER
+    assert harness.exchange()
+    assert harness.first_prefills(can_return=False) == []
+    assert harness.first_prefills() == []
 
 
 @pytest.mark.parametrize(
     ("num_waiting", "turn_steps"), [(1, CYCLE_STEPS), (3, 64), (24, TURN_STEPS_MIN), (100, TURN_STEPS_MIN)]
 )
-def test_a_turn_is_shorter_the_more_wait_for_theirs(num_waiting: int, turn_steps: int) -> None:
-    life = Rotation()
-    first = life.running("first")
-    life.running("second")
+def test_turns_are_shorter_the_more_requests_wait(num_waiting: int, turn_steps: int) -> None:
+    harness = Harness()
+    first = harness.add_running("first")
+    harness.add_running("second")
     for number in range(num_waiting):
-        life.waiting(str(number))
-    life.now_s = DUE_S_LATER
-    life.accounts.step = START_STEP + turn_steps - 1
-    assert life.exchange() == []
-    life.accounts.step = START_STEP + turn_steps
-    assert life.exchange() == [first]
+        harness.add_waiting(str(number))
+    harness.now_s = DUE_S_LATER
+    harness.accounts.step = START_STEP + turn_steps - 1
+    assert harness.exchange() == []
+    harness.accounts.step = START_STEP + turn_steps
+    assert harness.exchange() == [first]
 
 
-def test_neither_a_prefill_nor_a_request_that_recovers_makes_room() -> None:
-    life = Rotation()
-    life.running("prefill", is_decoding=False)
-    life.account("alice").recovering = life.running("recovers")
-    third = life.running("third")
-    life.waiting("back")
-    life.accounts.step, life.now_s = CYCLE_LATER, DUE_S_LATER
-    assert life.exchange() == [third]
+def test_neither_a_prefill_nor_a_recovering_request_is_preempted() -> None:
+    harness = Harness()
+    harness.add_running("prefill", is_decoding=False)
+    harness.account("alice").recovering = harness.add_running("recovers")
+    third = harness.add_running("third")
+    harness.add_waiting("back")
+    harness.accounts.step, harness.now_s = CYCLE_LATER, DUE_S_LATER
+    assert harness.exchange() == [third]
 
 
-def test_a_tenant_changes_places_with_itself_alone_and_not_while_it_pauses() -> None:
-    life = Rotation()
-    life.running("a"), life.waiting("a back"), life.waiting("c back", tenant="charlie")
-    bob = life.running("b", tenant="bob")
-    back = life.waiting("b back", tenant="bob")
-    life.account("alice").is_paused = True
-    life.accounts.step, life.now_s = CYCLE_LATER, DUE_S_LATER
-    assert life.exchange() == [bob], "charlie has nothing that runs"
-    assert life.first_prefills() == [back]
+def test_a_tenant_exchanges_only_its_own_requests_and_none_while_it_is_paused() -> None:
+    harness = Harness()
+    harness.add_running("a"), harness.add_waiting("a back"), harness.add_waiting("c back", tenant="charlie")
+    bob = harness.add_running("b", tenant="bob")
+    back = harness.add_waiting("b back", tenant="bob")
+    harness.account("alice").is_paused = True
+    harness.accounts.step, harness.now_s = CYCLE_LATER, DUE_S_LATER
+    assert harness.exchange() == [bob], "charlie has nothing that runs"
+    assert harness.first_prefills() == [back]
 
 
-def test_room_is_made_only_where_it_is_enough() -> None:
-    life = Rotation(num_blocks=7)
-    small, other = life.running("small", num_tokens=2 * BLOCK_SIZE), life.running("other", num_tokens=3 * BLOCK_SIZE)
-    life.waiting("back", num_tokens=4 * BLOCK_SIZE + 1)
-    life.accounts.step, life.now_s = CYCLE_LATER, DUE_S_LATER
-    assert life.kv.num_spare == 2
-    assert life.exchange() == [], "two spare blocks and two of the other are one too few"
-    life.kv.release(other)
-    life.kv.extend(other, 2 * BLOCK_SIZE)
-    assert life.exchange() == [small]
+def test_nothing_is_preempted_unless_the_waiting_request_would_fit() -> None:
+    harness = Harness(num_blocks=7)
+    small, other = (
+        harness.add_running("small", num_tokens=2 * BLOCK_SIZE),
+        harness.add_running("other", num_tokens=3 * BLOCK_SIZE),
+    )
+    harness.add_waiting("back", num_tokens=4 * BLOCK_SIZE + 1)
+    harness.accounts.step, harness.now_s = CYCLE_LATER, DUE_S_LATER
+    assert harness.kv.num_spare == 2
+    assert harness.exchange() == [], "two spare blocks and two of the other are one too few"
+    harness.kv.release(other)
+    harness.kv.extend(other, 2 * BLOCK_SIZE)
+    assert harness.exchange() == [small]
 
 
-def test_who_has_started_or_ended_before_prompts_are_planned_is_not_given_the_seat() -> None:
-    life = Rotation()
-    life.running("old")
-    back = life.waiting("back")
-    life.accounts.step, life.now_s = CYCLE_LATER, DUE_S_LATER
-    assert life.exchange()
+def test_a_request_that_has_ended_is_not_given_the_seat() -> None:
+    harness = Harness()
+    harness.add_running("old")
+    back = harness.add_waiting("back")
+    harness.accounts.step, harness.now_s = CYCLE_LATER, DUE_S_LATER
+    assert harness.exchange()
     back.move_to(RequestStatus.FINISHED)
-    assert life.first_prefills() == []
+    assert harness.first_prefills() == []
 
 
-def test_tokens_whose_blocks_are_still_there_are_not_rationed() -> None:
-    life = Rotation(num_blocks=1024)
+def test_tokens_whose_blocks_are_still_cached_are_not_rationed() -> None:
+    harness = Harness(num_blocks=1024)
     for name in "ab":
-        life.running(name)
-    lost, kept = (life.waiting(name, num_tokens=FREE_TOKENS + 4 * BLOCK_SIZE) for name in ("lost", "kept"))
-    life.kv.extend(kept, kept.num_tokens)
+        harness.add_running(name)
+    lost, kept = (harness.add_waiting(name, num_tokens=FREE_TOKENS + 4 * BLOCK_SIZE) for name in ("lost", "kept"))
+    harness.kv.extend(kept, kept.num_tokens)
     kept.num_computed_tokens = 4 * BLOCK_SIZE
-    life.kv.release(kept, is_preempted=True)
-    life.accounts.step, life.now_s = CYCLE_LATER, DUE_S_LATER
-    assert life.exchange()
-    assert life.first_prefills() == [lost]
+    harness.kv.release(kept, is_preempted=True)
+    harness.accounts.step, harness.now_s = CYCLE_LATER, DUE_S_LATER
+    assert harness.exchange()
+    assert harness.first_prefills() == [lost]
     lost.move_to(RequestStatus.PREFILL)
-    assert life.exchange()
-    assert life.first_prefills() == [kept]
+    assert harness.exchange()
+    assert harness.first_prefills() == [kept]
 
 
-def test_exchanges_that_recompute_much_are_rationed() -> None:
-    life = Rotation(num_blocks=1024)
+def test_exchanges_that_recompute_many_tokens_are_rationed() -> None:
+    harness = Harness(num_blocks=1024)
     ration_s = RATION * (FREE_TOKENS + 1) * COSTS.prefill_token_ps / 10**12
     assert ration_s < DUE_S
     for name in "abc":
-        life.running(name)
-    first, second = (life.waiting(name, num_tokens=FREE_TOKENS + 1) for name in ("first", "second"))
-    short = life.waiting("short", num_tokens=FREE_TOKENS)
-    life.accounts.step, life.now_s = CYCLE_LATER, DUE_S_LATER
+        harness.add_running(name)
+    first, second = (harness.add_waiting(name, num_tokens=FREE_TOKENS + 1) for name in ("first", "second"))
+    short = harness.add_waiting("short", num_tokens=FREE_TOKENS)
+    harness.accounts.step, harness.now_s = CYCLE_LATER, DUE_S_LATER
     started: list[Request] = []
     for passed_s in (0.0, 0.99 * ration_s, 1.01 * ration_s):
-        life.now_s = DUE_S_LATER + passed_s
-        life.exchange()
-        for request in life.first_prefills():
+        harness.now_s = DUE_S_LATER + passed_s
+        harness.exchange()
+        for request in harness.first_prefills():
             started.append(request)
             request.move_to(RequestStatus.PREFILL)
     assert started == [first, short, second], "few tokens are free"
 
 
-def test_who_started_in_another_way_is_not_waited_for_and_goes_first_until_its_prompt_is_computed() -> None:
-    life = Rotation()
-    old = life.running("old")
-    started, back = life.waiting("started"), life.waiting("back")
+def test_a_request_started_by_the_policy_leaves_the_rotation_and_keeps_precedence_until_its_prompt_is_computed() -> None:
+    harness = Harness()
+    old = harness.add_running("old")
+    started, back = harness.add_waiting("started"), harness.add_waiting("back")
     started.move_to(RequestStatus.PREFILL)
-    life.rotation.on_started(started)
-    life.rotation.on_started(old)
-    life.accounts.step, life.now_s = CYCLE_LATER, DUE_S_LATER
-    assert life.exchange() == [old]
-    assert life.first_prefills() == [started, back]
-    life.account("alice").is_paused = True
-    assert life.first_prefills() == []
-    life.account("alice").is_paused = False
-    assert life.first_prefills() == [started]
+    harness.rotation.on_started(started)
+    harness.rotation.on_started(old)
+    harness.accounts.step, harness.now_s = CYCLE_LATER, DUE_S_LATER
+    assert harness.exchange() == [old]
+    assert harness.first_prefills() == [started, back]
+    harness.account("alice").is_paused = True
+    assert harness.first_prefills() == []
+    harness.account("alice").is_paused = False
+    assert harness.first_prefills() == [started]
     started.move_to(RequestStatus.DECODE)
-    assert life.first_prefills() == []
-    life.exchange()
-    assert (list(life.rotation._restarted), list(life.rotation._preempted_at_s)) == ([], [back]), "no other is kept in memory"
+    assert harness.first_prefills() == []
+    harness.exchange()
+    assert (list(harness.rotation._restarted), list(harness.rotation._preempted_at_s)) == ([], [back]), (
+        "no other is kept in memory"
+    )
 
 
-def test_who_was_preempted_again_waits_behind_the_others() -> None:
-    life = Rotation()
-    life.running("old")
-    first, second = life.waiting("first"), life.waiting("second")
-    life.now_s += 1.0
-    life.rotation.on_preempted(first)
-    life.accounts.step, life.now_s = CYCLE_LATER, DUE_S_LATER
-    life.exchange()
-    assert life.first_prefills() == [second]
+def test_a_request_preempted_again_waits_behind_the_others() -> None:
+    harness = Harness()
+    harness.add_running("old")
+    first, second = harness.add_waiting("first"), harness.add_waiting("second")
+    harness.now_s += 1.0
+    harness.rotation.on_preempted(first)
+    harness.accounts.step, harness.now_s = CYCLE_LATER, DUE_S_LATER
+    harness.exchange()
+    assert harness.first_prefills() == [second]

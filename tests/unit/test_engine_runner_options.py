@@ -1,4 +1,4 @@
-"""Engine options for the device: those rejected by name, and the resulting memory and caches."""
+"""Engine options that concern the device: refused values, memory plans, host tier and block moves, shared prefixes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("threads", 100_000),
     ],
 )
-def test_an_option_with_a_value_that_cannot_be_is_named(option: str, value: Any) -> None:
+def test_an_invalid_value_is_refused_by_option(option: str, value: Any) -> None:
     with pytest.raises(EngineConfigError) as refused:
         EngineOptions(**{"model": Path("m"), option: value})
     assert refused.value.option == option
@@ -70,7 +70,7 @@ def test_a_host_tier_smaller_than_a_block_or_larger_than_main_memory_is_refused(
         check_swap_space(EngineOptions(model=model, swap_space=4096.0), "cpu")
 
 
-def test_a_card_that_torch_cannot_use_is_told_with_the_reason(
+def test_the_reason_why_torch_cannot_use_a_gpu_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def too_old() -> None:
@@ -88,7 +88,7 @@ def test_a_card_that_torch_cannot_use_is_told_with_the_reason(
     assert re.search(f"serving on the CPU although an NVIDIA driver is installed: .* {reason}$", caplog.text.strip())
 
 
-def test_locked_memory_counts_as_the_power_of_two_that_torch_takes(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_locked_memory_is_counted_as_the_next_power_of_two(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(main_memory, "main_memory_bytes", lambda: 100 << 30)
     options = EngineOptions(model=model, swap_space=65.0)
     check_swap_space(options, "cpu")
@@ -97,7 +97,7 @@ def test_locked_memory_counts_as_the_power_of_two_that_torch_takes(model: Path, 
         check_swap_space(options, "cuda")
 
 
-def test_a_host_tier_that_cannot_be_allocated_is_an_error_of_its_option(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_tier_that_cannot_be_allocated_is_refused_by_option(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> torch.Tensor:
         raise RuntimeError("no memory\nand a long story")
 
@@ -119,7 +119,7 @@ def test_a_host_tier_that_cannot_be_allocated_is_an_error_of_its_option(monkeypa
         ("shared_prefixes", [5]),
     ],
 )
-def test_a_script_that_asks_for_more_than_the_machine_has_is_told_which_option(model: Path, option: str, value: Any) -> None:
+def test_llm_refuses_values_that_exceed_the_machine_by_option(model: Path, option: str, value: Any) -> None:
     options: dict[str, Any] = {"kv_cache_bytes": 1 << 20, "threads": 1, option: value}
     with pytest.raises(EngineConfigError) as refused:
         LLM(model, device="cpu", **options)
@@ -127,18 +127,18 @@ def test_a_script_that_asks_for_more_than_the_machine_has_is_told_which_option(m
     assert str(refused.value).startswith(option)
 
 
-def test_a_cache_that_the_allocator_refuses_is_an_error_of_its_option(model: Path) -> None:
+def test_a_cache_that_cannot_be_allocated_is_refused_by_option(model: Path) -> None:
     with pytest.raises(EngineConfigError, match=r"kv_cache_bytes \(\d+\) cannot be allocated"):
         allocate_kv_cache(load_model_config(model), 10**15, 16, dtype=torch.float32, device=torch.device("cpu"))
 
 
-def test_cache_and_host_tier_are_divided_into_the_same_blocks(model: Path) -> None:
+def test_cache_and_host_tier_have_blocks_of_the_same_size(model: Path) -> None:
     options = EngineOptions(model=model, swap_space=100 * 2048 / GIB)
     plan = plan_memory(load_model_config(model), options, block_bytes=2048, available_bytes=90 * 2048)
     assert (plan.num_blocks, plan.num_host_blocks, plan.kv_bytes) == (90, 100, 90 * 2048)
 
 
-def test_a_draft_model_must_share_the_vocabulary_and_reach_as_far(model: Path, tmp_path: Path) -> None:
+def test_a_draft_model_needs_the_same_vocabulary_and_context(model: Path, tmp_path: Path) -> None:
     make_model("llama", tmp_path / "other", vocab_size=64)
     make_model("llama", tmp_path / "short", max_position_embeddings=64)
     for name, message in (
@@ -152,7 +152,7 @@ def test_a_draft_model_must_share_the_vocabulary_and_reach_as_far(model: Path, t
     assert small_engine(model, speculative_config=config, max_model_len=64).info.max_model_len == 64
 
 
-def test_blocks_come_back_from_main_memory_as_they_went() -> None:
+def test_swapped_out_blocks_come_back_unchanged() -> None:
     caches = [torch.randn(6, 4, 2, 3, 5), torch.randn(6, 4, 2, 1, 7)]
     before = [cache.clone() for cache in caches]
     mover = BlockMover(caches, num_host_blocks=3)
@@ -166,7 +166,7 @@ def test_blocks_come_back_from_main_memory_as_they_went() -> None:
         assert torch.equal(cache[[2, 3, 5, 0]], old[[4, 1, 4, 0]])
 
 
-def test_a_block_that_is_moved_out_in_the_step_that_reuses_it_keeps_its_old_content() -> None:
+def test_a_block_swapped_out_in_the_step_that_reuses_it_keeps_its_old_content() -> None:
     cache = torch.arange(3.0).view(3, 1, 1, 1, 1).clone()
     mover = BlockMover([cache], num_host_blocks=2)
     mover.move(BlockMoves(swap_out=[(0, 0)]))
@@ -176,21 +176,21 @@ def test_a_block_that_is_moved_out_in_the_step_that_reuses_it_keeps_its_old_cont
     assert cache.flatten().tolist() == [1.0, 0.0, 0.0]
 
 
-def test_logits_of_a_long_prompt_are_never_held_at_once(model: Path) -> None:
+def test_logits_of_a_long_prompt_are_computed_in_slices(model: Path) -> None:
     engine = small_engine(model)
     runner = engine.runner
     assert isinstance(runner, ModelRunner)
-    runner._slice_rows, whole, most = 3, runner.target.logits, 0
+    runner._slice_rows, logits, max_rows = 3, runner.target.logits, 0
 
-    def counted(hidden: torch.Tensor) -> torch.Tensor:
-        nonlocal most
-        most = max(most, hidden.shape[0])
-        return whole(hidden)
+    def recording_logits(hidden: torch.Tensor) -> torch.Tensor:
+        nonlocal max_rows
+        max_rows = max(max_rows, hidden.shape[0])
+        return logits(hidden)
 
-    runner.target.logits = counted  # type: ignore[method-assign,assignment]
+    runner.target.logits = recording_logits  # type: ignore[method-assign,assignment]
     requests = [generation_request(str(i), list(range(3, 60)), max_tokens=2, prompt_logprobs=2, logprobs=0) for i in range(8)]
     events = run_to_end(engine, requests)
-    assert most == 3
+    assert max_rows == 3
     expected = run_to_end(small_engine(model), requests)
     for name, each in events.items():
         scores = [entry.logprob for event in each for entry in event.prompt_logprobs or []]
@@ -205,7 +205,7 @@ def prefix_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_globally_shared_prefix_is_computed_once_for_all_tenants(tmp_path: Path, prefix_file: Path) -> None:
+def test_a_global_prefix_is_computed_once_for_all_tenants(tmp_path: Path, prefix_file: Path) -> None:
     folder = tmp_path / "model"
     make_model("llama", folder, vocab_size=VOCAB_SIZE)
     write_tokenizer(folder)
@@ -219,7 +219,7 @@ def test_a_globally_shared_prefix_is_computed_once_for_all_tenants(tmp_path: Pat
         assert again[-1].num_cached_tokens == expected
 
 
-def test_shared_prefixes_that_cannot_be_read_are_refused_by_name(model: Path, tmp_path: Path, prefix_file: Path) -> None:
+def test_unreadable_shared_prefixes_are_refused_by_option(model: Path, tmp_path: Path, prefix_file: Path) -> None:
     folder = tmp_path / "model"
     make_model("llama", folder, vocab_size=VOCAB_SIZE)
     write_tokenizer(folder)
@@ -238,7 +238,7 @@ def test_shared_prefixes_that_cannot_be_read_are_refused_by_name(model: Path, tm
         assert refused.value.option == "shared_prefixes"
 
 
-def test_the_arguments_of_the_process_become_options() -> None:
+def test_command_line_options_become_engine_options() -> None:
     config = {"method": "ngram", "num_speculative_tokens": 5}
     given = {"model": "m", "swap_space": 1.5, "speculative_config": config, "shared_prefixes": ["a.txt", "b.txt"]}
     options = _engine_options(parse_arguments(["--fd", "3", "--options", json.dumps(given)]))
@@ -248,7 +248,7 @@ def test_the_arguments_of_the_process_become_options() -> None:
     assert plain == EngineOptions(model=Path("m"), inter_token_target_ms=INTER_TOKEN_TARGET_MS)
 
 
-def test_options_of_the_process_that_are_no_json_are_a_wrong_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_options_that_are_not_json_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         parse_arguments(["--fd", "3", "--options", "{model"])
     assert ended.value.code == 2
@@ -256,13 +256,14 @@ def test_options_of_the_process_that_are_no_json_are_a_wrong_command_line(capsys
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"model": "m", "max_seqs": 3}, "max_seqs is not an option of this engine"),
         ({}, "model must be a path, not None"),
         ({"model": "m", "speculative_config": "ngram"}, "speculative_config must be a mapping of options, not 'ngram'"),
     ],
+    ids=lambda value: str(value)[:50],
 )
-def test_what_is_no_option_of_a_process_is_named(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(EngineConfigError, match=words):
+def test_unknown_missing_and_malformed_options_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(EngineConfigError, match=message):
         EngineOptions.of(options)

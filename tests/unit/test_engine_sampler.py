@@ -1,4 +1,4 @@
-"""How tokens are chosen: distributions, filters, penalties, seeds, log-probabilities and rows that cannot be computed."""
+"""Sampled tokens: distributions, filters, determinism by seed and position, greedy choice, rows that cannot be computed."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def assert_follows(counts: torch.Tensor, probabilities: torch.Tensor) -> None:
     ends = expected.cumsum(0)
     num_pools = max(1, int(ends[-1] / EXPECTED_IN_POOL))
     pool = (ends / EXPECTED_IN_POOL).long().clamp(max=num_pools - 1)
-    wanted = torch.bincount(pool, weights=expected, minlength=num_pools)
-    seen = torch.bincount(pool, weights=counts[ids].double(), minlength=num_pools)
-    used = wanted > 0
-    statistic = ((seen - wanted)[used] ** 2 / wanted[used]).sum().item()
+    expected_in_pool = torch.bincount(pool, weights=expected, minlength=num_pools)
+    drawn_in_pool = torch.bincount(pool, weights=counts[ids].double(), minlength=num_pools)
+    used = expected_in_pool > 0
+    statistic = ((drawn_in_pool - expected_in_pool)[used] ** 2 / expected_in_pool[used]).sum().item()
     freedom = int(used.sum()) - 1
     limit = freedom + 5 * math.sqrt(2 * freedom) + ROUNDING
     assert statistic <= limit, f"chi-square {statistic:.1f} with {freedom} degrees of freedom"
@@ -66,16 +66,14 @@ def test_draws_follow_the_softmax_of_logits_over_temperature(logits: torch.Tenso
 
 
 @pytest.mark.parametrize("top_k", [1, 64, 65, 1099, 5000])
-def test_top_k_keeps_the_k_most_likely(logits: torch.Tensor, top_k: int) -> None:
+def test_top_k_keeps_the_k_most_likely_tokens(logits: torch.Tensor, top_k: int) -> None:
     probabilities = torch.softmax(logits.double(), -1)
     kept = probabilities >= probabilities.topk(min(top_k, VOCAB_SIZE)).values[-1]
     assert_follows(draw_counts(logits, top_k=top_k), keep_only(probabilities, kept))
 
 
 @pytest.mark.parametrize(("spread", "top_p"), [(1.0, 0.1), (1.0, 0.6), (0.05, 0.9), (0.05, 0.999)])
-def test_top_p_keeps_the_smallest_set_that_reaches_p_even_beyond_the_candidates(
-    logits: torch.Tensor, spread: float, top_p: float
-) -> None:
+def test_top_p_keeps_the_smallest_set_that_reaches_p(logits: torch.Tensor, spread: float, top_p: float) -> None:
     flattened = logits * spread
     probabilities = torch.softmax(flattened.double(), -1)
     ordered, ids = probabilities.sort(descending=True)
@@ -85,7 +83,9 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p_even_beyond_the_candidates(
 
 
 @pytest.mark.parametrize(("spread", "min_p"), [(1.0, 0.2), (0.05, 0.9)])
-def test_min_p_keeps_what_is_likely_enough_beside_the_most_likely(logits: torch.Tensor, spread: float, min_p: float) -> None:
+def test_min_p_keeps_tokens_likely_enough_relative_to_the_most_likely(
+    logits: torch.Tensor, spread: float, min_p: float
+) -> None:
     flattened = logits * spread
     probabilities = torch.softmax(flattened.double(), -1)
     kept = probabilities >= min_p * probabilities.max()
@@ -93,7 +93,7 @@ def test_min_p_keeps_what_is_likely_enough_beside_the_most_likely(logits: torch.
 
 
 @pytest.mark.parametrize(("spread", "typical_p"), [(1.0, 0.2), (1.0, 0.9), (0.05, 0.5)])
-def test_typical_sampling_keeps_what_surprises_as_much_as_the_average(
+def test_typical_p_keeps_tokens_with_surprisal_nearest_to_the_entropy(
     logits: torch.Tensor, spread: float, typical_p: float
 ) -> None:
     flattened = logits * spread
@@ -106,7 +106,7 @@ def test_typical_sampling_keeps_what_surprises_as_much_as_the_average(
     assert_follows(draw_counts(flattened, typical_p=typical_p), keep_only(probabilities, kept))
 
 
-def test_top_p_works_on_what_top_k_left(logits: torch.Tensor) -> None:
+def test_top_p_is_applied_after_top_k(logits: torch.Tensor) -> None:
     probabilities = torch.softmax(logits.double(), -1)
     ordered, ids = probabilities.sort(descending=True)
     first = ordered[:10] / ordered[:10].sum()
@@ -115,7 +115,7 @@ def test_top_p_works_on_what_top_k_left(logits: torch.Tensor) -> None:
     assert_follows(draw_counts(logits, top_k=10, top_p=0.7), keep_only(probabilities, kept))
 
 
-def test_a_request_draws_the_same_alone_and_beside_any_others() -> None:
+def test_a_request_draws_the_same_token_alone_and_in_any_batch() -> None:
     torch.manual_seed(9)
     logits = torch.randn(11, VOCAB_SIZE)
     settings: list[dict[str, Any]] = [
@@ -129,21 +129,21 @@ def test_a_request_draws_the_same_alone_and_beside_any_others() -> None:
     assert together == alone == reversed_order
 
 
-def test_greedy_takes_the_largest_logit(logits: torch.Tensor) -> None:
+def test_greedy_sampling_takes_the_largest_logit(logits: torch.Tensor) -> None:
     assert sample(logits[None], [sampling_request(temperature=0.0)])[0].token_id == int(logits.argmax())
 
 
 @pytest.mark.parametrize("temperature", [9.9e-6, 1e-38, 1e-320])
-@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": 3}])
-def test_a_tiny_temperature_is_greedy_and_not_a_division_by_zero(
-    logits: torch.Tensor, temperature: float, filters: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": 3}], ids=str)
+def test_a_tiny_temperature_is_greedy(logits: torch.Tensor, temperature: float, filters: dict[str, Any]) -> None:
     requests = [sampling_request(str(s), seed=s, temperature=temperature, **filters) for s in range(20)]
     outputs = sample(logits.expand(20, -1), requests)
     assert {output.token_id for output in outputs} == {int(logits.argmax())}
 
 
-@pytest.mark.parametrize("filters", [{"top_p": 1e-320}, {"top_p": 1e-45}, {"min_p": 1.0}, {"top_p": 1e-320, "min_p": 1.0}])
+@pytest.mark.parametrize(
+    "filters", [{"top_p": 1e-320}, {"top_p": 1e-45}, {"min_p": 1.0}, {"top_p": 1e-320, "min_p": 1.0}], ids=str
+)
 def test_the_most_likely_token_is_never_filtered_out(logits: torch.Tensor, filters: dict[str, Any]) -> None:
     outputs = sample(logits.expand(20, -1), [sampling_request(str(s), seed=s, **filters) for s in range(20)])
     assert {output.token_id for output in outputs} == {int(logits.argmax())}
@@ -152,7 +152,7 @@ def test_the_most_likely_token_is_never_filtered_out(logits: torch.Tensor, filte
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("penalty", [0.01, 10.0])
 @pytest.mark.parametrize("temperature", [0.0, 1e-5, 2.0])
-def test_the_strongest_penalties_leave_logits_that_can_be_sampled(sign: float, penalty: float, temperature: float) -> None:
+def test_the_strongest_penalties_leave_finite_logits(sign: float, penalty: float, temperature: float) -> None:
     logits = torch.tensor([[3e4, 2.0, -1.0, -3e4]]) * sign
     request = sampling_request(
         prompt=(0, 1, 2, 3), output=(3,), temperature=temperature, repetition_penalty=penalty, presence_penalty=2.0
@@ -160,16 +160,16 @@ def test_the_strongest_penalties_leave_logits_that_can_be_sampled(sign: float, p
     assert sample(logits, [request])[0].token_id == int(sign < 0) * 3
 
 
-@pytest.mark.parametrize("weights", [[math.nan, 1.0], [math.inf, 1.0], [0.0, 0.0]])
-@pytest.mark.parametrize("place", [0, 255, 256, 1499])
-def test_weights_that_no_token_can_be_drawn_from_draw_none(weights: list[float], place: int) -> None:
+@pytest.mark.parametrize("weights", [[math.nan, 1.0], [math.inf, 1.0], [0.0, 0.0]], ids=str)
+@pytest.mark.parametrize("position", [0, 255, 256, 1499])
+def test_weights_that_are_not_finite_or_all_zero_draw_no_token(weights: list[float], position: int) -> None:
     rows = torch.zeros(2, 1500)
-    rows[0, place], rows[1, place], rows[1, 700] = 1.0, weights[0], weights[1]
-    assert plain_sampling.draw_weighted(rows, torch.tensor([3, 4])).tolist() == [place, NO_TOKEN]
+    rows[0, position], rows[1, position], rows[1, 700] = 1.0, weights[0], weights[1]
+    assert plain_sampling.draw_weighted(rows, torch.tensor([3, 4])).tolist() == [position, NO_TOKEN]
 
 
 @pytest.mark.parametrize("spread", [1e-30, 1.0, 1e30])
-def test_tokens_are_drawn_in_proportion_to_their_weights_and_never_without_one(spread: float) -> None:
+def test_tokens_are_drawn_in_proportion_to_their_weights(spread: float) -> None:
     generator = torch.Generator().manual_seed(3)
     weights = torch.rand(1, 300, generator=generator) ** 4 * spread
     weights *= torch.rand(1, 300, generator=generator) < 0.3
@@ -179,8 +179,8 @@ def test_tokens_are_drawn_in_proportion_to_their_weights_and_never_without_one(s
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
-@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {}, {"top_p": 0.5}, {"top_k": 3}, {"logprobs": 2}])
-def test_a_row_that_is_not_finite_fails_alone(logits: torch.Tensor, poison: float, sampling: dict[str, Any]) -> None:
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {}, {"top_p": 0.5}, {"top_k": 3}, {"logprobs": 2}], ids=str)
+def test_a_non_finite_row_fails_alone(logits: torch.Tensor, poison: float, sampling: dict[str, Any]) -> None:
     batch = torch.stack((logits, logits, logits))
     batch[1, 17] = poison
     healthy = sample(logits[None], [sampling_request("0", **sampling)])[0]
@@ -188,7 +188,7 @@ def test_a_row_that_is_not_finite_fails_alone(logits: torch.Tensor, poison: floa
     assert outputs == [healthy, SampledToken(error=NOT_FINITE), healthy]
 
 
-def test_random_bits_repeat_for_seed_and_position_and_differ_otherwise() -> None:
+def test_random_keys_are_equal_for_equal_seed_and_position_only() -> None:
     numbers = {key(seed, position) for seed in range(50) for position in range(50)}
     assert len(numbers) == 2500
     assert key(3, 4) == key(3, 4)
@@ -197,12 +197,12 @@ def test_random_bits_repeat_for_seed_and_position_and_differ_otherwise() -> None
     assert key(2**63 - 1, 2**20) < 2**64
 
 
-def test_a_second_number_for_a_position_is_another_one() -> None:
+def test_further_draws_at_a_position_have_other_keys() -> None:
     numbers = {key(seed, position, draw=draw) for seed in range(20) for position in range(20) for draw in range(3)}
     assert len(numbers) == 1200
 
 
-def test_every_answer_has_a_seed_of_its_own_and_the_first_that_of_the_request() -> None:
+def test_each_answer_has_its_own_seed_and_the_first_that_of_the_request() -> None:
     seeds = {seed_of_answer(seed, index) for seed in (*range(40), 2**63 - 1) for index in range(128)}
     assert len(seeds) == 41 * 128
     assert all(0 <= seed < 2**63 for seed in seeds)
@@ -211,7 +211,7 @@ def test_every_answer_has_a_seed_of_its_own_and_the_first_that_of_the_request() 
     assert len({number for stream in streams for number in stream}) == 200
 
 
-def test_the_largest_of_a_row_is_the_first_of_equals_and_nan_where_one_is() -> None:
+def test_largest_returns_the_first_of_equal_maxima_and_nan_if_present() -> None:
     rows = torch.tensor([[1.0, 3.0, 3.0, 2.0], [-math.inf] * 4, [5.0, math.nan, 7.0, math.nan], [0.0, math.inf, 1.0, math.inf]])
     values, places = plain_sampling.largest(rows)
     expected = rows.max(dim=-1)

@@ -1,4 +1,4 @@
-"""The filtered distributions against transformers' processors: the same tokens with the same probabilities."""
+"""Filtered distributions equal those of transformers' processors: the same tokens with the same probabilities."""
 
 from __future__ import annotations
 
@@ -59,28 +59,26 @@ def logits_of(spread: float, vocab_size: int, rows: int = 6) -> torch.Tensor:
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize(("spread", "vocab_size"), [(4.0, 37), (2.0, 1100), (0.3, 3000)])
-def test_probabilities_after_the_filters_are_those_of_transformers(
-    settings: dict[str, Any], spread: float, vocab_size: int
-) -> None:
+def test_filtered_probabilities_equal_those_of_transformers(settings: dict[str, Any], spread: float, vocab_size: int) -> None:
     logits = logits_of(spread, vocab_size)
     result = distributions(logits, [sampling_request(str(i), **settings) for i in range(len(logits))])
     torch.testing.assert_close(result.double(), reference(logits, settings), atol=1e-5, rtol=1e-4)
 
 
-def test_rows_with_different_filters_do_not_change_one_another() -> None:
+def test_rows_with_different_filters_are_independent() -> None:
     logits = logits_of(2.0, 1100, rows=len(SETTINGS))
     together = distributions(logits, [sampling_request(str(i), **settings) for i, settings in enumerate(SETTINGS)])
     alone = [distributions(logits[i : i + 1], [sampling_request(**settings)])[0] for i, settings in enumerate(SETTINGS)]
     torch.testing.assert_close(together, torch.stack(alone), atol=0, rtol=0)
 
 
-def test_a_greedy_row_has_all_of_its_probability_at_the_largest_logit() -> None:
+def test_a_greedy_row_has_all_probability_at_the_largest_logit() -> None:
     logits = logits_of(2.0, 50)
     result = distributions(logits, [sampling_request(str(i), temperature=0.0, top_k=3) for i in range(len(logits))])
     assert torch.equal(result, torch.nn.functional.one_hot(logits.argmax(-1), 50).float())
 
 
-def test_what_is_sampled_is_drawn_from_the_distribution() -> None:
+def test_sampled_tokens_are_drawn_from_the_filtered_distribution() -> None:
     logits = logits_of(1.0, 1100)
     requests = [sampling_request(str(i), seed=i, logit_bias={3: 4.0}) for i in range(len(logits))]
     tokens = [output.token_id for output in sample(logits, requests)]

@@ -1,4 +1,4 @@
-"""Rules that change logits: penalties, bias, minimum length, bad words, and the masks of a grammar."""
+"""Rules that change logits before sampling: penalties, logit bias, minimum length, bad words, and masks of a grammar."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.sampling import distributions, mask_of, next_rows, output_of,
 CPU = torch.device("cpu")
 
 
-def test_repetition_penalty_weakens_tokens_of_prompt_and_output() -> None:
+def test_repetition_penalty_applies_to_tokens_of_prompt_and_output() -> None:
     logits = torch.tensor([[2.0, 1.5, -1.0, -1.2]])
     chosen = sample(logits, [sampling_request(prompt=(0,), output=(3,), temperature=0.0, repetition_penalty=2.0)])[0]
     assert chosen.token_id == 1
@@ -33,29 +33,29 @@ def test_presence_and_frequency_penalties_count_the_output_only() -> None:
     assert [sample(logits, [r])[0].token_id for r in (in_prompt, in_output, twice, once)] == [0, 1, 1, 0]
 
 
-def test_a_bias_of_integers_is_added() -> None:
+def test_integer_biases_are_added() -> None:
     request = sampling_request(prompt=(0,), temperature=0.0)
     object.__setattr__(request.sampling, "logit_bias", {1: -100, 2: 1})
     assert sample(torch.tensor([[0.5, 9.0, 0.0]]), [request])[0].token_id == 2
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_penalties_are_those_of_a_count_over_the_whole_vocabulary(seed: int) -> None:
-    numbers = random.Random(seed)
+def test_penalties_equal_a_count_over_the_whole_vocabulary(seed: int) -> None:
+    rng = random.Random(seed)
     request = sampling_request(
-        prompt=tuple(numbers.randrange(50) for _ in range(numbers.randrange(1, 60))),
+        prompt=tuple(rng.randrange(50) for _ in range(rng.randrange(1, 60))),
         temperature=1.0, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=-0.2,
     )  # fmt: skip
     sampler = Sampler(CPU)
     for _ in range(12):
-        logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(numbers.randrange(1000)))
+        logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(rng.randrange(1000)))
         result = sampler.distributions(logits.clone(), next_rows([request]))
         anywhere = torch.bincount(torch.tensor(request.token_ids), minlength=50) > 0
         in_output = torch.bincount(torch.tensor(output_of(request), dtype=torch.int64), minlength=50)
         twin = torch.where(anywhere, torch.where(logits > 0, logits / 1.3, logits * 1.3), logits)
         twin = twin + 0.2 * in_output - 0.4 * (in_output > 0)
         torch.testing.assert_close(result, torch.softmax(twin, -1))
-        request.token_ids += [numbers.randrange(50) for _ in range(numbers.randrange(1, 4))]
+        request.token_ids += [rng.randrange(50) for _ in range(rng.randrange(1, 4))]
 
 
 def test_token_counts_follow_a_growing_request() -> None:
@@ -70,7 +70,7 @@ def test_token_counts_follow_a_growing_request() -> None:
     assert chosen == [0, 1, 0, 1]
 
 
-def test_logit_bias_moves_single_tokens() -> None:
+def test_logit_bias_changes_single_tokens() -> None:
     logits = torch.tensor([[1.0, 0.9, 0.0]])
     assert sample(logits, [sampling_request(temperature=0.0, logit_bias={2: 5.0, 0: -100.0})])[0].token_id == 2
 
@@ -84,8 +84,8 @@ def test_end_tokens_are_forbidden_below_min_tokens() -> None:
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
-def test_the_minimum_counts_whether_or_not_the_end_of_the_text_is_ignored(ignore_eos: bool) -> None:
-    """Without end tokens there is nothing to forbid; the caller's own stop ids are forbidden all the same."""
+def test_min_tokens_forbids_stop_tokens_with_and_without_ignore_eos(ignore_eos: bool) -> None:
+    """With ignore_eos the request has no end tokens, but its stop_token_ids are forbidden all the same."""
     logits = torch.tensor([[9.0, 8.0, 1.0]])
     request = sampling_request(
         temperature=0.0, min_tokens=1, ignore_eos=ignore_eos, stop_token_ids=[1], end_ids=() if ignore_eos else (0,)
@@ -93,7 +93,7 @@ def test_the_minimum_counts_whether_or_not_the_end_of_the_text_is_ignored(ignore
     assert sample(logits, [request])[0].token_id == (0 if ignore_eos else 2)
 
 
-def test_a_bad_word_is_not_begun_where_it_is_one_token() -> None:
+def test_a_bad_word_of_one_token_is_forbidden() -> None:
     logits = torch.tensor([[3.0, 2.0, 1.0]])
     request = sampling_request(temperature=0.0, bad_words_token_ids=[[0], [1]])
     assert sample(logits, [request])[0].token_id == 2
@@ -103,30 +103,30 @@ def test_a_bad_word_is_not_begun_where_it_is_one_token() -> None:
     ("output", "expected"),
     [((), 0), ((5,), 0), ((5, 6), 1), ((6, 5, 6), 1), ((6,), 0), ((5, 6, 5), 0)],
 )
-def test_the_last_token_of_a_bad_word_is_forbidden_behind_its_others(output: tuple[int, ...], expected: int) -> None:
+def test_the_last_token_of_a_bad_word_is_forbidden_after_the_others(output: tuple[int, ...], expected: int) -> None:
     logits = torch.tensor([[3.0, 2.0, 1.0, 0.0, 0.0, 0.0, 0.0]])
     request = sampling_request(prompt=(5, 6), output=output, temperature=0.0, bad_words_token_ids=[[5, 6, 0]])
     assert sample(logits, [request])[0].token_id == expected
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_tokens_that_would_complete_a_bad_word_are_those_of_a_look_at_every_word(seed: int) -> None:
-    numbers = random.Random(seed)
-    words = [[numbers.randrange(3) for _ in range(numbers.randrange(1, 6))] for _ in range(numbers.randrange(1, 12))]
-    prompt = tuple(numbers.randrange(3) for _ in range(3))
+def test_forbidden_tokens_equal_a_linear_search_over_the_bad_words(seed: int) -> None:
+    rng = random.Random(seed)
+    words = [[rng.randrange(3) for _ in range(rng.randrange(1, 6))] for _ in range(rng.randrange(1, 12))]
+    prompt = tuple(rng.randrange(3) for _ in range(3))
     request = sampling_request(prompt=prompt, bad_words_token_ids=words)
     bad_words = BadWords()
     for _ in range(60):
         text = output_of(request)
         expected = {word[-1] for word in words if word[:-1] == text[len(text) - len(word) + 1 :]}
         assert bad_words.forbidden_tokens(request, request.num_tokens).tolist() == sorted(expected)
-        if numbers.random() < 0.1:
+        if rng.random() < 0.1:
             del request.token_ids[max(len(prompt), request.num_tokens - 2) :]  # a step is computed again
             continue
-        request.token_ids += [numbers.randrange(3) for _ in range(numbers.randrange(1, 3))]
+        request.token_ids += [rng.randrange(3) for _ in range(rng.randrange(1, 3))]
 
 
-def test_a_bad_word_is_looked_for_up_to_a_token_that_is_not_known_and_on_from_there_when_it_is() -> None:
+def test_bad_words_are_matched_up_to_an_unknown_token_and_on_once_it_is_known() -> None:
     request = sampling_request(prompt=(3,), output=(1, UNKNOWN_TOKEN), bad_words_token_ids=[[1, 5], [1, 2, 6]])
     bad_words = BadWords()
     assert bad_words.forbidden_tokens(request, 3).tolist() == [5]
@@ -134,7 +134,7 @@ def test_a_bad_word_is_looked_for_up_to_a_token_that_is_not_known_and_on_from_th
     assert bad_words.forbidden_tokens(request, 3).tolist() == [6]
 
 
-def test_a_bad_word_and_an_end_that_would_come_too_early_are_forbidden_together() -> None:
+def test_bad_words_and_min_tokens_are_combined() -> None:
     request = sampling_request(temperature=0.0, bad_words_token_ids=[[0]], stop_token_ids=[1], min_tokens=2)
     assert sample(torch.tensor([[3.0, 2.0, 1.0]]), [request])[0].token_id == 2
 
@@ -151,7 +151,7 @@ def test_bad_words_follow_a_growing_output() -> None:
 
 @pytest.mark.parametrize("vocab_size", [31, 32, 33, 70, 1100])
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {}, {"top_p": 0.8}, {"typical_p": 0.5, "logprobs": 2}], ids=str)
-def test_only_what_the_mask_allows_is_chosen(vocab_size: int, sampling: dict[str, Any]) -> None:
+def test_only_tokens_that_the_mask_allows_are_sampled(vocab_size: int, sampling: dict[str, Any]) -> None:
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(8, vocab_size, generator=generator) * 3
     allowed = [sorted({0, vocab_size - 1, row, 30}) for row in range(8)]
@@ -174,7 +174,7 @@ def test_masks_are_applied_in_slices_of_rows(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
-def test_a_mask_does_not_hide_logits_that_are_not_finite(poison: float) -> None:
+def test_a_mask_does_not_hide_non_finite_logits(poison: float) -> None:
     logits = torch.tensor([[3.0, poison, 1.0]])
     request = sampling_request(temperature=0.0, guided_regex="a*")
     assert sample(logits, [request], mask_of([[0]], 3)) == [SampledToken(error=NOT_FINITE)]
@@ -187,7 +187,7 @@ def test_rows_without_a_grammar_are_not_masked() -> None:
     assert [output.token_id for output in outputs] == [0, 2]
 
 
-def test_logprobs_beside_a_mask_are_those_of_the_model() -> None:
+def test_logprobs_are_computed_before_the_mask() -> None:
     logits = torch.tensor([[3.0, 2.0, 1.0]])
     (output,) = sample(logits, [sampling_request(temperature=0.0, guided_choice=["x"], logprobs=1)], mask_of([[2]], 3))
     assert output.logprob is not None
@@ -203,9 +203,10 @@ def test_logprobs_beside_a_mask_are_those_of_the_model() -> None:
         ({"bad_words_token_ids": [[0], [1], [2]]}, None, "bad_words"),
         ({"min_tokens": 1, "stop_token_ids": [0, 1, 2]}, None, "min_tokens"),
     ],
+    ids=lambda value: str(value)[:50],
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_that_forbids_every_token_fails_alone_and_names_the_field(
+def test_a_row_with_every_token_forbidden_fails_alone_and_names_the_field(
     sampling: dict[str, Any], allowed: list[int] | None, param: str, temperature: float
 ) -> None:
     logits = torch.tensor([[3.0, 2.0, 1.0]] * 3)
@@ -217,12 +218,12 @@ def test_a_row_that_forbids_every_token_fails_alone_and_names_the_field(
 
 
 @pytest.mark.parametrize("bias", [-100.0, 100.0])
-def test_a_bias_on_every_token_leaves_the_choice_as_it_was(bias: float) -> None:
+def test_equal_biases_on_all_tokens_change_nothing(bias: float) -> None:
     logits = torch.tensor([[3.0, 2.0, 1.0]])
     assert sample(logits, [sampling_request(temperature=0.0, logit_bias=dict.fromkeys(range(3), bias))])[0].token_id == 0
 
 
-def test_a_row_behind_drafts_draws_with_the_noise_of_its_own_position() -> None:
+def test_rows_after_drafts_use_the_noise_of_their_own_position() -> None:
     logits = torch.zeros(4, 500)
     request = sampling_request(output=(3, 4), seed=9)
     behind = Sampler(CPU).sample(logits.clone(), [SampledRow(request, request.num_tokens + k) for k in range(4)])
@@ -233,7 +234,7 @@ def test_a_row_behind_drafts_draws_with_the_noise_of_its_own_position() -> None:
     assert behind == grown
 
 
-def test_end_tokens_are_forbidden_in_rows_behind_drafts_as_long_as_the_answer_would_be_too_short() -> None:
+def test_min_tokens_forbids_end_tokens_in_rows_after_drafts_by_their_position() -> None:
     request = sampling_request(temperature=0.0, min_tokens=2)
     rows = [SampledRow(request, request.num_tokens + depth) for depth in range(3)]
     outputs = Sampler(CPU).sample(torch.tensor([[9.0, 1.0]] * 3), rows)

@@ -1,4 +1,4 @@
-"""Sampling by slot columns: tokens and scores of the plain sampler, masks where the token before decides, rows for biases."""
+"""Sampling by slots: tokens and log-probabilities equal the plain sampler's; masks; rows of the table of biases."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_slots_draw_the_tokens_of_the_plain_sampler() -> None:
     assert all(sampler.refusal(request) is None for request in requests)
     assign(sampler, slots, requests)
     for slot, request in zip(slots, requests, strict=True):
-        request.token_ids += [9, 9]  # of an earlier life of the request
+        request.token_ids += [9, 9]  # generated before the slot was assigned
         sampler.restart(slot, request, request.num_tokens)
     for _ in range(5):
         expected = [token.token_id for token in sample(logits, requests)]
@@ -73,7 +73,7 @@ def test_a_bad_word_of_two_tokens_forbids_neither_alone() -> None:
     assert chosen.tokens.tolist() == [3]
 
 
-def test_a_slot_forgets_its_last_owner() -> None:
+def test_a_slot_keeps_nothing_of_its_last_request() -> None:
     sampler = ColumnSampler(1, 20, CPU)
     logits = torch.zeros(1, 20)
     for sampling, expected in (
@@ -92,7 +92,7 @@ def test_a_slot_forgets_its_last_owner() -> None:
         assert chosen.tokens.tolist() == [expected]
 
 
-def test_padding_has_no_token() -> None:
+def test_padding_rows_draw_no_token() -> None:
     sampler = ColumnSampler(2, 20, CPU)
     kind = Kind(weighs=True, counts=True, num_top=5)
     chosen = sampler.choose(torch.zeros(2, 20), torch.tensor([-1, -1]), torch.tensor([0, 0]), kind)
@@ -117,7 +117,7 @@ TYPICAL: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("spread", [0.02, 3.0])
-def test_typical_sampling_is_a_filter_of_the_slots_beside_all_others(spread: float) -> None:
+def test_typical_p_combines_with_all_other_filters(spread: float) -> None:
     settings = [each for each in TYPICAL for _ in range(20)]
     logits = torch.randn(len(settings), VOCAB_SIZE, generator=torch.Generator().manual_seed(3)) * spread
     logits[::4] = (logits[::4] * 2).round()
@@ -140,7 +140,7 @@ def test_typical_sampling_is_a_filter_of_the_slots_beside_all_others(spread: flo
     [{"guided_regex": "a"}, {"bad_words_token_ids": [[1], [1, 2]]}, {"min_tokens": 1, "stop_token_ids": list(range(20))}],
     ids=str,
 )
-def test_what_depends_on_the_token_before_waits_for_a_mask(sampling: dict[str, Any]) -> None:
+def test_rules_that_depend_on_earlier_tokens_need_a_mask(sampling: dict[str, Any]) -> None:
     sampler = ColumnSampler(2, 50, CPU)
     requests = [sampling_request(), sampling_request(**sampling)]
     assert all(sampler.refusal(request) is None for request in requests)
@@ -150,7 +150,7 @@ def test_what_depends_on_the_token_before_waits_for_a_mask(sampling: dict[str, A
     assert sampler.needs([0]).masked == []
 
 
-def test_masks_of_the_host_hold_what_is_forbidden_behind_the_tokens_before() -> None:
+def test_host_masks_contain_the_tokens_forbidden_after_earlier_ones() -> None:
     request = sampling_request(bad_words_token_ids=[[3], [4, 37]], output=(4,), min_tokens=3, stop_token_ids=[5])
     masks = allow_all(2, 40, CPU)
     forbid_tokens(masks, [SampledRow(request, request.num_tokens), SampledRow(sampling_request(), 1)], ForbiddenTokens())
@@ -158,8 +158,8 @@ def test_masks_of_the_host_hold_what_is_forbidden_behind_the_tokens_before() -> 
     assert (bits == 0).nonzero().tolist() == [[0, 0], [0, 3], [0, 5], [0, 37]]
 
 
-@pytest.mark.parametrize("counts", [[0], [1, 3], [0, 20, 7]])
-def test_scores_of_a_step_are_those_of_the_plain_sampler(counts: list[int]) -> None:
+@pytest.mark.parametrize("counts", [[0], [1, 3], [0, 20, 7]], ids=str)
+def test_logprobs_equal_those_of_the_plain_sampler(counts: list[int]) -> None:
     settings: list[dict[str, Any]] = [{"logprobs": count, "repetition_penalty": 1.5, "top_k": 40} for count in counts]
     requests = [sampling_request(), *(sampling_request(seed=i, **each) for i, each in enumerate(settings))]
     logits = torch.randn(len(requests), VOCAB_SIZE, generator=torch.Generator().manual_seed(2)) * 3
@@ -174,7 +174,7 @@ def test_scores_of_a_step_are_those_of_the_plain_sampler(counts: list[int]) -> N
     assert [unpacked(chosen.scores[row], count) for row, count in needs.scored] == [token.logprob for token in expected[1:]]
 
 
-def test_rows_for_biases_are_given_back_when_their_requests_end() -> None:
+def test_a_row_of_the_bias_table_is_freed_when_its_request_ends() -> None:
     sampler = ColumnSampler(4, 50, CPU, num_biases=2)
     first, second, third = (sampling_request(str(i), logit_bias={1: 1.0 + i}) for i in range(3))
     assert sampler.refusal(first) is None
@@ -185,12 +185,12 @@ def test_rows_for_biases_are_given_back_when_their_requests_end() -> None:
     assert sampler.refusal(third) is None
 
 
-def test_there_is_a_row_for_the_bias_of_every_seat() -> None:
+def test_every_slot_may_have_its_own_bias() -> None:
     sampler = ColumnSampler(40, 50, CPU)
     assert all(sampler.refusal(sampling_request(str(i), logit_bias={i: 1.0})) is None for i in range(40))
 
 
-def test_requests_with_the_same_bias_share_a_row_until_the_last_of_them_ends() -> None:
+def test_requests_with_equal_biases_share_a_row_until_the_last_one_ends() -> None:
     sampler = ColumnSampler(3, 50, CPU, num_biases=1)
     same: dict[str, Any] = {"logit_bias": {3: 50.0, 4: 60.0}, "bad_words_token_ids": [[4], [1, 2]], "temperature": 0.0}
     first, second = (sampling_request(str(i), **same) for i in range(2))
@@ -209,7 +209,7 @@ def test_requests_with_the_same_bias_share_a_row_until_the_last_of_them_ends() -
     assert sampler.choose(torch.zeros(1, 50), slots[:1], positions[:1], Kind()).tokens.tolist() == [5]
 
 
-def test_only_top_p_without_top_k_weighs_the_vocabulary() -> None:
+def test_only_top_p_without_top_k_below_the_vocabulary_needs_weights_of_all_tokens() -> None:
     settings: list[dict[str, Any]] = [{"top_p": 0.5}, {}, *({"top_p": 0.5, "top_k": top_k} for top_k in (4, 49, 50))]
     sampler = ColumnSampler(len(settings), 50, CPU)
     assign(sampler, range(len(settings)), [sampling_request(**each) for each in settings])
@@ -217,7 +217,7 @@ def test_only_top_p_without_top_k_weighs_the_vocabulary() -> None:
 
 
 @pytest.mark.parametrize("num_slots", [1, 5, 256])
-def test_every_column_begins_at_a_multiple_of_16_bytes(num_slots: int) -> None:
+def test_every_column_is_aligned_to_16_bytes(num_slots: int) -> None:
     columns = SamplingColumns.empty(num_slots, 33, 1, CPU)
     penalties = ("repetition", "frequency", "presence")
     for name in ("scale", "streams", "top_k", "top_p", "neg_log2_min_p", "typical_p", *penalties, "min_tokens_until", "rules"):

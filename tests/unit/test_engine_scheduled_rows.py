@@ -1,4 +1,4 @@
-"""Rows of a step: equal for the forward pass whichever runner makes them, and those that sample in columns."""
+"""Rows of a step: equal inputs of the forward pass from both runners, and the rows that sample."""
 
 from __future__ import annotations
 
@@ -81,14 +81,14 @@ def test_both_runners_compute_the_same_rows() -> None:
         assert [*row.outputs][: len(made.outputs)] == [*made.outputs], "rows that choose come before those that are scored"
 
 
-def test_hidden_states_come_back_item_by_item_those_that_choose_first() -> None:
+def test_hidden_states_are_returned_per_request_with_sampled_rows_first() -> None:
     rows = PlainStepRows.of(STEPS)
     first = 0
     for index, (item, row) in enumerate(zip(STEPS, rows.spans, strict=True)):
-        chosen = [rows.hidden_rows[place] for place in rows.sampled_ranges[index]]
+        chosen = [rows.hidden_rows[row_index] for row_index in rows.sampled_ranges[index]]
         assert [*chosen, *rows.scored_ranges[index]] == [*range(first, first + len(row.outputs))]
         assert len(chosen) == (1 + item.num_draft_tokens) * item.samples
-        assert [rows.sampled[place].position for place in rows.sampled_ranges[index]] == [
+        assert [rows.sampled[row_index].position for row_index in rows.sampled_ranges[index]] == [
             item.request.num_tokens + depth for depth in range(len(chosen))
         ]
         first += len(row.outputs)
@@ -98,14 +98,14 @@ def test_hidden_states_come_back_item_by_item_those_that_choose_first() -> None:
 @pytest.mark.parametrize(
     ("start", "end", "predicted"), [(0, 4, [1, 2, 3, 4]), (2, 6, [3, 4, 5]), (5, 6, []), (0, 6, [1, 2, 3, 4, 5])]
 )
-def test_every_prompt_token_but_the_first_is_scored_by_the_row_before_it(start: int, end: int, predicted: list[int]) -> None:
+def test_each_prompt_token_except_the_first_is_scored_by_the_row_before(start: int, end: int, predicted: list[int]) -> None:
     rows = PlainStepRows.of([chunk(start, end, prompt_logprobs=1)])
     (row,), (scored,), (scored_from,) = rows.spans, rows.scored_ranges, rows.scored_starts
     assert [start + output + 1 for output in [*row.outputs][len(rows.hidden_rows) :]] == predicted
     assert [*range(scored_from, scored_from + len(scored))] == predicted or not scored
 
 
-def test_the_plain_runner_takes_no_token_that_only_the_device_knows() -> None:
+def test_the_plain_runner_refuses_tokens_known_only_to_the_device() -> None:
     item = decode(2, [1, 2])
     item.draft_token_ids = []
     with pytest.raises(AssertionError, match="drafts"):
@@ -116,7 +116,7 @@ def test_the_plain_runner_takes_no_token_that_only_the_device_knows() -> None:
         PlainStepRows.of([unknown])
 
 
-def test_places_of_tokens_that_only_the_device_knows_are_found_in_the_order_of_the_pass() -> None:
+def test_indices_of_tokens_known_only_to_the_device_follow_the_order_of_the_pass() -> None:
     items = [decode(1), decode(5), decode(3, [1, 2]), chunk(0, 4), decode(2), decode(4, [6])]
     for item in items[::2]:
         if not item.num_draft_tokens:
@@ -128,17 +128,17 @@ def test_places_of_tokens_that_only_the_device_knows_are_found_in_the_order_of_t
     assert device_token_indices(rows) == {1: 4, 2: 0}
     assert rows[0].token_ids is DEVICE_TOKEN
     assert draft_token_indices(items, rows) == [4, 5, 11]
-    assert [tokens[place] for place in draft_token_indices(items, rows)] == [0, 0, 6]
+    assert [tokens[index] for index in draft_token_indices(items, rows)] == [0, 0, 6]
 
 
-def test_a_known_token_0_is_left_as_it_is() -> None:
+def test_a_known_token_0_is_not_taken_for_an_unknown_one() -> None:
     item = decode(1)
     assert item.request.token_ids[-1] == 0
     assert device_token_indices([token_span(item)]) == {}
 
 
 @given(depths=st.lists(st.integers(0, 3), max_size=6), known=st.booleans())
-def test_sampled_rows_are_one_after_the_last_token_and_one_after_each_draft(depths: list[int], known: bool) -> None:
+def test_sampled_rows_follow_the_last_token_and_each_draft(depths: list[int], known: bool) -> None:
     items = [decode(1 + number, [20 + index for index in range(depth)]) for number, depth in enumerate(depths)]
     if not known:
         for item in items:
@@ -161,21 +161,21 @@ def test_sampled_rows_are_one_after_the_last_token_and_one_after_each_draft(dept
 requests = st.lists(st.tuples(st.integers(1, 20), st.integers(20, 99)), min_size=1, max_size=6)
 
 
-@given(requests=requests, num_padding=st.integers(0, 20), together=st.integers(1, 9))
-def test_rows_of_one_request_are_in_as_few_groups_as_there_can_be(
-    requests: list[tuple[int, int]], num_padding: int, together: int
+@given(requests=requests, num_padding=st.integers(0, 20), group_size=st.integers(1, 9))
+def test_rows_of_a_request_form_as_few_groups_as_possible(
+    requests: list[tuple[int, int]], num_padding: int, group_size: int
 ) -> None:
-    """requests: rows, and the length of the last one's context"""
+    """`requests`: the number of rows of each, and the context length of its last row."""
     slots = [slot for slot, (count, _) in enumerate(requests) for _ in range(count)] + [-1] * num_padding
     lens = [length - behind for count, length in requests for behind in reversed(range(count))] + [0] * num_padding
-    owners, group_lens, ends = group_rows(slots, lens, together)
+    owners, group_lens, ends = group_rows(slots, lens, group_size)
     assert len(owners) == len(group_lens) == len(ends) == len(slots), "there may be one for each row"
     starts = [0, *ends[:-1]]
     rows = [range(start, end) for start, end in zip(starts, ends, strict=True)]
     assert [row for group in rows for row in group] == list(range(len(slots)))
-    num_groups = sum(-(-count // together) for count, _ in requests) + -(-num_padding // together)
+    num_groups = sum(-(-count // group_size) for count, _ in requests) + -(-num_padding // group_size)
     assert [len(group) > 0 for group in rows] == [index < num_groups for index in range(len(slots))]
     for owner, length, group in zip(owners, group_lens, rows, strict=True):
-        assert len(group) <= together
+        assert len(group) <= group_size
         assert all(slots[row] == owner for row in group)
         assert length == (lens[group[-1]] if group else 0)

@@ -1,4 +1,4 @@
-"""Order and bounds of scheduling: decodes first, chunks, bounded overtaking, preemption of the youngest, shared prefixes."""
+"""The scheduler's order and bounds: decodes, chunks, skips, preemption, prefix sharing, cached blocks, steps launched ahead."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from engine.scheduling.scheduler import Scheduler
 from tests.support.scheduling import BLOCK_SIZE, drain, make_request, make_scheduler, planned_tokens, step
 
 
-def test_decodes_come_first_then_chunks_under_way_then_new_requests() -> None:
+def test_a_step_has_decodes_first_then_chunks_of_started_prompts_then_new_requests() -> None:
     scheduler = make_scheduler(budget=10)
     scheduler.add(make_request("a", 3))
     assert planned_tokens(step(scheduler)) == [("a", 3)]
@@ -32,7 +32,7 @@ def test_decodes_come_first_then_chunks_under_way_then_new_requests() -> None:
     assert planned_tokens(step(scheduler)) == [("a", 1), ("b", 1), ("c", 1)]
 
 
-def test_a_steps_list_of_decodes_is_that_of_the_step_before_until_somebody_comes_goes_or_loses_blocks() -> None:
+def test_the_list_of_decodes_is_reused_until_a_request_starts_ends_or_is_preempted() -> None:
     scheduler = make_scheduler()
     first, second = make_request("a", 2, max_tokens=9), make_request("b", 2, max_tokens=9)
     scheduler.add(first)
@@ -49,7 +49,7 @@ def test_a_steps_list_of_decodes_is_that_of_the_step_before_until_somebody_comes
     assert len({id(each.decodes) for each in (alone, again, step(scheduler))} | {id(lists[0])}) == 4
 
 
-def test_no_more_requests_run_than_there_are_seats() -> None:
+def test_no_more_than_max_num_seqs_requests_run() -> None:
     scheduler = make_scheduler(max_num_seqs=2)
     for name in "abc":
         scheduler.add(make_request(name, 2, max_tokens=1))
@@ -57,7 +57,7 @@ def test_no_more_requests_run_than_there_are_seats() -> None:
     assert planned_tokens(step(scheduler)) == [("c", 2)]
 
 
-def test_when_a_prediction_fails_the_youngest_gives_way_and_goes_on_later() -> None:
+def test_when_blocks_run_out_the_youngest_request_is_preempted_and_resumes_later() -> None:
     scheduler = make_scheduler(num_blocks=4)
     for _ in range(3):  # short answers so far: both are expected to end at once
         scheduler.add(make_request("short", 1, max_tokens=1))
@@ -77,7 +77,7 @@ def test_when_a_prediction_fails_the_youngest_gives_way_and_goes_on_later() -> N
     assert scheduler.totals.recomputed_tokens == 8, "nothing was left of seven and one"
 
 
-def test_nobody_starts_who_would_run_short_of_blocks_as_predicted() -> None:
+def test_a_request_that_is_predicted_to_run_out_of_blocks_is_not_started() -> None:
     scheduler = make_scheduler(num_blocks=4)
     old, young = make_request("old", 7, max_tokens=8), make_request("young", 7, max_tokens=8)
     for request in (old, young):
@@ -90,7 +90,7 @@ def test_nobody_starts_who_would_run_short_of_blocks_as_predicted() -> None:
     assert scheduler.totals.preemptions == 0
 
 
-def test_nobody_starts_while_the_decodes_alone_fill_a_step() -> None:
+def test_no_request_starts_while_decodes_alone_fill_a_step() -> None:
     budget = mock.Mock()
     budget.is_crowded.return_value = False
     budget.chunk.side_effect = lambda start, requested: requested
@@ -106,7 +106,7 @@ def test_nobody_starts_while_the_decodes_alone_fill_a_step() -> None:
     assert planned_tokens(step(scheduler)) == [("a", 1), ("b", 3)]
 
 
-def test_small_requests_pass_one_that_does_not_fit_but_not_for_ever() -> None:
+def test_small_requests_pass_one_that_does_not_fit_a_bounded_number_of_times() -> None:
     scheduler = make_scheduler(num_blocks=32, max_num_seqs=8)
     holder, big = make_request("holder", 16, max_tokens=100), make_request("big", 120)
     scheduler.add(holder)
@@ -123,7 +123,7 @@ def test_small_requests_pass_one_that_does_not_fit_but_not_for_ever() -> None:
     assert big.num_output_tokens == 4
 
 
-def test_a_step_looks_at_a_bounded_part_of_the_queue() -> None:
+def test_a_step_scans_a_bounded_part_of_the_queue() -> None:
     scheduler = make_scheduler(num_blocks=8, max_num_seqs=8)
     scheduler.add(make_request("holder", 16, max_tokens=16))
     step(scheduler)
@@ -133,13 +133,13 @@ def test_a_step_looks_at_a_bounded_part_of_the_queue() -> None:
     assert planned_tokens(step(scheduler)) == [("holder", 1)]
 
 
-def test_a_pool_that_cannot_hold_the_longest_request_is_refused() -> None:
+def test_a_pool_smaller_than_the_longest_request_is_refused() -> None:
     limits = SchedulerLimits(max_num_seqs=1, max_num_batched_tokens=1, max_model_len=17, block_size=4)
     with pytest.raises(EngineConfigError, match="max_model_len"):
         Scheduler(limits, BlockPool(4), clock=lambda: 0.0)
 
 
-def test_a_second_request_of_a_tenant_shares_the_full_blocks_of_the_first() -> None:
+def test_full_blocks_of_a_prompt_are_shared_between_requests_of_a_tenant() -> None:
     scheduler = make_scheduler(caches=True)
     first, second = make_request("first", 11), make_request("second", 11)
     scheduler.add(first)
@@ -152,7 +152,7 @@ def test_a_second_request_of_a_tenant_shares_the_full_blocks_of_the_first() -> N
     assert scheduler.totals.prompt_tokens == 22, "cached prompt tokens are prompt tokens"
 
 
-def test_another_tenant_finds_nothing_of_it() -> None:
+def test_blocks_are_not_shared_between_tenants() -> None:
     scheduler = make_scheduler(caches=True)
     alices, charlies = make_request("a", 11), make_request("c", 11, tenant="charlie")
     scheduler.add(alices)
@@ -163,7 +163,7 @@ def test_another_tenant_finds_nothing_of_it() -> None:
     assert not set(alices.block_table) & set(charlies.block_table)
 
 
-def test_a_prompt_of_whole_blocks_still_computes_its_last_block() -> None:
+def test_a_fully_cached_prompt_still_computes_its_last_block() -> None:
     scheduler = make_scheduler(caches=True)
     for name in ("first", "second"):
         scheduler.add(make_request(name, 8, max_tokens=1))
@@ -171,7 +171,7 @@ def test_a_prompt_of_whole_blocks_still_computes_its_last_block() -> None:
     assert planned_tokens(batch) == [("second", 4)]
 
 
-def test_content_survives_its_request_until_its_blocks_are_needed() -> None:
+def test_cached_blocks_survive_their_request_until_the_space_is_needed() -> None:
     scheduler = make_scheduler(num_blocks=4, caches=True)
     scheduler.add(make_request("a", 9, max_tokens=1))
     step(scheduler)
@@ -185,7 +185,7 @@ def test_content_survives_its_request_until_its_blocks_are_needed() -> None:
     assert again.num_cached_tokens == 0
 
 
-def test_a_chain_is_evicted_from_its_end() -> None:
+def test_a_chain_of_blocks_is_evicted_from_its_end() -> None:
     pool = BlockPool(3)
     table = pool.allocate(3)
     for index, block_id in enumerate(table):
@@ -196,14 +196,14 @@ def test_a_chain_is_evicted_from_its_end() -> None:
     assert pool.lookup(bytes([2])) is None
 
 
-def test_a_pool_never_hands_out_what_it_does_not_have() -> None:
+def test_allocating_more_blocks_than_the_pool_has_raises() -> None:
     pool = BlockPool(2)
     pool.allocate(2)
     with pytest.raises(OutOfBlocks):
         pool.allocate(1)
 
 
-def test_a_finished_request_cannot_move_again() -> None:
+def test_a_finished_request_cannot_change_its_status() -> None:
     scheduler = make_scheduler()
     request = make_request("a", 2, max_tokens=1)
     scheduler.add(request)
@@ -212,8 +212,8 @@ def test_a_finished_request_cannot_move_again() -> None:
         request.move_to(RequestStatus.DECODE)
 
 
-def test_the_checks_of_a_scheduler_look_at_its_decodes_and_its_forecast() -> None:
-    """The idle engine relies on them, and every test that steps a scheduler."""
+def test_check_invariants_detects_a_wrong_forecast_and_a_wrong_calendar_of_decodes() -> None:
+    """The idle engine and every test that steps a scheduler rely on these checks."""
     scheduler = make_scheduler()
     scheduler.add(make_request("a", 2, max_tokens=9))
     step(scheduler)
@@ -227,19 +227,19 @@ def test_the_checks_of_a_scheduler_look_at_its_decodes_and_its_forecast() -> Non
 
 
 def drain_ahead(scheduler: Scheduler) -> None:
-    """Each step is planned before the tokens of the one before are known."""
-    under_way: InFlightBatch | None = None
+    """Step until idle, planning each step before the tokens of the previous one are settled."""
+    pending: InFlightBatch | None = None
     while scheduler.has_requests:
         batch = scheduler.schedule()
         launched = scheduler.advance(batch) if batch.num_tokens else None
-        if under_way is not None:
-            rows = [StepOutput([7]) if samples else StepOutput() for _, samples in under_way.chunks]
-            scheduler.settle(under_way, [*[7] * under_way.num_decodes, *rows])
+        if pending is not None:
+            rows = [StepOutput([7]) if samples else StepOutput() for _, samples in pending.chunks]
+            scheduler.settle(pending, [*[7] * pending.num_decodes, *rows])
         scheduler.check_invariants()
-        under_way = launched
+        pending = launched
 
 
-def test_steps_that_are_launched_ahead_are_counted_and_cached_like_others() -> None:
+def test_steps_launched_ahead_count_and_cache_the_same_tokens() -> None:
     counted = []
     for run in (drain, drain_ahead):
         scheduler = make_scheduler(num_blocks=64, budget=8, caches=True)
@@ -257,7 +257,7 @@ def test_steps_that_are_launched_ahead_are_counted_and_cached_like_others() -> N
 
 
 class WrongDrafter:
-    """One for every request, as long as it fits into the last block."""
+    """Drafts one wrong token for every request whose last block has room."""
 
     def pays(self, num_running: int) -> bool:
         return True
@@ -269,32 +269,32 @@ class WrongDrafter:
         """It has no text to read."""
 
     def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
-        """None is right."""
+        """All drafts are wrong."""
 
 
 @pytest.mark.parametrize("last_token", [9, 7])
-def test_a_block_is_found_by_nobody_while_the_step_that_fills_it_may_fail(last_token: int) -> None:
-    """The answer ends with a stop token, or is aborted, and the step behind is under way."""
+def test_a_block_is_not_shared_while_the_step_that_fills_it_may_fail(last_token: int) -> None:
+    """The answer ends with a stop token, or is aborted, while the next step is pending."""
     scheduler = make_scheduler(caches=True)
     request = make_request("a", 4, max_tokens=20)
     request.stop_ids = frozenset({9})
     scheduler.add(request)
-    under_way = scheduler.advance(scheduler.schedule())
+    pending = scheduler.advance(scheduler.schedule())
     for token_id in (7, 7, 7, last_token):
         launched = scheduler.advance(scheduler.schedule())
-        scheduler.settle(under_way, [token_id])
-        under_way = launched
+        scheduler.settle(pending, [token_id])
+        pending = launched
     scheduler.abort(request)
     assert request.finish_reason is (FinishReason.STOP if last_token == 9 else FinishReason.ABORTED)
     assert request.num_computed_tokens == 8
     later = make_request("b", 9)
     later.token_ids = [*request.token_ids[:8], 1]
     assert len(scheduler.kv.find(later).blocks) == 1
-    scheduler.settle(under_way, [None])
+    scheduler.settle(pending, [None])
     scheduler.check_invariants()
 
 
-def test_drafts_that_are_rejected_leave_no_request_with_blocks_it_does_not_need() -> None:
+def test_rejected_drafts_leave_no_unneeded_blocks() -> None:
     scheduler = make_scheduler(drafter=WrongDrafter())
     request = make_request("a", 5, max_tokens=30)
     scheduler.add(request)
@@ -303,14 +303,12 @@ def test_drafts_that_are_rejected_leave_no_request_with_blocks_it_does_not_need(
         step(scheduler)
 
 
-def held(requests: list[Request]) -> int:
+def num_held_blocks(requests: list[Request]) -> int:
     return sum(len(request.block_table) for request in requests)
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_requests_get_their_next_blocks_together_where_many_are_spare(
-    *, together: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decodes_are_extended_together_if_many_blocks_are_spare(*, together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_set, "EARLY_GROWTH_STEPS", BLOCK_SIZE)
     if not together:
         monkeypatch.setattr(engine.scheduling.scheduler, "SPARE_PER_EARLY_BLOCK", 1000)
@@ -321,9 +319,9 @@ def test_requests_get_their_next_blocks_together_where_many_are_spare(
     step(scheduler)
     grown = []
     while scheduler.num_running == len(requests):
-        before = held(requests)
+        before = num_held_blocks(requests)
         step(scheduler)
-        grown.append(held(requests) - before)
+        grown.append(num_held_blocks(requests) - before)
         for request in requests:
             assert len(request.block_table) <= -(-(request.max_total_tokens - 1) // BLOCK_SIZE), (
                 "nobody computes the last token"

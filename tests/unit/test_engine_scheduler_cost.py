@@ -1,4 +1,4 @@
-"""The cost of a step depends only on its batch; counted in bytecode instructions instead of timed."""
+"""The cost of a step depends only on its batch; it is counted in bytecode instructions, not timed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BLOCK_SIZE = 16
 STEPS = 24
 
 
-def instructions(run: Callable[[], object]) -> int:
+def num_instructions_of(run: Callable[[], object]) -> int:
     """Bytecode instructions that `run` executes, in all Python functions it calls."""
     num_instructions = 0
 
@@ -42,8 +42,8 @@ def instructions(run: Callable[[], object]) -> int:
     return num_instructions
 
 
-class Bed:
-    """`running` requests decode; others wait; other content is cached."""
+class LoadedScheduler:
+    """A scheduler with `running` decodes, and `waiting` requests of `tenants` tenants; `cached` other blocks are cached."""
 
     def __init__(self, *, running: int = 32, waiting: int = 2, tenants: int = 2, cached: int = 16) -> None:
         self._numbers = count()
@@ -74,7 +74,7 @@ class Bed:
         self.scheduler.apply(batch, [StepOutput([7]) if item.samples else StepOutput() for item in batch.items])
 
     def steady(self) -> int:
-        return sum(instructions(self.step) for _ in range(STEPS))
+        return sum(num_instructions_of(self.step) for _ in range(STEPS))
 
     def turnover(self) -> int:
         """One request ends and one arrives in every step."""
@@ -82,27 +82,27 @@ class Bed:
         for _ in range(STEPS):
             self.scheduler.abort(self.scheduler.running[0])
             self.add()
-            total += instructions(self.step)
+            total += num_instructions_of(self.step)
         return total
 
 
 @pytest.mark.parametrize(
-    "factor", [{"waiting": 20_000}, {"tenants": 2_000, "waiting": 4_000}, {"cached": 50_000, "waiting": 64}]
+    "load", [{"waiting": 20_000}, {"tenants": 2_000, "waiting": 4_000}, {"cached": 50_000, "waiting": 64}], ids=str
 )
 @pytest.mark.parametrize("phase", ["steady", "turnover"])
-def test_a_long_line_many_tenants_and_a_full_cache_cost_a_step_nothing(phase: str, factor: dict[str, int]) -> None:
-    few, many = getattr(Bed(waiting=64), phase)(), getattr(Bed(**factor), phase)()
+def test_waiting_requests_tenants_and_cached_blocks_add_no_cost_to_a_step(phase: str, load: dict[str, int]) -> None:
+    few, many = getattr(LoadedScheduler(waiting=64), phase)(), getattr(LoadedScheduler(**load), phase)()
     assert many <= 1.15 * few
 
 
-def test_planning_steady_decode_touches_only_requests_that_need_a_block() -> None:
+def test_planning_steady_decodes_touches_only_requests_that_need_a_block() -> None:
     def planned(running: int) -> int:
-        bed = Bed(running=running, waiting=0)
+        loaded = LoadedScheduler(running=running, waiting=0)
         total = 0
         for _ in range(BLOCK_SIZE):
             kept: list[Any] = []
-            total += instructions(lambda kept=kept: kept.append(bed.scheduler.schedule()))  # type: ignore[misc]
-            bed.scheduler.apply(kept[0], [StepOutput([7])] * len(kept[0].decodes))
+            total += num_instructions_of(lambda kept=kept: kept.append(loaded.scheduler.schedule()))  # type: ignore[misc]
+            loaded.scheduler.apply(kept[0], [StepOutput([7])] * len(kept[0].decodes))
         return total
 
     few, many = planned(32), planned(96)
@@ -110,18 +110,18 @@ def test_planning_steady_decode_touches_only_requests_that_need_a_block() -> Non
     assert per_request < 9, "instructions per request and step"
 
 
-def test_a_step_reads_a_bounded_part_of_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = 0
+def test_a_step_reads_a_bounded_part_of_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_read = 0
     iterate = WaitingQueue.__iter__
 
-    def counted(line: WaitingQueue) -> Iterator[Any]:
-        nonlocal read
-        for request in iterate(line):
-            read += 1
+    def counting_iter(queue: WaitingQueue) -> Iterator[Any]:
+        nonlocal num_read
+        for request in iterate(queue):
+            num_read += 1
             yield request
 
-    bed = Bed(waiting=5_000, tenants=500)
-    monkeypatch.setattr(WaitingQueue, "__iter__", counted)
-    bed.scheduler.abort(bed.scheduler.running[0])
-    bed.step()
-    assert 0 < read < 500
+    loaded = LoadedScheduler(waiting=5_000, tenants=500)
+    monkeypatch.setattr(WaitingQueue, "__iter__", counting_iter)
+    loaded.scheduler.abort(loaded.scheduler.running[0])
+    loaded.step()
+    assert 0 < num_read < 500

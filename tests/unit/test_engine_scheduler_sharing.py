@@ -1,4 +1,4 @@
-"""Sharing between requests: answers of one prompt, concurrent equal prefixes, global prefixes, and blocks in main memory."""
+"""Blocks shared between requests: answers of one prompt, equal prompts, global prefixes, preempted requests, the host tier."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.scheduling.scheduled_batch import StepOutput
 from tests.support.scheduling import BLOCK_SIZE, apply_outputs, drain, make_request, make_scheduler, planned_tokens, step
 
 
-def test_further_answers_share_the_prompt_and_copy_the_block_they_write_to() -> None:
+def test_forks_share_the_blocks_of_the_prompt_and_copy_the_partial_one() -> None:
     scheduler = make_scheduler(budget=32)
     first = make_request("a", 10)
     forks = [make_request("a", 10, index=index, forked_from=first) for index in (1, 2)]
@@ -37,7 +37,7 @@ def test_further_answers_share_the_prompt_and_copy_the_block_they_write_to() -> 
     assert scheduler.totals.prompt_tokens == 10, "the prompt of several answers counts once"
 
 
-def test_an_answer_whose_first_sibling_ends_early_computes_the_prompt_itself() -> None:
+def test_if_the_first_answer_is_aborted_a_fork_computes_the_prompt() -> None:
     scheduler = make_scheduler()
     first = make_request("a", 12)
     fork = make_request("a", 12, index=1, forked_from=first)
@@ -50,7 +50,7 @@ def test_an_answer_whose_first_sibling_ends_early_computes_the_prompt_itself() -
     assert fork.finish_reason is FinishReason.LENGTH
 
 
-def test_an_answer_that_is_asked_for_late_shares_the_prompt_at_once_or_computes_it_when_its_sibling_has_ended() -> None:
+def test_a_late_fork_shares_the_prompt_of_a_live_answer_or_computes_it() -> None:
     scheduler = make_scheduler(budget=32)
     first = make_request("a", 10)
     scheduler.add(first)
@@ -63,7 +63,7 @@ def test_an_answer_that_is_asked_for_late_shares_the_prompt_at_once_or_computes_
     drain(scheduler)
 
 
-def test_answers_that_waited_for_the_prompt_of_another_end_with_it_at_their_deadline() -> None:
+def test_parked_forks_end_with_the_first_answer_at_the_deadline() -> None:
     now = [0.0]
     scheduler = make_scheduler(max_num_seqs=1, clock=lambda: now[0])
     first = make_request("a", 12, queue_deadline_s=5.0)
@@ -78,7 +78,7 @@ def test_answers_that_waited_for_the_prompt_of_another_end_with_it_at_their_dead
     drain(scheduler)
 
 
-def test_a_parked_answer_can_be_aborted() -> None:
+def test_a_parked_fork_can_be_aborted() -> None:
     scheduler = make_scheduler()
     first = make_request("a", 12)
     fork = make_request("a", 12, index=1, forked_from=first)
@@ -102,14 +102,14 @@ def test_equal_prompts_that_arrive_together_are_computed_once() -> None:
     assert second.num_cached_tokens == 20
 
 
-def test_one_with_another_prompt_does_not_wait_for_them() -> None:
+def test_a_different_prompt_does_not_wait_for_equal_ones() -> None:
     scheduler = make_scheduler(num_blocks=64, budget=8, caches=True)
     for name, first_token in (("first", 100), ("second", 100), ("other", 500)):
         scheduler.add(make_request(name, 6, first_token=first_token))
     assert planned_tokens(step(scheduler)) == [("first", 6), ("other", 2)]
 
 
-def test_a_global_prefix_is_shared_between_tenants_and_nothing_behind_it_is() -> None:
+def test_a_global_prefix_is_shared_between_tenants_but_nothing_after_it() -> None:
     system = list(range(100, 108))
     scheduler = make_scheduler(num_blocks=32, budget=32, caches=True, global_prefix=system)
     alices, charlies = make_request("a", 15), make_request("c", 15, tenant="charlie")
@@ -122,7 +122,7 @@ def test_a_global_prefix_is_shared_between_tenants_and_nothing_behind_it_is() ->
     assert charlies.block_table[2] != alices.block_table[2]
 
 
-def test_a_prompt_that_leaves_the_global_prefix_early_shares_what_it_has_of_it() -> None:
+def test_a_prompt_that_diverges_within_the_global_prefix_shares_the_blocks_before() -> None:
     cache = PrefixCache(BlockPool(8), BLOCK_SIZE)
     cache.share_globally(list(range(100, 112)))
     mine, theirs = make_request("a", 12), make_request("c", 12, tenant="charlie")
@@ -135,7 +135,7 @@ def test_a_prompt_that_leaves_the_global_prefix_early_shares_what_it_has_of_it()
     assert cache.hashes(again, 3)[1:] != other[1:], "behind the shared part the tenant decides"
 
 
-def test_hashes_made_in_parts_are_those_made_at_once() -> None:
+def test_hashes_computed_in_parts_equal_those_computed_at_once() -> None:
     cache = PrefixCache(BlockPool(8), BLOCK_SIZE)
     at_once, in_parts = make_request("a", 24), make_request("b", 24)
     cache.hashes(at_once, 6)
@@ -145,7 +145,7 @@ def test_hashes_made_in_parts_are_those_made_at_once() -> None:
 
 
 @pytest.mark.parametrize("num_left", [6, 5, 3, 1, 0])
-def test_how_much_of_a_prompt_is_cached_is_known_without_its_blocks(num_left: int) -> None:
+def test_match_len_counts_cached_tokens_without_allocating_blocks(num_left: int) -> None:
     pool = BlockPool(6)
     cache = PrefixCache(pool, BLOCK_SIZE)
     first = make_request("a", 24)
@@ -160,10 +160,10 @@ def test_how_much_of_a_prompt_is_cached_is_known_without_its_blocks(num_left: in
     assert len(cache.match(unread)) == min(num_left, 5)
 
 
-def test_a_prompt_that_came_in_chunks_is_kept_by_nobody_when_its_answer_has_ended() -> None:
+def test_a_finished_request_with_a_chunked_prompt_is_not_kept_alive() -> None:
     scheduler = make_scheduler(num_blocks=32, budget=8, caches=True)
     request = make_request("a", 40)
-    kept = ref(request)
+    request_ref = ref(request)
     scheduler.add(request)
     step(scheduler)
     step(scheduler)
@@ -172,10 +172,10 @@ def test_a_prompt_that_came_in_chunks_is_kept_by_nobody_when_its_answer_has_ende
     del request
     scheduler.add(make_request("b", 10, first_token=500))
     drain(scheduler)
-    assert kept() is None
+    assert request_ref() is None
 
 
-def test_a_preempted_request_finds_its_blocks_again_even_without_a_prefix_cache() -> None:
+def test_a_preempted_request_reuses_its_own_blocks_without_a_prefix_cache() -> None:
     scheduler = make_scheduler(budget=32)
     request = make_request("a", 10, max_tokens=8)
     scheduler.add(request)
@@ -194,7 +194,7 @@ def test_a_preempted_request_finds_its_blocks_again_even_without_a_prefix_cache(
 
 
 @pytest.mark.parametrize(("end", "num_found"), [("length", 16), ("abort", 16), ("preempt", 16), ("error", 8)])
-def test_the_next_turn_finds_what_an_answer_filled_unless_it_failed(end: str, num_found: int) -> None:
+def test_blocks_of_an_answer_are_cached_unless_the_answer_failed(end: str, num_found: int) -> None:
     scheduler = make_scheduler(num_blocks=32, caches=True)
     request = make_request("a", 10, max_tokens=7 if end == "length" else 9)
     scheduler.add(request)
@@ -217,7 +217,7 @@ def test_the_next_turn_finds_what_an_answer_filled_unless_it_failed(end: str, nu
     drain(scheduler)
 
 
-def test_evicted_blocks_move_to_main_memory_and_come_back() -> None:
+def test_evicted_blocks_are_swapped_out_and_swapped_in_again() -> None:
     scheduler = make_scheduler(num_blocks=4, budget=16, caches=True, host_blocks=8)
     scheduler.add(make_request("a", 9, max_tokens=1))
     step(scheduler)
@@ -237,7 +237,7 @@ def test_evicted_blocks_move_to_main_memory_and_come_back() -> None:
     assert not scheduler.schedule().moves, "they are on the device again"
 
 
-def test_blocks_are_computed_again_when_that_costs_less_than_fetching_them() -> None:
+def test_blocks_are_recomputed_if_that_is_cheaper_than_swapping_in() -> None:
     scheduler = make_scheduler(num_blocks=4, caches=True, host_blocks=8, costs=TokenCosts(swap_in_block_ps=10**12))
     scheduler.add(make_request("a", 9, max_tokens=1))
     step(scheduler)
@@ -249,7 +249,7 @@ def test_blocks_are_computed_again_when_that_costs_less_than_fetching_them() -> 
     assert again.num_cached_tokens == 0
 
 
-def test_the_host_tier_evicts_the_least_recently_used_but_never_what_this_step_names() -> None:
+def test_the_host_tier_evicts_the_least_recently_used_block_not_used_by_this_step() -> None:
     tier = HostTier(2)
     a, b, c, d = (bytes([number]) for number in range(4))
     assert {tier.store(a), tier.store(b)} == {0, 1}
@@ -263,7 +263,7 @@ def test_the_host_tier_evicts_the_least_recently_used_but_never_what_this_step_n
     tier.check_invariants()
 
 
-def test_the_host_tier_gives_up_the_one_block_that_is_not_named_and_none_where_all_are() -> None:
+def test_the_host_tier_stores_nothing_if_this_step_uses_all_its_blocks() -> None:
     tier = HostTier(3)
     for content in (b"a", b"b", b"c"):
         tier.store(content)
@@ -281,7 +281,7 @@ def test_the_host_tier_gives_up_the_one_block_that_is_not_named_and_none_where_a
     assert tier.store(b"g") is None
 
 
-def test_a_probe_drops_content_instead_of_moving_it() -> None:
+def test_a_probe_drops_evicted_content_instead_of_swapping_it_out() -> None:
     scheduler = make_scheduler(num_blocks=4, caches=True, host_blocks=4)
     scheduler.add(make_request("a", 15, max_tokens=1))
     step(scheduler)
@@ -294,7 +294,7 @@ def test_a_probe_drops_content_instead_of_moving_it() -> None:
     assert not scheduler.schedule().moves
 
 
-def test_blocks_that_a_running_request_holds_are_predicted_once() -> None:
+def test_shared_blocks_of_a_running_request_are_counted_once_in_the_forecast() -> None:
     scheduler = make_scheduler(num_blocks=16, budget=64, caches=True)
     scheduler.add(make_request("a", 32, max_tokens=8))
     step(scheduler)
@@ -304,7 +304,7 @@ def test_blocks_that_a_running_request_holds_are_predicted_once() -> None:
     assert second.status is RequestStatus.DECODE, "40 slots and 12 of its own are fewer than 64"
 
 
-def test_blocks_that_nobody_holds_are_predicted_for_whoever_finds_them() -> None:
+def test_cached_blocks_without_a_running_request_are_counted_for_the_next_one() -> None:
     scheduler = make_scheduler(num_blocks=32, budget=64, caches=True)
     first = make_request("a", 33)
     scheduler.add(first)

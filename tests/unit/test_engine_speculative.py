@@ -1,4 +1,4 @@
-"""Drafts by prompt lookup, their depth, requests without speculation, and the options. No tensors."""
+"""Prompt lookup, the number of draft tokens, requests that cannot be drafted for, and options. No tensors."""
 
 from __future__ import annotations
 
@@ -45,52 +45,52 @@ def drafter(costs: SpeculationCosts = FREE, **options: Any) -> AdaptiveDrafter:
     return AdaptiveDrafter(SpeculativeOptions(**{"method": "ngram", "num_speculative_tokens": 4, **options}), costs)
 
 
-def followed(token_ids: list[int], sizes: tuple[int, ...] = (3, 2)) -> NgramIndex:
+def indexed(token_ids: list[int], sizes: tuple[int, ...] = (3, 2)) -> NgramIndex:
     index = NgramIndex(sizes)
     assert index.update(token_ids, len(token_ids))
     return index
 
 
-def test_what_followed_the_last_tokens_before_is_drafted_from_where_they_stood_last() -> None:
+def test_prompt_lookup_continues_after_the_latest_match() -> None:
     tokens = [1, 2, 3, 4, 5, 9, 1, 2, 3, 7, 8, 9, 1, 2, 3]
-    assert followed(tokens).continuation(tokens, 3) == [7, 8, 9]
+    assert indexed(tokens).continuation(tokens, 3) == [7, 8, 9]
 
 
-def test_a_longer_match_is_preferred_to_a_later_shorter_one() -> None:
+def test_a_longer_match_takes_precedence_over_a_later_shorter_one() -> None:
     tokens = [1, 2, 3, 4, 0, 2, 3, 5, 0, 1, 2, 3]
-    assert followed(tokens).continuation(tokens, 1) == [4]
+    assert indexed(tokens).continuation(tokens, 1) == [4]
 
 
-def test_a_text_that_ends_inside_its_period_is_taken_to_go_on_with_it() -> None:
-    assert followed([5, 6, 5, 6, 5, 6]).continuation([5, 6, 5, 6, 5, 6], 5) == [5, 6, 5, 6, 5]
-    assert followed([7, 7, 7, 7]).continuation([7, 7, 7, 7], 6) == [7] * 6
+def test_a_periodic_text_is_continued_with_its_period() -> None:
+    assert indexed([5, 6, 5, 6, 5, 6]).continuation([5, 6, 5, 6, 5, 6], 5) == [5, 6, 5, 6, 5]
+    assert indexed([7, 7, 7, 7]).continuation([7, 7, 7, 7], 6) == [7] * 6
 
 
-@pytest.mark.parametrize("tokens", [[1], [1, 2], [1, 2, 3], [1, 2, 3, 4, 5, 6]])
-def test_a_text_that_does_not_repeat_has_no_continuation(tokens: list[int]) -> None:
-    assert followed(tokens).continuation(tokens, 4) == []
+@pytest.mark.parametrize("tokens", [[1], [1, 2], [1, 2, 3], [1, 2, 3, 4, 5, 6]], ids=str)
+def test_a_text_without_repetition_has_no_continuation(tokens: list[int]) -> None:
+    assert indexed(tokens).continuation(tokens, 4) == []
 
 
-def test_an_index_that_grows_with_its_text_knows_what_one_made_at_once_knows() -> None:
-    numbers = random.Random(5)
-    tokens = [numbers.randrange(6) for _ in range(400)]
+def test_an_index_updated_in_parts_equals_one_built_at_once() -> None:
+    rng = random.Random(5)
+    tokens = [rng.randrange(6) for _ in range(400)]
     growing = NgramIndex((3, 2))
     for end in range(1, len(tokens)):
-        seen = tokens[:end]
-        while not growing.update(seen, 7):
+        prefix = tokens[:end]
+        while not growing.update(prefix, 7):
             pass
-        assert growing.continuation(seen, 4) == followed(seen).continuation(seen, 4)
+        assert growing.continuation(prefix, 4) == indexed(prefix).continuation(prefix, 4)
 
 
 def test_a_step_indexes_a_bounded_part_of_a_long_prompt() -> None:
     request = make_request(list(range(INDEX_TOKENS_PER_STEP)) * 3)
     proposer = drafter()
-    answers = [proposer.draft(request, limit=4, num_running=2) for _ in range(7)]
-    assert answers[:5] == [NO_DRAFT] * 5, "six halves of the index are needed for two requests"
-    assert answers[-1].token_ids == [0, 1, 2, 3]
+    drafts = [proposer.draft(request, limit=4, num_running=2) for _ in range(7)]
+    assert drafts[:5] == [NO_DRAFT] * 5, "six halves of the index are needed for two requests"
+    assert drafts[-1].token_ids == [0, 1, 2, 3]
 
 
-def test_an_index_of_a_very_long_text_forgets_its_beginning() -> None:
+def test_an_index_of_a_very_long_text_drops_its_beginning() -> None:
     index = NgramIndex((2,))
     tokens = list(range(10 * INDEX_TOKENS_MAX))
     while not index.update(tokens, INDEX_TOKENS_MAX):
@@ -101,7 +101,7 @@ def test_an_index_of_a_very_long_text_forgets_its_beginning() -> None:
     assert index.continuation(tokens, 1) == [], "the first tokens are out of reach"
 
 
-def test_an_index_that_follows_a_long_answer_holds_its_last_tokens_only() -> None:
+def test_an_index_of_a_long_answer_keeps_its_last_tokens_only() -> None:
     index, part = NgramIndex((2,)), INDEX_TOKENS_MAX // 4
     tokens: list[int] = []
     for start in range(0, 5 * INDEX_TOKENS_MAX, part):
@@ -113,7 +113,7 @@ def test_an_index_that_follows_a_long_answer_holds_its_last_tokens_only() -> Non
         assert (index.continuation([*tokens, first, first + 1], 1) == [first + 2]) is expected
 
 
-def test_free_rows_are_used_to_the_limit_and_dear_ones_not_at_all() -> None:
+def test_depth_is_maximal_if_rows_are_free_and_zero_if_they_cost_as_much_as_steps() -> None:
     assert FREE.best_depth(0.5, 1, 8) == 8
     assert LINEAR.best_depth(0.99, 1, 8) == 0
 
@@ -127,7 +127,7 @@ def test_depth_grows_with_acceptance_and_shrinks_with_the_batch() -> None:
     assert by_batch[-1] == 0
 
 
-def test_a_draft_model_is_asked_for_fewer_tokens_the_slower_it_is() -> None:
+def test_depth_shrinks_with_the_cost_of_the_draft_model() -> None:
     depths = [
         SpeculationCosts(rows=(1, 64), times=(1.0, 1.0), draft_step=step).best_depth(0.8, 1, 16)
         for step in (0.0, 0.1, 0.3, 0.7)
@@ -136,21 +136,21 @@ def test_a_draft_model_is_asked_for_fewer_tokens_the_slower_it_is() -> None:
     assert (depths[0], depths[-1]) == (16, 1)
 
 
-def test_the_crossover_is_the_largest_batch_in_which_a_good_draft_pays() -> None:
+def test_the_crossover_is_the_largest_batch_in_which_a_draft_pays() -> None:
     crossover = CURVE.crossover(0.9)
     assert CURVE.best_depth(0.9, crossover, 1) == 1
     assert CURVE.best_depth(0.9, crossover + 1, 1) == 0
     assert LINEAR.crossover(1.0) == 0
 
 
-def test_nothing_is_drafted_in_a_batch_beyond_the_crossover_or_the_limit_that_was_set() -> None:
+def test_nothing_is_drafted_beyond_the_crossover_or_disable_by_batch_size() -> None:
     repeating = make_request([1, 2, 3] * 5)
     assert drafter(CURVE).draft(repeating, limit=4, num_running=1).num_tokens == 4
     assert drafter(CURVE).draft(repeating, limit=4, num_running=CURVE.crossover(0.9) + 1) == NO_DRAFT
     assert drafter(CURVE, disable_by_batch_size=2).draft(repeating, limit=4, num_running=3) == NO_DRAFT
 
 
-def test_drafts_that_are_wrong_become_fewer_until_only_a_probe_is_left() -> None:
+def test_rejected_drafts_reduce_the_depth_to_occasional_probes_and_accepted_ones_restore_it() -> None:
     proposer, request = drafter(CURVE, num_speculative_tokens=8), make_request([1, 2, 3] * 9)
     depths = []
     for _ in range(60):
@@ -169,7 +169,7 @@ def test_drafts_that_are_wrong_become_fewer_until_only_a_probe_is_left() -> None
     assert draft.num_tokens > 1, "a text that repeats itself again is drafted again"
 
 
-def test_a_draft_never_exceeds_what_the_scheduler_allows() -> None:
+def test_a_draft_never_exceeds_the_limit_of_the_scheduler() -> None:
     proposer, request = drafter(num_speculative_tokens=8), make_request([1, 2] * 9)
     assert [proposer.draft(request, limit=limit, num_running=1).num_tokens for limit in (0, 1, 3, 20)] == [0, 1, 3, 8]
     by_model = drafter(method="draft_model", model=Path("small"), num_speculative_tokens=8)
@@ -186,14 +186,15 @@ def test_a_draft_never_exceeds_what_the_scheduler_allows() -> None:
         {"min_tokens": 3},
         {"guided_choice": ["yes", "no"]},
     ],
+    ids=str,
 )
-def test_nothing_is_drafted_where_a_choice_depends_on_the_choices_before_it(sampling: dict[str, Any]) -> None:
+def test_nothing_is_drafted_if_sampling_depends_on_earlier_tokens(sampling: dict[str, Any]) -> None:
     request = make_request([1, 2] * 9, **sampling)
     assert not can_draft(request)
     assert drafter().draft(request, limit=4, num_running=1) == NO_DRAFT
 
 
-def test_a_minimum_length_forbids_drafts_only_until_it_is_reached() -> None:
+def test_min_tokens_forbids_drafts_until_it_is_reached() -> None:
     request = make_request([1, 2] * 9, min_tokens=2, temperature=1.0, top_k=3, logit_bias={5: 1.0})
     assert not can_draft(request)
     request.token_ids += [1, 2]
@@ -217,14 +218,15 @@ def test_a_minimum_length_forbids_drafts_only_until_it_is_reached() -> None:
         ({"method": "ngram", "draft_tensor_parallel_size": 1}, "unknown fields: draft_tensor_parallel_size"),
         ([("method", "ngram")], "must be a mapping"),
     ],
+    ids=lambda value: str(value)[:50],
 )
-def test_a_speculative_config_that_cannot_be_honoured_names_its_field(value: Any, message: str) -> None:
+def test_an_invalid_speculative_config_names_its_field(value: Any, message: str) -> None:
     with pytest.raises(EngineConfigError, match=message) as refused:
         SpeculativeOptions.parse(value)
     assert refused.value.option == "speculative_config"
 
 
-def test_a_speculative_config_is_read_as_it_stands() -> None:
+def test_ngram_sizes_follow_prompt_lookup_min_and_max() -> None:
     options = SpeculativeOptions.parse({"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2})
     assert options.ngram_sizes == (4, 3, 2)
     assert SpeculativeOptions.parse({"method": "draft_model", "model": "small"}).ngram_sizes == ()

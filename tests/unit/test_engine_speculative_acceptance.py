@@ -1,4 +1,4 @@
-"""Verification of drafts: by equality with plain decoding, and by rejection sampling with its distribution."""
+"""Verification of drafts: tokens equal to plain decoding, or its distribution with rejection sampling."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tests.support.engines import generation_request, run_to_end, small_engine, 
 from tests.support.tiny_models import make_model
 
 NUM_DRAWS = 4000
-NUM_ALONE = 100  # of them, whom the engine's own function judges as well: it takes one request at a time
+NUM_SINGLE = 100  # how many of the draws are compared with `accept_by_rejection`, which takes one request at a time
 
 
-def drawn(*token_ids: int | None) -> list[SampledToken]:
+def sampled_tokens(*token_ids: int | None) -> list[SampledToken]:
     return [SampledToken(token_id=i) if i is not None else SampledToken(error=NOT_FINITE) for i in token_ids]
 
 
@@ -36,19 +36,20 @@ def drawn(*token_ids: int | None) -> list[SampledToken]:
         ((5, None, 7), [5, 6], [5]),
         ((5, None, 7), [9, 6], [5]),
     ],
+    ids=str,
 )
-def test_drafts_are_accepted_as_long_as_they_equal_what_is_drawn(
+def test_drafts_are_accepted_while_they_equal_the_sampled_tokens(
     sampled: tuple[int | None, ...], draft_ids: list[int], expected: list[int]
 ) -> None:
-    assert accept_equal(drawn(*sampled), draft_ids).token_ids == expected
+    assert accept_equal(sampled_tokens(*sampled), draft_ids).token_ids == expected
 
 
-def test_a_first_row_that_failed_is_the_failure_of_its_request() -> None:
-    output = accept_equal([SampledToken(error="nothing allowed", error_param="bad_words"), *drawn(5)], [5])
+def test_a_failed_first_row_is_the_error_of_its_request() -> None:
+    output = accept_equal([SampledToken(error="nothing allowed", error_param="bad_words"), *sampled_tokens(5)], [5])
     assert (output.token_ids, output.error, output.error_param) == ([], "nothing allowed", "bad_words")
 
 
-def test_log_probabilities_come_with_the_accepted_tokens_only() -> None:
+def test_logprobs_are_returned_for_accepted_tokens_only() -> None:
     rows = [SampledToken(token_id=i, logprob=TokenLogprob(logprob=-float(i))) for i in (1, 2, 3)]
     assert [entry.logprob for entry in accept_equal(rows, [1, 9]).logprobs or []] == [-1.0, -2.0]
 
@@ -68,7 +69,7 @@ def assert_follows(counts: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("closeness", [0.0, 0.5, 0.95])
-def test_tokens_accepted_by_rejection_have_the_distribution_of_the_model(closeness: float) -> None:
+def test_rejection_sampling_follows_the_target_distribution(closeness: float) -> None:
     generator = torch.Generator().manual_seed(2)
     size, depth = 6, 2
     target = torch.rand(depth + 1, size, generator=generator).square_()
@@ -79,7 +80,7 @@ def test_tokens_accepted_by_rejection_have_the_distribution_of_the_model(closene
     position = 10
     keys = torch.tensor([[signed(key(seed, position + i, draw=DRAFT)) for i in range(depth)] for seed in range(NUM_DRAWS)])
     draft_ids = plain_sampling.draw_weighted(draft.repeat(NUM_DRAWS, 1), keys.flatten()).view(NUM_DRAWS, depth)
-    written = ops.operations(target.device).reject_drafts(
+    accepted = ops.operations(target.device).reject_drafts(
         target.expand(NUM_DRAWS, -1, -1),
         draft.expand(NUM_DRAWS, -1, -1),
         draft_ids,
@@ -87,10 +88,10 @@ def test_tokens_accepted_by_rejection_have_the_distribution_of_the_model(closene
         torch.tensor([signed(stream(seed)) for seed in range(NUM_DRAWS)]),
         torch.full((NUM_DRAWS,), position),
     )
-    answers = [[token for token in row if token != ops.NO_TOKEN] for row in written.tolist()]
-    for seed in range(NUM_ALONE):
+    answers = [[token for token in row if token != ops.NO_TOKEN] for row in accepted.tolist()]
+    for seed in range(NUM_SINGLE):
         alone = accept_by_rejection(target, draft, draft_ids[seed].tolist(), seed=seed, position=position)
-        assert alone.token_ids == answers[seed], "a request alone writes what it writes among others"
+        assert alone.token_ids == answers[seed], "the tokens of a request do not depend on its batch"
     firsts = [answer[0] for answer in answers]
     seconds = [answer[1] for answer in answers if len(answer) > 1]
     assert_follows(histogram(firsts, size), target[0])
@@ -105,7 +106,7 @@ def test_equal_distributions_accept_every_draft() -> None:
         assert len(accept_by_rejection(row.repeat(3, 1), row.repeat(2, 1), [1, 0], seed=seed, position=3).token_ids) == 3
 
 
-def test_a_row_that_nothing_can_be_drawn_from_fails_only_without_tokens_before_it() -> None:
+def test_a_row_without_a_distribution_fails_only_if_no_token_precedes_it() -> None:
     row, nothing = torch.tensor([0.0, 1.0]), torch.zeros(2)
     draft = torch.tensor([[0.0, 1.0]])
     assert accept_by_rejection(torch.stack([nothing, row]), draft, [1], seed=1, position=3).error == NOT_FINITE
@@ -114,7 +115,7 @@ def test_a_row_that_nothing_can_be_drawn_from_fails_only_without_tokens_before_i
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A model of a small vocabulary, and a draft model that is not quite unlike it."""
+    """A target model with a small vocabulary, and a draft model that agrees with it at times."""
     large, small = tmp_path_factory.mktemp("large"), tmp_path_factory.mktemp("small")
     make_model("llama", large, vocab_size=12)
     make_model("llama", small, vocab_size=12, num_hidden_layers=1)
@@ -129,22 +130,24 @@ def speculation(method: str, model: Path | None = None, depth: int = 3) -> dict[
     }
 
 
-def run(model: Path, sampling: dict[str, Any], count: int, **options: Any) -> list[list[int]]:
-    engine = small_engine(model, max_num_seqs=32, **options)
+def generate(model: Path, sampling: dict[str, Any], count: int, **options: Any) -> list[list[int]]:
+    engine = small_engine(model, max_num_seqs=128, **options)
     requests = [generation_request(str(i), [5, 6, 7] * 3, **{"seed": i, "max_tokens": 3, **sampling}) for i in range(count)]
     events = run_to_end(engine, requests)
     return [tokens(events[str(i)]) for i in range(count)]
 
 
 @pytest.mark.parametrize(
-    "sampling", [{"temperature": 1.3}, {"temperature": 1.0, "top_k": 4}, {"temperature": 0.8, "top_p": 0.7}]
+    "sampling",
+    [{"temperature": 1.3}, {"temperature": 1.0, "top_k": 4}, {"temperature": 0.8, "top_p": 0.7}],
+    ids=str,
 )
-def test_what_is_written_with_a_draft_model_has_the_distribution_of_plain_writing(
+def test_tokens_with_a_draft_model_have_the_distribution_of_plain_decoding(
     sampling: dict[str, Any], models: tuple[Path, Path]
 ) -> None:
     count, size = 600, 12
-    plain = run(models[0], sampling, count)
-    speculative = run(models[0], sampling, count, **speculation("draft_model", models[1]))
+    plain = generate(models[0], sampling, count)
+    speculative = generate(models[0], sampling, count, **speculation("draft_model", models[1]))
     assert speculative != plain, "rejection draws other tokens for the same seed"
     for position in range(3):
         ours, theirs = (histogram([answer[position] for answer in answers], size) for answers in (speculative, plain))
@@ -154,27 +157,29 @@ def test_what_is_written_with_a_draft_model_has_the_distribution_of_plain_writin
         assert statistic < freedom + 4.0 * (2 * freedom) ** 0.5 + 6.0, f"position {position}: χ² is {statistic:.1f}"
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.8, "logprobs": 2}])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.8, "logprobs": 2}], ids=str)
 @pytest.mark.parametrize("depth", [1, 5])
-def test_prompt_lookup_writes_the_very_tokens_of_plain_writing(
+def test_prompt_lookup_generates_the_tokens_of_plain_decoding(
     sampling: dict[str, Any], depth: int, models: tuple[Path, Path]
 ) -> None:
     sampling = {"max_tokens": 40, **sampling}
-    assert run(models[0], sampling, 6, **speculation("ngram", depth=depth)) == run(models[0], sampling, 6)
+    assert generate(models[0], sampling, 6, **speculation("ngram", depth=depth)) == generate(models[0], sampling, 6)
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"batch_invariant": True}, {"enforce_eager": False}, {"enforce_eager": False, "kv_cache_dtype": "fp8"}]
+    "options",
+    [{}, {"batch_invariant": True}, {"enforce_eager": False}, {"enforce_eager": False, "kv_cache_dtype": "fp8"}],
+    ids=str,
 )
-def test_a_draft_model_writes_the_very_tokens_where_it_cannot_depend_on_chance(
+def test_a_draft_model_generates_the_tokens_of_plain_decoding_where_verification_is_by_equality(
     options: dict[str, Any], models: tuple[Path, Path]
 ) -> None:
     sampling = {"max_tokens": 30, "temperature": 1.0 if options else 0.0}
-    speculative = run(models[0], sampling, 6, **options, **speculation("draft_model", models[1]))
-    assert speculative == run(models[0], sampling, 6, **options)
+    speculative = generate(models[0], sampling, 6, **options, **speculation("draft_model", models[1]))
+    assert speculative == generate(models[0], sampling, 6, **options)
 
 
-def test_only_what_was_generated_is_counted(models: tuple[Path, Path]) -> None:
+def test_only_generated_tokens_are_counted(models: tuple[Path, Path]) -> None:
     engine = small_engine(models[0], **speculation("draft_model", models[0], depth=4))
     events = run_to_end(
         engine, [generation_request(str(i), [5, 6, 7], max_tokens=length) for i, length in enumerate((1, 2, 7, 30))]
@@ -187,9 +192,9 @@ def test_only_what_was_generated_is_counted(models: tuple[Path, Path]) -> None:
     assert status.steps_total < 15
 
 
-def test_an_end_inside_the_accepted_drafts_ends_the_answer_there(models: tuple[Path, Path]) -> None:
-    plain = run(models[0], {"max_tokens": 30}, 1)[0]
+def test_a_stop_token_among_accepted_drafts_ends_the_answer_there(models: tuple[Path, Path]) -> None:
+    plain = generate(models[0], {"max_tokens": 30}, 1)[0]
     end = plain[10]
     sampling = {"max_tokens": 30, "stop_token_ids": [end]}
-    speculative = run(models[0], sampling, 1, **speculation("draft_model", models[0], depth=8))[0]
+    speculative = generate(models[0], sampling, 1, **speculation("draft_model", models[0], depth=8))[0]
     assert speculative == plain[: plain.index(end) + 1]

@@ -1,4 +1,4 @@
-"""An engine's report of its start accounts for all of its time."""
+"""The log line of an engine's start: its times add up, and it names how steps run."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ PARTS = {"plain": ["kernels", "weights", "cache", "speed"], "recorded": ["kernel
         (f"plain ({NOT_OVER_PAGES})", {"enforce_eager": False, "kv_cache_dtype": "fp8"}),
         ("recorded", {"enforce_eager": False, "batch_invariant": True}),
     ],
+    ids=lambda value: str(value)[:50],
 )
-def test_all_parts_of_a_start_are_in_its_time(
+def test_the_times_of_all_parts_add_up_to_the_load_time(
     runner: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     make_model("llama", tmp_path, hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
@@ -36,16 +37,16 @@ def test_all_parts_of_a_start_are_in_its_time(
     with caplog.at_level(logging.INFO):
         engine = small_engine(tmp_path, **options)
     parts = PARTS[runner.partition(" ")[0]]
-    told = " ".join(f"{part}_s=1.000" for part in parts)
+    part_times = " ".join(f"{part}_s=1.000" for part in parts)
     started = next(record.getMessage() for record in caplog.records if record.getMessage().startswith("started"))
     assert f"runner={runner} " in started
-    assert told in started, "and compiling is no part of reading weights"
+    assert part_times in started, "and compiling is no part of reading weights"
     assert engine.info.load_s > len(parts)
 
 
-@pytest.mark.parametrize(("draft", "words"), [("llama", "recorded "), ("qwen3_moe", f"over slots ({NOT_RECORDED}) ")])
-def test_a_start_tells_of_steps_that_cannot_be_recorded_because_of_the_draft_model(
-    draft: str, words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("draft", "runner_name"), [("llama", "recorded "), ("qwen3_moe", f"over slots ({NOT_RECORDED}) ")])
+def test_the_log_says_if_a_draft_model_prevents_recorded_steps(
+    draft: str, runner_name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     sizes: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
     make_model("llama", tmp_path / "target", **sizes)
@@ -53,6 +54,6 @@ def test_a_start_tells_of_steps_that_cannot_be_recorded_because_of_the_draft_mod
     speculation = SpeculativeOptions(method="draft_model", model=tmp_path / "draft", num_speculative_tokens=2)
     with caplog.at_level(logging.INFO):
         engine = small_engine(tmp_path / "target", enforce_eager=False, speculative_config=speculation)
-    said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("started")]
-    assert [f"runner={words}" in line for line in said] == [True]
+    messages = [record.getMessage() for record in caplog.records if record.getMessage().startswith("started")]
+    assert [f"runner={runner_name}" in line for line in messages] == [True]
     assert run_to_end(engine, [generation_request("a", [5, 6], max_tokens=4)])["a"][-1].finish_reason

@@ -1,4 +1,4 @@
-"""The step mode follows from options and device, in one place."""
+"""The step mode as a function of options and device."""
 
 from __future__ import annotations
 
@@ -22,20 +22,22 @@ CASES: list[tuple[str, dict[str, Any], bool, StepMode]] = [
 ]
 
 
-@pytest.mark.parametrize(("device", "asked", "can_record", "mode"), CASES)
-def test_options_and_device_decide_how_steps_are_run(
-    device: str, asked: dict[str, Any], can_record: bool, mode: StepMode
+@pytest.mark.parametrize(("device", "options", "can_record", "mode"), CASES, ids=lambda value: str(value)[:50])
+def test_options_and_device_determine_the_step_mode(
+    device: str, options: dict[str, Any], can_record: bool, mode: StepMode
 ) -> None:
-    assert StepMode.of(EngineOptions(model=Path("m"), **asked), device, can_record=can_record) is mode
+    assert StepMode.of(EngineOptions(model=Path("m"), **options), device, can_record=can_record) is mode
 
 
-def test_a_switch_turns_graphs_off_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_graphs_switch_disables_graphs_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(GRAPHS, "0")
-    found = [StepMode.of(EngineOptions(model=Path("m"), **asked), device, can_record=can) for device, asked, can, _ in CASES]
+    found = [
+        StepMode.of(EngineOptions(model=Path("m"), **options), device, can_record=can) for device, options, can, _ in CASES
+    ]
     assert found == [mode.without_graphs() for *_, mode in CASES]
     assert [mode.launches_ahead for mode in found] == [mode.launches_ahead for *_, mode in CASES]
 
 
-def test_a_model_that_waits_for_the_host_costs_the_graphs_and_nothing_else() -> None:
+def test_a_model_that_waits_for_the_host_disables_graphs_only() -> None:
     changed = {mode: mode.without_graphs() for mode in StepMode if mode.without_graphs() is not mode}
     assert changed == {StepMode.CAPTURED: StepMode.AHEAD}

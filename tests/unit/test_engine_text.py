@@ -1,4 +1,4 @@
-"""Tokens to text and back, and streams that wait for whole characters."""
+"""The tokenizer: text to tokens and back, streams of whole characters, special tokens, unreadable files."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("text", ["", "plain", "Grüße, 世界 🙂", "<s> is special"])
-def test_text_survives_the_way_to_tokens_and_back(text: str, model: Path) -> None:
+def test_text_survives_encoding_and_decoding(text: str, model: Path) -> None:
     tokenizer = Tokenizer(model)
     assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
 
 
-def test_a_stream_gives_the_whole_text_and_no_broken_character(model: Path) -> None:
+def test_streamed_pieces_add_up_to_the_text_without_broken_characters(model: Path) -> None:
     tokenizer = Tokenizer(model)
     text = "né 世界 🙂!"
     answer = AnswerText(tokenizer.decode)
@@ -40,12 +40,12 @@ def test_special_tokens_have_no_text_in_answers(model: Path) -> None:
     assert tokenizer.decode([*tokenizer.encode("end"), tokenizer.token_to_id("</s>") or 0]) == "end"
 
 
-def test_a_single_token_keeps_the_space_that_a_text_would_lose(tmp_path: Path) -> None:
-    spelling = RustTokenizer(models.BPE(vocab={"▁a": 0, "▁": 1, "b": 2, "<0xE9>": 3}, merges=[], byte_fallback=True))
+def test_the_text_of_a_single_token_keeps_its_leading_space(tmp_path: Path) -> None:
+    rust_tokenizer = RustTokenizer(models.BPE(vocab={"▁a": 0, "▁": 1, "b": 2, "<0xE9>": 3}, merges=[], byte_fallback=True))
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    spelling.decoder = decoders.Sequence(steps)
-    spelling.add_special_tokens(["<s>"])
-    spelling.save(str(tmp_path / "tokenizer.json"))
+    rust_tokenizer.decoder = decoders.Sequence(steps)
+    rust_tokenizer.add_special_tokens(["<s>"])
+    rust_tokenizer.save(str(tmp_path / "tokenizer.json"))
     tokenizer = Tokenizer(tmp_path)
     assert [tokenizer.token_text(token_id) for token_id in range(5)] == [" a", " ", "b", "\ufffd", "<s>"]
 
@@ -65,7 +65,7 @@ def test_a_directory_without_tokenizer_is_refused(tmp_path: Path) -> None:
         ('{"model": {}}', "did not match"),
     ],
 )
-def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, content: str, message: str) -> None:
+def test_a_file_that_is_not_a_tokenizer_is_refused(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(NotAModelDirectory, match=rf"tokenizer\.json is not a tokenizer: .*{message}"):
         Tokenizer(tmp_path)

@@ -1,4 +1,4 @@
-"""Frames: delivered in any pieces; anything else is rejected; a closed or stuck peer is detected."""
+"""Frames over a socket: reassembled from any pieces, refused if malformed or too large; closed and stalled peers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def pair() -> Iterator[tuple[FrameSocket, socket.socket]]:
         yield FrameSocket(ours), theirs
 
 
-def in_loop(new_loop: NewLoop, run: Callable[[AsyncFrameSocket, socket.socket], Awaitable[None]]) -> None:
+def run_in_loop(new_loop: NewLoop, run: Callable[[AsyncFrameSocket, socket.socket], Awaitable[None]]) -> None:
     """Run a test with both ends of a connection in a loop of that kind."""
 
     async def connected() -> None:
@@ -63,7 +63,7 @@ def in_loop(new_loop: NewLoop, run: Callable[[AsyncFrameSocket, socket.socket], 
         runner.run(connected())
 
 
-async def read_to_the_end(ours: AsyncFrameSocket) -> list[bytes]:
+async def receive_all(ours: AsyncFrameSocket) -> list[bytes]:
     bodies = []
     with suppress(PeerClosed):
         while True:
@@ -71,24 +71,24 @@ async def read_to_the_end(ours: AsyncFrameSocket) -> list[bytes]:
     return bodies
 
 
-def test_frames_of_both_sides_survive_the_wire() -> None:
+def test_frames_of_both_directions_survive_serialisation() -> None:
     assert transport.decode_gateway_frame(transport.encode_frame(SUBMIT)[4:]) == SUBMIT
     assert transport.decode_engine_frame(transport.encode_frame(ANSWER)[4:]) == ANSWER
 
 
 @pytest.mark.parametrize("body", [b"", b"\xc1", b"\x81\xa6submit\x01"])
-def test_what_is_no_frame_is_refused(body: bytes) -> None:
+def test_a_malformed_frame_is_refused(body: bytes) -> None:
     with pytest.raises(MalformedFrame):
         transport.decode_gateway_frame(body)
 
 
-def test_parameters_outside_their_range_are_refused_on_the_wire_too() -> None:
+def test_parameters_outside_their_range_are_refused_in_frames() -> None:
     body = transport.encode_frame(SUBMIT)[4:].replace(b"\xa5top_p\xcb\x3f\xf0", b"\xa5top_p\xcb\x40\xf0")
     with pytest.raises(MalformedFrame, match="top_p"):
         transport.decode_gateway_frame(body)
 
 
-def test_frames_arrive_whole_however_the_bytes_were_cut(pair: tuple[FrameSocket, socket.socket]) -> None:
+def test_frames_are_reassembled_from_any_pieces(pair: tuple[FrameSocket, socket.socket]) -> None:
     receiver, sender = pair
     stream = transport.encode_frame(SUBMIT) * 3
     frames = []
@@ -98,7 +98,7 @@ def test_frames_arrive_whole_however_the_bytes_were_cut(pair: tuple[FrameSocket,
     assert [transport.decode_gateway_frame(frame) for frame in frames] == [SUBMIT] * 3
 
 
-def test_a_socket_works_in_a_process_with_many_files() -> None:
+def test_a_socket_works_with_high_file_descriptors() -> None:
     with use_up_low_descriptors():
         ours, theirs = socket.socketpair()
         with ours, theirs:
@@ -106,14 +106,14 @@ def test_a_socket_works_in_a_process_with_many_files() -> None:
             assert [transport.decode_gateway_frame(frame) for frame in FrameSocket(ours).receive(1.0)] == [SUBMIT]
 
 
-def test_the_end_of_the_stream_is_noticed(pair: tuple[FrameSocket, socket.socket]) -> None:
+def test_a_closed_peer_is_detected(pair: tuple[FrameSocket, socket.socket]) -> None:
     receiver, sender = pair
     sender.close()
     with pytest.raises(PeerClosed):
         receiver.receive(1.0)
 
 
-def test_a_frame_that_claims_to_be_huge_is_refused_before_it_is_read(pair: tuple[FrameSocket, socket.socket]) -> None:
+def test_a_frame_with_an_oversized_length_is_refused_before_it_is_read(pair: tuple[FrameSocket, socket.socket]) -> None:
     receiver, sender = pair
     sender.sendall(b"\xff\xff\xff\xff")
     with pytest.raises(FrameTooLarge):
@@ -126,7 +126,7 @@ def test_a_frame_that_is_too_large_is_not_sent(monkeypatch: pytest.MonkeyPatch) 
         transport.encode_frame(SUBMIT)
 
 
-def test_a_peer_that_does_not_read_is_given_up_and_never_waited_for(
+def test_a_stalled_peer_raises_without_blocking(
     pair: tuple[FrameSocket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transport, "UNSENT_BYTES_MAX", 100_000)
@@ -141,31 +141,31 @@ def test_a_peer_that_does_not_read_is_given_up_and_never_waited_for(
 
 
 @pytest.mark.parametrize("new_loop", LOOPS, ids=str)
-class TestInAnEventLoop:
-    """The gateway's end, in the loop of the tests and in the one that serves."""
+class TestAsyncFrameSocket:
+    """The gateway's end, in asyncio's event loop and in uvloop's."""
 
-    def test_frames_arrive_whole_then_the_end(self, new_loop: NewLoop) -> None:
+    def test_frames_are_reassembled_before_the_end_of_the_stream(self, new_loop: NewLoop) -> None:
         async def run(ours: AsyncFrameSocket, theirs: socket.socket) -> None:
             data = transport.encode_frame(ANSWER) * 3
-            reading = asyncio.create_task(read_to_the_end(ours))
+            reading = asyncio.create_task(receive_all(ours))
             for byte in range(0, len(data), 7):
                 theirs.sendall(data[byte : byte + 7])
                 await asyncio.sleep(0)
             theirs.close()
             assert [transport.decode_engine_frame(body) for body in await reading] == [ANSWER] * 3
 
-        in_loop(new_loop, run)
+        run_in_loop(new_loop, run)
 
-    def test_frames_before_one_that_claims_to_be_huge_are_read(self, new_loop: NewLoop) -> None:
+    def test_frames_before_an_oversized_one_are_delivered(self, new_loop: NewLoop) -> None:
         async def run(ours: AsyncFrameSocket, theirs: socket.socket) -> None:
             theirs.sendall(transport.encode_frame(ANSWER) + b"\xff\xff\xff\xff")
             assert transport.decode_engine_frame(await ours.receive()) == ANSWER
             with pytest.raises(FrameTooLarge):
                 await ours.receive()
 
-        in_loop(new_loop, run)
+        run_in_loop(new_loop, run)
 
-    def test_what_the_socket_does_not_take_at_once_leaves_in_order_while_frames_arrive(self, new_loop: NewLoop) -> None:
+    def test_unsent_bytes_leave_in_order_while_frames_arrive(self, new_loop: NewLoop) -> None:
         async def run(ours: AsyncFrameSocket, theirs: socket.socket) -> None:
             sent = [transport.encode_frame(GatewayFrame(abort=[f"{number}" * 100_000])) for number in range(10)]
             for frame in sent:
@@ -178,28 +178,30 @@ class TestInAnEventLoop:
                 assert transport.decode_engine_frame(await ours.receive()) == ANSWER
             assert [transport.LENGTH.pack(len(body)) + body for body in received] == sent
 
-        in_loop(new_loop, run)
+        run_in_loop(new_loop, run)
 
     @pytest.mark.parametrize("unsent_bytes", [0, 1, 10_000_000])
-    def test_a_peer_that_dies_before_it_has_read_ours_is_read_to_its_end(self, new_loop: NewLoop, unsent_bytes: int) -> None:
+    def test_frames_of_a_closed_peer_are_delivered_although_ours_were_not_read(
+        self, new_loop: NewLoop, unsent_bytes: int
+    ) -> None:
         async def run(ours: AsyncFrameSocket, theirs: socket.socket) -> None:
             ours.send(bytes(1 + unsent_bytes))
             for _ in range(100):
                 theirs.sendall(transport.encode_frame(ANSWER))
             theirs.close()
             ours.send(b"to nobody")
-            assert len(await read_to_the_end(ours)) == 100
+            assert len(await receive_all(ours)) == 100
             ours.send(b"to nobody")
 
-        in_loop(new_loop, run)
+        run_in_loop(new_loop, run)
 
-    def test_a_peer_that_sends_much_leaves_turns_to_others(self, new_loop: NewLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_busy_peer_does_not_block_the_event_loop(self, new_loop: NewLoop, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(transport, "READ_BYTES", 16)
 
         async def run(ours: AsyncFrameSocket, theirs: socket.socket) -> None:
             theirs.sendall(transport.encode_frame(ANSWER) * 200)
             theirs.close()
-            reading = asyncio.create_task(read_to_the_end(ours))
+            reading = asyncio.create_task(receive_all(ours))
             turns = 0
             while not reading.done():
                 await asyncio.sleep(0)
@@ -207,4 +209,4 @@ class TestInAnEventLoop:
             assert len(await reading) == 200
             assert turns > 30
 
-        in_loop(new_loop, run)
+        run_in_loop(new_loop, run)

@@ -1,4 +1,4 @@
-"""The grammar compiler process: deadlines, the cache, and the effects of an exploding grammar."""
+"""The grammar compiler: its worker processes, deadlines, cache, tenants' queues, failures; masks of compiled grammars."""
 
 from __future__ import annotations
 
@@ -45,62 +45,62 @@ def impatient() -> Iterator[GrammarCompiler]:
     made.close()
 
 
-def allowed(state: GrammarState, vocabulary: Vocabulary = BYTES) -> set[int]:
+def allowed_tokens(state: GrammarState, vocabulary: Vocabulary = BYTES) -> set[int]:
     row = empty_mask(vocabulary)
     state.fill_mask(row)
-    return {32 * place + bit for place, word in enumerate(row) for bit in range(32) if word >> bit & 1}
+    return {32 * word_index + bit for word_index, word in enumerate(row) for bit in range(32) if word >> bit & 1}
 
 
-def write(state: GrammarState, text: str) -> None:
+def accept_text(state: GrammarState, text: str) -> None:
     for byte in text.encode():
-        assert byte + 1 in allowed(state)
+        assert byte + 1 in allowed_tokens(state)
         state.accept(byte + 1)
 
 
-def test_a_text_is_followed_to_its_end(compiler: GrammarCompiler) -> None:
+def test_masks_follow_a_text_to_its_end(compiler: GrammarCompiler) -> None:
     state = compiler.submit(GrammarSpec("json", '{"enum": [12, 1]}'), ALICE).result().start()
-    assert allowed(state) == {ord("1") + 1}
-    write(state, "1")
+    assert allowed_tokens(state) == {ord("1") + 1}
+    accept_text(state, "1")
     assert state.is_complete
-    assert allowed(state) == {ord("2") + 1, EOS}
-    write(state, "2")
+    assert allowed_tokens(state) == {ord("2") + 1, EOS}
+    accept_text(state, "2")
     assert state.is_complete
-    assert allowed(state) == {EOS}
+    assert allowed_tokens(state) == {EOS}
     state.accept(EOS)
 
 
-def test_a_grammar_is_compiled_in_a_process_with_many_files() -> None:
+def test_a_grammar_is_compiled_in_a_process_with_high_file_descriptors() -> None:
     with use_up_low_descriptors():
         compiler = GrammarCompiler(BYTES, deadline_s=60.0, workers=1)
         try:
-            write(compiler.submit(GrammarSpec("choice", '["a"]'), ALICE).result().start(), "a")
+            accept_text(compiler.submit(GrammarSpec("choice", '["a"]'), ALICE).result().start(), "a")
         finally:
             compiler.close()
 
 
-def test_equal_constraints_share_a_compile(compiler: GrammarCompiler) -> None:
+def test_equal_constraints_share_a_compilation(compiler: GrammarCompiler) -> None:
     first = compiler.submit(GrammarSpec("regex", "a+b"), ALICE)
     assert compiler.submit(GrammarSpec("regex", "a+b"), ALICE) is first
 
 
-def test_a_request_does_not_see_another_ones_tokens(compiler: GrammarCompiler) -> None:
+def test_states_of_one_grammar_are_independent(compiler: GrammarCompiler) -> None:
     grammar = compiler.submit(GrammarSpec("choice", '["ab", "cd"]'), ALICE).result()
     one, other = grammar.start(), grammar.start()
-    write(one, "a")
-    write(other, "cd")
-    assert allowed(other) == {EOS}
-    assert allowed(one) == {ord("b") + 1}
+    accept_text(one, "a")
+    accept_text(other, "cd")
+    assert allowed_tokens(other) == {EOS}
+    assert allowed_tokens(one) == {ord("b") + 1}
 
 
-def test_a_token_that_the_mask_forbids_ends_the_request(compiler: GrammarCompiler) -> None:
+def test_accepting_a_forbidden_token_raises_an_error_that_names_the_field(compiler: GrammarCompiler) -> None:
     state = compiler.submit(GrammarSpec("regex", "[0-9]+"), ALICE).result().start()
     with pytest.raises(GrammarError, match="does not allow token") as caught:
         state.accept(ord("x") + 1)
     assert caught.value.param == "guided_regex"
 
 
-def doubling(depth: int) -> dict[str, object]:
-    """References that double: 2 to the power of `depth` ways through them."""
+def doubling_references(depth: int) -> dict[str, object]:
+    """Definitions that each refer to two others: 2 ** `depth` paths through them."""
     steps = [[{"$ref": f"#/$defs/a{i + 1}"}, {"$ref": f"#/$defs/a{i + 1}"}] for i in range(depth)]
     sides = [[{"allOf": [step, {"pattern": f"{side}{i}"}]} for side, step in enumerate(both)] for i, both in enumerate(steps)]
     return {f"a{i}": {"anyOf": side} for i, side in enumerate(sides)} | {f"a{depth}": {"minLength": 1}}
@@ -116,35 +116,35 @@ EXPLODING = {
     "counted": GrammarSpec("regex", "(a{100000}b){100001}"),
     "products": GrammarSpec("json", json.dumps({"allOf": [{"anyOf": [{"pattern": i + j} for j in "abcd"]} for i in "pqrst"]})),
     "nested oneOf": GrammarSpec("json", json.dumps(nested_one_of(3))),
-    "doubling references": GrammarSpec("json", json.dumps({"$ref": "#/$defs/a0", "$defs": doubling(40)})),
+    "doubling references": GrammarSpec("json", json.dumps({"$ref": "#/$defs/a0", "$defs": doubling_references(40)})),
     "residues": GrammarSpec("json", json.dumps({"not": {"anyOf": [{"multipleOf": p} for p in (4993, 4999, 5003)]}})),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", EXPLODING)
-def test_what_explodes_is_refused_while_others_keep_their_pace(impatient: GrammarCompiler, name: str) -> None:
-    """Whoever waits has a turn before this process has computed for a second: a machine that stands still computes nothing."""
-    end_s, longest, last = time.monotonic() + 60.0, 0.0, time.process_time()
+def test_a_grammar_that_explodes_is_refused_without_blocking_this_process(impatient: GrammarCompiler, name: str) -> None:
+    """This thread runs again before its process has used a second of processor time, whatever the load of the machine."""
+    deadline_s, longest_s, last_s = time.monotonic() + 60.0, 0.0, time.process_time()
     future = impatient.submit(EXPLODING[name], ALICE)
     while not future.done():
         threading.Event().wait(0.001)
-        longest, last = max(longest, time.process_time() - last), time.process_time()
-        assert time.monotonic() < end_s
-    assert longest < 1.0
+        longest_s, last_s = max(longest_s, time.process_time() - last_s), time.process_time()
+        assert time.monotonic() < deadline_s
+    assert longest_s < 1.0
     with pytest.raises(GrammarError) as caught:
         future.result()
     assert caught.value.param == EXPLODING[name].param
 
 
-def test_texts_that_explode_delay_only_the_tenant_that_sent_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    ask, released = compiler_module._WorkerProcess.compile, threading.Event()
+def test_slow_grammars_of_one_tenant_do_not_delay_those_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_in_worker, released = compiler_module._WorkerProcess.compile, threading.Event()
 
-    def held_up(process: compiler_module._WorkerProcess, spec: GrammarSpec, deadline_s: float) -> dict[str, str]:
+    def blocking_compile(process: compiler_module._WorkerProcess, spec: GrammarSpec, deadline_s: float) -> dict[str, str]:
         if spec.kind == "regex":
             assert released.wait(60)
-        return ask(process, spec, deadline_s)
+        return compile_in_worker(process, spec, deadline_s)
 
-    monkeypatch.setattr(compiler_module._WorkerProcess, "compile", held_up)
+    monkeypatch.setattr(compiler_module._WorkerProcess, "compile", blocking_compile)
     compiler = GrammarCompiler(BYTES, workers=2)
     flood = [compiler.submit(GrammarSpec("regex", "a" * (1 + count)), ALICE) for count in range(20)]
     for text in ("b", "c"):
@@ -155,27 +155,27 @@ def test_texts_that_explode_delay_only_the_tenant_that_sent_them(monkeypatch: py
     compiler.close()
 
 
-def test_two_grammars_at_once_get_two_workers_although_one_was_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    ask, released = compiler_module._WorkerProcess.compile, threading.Event()
+def test_two_grammars_at_once_use_two_workers_although_only_one_was_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_in_worker, released = compiler_module._WorkerProcess.compile, threading.Event()
 
-    def held_up(process: compiler_module._WorkerProcess, spec: GrammarSpec, deadline_s: float) -> dict[str, str]:
+    def blocking_compile(process: compiler_module._WorkerProcess, spec: GrammarSpec, deadline_s: float) -> dict[str, str]:
         if spec.kind == "regex":
             assert released.wait(60)
-        return ask(process, spec, deadline_s)
+        return compile_in_worker(process, spec, deadline_s)
 
-    monkeypatch.setattr(compiler_module._WorkerProcess, "compile", held_up)
+    monkeypatch.setattr(compiler_module._WorkerProcess, "compile", blocking_compile)
     compiler = GrammarCompiler(BYTES, workers=2)
     changed, is_idle = compiler._changed, threading.Event()
     wait = changed.wait
 
-    def watched(timeout: float | None = None) -> bool:
+    def recording_wait(timeout: float | None = None) -> bool:
         is_idle.set()
         return wait(timeout)
 
-    monkeypatch.setattr(changed, "wait", watched)
+    monkeypatch.setattr(changed, "wait", recording_wait)
     compiler.submit(GrammarSpec("choice", '["a"]'), ALICE).result(timeout=60)
     assert is_idle.wait(60)
-    with changed:  # the idle worker does not wake before both are there
+    with changed:  # the idle worker does not wake before both are submitted
         slow = compiler.submit(GrammarSpec("regex", "a+"), ALICE)
         quick = compiler.submit(GrammarSpec("choice", '["b"]'), BOB)
     assert quick.result(timeout=60).start().is_complete is False
@@ -194,26 +194,28 @@ def test_a_worker_that_misses_its_deadline_is_replaced() -> None:
     compiler.close()
 
 
-def test_where_no_process_can_be_started_a_grammar_is_refused_without_blame_and_a_later_one_is_compiled(
+def test_if_no_process_can_start_the_grammar_is_refused_as_overloaded_and_the_next_one_compiles(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compiler, spec = GrammarCompiler(BYTES, workers=1), GrammarSpec("choice", '["a"]')
-    with monkeypatch.context() as full:
-        full.setattr(subprocess, "Popen", mock.Mock(side_effect=BlockingIOError(errno.EAGAIN, "try again")))
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "Popen", mock.Mock(side_effect=BlockingIOError(errno.EAGAIN, "try again")))
         with pytest.raises(EngineOverloaded, match="the system starts no more processes"):
             compiler.submit(spec, ALICE).result(timeout=60)
     assert compiler.submit(spec, ALICE).result(timeout=60).start().is_complete is False
     compiler.close()
 
 
-def test_a_failure_that_is_no_grammars_is_told_and_the_next_compile_gets_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    started, spec = compiler_module._WorkerProcess, GrammarSpec("choice", '["a"]')
+def test_an_internal_error_at_the_start_of_a_worker_is_raised_and_the_next_compilation_gets_a_new_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker_process, spec = compiler_module._WorkerProcess, GrammarSpec("choice", '["a"]')
 
-    def refused(vocabulary: Vocabulary) -> None:
-        monkeypatch.setattr(compiler_module, "_WorkerProcess", started)
+    def failing_start(vocabulary: Vocabulary) -> None:
+        monkeypatch.setattr(compiler_module, "_WorkerProcess", worker_process)
         raise ValueError("a bug")
 
-    monkeypatch.setattr(compiler_module, "_WorkerProcess", refused)
+    monkeypatch.setattr(compiler_module, "_WorkerProcess", failing_start)
     compiler = GrammarCompiler(BYTES, workers=1)
     with pytest.raises(ValueError, match="a bug"):
         compiler.submit(spec, ALICE).result(timeout=60)
@@ -221,7 +223,7 @@ def test_a_failure_that_is_no_grammars_is_told_and_the_next_compile_gets_a_proce
     compiler.close()
 
 
-def test_where_no_thread_can_be_started_a_grammar_is_refused_without_blame_and_a_later_one_is_compiled() -> None:
+def test_if_no_thread_can_start_the_grammar_is_refused_as_overloaded_and_the_next_one_compiles() -> None:
     compiler, spec = GrammarCompiler(BYTES, workers=1), GrammarSpec("choice", '["a"]')
     with forbid_new_threads(), pytest.raises(EngineOverloaded, match="the system starts no more threads"):
         compiler.submit(spec, ALICE).result(timeout=60)
@@ -229,7 +231,7 @@ def test_where_no_thread_can_be_started_a_grammar_is_refused_without_blame_and_a
     compiler.close()
 
 
-def test_where_no_thread_can_be_started_an_answer_is_refused_without_blame_and_a_later_one_gets_masks() -> None:
+def test_if_no_thread_can_start_masks_are_refused_as_overloaded_and_work_later() -> None:
     masks, request = GrammarMasks(BYTES.size), sampling_request()
     grammar = compiled("choice", '["a"]')
     with forbid_new_threads():
@@ -244,14 +246,14 @@ def test_where_no_thread_can_be_started_an_answer_is_refused_without_blame_and_a
     masks.close()
 
 
-def test_where_no_thread_can_be_started_a_compiler_can_be_closed() -> None:
+def test_a_compiler_without_threads_can_be_closed() -> None:
     compiler = GrammarCompiler(BYTES)
     with forbid_new_threads():
         compiler.submit(GrammarSpec("choice", '["a"]'), ALICE)
     compiler.close()
 
 
-def test_where_no_further_thread_can_be_started_a_grammar_waits_for_those_that_there_are() -> None:
+def test_if_no_further_thread_can_start_a_grammar_waits_for_the_existing_one() -> None:
     compiler = GrammarCompiler(BYTES, workers=2)
     first = compiler.submit(GrammarSpec("choice", '["a"]'), ALICE)
     with forbid_new_threads():
@@ -261,32 +263,32 @@ def test_where_no_further_thread_can_be_started_a_grammar_waits_for_those_that_t
     compiler.close()
 
 
-def test_a_worker_that_ended_between_two_grammars_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[compiler_module._WorkerProcess] = []
+def test_a_worker_that_died_between_two_grammars_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers: list[compiler_module._WorkerProcess] = []
 
-    class Watched(compiler_module._WorkerProcess):
+    class RecordedWorker(compiler_module._WorkerProcess):
         def __init__(self, vocabulary: Vocabulary) -> None:
             super().__init__(vocabulary)
-            started.append(self)
+            workers.append(self)
 
-    monkeypatch.setattr(compiler_module, "_WorkerProcess", Watched)
+    monkeypatch.setattr(compiler_module, "_WorkerProcess", RecordedWorker)
     compiler = GrammarCompiler(BYTES, workers=1)
     compiler.submit(GrammarSpec("choice", '["a"]'), ALICE).result(timeout=60)
-    started[0]._process.kill()
-    started[0]._process.wait()
+    workers[0]._process.kill()
+    workers[0]._process.wait()
     assert compiler.submit(GrammarSpec("choice", '["b"]'), ALICE).result(timeout=60).start().is_complete is False
     compiler.close()
 
 
 @pytest.mark.parametrize("pattern", ["(a*)*b", "(a|aa)+c", "(.*)*x(.*)*"])
-def test_a_pattern_that_ruins_a_backtracker_is_followed_in_linear_time(compiler: GrammarCompiler, pattern: str) -> None:
+def test_a_pattern_with_catastrophic_backtracking_is_matched_in_linear_time(compiler: GrammarCompiler, pattern: str) -> None:
     state = compiler.submit(GrammarSpec("regex", pattern), ALICE).result().start()
-    write(state, "a" * 2000)
+    accept_text(state, "a" * 2000)
     assert not state.is_complete
 
 
 @pytest.mark.parametrize("count", [1000, 1400])
-def test_what_needs_a_deep_stack_ends_the_worker_and_never_the_engine(count: int) -> None:
+def test_a_deeply_recursive_grammar_ends_at_most_the_worker(count: int) -> None:
     names = [f"p{index}" for index in range(count)]
     schema = {"type": "object", "properties": {name: {"type": "string"} for name in names}, "required": names}
     program = (
@@ -300,18 +302,18 @@ def test_what_needs_a_deep_stack_ends_the_worker_and_never_the_engine(count: int
         "compiler.close()\n"
     )
     command = ["/bin/sh", "-c", 'ulimit -s unlimited 2>/dev/null; exec "$0" -c "$1"', sys.executable, program]
-    answer = subprocess.run(command, input=json.dumps(schema), text=True, capture_output=True, check=False)
-    assert answer.returncode == 0, answer.stderr
+    completed = subprocess.run(command, input=json.dumps(schema), text=True, capture_output=True, check=False)
+    assert completed.returncode == 0, completed.stderr
 
 
-def test_a_closed_compiler_refuses() -> None:
+def test_a_closed_compiler_refuses_grammars() -> None:
     compiler = GrammarCompiler(BYTES)
     compiler.close()
     with pytest.raises(GrammarError, match="the engine is stopping"):
         compiler.submit(GrammarSpec("regex", "a"), ALICE).result()
 
 
-def test_a_grammar_beyond_those_that_may_wait_is_refused_without_blame() -> None:
+def test_a_grammar_beyond_the_queue_limit_is_refused_as_overloaded() -> None:
     compiler = GrammarCompiler(BYTES)
     compiler._queue = CompileQueue(waiting_max=0)
     with pytest.raises(EngineOverloaded, match="0 grammars are already waiting"):
@@ -319,41 +321,41 @@ def test_a_grammar_beyond_those_that_may_wait_is_refused_without_blame() -> None
     compiler.close()
 
 
-def test_a_model_without_an_end_has_no_structured_output() -> None:
+def test_a_vocabulary_without_end_token_is_refused() -> None:
     compiler = GrammarCompiler(Vocabulary((b"a", b"b"), ()))
     with pytest.raises(GrammarError, match="end-of-sequence"):
         compiler.submit(GrammarSpec("regex", "a"), ALICE).result()
     compiler.close()
 
 
-def test_a_space_that_the_decoder_drops_is_asked_for() -> None:
+def test_the_first_token_has_the_space_that_the_decoder_strips() -> None:
     compiler = GrammarCompiler(TWO_TOKENS, workers=1)
     state = compiler.submit(GrammarSpec("regex", r"\{\}"), ALICE).result().start()
-    assert allowed(state, TWO_TOKENS) == {3}
+    assert allowed_tokens(state, TWO_TOKENS) == {3}
     state.accept(3)
     state.accept(2)
-    assert allowed(state, TWO_TOKENS) == {0, 5}
+    assert allowed_tokens(state, TWO_TOKENS) == {0, 5}
     compiler.close()
 
 
-def test_a_table_that_another_request_filled_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lexer_table_exhausted_by_one_request_is_replaced_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matcher, "LEXER_STATES_MAX", 40)
     monkeypatch.setattr(matcher, "TRIAL_RUNS", 0)
     grammar = compiled("regex", "(a|b){9}-[a-z]{9}-[A-Z]{9}")
-    greedy, patient = grammar.start(), grammar.start()
-    write(patient, "ab")
+    first, second = grammar.start(), grammar.start()
+    accept_text(second, "ab")
     with pytest.raises(GrammarError, match=r"cannot be followed further|a step would cost too much"):
-        write(greedy, "aaaabbbbb-abcdefghi-ABCDEFGHI")
+        accept_text(first, "aaaabbbbb-abcdefghi-ABCDEFGHI")
     monkeypatch.setattr(matcher, "LEXER_STATES_MAX", 30_000)
-    write(patient, "aaaabbb-abc")
-    assert allowed(patient) == {byte + 1 for byte in b"abcdefghijklmnopqrstuvwxyz"}
+    accept_text(second, "aaaabbb-abc")
+    assert allowed_tokens(second) == {byte + 1 for byte in b"abcdefghijklmnopqrstuvwxyz"}
 
 
-def test_masks_that_cost_too_much_end_their_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_that_cost_too_much_time_end_only_their_request(monkeypatch: pytest.MonkeyPatch) -> None:
     grammar = compiled("regex", "[a-z]+")
-    dear, other = grammar.start(), grammar.start()
+    expensive, other = grammar.start(), grammar.start()
     monkeypatch.setattr(matcher, "ALLOWANCE_S", -1.0)
     with pytest.raises(GrammarError, match="more than a request may use"):
-        allowed(dear)
+        allowed_tokens(expensive)
     monkeypatch.undo()
-    write(other, "abc")
+    accept_text(other, "abc")

@@ -1,4 +1,4 @@
-"""Every keyword of JSON Schema: what a grammar accepts and rejects, and which schemas are rejected by name."""
+"""JSON schemas as grammars: exactness of every keyword and format, refused schemas, white space, escapes."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ CASES: list[tuple[str, Any, list[Any], list[Any]]] = [
 
 
 @pytest.mark.parametrize(("schema", "valid", "invalid"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
-def test_a_keyword_is_exact(schema: Any, valid: list[Any], invalid: list[Any]) -> None:
+def test_a_keyword_accepts_valid_values_and_rejects_invalid_ones(schema: Any, valid: list[Any], invalid: list[Any]) -> None:
     assert [value for value in valid if not schema_accepts(schema, value)] == []
     assert [value for value in valid if not schema_accepts(schema, value, ensure_ascii=False)] == []
     assert [value for value in invalid if schema_accepts(schema, value)] == []
@@ -282,7 +282,7 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_format_is_enforced(name: str) -> None:
+def test_a_format_accepts_valid_texts_and_rejects_invalid_ones(name: str) -> None:
     valid, invalid = FORMATS[name]
     assert [text for text in valid if not schema_accepts({"format": name}, text)] == []
     assert [text for text in invalid if schema_accepts({"format": name}, text)] == []
@@ -310,10 +310,10 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_exact_is_refused_by_name(what: str) -> None:
-    with pytest.raises(GrammarError, match=what.replace("$", r"\$")) as caught:
-        compiled("json", json.dumps({"properties": {"deep": REFUSED[what]}, "required": ["deep"]}))
+@pytest.mark.parametrize("message", REFUSED)
+def test_a_keyword_that_cannot_be_exact_is_refused_by_name(message: str) -> None:
+    with pytest.raises(GrammarError, match=message.replace("$", r"\$")) as caught:
+        compiled("json", json.dumps({"properties": {"deep": REFUSED[message]}, "required": ["deep"]}))
     assert caught.value.param == "guided_json"
 
 
@@ -321,7 +321,7 @@ INCLUDED = {"$ref": "#/$defs/a", "unevaluatedProperties": False}
 
 
 @pytest.mark.parametrize(
-    ("schema", "what"),
+    ("schema", "message"),
     [
         ({"$id": "http://a", "items": {"$id": "http://["}}, r"'http://\[' where a URI should be"),
         ({"$id": "http://a", "items": {"$ref": "http://["}}, r"'http://\[' where a URI should be"),
@@ -335,14 +335,15 @@ INCLUDED = {"$ref": "#/$defs/a", "unevaluatedProperties": False}
         ({"contains": TEXT, "minContains": -1}, "minContains must be a whole number"),
         ({"contains": TEXT, "maxContains": "2"}, "maxContains must be a whole number"),
     ],
+    ids=lambda value: str(value)[:50],
 )
-def test_what_is_no_schema_is_refused_by_name(schema: Any, what: str) -> None:
-    with pytest.raises(GrammarError, match=what.replace("$", r"\$")):
+def test_an_invalid_schema_is_refused_with_the_place(schema: Any, message: str) -> None:
+    with pytest.raises(GrammarError, match=message.replace("$", r"\$")):
         compiled("json", json.dumps(schema))
 
 
 @pytest.mark.parametrize(
-    ("schema", "what"),
+    ("schema", "message"),
     [
         ({"$schema": "http://json-schema.org/draft-03/schema#"}, "dialect"),
         ({"type": "string", "enum": [1]}, "cannot be satisfied"),
@@ -356,28 +357,29 @@ def test_what_is_no_schema_is_refused_by_name(schema: Any, what: str) -> None:
         ({"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "minItems": 3}, "cannot be satisfied"),
         ({"type": "object", "required": ["a"], "propertyNames": {"maxLength": 0}}, "cannot be satisfied"),
     ],
+    ids=lambda value: str(value)[:50],
 )
-def test_a_schema_that_says_nothing_is_refused(schema: Any, what: str) -> None:
-    with pytest.raises(GrammarError, match=what):
+def test_an_unsatisfiable_schema_or_unknown_dialect_is_refused(schema: Any, message: str) -> None:
+    with pytest.raises(GrammarError, match=message):
         compiled("json", json.dumps(schema))
 
 
-def test_a_refusal_says_where() -> None:
+def test_an_error_names_the_place_in_the_schema() -> None:
     with pytest.raises(GrammarError, match="#/properties/a/items/pattern"):
         compiled("json", json.dumps({"properties": {"a": {"items": {"pattern": "(?<!x)"}}}}))
 
 
-def test_what_no_property_reaches_is_not_looked_at() -> None:
+def test_unused_definitions_are_not_checked() -> None:
     assert schema_accepts({"type": "null", "$defs": {"unused": {"uniqueItems": True}}}, None)
 
 
-def test_a_name_written_by_number_is_the_same_name() -> None:
+def test_an_escaped_property_name_is_the_same_name() -> None:
     grammar = compiled("json", json.dumps({"properties": {"é": WHOLE}}))
     assert accepts(grammar, '{"\\u00e9":1}')
     assert not accepts(grammar, '{"\\u00E9":"x"}')
 
 
-def test_half_a_surrogate_pair_is_no_text() -> None:
+def test_a_lone_surrogate_is_rejected() -> None:
     grammar = compiled("json", json.dumps(TEXT))
     assert accepts(grammar, '"\\ud83d\\ude00"')
     assert not accepts(grammar, '"\\ud83d"')
@@ -385,7 +387,7 @@ def test_half_a_surrogate_pair_is_no_text() -> None:
 
 @pytest.mark.parametrize("indent", [None, 0, 1, 2, 4, 8, "\t", "\t\t"])
 @pytest.mark.parametrize("line_end", ["\n", "\r\n"])
-def test_white_space_is_what_writers_of_json_put(indent: int | str | None, line_end: str) -> None:
+def test_white_space_of_common_json_writers_is_accepted(indent: int | str | None, line_end: str) -> None:
     grammar = compiled("json", json.dumps({"items": {"properties": {"a": {"items": WHOLE}, "b": WHOLE}}, "type": "array"}))
     text = json.dumps([{"a": [1, 2], "b": 3}, {}], indent=indent)
     assert accepts(grammar, text.replace("\n", line_end))
@@ -397,7 +399,7 @@ def test_white_space_is_what_writers_of_json_put(indent: int | str | None, line_
     "text",
     ["[\n\n\n1]", "[\n \n \n1]", "[  1]", "[1\n,2]", "[\n" + " " * 65 + "1]", '[{"a"\n:1}]', '[{"a":\n1}]', '[{"a":  1}]'],
 )
-def test_a_weak_model_cannot_lose_itself_in_white_space(text: str) -> None:
+def test_unbounded_white_space_is_rejected(text: str) -> None:
     schema = {"items": {"anyOf": [WHOLE, {"properties": {"a": WHOLE}, "type": "object"}]}, "type": "array"}
     assert json.loads(text)
     assert not accepts(compiled("json", json.dumps(schema)), text)
@@ -424,20 +426,20 @@ def test_properties_come_in_the_order_of_the_schema() -> None:
 
 
 @pytest.mark.parametrize("limits", [{"properties": {"a": WHOLE}}, {"required": ["a"]}, {"required": ["a"], "maxProperties": 3}])
-def test_a_property_comes_once(limits: dict[str, Any]) -> None:
+def test_a_property_may_occur_only_once(limits: dict[str, Any]) -> None:
     grammar = compiled("json", json.dumps(limits))
     assert accepts(grammar, '{"a":1,"b":2}')
     assert not accepts(grammar, '{"a":1,"a":2}')
 
 
-def test_a_refusal_calls_the_schema_a_schema() -> None:
+def test_an_error_refers_to_the_schema_as_the_schema() -> None:
     with pytest.raises(GrammarError) as refused:
         compiled("json", '{"type": "strin"}')
     assert str(refused.value) == 'the schema cannot be enforced at #/type: unknown type "strin"'
 
 
-def test_a_schema_is_the_same_grammar_in_every_process() -> None:
-    """Python hashes strings differently in each, so no rule's place may depend on a set of names."""
+def test_a_schema_gives_the_same_grammar_in_every_process() -> None:
+    """Hashes of strings differ between processes, so the order of rules may not depend on a set of names."""
     script = "import sys; from engine.grammar.lark import schema_to_lark; print(schema_to_lark(sys.argv[1]))"
     command = [sys.executable, "-c", script, json.dumps({"additionalProperties": {"items": WHOLE}})]
     environments = [{**os.environ, "PYTHONHASHSEED": seed} for seed in "123"]

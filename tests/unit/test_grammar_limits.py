@@ -1,4 +1,4 @@
-"""Limits of grammars: at the limit they work, beyond it they are rejected with its value."""
+"""Limits of grammars: accepted at the limit, refused beyond it with the limit in the error."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from engine.grammar.spec import GrammarError, GrammarSpec, Kind
 from engine.grammar.term_shapes import UNIQUE_VALUES_MAX
 
 
-def groups(number: int) -> str:
+def nested(number: int) -> str:
     return "(" * number + '"a"' + ")" * number
 
 
-def rules(number: int) -> str:
-    """One that names the next, `root` among them."""
+def chained_rules(number: int) -> str:
+    """`number` rules, of which each refers to the next; the first is `root`."""
     names = ["root", *(f"r{index}" for index in range(1, number))]
     return "\n".join([*(f"{name} ::= {after}" for name, after in pairwise(names)), f'{names[-1]} ::= "a"'])
 
 
-def listed(number: int) -> dict[str, Any]:
+def unique_list(number: int) -> dict[str, Any]:
     return {"items": {"enum": list(range(number))}, "uniqueItems": True}
 
 
@@ -33,16 +33,16 @@ def schema(**keywords: Any) -> str:
 
 
 LIMITS: list[tuple[Kind, str, str, str]] = [
-    ("grammar", rules(gbnf.RULES_MAX), rules(gbnf.RULES_MAX + 1), "more than 5000 rules"),
+    ("grammar", chained_rules(gbnf.RULES_MAX), chained_rules(gbnf.RULES_MAX + 1), "more than 5000 rules"),
     ("grammar", f'root ::= "a"{{{gbnf.REPEAT_MAX}}}', f'root ::= "a"{{{gbnf.REPEAT_MAX + 1}}}', "more than 10000"),
-    ("grammar", f"root ::= {groups(gbnf.NESTING_MAX)}", f"root ::= {groups(gbnf.NESTING_MAX + 1)}", "more than 60 deep"),
+    ("grammar", f"root ::= {nested(gbnf.NESTING_MAX)}", f"root ::= {nested(gbnf.NESTING_MAX + 1)}", "more than 60 deep"),
     ("regex", f"a{{{patterns.REPEAT_MAX}}}", f"a{{{patterns.REPEAT_MAX + 1}}}", "more than 100000"),
-    ("regex", groups(patterns.GROUP_DEPTH_MAX), groups(patterns.GROUP_DEPTH_MAX + 1), "more than 60 deep"),
+    ("regex", nested(patterns.GROUP_DEPTH_MAX), nested(patterns.GROUP_DEPTH_MAX + 1), "more than 60 deep"),
     ("regex", f"({'|'.join(['^a'] * patterns.ALTERNATIVES_MAX)})b",
      f"({'|'.join(['^a'] * (patterns.ALTERNATIVES_MAX + 1))})b", "more than 256 alternatives"),
     ("json", schema(type="array", minItems=json_grammar.REPEATED_MAX),
      schema(type="array", minItems=json_grammar.REPEATED_MAX + 1), "above 100000"),
-    ("json", schema(**listed(UNIQUE_VALUES_MAX)), schema(**listed(UNIQUE_VALUES_MAX + 1)), "at most 60 values"),
+    ("json", schema(**unique_list(UNIQUE_VALUES_MAX)), schema(**unique_list(UNIQUE_VALUES_MAX + 1)), "at most 60 values"),
     ("json", f'{{"default": 1e{schema_nodes.NUMBER_EXPONENT_MAX}}}',
      f'{{"default": 1e{schema_nodes.NUMBER_EXPONENT_MAX + 1}}}', "exponents go to 400"),
     ("json", f'{{"multipleOf": 1e-{numbers.DECIMALS_MAX}}}', f'{{"multipleOf": 1e-{numbers.DECIMALS_MAX + 1}}}',
@@ -51,7 +51,7 @@ LIMITS: list[tuple[Kind, str, str, str]] = [
 
 
 @pytest.mark.parametrize(("kind", "allowed", "beyond", "message"), LIMITS, ids=[message for *_, message in LIMITS])
-def test_what_reaches_a_limit_is_written_and_what_exceeds_it_is_refused(
+def test_a_grammar_at_a_limit_is_accepted_and_one_beyond_it_refused(
     kind: Kind, allowed: str, beyond: str, message: str
 ) -> None:
     assert to_lark(GrammarSpec(kind, allowed))
@@ -75,12 +75,12 @@ CHOICES = [{"anyOf": [{"required": [f"a{place}_{index}"]} for index in range(13)
         ({"allOf": CHOICES}, "more than 2000 cases"),
     ],
 )
-def test_what_multiplies_is_refused_before_it_takes_the_memory_of_all_others(keywords: dict[str, Any], message: str) -> None:
+def test_a_schema_with_too_many_combinations_is_refused(keywords: dict[str, Any], message: str) -> None:
     with pytest.raises(GrammarError, match=message):
         to_lark(GrammarSpec("json", json.dumps(keywords)))
 
 
-def test_a_schema_of_too_many_rules_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_schema_with_too_many_rules_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lark_rules, "RULES_MAX", 20)
     assert to_lark(GrammarSpec("json", json.dumps({"enum": list(range(15))})))
     with pytest.raises(GrammarError, match="more than 20 rules"):

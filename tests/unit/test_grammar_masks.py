@@ -1,4 +1,4 @@
-"""Masks of a step: each answer's in its own row, behind the tokens that were accepted."""
+"""Grammar masks of a step: one row per answer, advanced by its accepted tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BAD_TOKEN = 39
 
 
 class CountingGrammar:
-    """A grammar whose answers are 0, 1, 2, …, each number by its own token; from `fails_at` on it has no masks."""
+    """A grammar that allows the tokens 0, 1, 2, … in this order; at token `fails_at` filling its mask fails."""
 
     def __init__(self, fails_at: int = VOCAB_SIZE) -> None:
         self.spec = None
@@ -29,7 +29,7 @@ class CountingGrammar:
 
 
 class CountingState:
-    """How far one answer has counted."""
+    """The state of one answer: its next allowed token."""
 
     def __init__(self, fails_at: int) -> None:
         self.next = 0
@@ -54,48 +54,48 @@ def masks() -> Iterator[GrammarMasks]:
     masks.close()
 
 
-def grammar(fails_at: int = VOCAB_SIZE) -> CompiledGrammar:
+def compiled_grammar(fails_at: int = VOCAB_SIZE) -> CompiledGrammar:
     return cast(CompiledGrammar, CountingGrammar(fails_at))
 
 
-def rows(masks: GrammarMasks, *requests: Any) -> list[list[int]]:
+def mask_rows(masks: GrammarMasks, *requests: Any) -> list[list[int]]:
     filled = masks.fill(requests)
     assert filled is not None
     assert not filled.result().errors
     return cast(list[list[int]], filled.result().rows.tolist())
 
 
-def test_every_row_has_the_mask_of_its_own_answer(masks: GrammarMasks) -> None:
+def test_each_row_has_the_mask_of_its_own_answer(masks: GrammarMasks) -> None:
     first, free, second = (sampling_request(name) for name in ("first", "free", "second"))
     for request in (first, second):
-        masks.start(request, grammar())
+        masks.start(request, compiled_grammar())
     assert masks.accept(second, [0, 1, 2]) is None
-    assert rows(masks, first, free, second) == [[1, 0], [-1, -1], [8, 0]]
-    assert rows(masks, second, first) == [[8, 0], [1, 0]], "a step may be repeated"
+    assert mask_rows(masks, first, free, second) == [[1, 0], [-1, -1], [8, 0]]
+    assert mask_rows(masks, second, first) == [[8, 0], [1, 0]], "a step may be repeated"
     assert masks.accept(free, [5]) is None
     assert masks.accept(first, [0]) is None
-    assert rows(masks, second, first) == [[8, 0], [2, 0]]
+    assert mask_rows(masks, second, first) == [[8, 0], [2, 0]]
     assert masks.accept(second, range(3, 33)) is None
-    assert rows(masks, second) == [[0, 2]]
+    assert mask_rows(masks, second) == [[0, 2]]
 
 
 def test_rows_without_a_grammar_need_no_masks(masks: GrammarMasks) -> None:
     guided, free = sampling_request("guided"), sampling_request("free")
-    empty = [masks.are_empty]
+    were_empty = [masks.are_empty]
     assert masks.fill([free]) is None
-    masks.start(guided, grammar())
-    empty.append(masks.are_empty)
+    masks.start(guided, compiled_grammar())
+    were_empty.append(masks.are_empty)
     assert masks.fill([free]) is None
     assert masks.nothing_forbidden(2).rows.tolist() == [[-1, -1], [-1, -1]]
     del guided
     gc.collect()
-    assert [*empty, masks.are_empty] == [True, False, True], "a grammar is followed for as long as its answer exists"
+    assert [*were_empty, masks.are_empty] == [True, False, True], "a grammar is followed for as long as its answer exists"
 
 
-def test_an_answer_without_a_mask_has_a_reason_and_the_others_have_masks(masks: GrammarMasks) -> None:
+def test_a_mask_that_fails_is_an_error_of_its_row_only(masks: GrammarMasks) -> None:
     good, bad = sampling_request("good"), sampling_request("bad")
-    masks.start(bad, grammar(fails_at=1))
-    masks.start(good, grammar())
+    masks.start(bad, compiled_grammar(fails_at=1))
+    masks.start(good, compiled_grammar())
     assert masks.accept(bad, [0]) is None
     filled = masks.fill([good, bad])
     assert filled is not None
@@ -103,9 +103,9 @@ def test_an_answer_without_a_mask_has_a_reason_and_the_others_have_masks(masks: 
     assert {row: str(error) for row, error in filled.result().errors.items()} == {1: "too far"}
 
 
-def test_a_token_that_a_grammar_does_not_allow_is_an_error_of_its_answer(masks: GrammarMasks) -> None:
+def test_a_forbidden_token_is_an_error_of_its_answer(masks: GrammarMasks) -> None:
     request = sampling_request("a")
-    masks.start(request, grammar())
+    masks.start(request, compiled_grammar())
     error = masks.accept(request, [0, BAD_TOKEN, 1])
     assert (str(error), error and error.param) == ("39 is not 1", "guided_regex")
-    assert rows(masks, request) == [[2, 0]], "nothing behind it was accepted"
+    assert mask_rows(masks, request) == [[2, 0]], "nothing behind it was accepted"

@@ -1,4 +1,4 @@
-"""Requests that wait for their grammar: each leaves the queue once, and what goes wrong concerns its own waiters alone."""
+"""Requests that wait for their grammar: each leaves the queue once, and a failure concerns only its own request."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.support.scheduling import make_request
 SPEC = GrammarSpec("regex", "a")
 
 
-class Compiler:
-    """Gives futures that the test resolves."""
+class FakeCompiler:
+    """A compiler whose futures the test resolves."""
 
     def __init__(self) -> None:
         self.futures: list[Future[CompiledGrammar]] = []
@@ -34,8 +34,8 @@ class Compiler:
 
 
 @pytest.fixture
-def compiler() -> Compiler:
-    return Compiler()
+def compiler() -> FakeCompiler:
+    return FakeCompiler()
 
 
 @pytest.fixture
@@ -44,16 +44,16 @@ def masks() -> Any:
 
 
 @pytest.fixture
-def queue(compiler: Compiler, masks: Any) -> GrammarQueue:
+def queue(compiler: FakeCompiler, masks: Any) -> GrammarQueue:
     return GrammarQueue(compiler, masks)
 
 
-def answers_of(name: str, count: int, **options: Any) -> list[Request]:
+def make_answers(name: str, count: int, **options: Any) -> list[Request]:
     return [make_request(name, 3, index=index, **options) for index in range(count)]
 
 
-def test_answers_are_counted_until_they_are_ready_removed_or_expired(queue: GrammarQueue, compiler: Compiler) -> None:
-    ready, removed, expired = answers_of("a", 2), answers_of("b", 2), answers_of("c", 3, queue_deadline_s=5.0)
+def test_waiting_answers_are_counted_until_ready_removed_or_expired(queue: GrammarQueue, compiler: FakeCompiler) -> None:
+    ready, removed, expired = make_answers("a", 2), make_answers("b", 2), make_answers("c", 3, queue_deadline_s=5.0)
     for answers in (ready, removed, expired):
         queue.park(answers, SPEC)
     assert len(queue) == 7
@@ -66,39 +66,41 @@ def test_answers_are_counted_until_they_are_ready_removed_or_expired(queue: Gram
     assert len(queue) == 1
 
 
-def test_an_answer_is_removed_once_and_with_the_last_one_its_request(queue: GrammarQueue, compiler: Compiler) -> None:
-    first, second = answers_of("a", 2)
+def test_an_answer_is_removed_once_and_its_request_with_the_last_one(queue: GrammarQueue, compiler: FakeCompiler) -> None:
+    first, second = make_answers("a", 2)
     queue.park([first, second], SPEC)
     assert [queue.remove(answer) for answer in (first, first, second, second)] == [True, False, True, False]
     compiler.futures[0].set_result(mock.Mock())
     assert queue.pop_ready() == []
 
 
-@pytest.mark.parametrize(("failure", "told"), [(EngineOverloaded("no thread"), EngineOverloaded), (OSError(), EngineError)])
-def test_an_answer_whose_masks_cannot_be_filled_is_refused_with_the_reason(
-    queue: GrammarQueue, compiler: Compiler, masks: Any, failure: Exception, told: type[Exception]
+@pytest.mark.parametrize(
+    ("failure", "error_type"), [(EngineOverloaded("no thread"), EngineOverloaded), (OSError(), EngineError)]
+)
+def test_a_failure_to_start_masks_is_the_error_of_the_request(
+    queue: GrammarQueue, compiler: FakeCompiler, masks: Any, failure: Exception, error_type: type[Exception]
 ) -> None:
-    queue.park(answers_of("a", 1), SPEC)
+    queue.park(make_answers("a", 1), SPEC)
     masks.start.side_effect = failure
     compiler.futures[0].set_result(mock.Mock())
     ((_, error),) = queue.pop_ready()
-    assert type(error) is told
+    assert type(error) is error_type
 
 
-def test_compiler_and_masks_are_closed_with_the_queue(queue: GrammarQueue, compiler: Compiler, masks: Any) -> None:
+def test_closing_the_queue_closes_compiler_and_masks(queue: GrammarQueue, compiler: FakeCompiler, masks: Any) -> None:
     queue.close()
     assert compiler.is_closed
     masks.close.assert_called_once_with()
 
 
-def test_a_compiler_that_was_never_needed_is_not_made_to_be_closed(compiler: Compiler) -> None:
+def test_closing_an_unused_lazy_compiler_does_not_create_one(compiler: FakeCompiler) -> None:
     create = mock.Mock(return_value=compiler)
     lazy = LazyCompiler(create)
     lazy.close()
     create.assert_not_called()
 
 
-def test_a_compiler_that_was_needed_is_closed(compiler: Compiler) -> None:
+def test_closing_a_used_lazy_compiler_closes_it(compiler: FakeCompiler) -> None:
     lazy = LazyCompiler(lambda: compiler)
     lazy.submit(SPEC, "alice")
     assert lazy._compiler is not None

@@ -1,4 +1,4 @@
-"""Validation of a request's constraint: a text within its limits, without a grammar library."""
+"""Validation of a request's constraint on submission, without a grammar library, and of schema texts on compilation."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from engine.transport import encode_frame
 from tests.support.grammars import compiled
 
 
-def test_a_request_without_a_constraint_has_none() -> None:
+def test_a_request_without_constraint_has_no_spec() -> None:
     assert grammar_spec(SamplingParams()) is None
 
 
-def test_equal_constraints_are_equal() -> None:
+def test_constraints_become_normalised_specs() -> None:
     assert grammar_spec(SamplingParams(guided_choice=["a", "b"])) == GrammarSpec("choice", '["a", "b"]')
     as_tuple: Any = ("a", "b")  # accepted as a tuple of `stop` strings is
     assert grammar_spec(SamplingParams(guided_choice=as_tuple)) == GrammarSpec("choice", '["a", "b"]')
@@ -34,7 +34,7 @@ def test_equal_constraints_are_equal() -> None:
 
 
 SCHEMA, REGEX = GUIDED_BYTES_MAX["guided_json"], GUIDED_BYTES_MAX["guided_regex"]
-WRONG: list[tuple[dict[str, Any], str, str]] = [
+MALFORMED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_json": '"' + "ü" * (SCHEMA // 2) + '"'}, "guided_json", f"at most {SCHEMA} bytes, not {SCHEMA + 2}"),
     ({"guided_regex": "a" * (REGEX + 1)}, "guided_regex", f"at most {REGEX} bytes"),
     ({"guided_regex": ""}, "guided_regex", "is empty"),
@@ -45,21 +45,21 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "param", "message"), WRONG, ids=[message for _, _, message in WRONG])
-def test_a_malformed_constraint_names_its_field(fields: dict[str, Any], param: str, message: str) -> None:
+@pytest.mark.parametrize(("fields", "param", "message"), MALFORMED, ids=[message for _, _, message in MALFORMED])
+def test_a_malformed_constraint_is_refused_by_field(fields: dict[str, Any], param: str, message: str) -> None:
     with pytest.raises(GrammarError, match=message) as caught:
         grammar_spec(SamplingParams(**fields))
     assert caught.value.param == param
     assert isinstance(caught.value, InvalidOption)
 
 
-def test_the_glance_does_not_read_a_schema(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is made by the thread that steps; the process that compiles reads what may be 256 KiB."""
+def test_the_schema_text_is_not_parsed_on_submission(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Submission runs in the thread that steps the engine, and a schema may have 256 KiB; the compiler process parses it."""
     monkeypatch.setattr("engine.grammar.spec.json.loads", lambda *_: pytest.fail("the schema was read"))
     assert grammar_spec(SamplingParams(guided_json='{"type": "null"}')) == GrammarSpec("json", '{"type": "null"}')
 
 
-NO_SCHEMAS = {
+INVALID_SCHEMA_TEXTS = {
     "{": "is not JSON",
     "[]": "must be a JSON object or boolean, not list",
     "12": "must be a JSON object",
@@ -70,14 +70,14 @@ NO_SCHEMAS = {
 }
 
 
-@pytest.mark.parametrize(("text", "message"), NO_SCHEMAS.items(), ids=NO_SCHEMAS.values())
-def test_a_text_that_holds_no_schema_names_its_field(text: str, message: str) -> None:
+@pytest.mark.parametrize(("text", "message"), INVALID_SCHEMA_TEXTS.items(), ids=INVALID_SCHEMA_TEXTS.values())
+def test_a_text_that_is_not_a_schema_is_refused_by_field(text: str, message: str) -> None:
     with pytest.raises(GrammarError, match=message) as caught:
         compiled("json", text)
     assert caught.value.param == "guided_json"
 
 
-def test_a_schema_is_read() -> None:
+def test_a_valid_schema_text_is_parsed() -> None:
     assert check_schema_text('{"type": "null"}') == {"type": "null"}
 
 
@@ -89,13 +89,13 @@ def test_half_of_a_surrogate_pair_is_found_behind_an_escape() -> None:
 
 
 @pytest.mark.parametrize("name", ["\ud800", "x" * 100_000], ids=["half of a surrogate pair", "long"])
-def test_what_is_wrong_with_a_schema_fits_a_frame_whatever_it_quotes(name: str) -> None:
+def test_an_error_about_a_schema_fits_a_frame_whatever_it_quotes(name: str) -> None:
     with pytest.raises(GrammarError) as caught:
         compiled("json", json.dumps({"properties": {name: {"type": "none"}}}))
     event = TokenEvent("a", [], 0, 0, error=str(caught.value))
     assert len(encode_frame(EngineFrame(events=[event]))) < 2 * MESSAGE_CHARS_MAX
 
 
-def test_the_glance_needs_no_grammar_library() -> None:
+def test_validation_imports_neither_llguidance_nor_torch_nor_numpy() -> None:
     program = "import sys, engine.grammar.spec; print(sorted({'llguidance', 'torch', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip() == "[]"

@@ -1,4 +1,4 @@
-"""The caller's regular expressions, choices and grammars: what they accept, and what is rejected by name."""
+"""Regular expressions, choices and grammars (GBNF, Lark): accepted and rejected texts, and refused constructs."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ TEXTS = ["", "a", "b", "ab", "ba", "foo", "foox", "xfooy", "abc1", "bb", "x1", "
 
 
 @pytest.mark.parametrize("pattern", SEARCHED)
-def test_a_pattern_of_a_schema_finds_what_python_finds(pattern: str) -> None:
+def test_a_schema_pattern_searches_like_python(pattern: str) -> None:
     assert [text for text in TEXTS if matches(search_language(pattern), text)] == [t for t in TEXTS if re.search(pattern, t)]
 
 
-def test_choices_are_exact() -> None:
+def test_choices_match_exactly() -> None:
     grammar = compiled("choice", '["yes", "yes, sir", "né\\"\\n/"]')
     assert all(accepts(grammar, text) for text in ("yes", "yes, sir", 'né"\n/'))
     assert not any(accepts(grammar, text) for text in ("", "ye", "yes,", "no"))
@@ -61,20 +61,20 @@ ws    ::= " "*
 """
 
 
-def test_a_gbnf_grammar_accepts_its_texts_and_rejects_those_that_come_near() -> None:
+def test_a_gbnf_grammar_accepts_exactly_its_texts() -> None:
     grammar = compiled("grammar", GBNF)
     assert all(accepts(grammar, text) for text in ("{ab:12}", "{ab:12, c:3}", "{x-y}", "{a:é}"))
     assert not any(accepts(grammar, text) for text in ("{}", "{abcd:1}", "{ab:12,}", "{ab:12"))
 
 
-def test_gbnf_tries_every_way_to_read_a_text() -> None:
+def test_gbnf_alternatives_are_not_committed_to() -> None:
     grammar = compiled("grammar", 'root ::= ("ab" | "abc") "cd" [a]* "a"')
     assert accepts(grammar, "abcda")
     assert accepts(grammar, "abccdaaa")
 
 
 @pytest.mark.parametrize("bounds", ["{0}", "{0,0}", "{,0}"])
-def test_what_gbnf_repeats_no_times_is_not_there(bounds: str) -> None:
+def test_a_gbnf_repetition_of_zero_matches_nothing(bounds: str) -> None:
     grammar = compiled("grammar", f'root ::= "a" "b"{bounds}')
     assert accepts(grammar, "a")
     assert not accepts(grammar, "ab")
@@ -93,7 +93,7 @@ def test_a_recursive_grammar_accepts_balanced_texts_only() -> None:
     assert not accepts(grammar, "(()")
 
 
-def test_a_lark_grammar_accepts_its_texts_and_rejects_those_that_come_near() -> None:
+def test_a_lark_grammar_accepts_exactly_its_texts() -> None:
     grammar = compiled("grammar", 'start: WORD ("," WORD)*\nWORD: /[a-z]+/ & ~/bad/\n')
     assert accepts(grammar, "good,fine")
     assert not accepts(grammar, "good,bad")
@@ -136,8 +136,8 @@ REFUSED: list[tuple[Kind, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "text", "what"), REFUSED, ids=[text[:40] for _, text, _ in REFUSED])
-def test_what_cannot_be_enforced_is_refused_by_name(kind: Kind, text: str, what: str) -> None:
-    with pytest.raises(GrammarError, match=what) as caught:
+@pytest.mark.parametrize(("kind", "text", "message"), REFUSED, ids=[text[:40] for _, text, _ in REFUSED])
+def test_an_unsupported_or_malformed_text_is_refused_by_name(kind: Kind, text: str, message: str) -> None:
+    with pytest.raises(GrammarError, match=message) as caught:
         compiled(kind, text)
     assert caught.value.param == f"guided_{kind}"

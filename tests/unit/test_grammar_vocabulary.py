@@ -1,4 +1,4 @@
-"""The bytes of tokens: byte-level alphabets, SentencePiece, special tokens and ids beyond the tokenizer."""
+"""The bytes of tokens: byte-level and SentencePiece tokenizers, added and special tokens, ids beyond the tokenizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.grammar.vocabulary import load_vocabulary, vocabulary_of
 TEXT = 'Zoë said: "naïve\tcafé" {"k": [1, 2]}\n\U0001f600 \x00'
 
 
-def byte_level() -> Tokenizer:
+def byte_level_tokenizer() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -26,14 +26,14 @@ def byte_level() -> Tokenizer:
     return tokenizer
 
 
-def sentencepiece(decoder: dict[str, Any]) -> dict[str, Any]:
+def sentencepiece_json(decoder: dict[str, Any]) -> dict[str, Any]:
     tokens = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁a", "b▁c", "é"]
     added = [{"id": 1, "content": "</s>", "special": True}]
     return {"model": {"vocab": [[token, 0.0] for token in tokens]}, "decoder": decoder, "added_tokens": added}
 
 
-def test_a_byte_level_text_is_its_tokens_bytes() -> None:
-    tokenizer = byte_level()
+def test_byte_level_tokens_add_up_to_the_bytes_of_a_text() -> None:
+    tokenizer = byte_level_tokenizer()
     size = tokenizer.get_vocab_size()
     vocabulary = vocabulary_of(json.loads(tokenizer.to_str()), size + 5, [0])
     assert b"".join(vocabulary.tokens[i] for i in tokenizer.encode(TEXT).ids).decode() == TEXT
@@ -47,15 +47,15 @@ def test_a_byte_level_text_is_its_tokens_bytes() -> None:
 def test_sentencepiece_tokens_become_spaces_and_bytes() -> None:
     steps = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
-    vocabulary = vocabulary_of(sentencepiece({"type": "Sequence", "decoders": [*steps, strip]}), 300, [1])
+    vocabulary = vocabulary_of(sentencepiece_json({"type": "Sequence", "decoders": [*steps, strip]}), 300, [1])
     assert vocabulary.tokens[2 + 0xE9] == b"\xe9"
     assert vocabulary.tokens[258:262] == (b" ", b" a", b"b c", "é".encode())
     assert vocabulary.tokens[1] == b""
     assert vocabulary.strips_first_space
-    assert not vocabulary_of(sentencepiece({"type": "Sequence", "decoders": steps}), 300, [1]).strips_first_space
+    assert not vocabulary_of(sentencepiece_json({"type": "Sequence", "decoders": steps}), 300, [1]).strips_first_space
 
 
-def test_added_tokens_are_the_bytes_that_the_decoder_makes_of_them() -> None:
+def test_added_tokens_have_the_bytes_that_the_decoder_makes_of_them() -> None:
     tokenizer = Tokenizer(models.BPE(vocab={"x": 0}, merges=[]))
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     tokenizer.add_tokens(["▁▁", "<0x41>", "\n\n"])
@@ -63,25 +63,25 @@ def test_added_tokens_are_the_bytes_that_the_decoder_makes_of_them() -> None:
     assert [token.decode() for token in vocabulary.tokens[1:]] == [tokenizer.decode([i]) for i in range(1, 4)]
 
 
-def test_added_tokens_in_the_alphabet_of_bytes_are_bytes() -> None:
-    tokenizer = byte_level()
+def test_added_tokens_of_a_byte_level_tokenizer_are_mapped_to_bytes() -> None:
+    tokenizer = byte_level_tokenizer()
     tokenizer.add_tokens(["Ġx", "  "])
     vocabulary = vocabulary_of(json.loads(tokenizer.to_str()), tokenizer.get_vocab_size(), [0])
     assert vocabulary.tokens[-2:] == (b" x", b"  ")
 
 
 @pytest.mark.parametrize(("scheme", "strips"), [("always", True), ("first", True), ("never", False)])
-def test_metaspace_drops_the_first_space_unless_it_never_added_one(scheme: str, strips: bool) -> None:
+def test_metaspace_strips_the_first_space_unless_prepend_scheme_is_never(scheme: str, strips: bool) -> None:
     decoder = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme}
-    assert vocabulary_of(sentencepiece(decoder), 262, [1]).strips_first_space is strips
+    assert vocabulary_of(sentencepiece_json(decoder), 262, [1]).strips_first_space is strips
 
 
-def test_another_alphabet_is_refused_by_name() -> None:
+def test_another_decoder_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedModel, match="WordPiece"):
         vocabulary_of({"model": {"vocab": {"a": 0}}, "decoder": {"type": "WordPiece"}}, 1, [0])
 
 
-def test_a_directory_without_a_tokenizer_is_said_to_be_one(tmp_path: Path) -> None:
+def test_a_missing_or_malformed_tokenizer_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotAModelDirectory, match=r"tokenizer\.json"):
         load_vocabulary(tmp_path, 10, [0])
     (tmp_path / "tokenizer.json").write_text("{")
@@ -89,6 +89,6 @@ def test_a_directory_without_a_tokenizer_is_said_to_be_one(tmp_path: Path) -> No
         load_vocabulary(tmp_path, 10, [0])
 
 
-def test_ends_beyond_the_vocabulary_are_left_out() -> None:
-    data = sentencepiece({"type": "Metaspace"})
+def test_end_token_ids_beyond_the_vocabulary_are_dropped() -> None:
+    data = sentencepiece_json({"type": "Metaspace"})
     assert vocabulary_of(data, 262, [1, 900, -1]).eos_token_ids == (1,)

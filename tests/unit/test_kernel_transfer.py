@@ -1,4 +1,4 @@
-"""Copies to the device: values and types, and words of many tensors written together."""
+"""Copies to the device: values, types, and writes to several tensors at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("is_host", [True, False])
-def test_words_of_several_tensors_are_written_together_and_nothing_else_is(*, is_host: bool) -> None:
+def test_one_write_changes_only_the_given_words_of_several_tensors(*, is_host: bool) -> None:
     pieces = {"longs": (torch.int64, (3,)), "floats": (torch.float32, (2, 3)), "ints": (torch.int32, (5,))}
     words = DeviceWords(pieces, CPU)
     longs, floats, ints = (words.tensor(name) for name in pieces)
@@ -32,5 +32,5 @@ def test_words_of_several_tensors_are_written_together_and_nothing_else_is(*, is
     assert ints.tolist() == [0, 0, 0, 0, -1]
 
 
-def test_lists_are_sent_as_the_type_that_is_asked_for() -> None:
+def test_lists_are_sent_in_the_requested_dtype() -> None:
     assert send([[1, 2], [3, 4]], torch.int32, CPU).tolist() == [[1, 2], [3, 4]]

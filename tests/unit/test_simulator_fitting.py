@@ -1,4 +1,4 @@
-"""`gatehouse plan` for a folder agrees with the forecast of the engine that would serve it."""
+"""`gatehouse plan` and simulations agree with the memory forecast of the engine, for folders and known models."""
 
 from __future__ import annotations
 
@@ -58,27 +58,27 @@ FOLDERS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(params=FOLDERS)
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    return written(tmp_path, FOLDERS[request.param])
+    return write_config(tmp_path, FOLDERS[request.param])
 
 
-def written(folder: Path, config: dict[str, Any]) -> Path:
+def write_config(folder: Path, config: dict[str, Any]) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
-def engines_own(folder: Path, gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch, **asked: Any) -> MemoryFit:
-    """What the engine asks for on a card on which nothing runs but its own context."""
+def engine_fit(folder: Path, gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch, **options_changed: Any) -> MemoryFit:
+    """The engine's forecast on a GPU that holds nothing but the engine's own context."""
     free = gpu.memory_bytes - CONTEXT_BYTES + WORKSPACE_BYTES
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, gpu.memory_bytes))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: gpu.capability)
-    options, config = EngineOptions(model=folder, **asked), load_model_config(folder)
+    options, config = EngineOptions(model=folder, **options_changed), load_model_config(folder)
     dtype = resolve_dtype(options.dtype, config.torch_dtype, GPU)
     check_formats(config, options, format_name(dtype), gpu.capability)
     return forecast_memory("m", config, options, StepMode.of(options, "cuda"), dtype=dtype, device=GPU).fit
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "options",
     [
         {},
         {"kv_cache_dtype": "fp8", "head_quantization": "int8", "gpu_memory_utilization": 0.8},
@@ -86,11 +86,11 @@ def engines_own(folder: Path, gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch
     ],
     ids=["open", "formats", "load"],
 )
-def test_a_folder_is_planned_as_its_engine_forecasts_it(
-    asked: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_plan_for_a_folder_equals_the_engines_forecast(
+    options: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = replace(find_gpu("h100"), memory_bytes=24 * GIB)
-    planned, forecast = memory_fit(str(folder), gpu, **asked), engines_own(folder, gpu, monkeypatch, **asked)
+    planned, forecast = memory_fit(str(folder), gpu, **options), engine_fit(folder, gpu, monkeypatch, **options)
     assert planned == forecast
     assert planned.explain() == forecast.explain()
 
@@ -98,61 +98,61 @@ def test_a_folder_is_planned_as_its_engine_forecasts_it(
 @pytest.mark.parametrize("quantization", ["int8", "fp8", "awq", "gptq", "compressed-tensors", "int4", "none"])
 @pytest.mark.parametrize("name", ["plain", "awq", "gptq", "fp8", "float32"])
 @pytest.mark.parametrize("gpu", ["h200", "a100"])
-def test_what_an_engine_refuses_a_plan_refuses_with_its_words(
+def test_a_plan_refuses_with_the_message_of_the_engine(
     quantization: str, name: str, gpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, card = written(tmp_path, FOLDERS[name]), find_gpu(gpu)
+    folder, card = write_config(tmp_path, FOLDERS[name]), find_gpu(gpu)
 
-    def fit_or_error(ask: Callable[[], MemoryFit]) -> MemoryFit | str:
+    def fit_or_message(compute: Callable[[], MemoryFit]) -> MemoryFit | str:
         try:
-            return ask()
+            return compute()
         except EngineConfigError as error:
             return str(error)
 
-    expected = fit_or_error(lambda: engines_own(folder, card, monkeypatch, quantization=quantization))
-    assert fit_or_error(lambda: memory_fit(str(folder), card, quantization=quantization)) == expected
+    expected = fit_or_message(lambda: engine_fit(folder, card, monkeypatch, quantization=quantization))
+    assert fit_or_message(lambda: memory_fit(str(folder), card, quantization=quantization)) == expected
 
 
 @pytest.mark.parametrize(("memory_gib", "seats"), [(141, 256), (37.2, 64), (24, 128), (20, 32), (4, 32)])
-def test_seats_that_nobody_asked_for_are_as_many_as_find_keys_and_values(
+def test_default_max_num_seqs_falls_until_each_sequence_has_enough_cache(
     memory_gib: float, seats: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, card = written(tmp_path, LLAMA_8B), replace(find_gpu("h200"), memory_bytes=int(memory_gib * GIB))
+    folder, card = write_config(tmp_path, LLAMA_8B), replace(find_gpu("h200"), memory_bytes=int(memory_gib * GIB))
     left_open = memory_fit(str(folder), card)
     assert left_open.load.num_seqs == seats
-    assert left_open == engines_own(folder, card, monkeypatch)
+    assert left_open == engine_fit(folder, card, monkeypatch)
     assert memory_fit(str(folder), card, max_num_seqs=300).load.num_seqs == 300, "what was asked for is not changed"
     assert left_open.kv_tokens >= 256 * seats or seats == 32
 
 
 @pytest.mark.parametrize("memory_gib", [19, 21, 24, 29, 36])
-def test_a_context_that_a_hint_names_is_served_with_the_seats_that_are_chosen_then(memory_gib: int, tmp_path: Path) -> None:
-    folder, card = str(written(tmp_path, LLAMA_8B)), replace(find_gpu("h200"), memory_bytes=memory_gib * GIB)
-    asked: dict[str, dict[str, Any]] = {
+def test_a_context_named_by_a_remedy_fits_with_the_seats_chosen_for_it(memory_gib: int, tmp_path: Path) -> None:
+    folder, card = str(write_config(tmp_path, LLAMA_8B)), replace(find_gpu("h200"), memory_bytes=memory_gib * GIB)
+    options_of_remedy: dict[str, dict[str, Any]] = {
         "a shorter context": {},
         "a larger share of the card (gpu_memory_utilization=0.95)": {"gpu_memory_utilization": 0.95},
         "keys and values in 8 bits (kv_cache_dtype=fp8)": {"kv_cache_dtype": "fp8"},
         "weights in 8 bits (quantization=int8 or fp8)": {"quantization": "int8"},
     }
     for words, context_len, _ in memory_fit(folder, card).remedies():
-        if words in asked:
-            assert memory_fit(folder, card, max_model_len=context_len, **asked[words]).fits
+        if words in options_of_remedy:
+            assert memory_fit(folder, card, max_model_len=context_len, **options_of_remedy[words]).fits
 
 
-def test_a_small_card_serves_what_it_served_with_few_seats(tmp_path: Path) -> None:
-    folder, card = written(tmp_path, LLAMA_8B), replace(find_gpu("h200"), memory_bytes=int(19.3 * GIB))
+def test_a_small_gpu_fits_a_model_with_fewer_seats(tmp_path: Path) -> None:
+    folder, card = write_config(tmp_path, LLAMA_8B), replace(find_gpu("h200"), memory_bytes=int(19.3 * GIB))
     assert memory_fit(str(folder), card, max_num_seqs=256).context_len == 0
     assert memory_fit(str(folder), card).context_len > 0
 
 
-def test_a_device_has_no_more_seats_than_a_step_has_tokens() -> None:
+def test_seats_default_by_device_and_are_limited_by_the_tokens_of_a_step() -> None:
     assert [EngineOptions(model=Path("m")).seats(device) for device in ("cpu", "cuda")] == [64, 256]
     assert EngineOptions(model=Path("m"), max_num_batched_tokens=16).seats("cuda") == 16
     assert EngineOptions(model=Path("m"), max_num_seqs=40).seats("cpu") == 40
 
 
-def test_the_same_bound_holds_for_the_appliance_for_plans_for_simulations_and_for_libraries(tmp_path: Path) -> None:
-    folder, gpu = str(written(tmp_path, LLAMA_8B)), find_gpu("h200")
+def test_the_limit_of_max_num_seqs_is_the_same_in_all_entry_points(tmp_path: Path) -> None:
+    folder, gpu = str(write_config(tmp_path, LLAMA_8B)), find_gpu("h200")
     refused = f"max_num_seqs must be at most {SEATS_MAX}, not {SEATS_MAX + 1}"
     with pytest.raises(EngineConfigError, match=refused):
         memory_fit(folder, gpu, max_num_seqs=SEATS_MAX + 1)
@@ -166,15 +166,15 @@ def test_the_same_bound_holds_for_the_appliance_for_plans_for_simulations_and_fo
     assert load_settings(options={**data, "max_num_seqs": SEATS_MAX}, environ={}).max_num_seqs == SEATS_MAX
 
 
-def test_four_bits_of_a_checkpoint_are_what_is_planned_for(tmp_path: Path) -> None:
-    fit = memory_fit(str(written(tmp_path, FOLDERS["awq"])), replace(find_gpu("a100"), memory_bytes=12 * GIB))
+def test_weights_of_a_four_bit_checkpoint_are_planned(tmp_path: Path) -> None:
+    fit = memory_fit(str(write_config(tmp_path, FOLDERS["awq"])), replace(find_gpu("a100"), memory_bytes=12 * GIB))
     assert fit.context_len > 0
     # 3.5 GB of codes, 0.2 of scales and zeros, 2.1 of the rest
     assert fit.needs.weights_bytes / 1e9 == pytest.approx(5.81, rel=0.005)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_known_name_is_planned_as_its_checkpoint(name: str) -> None:
+def test_a_known_model_is_planned_like_its_checkpoint(name: str) -> None:
     fits = {kind: memory_fit(name, find_gpu("h200"), quantization=kind) for kind in (None, "none", "int8", "fp8", "int4")}
     assert fits[None] == fits["none"]
     assert fits["none"].needs.weights_bytes == pytest.approx(2 * MODELS[name].shape.num_params, rel=1e-3)
@@ -183,19 +183,19 @@ def test_a_known_name_is_planned_as_its_checkpoint(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["plain", "tied", "float32", "awq", "fp8", "windowed", "alternating", "mixture"])
-def test_a_folder_is_simulated_with_the_weights_that_are_planned_for(name: str, tmp_path: Path) -> None:
-    folder = str(written(tmp_path, FOLDERS[name]))
+def test_a_simulated_folder_has_the_planned_weights(name: str, tmp_path: Path) -> None:
+    folder = str(write_config(tmp_path, FOLDERS[name]))
     simulated, planned = find_model(folder), memory_fit(folder, find_gpu("h200"))
-    assert simulated.weight_bytes == pytest.approx(_bytes_read(planned, simulated), rel=1e-6)
+    assert simulated.weight_bytes == pytest.approx(_bytes_per_parameter_read(planned, simulated), rel=1e-6)
     assert simulated.element_bytes == planned.formats.element_bytes
     assert len(simulated.windows) == 32
     assert set(simulated.windows) == set(planned.model.windows)
 
 
 @pytest.mark.parametrize("name", ["qwen3-4b", "awq", "mixture"])
-@pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "fp8"}, {"max_num_seqs": 40}])
-def test_a_simulated_engine_has_the_seats_and_blocks_of_the_plan(name: str, options: dict[str, Any], tmp_path: Path) -> None:
-    model = name if name in MODELS else str(written(tmp_path, FOLDERS[name]))
+@pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "fp8"}, {"max_num_seqs": 40}], ids=str)
+def test_a_simulated_engine_has_the_planned_seats_and_blocks(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    model = name if name in MODELS else str(write_config(tmp_path, FOLDERS[name]))
     weights_bytes = memory_fit(model, find_gpu("h200")).needs.weights_bytes
     for gpu in (find_gpu("h200"), replace(find_gpu("h200"), memory_bytes=int(weights_bytes * 1.2) + 6 * GIB)):
         planned, simulated = memory_fit(model, gpu, **options), Setup(model=find_model(model), gpu=gpu, **options)
@@ -203,7 +203,7 @@ def test_a_simulated_engine_has_the_seats_and_blocks_of_the_plan(name: str, opti
         assert simulated.max_model_len == planned.context_len
 
 
-def test_a_model_that_leaves_no_room_for_keys_and_values_is_refused_with_what_would_help() -> None:
+def test_a_gpu_without_room_for_the_cache_is_refused_with_the_memory_needed() -> None:
     model, gpu = find_model("llama-3.1-8b"), replace(find_gpu("h200"), memory_bytes=16 * GIB)
     text = r"gpu h200 leaves llama-3\.1-8b no room: it needs at least 16\.9 GiB, and 14\.4 GiB may be used \(`gatehouse plan`"
     with pytest.raises(EngineConfigError, match=text):
@@ -213,7 +213,7 @@ def test_a_model_that_leaves_no_room_for_keys_and_values_is_refused_with_what_wo
     assert Setup(model=model, gpu=gpu, num_kv_blocks=100).blocks == 100
 
 
-@pytest.mark.parametrize("option", [{"token_budget": 5_000_000}, {"max_num_seqs": SEATS_MAX}])
+@pytest.mark.parametrize("option", [{"token_budget": 5_000_000}, {"max_num_seqs": SEATS_MAX}], ids=str)
 def test_the_option_that_leaves_no_room_is_named(option: dict[str, Any]) -> None:
     gpu = replace(find_gpu("h200"), memory_bytes=20 * GIB)
     ((name, value),) = option.items()
@@ -222,7 +222,7 @@ def test_the_option_that_leaves_no_room_is_named(option: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize(("name", "tokens"), [("llama-3.1-8b", 872_672), ("qwen3-0.6b", 1_138_224)])
-def test_the_cache_of_a_known_model_has_the_size_worked_out_by_hand(name: str, tokens: int) -> None:
+def test_the_cache_of_a_known_model_has_the_hand_computed_size(name: str, tokens: int) -> None:
     """Nine tenths of 139 GiB without weights, activations, graphs, slots, rotary tables and context, by bytes per token."""
     setup = Setup(model=find_model(name), gpu=find_gpu("h200"))
     assert (setup.blocks * 16, setup.seats) == (tokens, 256)
@@ -239,28 +239,26 @@ def test_the_cache_of_a_known_model_has_the_size_worked_out_by_hand(name: str, t
     ],
     ids=str,
 )
-def test_models_are_planned_together_with_what_their_engines_refuse(
-    own: dict[str, Any], problem: str | None, tmp_path: Path
-) -> None:
-    """One that is refused whatever the other has takes nothing from it."""
-    folder = str(written(tmp_path, LLAMA_8B))
+def test_plan_together_refuses_what_the_engines_refuse(own: dict[str, Any], problem: str | None, tmp_path: Path) -> None:
+    """A model that is refused in any case leaves the other all memory."""
+    folder = str(write_config(tmp_path, LLAMA_8B))
     first, second = plan_together([{"model": folder}, {"model": folder, **own}], find_gpu("h200"))
     assert first.problem is None
     assert (first.fit.others_bytes > 0) == (problem is None)
     assert second.problem is None if problem is None else re.search(problem, second.problem or "")
 
 
-def test_a_16_bit_cache_is_refused_for_a_model_in_32_bits(tmp_path: Path) -> None:
-    model = find_model(str(written(tmp_path, FOLDERS["float32"])))
+def test_a_bf16_cache_is_refused_for_a_float32_model(tmp_path: Path) -> None:
+    model = find_model(str(write_config(tmp_path, FOLDERS["float32"])))
     with pytest.raises(EngineConfigError, match="kv_cache_dtype must be auto or fp8"):
         Setup(model=model, gpu=find_gpu("h200"), kv_cache_dtype="bf16")
     assert Setup(model=find_model("qwen3-4b"), gpu=find_gpu("h200"), kv_cache_dtype="bf16").kv_bytes == 2
 
 
-def test_windows_bound_what_a_simulated_step_reads(tmp_path: Path) -> None:
+def test_sliding_windows_bound_the_cache_that_a_simulated_step_reads(tmp_path: Path) -> None:
     (tmp_path / "windowed").mkdir()
     (tmp_path / "plain").mkdir()
-    folders = [written(tmp_path / name, FOLDERS[name]) for name in ("plain", "windowed")]
+    folders = [write_config(tmp_path / name, FOLDERS[name]) for name in ("plain", "windowed")]
     seconds = {}
     for num_tokens in (1024, 60_000):
         workload = Workload("made", [TracedRequest(0.0, "alice", num_tokens, 20)])
@@ -272,17 +270,17 @@ def test_windows_bound_what_a_simulated_step_reads(tmp_path: Path) -> None:
     assert seconds[60_000][1] < 0.6 * seconds[60_000][0]
 
 
-def test_a_folder_that_no_engine_would_read_is_refused(tmp_path: Path) -> None:
+def test_an_unreadable_folder_and_an_unknown_name_are_refused(tmp_path: Path) -> None:
     with pytest.raises(NotAModelDirectory, match=r"has no config\.json"):
         memory_fit(str(tmp_path), find_gpu("h200"))
-    written(tmp_path, {**LLAMA_8B, "architectures": ["BloomForCausalLM"]})
+    write_config(tmp_path, {**LLAMA_8B, "architectures": ["BloomForCausalLM"]})
     with pytest.raises(UnsupportedModel, match="BloomForCausalLM is not supported"):
         memory_fit(str(tmp_path / "config.json"), find_gpu("h200"))
     with pytest.raises(EngineConfigError, match=r"must be one of llama-3\.1-8b, .* or a folder"):
         memory_fit("gpt-9", find_gpu("h200"))
 
 
-def _bytes_read(planned: MemoryFit, simulated: SimulatedModel) -> float:
-    """Of each parameter that a step reads: of all weights but an embedding that is no output head."""
+def _bytes_per_parameter_read(planned: MemoryFit, simulated: SimulatedModel) -> float:
+    """Bytes per parameter of all weights that a step reads, which excludes an embedding without a tied head."""
     shape, embedding = simulated.shape, 0 if simulated.shape.tied else simulated.shape.head_params
     return (planned.needs.weights_bytes - embedding * planned.formats.element_bytes) / (shape.num_params - embedding)

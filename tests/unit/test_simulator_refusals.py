@@ -1,4 +1,4 @@
-"""Why engines would refuse to start on this machine: each for itself, and what they refuse together."""
+"""`start_problems`: why engines would refuse to start on a machine, one by one and together."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> str:
     ids=str,
 )
 @pytest.mark.parametrize("memory_gib", [12, 24, 48, 141])
-def test_on_a_gpu_they_are_those_of_a_plan(own: dict[str, Any], memory_gib: int, folder: str) -> None:
+def test_problems_on_a_gpu_equal_those_of_a_plan(own: dict[str, Any], memory_gib: int, folder: str) -> None:
     gpu, engines = gpu_of_machine(memory_gib * GIB, (9, 0)), [{"model": folder}, {"model": folder, **own}]
     problems = start_problems(engines, gpu)
     if own.keys() & {"quantization"} or own.get("max_model_len") == 131_073:
@@ -50,7 +50,7 @@ def test_on_a_gpu_they_are_those_of_a_plan(own: dict[str, Any], memory_gib: int,
         assert problem is None or str(problem) in str(planned_problem)
 
 
-def test_a_gpu_without_fp8_refuses_it(folder: str) -> None:
+def test_fp8_is_refused_on_a_gpu_without_it_and_accepted_on_one_with_it(folder: str) -> None:
     engine = {"model": folder, "kv_cache_dtype": "fp8"}
     (problem,) = start_problems([engine], gpu_of_machine(80 * GIB, (8, 0)))
     assert "fp8_e4m3" not in str(problem)
@@ -58,9 +58,7 @@ def test_a_gpu_without_fp8_refuses_it(folder: str) -> None:
     assert start_problems([engine], gpu_of_machine(80 * GIB, (8, 9))) == [None]
 
 
-def test_a_model_on_the_cpu_takes_nothing_of_the_gpu_and_is_judged_by_main_memory(
-    folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_on_the_cpu_is_checked_against_main_memory(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = gpu_of_machine(24 * GIB, (9, 0))
     engines = [{"model": folder}, {"model": folder, "device": "cpu"}]
     monkeypatch.setattr("engine.simulator.refusals.main_memory_bytes", lambda: 64 * GIB)
@@ -72,14 +70,16 @@ def test_a_model_on_the_cpu_takes_nothing_of_the_gpu_and_is_judged_by_main_memor
     assert [str(problem) for problem in start_problems(engines)] == [str(on_cpu)] * 2, "without a GPU, auto is the CPU"
 
 
-def test_without_the_gpu_that_an_engine_must_have_only_its_memory_is_not_judged(folder: str) -> None:
+def test_without_a_gpu_all_but_the_memory_of_a_gpu_engine_is_checked(folder: str) -> None:
     engine = {"model": folder, "device": "cuda", "kv_cache_bytes": 900 * GIB}
     (problem,) = start_problems([{**engine, "max_model_len": 131_073}])
     assert "max_model_len (131073) is longer than the model's context" in str(problem)
     assert start_problems([engine]) == [None]
 
 
-def test_main_memory_and_files_are_looked_at_too(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swap_space_shared_prefixes_and_model_folders_are_checked(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(main_memory, "main_memory_bytes", lambda: 8 * GIB)
     engines: list[dict[str, Any]] = [
         {"model": folder, "swap_space": 7.0},
@@ -94,7 +94,7 @@ def test_main_memory_and_files_are_looked_at_too(folder: str, tmp_path: Path, mo
     assert fine is None
 
 
-def test_an_engine_that_refuses_a_file_is_still_left_its_memory_by_the_others(folder: str, tmp_path: Path) -> None:
+def test_a_refused_engine_still_counts_against_the_memory_of_others(folder: str, tmp_path: Path) -> None:
     gpu, refused = gpu_of_machine(24 * GIB, (9, 0)), {"model": folder, "shared_prefixes": [str(tmp_path / "missing")]}
     assert start_problems([{"model": folder}], gpu) == [None]
     other, problem = start_problems([{"model": folder}, refused], gpu)
@@ -103,7 +103,7 @@ def test_an_engine_that_refuses_a_file_is_still_left_its_memory_by_the_others(fo
 
 
 @pytest.mark.parametrize("memory_gib", [8, 141])
-def test_a_cache_without_a_block_is_refused_for_that_even_if_the_model_does_not_fit(memory_gib: int, folder: str) -> None:
+def test_a_cache_smaller_than_a_block_is_reported_even_if_the_model_does_not_fit(memory_gib: int, folder: str) -> None:
     engine = {"model": folder, "kv_cache_bytes": 1 << 20, "block_size": 1024}
     (problem,) = start_problems([engine], gpu_of_machine(memory_gib * GIB, (9, 0)))
     assert "kv_cache_bytes (1048576 bytes) is less than one KV block: no request fits" in str(problem)

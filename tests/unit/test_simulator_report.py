@@ -1,4 +1,4 @@
-"""The report: figures of small cases computed by hand, and bounds on a cache's hits."""
+"""The report of a simulation: hand-computed figures of small cases, and bounds on cache hits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engine.simulator.trace import HASH_BLOCK_TOKENS, TracedRequest
 from engine.simulator.workload import Workload
 
 
-def asking(*chains: tuple[int, ...], tenant: str = "alice") -> list[TracedRequest]:
+def requests_with_blocks(*chains: tuple[int, ...], tenant: str = "alice") -> list[TracedRequest]:
     return [TracedRequest(float(i), tenant, HASH_BLOCK_TOKENS * len(chain), 1, chain) for i, chain in enumerate(chains)]
 
 
@@ -32,40 +32,40 @@ def report_of(requests: list[TracedRequest], **options: Any) -> dict[str, Any]:
     ("outcome", "is_met"),
     [((1.0, 0.025), True), ((1.001, 0.025), False), ((1.0, 0.0251), False), ((0.1, None), True), ((2.0, None), False)],
 )
-def test_a_good_request_meets_both_targets(outcome: tuple[float, float | None], is_met: bool) -> None:
+def test_a_request_is_good_if_it_meets_both_targets(outcome: tuple[float, float | None], is_met: bool) -> None:
     assert Objective(ttft_s=1.0, tpot_s=0.025).is_met(outcome) is is_met
 
 
-def test_a_target_may_be_left_out() -> None:
+def test_a_target_may_be_omitted() -> None:
     assert Objective(ttft_s=None, tpot_s=0.1).is_met((100.0, 0.1))
     assert Objective(ttft_s=1.0, tpot_s=None).is_met((1.0, 100.0))
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
-def test_an_impossible_target_is_named(value: float) -> None:
+def test_an_invalid_target_is_named(value: float) -> None:
     with pytest.raises(EngineConfigError) as caught:
         Objective(ttft_s=value)
     assert caught.value.option == "slo_ttft_ms"
 
 
-def test_jains_index_is_one_for_equals_and_one_nth_for_one_alone() -> None:
+def test_jains_index_is_one_for_equal_shares_and_one_nth_for_a_single_one() -> None:
     assert jain([3.0, 3.0, 3.0]) == 1.0
     assert jain([5.0, 0.0, 0.0, 0.0]) == 0.25
     assert jain([0.0, 0.0]) == 1.0
 
 
 @pytest.mark.parametrize("gap_s", [0.00001, 0.0001, 0.0049, 0.025, 1.0, 99.0])
-def test_a_gap_is_at_most_one_per_cent_below_the_edge_of_its_bucket(gap_s: float) -> None:
+def test_the_upper_edge_of_a_gap_bucket_exceeds_the_gap_by_at_most_one_per_cent(gap_s: float) -> None:
     edge_s = gap_of_bucket(gap_bucket(gap_s))
     assert max(gap_s, 1e-4) <= edge_s * (1 + 1e-9)
     assert edge_s <= max(gap_s, 1e-4) * 1.0101
 
 
-def test_a_gap_beyond_the_last_bucket_is_kept_in_it() -> None:
+def test_gaps_beyond_the_last_bucket_are_counted_in_it() -> None:
     assert gap_bucket(1e6) == NUM_GAP_BUCKETS - 1
 
 
-def test_windows_count_those_that_were_backlogged_throughout() -> None:
+def test_fairness_windows_contain_tenants_with_a_backlog_throughout() -> None:
     recorder = Recorder()
     always, other, short = (recorder.tenant(name, weight) for name, weight in (("always", 1), ("other", 2), ("short", 1)))
     for tenant in (always, other):
@@ -76,7 +76,7 @@ def test_windows_count_those_that_were_backlogged_throughout() -> None:
     assert recorder.windows[0].services_s == [1.0, 2.0]
 
 
-def test_the_service_gap_begins_anew_when_a_backlog_does() -> None:
+def test_the_service_gap_starts_at_zero_with_a_new_backlog() -> None:
     recorder = Recorder()
     one, other = recorder.tenant("one", 1), recorder.tenant("other", 1)
     one.queue(0.0)
@@ -94,33 +94,33 @@ def test_the_service_gap_begins_anew_when_a_backlog_does() -> None:
     assert recorder.service_gap_ns == 3e9
 
 
-def test_plain_lru_forgets_what_the_clairvoyant_cache_keeps() -> None:
-    requests = asking((1,), (2,), (3,), (1,), (4,), (5,), (1,))
+def test_the_clairvoyant_bound_keeps_blocks_that_lru_evicts() -> None:
+    requests = requests_with_blocks((1,), (2,), (3,), (1,), (4,), (5,), (1,))
     bounds = cache_bounds(requests, 2 * HASH_BLOCK_TOKENS)
     assert bounds is not None
     assert bounds.lru_tokens == 0
     assert bounds.clairvoyant_tokens == bounds.unbounded_tokens == 2 * (HASH_BLOCK_TOKENS - 1)
 
 
-def test_a_chain_is_evicted_from_its_end() -> None:
-    bounds = cache_bounds(asking((1, 2, 3), (7,), (1, 2, 3)), 3 * HASH_BLOCK_TOKENS)
+def test_the_lru_bound_evicts_a_chain_from_its_end() -> None:
+    bounds = cache_bounds(requests_with_blocks((1, 2, 3), (7,), (1, 2, 3)), 3 * HASH_BLOCK_TOKENS)
     assert bounds is not None
     assert bounds.lru_tokens == 2 * HASH_BLOCK_TOKENS
 
 
-def test_other_tenants_find_nothing_of_each_other() -> None:
-    requests = asking((1,)) + asking((1,), tenant="bob")
+def test_cache_bounds_do_not_share_between_tenants() -> None:
+    requests = requests_with_blocks((1,)) + requests_with_blocks((1,), tenant="bob")
     bounds = cache_bounds(requests, 10 * HASH_BLOCK_TOKENS)
     assert bounds is not None
     assert bounds.unbounded_tokens == 0
 
 
-def test_without_block_ids_there_are_no_bounds() -> None:
+def test_requests_without_block_ids_have_no_cache_bounds() -> None:
     assert cache_bounds([TracedRequest(0.0, "alice", 10, 1)], 10_000) is None
 
 
-def test_the_report_is_plain_json_with_every_part() -> None:
-    report = report_of(asking((1, 2), (1, 3)))
+def test_the_report_is_json_with_all_parts() -> None:
+    report = report_of(requests_with_blocks((1, 2), (1, 3)))
     assert json.loads(json.dumps(report)) == report
     assert {"setup", "load", "goodput", "ttft_ms", "tpot_ms", "gap_ms", "fairness", "cache", "kv", "throughput"} <= set(report)
     assert report["cache"]["of_clairvoyant"] == 1.0
@@ -129,18 +129,18 @@ def test_the_report_is_plain_json_with_every_part() -> None:
 
 
 @pytest.mark.parametrize("prompt_tokens", range(512, 4608, 512))
-def test_no_percentile_is_above_the_maximum(prompt_tokens: int) -> None:
+def test_percentiles_do_not_exceed_the_maximum(prompt_tokens: int) -> None:
     report = report_of([TracedRequest(0.0, "alice", prompt_tokens, 20)])
     for figures in (report["gap_ms"], report["tenants"][0]["gap_ms"], report["throughput"]["step_ms"]):
         assert 0 < figures["p50"] <= figures["p90"] <= figures["p99"] <= figures["max"]
 
 
-def test_only_the_fair_policy_promises_a_bound() -> None:
-    assert report_of(asking((1,)))["fairness"]["service_gap_bound_s"] > 0
-    assert report_of(asking((1,)), policy="vtc")["fairness"]["service_gap_bound_s"] is None
+def test_only_the_fair_policy_has_a_bound_on_the_service_gap() -> None:
+    assert report_of(requests_with_blocks((1,)))["fairness"]["service_gap_bound_s"] > 0
+    assert report_of(requests_with_blocks((1,)), policy="vtc")["fairness"]["service_gap_bound_s"] is None
 
 
-def test_hardly_a_slot_is_wasted_when_all_seats_are_taken() -> None:
+def test_little_cache_is_wasted_when_all_seats_are_taken() -> None:
     requests = [TracedRequest(0.0, "alice", 400 + i, 500) for i in range(256)]
     report = report_of(requests)
     assert report["throughput"]["running_max"] == 256

@@ -1,4 +1,4 @@
-"""The step-time model against figures computed by hand, and the step budget against the model."""
+"""The step-time model against hand-computed figures, and the step budget against the model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LLAMA = MODELS["llama-3.1-8b"]
 PERFECT = Efficiency(bandwidth=1.0, flops=1.0, host_s=0.0)
 
 
-def llama(kv_bytes: int = 2) -> StepTimeModel:
+def llama_model(kv_bytes: int = 2) -> StepTimeModel:
     return StepTimeModel(LLAMA.shape, H200.speed, kv_bytes=kv_bytes)
 
 
@@ -42,7 +42,7 @@ def step_s(model: StepTimeModel, decodes: int, context: int, start: int = 0, chu
         ("qwen3-4b", 4.022, 147456),
     ],
 )
-def test_sizes_are_those_worked_out_by_hand(name: str, billions: float, kv_bytes: int) -> None:
+def test_model_sizes_equal_hand_computed_ones(name: str, billions: float, kv_bytes: int) -> None:
     shape = MODELS[name].shape
     assert shape.num_params / 1e9 == pytest.approx(billions, abs=6e-4)
     assert shape.kv_token_bytes(2) == kv_bytes
@@ -50,33 +50,33 @@ def test_sizes_are_those_worked_out_by_hand(name: str, billions: float, kv_bytes
 
 
 @pytest.mark.parametrize(("batch", "context", "ms"), [(64, 1024, 5.5), (64, 4096, 11.5), (256, 1024, 12.9), (256, 4096, 36.8)])
-def test_decode_steps_at_the_roofline_are_those_worked_out_by_hand(batch: int, context: int, ms: float) -> None:
+def test_decode_steps_at_the_roofline_equal_hand_computed_ones(batch: int, context: int, ms: float) -> None:
     model = StepTimeModel(LLAMA.shape, H200.speed, efficiency=PERFECT)
     assert step_s(model, batch, context) * 1000 == pytest.approx(ms, abs=0.06)
 
 
 @pytest.mark.parametrize(("prompt", "tokens_per_s"), [(1024, 55.5e3), (8192, 49.0e3), (32768, 35.0e3)])
-def test_prefill_at_the_roofline_is_that_worked_out_by_hand(prompt: int, tokens_per_s: float) -> None:
+def test_prefill_at_the_roofline_equals_hand_computed_figures(prompt: int, tokens_per_s: float) -> None:
     model = StepTimeModel(LLAMA.shape, H200.speed, efficiency=PERFECT)
     assert prompt / step_s(model, 0, 0, 0, prompt) == pytest.approx(tokens_per_s, rel=0.015)
 
 
-def test_a_draft_model_takes_a_step_for_each_draft_of_the_request_that_has_most() -> None:
-    model, requests = llama(), [cast("Request", SimpleNamespace()) for _ in range(3)]
+def test_a_draft_model_adds_the_steps_of_the_deepest_draft() -> None:
+    model, requests = llama_model(), [cast("Request", SimpleNamespace()) for _ in range(3)]
     decodes = [ScheduledRequest(request, 100, 1 + k, True, k) for request, k in zip(requests, (0, 2, 5), strict=True)]
     batch = ScheduledBatch(decodes=decodes, num_tokens=10, num_draft_tokens=7)
     plain_s = model.batch_s(batch)
     model.draft_step_s = 0.001
     assert model.batch_s(batch) == pytest.approx(plain_s + 0.005)
     without = ScheduledBatch(decodes=decodes[:1], num_tokens=1)
-    assert model.batch_s(without) == llama().batch_s(without)
+    assert model.batch_s(without) == llama_model().batch_s(without)
 
 
-def test_half_the_bytes_of_keys_and_values_take_half_the_time() -> None:
-    assert llama(kv_bytes=1).context_s == llama().context_s / 2
+def test_fp8_keys_and_values_halve_the_time_per_context_token() -> None:
+    assert llama_model(kv_bytes=1).context_s == llama_model().context_s / 2
 
 
-def test_a_few_tokens_touch_a_few_experts_only() -> None:
+def test_few_tokens_read_the_weights_of_few_experts() -> None:
     shape = ModelShape(
         num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=128, vocab_size=100,
         num_experts=8, num_chosen_experts=2,
@@ -87,8 +87,8 @@ def test_a_few_tokens_touch_a_few_experts_only() -> None:
     assert model.weights_s(1000) == pytest.approx(model.dense_weights_s + all_of_them)
 
 
-def test_prices_are_the_slopes_of_the_step_time() -> None:
-    model, costs = llama(), llama().token_costs()
+def test_token_costs_are_the_slopes_of_the_step_time() -> None:
+    model, costs = llama_model(), llama_model().token_costs()
     assert costs.decode_ps(1, 1000) == pytest.approx(
         (model.token_s + model.sampled_row_s + 1000 * model.context_s) * 1e12, abs=1000
     )
@@ -96,7 +96,7 @@ def test_prices_are_the_slopes_of_the_step_time() -> None:
     assert costs.prefill_ns(6000, 1000) == pytest.approx(longer * 1e9, rel=1e-3)
 
 
-def chunk_beside(budget: StepBudget, decodes: int, sum_context: int, start: int = 0) -> int:
+def chunk_tokens(budget: StepBudget, decodes: int, sum_context: int, start: int = 0) -> int:
     """Prefill tokens from position `start` that a step with these decodes may compute."""
     budget.begin_step(decodes, sum_context)
     return budget.chunk(start, 1 << 30)
@@ -104,15 +104,15 @@ def chunk_beside(budget: StepBudget, decodes: int, sum_context: int, start: int 
 
 @pytest.mark.parametrize("decodes", [1, 30, 100, 200])
 @pytest.mark.parametrize("start", [0, 3000, 100_000])
-def test_a_step_with_a_chunk_lasts_as_long_as_the_target(decodes: int, start: int) -> None:
-    model = llama()
-    chunk = chunk_beside(StepBudget(model, BudgetTargets(target_s=0.025)), decodes, decodes * 1000, start)
+def test_a_step_with_a_chunk_takes_as_long_as_the_target(decodes: int, start: int) -> None:
+    model = llama_model()
+    chunk = chunk_tokens(StepBudget(model, BudgetTargets(target_s=0.025)), decodes, decodes * 1000, start)
     assert step_s(model, decodes, 1000, start, chunk) <= PLANNED_SHARE * 0.025
     assert step_s(model, decodes, 1000, start, chunk + 1) > PLANNED_SHARE * 0.025
 
 
-def test_several_chunks_share_one_step() -> None:
-    model = llama()
+def test_several_chunks_share_the_time_of_one_step() -> None:
+    model = llama_model()
     budget = StepBudget(model)
     budget.begin_step(50, 50_000)
     chunks = [(start, budget.chunk(start, 200)) for start in (0, 40_000, 0, 500, 900, 0)]
@@ -128,8 +128,8 @@ def test_several_chunks_share_one_step() -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_chunks_of_any_length_leave_the_last_one_what_the_target_has_left(seed: int) -> None:
-    rng, model = random.Random(seed), llama()
+def test_the_last_chunk_gets_the_time_that_other_chunks_leave(seed: int) -> None:
+    rng, model = random.Random(seed), llama_model()
     num_decodes, scale = rng.choice((1, 3, 40, 200)), rng.uniform(0.5, 2.0)
     sum_context = num_decodes * rng.choice((0, 100, 2000))
     budget = StepBudget(model, BudgetTargets(target_s=rng.choice((0.012, 0.025, 0.1)), chunk_tokens_min=1))
@@ -153,75 +153,75 @@ def test_chunks_of_any_length_leave_the_last_one_what_the_target_has_left(seed: 
     assert lasts_s(last + 1) > limit_s
 
 
-def test_a_chunk_that_ends_with_the_time_of_its_step_ends_with_a_size() -> None:
-    model, sizes = llama(), [256, 320, 384, 448, 512, 640, 768, 896]
+def test_a_chunk_that_fills_its_step_is_rounded_down_to_a_captured_size() -> None:
+    model, sizes = llama_model(), [256, 320, 384, 448, 512, 640, 768, 896]
     free, sized = StepBudget(model), StepBudget(model, sizes=sizes)
     for num_decodes in (1, 50, 100, 200, 256):
-        room = chunk_beside(free, num_decodes, num_decodes * 1000)
-        chunk = chunk_beside(sized, num_decodes, num_decodes * 1000)
+        room = chunk_tokens(free, num_decodes, num_decodes * 1000)
+        chunk = chunk_tokens(sized, num_decodes, num_decodes * 1000)
         assert chunk <= room
         assert chunk + num_decodes == max(size for size in sizes if size <= room + num_decodes)
         assert sized.chunk(0, 1 << 30) == 0, "the step is full"
 
 
-def test_chunks_that_leave_room_and_steps_beyond_all_sizes_are_as_long_as_they_are() -> None:
-    model = llama()
+def test_chunks_that_do_not_fill_a_step_and_steps_beyond_all_sizes_are_not_rounded() -> None:
+    model = llama_model()
     sized = StepBudget(model, sizes=[256, 320])
     sized.begin_step(50, 50_000)
     assert [sized.chunk(0, 37), sized.chunk(0, 38)] == [37, 38]
-    assert chunk_beside(sized, 50, 50_000) == chunk_beside(StepBudget(model), 50, 50_000) > 1.25 * 320
+    assert chunk_tokens(sized, 50, 50_000) == chunk_tokens(StepBudget(model), 50, 50_000) > 1.25 * 320
     small = StepBudget(model, BudgetTargets(target_s=0.011, chunk_tokens_min=64), sizes=[256, 320])
-    room = chunk_beside(StepBudget(model, BudgetTargets(target_s=0.011)), 220, 220 * 500)
+    room = chunk_tokens(StepBudget(model, BudgetTargets(target_s=0.011)), 220, 220 * 500)
     assert 36 < room < 100, "with decodes more than 256"
-    assert chunk_beside(small, 220, 220 * 500) == max(room, 64), "36 tokens are not worth a chunk"
+    assert chunk_tokens(small, 220, 220 * 500) == max(room, 64), "36 tokens are not worth a chunk"
 
 
-def test_prefill_goes_on_beside_decodes_that_fill_the_step_alone() -> None:
-    budget = StepBudget(llama(), BudgetTargets(target_s=0.025, chunk_tokens_min=64))
+def test_prefill_gets_a_minimal_chunk_if_decodes_alone_fill_the_step() -> None:
+    budget = StepBudget(llama_model(), BudgetTargets(target_s=0.025, chunk_tokens_min=64))
     budget.begin_step(256, 256 * 3000)
     assert [budget.chunk(0, 1000), budget.chunk(0, 1000)] == [64, 0]
 
 
-def test_without_decodes_a_step_may_last_as_long_as_the_longest_gap() -> None:
+def test_a_step_without_decodes_may_last_as_long_as_the_largest_gap() -> None:
     targets = BudgetTargets(target_s=0.025, gap_max_s=0.05)
-    budget = StepBudget(llama(), targets)
-    assert chunk_beside(budget, 0, 0) > 1.7 * chunk_beside(budget, 1, 1)
+    budget = StepBudget(llama_model(), targets)
+    assert chunk_tokens(budget, 0, 0) > 1.7 * chunk_tokens(budget, 1, 1)
 
 
-def test_the_budget_shrinks_when_the_device_is_slower_than_predicted() -> None:
-    budget = StepBudget(llama())
-    before = chunk_beside(budget, 10, 10_000)
+def test_the_budget_shrinks_if_the_device_is_slower_than_predicted() -> None:
+    budget = StepBudget(llama_model())
+    before = chunk_tokens(budget, 10, 10_000)
     for _ in range(500):
         budget.observe(0.01, 0.02, has_chunk=True)
     assert budget.chunk_scale == pytest.approx(2.0, abs=0.01)
-    assert chunk_beside(budget, 10, 10_000) < before / 2
+    assert chunk_tokens(budget, 10, 10_000) < before / 2
 
 
-def test_one_absurd_measurement_moves_the_scale_little() -> None:
-    budget = StepBudget(llama())
+def test_a_single_outlier_changes_the_scale_little() -> None:
+    budget = StepBudget(llama_model())
     budget.observe(0.01, 1e9, has_chunk=True)
     assert budget.chunk_scale < 1 + SCALE_MAX / 60
     budget.observe(0.0, 1.0, has_chunk=True)
 
 
-def test_decodes_that_are_faster_than_predicted_make_no_chunk_larger() -> None:
-    budget = StepBudget(llama())
-    before = chunk_beside(budget, 64, 64 * 300)
+def test_decodes_faster_than_predicted_do_not_enlarge_chunks() -> None:
+    budget = StepBudget(llama_model())
+    before = chunk_tokens(budget, 64, 64 * 300)
     for _ in range(400):
         budget.observe(0.005, 0.004, has_chunk=False)
     assert budget.decode_scale == pytest.approx(0.8, abs=0.01)
-    assert chunk_beside(budget, 64, 64 * 300) == before
+    assert chunk_tokens(budget, 64, 64 * 300) == before
 
 
-def test_slow_chunks_crowd_nobody_out() -> None:
-    budget = StepBudget(llama(), BudgetTargets(target_s=0.025))
+def test_slow_chunks_do_not_make_decodes_crowded() -> None:
+    budget = StepBudget(llama_model(), BudgetTargets(target_s=0.025))
     for _ in range(400):
         budget.observe(0.01, 0.02, has_chunk=True)
     assert not budget.is_crowded(256, 256 * 1000)
 
 
-def test_a_step_is_crowded_when_decodes_alone_nearly_fill_it() -> None:
-    budget = StepBudget(llama(), BudgetTargets(target_s=0.025))
+def test_a_step_is_crowded_when_decodes_nearly_fill_it() -> None:
+    budget = StepBudget(llama_model(), BudgetTargets(target_s=0.025))
     assert not budget.is_crowded(0, 0)
     assert not budget.is_crowded(256, 256 * 1000)
     assert budget.is_crowded(128, 128 * 4000)
@@ -229,7 +229,7 @@ def test_a_step_is_crowded_when_decodes_alone_nearly_fill_it() -> None:
 
 @pytest.mark.parametrize(("num_decodes", "scale"), [(1, 1.0), (8, 0.5), (60, 1.0), (250, 2.0)])
 def test_a_step_is_crowded_from_nine_tenths_of_the_target_on(num_decodes: int, scale: float) -> None:
-    model = llama()
+    model = llama_model()
     budget = StepBudget(model, BudgetTargets(target_s=0.025))
     budget.decode_scale = scale
     limit_s = 0.9 * 0.025 / scale
@@ -242,7 +242,7 @@ def test_a_step_is_crowded_from_nine_tenths_of_the_target_on(num_decodes: int, s
     assert budget.is_crowded(num_decodes, sum_context + 1)
 
 
-def test_a_target_that_cannot_be_met_still_lets_requests_run_together() -> None:
-    budget = StepBudget(llama(), BudgetTargets(target_s=0.001))
+def test_an_unreachable_target_still_allows_concurrent_requests() -> None:
+    budget = StepBudget(llama_model(), BudgetTargets(target_s=0.001))
     assert not budget.is_crowded(32, 32 * 1000)
     assert budget.is_crowded(200, 200 * 2000)

@@ -1,4 +1,4 @@
-"""State of waiting requests is kept exactly as long as they wait."""
+"""Queue deadlines keep no state of requests that no longer wait."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from engine.scheduling.waiting import Deadlines
 from tests.support.scheduling import make_request
 
 
-def test_a_request_that_ended_long_before_its_deadline_is_not_kept_until_then() -> None:
+def test_a_request_that_ended_before_its_deadline_is_not_kept_alive() -> None:
     deadlines = Deadlines()
     gone, waiting = make_request("gone", 4, queue_deadline_s=5.0), make_request("waiting", 4, queue_deadline_s=5.0)
     for request in (gone, waiting):
         deadlines.add(request)
-    kept = ref(gone)
+    request_ref = ref(gone)
     del request, gone
     gc.collect()
-    assert kept() is None
+    assert request_ref() is None
     assert deadlines.expired(4.9) == []
     assert deadlines.expired(5.0) == [waiting]
 
 
-def test_deadlines_of_requests_that_wait_no_longer_take_no_room_until_they_pass() -> None:
+def test_deadlines_of_requests_that_no_longer_wait_are_removed() -> None:
     deadlines = Deadlines()
     waiting = [make_request(f"waiting {number}", 4, queue_deadline_s=600.0 - number) for number in range(200)]
     running = make_request("running", 4, queue_deadline_s=600.0)

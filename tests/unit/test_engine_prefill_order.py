@@ -1,4 +1,4 @@
-"""Requests that can still meet their TTFT target take precedence, once; the others never starve."""
+"""Order of prefills by TTFT target: requests that can meet it go first, late ones are not starved."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK_SIZE = 16
 
 
 class Harness:
-    """A scheduler with room for everybody who runs, a clock that is set by hand, and requests by name."""
+    """A scheduler with enough seats and blocks, a manual clock, and requests by name."""
 
     def __init__(self, *, budget: int = 64, num_blocks: int = 40_000) -> None:
         self.now_s = 0.0
@@ -69,14 +69,14 @@ class Harness:
         return [name for _ in range(count) for name in self.step()]
 
 
-def test_as_long_as_all_can_make_it_they_go_in_order_of_arrival() -> None:
+def test_requests_that_can_meet_their_target_keep_the_order_of_arrival() -> None:
     harness = Harness()
     for name, length in (("first", 200), ("second", 50), ("third", 150)):
         harness.add(name, length)
     assert list(dict.fromkeys(harness.steps(7))) == ["first", "second", "third"]
 
 
-def test_one_that_will_miss_its_first_token_lets_the_others_go_first() -> None:
+def test_a_request_past_its_target_is_passed_by_those_in_time() -> None:
     harness = Harness()
     harness.add("late", 64)
     harness.now_s = 2 * FIRST_TOKEN_TARGET_S
@@ -84,7 +84,7 @@ def test_one_that_will_miss_its_first_token_lets_the_others_go_first() -> None:
     assert harness.steps(2) == ["in time", "late"]
 
 
-def test_a_prompt_that_takes_too_long_by_itself_lets_the_others_go_first() -> None:
+def test_a_prompt_too_long_to_meet_its_target_is_passed_at_once() -> None:
     harness = Harness()
     giant = harness.add("giant", 100_000)
     harness.add("small", 64)
@@ -92,7 +92,7 @@ def test_a_prompt_that_takes_too_long_by_itself_lets_the_others_go_first() -> No
     assert giant.is_late
 
 
-def test_a_late_prompt_under_way_is_overtaken_and_goes_on() -> None:
+def test_a_late_prefill_in_progress_is_overtaken_and_resumes() -> None:
     harness = Harness()
     harness.add("giant", 100_000)
     assert harness.steps(3) == ["giant"] * 3
@@ -100,7 +100,7 @@ def test_a_late_prompt_under_way_is_overtaken_and_goes_on() -> None:
     assert harness.steps(2) == ["small", "giant"]
 
 
-def test_no_more_than_a_few_prefills_under_way_are_overtaken() -> None:
+def test_only_a_few_prefills_in_progress_are_overtaken() -> None:
     harness = Harness()
     for number in range(OVERTAKEN_PREFILLS_MAX + 1):
         harness.add(f"begun {number}", 128, tenant=f"tenant {number}")
@@ -111,7 +111,7 @@ def test_no_more_than_a_few_prefills_under_way_are_overtaken() -> None:
     assert len(begun) >= OVERTAKEN_PREFILLS_MAX + 1
 
 
-def test_a_long_prompt_that_is_cached_is_not_late() -> None:
+def test_a_long_cached_prompt_is_not_late() -> None:
     harness = Harness(budget=20_000)
     harness.add("first", 20_000, token=7)
     harness.steps(2)
@@ -121,7 +121,7 @@ def test_a_long_prompt_that_is_cached_is_not_late() -> None:
     assert not again.is_late
 
 
-def test_the_class_batch_keeps_the_order_of_arrival() -> None:
+def test_the_batch_class_keeps_the_order_of_arrival() -> None:
     harness = Harness()
     harness.add("first", 256, priority=Priority.BATCH)
     harness.now_s = 50.0
@@ -129,7 +129,7 @@ def test_the_class_batch_keeps_the_order_of_arrival() -> None:
     assert harness.steps(5) == ["first"] * 4 + ["second"]
 
 
-def test_one_that_has_been_late_for_long_goes_first_in_some_steps() -> None:
+def test_a_request_that_has_long_been_late_goes_first_in_some_steps() -> None:
     harness = Harness()
     harness.add("late", 640)
     harness.now_s = AGED_TARGETS * FIRST_TOKEN_TARGET_S + 1
@@ -141,7 +141,7 @@ def test_one_that_has_been_late_for_long_goes_first_in_some_steps() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 40, 300])
-def test_everybody_is_served_in_the_end(count: int) -> None:
+def test_all_requests_are_served(count: int) -> None:
     harness = Harness(budget=256, num_blocks=4_000)
     requests = [harness.add(str(number), 16 + 37 * (number % 50)) for number in range(count)]
     for _ in range(20 * count):

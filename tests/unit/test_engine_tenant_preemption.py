@@ -1,4 +1,4 @@
-"""Making room: who is preempted for whom, that it is permanent, and who takes the place."""
+"""Preemption between tenants and classes: which request gives up its seat, for whom, and when none is preempted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.scheduling import drain, make_request, make_scheduler, planne
 COSTS = TokenCosts(prefill_token_ps=10, prefill_pair_ps=0, decode_token_ps=10, decode_context_ps=0)
 
 
-def test_one_who_arrives_among_requests_of_a_hog_gets_a_seat_at_once() -> None:
+def test_a_new_tenant_preempts_the_youngest_request_of_a_tenant_with_all_seats() -> None:
     scheduler = make_scheduler(num_blocks=1024, max_num_seqs=4, budget=64)
     for number in range(20):
         scheduler.add(make_request(f"hog {number}", 4, max_tokens=500, tenant="hog"))
@@ -29,7 +29,7 @@ def test_one_who_arrives_among_requests_of_a_hog_gets_a_seat_at_once() -> None:
     assert preempted.request_id == "hog 3", "the youngest gives way"
 
 
-def test_equal_holders_never_take_seats_from_one_another() -> None:
+def test_tenants_with_equal_shares_do_not_preempt_each_other() -> None:
     scheduler = make_scheduler(num_blocks=256, max_num_seqs=4, budget=64, costs=COSTS)
     for number in range(10):
         for tenant in ("alice", "bob"):
@@ -43,8 +43,8 @@ def test_equal_holders_never_take_seats_from_one_another() -> None:
     assert scheduler.totals.preemptions == before
 
 
-def flooded(num_tenants: int, max_num_seqs: int) -> Scheduler:
-    """Tenants that hold equally many seats, as far as these can be divided, and want more."""
+def saturated_scheduler(num_tenants: int, max_num_seqs: int) -> Scheduler:
+    """A scheduler whose tenants hold equally many seats, as far as these can be divided, and have more requests waiting."""
     scheduler = make_scheduler(num_blocks=4096, max_num_seqs=max_num_seqs, budget=64, costs=COSTS)
     for number in range(20):
         for tenant in range(num_tenants):
@@ -54,8 +54,8 @@ def flooded(num_tenants: int, max_num_seqs: int) -> Scheduler:
     return scheduler
 
 
-def test_a_seat_that_was_made_free_for_one_who_arrives_is_not_taken_by_whoever_gave_it_up() -> None:
-    scheduler = flooded(num_tenants=2, max_num_seqs=4)
+def test_a_seat_freed_for_a_new_tenant_is_not_taken_by_the_preempted_one() -> None:
+    scheduler = saturated_scheduler(num_tenants=2, max_num_seqs=4)
     before = scheduler.totals.preemptions
     scheduler.add(make_request("charlie", 4, tenant="charlie"))
     assert ("charlie", 4) in planned_tokens(step(scheduler))
@@ -63,25 +63,27 @@ def test_a_seat_that_was_made_free_for_one_who_arrives_is_not_taken_by_whoever_g
 
 
 @pytest.mark.parametrize(("priority", "answer"), [(Priority.STANDARD, Start.NO_ROOM), (Priority.BATCH, Start.NOW)])
-def test_room_is_not_kept_for_one_who_cannot_use_it_nor_from_a_higher_class(priority: Priority, answer: Start) -> None:
+def test_a_reserved_seat_is_given_up_if_its_request_cannot_start_or_has_a_lower_class(
+    priority: Priority, answer: Start
+) -> None:
     scheduler = make_scheduler()
     policy = scheduler.policy
     assert isinstance(policy, FairPolicy)
     chosen, applicant = make_request("a", 4), make_request("b", 4, tenant="bob", priority=priority)
     scheduler.add(chosen)
     scheduler.add(applicant)
-    asked: list[Request] = []
+    candidates: list[Request] = []
 
     def can_start(request: Request) -> Start:
-        asked.append(request)
+        candidates.append(request)
         return answer if request is applicant else Start.NOW
 
     policy._room_made_for = applicant
     assert policy.next_prefill(can_start) is chosen
-    assert asked[-1] is chosen, "a start uses the prefix that the last answer was about"
+    assert candidates[-1] is chosen, "a start uses the prefix that the last answer was about"
 
 
-def test_a_request_never_starts_with_the_prefix_of_another() -> None:
+def test_starting_a_request_with_the_prefix_found_for_another_raises() -> None:
     scheduler = make_scheduler(caches=True)
     mine, theirs = make_request("a", 4), make_request("b", 4, tenant="bob")
     for request in (mine, theirs):
@@ -92,8 +94,8 @@ def test_a_request_never_starts_with_the_prefix_of_another() -> None:
 
 
 @pytest.mark.parametrize(("num_tenants", "max_num_seqs"), [(5, 16), (10, 15)])
-def test_one_who_arrives_is_found_behind_many_who_hold_their_share(num_tenants: int, max_num_seqs: int) -> None:
-    scheduler = flooded(num_tenants, max_num_seqs)
+def test_a_new_tenant_gets_a_seat_although_few_accounts_are_scanned_per_step(num_tenants: int, max_num_seqs: int) -> None:
+    scheduler = saturated_scheduler(num_tenants, max_num_seqs)
     before = scheduler.totals.preemptions
     charlies = make_request("charlie", 4, tenant="charlie")
     scheduler.add(charlies)
@@ -103,8 +105,8 @@ def test_one_who_arrives_is_found_behind_many_who_hold_their_share(num_tenants: 
     assert scheduler.totals.preemptions <= before + 3
 
 
-def test_one_who_arrives_is_given_a_seat_though_others_have_just_sought_one_in_vain() -> None:
-    scheduler = flooded(num_tenants=2, max_num_seqs=4)
+def test_a_new_tenant_gets_a_seat_although_the_last_search_for_a_victim_failed() -> None:
+    scheduler = saturated_scheduler(num_tenants=2, max_num_seqs=4)
     policy = scheduler.policy
     assert isinstance(policy, FairPolicy)
     while not policy._would_find_no_victim():
@@ -113,7 +115,7 @@ def test_one_who_arrives_is_given_a_seat_though_others_have_just_sought_one_in_v
     assert ("charlie", 4) in planned_tokens(step(scheduler))
 
 
-def test_an_interactive_request_takes_the_seat_of_a_batch_one_and_a_standard_one_does_not() -> None:
+def test_an_interactive_request_preempts_a_batch_request_and_a_standard_one_does_not() -> None:
     scheduler = make_scheduler(num_blocks=64, max_num_seqs=2, budget=64)
     for name in ("b1", "b2"):
         scheduler.add(make_request(name, 4, max_tokens=50, priority=Priority.BATCH))
@@ -124,7 +126,7 @@ def test_an_interactive_request_takes_the_seat_of_a_batch_one_and_a_standard_one
     assert planned_tokens(step(scheduler)) == [("b1", 1), ("i", 4)]
 
 
-def test_batch_work_that_waited_for_its_own_kind_only_makes_place_for_interactive_requests_as_ever() -> None:
+def test_a_batch_request_that_started_by_ageing_within_its_class_is_preempted_for_interactive() -> None:
     scheduler = make_scheduler(num_blocks=1024, max_num_seqs=1, budget=64)
     scheduler.add(make_request("long", 4, priority=Priority.BATCH, max_tokens=AGEING_STEPS + 50))
     waited = make_request("waited", 4, priority=Priority.BATCH, max_tokens=100)
@@ -136,7 +138,7 @@ def test_batch_work_that_waited_for_its_own_kind_only_makes_place_for_interactiv
     assert planned_tokens(step(scheduler)) == [("i", 4)]
 
 
-def test_a_preempted_request_changes_places_with_another_of_its_tenant() -> None:
+def test_a_preempted_request_is_exchanged_with_another_of_its_tenant() -> None:
     scheduler = make_scheduler(num_blocks=1024, max_num_seqs=2, budget=64)
     requests = [make_request(str(number), 4, max_tokens=2000) for number in range(2)]
     for request in requests:
@@ -150,7 +152,7 @@ def test_a_preempted_request_changes_places_with_another_of_its_tenant() -> None
     assert scheduler.totals.preemptions <= 1 + 600 // TURN_STEPS, "each has had a turn before"
 
 
-def test_requests_of_a_tenant_alone_never_preempt_one_another() -> None:
+def test_requests_of_a_single_tenant_do_not_preempt_each_other() -> None:
     scheduler = make_scheduler(num_blocks=1024, max_num_seqs=2, budget=64)
     for number in range(6):
         scheduler.add(make_request(str(number), 4, max_tokens=2 * TURN_STEPS))

@@ -1,4 +1,4 @@
-"""Python's garbage collector with engines: frozen in a serving process, active in a program that builds many."""
+"""Python's garbage collector: frozen objects in a serving process, collectable engines in a program that builds several."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from tests.support.engines import small_engine
 from tests.support.tiny_models import make_model
 
 
-def test_what_a_serving_process_has_at_its_start_is_not_collected_while_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
+def test_objects_alive_at_the_start_are_frozen_while_the_process_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    freeze_counts: list[int] = []
     monkeypatch.setattr(main, "build_engine", mock.MagicMock())
     monkeypatch.setattr(main, "_engine_options", lambda _: None)
-    monkeypatch.setattr(main, "serve", lambda *_: seen.append(gc.get_freeze_count()))
-    monkeypatch.setattr(gc, "unfreeze", lambda: seen.append(0))
+    monkeypatch.setattr(main, "serve", lambda *_: freeze_counts.append(gc.get_freeze_count()))
+    monkeypatch.setattr(gc, "unfreeze", lambda: freeze_counts.append(0))
     connection: Any = mock.MagicMock()
     before = gc.get_freeze_count()
     assert main.run(connection, argparse.Namespace()) == 0
-    assert seen[0] > before
-    assert seen[1:] == [0], "but is at its end"
+    assert freeze_counts[0] > before
+    assert freeze_counts[1:] == [0], "but is at its end"
 
 
-def test_an_engine_that_a_program_drops_is_collected_when_it_builds_another(tmp_path: Path) -> None:
-    """Engines have cycles: freezing what is there when one is built would keep its weights for ever."""
+def test_a_dropped_engine_is_collected_although_another_one_is_built(tmp_path: Path) -> None:
+    """Engines contain cycles: freezing all objects when one is built would keep the weights of dropped ones."""
     make_model("llama", tmp_path / "model", num_hidden_layers=1, head_dim=16)
     frozen = gc.get_freeze_count()
     dropped = []
@@ -68,8 +68,8 @@ print(sum(found() is not None for found in dropped))
 """
 
 
-def test_cycles_that_a_script_drops_between_its_calls_are_found_however_often_it_calls() -> None:
-    """In a process of its own: in this one the libraries are frozen, and collections rarer."""
+def test_cycles_dropped_between_calls_are_collected_while_full_collections_are_rare() -> None:
+    """In another process, because this one has frozen its libraries and collects less often."""
     repository = Path(gc_thresholds.__file__).parents[2]
     ended = subprocess.run([sys.executable, "-c", SCRIPT], cwd=repository, capture_output=True, text=True, check=True)
     assert int(ended.stdout) < CALLS

@@ -1,4 +1,4 @@
-"""The decoder of a model that also reads images equals transformers: Gemma 3 from 4B on is published only as such a model."""
+"""The text decoder of a model with images (Gemma 3 from 4B on) equals transformers, for all spellings of tensor names."""
 
 from __future__ import annotations
 
@@ -26,47 +26,47 @@ HUB_NAMES = (
     ("model.vision_tower.", "vision_tower."),
     ("model.multi_modal_projector.", "multi_modal_projector."),
 )
-"""What tensor names begin with in transformers now, and in the files that Google published."""
+"""Prefixes of tensor names in current transformers, and in the files that Google published."""
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def saved_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp("gemma3")
     return folder, make_gemma3_with_images(folder)
 
 
-def rewritten(folder: Path, target: Path, *, hub_names: bool) -> Path:
-    """The same model with tensor names of one of the two kinds, whichever transformers writes."""
+def rewrite(folder: Path, target: Path, *, hub_names: bool) -> Path:
+    """A copy of the model with published or current tensor names, whichever of them transformers wrote."""
     target.mkdir()
     (target / "config.json").write_text((folder / "config.json").read_text())
     tensors = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
-        now = rename_prefix(name, tuple((published, now) for now, published in HUB_NAMES))
-        tensors[rename_prefix(now, HUB_NAMES) if hub_names else now] = tensor
+        current_name = rename_prefix(name, tuple((published, current_name) for current_name, published in HUB_NAMES))
+        tensors[rename_prefix(current_name, HUB_NAMES) if hub_names else current_name] = tensor
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     return target
 
 
-def tokens(folder: Path, **options: Any) -> list[list[int]]:
+def greedy_tokens(folder: Path, **options: Any) -> list[list[int]]:
     with LLM(folder, max_model_len=128, max_num_seqs=2, **options) as llm:
         answers = llm.generate(PROMPTS, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True), use_tqdm=False)
     return [answer.outputs[0].token_ids for answer in answers]
 
 
 @pytest.mark.parametrize("hub_names", [False, True])
-def test_greedy_tokens_equal_those_of_transformers(hub_names: bool, saved: tuple[Path, Any], tmp_path: Path) -> None:
-    folder, model = saved
-    found = tokens(rewritten(folder, tmp_path / "model", hub_names=hub_names))
+def test_greedy_tokens_equal_those_of_transformers(hub_names: bool, saved_model: tuple[Path, Any], tmp_path: Path) -> None:
+    folder, model = saved_model
+    found = greedy_tokens(rewrite(folder, tmp_path / "model", hub_names=hub_names))
     assert found == [greedy(model, prompt, 8) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8_blocks"])
-def test_quantised_checkpoints_with_published_names_equal_their_numbers(
-    name: str, saved: tuple[Path, Any], tmp_path: Path
+def test_quantised_checkpoints_with_published_names_equal_their_dequantised_weights(
+    name: str, saved_model: tuple[Path, Any], tmp_path: Path
 ) -> None:
-    """The names of the tensors say which modules are quantised, and a cache of 8 bits has scales of its own."""
+    """Quantised modules are found by tensor names; the scales of an fp8 cache are read beside them."""
     layout, options = {"int8": (hub.int8(), {}), "fp8_blocks": (hub.fp8_blocks(), {"quantization": "none"})}[name]
-    plain = rewritten(saved[0], tmp_path / "plain", hub_names=True)
+    plain = rewrite(saved_model[0], tmp_path / "plain", hub_names=True)
     tensors, numbers = load_file(plain / "model.safetensors"), {}
     for weight in [each for each in tensors if each.startswith("language_model.") and each.endswith("_proj.weight")]:
         module = weight.removesuffix(".weight")
@@ -80,17 +80,17 @@ def test_quantised_checkpoints_with_published_names_equal_their_numbers(
     (quantised / "config.json").write_text(json.dumps({**config, "quantization_config": layout.settings}))
     save_file(tensors, quantised / "model.safetensors")
     save_file({**load_file(plain / "model.safetensors"), **numbers}, plain / "model.safetensors")
-    assert tokens(quantised, **options) == tokens(plain)
+    assert greedy_tokens(quantised, **options) == greedy_tokens(plain)
 
 
-def test_what_published_models_omit_are_the_defaults_of_transformers() -> None:
+def test_defaults_for_omitted_settings_are_those_of_transformers() -> None:
     part = FAMILIES["Gemma3ForConditionalGeneration"].text_part
     assert part is not None
     defaults = transformers.Gemma3TextConfig()
     assert dict(part.defaults) == {key: getattr(defaults, key) for key in part.defaults}
 
 
-def test_the_shape_of_the_4b_model_is_read_from_what_google_published(tmp_path: Path) -> None:
+def test_the_published_config_of_the_4b_model_is_read(tmp_path: Path) -> None:
     text = {
         "hidden_size": 2560,
         "intermediate_size": 10240,
@@ -119,8 +119,8 @@ def test_the_shape_of_the_4b_model_is_read_from_what_google_published(tmp_path: 
         load_model_config(tmp_path)
 
 
-def test_tensors_that_belong_to_no_part_are_refused(saved: tuple[Path, Any], tmp_path: Path) -> None:
-    folder = rewritten(saved[0], tmp_path / "model", hub_names=True)
+def test_unexpected_tensors_are_refused(saved_model: tuple[Path, Any], tmp_path: Path) -> None:
+    folder = rewrite(saved_model[0], tmp_path / "model", hub_names=True)
     tensors = load_file(folder / "model.safetensors")
     save_file({**tensors, "audio_tower.weight": torch.zeros(1)}, folder / "model.safetensors")
     with pytest.raises(WeightsError, match=r"1 tensor belongs to no part of this model: audio_tower\.weight"):
