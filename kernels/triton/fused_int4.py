@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.alternatives import HOPPER_GEMV, ROW_PRODUCTS_INT4, TILES
 from kernels.quantised_weights import CHUNK_COLUMNS, Int4Weight
 from kernels.triton.card_properties import has_gluon, multiprocessors, power_of_two
 from kernels.triton.early_launch import early_launch, wait_for_previous
@@ -19,7 +20,6 @@ from kernels.triton.int4_codes import accumulate_int4
 from kernels.triton.linear_int4 import Int4Tiles, check_int4_rows
 from kernels.triton.split_k import UNPACK, choose_splits, split_workspace
 
-ROWS = 16
 OUTPUTS = 128  # per program; in a gated one, of both halves together
 STAGES = 4  # with more loads in flight fewer programs fit: down of Llama-8B took 17.2 µs with 6, 14.9 with 4
 
@@ -57,6 +57,9 @@ def fused_int4_kernel(
     )  # fmt: skip
 
 
+ROWS = 16
+
+
 def fused_int4_tiles(num_outputs: int, num_columns: int, multiprocessors: int, *, gated: bool) -> Int4Tiles:
     """The tile of `int4_tiles` for few rows; the same for any number of rows."""
     block_n, chunks = OUTPUTS // 2 if gated else OUTPUTS, -(-num_columns // CHUNK_COLUMNS)
@@ -65,8 +68,9 @@ def fused_int4_tiles(num_outputs: int, num_columns: int, multiprocessors: int, *
 
 
 def choose_tiles(x: torch.Tensor, weight: Int4Weight, num_outputs: int, *, gated: bool) -> Int4Tiles | HopperGemvTiles:
-    """The GEMV tiles for a single row on Hopper, if groups are whole chunks; otherwise `fused_int4_tiles`."""
-    if x.shape[0] == 1 and has_gluon(x.device) and weight.group_size % CHUNK_COLUMNS == 0:
+    """For a single row on Hopper, if groups are whole chunks, the GEMV tiles are an alternative to `fused_int4_tiles`."""
+    has_gemv = x.shape[0] == 1 and has_gluon(x.device) and weight.group_size % CHUNK_COLUMNS == 0
+    if has_gemv and ROW_PRODUCTS_INT4.serving(HOPPER_GEMV, TILES) == HOPPER_GEMV:
         return hopper_gemv_tiles(gated=gated)
     return fused_int4_tiles(num_outputs, weight.num_columns, multiprocessors(x.device), gated=gated)
 
