@@ -65,12 +65,12 @@ class KernelChoices:
         return self._path is not None and not self._are_stored
 
     def decide(self, timing: KernelTiming) -> None:
-        """Time the alternatives, put the fastest in force and store the decisions. After a capture that failed the defaults
-        serve, and the next start tries again."""
+        """Time the alternatives, put the fastest in force and store the decisions. If a capture fails or memory is short, the
+        defaults serve, and the next start tries again."""
         assert self._path is not None, "nothing is to be timed"
         try:
             self.chosen = timing.run()
-        except CaptureFailed as error:
+        except (CaptureFailed, torch.OutOfMemoryError) as error:
             log.error("%s: the default kernels serve", error)
             ops.put_in_force({})
             return

@@ -20,6 +20,7 @@ from kernels.triton.int4_codes import accumulate_int4
 from kernels.triton.linear_int4 import Int4Tiles, check_int4_rows
 from kernels.triton.split_k import UNPACK, choose_splits, split_workspace
 
+ROWS = 16
 OUTPUTS = 128  # per program; in a gated one, of both halves together
 STAGES = 4  # with more loads in flight fewer programs fit: down of Llama-8B took 17.2 µs with 6, 14.9 with 4
 
@@ -55,9 +56,6 @@ def fused_int4_kernel(
         product, up, None, bias, squares, row_squares, residual, norm_weight, out, weighted, squares_out,
         partials, arrivals, tile, split, rows, columns, M, N, K, eps, alpha, GATE, False, SPLITS, BLOCK_M, BLOCK_N,
     )  # fmt: skip
-
-
-ROWS = 16
 
 
 def fused_int4_tiles(num_outputs: int, num_columns: int, multiprocessors: int, *, gated: bool) -> Int4Tiles:

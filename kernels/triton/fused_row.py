@@ -24,6 +24,7 @@ from kernels.triton.epilogue import Epilogue, apply_epilogue, load_squares
 from kernels.triton.hopper_gemv import HopperGemvTiles, hopper_gemv_tiles
 
 _INTERPRETED = tl.constexpr(interpreted())
+WARP_SIZE = 32
 WORD_ELEMENTS = tl.constexpr(4)
 """Weights, and elements of x, in one word; both are multiplied in storage order."""
 _INT8_BIAS = tl.constexpr(8388736.0)
@@ -163,9 +164,6 @@ def fused_row_kernel(
         norm_weight, out, weighted, squares_out, None, None, tile, 0, rows, columns, 1, N, K, eps, alpha,
         GATE, COLUMN_SCALES, 1, 1, BLOCK_N,
     )  # fmt: skip
-
-
-WARP_SIZE = 32
 
 
 @functools.cache
