@@ -39,6 +39,7 @@ from tests.support.tiny_models import make_model
 
 interpret_without_gpu()
 from kernels.triton import rotated_decode  # noqa: E402
+from kernels.triton.lone_decode import lone_decode  # noqa: E402
 
 # The interpreter of Triton 3.6 turns the bounds of a loop into integers in a way that numpy will refuse one day.
 pytestmark = [
@@ -197,10 +198,8 @@ def test_graphs_that_were_dropped_are_not_in_the_measured_memory(first: Started,
 
 
 def test_a_kernel_with_wrong_results_does_not_serve_though_it_is_the_fastest(llama: Path, tmp_path: Path) -> None:
-    right = rotated_decode.lone_decode
-
     def wrong(qkv: torch.Tensor, *args: Any, **options: Any) -> None:
-        right(qkv, *args, **options)
+        lone_decode(qkv, *args, **options)
         args[-1].mul_(-1.0)  # out
 
     with mock.patch.object(rotated_decode, "lone_decode", wrong):

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,9 @@ import torch
 
 from engine.protocol import KernelChoice
 from engine.runner import kernel_timing
-from engine.runner.cuda_graphs import CaptureFailed
+from engine.runner.cuda_graphs import CaptureFailed, DirectCalls
 from engine.runner.kernel_choices import FOLDER, KernelChoices
-from engine.runner.kernel_timing import MARGIN, ROUNDS_MAX, ROUNDS_MIN, fastest, interleaved_s, wrong_results
+from engine.runner.kernel_timing import MARGIN, ROUNDS_MAX, ROUNDS_MIN, KernelTiming, fastest, interleaved_s, wrong_results
 from engine.switches import EARLY_LAUNCH
 from kernels.alternatives import GEMV, ROW_PRODUCTS, TILES, put_in_force
 from kernels.variants import KernelCache
@@ -156,6 +157,25 @@ def test_where_a_step_cannot_be_captured_the_defaults_serve_and_nothing_is_kept(
     assert choices.chosen == []
     assert choices.are_defaults
     assert not any(tmp_path.iterdir())
+
+
+def test_a_kernel_that_fails_while_it_is_timed_is_named_with_the_switch_that_avoids_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def capture(_: KernelTiming, key: tuple[str, str], num_rows: int) -> Callable[[], None]:
+        assert num_rows == 1
+        if key == (CHOICE.name, TILES):
+            raise RuntimeError("an illegal memory access")
+        return lambda: None
+
+    monkeypatch.setattr(KernelTiming, "_fill_contexts", lambda *_: None)
+    monkeypatch.setattr(KernelTiming, "_num_rows", lambda *_: 1)
+    monkeypatch.setattr(KernelTiming, "_captured", capture)
+    timing = KernelTiming(SimpleNamespace(calls=DirectCalls()))  # type: ignore[arg-type]
+    timing._alternatives = {CHOICE: [GEMV, TILES]}
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        timing.run()
+    assert "16-bit products of one row by tiles cannot be timed; GATEHOUSE_MEASURED_KERNELS=0" in caplog.text
 
 
 def path_for(monkeypatch: pytest.MonkeyPatch, facts: dict[str, object], revision: str = "1") -> Path:
