@@ -33,9 +33,8 @@ from engine.grammar.masks import GrammarMasks
 from engine.grammar.queue import GrammarQueue, LazyCompiler
 from engine.loop import Engine
 from engine.main import serve
-from engine.memory.device import CapturedGraphs
 from engine.protocol import EngineFrame, EngineInfo, GatewayFrame, GenerationRequest, SamplingParams
-from engine.runner.cuda_graphs import Calls
+from engine.runner.cuda_graphs import Calls, DirectCalls
 from engine.runner.slot_runner import SlotRunner
 from engine.runner.slot_steps import SlotSteps
 from engine.runner.slots import slot_words
@@ -87,22 +86,10 @@ class NoSampler(ColumnSampler):
         return SampledColumns(torch.zeros(len(slots), dtype=torch.int64), None)
 
 
-class NoCalls:
+class NoCalls(DirectCalls):
     """Replays that take no time."""
 
-    def is_ready(self, key: Hashable) -> bool:
-        return True
-
-    def admits(self, key: Hashable) -> bool:
-        return True
-
-    def make_ready(self, key: Hashable, function: Callable[[], None], *, is_kept: bool = False) -> None: ...
-
     def run(self, key: Hashable, function: Callable[[], None]) -> None: ...
-
-    @property
-    def captured_graphs(self) -> CapturedGraphs:
-        return CapturedGraphs()
 
 
 class NoPlainRunner:

@@ -27,6 +27,7 @@ from engine.options import EngineOptions
 from engine.protocol import EngineInfo
 from engine.resolved_options import ResolvedOptions
 from engine.runner.calibration import MeasuredSpeed, PassTiming, measure_speed
+from engine.runner.kernel_choices import KernelChoices
 from engine.runner.kv_cache import BlockMover
 from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PagedDecoder
@@ -56,7 +57,7 @@ from engine.scheduling.step_time import StepTimeModel
 from engine.speculation.adaptive_drafter import AdaptiveDrafter
 from engine.start_times import StartTimes
 from engine.step_mode import StepMode
-from engine.switches import switched_off
+from engine.switches import MEASURED_KERNELS, is_on, switched_off
 from kernels import ops
 
 log = logging.getLogger("gatehouse.engine")
@@ -106,6 +107,7 @@ def build_engine(
     times.record("weights")
     cached = _allocate_caches(resolved, model, draft)
     times.record("cache")
+    choices = _kernel_choices(resolved, model, cached)
     limits = resolved.scheduler_limits(cached.plan)
     meter = MemoryMeter(device)
     meter.record("cache")
@@ -117,7 +119,7 @@ def build_engine(
             run_largest_step(decoder, limits, max_draft_tokens=options.max_draft_tokens)
         times.record("steps")
     meter.record("steps")
-    slot_runner = _make_slot_runner(resolved, cached, limits, meter) if cached.mode.has_slots else None
+    slot_runner = _make_slot_runner(resolved, cached, limits, meter, choices) if cached.mode.has_slots else None
     if slot_runner is not None:
         times.record("graphs")
     weights_bytes = sum(loaded.size.num_bytes for loaded in (model, draft) if loaded)
@@ -136,8 +138,9 @@ def build_engine(
     times.record("speed")
     budget = _make_step_budget(options, speed.step_times, () if slot_runner is None else slot_runner.chunk_sizes)
     scheduler = _make_scheduler(resolved, cached.plan, limits, speed, budget)
-    info = _make_info(resolved, model, cached, measured, load_s=times.total_s)
+    info = _make_info(resolved, model, cached, measured, choices, load_s=times.total_s)
     log.info("operations %s", ops.operations(device, resolved.dtype, batch_invariant=options.batch_invariant).listed())
+    choices.log_decisions()
     _log_start(info, _describe_mode(cached, slot_runner, is_requested=options.enforce_eager), times)
     grammars = _make_grammar_queue(options, info, cached.runner.masks, has_one_caller=has_one_caller)
     return Engine(scheduler, slot_runner or cached.runner, info, grammars)
@@ -203,14 +206,28 @@ def _compile_kernels(cached: CachedModels, limits: SchedulerLimits, options: Eng
 
 
 def _make_slot_runner(
-    resolved: ResolvedOptions, cached: CachedModels, limits: SchedulerLimits, meter: MemoryMeter
+    resolved: ResolvedOptions, cached: CachedModels, limits: SchedulerLimits, meter: MemoryMeter, choices: KernelChoices
 ) -> SlotRunner:
     """Make the runner that launches steps over slots, with the steps ready that a few requests need."""
     slot_runner = make_slot_runner(cached.runner, limits, cached.mode, max_draft_tokens=resolved.options.max_draft_tokens)
     meter.record("slots")
-    warm_up(slot_runner.steps)
+    warm_up(slot_runner.steps, choices)
     meter.record("graphs")
     return slot_runner
+
+
+def _kernel_choices(resolved: ResolvedOptions, model: LoadedDecoder, cached: CachedModels) -> KernelChoices:
+    """The kernels that serve: those that were fastest where steps are captured, otherwise the defaults."""
+    options = resolved.options
+    if cached.mode is not StepMode.CAPTURED or options.batch_invariant or not is_on(MEASURED_KERNELS):
+        return KernelChoices(None)
+    facts = {
+        "model": repr(resolved.config),
+        "draft": repr(resolved.draft),
+        "formats": [str(resolved.dtype), str(resolved.kv_dtype), model.quantization, options.head_quantization],
+        "sizes": [cached.plan.max_model_len, options.block_size, options.max_num_seqs],
+    }
+    return KernelChoices.of(resolved.device, facts)
 
 
 def _make_step_budget(options: EngineOptions, step_times: StepTimeModel, sizes: Sequence[int]) -> StepBudget | None:
@@ -244,10 +261,16 @@ def _make_scheduler(
 
 
 def _make_info(
-    resolved: ResolvedOptions, model: LoadedDecoder, cached: CachedModels, measured: MeasuredMemory, *, load_s: float
+    resolved: ResolvedOptions,
+    model: LoadedDecoder,
+    cached: CachedModels,
+    measured: MeasuredMemory,
+    choices: KernelChoices,
+    *,
+    load_s: float,
 ) -> EngineInfo:
     options, device, plan = resolved.options, resolved.device, cached.plan
-    kernels = _describe_kernels(options, model.quantization, resolved.dtype, device)
+    parts = [_describe_kernels(options, model.quantization, resolved.dtype, device), choices.described()]
     stored = "" if model.decoded_from is None else f" (stored as {model.decoded_from})"
     return EngineInfo(
         model=options.name or options.model.name,
@@ -261,7 +284,7 @@ def _make_info(
         dtype=format_name(resolved.dtype),
         device=device.type,
         device_name=device_name(device),
-        kernels=f"{kernels}, {NO_GRAPHS}" if cached.has_no_graphs else kernels,
+        kernels=", ".join(filter(None, [*parts, NO_GRAPHS if cached.has_no_graphs else ""])),
         num_parameters=model.size.num_parameters,
         weights_bytes=model.size.num_bytes,
         kv_bytes=plan.kv_bytes,
@@ -272,6 +295,7 @@ def _make_info(
         memory=resolved.forecast.parts(measured),
         memory_note=resolved.forecast.shortened_note(resolved.config, options),
         switched_off=switched_off(),
+        kernel_choices=choices.chosen,
     )
 
 

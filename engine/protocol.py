@@ -197,6 +197,17 @@ class MemoryPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KernelChoice:
+    """Which of several kernels serves, chosen by time. `us`: microseconds of a decode step with each of them, the default
+    first. `refused`: those whose results were wrong."""
+
+    name: str
+    serves: str
+    us: dict[str, float] = field(default_factory=dict)
+    refused: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
     """Facts about a loaded model, sent once when the engine is ready. `quantization`: the form in which weights are kept, as in
     the option of that name, or none. `kv_scales` of keys and values in 8 bits: unit, or from the checkpoint. `switched_off`:
@@ -224,6 +235,7 @@ class EngineInfo:
     memory: list[MemoryPart] = field(default_factory=list)
     memory_note: str | None = None
     switched_off: list[str] = field(default_factory=list)
+    kernel_choices: list[KernelChoice] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

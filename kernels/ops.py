@@ -15,6 +15,7 @@ from functools import cache
 
 import torch
 
+from kernels.alternatives import CHOICES, Choice, alternative_in_force, consulted, put_in_force
 from kernels.attention_rows import AttentionRow, AttentionShape
 from kernels.cpu import sampling as plain_sampling
 from kernels.cpu.activation import gelu, gelu_tanh
@@ -45,9 +46,10 @@ from kernels.residual_stream import Stream
 from kernels.sampling_columns import SUPPRESSED_IDS_MAX, SamplingColumns
 from kernels.simd.large_pages import on_large_pages
 from kernels.transfer import send
-from kernels.variants import CompilationFailed, Variants
+from kernels.variants import CompilationFailed, KernelCache, Variants
 
 __all__ = [
+    "CHOICES",
     "DRAFT",
     "FUSED_ROWS_MAX",
     "NO_TOKEN",
@@ -57,6 +59,7 @@ __all__ = [
     "AttentionPlanner",
     "AttentionRow",
     "AttentionShape",
+    "Choice",
     "CompilationFailed",
     "DeviceWords",
     "Fp8Product",
@@ -65,6 +68,7 @@ __all__ = [
     "HostTokens",
     "Int4Weight",
     "Int8Weight",
+    "KernelCache",
     "LinearKernel",
     "LinearPacker",
     "NotRecordable",
@@ -79,15 +83,18 @@ __all__ = [
     "Stream",
     "Variants",
     "Words",
+    "alternative_in_force",
     "attention_planner",
     "bind_fp8",
     "bind_int4",
     "bind_int8",
     "compiled_together",
+    "consulted",
     "gelu",
     "gelu_tanh",
     "int4_scale_dtype",
     "invariant_planner",
+    "kernel_cache",
     "lasting_zeros",
     "layer_norm",
     "operations",
@@ -100,6 +107,7 @@ __all__ = [
     "paged_attention",
     "plain_product",
     "plain_sampling",
+    "put_in_force",
     "quantised_words",
     "row_invariant",
     "send",
@@ -212,3 +220,9 @@ def compiled_together(report: Callable[[Variants], None]) -> AbstractContextMana
     nothing; at its end all of them are ready. `report` is called with their number. Raises `CompilationFailed`."""
     scope: AbstractContextManager[None] = importlib.import_module("kernels.triton.compiled_together").compiled_together(report)
     return scope
+
+
+def kernel_cache() -> KernelCache:
+    """Where the Triton kernels are kept on disk once compiled, and their revision."""
+    cache: KernelCache = importlib.import_module("kernels.triton.kernel_cache").kernel_cache()
+    return cache

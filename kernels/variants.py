@@ -1,7 +1,8 @@
-"""Progress and failure of compiling kernels for the shapes of a model. Does not import a compiler."""
+"""Progress, failure and results of compiling kernels for the shapes of a model. Does not import a compiler."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -16,6 +17,14 @@ class Variants(NamedTuple):
     @property
     def num_compiled(self) -> int:
         return self.num_ready - self.num_found
+
+
+class KernelCache(NamedTuple):
+    """Where compiled kernels are kept on disk, and a digest of compiler and sources: kernels of the same revision are the
+    same."""
+
+    folder: Path
+    revision: str
 
 
 class CompilationFailed(RuntimeError):

@@ -17,7 +17,7 @@ ENVIRONMENT_PREFIX = "GATEHOUSE_"
 FILE_NAME = "gatehouse.toml"
 _TESTS_ONLY = {"REQUIRE"}  # GATEHOUSE_REQUIRE is read by the test suite only
 _NOT_IN_FILE = {"data_dir"}  # the file is inside it
-ENGINE_SWITCHES = ("graphs", "early_launch", "overlapped_prefill", "busy_wait")
+ENGINE_SWITCHES = ("graphs", "early_launch", "overlapped_prefill", "busy_wait", "measured_kernels")
 """Engine features that can be switched off to locate a fault; the engine reads environment variables of these names."""
 _NEEDED_TOGETHER = (
     ("oidc_issuer", "oidc_client_id"),
@@ -62,6 +62,7 @@ class Settings(EngineSettings):
     early_launch: Annotated[bool, parsers.flag] = True
     overlapped_prefill: Annotated[bool, parsers.flag] = True
     busy_wait: Annotated[bool, parsers.flag] = True
+    measured_kernels: Annotated[bool, parsers.flag] = True
     max_waiting_requests: Annotated[int, parsers.whole(0, 1_000_000)] = 1024
     queue_deadline_s: Annotated[float, parsers.seconds(0.1, 3600)] = 600.0
     request_deadline_s: Annotated[float, parsers.seconds(1, 86_400)] = 3600.0

@@ -16,6 +16,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -50,6 +51,15 @@ class Calls(Protocol):
         """Do what `function` does with its buffers; `make_ready` came first."""
         ...
 
+    def fresh_graphs(self) -> AbstractContextManager[None]:
+        """Prepare every key anew within the block, for callers that change what the functions launch; afterwards keys are as
+        before."""
+        ...
+
+    def discard(self, key: Hashable) -> None:
+        """Prepare this key anew when it is next made ready."""
+        ...
+
     @property
     def captured_graphs(self) -> CapturedGraphs:
         """The graphs captured so far, and what the driver allocated for them; what they took of torch's allocator is not
@@ -71,6 +81,13 @@ class DirectCalls:
 
     def run(self, key: Hashable, function: Callable[[], None]) -> None:  # noqa: ARG002 - nothing was kept by it
         function()
+
+    def fresh_graphs(self) -> AbstractContextManager[None]:
+        """Nothing is kept."""
+        return contextlib.nullcontext()
+
+    def discard(self, key: Hashable) -> None:
+        """Nothing is kept."""
 
     @property
     def captured_graphs(self) -> CapturedGraphs:
@@ -120,23 +137,38 @@ class CudaGraphs:
 
     @contextlib.contextmanager
     def fresh_graphs(self) -> Iterator[None]:
-        """Capture every graph anew inside the block, for callers that change what steps launch, and restore the earlier ones
-        afterwards."""
-        before = self._graphs, self._eviction, self._failed
+        """As `Calls.fresh_graphs`. The block's graphs are dropped when it ends, and not counted; their memory serves those that
+        are captured later."""
+        before, num_captured = (self._graphs, self._eviction, self._failed), self._num_captured
         self._graphs, self._eviction, self._failed = {}, GraphEviction(self._max_graphs), {}
         try:
             yield
         finally:
-            self._graphs, self._eviction, self._failed = before
+            with self._counting_driver_bytes():
+                self._graphs, self._eviction, self._failed = before
+            self._num_captured = num_captured
+
+    def discard(self, key: Hashable) -> None:
+        """As `Calls.discard`. The graph is not counted any more."""
+        if key in self._graphs:
+            with self._counting_driver_bytes():
+                del self._graphs[key]
+            self._eviction.discard(key)
+            self._num_captured -= 1
+
+    @contextlib.contextmanager
+    def _counting_driver_bytes(self) -> Iterator[None]:
+        """Count what the driver takes or gives back within the block, unless that fails."""
+        before = driver_bytes(self._device)
+        yield
+        self._driver_bytes += driver_bytes(self._device) - before
 
     def _warm_up_and_capture(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
         function()  # on the stream of the steps, whose memory it takes: memory of another stream would be kept for that alone
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._capture_stream):
-            before = driver_bytes(self._device)
-            with _gc_disabled():
+            with self._counting_driver_bytes(), _gc_disabled():
                 self._capture(graph, function)
-            self._driver_bytes += driver_bytes(self._device) - before
             self._num_captured += 1
         return graph
 

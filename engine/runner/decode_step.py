@@ -102,10 +102,14 @@ class DecodeStep:
         """Have steps of this kind recorded, where they can be."""
         self._recorded.record(kind, has_drafts=has_drafts)
 
+    def logits(self, size: int) -> torch.Tensor:
+        """The first `size` rows of logits, [size, V], of a step that was computed up to them; overwritten by the next one."""
+        assert self._logits is not None, "no step ended with its logits"
+        return self._logits[:size]
+
     def sample(self, size: int, kind: Kind, masks: torch.Tensor | None = None) -> None:
         """Sample the tokens of a step that was computed up to its logits. masks: [size, ceil(V / 32)] int32, if any"""
-        assert self._logits is not None, "no step ended with its logits"
-        self._sample(self._logits[:size], size, kind, masks)
+        self._sample(self.logits(size), size, kind, masks)
 
     def _run(
         self, size: int, kind: Kind | None, has_drafts: bool, before_layer: Callable[[], None] | None

@@ -67,6 +67,10 @@ class GraphEviction:
         if evicted is not None:
             self._uses[key] = max(self._uses[key], self._uses[evicted] + WORTH)
 
+    def discard(self, key: Hashable) -> None:
+        """Remove a key, if it is there; its uses stay counted."""
+        self._keys.pop(key, None)
+
     def _least_used(self) -> Hashable:
         return min(self._keys, key=self._uses.__getitem__)
 

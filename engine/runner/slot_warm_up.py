@@ -11,12 +11,15 @@ import torch
 from engine.grammar.masks import allow_all
 from engine.runner.cuda_graphs import CaptureFailed
 from engine.runner.decode_step import NO_INPUTS, NO_ROWS, DecodeShape, DecodeSteps
+from engine.runner.kernel_choices import KernelChoices
+from engine.runner.kernel_timing import KernelTiming
 from engine.runner.scheduled_rows import DEVICE_TOKEN, FIRST_OUTPUT
 from engine.runner.slot_steps import SlotSteps
 from engine.runner.slots import NOTHING
 from engine.runner.token_spans import TokenSpan
 from engine.runner.warm_up import STEP_SIZES, compiles_at_first_use, compiling
 from engine.sampling.columns import Kind
+from kernels import ops
 
 log = logging.getLogger("gatehouse.engine")
 
@@ -32,16 +35,23 @@ each, when so many run for the first time."""
 
 
 @torch.inference_mode()
-def warm_up(steps: SlotSteps) -> None:
-    """Make the steps of few rows ready; larger ones are captured when they are first needed.
+def warm_up(steps: SlotSteps, choices: KernelChoices | None = None) -> None:
+    """Make the steps of few rows ready; larger ones are captured when they are first needed. `choices`: between kernels that
+    are still to be timed.
 
     The largest step that draws is captured first, though it costs the start one more capture: graphs reuse memory of earlier
     ones only for tensors that fit into it, so that captured in growing order each would hold logits of its own.
     """
+    timing = None if choices is None or not choices.needs_timing else KernelTiming(steps)
     if compiles_at_first_use(steps.device):
         with compiling("choices"):
             _compile_sampling(steps)
-    _capture(steps.decodes, steps.decodes.shape(steps.inputs.max_rows, Kind(), has_drafts=steps.has_drafts))
+            if timing is not None:
+                timing.compile()
+    largest = steps.decodes.shape(steps.inputs.max_rows, Kind(), has_drafts=steps.has_drafts)
+    _capture(steps.decodes, largest)
+    if choices is not None and timing is not None:
+        choices.decide(timing)  # its graphs fit into the memory of the largest one
     sizes = [num_rows for num_rows in reversed(WARM_ROWS) if num_rows <= steps.limits.max_num_seqs]
     _prepare(steps.decodes, sizes)
     if steps.draft_steps is not None:
@@ -50,6 +60,9 @@ def warm_up(steps: SlotSteps) -> None:
         _prepare(steps.decodes, WARM_ROWS[:0:-1], has_drafts=True)
     if steps.chunks is not None:
         steps.chunks.warm_up()
+    if choices is not None and timing is not None and not choices.are_defaults and largest.size <= ops.FUSED_ROWS_MAX:
+        steps.calls.discard(largest)  # captured before the decision
+        _capture(steps.decodes, largest)
 
 
 def _prepare(steps: DecodeSteps, sizes: Sequence[int], *, has_drafts: bool = False) -> None:

@@ -1,7 +1,8 @@
 """Triton kernels. Imported on machines with a GPU, and by tests under Triton's interpreter.
 
 table.py names the operations, invariant_table.py those of batch-invariant engines. Most have one file and one kernel; these
-have several, among which their launchers choose by shapes, types and the card, never by values on the device:
+have several, among which their launchers choose by shapes, types and the card, never by values on the device, and up to 16 rows
+also by what the engine has found to be the fastest (`kernels.alternatives`):
 
     product, up to 16 rows        linear, whose kernel is in linear_tiles; above by cuBLAS
       8-bit weights               linear_int8, linear_fp8: linear_tiles; many e4m3 rows by torch._scaled_mm

@@ -1,7 +1,7 @@
 """Properties of the card for launchers: its compute capability and the limits that follow from it. Chooses no tile sizes.
 
-Configurations are chosen by plain functions of shape and capability, never by trial at run time, so that tests, the compile
-gate and serving use the same kernels.
+Configurations are chosen by plain functions of shape and capability, not by trial, so that tests, the compile gate and serving
+use the same kernels. Only between the few alternatives of `kernels.alternatives` does an engine choose by timing them.
 """
 
 from __future__ import annotations

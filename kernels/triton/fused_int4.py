@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.alternatives import HOPPER_GEMV, ROW_PRODUCTS_INT4, TILES
 from kernels.quantised_weights import CHUNK_COLUMNS, Int4Weight
 from kernels.triton.card_properties import has_gluon, multiprocessors, power_of_two
 from kernels.triton.early_launch import early_launch, wait_for_previous
@@ -65,8 +66,9 @@ def fused_int4_tiles(num_outputs: int, num_columns: int, multiprocessors: int, *
 
 
 def choose_tiles(x: torch.Tensor, weight: Int4Weight, num_outputs: int, *, gated: bool) -> Int4Tiles | HopperGemvTiles:
-    """The GEMV tiles for a single row on Hopper, if groups are whole chunks; otherwise `fused_int4_tiles`."""
-    if x.shape[0] == 1 and has_gluon(x.device) and weight.group_size % CHUNK_COLUMNS == 0:
+    """For a single row on Hopper, if groups are whole chunks, the GEMV tiles are an alternative to `fused_int4_tiles`."""
+    has_gemv = x.shape[0] == 1 and has_gluon(x.device) and weight.group_size % CHUNK_COLUMNS == 0
+    if has_gemv and ROW_PRODUCTS_INT4.serving(HOPPER_GEMV, TILES) == HOPPER_GEMV:
         return hopper_gemv_tiles(gated=gated)
     return fused_int4_tiles(num_outputs, weight.num_columns, multiprocessors(x.device), gated=gated)
 

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.alternatives import GEMV, HOPPER_GEMV, ROW_PRODUCTS, TILES
 from kernels.quantised_weights import CHUNK_COLUMNS, Fp8Weight, Int8Weight, values_and_scales
 from kernels.triton.card_properties import has_gluon, interpreted, multiprocessors, power_of_two
 from kernels.triton.early_launch import early_launch, wait_for_previous
@@ -181,15 +182,23 @@ def gemv_tiles(num_columns: int, *, gated: bool, has_squares_out: bool, weight_b
 def choose_tiles(
     x: torch.Tensor, num_outputs: int, *, gated: bool, has_squares_out: bool, weight_bytes: int
 ) -> GemvTiles | HopperGemvTiles | None:
-    """The tiles of the GEMV kernel that serves x, or None if none does. 8-bit weights use Hopper's own kernel if it has a
-    program for every multiprocessor."""
+    """The tiles of the GEMV kernel that serves x, or None if none does. For 8-bit weights Hopper's own kernel is an alternative
+    if it has a program for every multiprocessor."""
     num_rows, num_columns = x.shape
     if num_rows != 1 or x.element_size() != 2 or num_columns % WORD_ELEMENTS.value:
         return None
-    if weight_bytes == 1 and has_gluon(x.device) and num_columns % CHUNK_COLUMNS == 0:
-        tiles = hopper_gemv_tiles(gated=gated)
-        if num_outputs >= tiles.block_n * multiprocessors(x.device):
-            return tiles
+    hopper_tiles = hopper_gemv_tiles(gated=gated)
+    has_hopper_gemv = (
+        weight_bytes == 1
+        and has_gluon(x.device)
+        and num_columns % CHUNK_COLUMNS == 0
+        and num_outputs >= hopper_tiles.block_n * multiprocessors(x.device)
+    )
+    serving = ROW_PRODUCTS[weight_bytes].serving(*[HOPPER_GEMV] * has_hopper_gemv, GEMV, TILES)
+    if serving == HOPPER_GEMV:
+        return hopper_tiles
+    if serving == TILES:
+        return None
     return gemv_tiles(num_columns, gated=gated, has_squares_out=has_squares_out, weight_bytes=weight_bytes)
 
 

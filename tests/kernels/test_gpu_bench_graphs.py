@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,7 +37,9 @@ def graphs_of(num_places: int) -> CudaGraphs:
     """Its choice of what is captured and kept, and nothing that a card is needed for."""
     graphs = object.__new__(CudaGraphs)
     graphs._max_graphs, graphs._eviction, graphs._graphs, graphs._failed = num_places, GraphEviction(num_places), {}, {}
+    graphs._num_captured = 0
     graphs._warm_up_and_capture = lambda _: NoGraph()  # type: ignore[method-assign,return-value,assignment]
+    graphs._counting_driver_bytes = nullcontext  # type: ignore[method-assign,assignment]
     return graphs
 
 

@@ -12,10 +12,13 @@ from unittest import mock
 import pytest
 import torch
 
+from kernels import alternatives
+from kernels.alternatives import ROW_PRODUCTS, alternative_in_force
 from kernels.quantised_weights import pack_fp8, pack_int8
 from kernels.reference import fused_linear as reference
 from kernels.residual_stream import Gate, Stream
 from kernels.triton import fused_linear, fused_row
+from kernels.triton.fused_linear import FusedTiles
 from kernels.triton.fused_row import GemvTiles, gemv_tiles
 from tests.support.interpreted_fp8 import correct_e4m3
 from tests.support.kernel_cases import normal
@@ -115,3 +118,17 @@ def test_programs_are_many_and_steps_no_longer_than_rows() -> None:
             tiles = gemv_tiles(columns, gated=gated, has_squares_out=not gated, weight_bytes=weight_bytes)
             assert outputs // tiles.block_n >= 132
             assert tiles.block_k <= columns
+
+
+@pytest.mark.parametrize("kind", PACKERS)
+def test_the_tiles_for_more_rows_serve_one_row_where_they_are_in_force(
+    kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    correct_e4m3(monkeypatch)
+    x, weight = normal(1, 256, dtype=torch.float16, device=device), weight_of(kind, 48, 256, device)
+    operands = x, weight, normal(1, 48, dtype=torch.float16, device=device), torch.ones(48, device=device)
+    with alternative_in_force(ROW_PRODUCTS[2 if kind == "plain" else 1], alternatives.TILES):
+        tiles = fused_linear.choose_tiles(x, weight, 48, gated=False, has_squares_out=True)
+        actual = fused_linear.linear_add(*operands)
+    assert isinstance(tiles, FusedTiles)
+    assert_near(actual.total, reference.linear_add(*operands).total, "matmul", scale=2)

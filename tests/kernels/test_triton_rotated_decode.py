@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
+from kernels.alternatives import FEW_ROWS_ATTENTION, LONE_ATTENTION, Choice, alternative_in_force
 from kernels.attention_rows import AttentionShape
 from tests.support.interpreted_fp8 import correct_e4m3
 from tests.support.kernel_cases import RotatedDecodeBatch
@@ -108,3 +110,37 @@ def test_it_takes_one_launch_fewer(device: torch.device, launches: Callable[[], 
     rope_and_cache(qkv, cos, sin, cache, slots, num_kv_heads=shape.num_kv_heads, **batch.options)
     paged_decode(qkv[:, : shape.num_heads], cache, tables, lens, shape)
     assert launches() == 3
+
+
+@pytest.mark.parametrize(
+    ("choice", "alternative"),
+    [(choice, each) for choice in (LONE_ATTENTION, FEW_ROWS_ATTENTION) for each in choice.alternatives],
+)
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+def test_every_alternative_matches_the_reference(
+    choice: Choice, alternative: str, kv_dtype: torch.dtype | None, device: torch.device
+) -> None:
+    lengths = [70] if choice is LONE_ATTENTION else [70, 1, 33]
+    batch = RotatedDecodeBatch(lengths, SHAPE, device, kv_dtype=kv_dtype, is_normed=True)
+
+    def decode(qkv: torch.Tensor, *operands: Any, **options: Any) -> torch.Tensor:
+        return kernel.rotated_decode(qkv.clone(), *operands, **options)  # which may be changed
+
+    with alternative_in_force(choice, alternative):
+        batch.compare(decode)
+
+
+@pytest.mark.parametrize(
+    ("choice", "num_rows", "expected"),
+    [(LONE_ATTENTION, 1, [1, 2, 3]), (FEW_ROWS_ATTENTION, 2, [2, 3])],
+)
+def test_alternatives_differ_in_their_launches(
+    choice: Choice, num_rows: int, expected: list[int], device: torch.device, launches: Callable[[], int]
+) -> None:
+    batch = RotatedDecodeBatch([33] * num_rows, SHAPE, device)
+    found = []
+    for alternative in choice.alternatives:
+        with alternative_in_force(choice, alternative):
+            kernel.rotated_decode(*batch.arguments(batch.cache), **batch.options)
+        found.append(launches())
+    assert found == expected

@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,7 +30,7 @@ import torch
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from engine.build import build_engine
+from engine.build import CachedModels, build_engine
 from engine.config.model import ModelConfig
 from engine.config.pooling import MODES, PoolingConfig
 from engine.grammar.lark import to_lark
@@ -38,10 +38,13 @@ from engine.grammar.matcher import CompiledGrammar, answer_grammar, token_trie
 from engine.grammar.spec import GrammarSpec
 from engine.grammar.vocabulary import NO_BYTES
 from engine.loop import Engine
+from engine.models.loading import LoadedDecoder
 from engine.options import EngineOptions
 from engine.quantization.destinations import Fp8CodesDestination
+from engine.resolved_options import ResolvedOptions
 from engine.runner.cuda_graphs import DirectCalls
 from engine.runner.embedder import Embedder
+from engine.runner.kernel_choices import KernelChoices
 from engine.runner.token_return import Fetch, ImmediateFetch, TokenReturn
 from engine.scheduling.scheduled_batch import BlockMoves
 from engine.speculation.adaptive_drafter import AdaptiveDrafter
@@ -81,11 +84,13 @@ ATTENTION, MLP = (
 @dataclass(frozen=True)
 class Case:
     """A model, as differences from the configuration `MODEL`, and its serving options. `stored`: if the checkpoint's linear
-    modules are quantised, the name of the tensor that indicates it."""
+    modules are quantised, the name of the tensor that indicates it. `slow_defaults`: of kernels that can replace each other,
+    the last one is timed as the fastest, otherwise the first."""
 
     model: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     stored: str = ""
+    slow_defaults: bool = False
 
 
 def quantised_case(
@@ -102,12 +107,15 @@ INVARIANT = {"batch_invariant": True}
 NGRAM = {"speculative_config": SpeculativeOptions(method="ngram")}
 MANY_SEATS: dict[str, Any] = {"max_num_seqs": 1024, "max_num_batched_tokens": 8192}
 CASES: dict[str, Case] = {
-    "plain": Case({"vocab_size": 32_000}),  # the others have fewer: the host sampler is slow and launches no kernels
+    # The others have a smaller vocabulary: the host sampler is slow and launches no kernels.
+    "plain": Case({"vocab_size": 32_000}, slow_defaults=True),
     "window-fp8": Case({**WINDOW, "intermediate_size": WIDE}, {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
-    "awq": quantised_case("awq", "qweight", **AWQ),
+    "awq": replace(quantised_case("awq", "qweight", **AWQ), slow_defaults=True),
     "experts-int8": Case(EXPERTS, {"quantization": "int8"}),
     "experts-awq": quantised_case("awq", "qweight", EXPERTS, **AWQ),
-    "ngram-int8-head": Case({}, {**NGRAM, **MANY_SEATS, "quantization": "int8", "head_quantization": "int8"}),
+    "ngram-int8-head": Case(
+        {}, {**NGRAM, **MANY_SEATS, "quantization": "int8", "head_quantization": "int8"}, slow_defaults=True
+    ),
     "draft-fp8-static": quantised_case("fp8", "weight_scale", None, {"speculative_config": DRAFT}, activation_scheme="static"),
     "draft-eager": Case({}, {"speculative_config": DRAFT, "enforce_eager": True}),
     "invariant-fp8": Case({}, {**INVARIANT, **MANY_SEATS, "quantization": "fp8", "kv_cache_dtype": "fp8"}),
@@ -155,6 +163,9 @@ class GraphStandIn(DirectCalls):
     def make_ready(self, key: Hashable, function: Callable[[], None], *, is_kept: bool = False) -> None:
         function()
         self._keys.add(key)
+
+    def discard(self, key: Hashable) -> None:
+        self._keys.remove(key)
 
 
 class TokensForHost(TokenReturn):
@@ -305,6 +316,20 @@ def stored_names(case: Case) -> set[str]:
     return {f"model.layers.{layer}.{module}.{case.stored}" for layer in range(LAYERS) for module in modules}
 
 
+def times_in_order(replays: dict[str, Callable[[], None]], *, first_is_slowest: bool) -> dict[str, float]:
+    """Replaces timing: run each alternative once, and report them in the order of their speed."""
+    for replay in replays.values():
+        replay()
+    times_s = [1.0 + position for position in range(len(replays))]
+    return dict(zip(replays, reversed(times_s) if first_is_slowest else times_s, strict=True))
+
+
+def choices_to_be_timed(resolved: ResolvedOptions, _: LoadedDecoder, cached: CachedModels) -> KernelChoices:
+    """The choices of an engine with graphs, which `GraphStandIn` replaces."""
+    has_choices = cached.mode.has_slots and not resolved.options.batch_invariant
+    return KernelChoices(resolved.options.model / "choices.json" if has_choices else None)
+
+
 def mode_without_graphs(_: ModelConfig, options: EngineOptions, **__: Any) -> StepMode:
     """The step mode of a GPU without graphs, which `GraphStandIn` replaces."""
     return StepMode.of(options, "cuda").without_graphs()
@@ -327,6 +352,9 @@ def engine_of(folder: Path, case: Case) -> Iterator[Engine]:
         stack.enter_context(mock.patch("engine.build.LazyCompiler", return_value=grammars))
         stack.enter_context(mock.patch("engine.runner.runner_choice.DirectCalls", GraphStandIn))
         stack.enter_context(mock.patch("engine.runner.slot_steps.TokenReturn", TokensForHost))
+        stack.enter_context(mock.patch("engine.build._kernel_choices", choices_to_be_timed))
+        timed = partial(times_in_order, first_is_slowest=case.slow_defaults)
+        stack.enter_context(mock.patch("engine.runner.kernel_timing.interleaved_s", timed))
         for module in ("build", "runner.slot_warm_up"):
             stack.enter_context(mock.patch(f"engine.{module}.compiles_at_first_use", return_value=True))
         stack.enter_context(mock.patch.dict(quantised_linear._MODULES, cpu=quantised_linear._MODULES["cuda"]))

@@ -1,0 +1,79 @@
+"""Kernels that do the same work in decode steps of few rows, and which of them serves. Imports no compiler.
+
+A launcher asks its `Choice` for each launch. An engine on a GPU times the alternatives with the steps of its model when it
+starts, and puts the fastest in force (`engine.runner.kernel_choices`). What is in force applies to the process; without a
+decision the first alternative serves that supports a launch.
+
+To add a choice, list it in CHOICES, call `serving` where its launcher decides, and have the compile gate compile what the
+alternatives launch. Starts then compile, time and check it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+HOPPER_GEMV, GEMV, TILES = "Hopper GEMV", "GEMV", "tiles"
+ONE_LAUNCH, SPLITS, ROTATION_BEFORE = "one launch", "splits and merge", "rotation before"
+ROTATION_INSIDE = "rotation inside"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """`name`: in logs and files. `alternatives`: by preference; the last one is the oldest and supports every launch, and the
+    results of the others are compared with its. `num_rows`: rows of the decode step that is timed."""
+
+    name: str
+    alternatives: tuple[str, ...]
+    num_rows: int = 1
+
+    def serving(self, *supported: str) -> str:
+        """The alternative for a launch that `supported` can serve, by preference: the one in force, or else the first."""
+        for found in _observers:
+            found.setdefault(self, set()).update(supported)
+        name = _in_force.get(self.name)
+        return name if name in supported else supported[0]
+
+
+ROW_PRODUCTS = {
+    2: Choice("16-bit products of one row", (GEMV, TILES)),
+    1: Choice("8-bit products of one row", (HOPPER_GEMV, GEMV, TILES)),
+}
+"""Fused products of a row of 16 bits, by bytes of a weight."""
+ROW_PRODUCTS_INT4 = Choice("4-bit products of one row", (HOPPER_GEMV, TILES))
+LONE_ATTENTION = Choice("attention of one row", (ONE_LAUNCH, SPLITS, ROTATION_BEFORE))
+FEW_ROWS_ATTENTION = Choice("attention of few rows", (ROTATION_INSIDE, ROTATION_BEFORE), num_rows=8)
+CHOICES = (*ROW_PRODUCTS.values(), ROW_PRODUCTS_INT4, LONE_ATTENTION, FEW_ROWS_ATTENTION)
+"""In the order in which they are decided: each with those before it in force."""
+
+_in_force: dict[str, str] = {}
+_observers: list[dict[Choice, set[str]]] = []
+
+
+def put_in_force(alternatives: Mapping[str, str]) -> None:
+    """From now on let these alternatives serve, by the name of their choice, and for every other choice the first one."""
+    _in_force.clear()
+    _in_force.update(alternatives)
+
+
+@contextmanager
+def alternative_in_force(choice: Choice, alternative: str) -> Iterator[None]:
+    """Let this alternative serve within the block."""
+    before = dict(_in_force)
+    _in_force[choice.name] = alternative
+    try:
+        yield
+    finally:
+        put_in_force(before)
+
+
+@contextmanager
+def consulted() -> Iterator[dict[Choice, set[str]]]:
+    """The choices that launches within the block ask for, and the alternatives that support any of these launches."""
+    found: dict[Choice, set[str]] = {}
+    _observers.append(found)
+    try:
+        yield found
+    finally:
+        _observers.pop()

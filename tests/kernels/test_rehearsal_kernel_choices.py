@@ -1,0 +1,235 @@
+"""An engine on an emulated card times kernels that can replace each other when it starts, and serves by the fastest."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from engine.loop import Engine
+from engine.protocol import EngineInfo
+from engine.runner import kernel_timing
+from engine.switches import GRAPHS, MEASURED_KERNELS
+from kernels.alternatives import (
+    CHOICES,
+    FEW_ROWS_ATTENTION,
+    GEMV,
+    LONE_ATTENTION,
+    ONE_LAUNCH,
+    ROTATION_BEFORE,
+    ROTATION_INSIDE,
+    ROW_PRODUCTS,
+    SPLITS,
+    TILES,
+    put_in_force,
+)
+from tests.support.engines import generation_request, run_to_end, small_engine, tokens
+from tests.support.kernel_device import interpret_without_gpu
+from tests.support.rehearsal import Schedule, rehearsal
+from tests.support.rehearsal.card import Card
+from tests.support.rehearsal.table import replace_triton_operations
+from tests.support.tiny_models import make_model
+
+interpret_without_gpu()
+from kernels.triton import rotated_decode  # noqa: E402
+from kernels.triton.lone_decode import lone_decode  # noqa: E402
+
+# The interpreter of Triton 3.6 turns the bounds of a loop into integers in a way that numpy will refuse one day.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is rehearsed"),
+]
+
+SMALL: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 32, "num_kv_blocks": 8, "max_num_batched_tokens": 32}
+PRODUCTS = ROW_PRODUCTS[2]
+DEFAULTS = {choice.name: choice.alternatives[0] for choice in (PRODUCTS, LONE_ATTENTION, FEW_ROWS_ATTENTION)}
+FAST = {TILES, SPLITS}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    make_model("llama", folder, num_hidden_layers=1, head_dim=16)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def defaults_afterwards() -> Iterator[None]:
+    yield
+    put_in_force({})
+
+
+def timed_by(fast: set[str]) -> Callable[[Mapping[str, Callable[[], None]]], dict[str, float]]:
+    """Replaces timing: the alternatives in `fast` take 0.9 ms, the others 1."""
+
+    def interleaved_s(replays: Mapping[str, Callable[[], None]]) -> dict[str, float]:
+        return {name: 0.0009 if name in fast else 0.001 for name in replays}
+
+    return interleaved_s
+
+
+@contextmanager
+def starting(cache: Path, fast: set[str] = FAST) -> Iterator[Card]:
+    """A card on which engines time their kernels and keep the decisions in `cache`."""
+    with (
+        rehearsal(Schedule.EARLY, times_kernels=True) as card,
+        mock.patch.object(kernel_timing, "interleaved_s", timed_by(fast)),
+        mock.patch.dict("os.environ", TRITON_CACHE_DIR=str(cache)),
+    ):
+        yield card
+
+
+def engine_of(model: Path, **options: Any) -> Engine:
+    return small_engine(model, **({"device": "cuda", "dtype": "float16"} | SMALL | options))
+
+
+@dataclass
+class Started:
+    """What an engine said when it started, and what it answered."""
+
+    info: EngineInfo
+    log: str
+    answer: list[int]
+    graph_bytes: int
+    num_captures: int
+
+    @property
+    def serving(self) -> dict[str, str]:
+        return {choice.name: choice.serves for choice in self.info.kernel_choices}
+
+
+def started(model: Path, cache: Path, fast: set[str] = FAST) -> Started:
+    records: list[str] = []
+
+    class Notes(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(f"{record.levelname} {record.getMessage()}")
+
+    logger, notes = logging.getLogger("gatehouse.engine"), Notes()
+    level = logger.level
+    logger.addHandler(notes)
+    logger.setLevel(logging.INFO)
+    try:
+        with starting(cache, fast) as card:
+            engine = engine_of(model)
+            graph_bytes, num_captures = card.graph_bytes, card.num_captures
+            found = run_to_end(engine, [generation_request("a", [5, 6, 7], max_tokens=4)])
+            return Started(engine.info, "\n".join(records), tokens(found["a"]), graph_bytes, num_captures)
+    finally:
+        logger.removeHandler(notes)
+        logger.setLevel(level)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def first(llama: Path, cache: Path) -> Started:
+    return started(llama, cache)
+
+
+@pytest.fixture(scope="module")
+def second(llama: Path, cache: Path, first: Started) -> Started:
+    """The next start, when something else would be faster."""
+    with mock.patch.object(kernel_timing, "KernelTiming", side_effect=AssertionError("nothing is to be timed")):
+        return started(llama, cache, fast={ROTATION_BEFORE})
+
+
+def test_the_fastest_alternatives_serve(first: Started) -> None:
+    assert first.serving == {**DEFAULTS, PRODUCTS.name: TILES, LONE_ATTENTION.name: SPLITS}
+
+
+def test_every_alternative_has_its_figure(first: Started) -> None:
+    figures = {choice.name: choice.us for choice in first.info.kernel_choices}
+    assert figures == {
+        PRODUCTS.name: {GEMV: 1000.0, TILES: 900.0},
+        LONE_ATTENTION.name: {ONE_LAUNCH: 1000.0, SPLITS: 900.0, ROTATION_BEFORE: 1000.0},
+        FEW_ROWS_ATTENTION.name: {ROTATION_INSIDE: 1000.0, ROTATION_BEFORE: 1000.0},
+    }
+
+
+def test_one_line_of_the_log_says_what_serves_and_why(first: Started) -> None:
+    expected = "kernels chosen=now 16-bit products of one row: tiles (GEMV 1000.0 µs, tiles 900.0 µs); attention of one row"
+    assert first.log.count(expected) == 1
+
+
+def test_none_of_the_right_alternatives_is_refused(first: Started) -> None:
+    assert [choice.refused for choice in first.info.kernel_choices] == [[], [], []]
+    assert "ERROR" not in first.log
+
+
+def test_the_description_of_the_engine_names_what_serves_instead_of_a_default(first: Started) -> None:
+    assert first.info.kernels.endswith("16-bit products of one row by tiles, attention of one row by splits and merge")
+
+
+def test_the_next_start_serves_by_the_same_kernels_without_timing_them(first: Started, second: Started) -> None:
+    assert second.serving == first.serving
+    assert "kernels chosen=earlier" in second.log
+
+
+def test_the_next_start_gives_the_same_tokens(first: Started, second: Started) -> None:
+    assert second.answer == first.answer
+
+
+def test_no_graph_of_an_alternative_is_left(first: Started, second: Started) -> None:
+    """The second start has captured nothing but the steps that serve."""
+    assert first.graph_bytes == second.graph_bytes
+
+
+def test_a_first_start_captures_each_alternative_and_again_the_largest_step_if_it_is_one_of_few_rows(
+    first: Started, second: Started
+) -> None:
+    num_alternatives = sum(len(choice.us) for choice in first.info.kernel_choices)
+    assert first.num_captures == second.num_captures + num_alternatives + 1
+
+
+def test_graphs_that_were_dropped_are_not_in_the_measured_memory(first: Started, second: Started) -> None:
+    parts = [next(part for part in each.info.memory if part.name == "graphs") for each in (first, second)]
+    assert parts[0].measured_bytes == parts[1].measured_bytes
+
+
+def test_a_kernel_with_wrong_results_does_not_serve_though_it_is_the_fastest(llama: Path, tmp_path: Path) -> None:
+    def wrong(qkv: torch.Tensor, *args: Any, **options: Any) -> None:
+        lone_decode(qkv, *args, **options)
+        args[-1].mul_(-1.0)  # out
+
+    with mock.patch.object(rotated_decode, "lone_decode", wrong):
+        found = started(llama, tmp_path, fast={ONE_LAUNCH})
+    attention = next(choice for choice in found.info.kernel_choices if choice.name == LONE_ATTENTION.name)
+    assert (attention.serves, attention.refused) == (SPLITS, [ONE_LAUNCH])
+    assert "ERROR attention of one row by one launch: wrong results on this GPU" in found.log
+    assert "attention of one row by splits and merge (one launch refused: wrong results)" in found.info.kernels
+
+
+OFF: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "on a CPU": ({"device": "cpu", "dtype": "float32"}, {}),
+    "without graphs": ({}, {GRAPHS: "0"}),
+    "plain steps": ({"enforce_eager": True}, {}),
+    "batch-invariant": ({"batch_invariant": True}, {}),
+    "switched off": ({}, {MEASURED_KERNELS: "0"}),
+}
+
+
+@pytest.mark.parametrize(("options", "variables"), OFF.values(), ids=OFF)
+def test_nothing_is_timed_or_read(
+    options: dict[str, Any], variables: dict[str, str], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_in_force({choice.name: choice.alternatives[-1] for choice in CHOICES})  # by an earlier engine of the process
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    used = mock.Mock(side_effect=AssertionError("kernels are not to be timed"))
+    monkeypatch.setattr("engine.runner.slot_warm_up.KernelTiming", used)
+    monkeypatch.setattr("kernels.ops.kernel_cache", used)
+    with starting(tmp_path), replace_triton_operations():
+        engine = engine_of(llama, **options)
+    assert engine.info.kernel_choices == []
+    assert [choice.serving(*choice.alternatives) for choice in CHOICES] == [choice.alternatives[0] for choice in CHOICES]

@@ -1,0 +1,70 @@
+"""Kernels that can replace each other: which of them a launch gets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kernels.alternatives import (
+    CHOICES,
+    GEMV,
+    HOPPER_GEMV,
+    LONE_ATTENTION,
+    ONE_LAUNCH,
+    ROTATION_BEFORE,
+    ROW_PRODUCTS,
+    SPLITS,
+    TILES,
+    alternative_in_force,
+    consulted,
+    put_in_force,
+)
+
+BYTES = ROW_PRODUCTS[1]
+
+
+@pytest.fixture(autouse=True)
+def defaults() -> Iterator[None]:
+    put_in_force({})
+    yield
+    put_in_force({})
+
+
+def test_without_a_decision_the_first_alternative_serves_that_supports_the_launch() -> None:
+    assert BYTES.serving(HOPPER_GEMV, GEMV, TILES) == HOPPER_GEMV
+    assert BYTES.serving(GEMV, TILES) == GEMV
+
+
+def test_the_alternative_in_force_serves_where_it_supports_the_launch() -> None:
+    put_in_force({BYTES.name: TILES})
+    assert BYTES.serving(HOPPER_GEMV, GEMV, TILES) == TILES
+    put_in_force({BYTES.name: HOPPER_GEMV})
+    assert BYTES.serving(GEMV, TILES) == GEMV
+
+
+def test_a_decision_replaces_all_earlier_ones() -> None:
+    put_in_force({BYTES.name: TILES})
+    put_in_force({LONE_ATTENTION.name: SPLITS})
+    assert BYTES.serving(GEMV, TILES) == GEMV
+    assert LONE_ATTENTION.serving(ONE_LAUNCH, SPLITS, ROTATION_BEFORE) == SPLITS
+
+
+def test_an_alternative_is_in_force_for_a_block_beside_what_was_decided() -> None:
+    put_in_force({LONE_ATTENTION.name: SPLITS})
+    with alternative_in_force(BYTES, TILES):
+        assert BYTES.serving(GEMV, TILES) == TILES
+        assert LONE_ATTENTION.serving(ONE_LAUNCH, SPLITS) == SPLITS
+    assert BYTES.serving(GEMV, TILES) == GEMV
+
+
+def test_what_launches_ask_for_is_noted_with_all_alternatives_that_support_one_of_them() -> None:
+    BYTES.serving(HOPPER_GEMV, GEMV, TILES)
+    with consulted() as found:
+        BYTES.serving(GEMV, TILES)
+        BYTES.serving(TILES)
+    assert found == {BYTES: {GEMV, TILES}}
+
+
+def test_choices_have_names_of_their_own() -> None:
+    assert len({choice.name for choice in CHOICES}) == len(CHOICES)
