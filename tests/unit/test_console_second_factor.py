@@ -73,6 +73,18 @@ def signed_in(answer: Response) -> bool:
     return COOKIE in answer.cookies
 
 
+def reset_password_after(console: ConsoleApp, monkeypatch: pytest.MonkeyPatch, service: Any, method: str) -> None:
+    """Let somebody reset Alice's password whenever `method` of `service` has returned."""
+    original = getattr(service, method)
+
+    async def call_then_reset(*args: Any, **options: Any) -> Any:
+        result = await original(*args, **options)
+        await console.services.members.reset_password(EMAIL, "another long password")
+        return result
+
+    monkeypatch.setattr(service, method, call_then_reset)
+
+
 async def test_password_and_code_open_a_session(console: ConsoleApp, clock: FakeClock) -> None:
     app = await enrol(await console.alice(), clock)
     visitor = await password_checked(console, "/requests?state=error")
@@ -146,14 +158,9 @@ async def test_a_password_reset_during_the_code_check_opens_no_session(
     console: ConsoleApp, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app = await enrol(await console.alice(), clock)
-    visitor, check = await password_checked(console), console.services.second_factors.check
+    visitor = await password_checked(console)
+    reset_password_after(console, monkeypatch, console.services.second_factors, "check")
 
-    async def before_a_reset(*args: Any, **options: Any) -> str:
-        kind = await check(*args, **options)
-        await console.services.members.reset_password(EMAIL, "another long password")
-        return kind
-
-    monkeypatch.setattr(console.services.second_factors, "check", before_a_reset)
     answer = await visitor.post("/login/code", code=app.code())
 
     assert (answer.status_code, answer.headers["location"]) == (303, "/login")
@@ -327,23 +334,11 @@ async def test_with_another_secret_key_the_page_names_cause_and_remedies(
         assert words in answer.text
 
 
-def before_a_reset(console: ConsoleApp, monkeypatch: pytest.MonkeyPatch, part: Any, step: str) -> None:
-    """Let somebody reset Alice's password right after `step` of `part` has returned."""
-    done = getattr(part, step)
-
-    async def then_reset(*args: Any, **options: Any) -> Any:
-        result = await done(*args, **options)
-        await console.services.members.reset_password(EMAIL, "another long password")
-        return result
-
-    monkeypatch.setattr(part, step, then_reset)
-
-
 async def test_a_password_reset_during_enrolment_enables_no_second_factor(
     console: ConsoleApp, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alice = await console.alice()
-    before_a_reset(console, monkeypatch, console.services.members, "prove_password")
+    reset_password_after(console, monkeypatch, console.services.members, "prove_password")
 
     answer = await alice.post("/account/second-factor", **(await enrolment_fields(alice, clock))[1])
 
@@ -355,7 +350,7 @@ async def test_a_password_reset_right_after_enrolment_opens_no_session(
     console: ConsoleApp, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alice = await console.alice()
-    before_a_reset(console, monkeypatch, console.services.second_factors, "enable")
+    reset_password_after(console, monkeypatch, console.services.second_factors, "enable")
 
     answer = await alice.post("/account/second-factor", **(await enrolment_fields(alice, clock))[1])
 
@@ -370,8 +365,8 @@ async def test_a_password_reset_during_the_proof_leaves_the_second_factor_unchan
 ) -> None:
     alice = await console.alice()
     app = await enrol(alice, clock)
-    before_a_reset(console, monkeypatch, console.services.members, "prove_password")
-    before_a_reset(console, monkeypatch, console.services.second_factors, "check")
+    reset_password_after(console, monkeypatch, console.services.members, "prove_password")
+    reset_password_after(console, monkeypatch, console.services.second_factors, "check")
 
     answer = await alice.post(path, proof=ALICE_PASSWORD if proof == "password" else app.code())
 
@@ -385,7 +380,7 @@ async def test_a_password_reset_right_after_disabling_opens_no_session(
 ) -> None:
     alice = await console.alice()
     app = await enrol(alice, clock)
-    before_a_reset(console, monkeypatch, console.services.second_factors, "disable")
+    reset_password_after(console, monkeypatch, console.services.second_factors, "disable")
 
     answer = await alice.post("/account/second-factor/disable", proof=app.code())
 
