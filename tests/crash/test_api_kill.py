@@ -1,4 +1,4 @@
-"""The whole appliance is killed under load and started again: every admitted request is in the ledger once, none pending."""
+"""Killing the appliance under load: after the restart every admitted request is in the ledger once and settled."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MESSAGES = [{"role": "user", "content": "the lazy dog"}]
 async def stream_until_cut(
     client: httpx.AsyncClient, server: Server, seen: list[str], begun: asyncio.Semaphore, index: int
 ) -> None:
-    """Read one stream after another until the appliance is gone; note the id of every one that was admitted."""
+    """Read one stream after another until the appliance is gone; append the id of every admitted request to `seen`."""
     headers = {"authorization": f"Bearer {server.api_key}"}
     with suppress(httpx.TransportError):
         while True:
@@ -35,7 +35,7 @@ async def stream_until_cut(
 
 
 async def load_and_kill(server: Server) -> list[str]:
-    """Put load on the appliance, kill it when answers flow, and return the ids of all admitted requests."""
+    """Put load on the appliance, kill it while it streams, and return the ids of all admitted requests."""
     seen: list[str] = []
     begun = asyncio.Semaphore(0)
     async with httpx.AsyncClient(timeout=30) as client:
@@ -47,7 +47,7 @@ async def load_and_kill(server: Server) -> list[str]:
     return seen
 
 
-def test_after_a_kill_under_load_every_admitted_request_is_recorded_once(tmp_path: Path) -> None:
+def test_after_a_kill_under_load_every_admitted_request_is_settled_once(tmp_path: Path) -> None:
     model = make_hollow_model(tmp_path / MODEL)
     server = start_server(model, tmp_path / "data", fake_engine_step_s=STEP_S)
     try:
