@@ -86,7 +86,7 @@ def test_the_ledger_records_every_token_of_the_engine(tuned_server: Server) -> N
 
 
 def engine_reading(server: Server) -> dict[str, Any]:
-    found: dict[str, Any] = server.admin("GET", "/system")["engine_reading"][0]
+    found: dict[str, Any] = server.admin("GET", "/system")["engine"][0]
     return found
 
 

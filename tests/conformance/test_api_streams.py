@@ -99,7 +99,7 @@ async def test_an_administrator_can_end_a_live_request(slow_server: Server) -> N
                 pass
 
     assert row["state"] in ("queued", "prefill", "decode")
-    assert (ended["state"], ended["finish_reason"]) == ("settled_event", "aborted")
+    assert (ended["state"], ended["finish_reason"]) == ("finished", "aborted")
     assert caught.value.code == "request_aborted"
     assert settled_event(slow_server, first.id)["finish_reason"] == "aborted"
 

@@ -88,7 +88,7 @@ def test_models_of_the_running_appliance_are_listed_with_state_and_quantization(
 
 
 def test_doctor_reports_a_running_appliance_as_ok(gatehouse: Command, server: Server) -> None:
-    states = {row["check"]: (row["state"], row["parsed"]) for row in parsed(gatehouse("doctor", "--json"))["data"]}
+    states = {row["check"]: (row["state"], row["found"]) for row in parsed(gatehouse("doctor", "--json"))["data"]}
     assert states["appliance"][0] == "ok"
     assert server.url in states["appliance"][1]
     assert states["ready"][0] == "ok"
@@ -204,7 +204,7 @@ def greeting(process: subprocess.Popen[str]) -> list[str]:
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl on this machine")
-def test_the_printed_curl_command_works_and_the_login_is_shown_once(served: Callable[[], subprocess.Popen[str]]) -> None:
+def test_the_printed_curl_command_works_and_the_login_is_shown_once(start_serve: Callable[[], subprocess.Popen[str]]) -> None:
     first = start_serve()
     printed = greeting(first)
     (line,) = [line for line in printed if line.startswith("curl ")]

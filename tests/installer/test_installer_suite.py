@@ -99,15 +99,15 @@ def test_the_exit_status_is_1_if_a_part_failed(
 
 
 @pytest.mark.parametrize(
-    ("text", "report"),
+    ("text", "expected"),
     [("echo no words of pytest; exit 3", "no tests were run; status 3"), ("kill -9 $$", "ended by signal 9"),
      ("echo no tests ran in 0.01s; exit 5", "no tests were run; status 5")],
 )  # fmt: skip
-def test_a_part_that_runs_no_tests_or_is_killed_fails(tmp_path: Path, text: str, report: str) -> None:
+def test_a_part_that_runs_no_tests_or_is_killed_fails(tmp_path: Path, text: str, expected: str) -> None:
     with shell_parts(tmp_path, 1) as running:
         (outcome,) = running.run([script(tmp_path, "odd", text)])
     assert outcome.status != 0
-    assert report in outcome.line()
+    assert expected in outcome.line()
     assert outcome.output in summary([outcome], 1.0, 1)
 
 
@@ -157,25 +157,25 @@ def test_cpu_time_covers_a_part_and_its_children(tmp_path: Path) -> None:
 
 
 class NotifyingOutput(io.StringIO):
-    """Standard output that somebody reads: `report` is there as soon as `words` were written."""
+    """Standard output that creates the file `marker` when `words` are written."""
 
-    def __init__(self, words: str, report: Path) -> None:
+    def __init__(self, words: str, marker: Path) -> None:
         super().__init__()
-        self._words, self._told = words, report
+        self._words, self._marker = words, marker
 
     def write(self, text: str) -> int:
         if self._words in text:
-            self._told.touch()
+            self._marker.touch()
         return super().write(text)
 
 
 def test_progress_is_printed_while_parts_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel_tests, "REPORT_EVERY_S", 0.0)
-    monkeypatch.setattr(sys, "stdout", NotifyingOutput("slow 40 %; 1 waiting\n", tmp_path / "report"))
+    monkeypatch.setattr(sys, "stdout", NotifyingOutput("slow 40 %; 1 waiting\n", tmp_path / "reported"))
     with shell_parts(tmp_path, 1) as running:
-        slow = "echo '.... [ 40%]'; until [ -e report ]; do sleep 0.05; done"
+        slow = "echo '.... [ 40%]'; until [ -e reported ]; do sleep 0.05; done"
         running.run([script(tmp_path, "slow", slow), script(tmp_path, "next", "")])
-    assert (tmp_path / "report").exists()
+    assert (tmp_path / "reported").exists()
 
 
 @pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN], ids=["in_the_foreground", "in_the_background"])

@@ -68,12 +68,12 @@ def test_a_shortened_context_is_explained_with_remedies(gatehouse_plan: Any) -> 
 
 def test_text_output_is_in_gib_with_one_remedy_per_line(gatehouse_plan: Any) -> None:
     lines = gatehouse_plan("llama-3.1-8b", "--memory-gib", "24").out.splitlines()
-    said = dict(line.split("\t") for line in lines if "\t" in line)
-    assert said["weights"] == "15.0 GiB"
-    assert said["usable"] == "21.6 GiB"
-    assert not any(key.endswith("_bytes") for key in said)
-    assert said["note"].startswith("the context is shorter than the model's: needs 33.8 GiB")
-    assert said["note"].endswith("; what would make it fit:")
+    printed = dict(line.split("\t") for line in lines if "\t" in line)
+    assert printed["weights"] == "15.0 GiB"
+    assert printed["usable"] == "21.6 GiB"
+    assert not any(key.endswith("_bytes") for key in printed)
+    assert printed["note"].startswith("the context is shorter than the model's: needs 33.8 GiB")
+    assert printed["note"].endswith("; what would make it fit:")
     plan = json.loads(gatehouse_plan("llama-3.1-8b", "--memory-gib", "24", "--json").out)
     changes = [f"  {remedy['change']}: max_model_len={remedy['max_model_len']}" for remedy in plan["remedies"]]
     assert lines[-len(changes) :] == changes
@@ -81,13 +81,13 @@ def test_text_output_is_in_gib_with_one_remedy_per_line(gatehouse_plan: Any) -> 
 
 
 def test_a_plan_shows_the_usable_share_of_gpu_memory(gatehouse_plan: Any) -> None:
-    asked = "llama-3.1-8b", "--memory-gib", "24", "--gpu-memory-utilization", "0.75"
-    plan = json.loads(gatehouse_plan(*asked, "--json").out)
+    options = "llama-3.1-8b", "--memory-gib", "24", "--gpu-memory-utilization", "0.75"
+    plan = json.loads(gatehouse_plan(*options, "--json").out)
     assert (plan["gpu_memory_utilization"], plan["memory_bytes"], plan["usable_bytes"]) == (0.75, 24 << 30, 18 << 30)
     assert plan["remedies"][1]["change"] == "a larger share of the card (gpu_memory_utilization=0.95)"
-    said = dict(line.split("\t") for line in gatehouse_plan(*asked).out.splitlines() if "\t" in line)
-    assert (said["memory"], said["gpu_memory_utilization"], said["usable"]) == ("24.0 GiB", "0.75", "18.0 GiB")
-    assert "and 18.0 GiB may be used (gpu_memory_utilization=0.75 of 24.0 GiB)" in said["note"]
+    printed = dict(line.split("\t") for line in gatehouse_plan(*options).out.splitlines() if "\t" in line)
+    assert (printed["memory"], printed["gpu_memory_utilization"], printed["usable"]) == ("24.0 GiB", "0.75", "18.0 GiB")
+    assert "and 18.0 GiB may be used (gpu_memory_utilization=0.75 of 24.0 GiB)" in printed["note"]
 
 
 def test_a_model_that_fits_has_no_remedies(gatehouse_plan: Any) -> None:
@@ -142,25 +142,25 @@ def test_remedies_for_several_models_apply_to_all_of_them(gatehouse_plan: Any) -
 
 
 @pytest.mark.parametrize(
-    ("beside", "asked", "problem"),
+    ("beside", "options", "problem"),
     [
         ("llama-3.1-8b", ("--memory-gib", "12"), "model llama-3.1-8b does not fit: needs"),
         ("qwen3-8b", ("--max-model-len", "100000"), "max_model_len (100000) is longer than the model's context (40960)"),
     ],
 )
 def test_another_model_that_its_engine_refuses_is_named_and_not_counted(
-    beside: str, asked: tuple[str, ...], problem: str, gatehouse_plan: Any
+    beside: str, options: tuple[str, ...], problem: str, gatehouse_plan: Any
 ) -> None:
     name = "llama-3.2-1b"
-    answer = gatehouse_plan(name, *asked, "--beside", beside, "--beside", name)
+    answer = gatehouse_plan(name, *options, "--beside", beside, "--beside", name)
     assert answer.status == 0
     assert answer.err.startswith(f"{beside} is not counted: its engine would refuse it: {problem}")
-    assert answer.out == gatehouse_plan(name, *asked, "--beside", name).out
-    plan = gatehouse_plan(name, *asked, "--beside", beside, "--json").json()
+    assert answer.out == gatehouse_plan(name, *options, "--beside", name).out
+    plan = gatehouse_plan(name, *options, "--beside", beside, "--json").json()
     assert plan["other_models_bytes"] == 0
     assert [refused["model"] for refused in plan["refused_beside"]] == [beside]
     assert plan["refused_beside"][0]["problem"].startswith(problem)
-    assert gatehouse_plan(name, *asked, "--json").json()["refused_beside"] == []
+    assert gatehouse_plan(name, *options, "--json").json()["refused_beside"] == []
 
 
 def test_another_model_of_an_unsupported_architecture_is_named_and_not_counted(gatehouse_plan: Any, tmp_path: Path) -> None:
@@ -248,9 +248,9 @@ def test_a_folder_takes_precedence_over_a_known_name(
     assert json.loads(gatehouse_plan("qwen3-8b", "--json").out)["max_model_len"] == 1024
 
 
-@pytest.mark.parametrize("asked", [("--kv-cache-dtype", "fp8"), ("--quantization", "fp8")])
-def test_fp8_is_refused_and_not_suggested_for_a_gpu_without_it(gatehouse_plan: Any, asked: tuple[str, str]) -> None:
-    refused = gatehouse_plan("llama-3.1-8b", "--gpu", "a100", *asked)
+@pytest.mark.parametrize("options", [("--kv-cache-dtype", "fp8"), ("--quantization", "fp8")])
+def test_fp8_is_refused_and_not_suggested_for_a_gpu_without_it(gatehouse_plan: Any, options: tuple[str, str]) -> None:
+    refused = gatehouse_plan("llama-3.1-8b", "--gpu", "a100", *options)
     assert refused.status == 2
     assert "fp8 needs a GPU of compute capability 8.9 or newer, this one has 8.0" in refused.err
     offered = gatehouse_plan("llama-3.1-8b", "--gpu", "a100", "--memory-gib", "12")

@@ -73,8 +73,8 @@ def test_budgets_and_prices_are_shown_in_currency_units_not_micros() -> None:
         Change("model limits › m › monthly budget", "12.50", "0.000001"),
     )
     price = {"model": "m", "prompt": 150_000, "completion": 600_000, "batch_percent": 100}
-    told = {change.field: change.after for change in audit_line(entry("price.create", after=price), {}).changes}
-    assert told == {"model": "m", "prompt": "0.15", "completion": "0.60", "batch percent": "100"}
+    price_values = {change.field: change.after for change in audit_line(entry("price.create", after=price), {}).changes}
+    assert price_values == {"model": "m", "prompt": "0.15", "completion": "0.60", "batch percent": "100"}
 
 
 def test_every_amount_of_an_entry_is_shown_in_currency_units() -> None:

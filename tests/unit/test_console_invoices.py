@@ -125,10 +125,10 @@ async def test_a_draft_is_discarded_after_confirmation_and_can_be_drafted_again(
     address = await draft(console, alice, console.cast.bob)
     assert f'href="{address}/discard"' in (await alice.get(address)).text
 
-    for asked in (await alice.get(f"{address}/discard"), await alice.fragment(f"{address}/discard")):
-        assert asked.status_code == 200
-        assert f"Discard {MONTH_NAME} of bob" in asked.text
-        assert f'method="post" action="{address}/discard"' in asked.text
+    for confirmation in (await alice.get(f"{address}/discard"), await alice.fragment(f"{address}/discard")):
+        assert confirmation.status_code == 200
+        assert f"Discard {MONTH_NAME} of bob" in confirmation.text
+        assert f'method="post" action="{address}/discard"' in confirmation.text
     assert (await alice.get(address)).status_code == 200  # nothing is discarded before the confirmation
 
     answer = await alice.post(f"{address}/discard")
@@ -154,13 +154,13 @@ async def test_discarding_a_closed_invoice_is_refused_with_the_reason(console: C
     await alice.post(f"{address}/close")
     assert f'href="{address}/discard"' not in (await alice.get(address)).text
 
-    asked = await alice.get(f"{address}/discard")
-    assert asked.status_code == 409
-    told = await alice.fragment(f"{address}/discard")
-    assert "never changes" in told.headers["hx-trigger"]
+    confirmation = await alice.get(f"{address}/discard")
+    assert confirmation.status_code == 409
+    toast = await alice.fragment(f"{address}/discard")
+    assert "never changes" in toast.headers["hx-trigger"]
     refused = await alice.post(f"{address}/discard")
     assert refused.status_code == 422
-    for answer in (asked, refused):
+    for answer in (confirmation, refused):
         assert f"The invoice of {MONTH} is closed as" in answer.text
     assert (await alice.get(address)).status_code == 200
 

@@ -173,8 +173,8 @@ async def test_rotating_shows_the_new_secret_and_revokes_the_old_one(console: Co
 
 async def test_revoking_needs_a_confirmation_and_takes_effect_immediately(console: ConsoleApp) -> None:
     alice, bob = await console.alice(), console.cast.bob
-    asked = await alice.fragment(f"/keys/{bob.key.id}/revoke")
-    assert "refused permanently" in asked.text
+    confirmation = await alice.fragment(f"/keys/{bob.key.id}/revoke")
+    assert "refused permanently" in confirmation.text
     await console.services.keys.authenticate(bob.secret, "192.0.2.1")
 
     answer = await alice.post(f"/keys/{bob.key.id}/revoke")
@@ -250,9 +250,9 @@ async def test_ended_keys_are_listed_on_request_and_found_by_name_prefix_or_secr
 async def test_both_secrets_work_until_the_grace_period_of_a_rotation_ends(console: ConsoleApp, clock: FakeClock) -> None:
     alice, old = await console.alice(), console.cast.bob
     path = f"/keys/{old.key.id}/rotate"
-    asked = (await alice.fragment(path)).text
-    assert "Old key expires" in asked
-    assert '<option value="86400" selected>' in asked
+    confirmation = (await alice.fragment(path)).text
+    assert "Old key expires" in confirmation
+    assert '<option value="86400" selected>' in confirmation
     assert (await alice.post(path, grace_s="7")).status_code == 422
 
     answer = await alice.post(path, grace_s="3600")

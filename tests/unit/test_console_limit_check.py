@@ -37,12 +37,12 @@ async def test_the_service_tier_flex_checks_a_batch_request(console: ConsoleApp)
     )
     path = await limit_check_path(console, monthly_budget=1000)
     alice = await console.alice()
-    asked = f"{path}?model=demo&prompt_tokens=1000&max_tokens=1000&service_tier"
+    query = f"{path}?model=demo&prompt_tokens=1000&max_tokens=1000&service_tier"
 
-    assert "Refused with 429 budget_exceeded" in (await alice.fragment(f"{asked}=default")).text
-    assert "Admitted: " in (await alice.fragment(f"{asked}=flex")).text
-    assert '<option value="flex" selected>' in (await alice.get(f"{asked}=flex")).text
-    refused = (await alice.fragment(f"{asked}=scale")).text
+    assert "Refused with 429 budget_exceeded" in (await alice.fragment(f"{query}=default")).text
+    assert "Admitted: " in (await alice.fragment(f"{query}=flex")).text
+    assert '<option value="flex" selected>' in (await alice.get(f"{query}=flex")).text
+    refused = (await alice.fragment(f"{query}=scale")).text
     assert "Choose one of auto, default, flex." in refused
     assert "ervice_tier must" not in refused
 

@@ -33,9 +33,9 @@ async def test_after_confirmation_all_drafts_of_a_month_are_closed(console: Cons
     assert link in (await alice.get("/invoices")).text
     assert link in (await alice.get("/invoices?state=closed")).text
 
-    asked = (await alice.fragment(CLOSING)).text
+    confirmation = (await alice.fragment(CLOSING)).text
     for text in ("2 invoices in EUR", "<b>36.00 EUR</b>", "Close 2 invoices", "No invoice issuer is entered"):
-        assert text in asked
+        assert text in confirmation
     answer = await alice.post(CLOSING, confirmed=await confirmation_token(alice))
 
     assert (answer.status_code, answer.headers["location"]) == (303, "/invoices?state=closed")

@@ -43,7 +43,7 @@ async def test_the_list_shows_role_second_factor_state_tenants_and_last_activity
     await console.vera()
     clock.advance(120)
     page = (await alice.get("/members")).text
-    for text in ("dora@example.com", "invite", "billing", "manager of bob", "2 m ago", "Second factor"):
+    for text in ("dora@example.com", "invited", "billing", "manager of bob", "2 m ago", "Second factor"):
         assert text in page
     await console.services.members.change(bob.id, disabled=True)
     assert "disabled" in (await alice.get("/members")).text

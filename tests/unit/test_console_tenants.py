@@ -196,8 +196,8 @@ async def test_the_page_shows_the_usage_of_each_limit(console: ConsoleApp) -> No
     )
     principal = await console.services.keys.authenticate(bob.secret, "192.0.2.1")
     assert principal.tenant.limits.monthly_budget == 1_000_000
-    asked = AdmissionRequest(principal=principal, model="demo", prompt_tokens=100, max_output_tokens=50, price=None)
-    await console.services.admission.admit(asked)
+    admission_request = AdmissionRequest(principal=principal, model="demo", prompt_tokens=100, max_output_tokens=50, price=None)
+    await console.services.admission.admit(admission_request)
 
     page = (await alice.get(f"/tenants/{bob.tenant.id}")).text
 
