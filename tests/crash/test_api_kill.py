@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 
+from tests.support.fake_engine import ENDLESS_SEED
 from tests.support.served_model import make_hollow_model
 from tests.support.server import Server, running_server, start_server
 
@@ -27,6 +28,8 @@ async def stream_until_cut(
     with suppress(httpx.TransportError):
         while True:
             body: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "max_tokens": 3 + 40 * (index % 4), "stream": True}
+            if index == 1:
+                body["seed"] = ENDLESS_SEED  # so that a request is in flight at the kill, however late this process reads
             async with client.stream("POST", f"{server.url}/v1/chat/completions", json=body, headers=headers) as answer:
                 assert answer.status_code == 200
                 seen.append(answer.headers["x-request-id"])
