@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import structlog
@@ -66,6 +69,31 @@ def skip_tensor_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the check of a model's tensors, a process that takes seconds, by one that passes."""
     facts = {"architecture": "LlamaForCausalLM", "parameters": 6_600_000}
     monkeypatch.setattr(model_check, "check_model", lambda *_: facts)
+
+
+@pytest.fixture
+def verify_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the check of a model's tensors in this process: a new one imports torch for seconds."""
+    from engine import verify
+
+    class InProcess:
+        """Has the part of `subprocess.Popen` that `check_model` uses."""
+
+        def __init__(self, command: Sequence[str], **_options: object) -> None:
+            self.stdout = io.StringIO()
+            with redirect_stdout(self.stdout):
+                self.returncode = verify.main(list(command[3:]))  # behind the interpreter, -m and the module
+            self.stdout.seek(0)
+
+        def __enter__(self) -> InProcess:
+            return self
+
+        def __exit__(self, *_error: object) -> None:
+            self.stdout.close()
+
+    monkeypatch.setattr(
+        model_check, "subprocess", SimpleNamespace(Popen=InProcess, **dict.fromkeys(("DEVNULL", "PIPE", "STDOUT")))
+    )
 
 
 @pytest.fixture

@@ -495,6 +495,7 @@ def test_a_folder_without_a_model_is_refused_with_the_reason(gatehouse: Any, tmp
     assert gatehouse("models", "add", str(tmp_path / "model")).status == 1
 
 
+@pytest.mark.usefixtures("verify_in_process")
 def test_an_unknown_quantization_is_refused_with_the_supported_ones(gatehouse: Any) -> None:
     answer = gatehouse("models", "verify", str(DEMO_MODEL), "--quantization", "int3", "--json")
     assert answer.status == 2

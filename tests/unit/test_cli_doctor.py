@@ -167,6 +167,7 @@ def test_a_folder_name_that_cannot_name_a_model_is_reported(doctor: Any, tmp_pat
     assert "cannot name a model" in row["found"]
 
 
+@pytest.mark.usefixtures("verify_in_process")
 def test_a_draft_model_without_weights_is_reported(doctor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_check, "check_model", CHECK_MODEL)
     for number, left_out in enumerate((("tokenizer.json",), ("model.safetensors",))):
