@@ -1,4 +1,4 @@
-"""A console on a real socket and a real Chromium that looks at it; any console error or policy violation fails the test."""
+"""A console on a socket and Chromium; any console error or violation of the content security policy fails the test."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def chromium() -> AsyncIterator[Browser]:
     if shutil.which(CHROMIUM) is None:
         reason = f"no Chromium at {CHROMIUM}"
         pytest.fail(reason) if is_required("browser") else pytest.skip(reason)
-    expect.set_options(timeout=DEADLINE_MS)  # its own is five seconds, whatever a context has
+    expect.set_options(timeout=DEADLINE_MS)  # the default of 5 s is independent of the context
     async with async_playwright() as playwright:
         browser = await _launch(playwright)
         yield browser
@@ -50,7 +50,7 @@ async def chromium() -> AsyncIterator[Browser]:
 
 
 async def _launch(playwright: Playwright) -> Browser:
-    """Return a Chromium that has drawn a page: about one in a hundred ends before its first one, which says nothing of ours."""
+    """Return a Chromium that has rendered a page: about one in a hundred crashes before its first one."""
     for _ in range(LAUNCHES_MAX - 1):
         browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
         try:
@@ -66,7 +66,7 @@ async def _launch(playwright: Playwright) -> Browser:
 
 @dataclass(kw_only=True)
 class Site:
-    """A served console and the browser that visits it. `complaints` is what the browser had to say."""
+    """A served console and the browser. `complaints` are the browser's warnings and errors."""
 
     url: str
     console: ConsoleApp
@@ -74,10 +74,10 @@ class Site:
     complaints: list[str] = field(default_factory=list)
 
     async def context(self, **options: object) -> BrowserContext:
-        """Return a fresh profile whose pages are listened to."""
+        """Return a new browser context whose warnings and errors are collected."""
         context = await self.chromium.new_context(base_url=self.url, **options)  # type: ignore[arg-type]
         context.set_default_timeout(DEADLINE_MS)
-        context.on("console", self._hear)
+        context.on("console", self._collect)
         context.on("weberror", lambda error: self.complaints.append(str(error.error)))
         return context
 
@@ -91,14 +91,14 @@ class Site:
         await page.wait_for_url(f"{self.url}/")
         return page
 
-    def _hear(self, message: ConsoleMessage) -> None:
+    def _collect(self, message: ConsoleMessage) -> None:
         if message.type in ("error", "warning"):
             self.complaints.append(f"{message.type}: {message.text}")
 
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def site(migrated_sqlite_file: Path, tmp_path: Path, chromium: Browser) -> AsyncIterator[Site]:
-    """The console of an appliance that samples several times a second. The browser must have nothing to complain of."""
+    """A served console that samples several times a second. Fails if the browser has reported warnings or errors."""
     async with open_console(migrated_sqlite_file, tmp_path, SystemClock(), interval_s=SAMPLE_INTERVAL_S) as console:
         listener = socket.create_server(("127.0.0.1", 0))
         config = uvicorn.Config(console.app, log_level="warning", ws="none", lifespan="off", timeout_graceful_shutdown=1)

@@ -1,6 +1,6 @@
-"""Every page against the rules of axe, in both colour schemes, and at the width of a telephone.
+"""Accessibility of every page by the rules of axe in both colour schemes, and layout at several widths.
 
-The schemes differ by what `light-dark()` chooses alone: in the dark one pages are held to the rules of colours.
+The schemes differ only by the values of `light-dark()`, so that the dark one is checked by the rules of colours only.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LONG_NAME = "A tenant whose lawyers insisted on the whole registered name of the
 
 
 async def pages(site: Site) -> list[str]:
-    """Return the paths of every page, with something to show on each."""
+    """Create data for every page and return the paths of all pages."""
     console = site.console
     tenant = await console.services.tenants.create(name=LONG_NAME, access=WHOLE_APPLIANCE)
     key, secret = await console.services.keys.create(
@@ -46,8 +46,8 @@ async def pages(site: Site) -> list[str]:
     entry = pending(person, batch=True)
     await console.services.ledger.open(entry)
     await console.services.ledger.settle(posted(entry.request_id))
-    console.engine_side.add(person, "req_live_and_kicking", batch=True, completion_tokens=7, ttft_s=0.2, decode_s=1.0)
-    console.engine_side.add(person, "req_waiting_in_line", state="queued", queue_position=0)
+    console.engine_side.add(person, "req_live_with_a_long_id", batch=True, completion_tokens=7, ttft_s=0.2, decode_s=1.0)
+    console.engine_side.add(person, "req_queued_with_a_long_id", state="queued", queue_position=0)
     console.engine_side.tenants = [tenant_load(LONG_NAME, waiting=3, blocks=200), *(tenant_load(f"team {n}") for n in range(9))]
     await console.services.sampler.sample()
     address = "https://hooks.example.com/services/a-long-path-of-a-program-that-hears-of-budgets"
@@ -63,14 +63,14 @@ async def pages(site: Site) -> list[str]:
     await console.services.model_policies.put("demo", Limits(tokens_per_minute=10**12))
     of_tenant, of_key, of_alert = f"/tenants/{tenant.id}", f"/keys/{key.id}", f"/alerts/{webhook.id}"
     plain = ["/", "/requests", f"/requests/{entry.request_id}", "/tenants", "/keys", "/tenants/new", "/audit"]
-    box_pages = ["/members", "/members/new", "/alerts", "/alerts/new", of_alert, f"{of_alert}/rotate", "/settings"]
+    appliance_pages = ["/members", "/members/new", "/alerts", "/alerts/new", of_alert, f"{of_alert}/rotate", "/settings"]
     sheets = [f"/settings/{name}" for name in ("models", "seller", "economics")]
-    plain += [*box_pages, *sheets, f"{of_tenant}/members/new", f"{of_key}/rotate"]
+    plain += [*appliance_pages, *sheets, f"{of_tenant}/members/new", f"{of_key}/rotate"]
     return [*plain, of_tenant, f"{of_tenant}/archive", f"{of_tenant}/keys/new", of_key, f"{of_key}/revoke"]
 
 
 async def violations(page: Page) -> list[str]:
-    """Return what axe finds serious, with the elements it means."""
+    """Return the serious violations that axe finds, with their elements."""
     found = []
     for scheme, options in RULES:
         await page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
@@ -91,10 +91,10 @@ async def test_no_page_has_a_serious_violation(site: Site) -> None:
     await expect(page.get_by_role("dialog").get_by_label("Name")).to_be_focused()
     found["dialog"] = await violations(page)
 
-    assert {path: what for path, what in found.items() if what} == {}
+    assert {path: rules for path, rules in found.items() if rules} == {}
 
 
-async def test_signing_in_and_what_is_not_here_have_no_serious_violation(site: Site) -> None:
+async def test_sign_in_and_not_found_pages_have_no_serious_violation(site: Site) -> None:
     page = await (await site.context()).new_page()
     await page.goto("/login")
     assert await violations(page) == []
@@ -102,10 +102,10 @@ async def test_signing_in_and_what_is_not_here_have_no_serious_violation(site: S
     member = await site.alice()
     await member.goto("/tenants/nobody")
     assert await violations(member) == []
-    site.complaints.clear()  # Chromium reports the 404 that was asked for
+    site.complaints.clear()  # Chromium reports the expected 404
 
 
-async def test_no_page_is_wider_than_a_telephone(site: Site) -> None:
+async def test_no_page_is_wider_than_a_phone(site: Site) -> None:
     page = await site.alice(viewport={"width": 390, "height": 800}, has_touch=True)
     wide = []
     for path in await pages(site):
@@ -117,7 +117,7 @@ async def test_no_page_is_wider_than_a_telephone(site: Site) -> None:
 
 
 @pytest.mark.parametrize("width", [390, 320])
-async def test_no_figure_of_a_tenant_is_broken_on_a_telephone(site: Site, width: int) -> None:
+async def test_figures_of_a_tenant_do_not_wrap_on_a_phone(site: Site, width: int) -> None:
     services, bob = site.console.services, site.console.cast.bob
     price = await services.prices.add(
         model="demo", currency="EUR", prompt=9_000_000, cached_prompt=0, completion=9_000_000, effective_from=START
@@ -133,7 +133,7 @@ async def test_no_figure_of_a_tenant_is_broken_on_a_telephone(site: Site, width:
     assert len(set(heights)) == 1
 
 
-async def test_no_table_is_wider_than_its_frame_on_a_tablet_and_a_laptop(site: Site) -> None:
+async def test_no_table_overflows_its_frame_on_a_tablet_or_laptop(site: Site) -> None:
     page = await site.alice(viewport={"width": WIDTHS[0], "height": 800})
     cut = []
     for path in await pages(site):
@@ -147,7 +147,7 @@ async def test_no_table_is_wider_than_its_frame_on_a_tablet_and_a_laptop(site: S
     assert cut == []
 
 
-async def test_on_a_telephone_the_sections_are_behind_a_menu(site: Site) -> None:
+async def test_on_a_phone_the_sections_are_in_a_menu(site: Site) -> None:
     page = await site.alice(viewport={"width": 390, "height": 800})
     tenants = page.get_by_role("link", name="Tenants", exact=True)
     await expect(tenants).to_be_hidden()

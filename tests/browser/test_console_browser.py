@@ -1,4 +1,4 @@
-"""The console in a real Chromium, as an administrator uses it."""
+"""The console in Chromium as an administrator uses it: dialogs, focus, keyboard, cancelling, filters, and plain forms."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SECRET = re.compile(r"^gh_[a-z0-9]{8}_[a-z0-9]{26}$")
 
 
 @pytest.mark.parametrize(("width", "rows"), [(1920, 1), (1280, 1), (1024, 3), (390, 3)])
-async def test_no_tile_stands_alone_in_a_row(site: Site, width: int, rows: int) -> None:
+async def test_tiles_fill_every_row_at_every_width(site: Site, width: int, rows: int) -> None:
     page = await site.alice()
     await page.set_viewport_size({"width": width, "height": 800})
     await expect(page.locator(".tiles > div")).to_have_count(9)
@@ -27,7 +27,7 @@ async def test_no_tile_stands_alone_in_a_row(site: Site, width: int, rows: int) 
     assert [tops.count(top) for top in sorted(set(tops))] == [9 // rows] * rows
 
 
-async def test_a_tenant_and_a_key_are_made_the_secret_is_copied_once_and_the_key_revoked(site: Site) -> None:
+async def test_a_tenant_and_a_key_are_created_its_secret_copied_and_the_key_revoked(site: Site) -> None:
     page = await site.alice(permissions=["clipboard-read", "clipboard-write"])
     async with page.expect_navigation():
         await page.get_by_role("link", name="Tenants").click()
@@ -62,7 +62,7 @@ async def test_a_tenant_and_a_key_are_made_the_secret_is_copied_once_and_the_key
     await expect(page.locator(".badge", has_text="revoked")).to_be_visible()
 
 
-async def test_a_wrong_field_is_told_inside_the_dialog_and_has_the_focus(site: Site) -> None:
+async def test_an_invalid_field_is_reported_inside_the_dialog_and_focused(site: Site) -> None:
     page = await site.alice()
     await page.goto("/tenants")
     await page.get_by_role("link", name="New tenant").click()
@@ -77,7 +77,7 @@ async def test_a_wrong_field_is_told_inside_the_dialog_and_has_the_focus(site: S
 
 
 @pytest.mark.parametrize("scripts", [True, False])
-async def test_a_wrong_field_of_a_page_has_the_focus_and_is_in_sight(site: Site, scripts: bool) -> None:
+async def test_an_invalid_field_of_a_page_is_focused_and_visible(site: Site, scripts: bool) -> None:
     page = await site.alice(java_script_enabled=scripts, viewport={"width": 800, "height": 500})
     await page.goto(f"/tenants/{site.console.cast.bob.tenant.id}")
     await page.get_by_label("Requests per minute").fill("many")
@@ -90,7 +90,7 @@ async def test_a_wrong_field_of_a_page_has_the_focus_and_is_in_sight(site: Site,
     site.complaints.clear()  # Chromium reports every answer of 4xx to its console
 
 
-async def test_escape_closes_the_dialog_and_the_focus_returns(site: Site) -> None:
+async def test_escape_closes_the_dialog_and_restores_the_focus(site: Site) -> None:
     page = await site.alice()
     await page.goto("/tenants")
     opener = page.get_by_role("link", name="New tenant")
@@ -104,7 +104,7 @@ async def test_escape_closes_the_dialog_and_the_focus_returns(site: Site) -> Non
     await expect(opener).to_be_focused()
 
 
-async def test_a_click_beside_the_dialog_closes_it_but_never_loses_what_was_typed(site: Site) -> None:
+async def test_a_click_outside_closes_an_empty_dialog_but_keeps_one_with_input(site: Site) -> None:
     page = await site.alice()
     await page.goto("/tenants")
     opener, dialog = page.get_by_role("link", name="New tenant"), page.get_by_role("dialog")
@@ -120,36 +120,36 @@ async def test_a_click_beside_the_dialog_closes_it_but_never_loses_what_was_type
     await page.mouse.down()
     await page.mouse.move(5, bounds["y"] + 9)
     await page.mouse.up()
-    await expect(dialog).to_be_visible()  # what was pressed inside was a selection, wherever it was let go
+    await expect(dialog).to_be_visible()  # a selection that ends outside is no click outside
     await dialog.get_by_label("Name").fill("Acme")
     await page.mouse.click(5, 5)
     await expect(dialog.get_by_label("Name")).to_have_value("Acme")
 
 
-async def test_a_running_request_is_cancelled_and_leaves_the_table(site: Site) -> None:
+async def test_a_cancelled_request_leaves_the_table(site: Site) -> None:
     side = site.console.engine_side
     side.add(site.console.cast.bob, "req_keeps_running_1")
     side.add(site.console.cast.bob, "req_to_be_cancelled_2")
     page = await site.alice()
     await page.goto("/requests")
-    questions: list[str] = []
+    confirmations: list[str] = []
 
-    async def agree(dialog: Dialog) -> None:
-        questions.append(dialog.message)
+    async def accept_dialog(dialog: Dialog) -> None:
+        confirmations.append(dialog.message)
         await dialog.accept()
 
-    page.on("dialog", agree)
+    page.on("dialog", accept_dialog)
     await page.get_by_role("button", name="Cancel …celled_2").click()
 
     await expect(page.locator("#live-req_to_be_cancelled_2")).to_have_count(0)
     await expect(page.locator("#live-req_keeps_running_1")).to_be_visible()
     await expect(page.get_by_role("status").filter(has_text="Cancelled.")).to_be_visible()
     assert side.aborted == ["req_to_be_cancelled_2"]
-    assert questions
-    assert "billed" in questions[0]
+    assert confirmations
+    assert "billed" in confirmations[0]
 
 
-async def test_the_page_of_a_running_request_follows_it_to_its_end(site: Site) -> None:
+async def test_the_page_of_a_running_request_is_updated_until_it_ends(site: Site) -> None:
     console = site.console
     entry = pending(console.cast.bob, admitted_at=console.services.clock.now())
     await console.services.ledger.open(entry)
@@ -167,7 +167,7 @@ async def test_the_page_of_a_running_request_follows_it_to_its_end(site: Site) -
     await expect(page.locator("#request [hx-get]")).to_have_count(0)
 
 
-async def test_the_page_of_a_running_request_leaves_focus_and_selection_where_they_are(site: Site) -> None:
+async def test_updates_of_a_running_request_keep_focus_and_selection(site: Site) -> None:
     console = site.console
     entry = pending(console.cast.bob, admitted_at=console.services.clock.now())
     await console.services.ledger.open(entry)
@@ -186,7 +186,7 @@ async def test_the_page_of_a_running_request_leaves_focus_and_selection_where_th
     assert await page.evaluate("String(getSelection())") == entry.request_id
 
 
-async def test_an_action_that_comes_too_late_is_told_in_a_toast_that_stays(site: Site) -> None:
+async def test_an_action_that_comes_too_late_shows_a_persistent_toast(site: Site) -> None:
     side = site.console.engine_side
     side.add(site.console.cast.bob, "req_about_to_end")
     page = await site.alice()
@@ -202,7 +202,7 @@ async def test_an_action_that_comes_too_late_is_told_in_a_toast_that_stays(site:
     site.complaints.clear()
 
 
-async def test_the_history_is_searched_while_typing_and_the_address_follows(site: Site) -> None:
+async def test_the_history_is_searched_while_typing_and_the_url_follows(site: Site) -> None:
     page = await site.alice()
     await page.goto("/requests")
 
@@ -216,7 +216,7 @@ async def test_the_history_is_searched_while_typing_and_the_address_follows(site
     await expect(page.get_by_text("No requests yet.")).to_be_visible()
 
 
-async def test_choices_of_the_usage_page_are_made_one_after_another_by_keyboard(site: Site) -> None:
+async def test_choices_of_the_usage_page_keep_the_focus_when_made_by_keyboard(site: Site) -> None:
     page = await site.alice()
     await page.goto("/usage")
     await page.get_by_label("Period").focus()
@@ -233,7 +233,7 @@ async def test_choices_of_the_usage_page_are_made_one_after_another_by_keyboard(
     await expect(page.get_by_label("By")).to_have_value("tenant")
 
 
-async def test_requests_that_ended_join_the_history_when_it_is_reloaded(site: Site) -> None:
+async def test_reloading_the_history_shows_requests_that_have_ended(site: Site) -> None:
     console = site.console
     page = await site.alice()
     await page.goto("/requests")
@@ -247,7 +247,7 @@ async def test_requests_that_ended_join_the_history_when_it_is_reloaded(site: Si
     await expect(page.locator("#history tbody tr")).to_have_count(1)
 
 
-async def test_the_page_of_an_alert_target_follows_a_test_until_it_is_delivered(site: Site) -> None:
+async def test_the_page_of_an_alert_target_is_updated_until_a_test_is_delivered(site: Site) -> None:
     console = site.console
     webhook, _ = await console.services.alerts.webhooks.create(
         kind="webhook", target="https://hooks.example.com/x", tenant_id=None, events=None, access=WHOLE_APPLIANCE
@@ -274,7 +274,7 @@ async def test_the_first_tab_stop_skips_to_the_content(site: Site) -> None:
     await expect(page.locator("#main")).to_be_focused()
 
 
-async def test_the_colours_are_chosen_and_kept(site: Site) -> None:
+async def test_the_chosen_colour_scheme_is_kept(site: Site) -> None:
     page = await site.alice(color_scheme="light")
     light = await page.evaluate("getComputedStyle(document.body).backgroundColor")
 
@@ -285,7 +285,7 @@ async def test_the_colours_are_chosen_and_kept(site: Site) -> None:
     await expect(page.locator("html")).to_have_attribute("data-theme", "dark")
 
 
-async def test_without_scripts_a_tenant_and_a_key_are_made_by_plain_forms(site: Site) -> None:
+async def test_without_scripts_a_tenant_and_a_key_are_created_by_plain_forms(site: Site) -> None:
     page = await site.alice(java_script_enabled=False)
     await page.goto("/tenants/new")
     await page.get_by_label("Name").fill("Plain")

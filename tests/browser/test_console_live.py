@@ -1,4 +1,4 @@
-"""Live parts of the console in a real Chromium: they change without a reload, and nothing moves that somebody reads."""
+"""Live parts of the console in Chromium: updates without a reload and without layout shifts, pausing, and staleness."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
 
 
 def tile(page: Page, name: str) -> Locator:
-    """Return the figure of the tile `name`."""
+    """Return the element with the figure of the tile `name`."""
     return page.locator(".tiles div", has=page.get_by_text(name, exact=True)).locator("dd")
 
 
-async def test_live_numbers_change_without_a_reload_and_hold_still_when_paused(site: Site) -> None:
+async def test_live_figures_change_without_a_reload_unless_paused(site: Site) -> None:
     page = await site.alice()
     running = tile(page, "Running")
     await expect(running).to_have_text("3")
@@ -41,7 +41,7 @@ async def test_live_numbers_change_without_a_reload_and_hold_still_when_paused(s
     assert await page.evaluate("window.marker") == "same document"
 
 
-async def test_a_page_that_hears_nothing_says_that_it_is_stale(site: Site) -> None:
+async def test_a_page_without_updates_is_marked_as_stale(site: Site) -> None:
     page = await site.alice()
     await expect(page.locator("[data-live-text]")).to_have_text("Live")
 
@@ -50,7 +50,7 @@ async def test_a_page_that_hears_nothing_says_that_it_is_stale(site: Site) -> No
     await expect(page.locator("[data-live-text]")).to_have_text("Stale")
 
 
-async def test_the_history_stays_where_it_is_while_requests_in_flight_end(site: Site) -> None:
+async def test_the_history_does_not_move_while_requests_in_flight_end(site: Site) -> None:
     side = site.console.engine_side
     for number in range(9):
         side.add(site.console.cast.bob, f"req_{number}")
@@ -70,7 +70,7 @@ async def test_the_history_stays_where_it_is_while_requests_in_flight_end(site: 
     await expect(page.locator("#live")).not_to_have_attribute("style", re.compile("min-height"))
 
 
-async def test_the_first_request_in_flight_appears_where_none_was(site: Site) -> None:
+async def test_the_first_request_in_flight_appears_without_a_reload(site: Site) -> None:
     page = await site.alice()
     await page.goto("/requests")
     await expect(page.get_by_text("No requests in flight.")).to_be_visible()
@@ -81,7 +81,7 @@ async def test_the_first_request_in_flight_appears_where_none_was(site: Site) ->
 
 
 @pytest.mark.parametrize("width", [390, 1440])
-async def test_a_request_in_flight_stays_where_it_is_until_it_ends(site: Site, width: int) -> None:
+async def test_a_request_in_flight_does_not_move_until_it_ends(site: Site, width: int) -> None:
     side = site.console.engine_side
     for name in ("first", "second", "third"):
         side.add(site.console.cast.bob, f"req_{name}", state="queued")
@@ -106,7 +106,7 @@ async def test_a_request_in_flight_stays_where_it_is_until_it_ends(site: Site, w
     await expect(states).to_have_text(["decode", "decode"])
 
 
-async def test_the_overview_stays_where_it_is_while_tenants_come_and_go(site: Site) -> None:
+async def test_the_overview_does_not_move_while_tenants_come_and_go(site: Site) -> None:
     side = site.console.engine_side
     side.tenants = [tenant(name) for name in ("alice", "bob", "charlie")]
     page = await site.alice()
@@ -122,32 +122,32 @@ async def test_the_overview_stays_where_it_is_while_tenants_come_and_go(site: Si
     assert await host.evaluate("part => part.offsetTop") == top
 
 
-async def test_the_recent_requests_stay_as_they_are_under_the_pointer(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_recent_requests_are_not_updated_under_the_pointer(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_board, "LEDGER_REFRESH_S", 0.0)
     console = site.console
 
-    async def one_ends() -> None:
+    async def post_request() -> None:
         entry = pending(console.cast.bob, admitted_at=console.services.clock.now())
         await console.services.ledger.open(entry)
         await console.services.ledger.settle(posted(entry.request_id))
 
-    await one_ends()
+    await post_request()
     page = await site.alice()
     rows = page.locator("#recent tbody tr")
     await expect(rows).to_have_count(1)
     await rows.hover()
 
-    await one_ends()
+    await post_request()
     await expect(tile(page, "Requests today")).to_have_text("2")
     assert await rows.count() == 1
     await page.mouse.move(0, 0)
     await expect(rows).to_have_count(2)
 
 
-async def test_a_session_that_ends_elsewhere_leads_to_the_sign_in_page(site: Site) -> None:
+async def test_a_session_ended_elsewhere_redirects_to_the_sign_in_page(site: Site) -> None:
     page = await site.alice()
     site.console.engine_side.status = engine_status(num_running=17)
-    await expect(tile(page, "Running")).to_have_text("17")  # only a page whose stream is open can hear of the end
+    await expect(tile(page, "Running")).to_have_text("17")  # the stream is open
 
     await site.console.services.sessions.close_all(site.console.cast.alice.id)
 

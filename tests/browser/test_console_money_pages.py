@@ -1,4 +1,4 @@
-"""Pages with amounts of money, as wide as a laptop, a tablet or a telephone: no amount is cut, and none leaves its card."""
+"""Pages with amounts of money at widths from phone to laptop: no amount is truncated or overflows its card."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
 
 MODEL = "Meta-Llama-3.1-70B-Instruct"
 WIDTHS = (1280, 1024, 768, 390)
-# The elements whose text leaves the box of the nearest ancestor that frames it.
+# Elements whose text overflows the nearest framing ancestor.
 OUTSIDE = """() => [...document.querySelectorAll('main :is(dd, dt, .gauge-line > *, td, th, .line, .nowrap)')]
     .filter(one => one.getClientRects().length && one.innerText.trim() && !one.querySelector('.visually-hidden'))
     .filter(one => innerWidth > 720 || !one.closest('thead'))
@@ -30,13 +30,13 @@ OUTSIDE = """() => [...document.querySelectorAll('main :is(dd, dt, .gauge-line >
         return text.getBoundingClientRect().right > frame.getBoundingClientRect().right + 1;
     })
     .map(one => one.innerText)"""
-# The cells that hide an end of their text; names are cut on purpose, and say the whole in a title.
+# Cells that truncate their text; names are truncated on purpose, with the full name in a title.
 CUT = """() => [...document.querySelectorAll('tbody td')]
     .filter(one => one.scrollWidth > one.clientWidth + 1 && !one.querySelector('.clip')).map(one => one.innerText)"""
 
 
 async def money_pages(site: Site) -> list[str]:
-    """Return the paths of pages with amounts that have many digits and names that are long."""
+    """Create data with long names and amounts; return the paths of the pages that show them."""
     services, bob = site.console.services, site.console.cast.bob
     price = await services.prices.add(
         model=MODEL,
@@ -61,7 +61,7 @@ async def money_pages(site: Site) -> list[str]:
     return [*pages, f"{pages[-1]}/check", "/tenants", "/prices", "/usage?measure=cost", "/audit"]
 
 
-async def test_no_amount_is_cut_or_leaves_its_card(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_amount_is_truncated_or_overflows_its_card(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = await money_pages(site)
     now = SystemClock.now
     monkeypatch.setattr(SystemClock, "now", lambda clock: now(clock) + timedelta(days=3))  # the audit log writes dates in full

@@ -1,4 +1,4 @@
-"""One real appliance with a small random model for all conformance tests, and official clients that speak to it."""
+"""One appliance with a real engine and a small random model for all conformance tests, and the official client for it."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ def server(served_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @pytest.fixture
 async def client(server: Server) -> AsyncIterator[AsyncOpenAI]:
-    """The official client with the first key; it does not try again, so that a test sees the first answer."""
+    """The official client with the first key, without retries, so that a test sees the first response."""
     async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key=server.api_key, max_retries=0, timeout=60) as opened:
         yield opened

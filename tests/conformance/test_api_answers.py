@@ -1,4 +1,4 @@
-"""Several answers and answers in a given form, as the official client asks for them; the engine is a stand-in that repeats."""
+"""Several answers and structured output with the official client; a fake engine repeats its prompt."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IMPOSSIBLE: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema":
 
 @pytest.fixture(scope="module")
 def repeating_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """An appliance whose engine is a stand-in."""
+    """An appliance with a fake engine."""
     folder = tmp_path_factory.mktemp("repeating")
     with running_server(make_hollow_model(folder / MODEL), folder / "data", fake_engine_step_s=0.0) as running:
         yield running
@@ -34,7 +34,7 @@ async def client(repeating_server: Server) -> AsyncIterator[AsyncOpenAI]:
         yield opened
 
 
-async def test_three_answers_are_three_choices_and_one_bill(repeating_server: Server, client: AsyncOpenAI) -> None:
+async def test_n_answers_are_n_choices_billed_as_one_request(repeating_server: Server, client: AsyncOpenAI) -> None:
     raw = await client.chat.completions.with_raw_response.create(model=MODEL, messages=HELLO, max_tokens=6, n=3, logprobs=True)
     answer = raw.parse()
     events = repeating_server.admin("GET", "/ledger", params={"request_id": raw.headers["x-request-id"]})["data"]
@@ -48,33 +48,31 @@ async def test_three_answers_are_three_choices_and_one_bill(repeating_server: Se
     assert [(event["prompt_tokens"], event["completion_tokens"]) for event in events] == [(answer.usage.prompt_tokens, 18)]
 
 
-async def test_a_stream_of_two_answers_says_the_same_as_the_whole_ones(client: AsyncOpenAI) -> None:
-    asked: dict[str, Any] = {"model": MODEL, "messages": HELLO, "max_tokens": 12, "n": 2}
-    whole = await client.chat.completions.create(**asked)
-    said = ["", ""]
+async def test_a_stream_of_two_answers_has_the_content_of_the_unstreamed_response(client: AsyncOpenAI) -> None:
+    fields: dict[str, Any] = {"model": MODEL, "messages": HELLO, "max_tokens": 12, "n": 2}
+    whole = await client.chat.completions.create(**fields)
+    texts = ["", ""]
     ends: list[tuple[int, str]] = []
-    async for chunk in await client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+    async for chunk in await client.chat.completions.create(**fields, stream=True, stream_options={"include_usage": True}):
         for choice in chunk.choices:
-            said[choice.index] += choice.delta.content or ""
+            texts[choice.index] += choice.delta.content or ""
             ends += [(choice.index, choice.finish_reason)] if choice.finish_reason else []
         usage = chunk.usage
 
-    assert said == [choice.message.content for choice in whole.choices]
+    assert texts == [choice.message.content for choice in whole.choices]
     assert sorted(ends) == [(0, "length"), (1, "length")]
     assert usage == whole.usage
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_schema_that_the_engine_refuses_is_a_bad_request_that_names_the_field(
-    client: AsyncOpenAI, stream: bool
-) -> None:
+async def test_a_schema_that_the_engine_refuses_is_a_bad_request_naming_the_field(client: AsyncOpenAI, stream: bool) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         await client.chat.completions.create(model=MODEL, messages=HELLO, response_format=IMPOSSIBLE, stream=stream)
 
     assert (refused.value.code, refused.value.param) == ("invalid_value", "response_format")
 
 
-async def test_more_answers_than_are_allowed_are_refused_with_the_limit(client: AsyncOpenAI) -> None:
+async def test_too_many_answers_are_refused_with_the_limit(client: AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         await client.chat.completions.create(model=MODEL, messages=HELLO, n=1000)
 
@@ -82,7 +80,7 @@ async def test_more_answers_than_are_allowed_are_refused_with_the_limit(client: 
     assert "128" in refused.value.message
 
 
-def test_a_refused_form_costs_nothing(repeating_server: Server) -> None:
+def test_a_refused_schema_is_not_billed(repeating_server: Server) -> None:
     body = {"model": MODEL, "messages": HELLO, "guided_json": {"const": "impossible"}}
     headers = {"authorization": f"Bearer {repeating_server.api_key}"}
     answer = httpx.post(f"{repeating_server.url}/v1/chat/completions", json=body, headers=headers, timeout=60)

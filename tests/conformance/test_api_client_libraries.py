@@ -1,6 +1,6 @@
-"""Requests in the shape in which client libraries send them, and refusals in words that lead their users on.
+"""Requests as client libraries send them, and errors that help their users.
 
-The libraries themselves are no dependencies of ours; each case names where its shape comes from.
+The libraries are not installed; each case names the library whose request it copies.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.support.server import Server
 HELLO: list[Any] = [{"role": "user", "content": "the quick brown fox"}]
 PERSON = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
 
-SHAPES: dict[str, dict[str, Any]] = {
+REQUESTS_BY_LIBRARY: dict[str, dict[str, Any]] = {
     "Vercel AI SDK, settings of its OpenAI provider": {
         "messages": [{"role": "system", "content": "Be terse."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}],
         "logit_bias": {"5": 1}, "logprobs": True, "top_logprobs": 2, "user": "u", "parallel_tool_calls": True, "store": True,
@@ -28,7 +28,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "user": None, "n": None, "stream_options": None, "reasoning_effort": None, "modalities": None,
         "prediction": None, "functions": None,
     },
-    "an answer of ours that comes back": {
+    "our own answer sent back as history": {
         "messages": [
             *HELLO,
             {"role": "assistant", "content": "jumps", "refusal": None, "annotations": [], "tool_calls": None, "audio": None},
@@ -47,16 +47,16 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def ask(server: Server, path: str, body: dict[str, Any]) -> httpx.Response:
+def post(server: Server, path: str, body: dict[str, Any]) -> httpx.Response:
     headers = {"authorization": f"Bearer {server.api_key}"}
     return httpx.post(server.url + path, headers=headers, json={"model": MODEL, **body}, timeout=60)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", REQUESTS_BY_LIBRARY)
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_libraries_send_is_answered(server: Server, name: str, stream: bool) -> None:
+def test_requests_of_client_libraries_are_answered(server: Server, name: str, stream: bool) -> None:
     options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
-    answer = ask(server, "/v1/chat/completions", {"messages": HELLO, "max_tokens": 4, **SHAPES[name], **options})
+    answer = post(server, "/v1/chat/completions", {"messages": HELLO, "max_tokens": 4, **REQUESTS_BY_LIBRARY[name], **options})
 
     assert answer.status_code == 200, answer.text
     assert '"completion_tokens"' in answer.text
@@ -72,8 +72,8 @@ def test_what_libraries_send_is_answered(server: Server, name: str, stream: bool
     ],
     ids=str,
 )
-def test_the_forms_of_vllm_hold_an_answer(server: Server, form: dict[str, Any], pattern: str) -> None:
-    answer = ask(server, "/v1/chat/completions", {"messages": HELLO, "max_tokens": 300, "seed": 1, "structured_outputs": form})
+def test_structured_outputs_of_vllm_constrain_the_answer(server: Server, form: dict[str, Any], pattern: str) -> None:
+    answer = post(server, "/v1/chat/completions", {"messages": HELLO, "max_tokens": 300, "seed": 1, "structured_outputs": form})
 
     assert answer.status_code == 200, answer.text
     (choice,) = answer.json()["choices"]
@@ -81,16 +81,16 @@ def test_the_forms_of_vllm_hold_an_answer(server: Server, form: dict[str, Any], 
     assert re.fullmatch(pattern, choice["message"]["content"], re.DOTALL)
 
 
-def test_a_message_of_another_type_is_refused(server: Server) -> None:
-    answer = ask(server, "/v1/chat/completions", {"messages": [{**HELLO[0], "type": "function_call_output"}]})
+def test_a_message_of_an_unsupported_type_is_refused(server: Server) -> None:
+    answer = post(server, "/v1/chat/completions", {"messages": [{**HELLO[0], "type": "function_call_output"}]})
 
     assert answer.json()["error"]["code"] == "unsupported_parameter"
     assert answer.json()["error"]["param"] == "messages[0].type"
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/responses", "/v1/completions", "/v1/messages", "/v1/audio/speech"])
-def test_who_asks_for_models_elsewhere_is_told_where(server: Server, path: str) -> None:
-    answer = ask(server, path, {"input": "Hi"})
+def test_unsupported_endpoints_point_to_chat_completions(server: Server, path: str) -> None:
+    answer = post(server, path, {"input": "Hi"})
 
     assert answer.status_code == 404
     error = answer.json()["error"]
@@ -99,8 +99,8 @@ def test_who_asks_for_models_elsewhere_is_told_where(server: Server, path: str) 
 
 
 @pytest.mark.parametrize("base", ["/v1/v1", "/v1/chat/completions", "/api/v1"])
-def test_who_has_another_base_url_is_told_the_right_one(server: Server, base: str) -> None:
-    answer = ask(server, f"{base}/chat/completions", {"messages": HELLO})
+def test_a_wrong_base_url_gets_the_right_one_as_advice(server: Server, base: str) -> None:
+    answer = post(server, f"{base}/chat/completions", {"messages": HELLO})
 
     assert answer.status_code == 404
     assert f"no such path: POST {base}/chat/completions; use a base URL that ends in /v1" in answer.json()["error"]["message"]

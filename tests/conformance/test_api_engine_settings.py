@@ -1,4 +1,4 @@
-"""The engine's own settings reach it: a server with all of them answers, shows what they do, and ends too long a wait."""
+"""Engine settings take effect: host memory blocks, speculation, queue deadline, and a draft model that cannot be loaded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONG: dict[str, Any] = {"model": MODEL, "messages": PROMPT, "max_tokens": 600, "
 
 @pytest.fixture(scope="module")
 def tuned_server(served_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """An appliance with every setting of the engine set, and with one seat."""
+    """An appliance whose engine_reading runs one request at a time and has every optional feature configured."""
     folder = tmp_path_factory.mktemp("tuned")
     (folder / "prefix.txt").write_text("You are helpful.")
     options = {
@@ -41,56 +41,58 @@ def post(server: Server, **fields: Any) -> httpx.Response:
     return httpx.post(f"{server.url}/v1/chat/completions", json={**LONG, **fields}, headers=headers, timeout=120)
 
 
-def answered(server: Server, **fields: Any) -> httpx.Response:
-    """Post until the answer begins within the queue's deadline: a slow machine may need longer before it comes to that."""
+def post_until_admitted(server: Server, **fields: Any) -> httpx.Response:
+    """Post until the answer begins within the queue deadline, which a slow machine may miss at first."""
     answers: list[httpx.Response] = []
 
-    def has_begun_in_time() -> bool:
+    def is_admitted() -> bool:
         answers.append(post(server, **fields))
         return answers[-1].status_code != 503
 
-    poll_until(has_begun_in_time, DEADLINE_S, server.log)
+    poll_until(is_admitted, DEADLINE_S, server.log)
     return answers[-1]
 
 
-def test_the_host_tier_and_speculation_are_at_work_and_seen(tuned_server: Server) -> None:
-    assert answered(tuned_server).status_code == 200
-    poll_until(lambda: engine(tuned_server)["draft_tokens_total"] > 0, DEADLINE_S, tuned_server.log)
+def test_host_memory_blocks_and_draft_tokens_are_reported(tuned_server: Server) -> None:
+    assert post_until_admitted(tuned_server).status_code == 200
+    poll_until(lambda: engine_reading(tuned_server)["draft_tokens_total"] > 0, DEADLINE_S, tuned_server.log)
 
-    assert engine(tuned_server)["host_kv_blocks"]["total"] > 0
-    assert engine(tuned_server)["draft_tokens_total"] >= engine(tuned_server)["accepted_draft_tokens_total"] >= 0
+    assert engine_reading(tuned_server)["host_kv_blocks"]["total"] > 0
+    assert (
+        engine_reading(tuned_server)["draft_tokens_total"] >= engine_reading(tuned_server)["accepted_draft_tokens_total"] >= 0
+    )
 
 
 def test_rejected_draft_tokens_are_billed_to_their_request(tuned_server: Server) -> None:
-    poll_until(lambda: engine(tuned_server)["requests_running"] == 0, DEADLINE_S, tuned_server.log)
-    before = engine(tuned_server)
-    answer = answered(tuned_server, max_tokens=60)
+    poll_until(lambda: engine_reading(tuned_server)["requests_running"] == 0, DEADLINE_S, tuned_server.log)
+    before = engine_reading(tuned_server)
+    answer = post_until_admitted(tuned_server, max_tokens=60)
     (event,) = tuned_server.admin("GET", "/ledger", params={"request_id": answer.headers["x-request-id"]})["data"]
 
-    def thrown_away() -> int:
-        now = engine(tuned_server)
+    def num_rejected() -> int:
+        now = engine_reading(tuned_server)
         names = ("draft_tokens_total", "accepted_draft_tokens_total")
         drafted, accepted = (now[name] - before[name] for name in names)
         return int(drafted - accepted)
 
-    poll_until(lambda: thrown_away() == event["rejected_tokens"], DEADLINE_S, tuned_server.log)
+    poll_until(lambda: num_rejected() == event["rejected_tokens"], DEADLINE_S, tuned_server.log)
 
 
-def test_engines_counted_what_the_ledger_holds(tuned_server: Server) -> None:
-    answered(tuned_server, n=2, max_tokens=20, stop=["e"])
-    poll_until(lambda: engine(tuned_server)["requests_running"] == 0, DEADLINE_S, tuned_server.log)
+def test_the_ledger_records_every_token_of_the_engine(tuned_server: Server) -> None:
+    post_until_admitted(tuned_server, n=2, max_tokens=20, stop=["e"])
+    poll_until(lambda: engine_reading(tuned_server)["requests_running"] == 0, DEADLINE_S, tuned_server.log)
     text = httpx.get(f"{tuned_server.url}/metrics").text
     assert "gatehouse_unrecorded_usage_tokens_total 0.0" in text
     assert "gatehouse_ledger_up 1.0" in text
 
 
-def engine(server: Server) -> dict[str, Any]:
+def engine_reading(server: Server) -> dict[str, Any]:
     found: dict[str, Any] = server.admin("GET", "/system")["engine"][0]
     return found
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_wait_that_is_too_long_ends_with_503_and_costs_nothing(tuned_server: Server, stream: bool) -> None:
+def test_a_request_past_the_queue_deadline_gets_503_and_is_not_billed(tuned_server: Server, stream: bool) -> None:
     headers = {"authorization": f"Bearer {tuned_server.api_key}"}
     body = {**LONG, "stream": True, "n": 8}
     with httpx.stream("POST", f"{tuned_server.url}/v1/chat/completions", json=body, headers=headers, timeout=120) as holder:
@@ -107,14 +109,14 @@ def test_a_wait_that_is_too_long_ends_with_503_and_costs_nothing(tuned_server: S
     assert (event["finish_reason"], event["status"], event["cost_picos"]) == ("deadline", "voided", 0)
 
 
-def test_answers_that_wait_for_the_seat_of_their_siblings_are_not_late(tuned_server: Server) -> None:
-    answer = answered(tuned_server, n=3)
+def test_answers_of_one_request_that_run_one_after_another_miss_no_deadline(tuned_server: Server) -> None:
+    answer = post_until_admitted(tuned_server, n=3)
 
     assert answer.status_code == 200
     assert [choice["finish_reason"] for choice in answer.json()["choices"]] == ["length"] * 3
 
 
-def test_a_draft_model_that_cannot_be_loaded_stops_the_start_and_is_named(served_folder: Path, tmp_path: Path) -> None:
+def test_a_draft_model_that_cannot_be_loaded_ends_the_start_and_is_named(served_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "hollow").mkdir()
     options: dict[str, Any] = {"speculative": {"method": "draft_model", "model": str(tmp_path / "hollow")}}
     server = start_server(served_folder, tmp_path / "data", **options)

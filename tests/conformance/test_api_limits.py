@@ -1,4 +1,4 @@
-"""Limits over real HTTP, with an engine that writes down itself what it made: what is charged is what it counted."""
+"""Limits over HTTP with many clients: the ledger charges exactly the tokens that the fake engine has recorded itself."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ SETTLED_DEADLINE_S = 60.0
 
 
 @pytest.fixture(scope="module")
-def truths(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the engine leaves its own counts."""
-    return tmp_path_factory.mktemp("truths")
+def engine_records(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which the engine records its own token counts."""
+    return tmp_path_factory.mktemp("records")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, truths: Path) -> Iterator[Server]:
-    """A running appliance over a stand-in engine."""
+def server(tmp_path_factory: pytest.TempPathFactory, engine_records: Path) -> Iterator[Server]:
+    """An appliance with a fake engine."""
     model = make_hollow_model(tmp_path_factory.mktemp("models") / MODEL)
-    options = {"fake_engine_step_s": STEP_S, "truths": truths, "max_num_seqs": 256, "max_waiting_requests": 512}
+    options = {"fake_engine_step_s": STEP_S, "truths": engine_records, "max_num_seqs": 256, "max_waiting_requests": 512}
     with running_server(model, tmp_path_factory.mktemp("data"), **options) as server:
         yield server
 
 
-def counted(truths: Path) -> dict[str, Work]:
-    """Return what the engine says of each request."""
-    return {request_id: work for path in truths.iterdir() for request_id, work in Truth.read(path).requests.items()}
+def recorded_work(engine_records: Path) -> dict[str, Work]:
+    """Return what the engine has recorded of each request."""
+    return {request_id: work for path in engine_records.iterdir() for request_id, work in Truth.read(path).requests.items()}
 
 
-def settled(server: Server, tenants: set[str]) -> dict[str, dict[str, Any]]:
-    """Return the events of these tenants by request, as soon as none is pending."""
+def settled_events(server: Server, tenants: set[str]) -> dict[str, dict[str, Any]]:
+    """Wait until no event of these tenants is pending; return the events by request id."""
     found: dict[str, dict[str, Any]] = {}
 
     def none_pending() -> bool:
@@ -58,20 +58,20 @@ def settled(server: Server, tenants: set[str]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def check_tokens(events: dict[str, dict[str, Any]], truths: Path) -> None:
-    """Check that every event has the engine's own count, and their sum the engine's sum."""
-    works = counted(truths)
+def assert_tokens_match(events: dict[str, dict[str, Any]], engine_records: Path) -> None:
+    """Assert that every event has the token counts recorded by the engine, and all together its sum."""
+    works = recorded_work(engine_records)
     for request_id, event in events.items():
         work = works.get(request_id, Work(request_id, 1))
         assert event["completion_tokens"] == work.generated, event
         assert event["prompt_tokens"] == work.prompt_tokens, event
         assert (event["status"] == "posted") == (work.prompt_tokens > 0), event
-    made = sum(works[request_id].generated for request_id in events if request_id in works)
-    assert sum(event["completion_tokens"] for event in events.values()) == made
+    generated = sum(works[request_id].generated for request_id in events if request_id in works)
+    assert sum(event["completion_tokens"] for event in events.values()) == generated
 
 
 class Clients:
-    """Programs of tenants, each of which asks, reads and leaves as it likes."""
+    """HTTP clients that send chat requests with the keys of several tenants."""
 
     def __init__(self, server: Server, client: httpx.AsyncClient) -> None:
         self._server = server
@@ -80,8 +80,8 @@ class Clients:
     async def read(
         self, secret: str, *, chunks: int | None = None, begun: asyncio.Event | None = None, **fields: Any
     ) -> tuple[int, list[str]]:
-        """Return the status and the data of the frames; after `chunks` of them the client leaves. `begun` is set at the third,
-        which has text."""
+        """Stream a chat; return the status and the data of its frames. The client disconnects after `chunks` frames. `begun` is
+        set at the third frame, the first with text."""
         body = {"model": MODEL, "messages": MESSAGES, "stream": True, "max_tokens": 20, **fields}
         headers = {"authorization": f"Bearer {secret}"}
         url, frames = f"{self._server.url}/v1/chat/completions", []
@@ -95,27 +95,27 @@ class Clients:
                     break
             return answer.status_code, frames
 
-    async def whole(self, secret: str, **fields: Any) -> httpx.Response:
-        """Return an answer in one piece."""
+    async def complete(self, secret: str, **fields: Any) -> httpx.Response:
+        """Send a chat request without streaming and return the response."""
         body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 20, **fields}
         headers = {"authorization": f"Bearer {secret}"}
         return await self._client.post(f"{self._server.url}/v1/chat/completions", json=body, headers=headers)
 
 
 async def metrics(server: Server) -> str:
-    """Return what the metrics say now."""
+    """Return the current metrics in text format."""
     return str((await asyncio.to_thread(httpx.get, f"{server.url}/metrics")).text)
 
 
 async def until_metrics(server: Server, text: str) -> None:
-    """Return as soon as the metrics have `text`."""
+    """Wait until the metrics contain `text`."""
     async with asyncio.timeout(SETTLED_DEADLINE_S):
         while text not in await metrics(server):
             pass
 
 
-async def call(server: Server, method: str, path: str, **options: Any) -> Any:
-    """Call the administrators' API beside running streams."""
+async def call_admin(server: Server, method: str, path: str, **options: Any) -> Any:
+    """Call the administrators' API without blocking the event loop."""
     return await asyncio.to_thread(server.admin, method, path, **options)
 
 
@@ -126,7 +126,7 @@ async def clients(server: Server) -> Any:
         yield Clients(server, client)
 
 
-async def test_the_headers_tell_of_the_tightest_of_all_limits(server: Server, clients: Clients) -> None:
+async def test_rate_limit_headers_report_the_tightest_limit(server: Server, clients: Clients) -> None:
     _, secret = server.new_key(
         tenant={
             "name": "headers",
@@ -136,68 +136,68 @@ async def test_the_headers_tell_of_the_tightest_of_all_limits(server: Server, cl
         limits={"tokens_per_minute": 20_000},
     )
     server.admin("PUT", f"/model-limits/{MODEL}", json={"limits": {"requests_per_minute": 30}})
-    answer = await clients.whole(secret, max_tokens=4)
+    answer = await clients.complete(secret, max_tokens=4)
     server.admin("DELETE", f"/model-limits/{MODEL}")
 
     assert answer.headers["x-ratelimit-limit-tokens"] == "9000"
     assert 9000 - 300 < int(answer.headers["x-ratelimit-remaining-tokens"]) <= 9000
     assert answer.headers["x-ratelimit-limit-requests"] == "30"
     assert answer.headers["x-ratelimit-remaining-requests"] == "29"
-    assert (await clients.whole(secret, max_tokens=4)).headers["x-ratelimit-limit-requests"] == "100"
+    assert (await clients.complete(secret, max_tokens=4)).headers["x-ratelimit-limit-requests"] == "100"
 
 
-async def test_of_200_clients_at_once_the_sum_that_is_charged_is_the_sum_of_the_engine(
-    server: Server, truths: Path, clients: Clients
+async def test_tokens_charged_to_200_concurrent_clients_equal_those_of_the_engine(
+    server: Server, engine_records: Path, clients: Clients
 ) -> None:
-    chance = random.Random(4)
+    rng = random.Random(4)
     server.admin("PATCH", "/tiers/standard", json={"admission_wait_ms": 1500})
     limits = [{}, {"tokens_per_minute": 4000}, {"concurrent_requests": 10}, {"tokens_per_day": 3000, "requests_per_minute": 40}]
-    people = [server.new_key(tenant={"name": f"crowd {place}", "limits": each}) for place, each in enumerate(limits)]
+    keys = [server.new_key(tenant={"name": f"crowd {place}", "limits": each}) for place, each in enumerate(limits)]
 
-    async def one(index: int) -> int:
-        _, secret = people[index % len(people)]
-        match chance.randrange(4):
+    async def send_random_request(index: int) -> int:
+        _, secret = keys[index % len(keys)]
+        match rng.randrange(4):
             case 0:
-                return (await clients.whole(secret, max_tokens=chance.randrange(1, 60), n=chance.choice([1, 2]))).status_code
+                return (await clients.complete(secret, max_tokens=rng.randrange(1, 60), n=rng.choice([1, 2]))).status_code
             case 1:
-                return (await clients.read(secret, max_tokens=200, chunks=chance.randrange(1, 40)))[0]
+                return (await clients.read(secret, max_tokens=200, chunks=rng.randrange(1, 40)))[0]
             case 2:
                 status, _ = await clients.read(secret, max_tokens=300, chunks=2)
                 return status
             case _:
-                return (await clients.read(secret, max_tokens=chance.randrange(1, 90)))[0]
+                return (await clients.read(secret, max_tokens=rng.randrange(1, 90)))[0]
 
-    statuses = await asyncio.gather(*(one(index) for index in range(CLIENTS)))
+    statuses = await asyncio.gather(*(send_random_request(index) for index in range(CLIENTS)))
     server.admin("PATCH", "/tiers/standard", json={"admission_wait_ms": 0})
-    events = settled(server, {tenant_id for tenant_id, _ in people})
+    events = settled_events(server, {tenant_id for tenant_id, _ in keys})
 
     assert set(statuses) <= {200, 429}
     assert len(events) == statuses.count(200) >= CLIENTS // 3
-    check_tokens(events, truths)
-    usage = server.admin("GET", "/usage", params=_so_far(server))["data"]
-    tenants = {tenant_id for tenant_id, _ in people}
+    assert_tokens_match(events, engine_records)
+    usage = server.admin("GET", "/usage", params=_all_days(server))["data"]
+    tenants = {tenant_id for tenant_id, _ in keys}
     charged = sum(row["completion_tokens"] for row in usage if row["tenant_id"] in tenants)
     assert charged == sum(event["completion_tokens"] for event in events.values())
 
 
-def _so_far(server: Server) -> dict[str, str]:
-    """Ask for all days of which the ledger has something: midnight may come meanwhile."""
+def _all_days(server: Server) -> dict[str, str]:
+    """Return the query parameters that cover all days with events in the ledger: midnight may pass during the test."""
     days = [date.fromisoformat(row["admitted_at"][:10]) for row in server.list_all("/ledger")]
     end = max(days) + timedelta(days=1)
     return {"start": f"{min(days)}T00:00:00Z", "end": f"{end}T00:00:00Z", "bucket": "hour", "group_by": "tenant"}
 
 
-async def test_at_every_token_position_of_a_disconnect_the_event_has_the_engines_count(
-    server: Server, truths: Path, clients: Clients
+async def test_a_disconnect_at_any_token_is_billed_with_the_engine_s_count(
+    server: Server, engine_records: Path, clients: Clients
 ) -> None:
     tenant_id, secret = server.new_key()
     for chunks in range(1, 16):
         status, frames = await clients.read(secret, chunks=chunks, max_tokens=400, seed=ENDLESS_SEED)
         assert (status, len(frames)) == (200, chunks)
-    events = settled(server, {tenant_id})
+    events = settled_events(server, {tenant_id})
 
     assert {(event["finish_reason"], event["cause"]) for event in events.values()} == {("disconnected", "client")}
-    check_tokens(events, truths)
+    assert_tokens_match(events, engine_records)
 
 
 @pytest.mark.parametrize(
@@ -209,8 +209,8 @@ async def test_at_every_token_position_of_a_disconnect_the_event_has_the_engines
         ("rotate", "expired_api_key"),
     ],
 )
-async def test_a_stream_whose_key_or_tenant_may_not_go_on_ends_with_an_error_event_and_is_billed(
-    server: Server, truths: Path, clients: Clients, change: str, code: str
+async def test_losing_access_ends_a_stream_with_an_error_event_and_is_billed(
+    server: Server, engine_records: Path, clients: Clients, change: str, code: str
 ) -> None:
     tenant_id, secret = server.new_key()
     key_id = server.list_all(f"/tenants/{tenant_id}/keys")[0]["id"]
@@ -219,15 +219,15 @@ async def test_a_stream_whose_key_or_tenant_may_not_go_on_ends_with_an_error_eve
     await begun.wait()
     match change:
         case "revoke":
-            await call(server, "DELETE", f"/keys/{key_id}")
+            await call_admin(server, "DELETE", f"/keys/{key_id}")
         case "suspend":
-            await call(server, "PATCH", f"/tenants/{tenant_id}", json={"suspended": True})
+            await call_admin(server, "PATCH", f"/tenants/{tenant_id}", json={"suspended": True})
         case "archive":
-            await call(server, "DELETE", f"/tenants/{tenant_id}")
+            await call_admin(server, "DELETE", f"/tenants/{tenant_id}")
         case _:
-            await call(server, "POST", f"/keys/{key_id}/rotate", json={"grace_s": 1})
+            await call_admin(server, "POST", f"/keys/{key_id}/rotate", json={"grace_s": 1})
     status, frames = await reading
-    events = settled(server, {tenant_id})
+    events = settled_events(server, {tenant_id})
     error = json.loads(frames[-1])["error"]
 
     assert status == 200
@@ -236,29 +236,33 @@ async def test_a_stream_whose_key_or_tenant_may_not_go_on_ends_with_an_error_eve
     (event,) = events.values()
     assert (event["finish_reason"], event["status"]) == ("aborted", "posted")
     assert 0 < event["completion_tokens"] < 900
-    check_tokens(events, truths)
+    assert_tokens_match(events, engine_records)
 
 
-async def test_a_hard_budget_ends_a_stream_with_an_error_event(server: Server, truths: Path, clients: Clients) -> None:
+async def test_a_hard_budget_ends_a_stream_with_an_error_event(server: Server, engine_records: Path, clients: Clients) -> None:
     server.admin("POST", "/prices", json={"model": MODEL, "prompt": 10**6, "cached_prompt": 10**6, "completion": 10**6})
     tenant_id, secret = server.new_key(tenant={"name": "spender", "limits": {"monthly_budget": 400}, "cut_at_budget": True})
     _, frames = await clients.read(secret, max_tokens=900)
-    events = settled(server, {tenant_id})
+    events = settled_events(server, {tenant_id})
 
     assert json.loads(frames[-1])["error"]["code"] == "budget_exceeded"
     (event,) = events.values()
     assert event["cause"] == "budget_exceeded"
     assert 400 <= event["prompt_tokens"] + event["completion_tokens"] < 500
-    assert (await clients.whole(secret)).json()["error"]["type"] == "insufficient_quota"
-    check_tokens(events, truths)
+    assert (await clients.complete(secret)).json()["error"]["type"] == "insufficient_quota"
+    assert_tokens_match(events, engine_records)
 
 
-async def test_a_refusal_says_when_to_come_back_and_a_patient_tier_waits_instead(server: Server, clients: Clients) -> None:
-    _, secret = server.new_key(tenant={"name": "patient", "tier": "batch", "limits": {"requests_per_minute": 60}})
-    crowd = await asyncio.gather(*(clients.whole(secret, max_tokens=1) for _ in range(90)))  # a place comes back each second
+async def test_a_refusal_has_retry_after_and_a_tier_with_an_admission_wait_waits_instead(
+    server: Server, clients: Clients
+) -> None:
+    _, secret = server.new_key(tenant={"name": "waiting", "tier": "batch", "limits": {"requests_per_minute": 60}})
+    crowd = await asyncio.gather(
+        *(clients.complete(secret, max_tokens=1) for _ in range(90))
+    )  # 60 per minute refill one per second
     refused = next(answer for answer in crowd if answer.status_code != 200)
     server.admin("PATCH", "/tiers/batch", json={"admission_wait_ms": 60_000})
-    waited = await asyncio.gather(*(clients.whole(secret, max_tokens=1) for _ in range(3)))
+    waited = await asyncio.gather(*(clients.complete(secret, max_tokens=1) for _ in range(3)))
     server.admin("PATCH", "/tiers/batch", json={"admission_wait_ms": 0})
     counts = await metrics(server)
 
@@ -270,8 +274,8 @@ async def test_a_refusal_says_when_to_come_back_and_a_patient_tier_waits_instead
     assert f'gatehouse_admission_waiting{{model="{MODEL}"}} 0.0' in counts
 
 
-async def test_a_client_that_leaves_the_admission_queue_takes_nothing(server: Server, clients: Clients) -> None:
-    tenant_id, secret = server.new_key(tenant={"name": "leaver", "tier": "batch", "limits": {"concurrent_requests": 1}})
+async def test_a_client_that_disconnects_while_waiting_for_admission_is_not_charged(server: Server, clients: Clients) -> None:
+    tenant_id, secret = server.new_key(tenant={"name": "disconnecting", "tier": "batch", "limits": {"concurrent_requests": 1}})
     server.admin("PATCH", "/tiers/batch", json={"admission_wait_ms": 20_000})
     begun = asyncio.Event()
     first = asyncio.create_task(clients.read(secret, max_tokens=900, seed=ENDLESS_SEED, begun=begun))
@@ -284,12 +288,12 @@ async def test_a_client_that_leaves_the_admission_queue_takes_nothing(server: Se
     await asyncio.gather(first, waiting, return_exceptions=True)
     server.admin("PATCH", "/tiers/batch", json={"admission_wait_ms": 0})
 
-    assert len(settled(server, {tenant_id})) == 1
+    assert len(settled_events(server, {tenant_id})) == 1
 
 
-async def test_limits_in_shadow_mode_refuse_nobody_and_are_counted(server: Server, clients: Clients) -> None:
+async def test_limits_in_shadow_mode_admit_every_request_and_are_counted(server: Server, clients: Clients) -> None:
     _, secret = server.new_key(tenant={"name": "shadow", "limits": {"requests_per_minute": 1}, "limit_mode": "shadow"})
-    answers = [await clients.whole(secret, max_tokens=1) for _ in range(3)]
+    answers = [await clients.complete(secret, max_tokens=1) for _ in range(3)]
 
     assert [answer.status_code for answer in answers] == [200] * 3
     assert "x-ratelimit-limit-requests" in answers[0].headers

@@ -1,4 +1,4 @@
-"""The official client against a real appliance: whole answers, streams, models, and figures that agree everywhere."""
+"""The official client against a real appliance: answers, streams, models, logprobs, and usage figures that agree."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def stream_text(client: AsyncOpenAI, **options: Any) -> tuple[str, list[An
     return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices), chunks
 
 
-async def test_a_whole_answer_has_text_reason_and_usage(client: AsyncOpenAI) -> None:
+async def test_an_unstreamed_answer_has_text_finish_reason_and_usage(client: AsyncOpenAI) -> None:
     answer = await client.chat.completions.create(**GREEDY, max_tokens=8)
 
     assert answer.object == "chat.completion"
@@ -36,7 +36,7 @@ async def test_a_whole_answer_has_text_reason_and_usage(client: AsyncOpenAI) -> 
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + 8
 
 
-async def test_a_stream_says_the_same_as_the_whole_answer(client: AsyncOpenAI) -> None:
+async def test_a_stream_has_the_content_of_the_unstreamed_answer(client: AsyncOpenAI) -> None:
     whole = await client.chat.completions.create(**GREEDY, max_tokens=24)
     text, chunks = await stream_text(client, max_tokens=24)
 
@@ -47,7 +47,7 @@ async def test_a_stream_says_the_same_as_the_whole_answer(client: AsyncOpenAI) -
     assert all(chunk.usage is None for chunk in chunks)
 
 
-async def test_usage_comes_last_and_only_when_asked_for(client: AsyncOpenAI) -> None:
+async def test_usage_is_the_last_chunk_and_only_sent_on_request(client: AsyncOpenAI) -> None:
     _, chunks = await stream_text(client, max_tokens=5, stream_options={"include_usage": True})
 
     assert [chunk.usage is None for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
@@ -63,7 +63,7 @@ async def test_continuous_usage_grows_with_the_stream(client: AsyncOpenAI) -> No
     assert counts[-1] == 5
 
 
-async def test_frames_end_in_two_line_feeds_and_done_is_last(server: Server) -> None:
+async def test_frames_end_with_two_line_feeds_and_the_last_one_is_done(server: Server) -> None:
     body = {"model": MODEL, "messages": HELLO, "max_tokens": 3, "stream": True}
     headers = {"authorization": f"Bearer {server.api_key}"}
     async with httpx.AsyncClient() as client:
@@ -96,7 +96,7 @@ async def test_seeds_are_signed_integers_of_64_bits(client: AsyncOpenAI, seed: i
     assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
 
 
-async def test_logprobs_name_each_token_and_its_rivals(client: AsyncOpenAI) -> None:
+async def test_logprobs_contain_every_token_and_its_alternatives(client: AsyncOpenAI) -> None:
     answer = await client.chat.completions.create(**GREEDY, max_tokens=4, logprobs=True, top_logprobs=3)
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None
@@ -109,10 +109,10 @@ async def test_logprobs_name_each_token_and_its_rivals(client: AsyncOpenAI) -> N
     assert spelled.decode("utf-8", "replace") == answer.choices[0].message.content
 
 
-async def test_the_token_that_ends_an_answer_is_counted_and_has_no_logprob(client: AsyncOpenAI) -> None:
-    asked: dict[str, Any] = {"logprobs": True, "logit_bias": {"0": 100}, "extra_body": {"min_tokens": 4}}
-    answer = await client.chat.completions.create(**{**GREEDY, **asked})
-    text, chunks = await stream_text(client, **asked)
+async def test_the_end_token_is_counted_but_has_no_logprob(client: AsyncOpenAI) -> None:
+    fields: dict[str, Any] = {"logprobs": True, "logit_bias": {"0": 100}, "extra_body": {"min_tokens": 4}}
+    answer = await client.chat.completions.create(**{**GREEDY, **fields})
+    text, chunks = await stream_text(client, **fields)
     whole = answer.choices[0].logprobs
     streamed = [choice.logprobs for chunk in chunks for choice in chunk.choices if choice.logprobs]
     assert whole is not None
@@ -125,7 +125,7 @@ async def test_the_token_that_ends_an_answer_is_counted_and_has_no_logprob(clien
     assert spelled.decode("utf-8", "replace") == text == answer.choices[0].message.content
 
 
-async def test_a_stop_string_ends_the_answer_and_is_not_shown(client: AsyncOpenAI) -> None:
+async def test_a_stop_string_ends_the_answer_and_is_not_part_of_it(client: AsyncOpenAI) -> None:
     text = (await client.chat.completions.create(**GREEDY, max_tokens=40)).choices[0].message.content or ""
     stop = next(text[at : at + 2] for at in range(4, len(text)) if text[at : at + 2].isascii() and len(text[at : at + 2]) == 2)
     answer = await client.chat.completions.create(**GREEDY, max_tokens=40, stop=stop)
@@ -134,7 +134,7 @@ async def test_a_stop_string_ends_the_answer_and_is_not_shown(client: AsyncOpenA
     assert answer.choices[0].message.content == text[: text.index(stop)]
 
 
-async def test_an_answer_that_a_stop_string_ends_costs_the_same_each_time(client: AsyncOpenAI) -> None:
+async def test_an_answer_ended_by_a_stop_string_is_billed_the_same_each_time(client: AsyncOpenAI) -> None:
     text = (await client.chat.completions.create(**GREEDY, max_tokens=40)).choices[0].message.content or ""
     stop = next(text[at : at + 2] for at in range(4, len(text)) if text[at : at + 2].isascii() and len(text[at : at + 2]) == 2)
     answers = [await client.chat.completions.create(**GREEDY, max_tokens=40, stop=stop) for _ in range(4)]
@@ -143,7 +143,7 @@ async def test_an_answer_that_a_stop_string_ends_costs_the_same_each_time(client
     assert len({answer.usage.completion_tokens for answer in answers if answer.usage}) == 1
 
 
-async def test_output_that_is_not_limited_fills_the_context(client: AsyncOpenAI) -> None:
+async def test_without_max_tokens_the_output_may_fill_the_context(client: AsyncOpenAI) -> None:
     text = "fox " * 400
     answer = await client.chat.completions.create(**{**GREEDY, "messages": [{"role": "user", "content": text}]})
 
@@ -151,14 +151,14 @@ async def test_output_that_is_not_limited_fills_the_context(client: AsyncOpenAI)
     assert answer.usage.total_tokens == 1024
 
 
-async def test_models_are_listed_with_their_context(client: AsyncOpenAI) -> None:
+async def test_models_are_listed_with_their_context_length(client: AsyncOpenAI) -> None:
     models = [model async for model in client.models.list()]
 
     assert [model.id for model in models] == [MODEL]
     assert (await client.models.retrieve(MODEL)).model_dump()["max_model_len"] == 1024
 
 
-async def test_paths_without_v1_and_the_other_key_header_work(server: Server) -> None:
+async def test_paths_without_v1_and_the_x_api_key_header_work(server: Server) -> None:
     async with AsyncOpenAI(base_url=server.url, api_key=server.api_key, max_retries=0) as client:
         assert [model.id async for model in client.models.list()] == [MODEL]
     async with httpx.AsyncClient() as plain:
@@ -166,7 +166,7 @@ async def test_paths_without_v1_and_the_other_key_header_work(server: Server) ->
     assert answer.status_code == 200
 
 
-async def test_usage_of_the_stream_the_ledger_and_the_request_agree(server: Server, client: AsyncOpenAI) -> None:
+async def test_usage_of_stream_ledger_and_request_record_agree(server: Server, client: AsyncOpenAI) -> None:
     raw = await client.chat.completions.with_raw_response.create(
         **GREEDY, max_tokens=9, stream=True, stream_options={"include_usage": True}
     )
@@ -188,7 +188,7 @@ async def test_usage_of_the_stream_the_ledger_and_the_request_agree(server: Serv
     assert row["explanation"]
 
 
-async def test_every_answer_carries_its_headers(client: AsyncOpenAI) -> None:
+async def test_every_answer_has_request_id_timing_and_rate_limit_headers(client: AsyncOpenAI) -> None:
     raw = await client.chat.completions.with_raw_response.create(**GREEDY, max_tokens=2)
 
     assert raw.headers["x-request-id"].startswith("req_")
@@ -209,7 +209,7 @@ async def test_text_parts_are_joined_by_line_feeds(client: AsyncOpenAI) -> None:
     assert in_parts.choices[0].message.content == whole.choices[0].message.content
 
 
-async def test_fields_that_are_ignored_by_choice_change_nothing(client: AsyncOpenAI) -> None:
+async def test_ignored_fields_do_not_change_the_answer(client: AsyncOpenAI) -> None:
     ignored: dict[str, Any] = {"user": "u", "store": False, "metadata": {"a": "b"}, "service_tier": "auto", "verbosity": "low"}
     plain = await client.chat.completions.create(**GREEDY, max_tokens=4)
     answer = await client.chat.completions.create(**GREEDY, max_tokens=4, **ignored)
@@ -217,7 +217,7 @@ async def test_fields_that_are_ignored_by_choice_change_nothing(client: AsyncOpe
     assert answer.choices[0].message.content == plain.choices[0].message.content
 
 
-async def test_thirty_two_streams_of_mixed_lengths_all_finish_and_are_counted(server: Server, client: AsyncOpenAI) -> None:
+async def test_32_concurrent_streams_of_mixed_lengths_finish_and_are_recorded(server: Server, client: AsyncOpenAI) -> None:
     async def one(index: int) -> tuple[str, int, int]:
         messages = [{"role": "user", "content": "fox " * (1 + 7 * index)}]
         options = {"max_tokens": 4 + 3 * index, "stream_options": {"include_usage": True}, "messages": messages}
@@ -228,6 +228,6 @@ async def test_thirty_two_streams_of_mixed_lengths_all_finish_and_are_counted(se
     results = await asyncio.gather(*(one(index) for index in range(STREAMS)))
     recorded = {event["request_id"]: event for event in server.list_all("/ledger")}
 
-    for request_id, asked, told in results:
-        assert told == asked == recorded[request_id]["completion_tokens"]
+    for request_id, requested, reported in results:
+        assert reported == requested == recorded[request_id]["completion_tokens"]
         assert recorded[request_id]["status"] == "posted"

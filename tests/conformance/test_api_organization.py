@@ -1,4 +1,4 @@
-"""The official client's admin methods against a real appliance: what they show is what the administrators' API shows."""
+"""The organization API with the official client: usage, costs, projects, keys, rate limits, audit log and admin keys."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ HELLO: list[Any] = [{"role": "user", "content": "the quick brown fox"}]
 
 @pytest.fixture
 async def admin(server: Server) -> AsyncIterator[Any]:
-    """The organization's part of the official client, with an administrator token."""
+    """The organization methods of the official client, with an administrator token."""
     async with AsyncOpenAI(
         base_url=f"{server.url}/v1", api_key="unused", admin_api_key=ADMIN_TOKEN, max_retries=0, timeout=60
     ) as opened:
         yield opened.admin.organization
 
 
-async def used_by_a_new_project(server: Server, admin: Any, *, name: str, requests: int = 2) -> tuple[str, str, list[Any]]:
-    """Return the ids of a new project and its key, and the usage of its first answers."""
+async def use_new_project(server: Server, admin: Any, *, name: str, requests: int = 2) -> tuple[str, str, list[Any]]:
+    """Create a project and send requests with a new key of it; return both ids and the usage of each answer."""
     project = await admin.projects.create(name=name)
     made = server.admin("POST", f"/tenants/{project.id}/keys", json={"name": "first"})
     usages = []
@@ -46,8 +46,8 @@ def today(server: Server) -> int:
     return int(datetime.fromisoformat(started).timestamp()) // 86400 * 86400
 
 
-async def test_usage_of_completions_is_the_sum_of_the_answers(server: Server, admin: Any) -> None:
-    project_id, key_id, usages = await used_by_a_new_project(server, admin, name="usage")
+async def test_usage_of_completions_sums_up_the_answers(server: Server, admin: Any) -> None:
+    project_id, key_id, usages = await use_new_project(server, admin, name="usage")
     page = await admin.usage.completions(
         start_time=today(server), project_ids=[project_id], group_by=["project_id", "api_key_id", "model"]
     )
@@ -61,8 +61,8 @@ async def test_usage_of_completions_is_the_sum_of_the_answers(server: Server, ad
 
 
 @pytest.mark.parametrize("width", ["1m", "1h", "1d"])
-async def test_pages_of_buckets_follow_one_another_without_gaps(server: Server, admin: Any, width: str) -> None:
-    project_id, _, usages = await used_by_a_new_project(server, admin, name=f"buckets of {width}")
+async def test_pages_of_buckets_are_contiguous(server: Server, admin: Any, width: str) -> None:
+    project_id, _, usages = await use_new_project(server, admin, name=f"buckets of {width}")
     options = {"start_time": today(server) - 86400, "bucket_width": width, "project_ids": [project_id]}
     buckets, page_token = [], None
     while True:
@@ -79,15 +79,15 @@ async def test_pages_of_buckets_follow_one_another_without_gaps(server: Server, 
     assert total == sum(usage.completion_tokens for usage in usages)
 
 
-async def test_embeddings_are_buckets_without_results(server: Server, admin: Any) -> None:
+async def test_usage_of_embeddings_has_empty_buckets(server: Server, admin: Any) -> None:
     page = await admin.usage.embeddings(start_time=today(server))
     assert page.object == "page"
     assert [bucket.results for bucket in page.data] == [[]] * len(page.data)
 
 
-async def test_costs_are_those_of_the_administrators_api_in_units_of_money(server: Server, admin: Any) -> None:
+async def test_costs_equal_those_of_the_administrators_api_in_currency_units(server: Server, admin: Any) -> None:
     server.admin("POST", "/prices", json={"model": MODEL, "prompt": 1_000_000, "completion": 3_000_000})
-    project_id, _, usages = await used_by_a_new_project(server, admin, name="costs")
+    project_id, _, usages = await use_new_project(server, admin, name="costs")
     page = await admin.usage.costs(start_time=today(server), project_ids=[project_id], group_by=["project_id", "line_item"])
     (result,) = [result for bucket in page.data for result in bucket.results]
     (row,) = server.admin("GET", "/costs", params={"tenant_id": project_id, "group_by": "tenant"})["data"]
@@ -113,13 +113,15 @@ async def test_costs_are_those_of_the_administrators_api_in_units_of_money(serve
         ({"extra_query": {"verbose": "yes"}}, "verbose"),
     ],
 )
-async def test_what_cannot_be_answered_is_refused_by_name(server: Server, admin: Any, options: Any, param: str) -> None:
+async def test_unsupported_or_invalid_parameters_are_refused_by_name(
+    server: Server, admin: Any, options: Any, param: str
+) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         await admin.usage.completions(**{"start_time": today(server), **options})
     assert refused.value.param == param
 
 
-async def test_a_project_is_made_renamed_listed_and_archived(admin: Any) -> None:
+async def test_a_project_can_be_created_renamed_listed_and_archived(admin: Any) -> None:
     made = await admin.projects.create(name="a project")
     assert (made.object, made.name, made.status, made.archived_at) == ("organization.project", "a project", "active", None)
     assert (await admin.projects.retrieve(made.id)) == made
@@ -132,7 +134,7 @@ async def test_a_project_is_made_renamed_listed_and_archived(admin: Any) -> None
     assert made.id in [project.id async for project in admin.projects.list(include_archived=True, limit=2)]
 
 
-async def test_what_a_project_cannot_be_is_said(admin: Any) -> None:
+async def test_an_invalid_project_is_refused(admin: Any) -> None:
     await admin.projects.create(name="taken")
     with pytest.raises(openai.ConflictError):
         await admin.projects.create(name="taken")
@@ -142,7 +144,7 @@ async def test_what_a_project_cannot_be_is_said(admin: Any) -> None:
         await admin.projects.retrieve("proj_nobody")
 
 
-async def test_the_keys_of_a_project_are_listed_changed_and_deleted(server: Server, admin: Any) -> None:
+async def test_keys_of_a_project_can_be_listed_changed_and_deleted(server: Server, admin: Any) -> None:
     project = await admin.projects.create(name="keys")
     made = [server.admin("POST", f"/tenants/{project.id}/keys", json={"name": f"key {number}"}) for number in range(3)]
     listed = [key async for key in admin.projects.api_keys.list(project.id, limit=2)]
@@ -161,7 +163,7 @@ async def test_the_keys_of_a_project_are_listed_changed_and_deleted(server: Serv
         await admin.projects.api_keys.retrieve(made[0]["id"], project_id=project.id)
 
 
-async def test_a_key_of_another_project_is_not_there(server: Server, admin: Any) -> None:
+async def test_a_key_of_another_project_is_not_found(server: Server, admin: Any) -> None:
     alices, charlies = [await admin.projects.create(name=f"{name}'s project") for name in ("alice", "charlie")]
     key = server.admin("POST", f"/tenants/{charlies.id}/keys", json={"name": "charlie's"})
     for call in (admin.projects.api_keys.retrieve, admin.projects.api_keys.delete):
@@ -170,7 +172,7 @@ async def test_a_key_of_another_project_is_not_there(server: Server, admin: Any)
     assert (await admin.projects.api_keys.retrieve(key["id"], project_id=charlies.id)).id == key["id"]
 
 
-async def test_rate_limits_of_a_project_are_those_of_its_tenant(server: Server, admin: Any) -> None:
+async def test_rate_limits_of_a_project_are_the_limits_of_its_tenant(server: Server, admin: Any) -> None:
     project = await admin.projects.create(name="limits")
     server.admin("PATCH", f"/tenants/{project.id}", json={"limits": {"requests_per_minute": 7}})
     listed = {limit.model: limit async for limit in admin.projects.rate_limits.list_rate_limits(project.id)}
@@ -189,7 +191,7 @@ async def test_rate_limits_of_a_project_are_those_of_its_tenant(server: Server, 
         await update("rl-nothing", project_id=project.id, max_tokens_per_1_minute=1)
 
 
-async def test_a_model_whose_name_is_a_path_has_a_limit_of_its_own(server: Server, admin: Any) -> None:
+async def test_a_model_whose_name_is_a_path_can_have_a_rate_limit(server: Server, admin: Any) -> None:
     project = await admin.projects.create(name="limits of odd names")
     server.admin("PATCH", f"/tenants/{project.id}", json={"model_limits": {"org/mödel 50%": {"tokens_per_minute": 1}}})
     listed = {limit.model: limit async for limit in admin.projects.rate_limits.list_rate_limits(project.id, limit=1)}
@@ -198,7 +200,7 @@ async def test_a_model_whose_name_is_a_path_has_a_limit_of_its_own(server: Serve
     assert (changed.model, changed.max_tokens_per_1_minute, changed.max_requests_per_1_minute) == ("org/mödel 50%", 1, 3)
 
 
-async def test_the_audit_log_tells_who_did_it_under_openais_names(server: Server, admin: Any) -> None:
+async def test_the_audit_log_uses_the_event_types_of_the_openai_api(server: Server, admin: Any) -> None:
     project = await admin.projects.create(name="audited")
     key = server.admin("POST", f"/tenants/{project.id}/keys", json={"name": "audited"})
     await admin.projects.update(project.id, name="audited more")
@@ -222,9 +224,7 @@ async def test_the_audit_log_tells_who_did_it_under_openais_names(server: Server
     assert [entry async for entry in admin.audit_logs.list(effective_at={"lt": 1000})] == []
 
 
-async def test_the_audit_log_is_walked_back_page_by_page_and_between_two_entries_in_one_walk(
-    server: Server, admin: Any
-) -> None:
+async def test_the_audit_log_can_be_paged_backwards_and_between_two_entries(server: Server, admin: Any) -> None:
     project = await admin.projects.create(name="walked")
     for number in range(5):
         await admin.projects.update(project.id, name=f"walked {number}")
@@ -233,7 +233,7 @@ async def test_the_audit_log_is_walked_back_page_by_page_and_between_two_entries
 
     page = await admin.audit_logs.list(project_ids=[project.id], limit=3, before=oldest)
     assert [entry.id for entry in page.data] == listed[-4:-1]
-    assert not page.has_next_page()  # what follows it is the entry itself
+    assert not page.has_next_page()  # only the entry given as `before` follows
     page = await admin.audit_logs.list(project_ids=[project.id], limit=3, before=page.data[0].id)
     assert [entry.id for entry in page.data] == listed[:-4]
 
@@ -241,7 +241,7 @@ async def test_the_audit_log_is_walked_back_page_by_page_and_between_two_entries
     assert [entry.id async for entry in between] == listed[1:-1]
 
 
-async def test_an_admin_key_is_made_used_and_deleted(server: Server, admin: Any) -> None:
+async def test_an_admin_key_can_be_created_used_and_deleted(server: Server, admin: Any) -> None:
     made = await admin.admin_api_keys.create(name="second")
     assert made.value.startswith("gha_")
     async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", admin_api_key=made.value, max_retries=0) as second:
@@ -254,9 +254,9 @@ async def test_an_admin_key_is_made_used_and_deleted(server: Server, admin: Any)
         await admin.admin_api_keys.retrieve(made.id)
 
 
-async def test_a_tenants_key_sees_its_own_usage_and_nothing_else(server: Server, admin: Any) -> None:
-    project_id, _, usages = await used_by_a_new_project(server, admin, name="own usage")
-    await used_by_a_new_project(server, admin, name="somebody else's usage")
+async def test_a_tenant_s_key_can_read_only_its_own_usage(server: Server, admin: Any) -> None:
+    project_id, _, usages = await use_new_project(server, admin, name="own usage")
+    await use_new_project(server, admin, name="somebody else's usage")
     key = server.admin("POST", f"/tenants/{project_id}/keys", json={"name": "reader", "scopes": ["usage"]})["key"]
     async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", admin_api_key=key, max_retries=0) as reader:
         page: Any = await reader.admin.organization.usage.completions(start_time=today(server), group_by=["project_id"])
@@ -267,6 +267,6 @@ async def test_a_tenants_key_sees_its_own_usage_and_nothing_else(server: Server,
                 await call()
 
 
-async def test_paths_without_the_version_answer_too(server: Server) -> None:
+async def test_paths_without_v1_work(server: Server) -> None:
     async with AsyncOpenAI(base_url=server.url, api_key="unused", admin_api_key=ADMIN_TOKEN, max_retries=0) as client:
         assert (await client.admin.organization.projects.list()).data

@@ -1,4 +1,4 @@
-"""`service_tier` against a real appliance by the official client: what it asks for, and what the answer and the ledger say."""
+"""`service_tier` with the official client against a real appliance: the tier in request, answer and ledger."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from openai import AsyncOpenAI, BadRequestError
 from tests.conformance.conftest import MODEL
 from tests.support.server import Server
 
-ASKED: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "the quick brown fox"}], "max_tokens": 4}
+FIELDS: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "the quick brown fox"}], "max_tokens": 4}
 
 
-@pytest.mark.parametrize(("asked", "served"), [("flex", "flex"), ("default", "default"), ("auto", "default")])
-async def test_an_answer_says_the_tier_that_served_it(server: Server, client: AsyncOpenAI, asked: Any, served: str) -> None:
-    answer = await client.chat.completions.create(**ASKED, service_tier=asked)
-    chunks = [chunk async for chunk in await client.chat.completions.create(**ASKED, service_tier=asked, stream=True)]
+@pytest.mark.parametrize(("requested", "served"), [("flex", "flex"), ("default", "default"), ("auto", "default")])
+async def test_an_answer_names_the_tier_that_served_it(
+    server: Server, client: AsyncOpenAI, requested: Any, served: str
+) -> None:
+    answer = await client.chat.completions.create(**FIELDS, service_tier=requested)
+    chunks = [chunk async for chunk in await client.chat.completions.create(**FIELDS, service_tier=requested, stream=True)]
 
     assert answer.service_tier == served
     assert {chunk.service_tier for chunk in chunks} == {served}
@@ -26,15 +28,15 @@ async def test_an_answer_says_the_tier_that_served_it(server: Server, client: As
         assert server.admin("GET", f"/requests/{request_id}")["batch"] is (served == "flex")
 
 
-async def test_an_answer_to_a_request_that_names_no_tier_names_none(client: AsyncOpenAI) -> None:
+async def test_without_a_requested_tier_the_answer_names_none(client: AsyncOpenAI) -> None:
     for extra in ({}, {"service_tier": None}):
-        raw = await client.chat.completions.with_raw_response.create(**ASKED, extra_body=extra)
+        raw = await client.chat.completions.with_raw_response.create(**FIELDS, extra_body=extra)
         assert "service_tier" not in raw.text
 
 
 @pytest.mark.parametrize("tier", ["priority", "scale", "fast", "", "FLEX"])
-async def test_a_tier_that_there_is_not_is_refused_with_those_that_there_are(client: AsyncOpenAI, tier: Any) -> None:
+async def test_an_unknown_tier_is_refused_with_the_known_ones(client: AsyncOpenAI, tier: Any) -> None:
     with pytest.raises(BadRequestError) as refused:
-        await client.chat.completions.create(**ASKED, service_tier=tier)
+        await client.chat.completions.create(**FIELDS, service_tier=tier)
     assert (refused.value.param, refused.value.code) == ("service_tier", "invalid_value")
     assert "auto, default, flex" in refused.value.message

@@ -1,4 +1,4 @@
-"""What happens in the middle of an answer: the client leaves, the administrator ends it, and each is billed as generated."""
+"""Requests that end early: by a disconnect or an administrator, billed for the tokens generated; and lists of live requests."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ DEADLINE_S = 60.0
 
 @pytest.fixture(scope="module")
 def slow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """An appliance whose engine, a stand-in, takes its time: long answers are still under way when a test acts."""
+    """An appliance with a slow fake engine, so that long answers are still running when a test acts."""
     folder = tmp_path_factory.mktemp("slow")
     with running_server(make_hollow_model(folder / MODEL), folder / "data", fake_engine_step_s=0.02) as running:
         yield running
 
 
-def finished(server: Server, request_id: str) -> dict[str, Any]:
-    """Return the ledger's event of a request once it is settled."""
+def settled_event(server: Server, request_id: str) -> dict[str, Any]:
+    """Wait until a request is settled; return its ledger event."""
     events: list[dict[str, Any]] = []
 
     def settled() -> bool:
@@ -49,7 +49,7 @@ def used_blocks(server: Server) -> int:
     return int(server.admin("GET", "/system")["engine"][0]["kv_blocks"]["used"])
 
 
-def test_a_client_that_leaves_frees_its_blocks_and_is_billed_for_what_was_generated(server: Server) -> None:
+def test_a_disconnect_frees_kv_blocks_and_bills_the_generated_tokens(server: Server) -> None:
     headers = {"authorization": f"Bearer {server.api_key}"}
     body = {**LONG, "stream": True}
     for _ in range(10):
@@ -58,8 +58,8 @@ def test_a_client_that_leaves_frees_its_blocks_and_is_billed_for_what_was_genera
             lines = answer.iter_lines()
             for _ in range(20):
                 next(lines)
-        event = finished(server, request_id)
-        if event["finish_reason"] != "length":  # the whole answer may be there before this process has its turn to leave
+        event = settled_event(server, request_id)
+        if event["finish_reason"] != "length":  # the answer may be complete before the client disconnects
             break
 
     assert event["finish_reason"] == "disconnected"
@@ -68,7 +68,7 @@ def test_a_client_that_leaves_frees_its_blocks_and_is_billed_for_what_was_genera
     poll_until(lambda: used_blocks(server) == 0, DEADLINE_S, server.log)
 
 
-async def test_a_client_that_leaves_before_a_whole_answer_ends_it(slow_server: Server) -> None:
+async def test_a_disconnect_before_an_unstreamed_answer_ends_the_request(slow_server: Server) -> None:
     headers = {"authorization": f"Bearer {slow_server.api_key}"}
 
     async def requests() -> set[str]:
@@ -82,12 +82,12 @@ async def test_a_client_that_leaves_before_a_whole_answer_ends_it(slow_server: S
         asking.cancel()
         await asyncio.wait({asking})
 
-    event = finished(slow_server, *new)
+    event = settled_event(slow_server, *new)
     assert event["finish_reason"] == "disconnected"
     assert event["completion_tokens"] < 900
 
 
-async def test_an_administrator_ends_a_live_request(slow_server: Server) -> None:
+async def test_an_administrator_can_end_a_live_request(slow_server: Server) -> None:
     async with AsyncOpenAI(base_url=f"{slow_server.url}/v1", api_key=slow_server.api_key, max_retries=0) as client:
         options = {name: value for name, value in LONG.items() if name != "ignore_eos"}
         stream = await client.chat.completions.create(**options, extra_body={"ignore_eos": True}, stream=True)
@@ -101,10 +101,10 @@ async def test_an_administrator_ends_a_live_request(slow_server: Server) -> None
     assert row["state"] in ("queued", "prefill", "decode")
     assert (ended["state"], ended["finish_reason"]) == ("finished", "aborted")
     assert caught.value.code == "request_aborted"
-    assert finished(slow_server, first.id)["finish_reason"] == "aborted"
+    assert settled_event(slow_server, first.id)["finish_reason"] == "aborted"
 
 
-def test_live_requests_are_listed_first_and_only_once(slow_server: Server) -> None:
+def test_live_requests_are_listed_first_and_once(slow_server: Server) -> None:
     headers = {"authorization": f"Bearer {slow_server.api_key}"}
     with httpx.stream(
         "POST", f"{slow_server.url}/v1/chat/completions", json={**LONG, "stream": True}, headers=headers, timeout=60
@@ -120,14 +120,14 @@ def test_live_requests_are_listed_first_and_only_once(slow_server: Server) -> No
     assert rows[0]["finish_reason"] is None
 
 
-def test_several_answers_are_one_live_request_and_their_tenant_is_seen_to_hold_them(slow_server: Server) -> None:
-    _, secret = slow_server.new_key(tenant={"name": "holder of three", "tier": "interactive", "weight": 3})
+def test_several_answers_are_one_live_request_counted_for_their_tenant(slow_server: Server) -> None:
+    _, secret = slow_server.new_key(tenant={"name": "tenant of three", "tier": "interactive", "weight": 3})
     headers = {"authorization": f"Bearer {secret}"}
     body = {**LONG, "stream": True, "n": 3}
 
     def holder() -> list[dict[str, Any]]:
         engines = slow_server.admin("GET", "/system")["engine"]
-        return [tenant for tenant in engines[0]["tenants"] if tenant["name"] == "holder of three"]
+        return [tenant for tenant in engines[0]["tenants"] if tenant["name"] == "tenant of three"]
 
     with httpx.stream("POST", f"{slow_server.url}/v1/chat/completions", json=body, headers=headers, timeout=60) as answer:
         request_id = answer.headers["x-request-id"]
@@ -139,9 +139,9 @@ def test_several_answers_are_one_live_request_and_their_tenant_is_seen_to_hold_t
         metrics = httpx.get(f"{slow_server.url}/metrics", timeout=10).text
         next(lines)
 
-    event = finished(slow_server, request_id)
+    event = settled_event(slow_server, request_id)
     assert (tenant["requests_waiting"], tenant["kv_blocks"]) == (0, 3)
     assert (row["state"], row["kv_blocks"]) == ("decode", 3)
-    assert f'gatehouse_tenant_kv_blocks{{model="{MODEL}",tenant="holder of three"}} 3.0' in metrics
+    assert f'gatehouse_tenant_kv_blocks{{model="{MODEL}",tenant="tenant of three"}} 3.0' in metrics
     assert (event["finish_reason"], event["status"]) == ("disconnected", "posted")
     poll_until(lambda: not holder(), DEADLINE_S, slow_server.log)

@@ -1,4 +1,4 @@
-"""`gatehouse alerts test` beside a running appliance: it waits for the first attempt and says how it went."""
+"""`gatehouse alerts test` with a running appliance: it waits for the first delivery attempt and reports it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.served_model import make_hollow_model
 from tests.support.server import start_server
 
 
-async def test_a_test_tells_how_it_went(tmp_path: Path) -> None:
+async def test_a_test_reports_the_result_of_its_first_delivery_attempt(tmp_path: Path) -> None:
     model = make_hollow_model(tmp_path / "tiny")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GATEHOUSE_")}
     environment["GATEHOUSE_DATA_DIR"] = str(tmp_path / "data")

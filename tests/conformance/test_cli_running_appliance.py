@@ -1,4 +1,4 @@
-"""The command line beside a real appliance: it finds it, acts on it at once, and `serve` greets as it promises."""
+"""The command line with a running appliance: commands take effect immediately; output and failures of `gatehouse serve`."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def environment(data_dir: Path) -> dict[str, str]:
     return {**kept, "GATEHOUSE_DATA_DIR": str(data_dir), "GATEHOUSE_KV_CACHE_BYTES": "16MiB", "GATEHOUSE_ENGINE_THREADS": "1"}
 
 
-def typed(data_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command to its end in a process of its own, which is forked: `serve` below is started as an operator would."""
+def run_gatehouse(data_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end in a forked process."""
     with tempfile.TemporaryDirectory() as name:
         stdout, stderr = Path(name, "stdout"), Path(name, "stderr")
         program = ("tests.support.serve_for_tests", "run_command", arguments, environment(data_dir), stdout, stderr)
@@ -43,75 +43,75 @@ def typed(data_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def gatehouse(server: Server) -> Command:
-    """Run the command as an operator would, beside the running appliance."""
+    """Run a command with the data folder of the running appliance."""
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return typed(server.data_dir, *arguments)
+        return run_gatehouse(server.data_dir, *arguments)
 
     return run
 
 
-def found(answer: subprocess.CompletedProcess[str]) -> Any:
+def parsed(answer: subprocess.CompletedProcess[str]) -> Any:
     assert answer.returncode == 0, answer.stdout + answer.stderr
     return json.loads(answer.stdout)
 
 
-def ask(server: Server, key: str) -> int:
+def chat_status(server: Server, key: str) -> int:
     body = {"model": "tiny-llama", "max_tokens": 2, "ignore_eos": True, "messages": [{"role": "user", "content": "fox"}]}
     headers = {"authorization": f"Bearer {key}"}
     return httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=60).status_code
 
 
-def test_a_key_works_and_stops_working_the_moment_the_command_returns(gatehouse: Command, server: Server) -> None:
-    tenant = found(gatehouse("tenants", "create", "from the command line", "--json"))
-    key = found(gatehouse("keys", "create", tenant["id"], "--json"))
-    assert ask(server, key["key"]) == 200
-    found(gatehouse("keys", "revoke", key["id"], "--json"))
-    assert ask(server, key["key"]) == 401
+def test_created_and_revoked_keys_take_effect_when_the_command_returns(gatehouse: Command, server: Server) -> None:
+    tenant = parsed(gatehouse("tenants", "create", "from the command line", "--json"))
+    key = parsed(gatehouse("keys", "create", tenant["id"], "--json"))
+    assert chat_status(server, key["key"]) == 200
+    parsed(gatehouse("keys", "revoke", key["id"], "--json"))
+    assert chat_status(server, key["key"]) == 401
 
 
-def test_usage_and_the_check_of_the_ledger_see_what_was_served(gatehouse: Command, server: Server) -> None:
+def test_usage_and_ledger_check_include_served_requests(gatehouse: Command, server: Server) -> None:
     tenant_id, key = server.new_key()
-    assert ask(server, key) == 200
-    (row,) = found(gatehouse("usage", "--tenant", tenant_id, "--json"))["data"]
+    assert chat_status(server, key) == 200
+    (row,) = parsed(gatehouse("usage", "--tenant", tenant_id, "--json"))["data"]
     assert (row["requests"], row["completion_tokens"]) == (1, 2)
-    checked = found(gatehouse("db", "check", "--json"))
+    checked = parsed(gatehouse("db", "check", "--json"))
     assert checked["ok"] is True
 
 
-def test_the_models_of_the_running_appliance_are_listed(gatehouse: Command) -> None:
-    def ready() -> bool:  # the list comes from the system page, which is a second old at most
-        rows = {row["name"]: row for row in found(gatehouse("models", "list", "--json"))["data"]}
+def test_models_of_the_running_appliance_are_listed_with_state_and_quantization(gatehouse: Command) -> None:
+    def ready() -> bool:  # the list is from the last sample, at most a second old
+        rows = {row["name"]: row for row in parsed(gatehouse("models", "list", "--json"))["data"]}
         return (rows["tiny-llama"]["state"], rows["tiny-llama"]["quantization"]) == ("ready", "none")
 
     poll_until(ready, LIST_DEADLINE_S)
 
 
-def test_doctor_finds_the_running_appliance_in_order(gatehouse: Command, server: Server) -> None:
-    states = {row["check"]: (row["state"], row["found"]) for row in found(gatehouse("doctor", "--json"))["data"]}
+def test_doctor_reports_a_running_appliance_as_ok(gatehouse: Command, server: Server) -> None:
+    states = {row["check"]: (row["state"], row["found"]) for row in parsed(gatehouse("doctor", "--json"))["data"]}
     assert states["appliance"][0] == "ok"
     assert server.url in states["appliance"][1]
     assert states["ready"][0] == "ok"
 
 
-def test_the_tables_are_not_touched_while_it_runs(gatehouse: Command) -> None:
+def test_a_downgrade_is_refused_while_the_appliance_runs(gatehouse: Command) -> None:
     answer = gatehouse("db", "downgrade", "base", "--yes", "--json")
     assert answer.returncode == 1
     assert json.loads(answer.stdout)["error"]["code"] == "running"
 
 
 def serve_to_its_end(model: Path, data_dir: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """Run `gatehouse serve`, which is expected to give up by itself."""
-    return typed(data_dir, "serve", "--port", "0", "--model", str(model), "--device", "cpu", *options)
+    """Run `gatehouse serve` until it exits by itself."""
+    return run_gatehouse(data_dir, "serve", "--port", "0", "--model", str(model), "--device", "cpu", *options)
 
 
-def test_an_appliance_whose_only_model_cannot_be_loaded_ends_and_says_why(tmp_path: Path, data_dir: Path) -> None:
+def test_serve_exits_with_the_reason_if_its_only_model_cannot_be_loaded(tmp_path: Path, data_dir: Path) -> None:
     model = make_hollow_model(tmp_path / "hollow")
     ended = serve_to_its_end(model, data_dir)
     assert ended.returncode == 1, ended.stderr
-    said = [line for line in ended.stderr.splitlines() if line.startswith("gatehouse: ")]
-    assert len(said) == 1, ended.stderr
-    assert said[0].startswith("gatehouse: the model hollow could not be loaded: ")
+    printed = [line for line in ended.stderr.splitlines() if line.startswith("gatehouse: ")]
+    assert len(printed) == 1, ended.stderr
+    assert printed[0].startswith("gatehouse: the model hollow could not be loaded: ")
     assert "Password" in ended.stdout, "the login of the first start was not shown"
     assert "is ready" not in ended.stdout
     assert not (data_dir / "control.json").exists()
@@ -126,18 +126,18 @@ def test_an_appliance_whose_only_model_cannot_be_loaded_ends_and_says_why(tmp_pa
     ],
     ids=lambda option: option[0],
 )
-def test_a_refused_start_says_why_in_one_line_and_leaves_no_trace(
+def test_a_refused_start_prints_one_line_and_leaves_no_files(
     served_folder: Path, data_dir: Path, option: tuple[str, str]
 ) -> None:
     ended = serve_to_its_end(served_folder, data_dir, *option)
     assert ended.returncode == 1
-    (said,) = ended.stderr.splitlines()
-    assert said.startswith("gatehouse: ")
-    assert "hush" not in said
+    (printed,) = ended.stderr.splitlines()
+    assert printed.startswith("gatehouse: ")
+    assert "hush" not in printed
     assert not data_dir.exists()
 
 
-def test_a_refused_start_beside_a_running_appliance_takes_nothing_from_it(server: Server, served_folder: Path) -> None:
+def test_a_refused_second_start_leaves_the_files_of_the_running_appliance(server: Server, served_folder: Path) -> None:
     ended = serve_to_its_end(served_folder, server.data_dir)
     assert ended.returncode == 1
     assert "another Gatehouse" in ended.stderr
@@ -150,8 +150,8 @@ def data_dir(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def served(served_folder: Path, data_dir: Path) -> Iterator[Callable[[], subprocess.Popen[str]]]:
-    """Start `gatehouse serve` as often as asked, one after the other."""
+def start_serve(served_folder: Path, data_dir: Path) -> Iterator[Callable[[], subprocess.Popen[str]]]:
+    """Return a function that starts `gatehouse serve` as an operator does."""
     started: list[subprocess.Popen[str]] = []
 
     def start() -> subprocess.Popen[str]:
@@ -188,7 +188,7 @@ def served(served_folder: Path, data_dir: Path) -> Iterator[Callable[[], subproc
 
 
 def greeting(process: subprocess.Popen[str]) -> list[str]:
-    """Return what `serve` prints up to its last line; a process that never greets is ended, which ends the reading."""
+    """Return the lines that `serve` prints up to its greeting; a process that prints none in time is killed."""
     assert process.stdout is not None
     lines: list[str] = []
     watchdog = threading.Timer(GREETING_DEADLINE_S, process.kill)
@@ -203,19 +203,19 @@ def greeting(process: subprocess.Popen[str]) -> list[str]:
     raise AssertionError(f"no greeting within {GREETING_DEADLINE_S} s: {lines}")
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl on this machine to try the printed line with")
-def test_the_printed_line_works_as_printed_and_the_login_is_shown_once(served: Callable[[], subprocess.Popen[str]]) -> None:
-    first = served()
-    said = greeting(first)
-    (line,) = [line for line in said if line.startswith("curl ")]
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl on this machine")
+def test_the_printed_curl_command_works_and_the_login_is_shown_once(start_serve: Callable[[], subprocess.Popen[str]]) -> None:
+    first = start_serve()
+    printed = greeting(first)
+    (line,) = [line for line in printed if line.startswith("curl ")]
     answer = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False, timeout=60)
     assert answer.stdout.rstrip().endswith("data: [DONE]"), answer
-    password = next(line.split()[-1] for line in said if "Password" in line)
+    password = next(line.split()[-1] for line in printed if "Password" in line)
     first.send_signal(signal.SIGINT)
     assert first.wait(60) == 0
-    second = served()
-    said = greeting(second)
-    assert not any(password in line for line in said)
-    assert any("reset-password" in line for line in said)
+    second = start_serve()
+    printed = greeting(second)
+    assert not any(password in line for line in printed)
+    assert any("reset-password" in line for line in printed)
     second.send_signal(signal.SIGTERM)
     assert second.wait(60) == 0

@@ -1,6 +1,6 @@
-"""What must be true of the ledger whenever an appliance has started, however the ones before it ended.
+"""What must be true of the ledger after every start of an appliance, however earlier ones ended.
 
-Held against two witnesses: what clients saw, and what the engines' own files say. Every finding is a sentence; none is good.
+The ledger is compared with what clients observed and with the records of the engines. Every finding is a violation.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from appliance.base.db import Database
 from appliance.base.tables import counters, limit_levels, requests, usage_events, usage_rollups
 from appliance.metering.invariants.check import check_ledger
 from tests.crash.load import Seen
-from tests.crash.nursery import Birth
+from tests.crash.nursery import StartOptions
 from tests.crash.points import Notes
 from tests.crash.truth import Truth
 
-STEP_SLACK_S = 0.1  # a step and the way of its tokens through two sockets
+STEP_SLACK_S = 0.1  # a step and the transfer of its tokens through two sockets
 SETTLE_SLOW_S = 1.5  # of the two seconds for which a client's last frame waits for the record
 COST_HIGH = 10**9
 PROBE = "probe_"
@@ -30,9 +30,9 @@ PROBE = "probe_"
 
 @dataclass(slots=True, kw_only=True)
 class Evidence:
-    """What is known of the lives since the last check. `truths` are the folders with the files of their engines, `lag_s` and
-    `round_s` the slowest turn of an event loop and the slowest commit. `was_older`: the database went back to a version that
-    does not know causes, and forward again."""
+    """What was observed of the lives since the last check. `truths` are the folders with the records of their engines, `lag_s`
+    and `round_s` the slowest iteration of an event loop and the slowest commit. `was_older`: the database was downgraded to a
+    version without causes, and upgraded again."""
 
     seen: list[Seen] = field(default_factory=list)
     truths: list[Path] = field(default_factory=list)
@@ -42,24 +42,24 @@ class Evidence:
     lag_s: float = 0.0
     round_s: float = 0.0
 
-    def add(self, birth: Birth, notes: Notes, *, engine_killed: bool) -> None:
-        """Take in what a life has left behind."""
-        self.truths.append(Path(birth.truths))
+    def add(self, options: StartOptions, notes: Notes, *, engine_killed: bool) -> None:
+        """Add the records and notes of a life."""
+        self.truths.append(Path(options.truths))
         self.engine_killed |= engine_killed
-        self.interval_s = max(self.interval_s, birth.checkpoint_interval_s)
+        self.interval_s = max(self.interval_s, options.checkpoint_interval_s)
         self.lag_s = max(self.lag_s, notes.lag_s)
         self.round_s = max(self.round_s, notes.round_s)
 
     @property
     def unbilled_max_s(self) -> float:
-        """Return how long the last unbilled tokens of a request may have taken: one interval, and what a checkpoint can have
-        to wait for. That is the round that runs, one of opens, and its own, before and after it."""
+        """Return for how many seconds the last tokens of a request may be unbilled: one checkpoint interval, and the rounds for
+        which a checkpoint may have to wait: the running one, one of new requests, and its own."""
         return self.interval_s + 4 * self.round_s + 2 * self.lag_s + STEP_SLACK_S
 
 
 @dataclass(slots=True)
 class Tally:
-    """What the checks have counted so far."""
+    """Counts of all checks."""
 
     events: Counter[str] = field(default_factory=Counter)
     batch_events: int = 0
@@ -68,11 +68,11 @@ class Tally:
     unbilled_tokens: int = 0
     unbilled_tokens_max: int = 0
     unbilled_s_max: float = 0.0
-    died_with_engine: int = 0
+    failed_with_engine: int = 0
 
 
-class Examination:
-    """One check of one database: collects `findings`, each with what it is about."""
+class LedgerCheck:
+    """One check of one database, which collects `findings`."""
 
     def __init__(self, database: Database, evidence: Evidence, tally: Tally) -> None:
         self.findings: list[str] = []
@@ -82,25 +82,25 @@ class Examination:
         self._truths = [Truth.read(path) for folder in evidence.truths for path in sorted(folder.glob("*.truth"))]
 
     async def run(self, after_id: int) -> int:
-        """Examine the events with ids above `after_id`, and the books as a whole; return the last id."""
+        """Check the events with ids above `after_id`, and the sums of the whole ledger; return the last id."""
         async with self._database.reading() as connection:
             query = select(usage_events).where(usage_events.c.id > after_id, usage_events.c.kind == "usage")
             rows = [dict(row) for row in (await connection.execute(query.order_by(usage_events.c.id))).mappings()]
-            await self._books(connection)
-        self._once(rows)
+            await self._check_sums(connection)
+        self._check_posted_once(rows)
         events = {str(row["request_id"]): row for row in rows}
-        self._nobody_missing(events)
+        self._check_completeness(events)
         works = {name: (truth, work) for truth in self._truths for name, work in truth.requests.items()}
         for name, row in events.items():
-            self._event(row, *works.get(name, (None, None)))
-        self._clients(events)
+            self._check_event(row, *works.get(name, (None, None)))
+        self._check_clients(events)
         self._tally.events.update(str(row["status"]) for row in rows)
         self._tally.batch_events += sum(bool(row["batch"]) for row in rows)
         self._tally.seen.update(seen.error or str(seen.status) for seen in self._evidence.seen)
         return max((int(row["id"]) for row in rows), default=after_id)
 
-    async def prove(self, url: str, *, running: bool) -> None:
-        """Run the product's own check of its invariants."""
+    async def check_invariants(self, url: str, *, running: bool) -> None:
+        """Run `gatehouse db check`."""
         for finding in await check_ledger(url, running=running, time_zone="UTC"):
             if finding.state == "broken":
                 self._find(f"db check: {finding.name}: {finding.text}")
@@ -108,12 +108,12 @@ class Examination:
     def _find(self, text: str) -> None:
         self.findings.append(text)
 
-    def _once(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    def _check_posted_once(self, rows: Sequence[Mapping[str, Any]]) -> None:
         twice = [name for name, count in Counter(row["request_id"] for row in rows).items() if count > 1]
         if twice:
             self._find(f"posted twice: {twice[:3]}")
 
-    def _nobody_missing(self, events: Mapping[str, Any]) -> None:
+    def _check_completeness(self, events: Mapping[str, Any]) -> None:
         for seen in self._evidence.seen:
             if seen.status != 200:
                 continue
@@ -127,7 +127,7 @@ class Examination:
                 if not name.startswith(PROBE) and name not in events:
                     self._find(f"{name} was heard by the engine and is not in the ledger")
 
-    def _event(self, row: Mapping[str, Any], truth: Truth | None, work: Any) -> None:
+    def _check_event(self, row: Mapping[str, Any], truth: Truth | None, work: Any) -> None:
         name, status = row["request_id"], row["status"]
         billed = (row["prompt_tokens"], row["completion_tokens"])
         done = (work.prompt_tokens, work.generated) if work else (0, 0)
@@ -139,18 +139,18 @@ class Examination:
         if status == "voided" and work is not None and work.sent:
             self._find(f"{name} is voided and the engine had sent {work.sent} tokens")
         if status == "posted":
-            self._posted(row, work)
+            self._check_posted(row, work)
         if status == "recovered":
-            self._recovered(row, truth, work)
+            self._check_recovered(row, truth, work)
         elif row["estimated"]:
             self._find(f"{name} is {status} and estimated")
         self._tally.tokens += billed[1]
 
-    def _posted(self, row: Mapping[str, Any], work: Any) -> None:
-        """An event that was settled by a gateway that lived has every token that reached it: with a living engine, all."""
+    def _check_posted(self, row: Mapping[str, Any], work: Any) -> None:
+        """Check that an event settled by a gateway has every token received: all of them if the engine was not killed."""
         name, completion, killed = row["request_id"], row["completion_tokens"], self._evidence.engine_killed
         if row["finish_reason"] == "error":
-            self._tally.died_with_engine += 1
+            self._tally.failed_with_engine += 1
             if not killed or (row["cause"] != "engine_died" and not self._evidence.was_older):
                 self._find(
                     f"{name} ended in an error because of {row['cause']}; an engine was {'' if killed else 'not '}killed"
@@ -158,7 +158,7 @@ class Examination:
         if work is None or not ((work.sent if killed else work.generated) <= completion <= work.generated):
             self._find(f"{name} is posted ({row['finish_reason']}, {row['cause']}) with {completion} tokens, engine: {work}")
 
-    def _recovered(self, row: Mapping[str, Any], truth: Truth | None, work: Any) -> None:
+    def _check_recovered(self, row: Mapping[str, Any], truth: Truth | None, work: Any) -> None:
         name, completion = row["request_id"], row["completion_tokens"]
         if not row["estimated"] or row["finish_reason"] != "error":
             self._find(f"{name} is recovered and not flagged: {row['finish_reason']}, estimated {row['estimated']}")
@@ -171,19 +171,19 @@ class Examination:
         if lost_s > self._evidence.unbilled_max_s:
             self._find(f"{name}: {lost} tokens of {lost_s:.3f} s unbilled, allowed are {self._evidence.unbilled_max_s:.3f} s")
 
-    def _clients(self, events: Mapping[str, Mapping[str, Any]]) -> None:
-        """A client that read the end of its answer has seen a settled record with these very figures."""
+    def _check_clients(self, events: Mapping[str, Mapping[str, Any]]) -> None:
+        """Check that a client that read the end of its answer got the figures of the settled record."""
         for seen in self._evidence.seen:
             row = events.get(seen.request_id)
             if row is None or seen.status != 200 or not seen.ended or seen.usage is None or seen.error is not None:
                 continue
-            told = (seen.usage["prompt_tokens"], seen.usage["completion_tokens"])
+            reported = (seen.usage["prompt_tokens"], seen.usage["completion_tokens"])
             written = (row["prompt_tokens"], row["completion_tokens"])
             is_late = row["status"] == "recovered" and self._evidence.round_s > SETTLE_SLOW_S
-            if (row["status"] != "posted" or told != written) and not is_late:
-                self._find(f"{seen.request_id} was told {told} and the ledger has {row['status']} {written}")
+            if (row["status"] != "posted" or reported != written) and not is_late:
+                self._find(f"{seen.request_id} was told {reported} and the ledger has {row['status']} {written}")
 
-    async def _books(self, connection: AsyncConnection) -> None:
+    async def _check_sums(self, connection: AsyncConnection) -> None:
         settled = usage_events.c.status != "pending"
         numbered = select(
             func.count(), func.count(usage_events.c.posting), func.min(usage_events.c.posting), func.max(usage_events.c.posting)
@@ -196,11 +196,11 @@ class Examination:
         unfinished = select(func.count()).select_from(requests).where(requests.c.finished_at.is_(None))
         if left := (await connection.execute(unfinished)).scalar_one():
             self._find(f"{left} requests have not finished after a start")
-        await self._rollups(connection)
-        await self._limits(connection)
+        await self._check_rollups(connection)
+        await self._check_limits(connection)
 
-    async def _rollups(self, connection: AsyncConnection) -> None:
-        """Each kind of bucket sums to the settled events, by tenant."""
+    async def _check_rollups(self, connection: AsyncConnection) -> None:
+        """Check that the buckets of each width sum to the settled events, by tenant."""
         tokens = ("prompt_tokens", "cached_tokens", "completion_tokens", "rejected_tokens")
         events = await connection.execute(
             select(usage_events.c.tenant_id, *(usage_events.c[name] for name in tokens), usage_events.c.cost_picos).where(
@@ -222,8 +222,8 @@ class Examination:
                 self._find(f"the rollups by {bucket} are {found}, the events {expected}")
                 return
 
-    async def _limits(self, connection: AsyncConnection) -> None:
-        """No bucket came back fuller than it is large."""
+    async def _check_limits(self, connection: AsyncConnection) -> None:
+        """Check that no saved token bucket is fuller than its capacity."""
         for row in (await connection.execute(select(limit_levels))).mappings():
             if int(row["level_units"]) > row["capacity"] * 60_000_000:
                 self._find(f"a bucket of {row['capacity']} {row['kind']} holds {row['level_units']} units")

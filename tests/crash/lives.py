@@ -1,9 +1,9 @@
-"""Kills the appliance, its engine or both, again and again over the same books, and checks the books after each start.
+"""Kills the gateway, its engine or both, again and again over the same database, and checks the ledger after each start.
 
     python -m tests.crash.lives --times 200 --database sqlite [--seed N] [--save FILE]
 
-A life is one process of the gateway: it starts over what the last one left, serves clients of several tenants, and is ended by
-SIGKILL at a named point (`points.py`) or at a random moment. Every LIVES_PER_DATABASE lives begin with an empty database.
+A life is one process of the gateway: it starts with the database that the last one left, serves clients of several tenants, and
+gets SIGKILL at a named point (`points.py`) or at a random time. After LIVES_PER_DATABASE lives a new database is used.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from appliance.base.db import Database
 from appliance.base.migrations import downgrade
 from bench.rows import append_row, row_header
 from tests.crash import points
-from tests.crash.checks import Evidence, Examination, Tally
+from tests.crash.checks import Evidence, LedgerCheck, Tally
 from tests.crash.load import MODEL, Load
-from tests.crash.nursery import Birth, Gateway, Nursery
+from tests.crash.nursery import ForkServer, Gateway, StartOptions
 from tests.crash.points import Notes, Plan, kill
 from tests.support.databases import postgresql_binaries, running_cluster
 from tests.support.raw_http import ConnectionLost, RawHttpClient
@@ -43,10 +43,10 @@ STEP_S = 0.008
 STRIKE_DEADLINE_S = 4.0
 POLL_S = 0.01
 RANDOM = "at random"
-OLDEST = "0001"  # the migration that is cut short begins with a filled database of this version
-FIRST_STARTS = 2  # of each database end before anything is there
+OLDEST = "0001"  # an interrupted migration starts from a filled database of this version
+FIRST_STARTS = 2  # so many lives of each database are killed during its first start
 ORDERLY_S = 0.3
-CHECKPOINT_INTERVALS_S = (0.2, 0.2, 0.2, 0.75)  # the last is the product's; the others make a life short
+CHECKPOINT_INTERVALS_S = (0.2, 0.2, 0.2, 0.75)  # the last is the default; the others make a life short
 NTH_MAX = {
     "bootstrap": 3,
     "recovery": 1,
@@ -69,8 +69,8 @@ PRICE = {"model": MODEL, "prompt": 3_000_000, "cached_prompt": 700_000, "complet
 
 
 @dataclass(frozen=True, slots=True)
-class Death:
-    """How one life is to end: while it starts, serves or stops."""
+class Crash:
+    """Where one life is to be killed: the phase (starting, serving, stopping), the point, and which processes."""
 
     phase: str
     point: str
@@ -78,33 +78,33 @@ class Death:
 
     @property
     def name(self) -> str:
-        """Return what the table calls it."""
+        """Return its name in the table of results."""
         return f"{self.phase}: {self.point}"
 
 
-def deaths(dice: random.Random, database: str) -> Iterator[Death]:
-    """Yield every death in random order, again and again; one in the start follows one under load."""
+def all_crashes(rng: random.Random, database: str) -> Iterator[Crash]:
+    """Yield every crash in random order, endlessly; one in three under load is followed by one during a start."""
     in_journal, in_replay = (points.JOURNAL_POINTS, points.REPLAY_POINTS) if database == "sqlite" else ((), ())
     under_load = (*points.SERVING_POINTS, *in_journal)
-    serving = [Death("serving", point, target) for point in under_load for target in ("gateway", "both")]
-    serving += [Death("serving", point, "engine") for point in points.ENGINE_POINTS]
-    serving += [Death("serving", RANDOM, target) for target in ("gateway", "both", "engine") for _ in range(3)]
-    serving += [Death("stopping", point, "gateway") for point in points.STOP_POINTS]
-    starting = [Death("starting", point, "gateway") for point in (*points.START_POINTS, *in_replay, RANDOM)]
+    serving = [Crash("serving", point, target) for point in under_load for target in ("gateway", "both")]
+    serving += [Crash("serving", point, "engine") for point in points.ENGINE_POINTS]
+    serving += [Crash("serving", RANDOM, target) for target in ("gateway", "both", "engine") for _ in range(3)]
+    serving += [Crash("stopping", point, "gateway") for point in points.STOP_POINTS]
+    starting = [Crash("starting", point, "gateway") for point in (*points.START_POINTS, *in_replay, RANDOM)]
     while True:
-        dice.shuffle(serving)
-        dice.shuffle(starting)
-        for number, death in enumerate(serving):
-            yield death
+        rng.shuffle(serving)
+        rng.shuffle(starting)
+        for number, crash in enumerate(serving):
+            yield crash
             if number % 3 == 0:
                 yield starting[number // 3 % len(starting)]
 
 
 class Server(Protocol):
-    """Makes empty databases."""
+    """Creates empty databases."""
 
     def create(self) -> str:
-        """Return the URL of a new one."""
+        """Return the URL of a new database."""
         ...
 
 
@@ -116,14 +116,14 @@ class Files:
     count: int = 0
 
     def create(self) -> str:
-        """Return the URL of a file that is not there yet."""
+        """Return the URL of a file that does not exist yet."""
         self.count += 1
-        return f"sqlite:///{self.folder / f'books-{self.count}.db'}"
+        return f"sqlite:///{self.folder / f'deployment-{self.count}.db'}"
 
 
 @dataclass(slots=True)
-class Books:
-    """One database, the data folder that goes with it, and what is known of it."""
+class Deployment:
+    """One database with its data folder, the keys in it, and what was observed since the last check."""
 
     url: str
     data_dir: Path
@@ -134,196 +134,196 @@ class Books:
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """One process of the gateway."""
+    """One process of the gateway with its start options and notes."""
 
-    birth: Birth
+    options: StartOptions
     notes: Notes
     gateway: Gateway
 
 
 @dataclass(slots=True)
 class Result:
-    """What came of all lives."""
+    """Counts and findings of all lives."""
 
     lives: int = 0
     planned: Counter[str] = field(default_factory=Counter)
     struck: Counter[str] = field(default_factory=Counter)
     targets: Counter[str] = field(default_factory=Counter)
     checks: int = 0
-    told_of_death: int = 0
+    told_of_engine_failure: int = 0
     findings: list[str] = field(default_factory=list)
     tally: Tally = field(default_factory=Tally)
 
 
 class Lives:
-    """Lives one after another. `run` returns what came of them."""
+    """Runs lives one after another."""
 
     def __init__(
-        self, nursery: Nursery, server: Server, folder: Path, *, seed: int, on_life: Callable[[Result], object]
+        self, fork_server: ForkServer, server: Server, folder: Path, *, seed: int, on_life: Callable[[Result], object]
     ) -> None:
         self.result = Result()
-        self._nursery = nursery
+        self._fork_server = fork_server
         self._server = server
         self._folder = folder
-        self._dice = random.Random(seed)
+        self._rng = random.Random(seed)
         self._on_life = on_life
         self._model = make_hollow_model(folder / MODEL)
-        self._births = 0
+        self._num_starts = 0
 
-    async def run(self, times: int, order: Iterator[Death]) -> Result:
-        """Live `times` lives that end by force, and on each database a last one that ends in order."""
-        firsts = cycle(Death("first start", point, "gateway") for point in points.FIRST_START_POINTS)
+    async def run(self, times: int, order: Iterator[Crash]) -> Result:
+        """Run `times` lives that are killed, and on each database a last one that shuts down normally."""
+        firsts = cycle(Crash("first start", point, "gateway") for point in points.FIRST_START_POINTS)
         while self.result.lives < times:
-            books = Books(self._server.create(), self._folder / f"data-{self._births}")
+            deployment = Deployment(self._server.create(), self._folder / f"data-{self._num_starts}")
             count = min(LIVES_PER_DATABASE, times - self.result.lives)
             for number in range(count):
-                await self._live(books, next(firsts) if number < FIRST_STARTS else next(order))
+                await self._live(deployment, next(firsts) if number < FIRST_STARTS else next(order))
                 self._on_life(self.result)
-            await self._live_in_order(books)
+            await self._run_with_normal_shutdown(deployment)
         return self.result
 
-    async def _live(self, books: Books, death: Death) -> None:
+    async def _live(self, deployment: Deployment, crash: Crash) -> None:
         self.result.lives += 1
-        self.result.planned[death.name] += 1
-        self.result.targets[death.target] += 1
-        if death.phase == "starting" and death.point.startswith("migration"):
-            await asyncio.to_thread(downgrade, books.url, OLDEST)
-            books.evidence.was_older = True
-        life = await self._bear(books, self._plan(death))
-        if death.phase == "starting" and death.point == RANDOM:
-            await asyncio.sleep(self._dice.uniform(0.0, 0.2))
+        self.result.planned[crash.name] += 1
+        self.result.targets[crash.target] += 1
+        if crash.phase == "starting" and crash.point.startswith("migration"):
+            await asyncio.to_thread(downgrade, deployment.url, OLDEST)
+            deployment.evidence.was_older = True
+        life = await self._start(deployment, self._plan(crash))
+        if crash.phase == "starting" and crash.point == RANDOM:
+            await asyncio.sleep(self._rng.uniform(0.0, 0.2))
             life.gateway.signal(signal.SIGKILL)
         if await life.gateway.listening():
-            await self._examine(books)
-            if await self._settle_down(books, life.gateway):
-                await self._serve(books, death, life)
-        await life.gateway.dead
-        self.result.struck[death.name] += bool(life.notes.read().struck) or death.point == RANDOM
-        books.evidence.add(life.birth, life.notes, engine_killed=death.target != "gateway")
+            await self._check(deployment)
+            if await self._prepare(deployment, life.gateway):
+                await self._serve(deployment, crash, life)
+        await life.gateway.exited
+        self.result.struck[crash.name] += bool(life.notes.read().struck) or crash.point == RANDOM
+        deployment.evidence.add(life.options, life.notes, engine_killed=crash.target != "gateway")
 
-    async def _live_in_order(self, books: Books) -> None:
-        """Start, check, serve, and stop as one should: nothing may be left to recover."""
-        life = await self._bear(books, None)
+    async def _run_with_normal_shutdown(self, deployment: Deployment) -> None:
+        """Start, check, serve and shut down normally: nothing may be left to recover."""
+        life = await self._start(deployment, None)
         if not await life.gateway.listening():
             self._find(f"an orderly start failed: {self._log_end()}")
             return
-        await self._examine(books)
-        await self._settle_down(books, life.gateway)
-        load = self._load(books, life.gateway)
+        await self._check(deployment)
+        await self._prepare(deployment, life.gateway)
+        load = self._load(deployment, life.gateway)
         await asyncio.sleep(ORDERLY_S)
-        await self._stop_in_order(life.gateway)
-        books.evidence.seen += await load.finish()
-        books.evidence.add(life.birth, life.notes.read(), engine_killed=False)
-        await self._examine(books, running=False)
+        await self._shut_down(life.gateway)
+        deployment.evidence.seen += await load.finish()
+        deployment.evidence.add(life.options, life.notes.read(), engine_killed=False)
+        await self._check(deployment, running=False)
 
-    def _plan(self, death: Death) -> Plan | None:
-        if death.point == RANDOM:
+    def _plan(self, crash: Crash) -> Plan | None:
+        if crash.point == RANDOM:
             return None
-        nth = self._dice.randint(1, NTH_MAX.get(death.point.partition(":")[0], 12 if death.phase == "serving" else 1))
-        after_s = self._dice.uniform(0.0, WARM_UP_S_MAX) if death.phase == "serving" else 0.0
-        delay_us = self._dice.randint(0, COMMIT_US_MAX)
-        return Plan(point=death.point, target=death.target, nth=nth, after_s=after_s, delay_us=delay_us)
+        nth = self._rng.randint(1, NTH_MAX.get(crash.point.partition(":")[0], 12 if crash.phase == "serving" else 1))
+        after_s = self._rng.uniform(0.0, WARM_UP_S_MAX) if crash.phase == "serving" else 0.0
+        delay_us = self._rng.randint(0, COMMIT_US_MAX)
+        return Plan(point=crash.point, target=crash.target, nth=nth, after_s=after_s, delay_us=delay_us)
 
-    async def _bear(self, books: Books, plan: Plan | None) -> Life:
-        self._births += 1
-        folder = self._folder / f"life-{self._births}"
+    async def _start(self, deployment: Deployment, plan: Plan | None) -> Life:
+        self._num_starts += 1
+        folder = self._folder / f"life-{self._num_starts}"
         folder.mkdir()
         settings = {
-            "data_dir": str(books.data_dir),
-            "database_url": books.url,
+            "data_dir": str(deployment.data_dir),
+            "database_url": deployment.url,
             "port": 0,
             "models": [str(self._model)],
             "device": "cpu",
             "admin_token": ADMIN_TOKEN,
             "admin_password": "a password of tests",
         }
-        birth = Birth(
+        options = StartOptions(
             settings=settings,
             plan=plan,
             truths=str(folder),
             notes=str(folder / "notes"),
             log=str(self._folder / "log"),
             step_s=STEP_S,
-            checkpoint_interval_s=self._dice.choice(CHECKPOINT_INTERVALS_S),
-            recovered_per_transaction=self._dice.choice((2, 500)),
+            checkpoint_interval_s=self._rng.choice(CHECKPOINT_INTERVALS_S),
+            recovered_per_transaction=self._rng.choice((2, 500)),
         )
-        return Life(birth, Notes(folder / "notes"), await self._nursery.bear(birth))
+        return Life(options, Notes(folder / "notes"), await self._fork_server.start(options))
 
-    async def _examine(self, books: Books, *, running: bool = True) -> None:
-        """Check the books as the start has left them, before anybody is served."""
-        async with Database.open(books.url) as database:
-            examination = Examination(database, books.evidence, self.result.tally)
-            books.checked_id = await examination.run(books.checked_id)
-            await examination.prove(books.url, running=running)
-        for finding in examination.findings:
+    async def _check(self, deployment: Deployment, *, running: bool = True) -> None:
+        """Check the database after the start and before any request is served."""
+        async with Database.open(deployment.url) as database:
+            check = LedgerCheck(database, deployment.evidence, self.result.tally)
+            deployment.checked_id = await check.run(deployment.checked_id)
+            await check.check_invariants(deployment.url, running=running)
+        for finding in check.findings:
             self._find(finding)
         self.result.checks += 1
-        for folder in books.evidence.truths:
+        for folder in deployment.evidence.truths:
             shutil.rmtree(folder)
-        books.evidence = Evidence()
+        deployment.evidence = Evidence()
 
-    async def _settle_down(self, books: Books, gateway: Gateway) -> bool:
-        """Wait for the engine, and make price, tenants and keys once per database; return whether they are there."""
-        assert gateway.told is not None
-        wire = RawHttpClient(gateway.told["port"], ADMIN_TOKEN)
+    async def _prepare(self, deployment: Deployment, gateway: Gateway) -> bool:
+        """Wait for the engine, and create price, tenants and keys once per database; return whether they exist."""
+        assert gateway.announcement is not None
+        wire = RawHttpClient(gateway.announcement["port"], ADMIN_TOKEN)
         keys = {}
         try:
             await _ready(wire)
-            if books.keys:
+            if deployment.keys:
                 return True
             await _call(wire, "/admin/v1/prices", PRICE)
             for name, fields in TENANTS.items():
-                tenant = await _call(wire, "/admin/v1/tenants", {"name": f"{name} {self._births}", **fields})
+                tenant = await _call(wire, "/admin/v1/tenants", {"name": f"{name} {self._num_starts}", **fields})
                 keys[name] = (await _call(wire, f"/admin/v1/tenants/{tenant['id']}/keys", {"name": name}))["key"]
         except ConnectionLost:
             return False
         finally:
             wire.abort()
-        books.keys = keys
+        deployment.keys = keys
         return True
 
-    def _load(self, books: Books, gateway: Gateway) -> Load:
-        assert gateway.told is not None
-        dice = random.Random(self._dice.random())
-        load = Load(port=gateway.told["port"], keys=books.keys, admin_token=ADMIN_TOKEN, dice=dice)
+    def _load(self, deployment: Deployment, gateway: Gateway) -> Load:
+        assert gateway.announcement is not None
+        rng = random.Random(self._rng.random())
+        load = Load(port=gateway.announcement["port"], keys=deployment.keys, admin_token=ADMIN_TOKEN, rng=rng)
         load.start()
         return load
 
-    async def _serve(self, books: Books, death: Death, life: Life) -> None:
-        """Put load on the appliance until the end that was meant for it."""
-        load = self._load(books, life.gateway)
-        if death.phase == "stopping":
-            await asyncio.sleep(self._dice.uniform(0.2, 0.6))
+    async def _serve(self, deployment: Deployment, crash: Crash, life: Life) -> None:
+        """Put load on the appliance until its planned end."""
+        load = self._load(deployment, life.gateway)
+        if crash.phase == "stopping":
+            await asyncio.sleep(self._rng.uniform(0.2, 0.6))
             life.gateway.signal(signal.SIGTERM)
-        if death.point == RANDOM or death.phase == "starting":
-            await asyncio.sleep(self._dice.uniform(0.1, 1.2))
-            if death.target in ("engine", "both"):
+        if crash.point == RANDOM or crash.phase == "starting":
+            await asyncio.sleep(self._rng.uniform(0.1, 1.2))
+            if crash.target in ("engine", "both"):
                 kill(life.notes.read().engine_pid)
         else:
-            await self._struck(life)
-        if death.target == "engine":
-            await self._outlive_engine(load, life.gateway)
+            await self._wait_until_killed(life)
+        if crash.target == "engine":
+            await self._check_streams_of_killed_engine(load, life.gateway)
         life.gateway.signal(signal.SIGKILL)
-        books.evidence.seen += await load.finish()
+        deployment.evidence.seen += await load.finish()
 
-    async def _struck(self, life: Life) -> None:
-        """Return when the planned blow has fallen, or the deadline has passed."""
+    async def _wait_until_killed(self, life: Life) -> None:
+        """Wait until the planned kill has happened or the deadline has passed."""
         end_s = time.monotonic() + STRIKE_DEADLINE_S
-        while not life.gateway.dead.done() and not life.notes.read().struck and time.monotonic() < end_s:
-            await asyncio.wait({life.gateway.dead}, timeout=POLL_S)
+        while not life.gateway.exited.done() and not life.notes.read().struck and time.monotonic() < end_s:
+            await asyncio.wait({life.gateway.exited}, timeout=POLL_S)
 
-    async def _outlive_engine(self, load: Load, gateway: Gateway) -> None:
-        """The gateway lives: every stream of the dead engine must come to an end that says so."""
+    async def _check_streams_of_killed_engine(self, load: Load, gateway: Gateway) -> None:
+        """Check that every stream of the killed engine ends with an error while the gateway runs on."""
         for seen in await load.finish():
             if seen.status == 200 and not seen.ended and seen.manner != "leave":
                 self._find(f"{seen.request_id} ({seen.manner}) had neither an end nor an error")
-            self.result.told_of_death += seen.error == ENGINE_GONE
-        if self._dice.random() < 0.5:
-            await self._stop_in_order(gateway)
+            self.result.told_of_engine_failure += seen.error == ENGINE_GONE
+        if self._rng.random() < 0.5:
+            await self._shut_down(gateway)
 
-    async def _stop_in_order(self, gateway: Gateway) -> None:
+    async def _shut_down(self, gateway: Gateway) -> None:
         gateway.signal(signal.SIGTERM)
-        await gateway.dead
+        await gateway.exited
         if gateway.exit_status != 0:
             self._find(f"an orderly stop ended with {gateway.exit_status}: {self._log_end()}")
 
@@ -335,7 +335,7 @@ class Lives:
 
 
 async def _ready(wire: RawHttpClient) -> None:
-    """Return when a request would be answered."""
+    """Wait until the appliance is ready."""
     while True:
         head = await wire.send("GET", "/health/ready")
         await wire.content(head)
@@ -353,7 +353,7 @@ async def _call(wire: RawHttpClient, path: str, body: dict[str, Any]) -> Any:
 
 @contextmanager
 def database_server(kind: str, folder: Path) -> Iterator[Server]:
-    """Yield what makes empty databases of `kind`."""
+    """Yield a factory of empty databases of `kind`."""
     if kind == "sqlite":
         yield Files(folder)
         return
@@ -365,20 +365,20 @@ def database_server(kind: str, folder: Path) -> Iterator[Server]:
 
 
 def live(
-    times: int, kind: str, seed: int, *, order: Iterator[Death] | None = None, on_life: Callable[[Result], object] = id
+    times: int, kind: str, seed: int, *, order: Iterator[Crash] | None = None, on_life: Callable[[Result], object] = id
 ) -> dict[str, Any]:
-    """Live `times` lives on databases of `kind` and return the row of figures."""
+    """Run `times` lives on databases of `kind`; return the row of results."""
     began_s = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="gatehouse-lives-") as name, Nursery() as nursery:
+    with tempfile.TemporaryDirectory(prefix="gatehouse-lives-") as name, ForkServer() as fork_server:
         folder = Path(name)
         with database_server(kind, folder) as server:
-            lives = Lives(nursery, server, folder, seed=seed, on_life=on_life)
-            result = asyncio.run(lives.run(times, order or deaths(random.Random(seed), kind)))
+            lives = Lives(fork_server, server, folder, seed=seed, on_life=on_life)
+            result = asyncio.run(lives.run(times, order or all_crashes(random.Random(seed), kind)))
     return row_of(result, kind, seed, time.monotonic() - began_s)
 
 
 def row_of(result: Result, kind: str, seed: int, took_s: float) -> dict[str, Any]:
-    """Return the figures of all lives."""
+    """Return the row of results of all lives."""
     tally = result.tally
     return {
         **row_header("crash_lives"),
@@ -391,8 +391,8 @@ def row_of(result: Result, kind: str, seed: int, took_s: float) -> dict[str, Any
         "events": dict(sorted(tally.events.items())),
         "events_of_batch_work": tally.batch_events,
         "answers_seen_by_clients": dict(sorted(tally.seen.items())),
-        "streams_told_of_an_engines_death": result.told_of_death,
-        "events_settled_after_an_engines_death": tally.died_with_engine,
+        "streams_told_of_an_engines_death": result.told_of_engine_failure,
+        "events_settled_after_an_engines_death": tally.failed_with_engine,
         "tokens_billed": tally.tokens,
         "tokens_unbilled": tally.unbilled_tokens,
         "tokens_unbilled_max": tally.unbilled_tokens_max,
@@ -404,7 +404,7 @@ def row_of(result: Result, kind: str, seed: int, took_s: float) -> dict[str, Any
 
 
 def main() -> None:
-    """Live, print the table and the row; exit with 1 when anything was found."""
+    """Run the lives, print table and row; exit with 1 if there are findings."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=200)
     parser.add_argument("--database", choices=("sqlite", "postgresql"), default="sqlite")

@@ -1,4 +1,4 @@
-"""Clients of several tenants that read, leave and are ended, and what each of them saw until the appliance was gone."""
+"""Clients of several tenants that read, disconnect or are aborted, and what each of them observed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DRAINING = "draining"
 
 @dataclass(slots=True, kw_only=True)
 class Seen:
-    """What a client knows of one request that was answered at all. `usage` and `ended` only when it read the end."""
+    """What a client observed of one request with a response. `usage` and `ended` are set if it read the end."""
 
     request_id: str
     tenant: str
@@ -36,35 +36,35 @@ class Seen:
 
 @dataclass(slots=True, kw_only=True)
 class Load:
-    """Clients at work on one appliance, as many as `keys` times `clients_per_key`."""
+    """`clients_per_key` concurrent clients for each of `keys`."""
 
     port: int
     keys: Mapping[str, str]
     admin_token: str
-    dice: random.Random
+    rng: random.Random
     clients_per_key: int = 4
     seen: list[Seen] = field(default_factory=list)
     stopped: bool = False
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     def start(self) -> None:
-        """Begin."""
+        """Start all clients."""
         for tenant, secret in self.keys.items():
             for _ in range(self.clients_per_key):
-                dice = random.Random(self.dice.random())
-                self._tasks.append(asyncio.create_task(self._work(tenant, secret, dice)))
+                rng = random.Random(self.rng.random())
+                self._tasks.append(asyncio.create_task(self._work(tenant, secret, rng)))
 
     async def finish(self) -> Sequence[Seen]:
-        """Begin nothing new and return what was seen, once every client has come to an end."""
+        """Send no new requests, wait for all clients, and return what they observed."""
         self.stopped = True
         await asyncio.gather(*self._tasks)
         return self.seen
 
-    async def _work(self, tenant: str, secret: str, dice: random.Random) -> None:
+    async def _work(self, tenant: str, secret: str, rng: random.Random) -> None:
         wire, admin = RawHttpClient(self.port, secret), RawHttpClient(self.port, self.admin_token)
         try:
             while not self.stopped and not (self.seen and self.seen[-1].error == DRAINING):
-                if not await self._one(wire, admin, tenant, dice):
+                if not await self._send_request(wire, admin, tenant, rng):
                     await asyncio.sleep(PAUSE_S)
         except ConnectionLost:
             return
@@ -72,21 +72,21 @@ class Load:
             wire.abort()
             admin.abort()
 
-    async def _one(self, wire: RawHttpClient, admin: RawHttpClient, tenant: str, dice: random.Random) -> bool:
-        """Make one request; return whether it was admitted."""
-        manner = dice.choice(MANNERS)
-        body = _body(manner, dice)
+    async def _send_request(self, wire: RawHttpClient, admin: RawHttpClient, tenant: str, rng: random.Random) -> bool:
+        """Send one request; return whether it was admitted."""
+        manner = rng.choice(MANNERS)
+        body = _body(manner, rng)
         head = await wire.send("POST", "/v1/chat/completions", body)
         assert "x-request-id" in head.headers, (head, await wire.content(head))
         request_id, batch = head.headers["x-request-id"], "service_tier" in body
         seen = Seen(request_id=request_id, tenant=tenant, manner=manner, status=head.status, batch=batch)
         self.seen.append(seen)
         if "content-length" in head.headers:
-            _note_whole(seen, json.loads(await wire.content(head)))
+            _record_response(seen, json.loads(await wire.content(head)))
             return seen.status == 200
-        until = dice.randint(0, 30) if manner in ("leave", "abort") else None
+        until = rng.randint(0, 30) if manner in ("leave", "abort") else None
         async for data in wire.events():
-            _note_event(seen, data)
+            _record_event(seen, data)
             if seen.chunks == until and manner == "leave":
                 wire.abort()
                 return True
@@ -96,26 +96,26 @@ class Load:
         return True
 
 
-def _body(manner: str, dice: random.Random) -> dict[str, Any]:
-    long = dice.random() < 0.4
+def _body(manner: str, rng: random.Random) -> dict[str, Any]:
+    long = rng.random() < 0.4
     return {
         "model": MODEL,
-        "messages": [{"role": "user", "content": dice.choice(TEXTS)}],
-        "max_tokens": dice.randint(40, 400) if long else dice.randint(1, 20),
+        "messages": [{"role": "user", "content": rng.choice(TEXTS)}],
+        "max_tokens": rng.randint(40, 400) if long else rng.randint(1, 20),
         "n": 2 if manner == "two answers" else 1,
         "ignore_eos": True,
-        **({"service_tier": "flex"} if dice.random() < BATCH_SHARE else {}),
+        **({"service_tier": "flex"} if rng.random() < BATCH_SHARE else {}),
         **({} if manner == "whole" else {"stream": True, "stream_options": {"include_usage": True}}),
     }
 
 
-def _note_whole(seen: Seen, answer: dict[str, Any]) -> None:
+def _record_response(seen: Seen, answer: dict[str, Any]) -> None:
     seen.ended = True
     seen.usage = answer.get("usage")
     seen.error = answer["error"]["code"] if "error" in answer else None
 
 
-def _note_event(seen: Seen, data: bytes) -> None:
+def _record_event(seen: Seen, data: bytes) -> None:
     if data == b"[DONE]":
         seen.ended = True
         return

@@ -1,7 +1,7 @@
-"""A process that has imported everything and forks an appliance for each life: a start costs a fraction of an import.
+"""A process that has imported everything and forks an appliance for each life, which is much faster than a new interpreter.
 
-It has one thread and no event loop, so that forking is safe. An order comes as JSON with one descriptor, to which the child
-says where it listens and how it ended; its end of file is the child's death. Also the caller's side of that: `Nursery`.
+It has one thread and no event loop, so that forking is safe. It receives StartOptions as JSON with a file descriptor, to
+which the child writes its address and its exit status; end of file means that the child has exited. `ForkServer` is the client.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from appliance.metering.ledger import recovery
 from appliance.metering.ledger.writer import Ledger
 from appliance.serving import generations, model_builder
 from appliance.serving.model_folder import ModelFolder
-from tests.crash.points import Notes, Plan, Reaper, arm, watch_lag
+from tests.crash.points import Killer, Notes, Plan, arm, watch_lag
 
-ORDER_BYTES_MAX = 65_536
+MESSAGE_BYTES_MAX = 65_536
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Birth:
-    """How a life begins. `settings` are those of the appliance; files of witnesses go into `truths`."""
+class StartOptions:
+    """Options of one life. `settings` are those of the appliance; engines write their records into the folder `truths`."""
 
     settings: dict[str, Any]
     plan: Plan | None
@@ -49,42 +49,42 @@ class Birth:
 
 
 class Gateway:
-    """An appliance that was born. `told` is what it said when it listened; `exit_status` is set when it ended by itself."""
+    """A forked appliance. `announcement` is what it wrote when it listened; `exit_status` is set if it exited by itself."""
 
     def __init__(self, pid: int, reader: asyncio.StreamReader) -> None:
         self.pid = pid
-        self.told: dict[str, Any] | None = None
+        self.announcement: dict[str, Any] | None = None
         self.exit_status: int | None = None
         self._reader = reader
         self._listened = asyncio.Event()
-        self.dead = asyncio.create_task(self._hear())
+        self.exited = asyncio.create_task(self._read_messages())
 
     async def listening(self) -> bool:
-        """Return whether it came to listen, as soon as that is known."""
+        """Wait until it listens or exits; return whether it listens."""
         listened = asyncio.create_task(self._listened.wait())
-        await asyncio.wait({self.dead, listened}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({self.exited, listened}, return_when=asyncio.FIRST_COMPLETED)
         listened.cancel()
-        return self.told is not None
+        return self.announcement is not None
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal, unless it is dead already."""
-        if not self.dead.done():
+        """Send a signal, unless it has exited."""
+        if not self.exited.done():
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
-    async def _hear(self) -> None:
-        """Read until the descriptor is closed, which the end of the process does."""
+    async def _read_messages(self) -> None:
+        """Read until the descriptor is closed, which happens when the process exits."""
         while line := await self._reader.readline():
-            said = json.loads(line)
-            if "exit" in said:
-                self.exit_status = said["exit"]
+            message = json.loads(line)
+            if "exit" in message:
+                self.exit_status = message["exit"]
             else:
-                self.told = said
+                self.announcement = message
                 self._listened.set()
 
 
-class Nursery:
-    """The process from the outside; a context manager."""
+class ForkServer:
+    """Client of the forking process; a context manager."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -98,55 +98,55 @@ class Nursery:
         )
         theirs.close()
 
-    def __enter__(self) -> Nursery:
+    def __enter__(self) -> ForkServer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
         self._socket.close()
         self._process.wait(10)
 
-    async def bear(self, birth: Birth) -> Gateway:
-        """Return a new appliance, which has not begun to listen."""
+    async def start(self, options: StartOptions) -> Gateway:
+        """Fork a new appliance and return it before it listens."""
         end, their_end = os.pipe()
-        socket.send_fds(self._socket, [json.dumps(asdict(birth)).encode()], [their_end])
+        socket.send_fds(self._socket, [json.dumps(asdict(options)).encode()], [their_end])
         os.close(their_end)
-        answer = await asyncio.to_thread(self._socket.recv, ORDER_BYTES_MAX)
-        assert answer, "the nursery has ended"
+        answer = await asyncio.to_thread(self._socket.recv, MESSAGE_BYTES_MAX)
+        assert answer, "the forking process has exited"
         reader = asyncio.StreamReader()
         protocol = asyncio.StreamReaderProtocol(reader)
         await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, os.fdopen(end, "rb", buffering=0))
         return Gateway(int(answer), reader)
 
 
-def _attend(orders: socket.socket) -> None:
-    """Fork an appliance for each order until nobody orders any more."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries children; death is told by the descriptor
+def _serve_forks(server: socket.socket) -> None:
+    """Fork an appliance for each message until the socket is closed."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps children; their exit is seen by the descriptor
     gc.collect()
     gc.freeze()
     while True:
-        message, descriptors, _, _ = socket.recv_fds(orders, ORDER_BYTES_MAX, 1)
+        message, descriptors, _, _ = socket.recv_fds(server, MESSAGE_BYTES_MAX, 1)
         if not message:
             return
         pid = os.fork()
         if pid == 0:
-            orders.close()
+            server.close()
             _live(json.loads(message), descriptors[0])
         os.close(descriptors[0])
-        orders.send(str(pid).encode())
+        server.send(str(pid).encode())
 
 
-def _live(order: dict[str, Any], descriptor: int) -> None:
-    """Be an appliance until the end of the process."""
+def _live(message: dict[str, Any], descriptor: int) -> None:
+    """Run an appliance until the process exits."""
     status = 1
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.set_inheritable(descriptor, False)
-        plan = Plan(**order["plan"]) if order["plan"] else None
-        birth = Birth(**{**order, "plan": plan})
-        log = os.open(birth.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        plan = Plan(**message["plan"]) if message["plan"] else None
+        options = StartOptions(**{**message, "plan": plan})
+        log = os.open(options.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        _serve(birth, descriptor)
+        _serve(options, descriptor)
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -155,30 +155,30 @@ def _live(order: dict[str, Any], descriptor: int) -> None:
         os._exit(status)
 
 
-def _serve(birth: Birth, descriptor: int) -> None:
-    notes = Notes(Path(birth.notes))
-    arm(Reaper(birth.plan, notes))
-    generations.CHECKPOINT_INTERVAL_S = birth.checkpoint_interval_s
+def _serve(options: StartOptions, descriptor: int) -> None:
+    notes = Notes(Path(options.notes))
+    arm(Killer(options.plan, notes))
+    generations.CHECKPOINT_INTERVAL_S = options.checkpoint_interval_s
     defaults = Ledger.__init__.__kwdefaults__
     assert defaults is not None
-    defaults["checkpoint_interval_s"] = birth.checkpoint_interval_s / 2
-    recovery.EVENTS_PER_TRANSACTION = birth.recovered_per_transaction
+    defaults["checkpoint_interval_s"] = options.checkpoint_interval_s / 2
+    recovery.EVENTS_PER_TRANSACTION = options.recovered_per_transaction
 
     def engine_command(folder: ModelFolder, settings: Settings, fd: int) -> list[str]:
-        options = ["--fd", str(fd), "--step-s", str(birth.step_s), "--truths", birth.truths]
-        return [sys.executable, "-m", "tests.crash.witness_engine", *options]
+        engine_options = ["--fd", str(fd), "--step-s", str(options.step_s), "--truths", options.truths]
+        return [sys.executable, "-m", "tests.crash.witness_engine", *engine_options]
 
     model_builder.engine_command = engine_command
 
-    def tell(started: Started) -> None:
+    def announce(started: Started) -> None:
         first = started.first_start
-        told = {"url": f"http://{started.host}:{started.port}", "port": started.port, "first": first is not None}
-        os.write(descriptor, json.dumps(told).encode() + b"\n")
+        announcement = {"url": f"http://{started.host}:{started.port}", "port": started.port, "first": first is not None}
+        os.write(descriptor, json.dumps(announcement).encode() + b"\n")
         watch_lag(notes)
 
     configure_logging("warning", json=False)
-    asyncio.run(serve(load_settings(options=birth.settings, environ={}), on_listening=tell))
+    asyncio.run(serve(load_settings(options=options.settings, environ={}), on_listening=announce))
 
 
 if __name__ == "__main__":
-    _attend(socket.socket(fileno=int(sys.argv[1])))
+    _serve_forks(socket.socket(fileno=int(sys.argv[1])))

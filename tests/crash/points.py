@@ -1,7 +1,7 @@
-"""The named points at which a life can end, and how a process is made to end there.
+"""The named points at which processes can be killed, and how that is done.
 
-The product knows nothing of this: a child of the nursery wraps its methods before the appliance starts. Each point counts how
-often it was reached; at the planned time the gateway, its engine or both get SIGKILL, at once and in the middle of the call.
+The code under test is unchanged: a forked child wraps its methods before the appliance starts. Each point counts how often it
+is reached; at the planned time the gateway, its engine or both get SIGKILL immediately, in the middle of the call.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from appliance.serving.supervisor import Supervisor
 
 LAG_POLL_S = 0.01
 
-# Where a transaction of each kind can be cut: its statements are done, COMMIT runs in another thread, it is durable and
-# nobody has been told.
+# Where a transaction of each kind can be interrupted: its statements are done, COMMIT runs in another thread, or it is durable
+# and nobody has been notified.
 CUTS = ("before COMMIT", "in COMMIT", "after COMMIT")
 SERVING_POINTS = (
     *(f"{kind}: {cut}" for kind in ("pending record", "checkpoint", "settlement") for cut in CUTS),
@@ -94,7 +94,7 @@ FIRST_START_POINTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Who dies where: the `nth` time that `point` is reached after `after_s` seconds. `delay_us` is how far into a COMMIT."""
+    """What is killed when: the `nth` time that `point` is reached after `after_s` seconds. `delay_us`: time into a COMMIT."""
 
     point: str
     target: str
@@ -104,7 +104,7 @@ class Plan:
 
 
 class Notes:
-    """What a gateway leaves behind of itself, in a shared map: how slow it was, its engine, whether its plan came to pass."""
+    """What a gateway records in a shared memory map: delays, the pid of its engine, and whether the planned kill happened."""
 
     _LAYOUT = struct.Struct("<ddQQ")
 
@@ -115,17 +115,17 @@ class Notes:
         self.read()
 
     def read(self) -> Notes:
-        """Return these notes with the figures that stand there now."""
+        """Read the current figures and return these notes."""
         self.lag_s, self.round_s, self.struck, self.engine_pid = self._LAYOUT.unpack_from(self._map)
         return self
 
     def write(self) -> None:
-        """Put the figures down."""
+        """Write the figures."""
         self._LAYOUT.pack_into(self._map, 0, self.lag_s, self.round_s, self.struck, self.engine_pid)
 
 
-class Reaper:
-    """Counts what is reached and ends what is planned."""
+class Killer:
+    """Counts how often points are reached and kills the planned processes."""
 
     def __init__(self, plan: Plan | None, notes: Notes) -> None:
         self.notes = notes
@@ -134,7 +134,7 @@ class Reaper:
         self._begins_s = time.monotonic() + (plan.after_s if plan is not None else 0.0)
 
     def reached(self, point: str) -> None:
-        """End whoever is planned to end here."""
+        """Kill the planned processes if they are due at `point`."""
         if self._is_due(point):
             self._strike()
 
@@ -167,7 +167,7 @@ class Reaper:
 
 
 def kill(pid: int) -> None:
-    """End a process, if there is one (0 is none)."""
+    """Kill a process; 0 stands for none."""
     if pid:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -176,17 +176,17 @@ def kill(pid: int) -> None:
 _kinds: ContextVar[tuple[str, ...]] = ContextVar("kinds", default=())
 
 
-def arm(reaper: Reaper) -> None:
-    """Wrap the appliance of this process so that `reaper` hears of every point."""
-    _wrap_transactions(reaper)
-    _wrap_journal(reaper)
-    _wrap_start(reaper)
-    _wrap_serving(reaper)
-    _wrap_stop(reaper)
+def arm(killer: Killer) -> None:
+    """Wrap the appliance of this process so that `killer` hears of every point."""
+    _wrap_transactions(killer)
+    _wrap_journal(killer)
+    _wrap_start(killer)
+    _wrap_serving(killer)
+    _wrap_stop(killer)
 
 
 def watch_lag(notes: Notes) -> None:
-    """Note from now on how long the event loop was busy with one thing at most."""
+    """Record from now on the longest iteration of the event loop."""
 
     async def watch() -> None:
         while True:
@@ -204,8 +204,8 @@ def watch_lag(notes: Notes) -> None:
 _kept: list[asyncio.Task[None]] = []
 
 
-def _wrap_transactions(reaper: Reaper) -> None:
-    Database.writing = _cut(reaper, Database.writing)  # type: ignore[method-assign,assignment]
+def _wrap_transactions(killer: Killer) -> None:
+    Database.writing = _cut(killer, Database.writing)  # type: ignore[method-assign,assignment]
     batch_write = Database.batch_write
 
     async def cut_batch_write(self: Database, fn: Any, *args: Any, **options: Any) -> Any:
@@ -214,12 +214,12 @@ def _wrap_transactions(reaper: Reaper) -> None:
         def cut(connection: Any) -> Any:
             result = fn(connection, *args, **options)
             for kind in kinds:
-                reaper.reached_commit(kind)
+                killer.reached_commit(kind)
             return result
 
         result = await batch_write(self, cut)
         for kind in kinds:
-            reaper.reached(f"{kind}: after COMMIT")
+            killer.reached(f"{kind}: after COMMIT")
         return result
 
     Database.batch_write = cut_batch_write  # type: ignore[method-assign]
@@ -234,24 +234,24 @@ def _wrap_transactions(reaper: Reaper) -> None:
             await transaction(self, operations, checkpoints)
         finally:
             _kinds.reset(token)
-        if time.monotonic() - began_s > reaper.notes.round_s:
-            reaper.notes.round_s = time.monotonic() - began_s
-            reaper.notes.write()
+        if time.monotonic() - began_s > killer.notes.round_s:
+            killer.notes.round_s = time.monotonic() - began_s
+            killer.notes.write()
 
     Round._transaction = named  # type: ignore[method-assign]
     assert ledger_round.Round is Round
 
 
-def _wrap_journal(reaper: Reaper) -> None:
+def _wrap_journal(killer: Killer) -> None:
     write, clear = Journal._write, Journal.clear
 
     def cut(self: Journal, batch: Any) -> None:
-        reaper.reached_commit("line in the journal")
+        killer.reached_commit("line in the journal")
         write(self, batch)
-        reaper.reached("line in the journal: after COMMIT")
+        killer.reached("line in the journal: after COMMIT")
 
     def before_clearing(self: Journal) -> None:
-        reaper.reached("journal to tables: not cleared")
+        killer.reached("journal to tables: not cleared")
         clear(self)
 
     Journal._write = cut  # type: ignore[method-assign]
@@ -260,25 +260,25 @@ def _wrap_journal(reaper: Reaper) -> None:
 
     def cut_by_kernel(self: AioWriter, index: int, data: bytes, offset: int, on_end: Callable[[bool], None]) -> None:
         def ended(is_durable: bool) -> None:
-            reaper.reached("line in the journal: after COMMIT")
+            killer.reached("line in the journal: after COMMIT")
             on_end(is_durable)
 
-        reaper.reached_commit("line in the journal")
+        killer.reached_commit("line in the journal")
         by_kernel(self, index, data, offset, ended)
 
     AioWriter.write = cut_by_kernel  # type: ignore[method-assign]
 
 
-def _cut(reaper: Reaper, writing: Callable[[Database], Any]) -> Callable[[Database], Any]:
+def _cut(killer: Killer, writing: Callable[[Database], Any]) -> Callable[[Database], Any]:
     @asynccontextmanager
     async def cut(database: Database) -> AsyncIterator[AsyncConnection]:
         kinds = _kinds.get()
         async with writing(database) as connection:
             yield connection
             for kind in kinds:
-                reaper.reached_commit(kind)
+                killer.reached_commit(kind)
         for kind in kinds:
-            reaper.reached(f"{kind}: after COMMIT")
+            killer.reached(f"{kind}: after COMMIT")
 
     return cut
 
@@ -296,58 +296,58 @@ def _naming(function: Callable[..., Any], *kinds: str) -> Callable[..., Any]:
     return named
 
 
-def _wrap_start(reaper: Reaper) -> None:
+def _wrap_start(killer: Killer) -> None:
     app: Any = appliance.app
     app.begin_epoch = _naming(app.begin_epoch, "epoch")
     app.replay = _naming(app.replay, "journal to tables")
     app.recover = _naming(app.recover, "recovery")
     app.end_epoch = _naming(app.end_epoch, "end of epoch")
     app.bootstrap = _naming(app.bootstrap, "bootstrap")
-    _before(reaper, Ledger, "start", "ledger starts")
+    _before(killer, Ledger, "start", "ledger starts")
     spawn = Supervisor._spawn
 
     async def spawned(self: Supervisor, theirs: Any) -> Any:
         process = await spawn(self, theirs)
-        reaper.notes.engine_pid = process.pid
-        reaper.notes.write()
-        reaper.reached("engine starts")
+        killer.notes.engine_pid = process.pid
+        killer.notes.write()
+        killer.reached("engine starts")
         return process
 
     Supervisor._spawn = spawned  # type: ignore[method-assign]
-    _wrap_migration(reaper, app)
+    _wrap_migration(killer, app)
 
 
-def _wrap_migration(reaper: Reaper, app: Any) -> None:
+def _wrap_migration(killer: Killer, app: Any) -> None:
     alembic: Any = command
     upgrade, command_upgrade = app.upgrade, command.upgrade
 
     def cut(*args: Any, **options: Any) -> None:
         command_upgrade(*args, **options)
-        reaper.reached("migration: before COMMIT")
+        killer.reached("migration: before COMMIT")
 
     def after(url: str, *args: Any) -> None:
         upgrade(url, *args)
-        reaper.reached("migration: after COMMIT")
+        killer.reached("migration: after COMMIT")
 
     alembic.upgrade = cut
     app.upgrade = after
 
 
-def _wrap_serving(reaper: Reaper) -> None:
-    _before(reaper, EngineClient, "submit", "admitted, engine not told")
-    _after(reaper, EngineClient, "_flush", "engine told")
-    _before(reaper, Bill, "end_reservation", "end heard, bucket not settled")
-    _after(reaper, Bill, "end_reservation", "bucket settled, record not written")
-    _after(reaper, Generation, "_settle", "settlement told")
-    _before(reaper, rollups, "add", "events settled, sums not written")
-    _after(reaper, rollups, "add", "sums written")
+def _wrap_serving(killer: Killer) -> None:
+    _before(killer, EngineClient, "submit", "admitted, engine not told")
+    _after(killer, EngineClient, "_flush", "engine told")
+    _before(killer, Bill, "end_reservation", "end heard, bucket not settled")
+    _after(killer, Bill, "end_reservation", "bucket settled, record not written")
+    _after(killer, Generation, "_settle", "settlement told")
+    _before(killer, rollups, "add", "events settled, sums not written")
+    _after(killer, rollups, "add", "sums written")
     LevelSaver.save = _naming(LevelSaver.save, "levels of limits")  # type: ignore[method-assign]
     end_early = Generation.end_early
 
     def left(self: Generation, reason: str, *args: Any, **options: Any) -> None:
         end_early(self, reason, *args, **options)
         if self.live.state != "finished":
-            reaper.reached("abort asked" if reason == "aborted" else "client left")
+            killer.reached("abort asked" if reason == "aborted" else "client left")
 
     Generation.end_early = left  # type: ignore[method-assign]
     count = Generation._apply_counts
@@ -355,55 +355,55 @@ def _wrap_serving(reaper: Reaper) -> None:
     def counted(self: Generation, event: Any) -> None:
         count(self, event)
         if event.token_ids:
-            reaper.reached("first token" if event.num_output_tokens == 1 else "")
-            reaper.reached("tenth token" if event.num_output_tokens == 10 else "")
+            killer.reached("first token" if event.num_output_tokens == 1 else "")
+            killer.reached("tenth token" if event.num_output_tokens == 10 else "")
 
     Generation._apply_counts = counted  # type: ignore[method-assign]
 
 
-def _wrap_stop(reaper: Reaper) -> None:
+def _wrap_stop(killer: Killer) -> None:
     drain = Generations.drain
 
     async def drained(self: Generations, timeout_s: float) -> bool:
         self.draining = True
-        reaper.reached("draining")
+        killer.reached("draining")
         return await drain(self, timeout_s)
 
     Generations.drain = drained  # type: ignore[method-assign]
-    _after_await(reaper, Generations, "stop", "stop: generations ended")
-    _after_await(reaper, Ledger, "stop", "stop: ledger drained")
+    _after_await(killer, Generations, "stop", "stop: generations ended")
+    _after_await(killer, Ledger, "stop", "stop: ledger drained")
 
 
-def _before(reaper: Reaper, owner: Any, name: str, point: str) -> None:
+def _before(killer: Killer, owner: Any, name: str, point: str) -> None:
     function = getattr(owner, name)
 
     def wrapped(*args: Any, **options: Any) -> Any:
-        reaper.reached(point)
+        killer.reached(point)
         return function(*args, **options)
 
     setattr(owner, name, wrapped)
 
 
-def _after(reaper: Reaper, owner: Any, name: str, point: str) -> None:
+def _after(killer: Killer, owner: Any, name: str, point: str) -> None:
     function = getattr(owner, name)
     if asyncio.iscoroutinefunction(function):
-        _after_await(reaper, owner, name, point)
+        _after_await(killer, owner, name, point)
         return
 
     def wrapped(*args: Any, **options: Any) -> Any:
         result = function(*args, **options)
-        reaper.reached(point)
+        killer.reached(point)
         return result
 
     setattr(owner, name, wrapped)
 
 
-def _after_await(reaper: Reaper, owner: Any, name: str, point: str) -> None:
+def _after_await(killer: Killer, owner: Any, name: str, point: str) -> None:
     function = getattr(owner, name)
 
     async def wrapped(*args: Any, **options: Any) -> Any:
         result = await function(*args, **options)
-        reaper.reached(point)
+        killer.reached(point)
         return result
 
     setattr(owner, name, wrapped)

@@ -1,4 +1,4 @@
-"""A real appliance tells of a budget, is killed between sending and noting it, and sends the same message again."""
+"""An appliance killed between sending an alert and recording it sends the same message again after the restart."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HANGS, TAKES = b"", b"HTTP/1.1 204 No Content\r\n\r\n"
 
 
 def spend_the_budget(server: Server, port: int) -> tuple[str, str]:
-    """Let alerts go to `port`, and spend the whole budget of a tenant in one request. Return the webhook's id and secret."""
+    """Add a webhook on `port`, and exhaust a tenant's budget with one request. Return the webhook's id and secret."""
     webhook = server.admin("POST", "/webhooks", json={"kind": "webhook", "target": f"http://127.0.0.1:{port}/alerts"})
     price = {"model": MODEL, "currency": "EUR", "prompt": 0, "cached_prompt": 0, "completion": 10**12}
     server.admin("POST", "/prices", json=price)
@@ -39,11 +39,11 @@ def spend_the_budget(server: Server, port: int) -> tuple[str, str]:
     return webhook["id"], webhook["secret"]
 
 
-def ids(receiver: Receiver) -> list[str]:
+def message_ids(receiver: Receiver) -> list[str]:
     return [headers["webhook-id"] for _, headers, _ in receiver.requests]
 
 
-async def test_a_message_that_was_being_sent_at_a_kill_comes_again_with_its_id(tmp_path: Path) -> None:
+async def test_a_message_being_sent_at_a_kill_is_sent_again_with_the_same_id(tmp_path: Path) -> None:
     model = make_hollow_model(tmp_path / MODEL)
     options: dict[str, Any] = {"fake_engine_step_s": STEP_S, "webhook_networks": "127.0.0.0/8"}
     async with receiving(HANGS) as receiver:
@@ -65,7 +65,7 @@ async def test_a_message_that_was_being_sent_at_a_kill_comes_again_with_its_id(t
         finally:
             server.kill()
 
-    first, *again = ids(receiver)
+    first, *again = message_ids(receiver)
     assert set(again) == {delivery["id"] for delivery in sent}
     assert again.count(first) == 1
     told = sorted((receiver.json(index)["type"], receiver.json(index)["data"]["percent"]) for index in (1, 2))

@@ -1,4 +1,4 @@
-"""The engine is killed in the middle of answers: streams are told, records settle, readiness turns red, it serves again."""
+"""Killing the engine during streams: streams get an error, records are settled, readiness fails, and it is restarted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LONG: dict[str, Any] = {
 
 
 async def read_until_error(client: AsyncOpenAI, begun: asyncio.Semaphore) -> tuple[str, str | None, int]:
-    """Return id, error code and number of chunks of a stream that does not end well."""
+    """Read a stream to its error; return request id, error code and number of chunks."""
     stream = await client.chat.completions.create(**LONG, stream=True)
     chunks: list[Any] = []
 
@@ -45,7 +45,7 @@ async def read_until_error(client: AsyncOpenAI, begun: asyncio.Semaphore) -> tup
 
 
 async def kill_engine_under(server: Server) -> list[tuple[str, str | None, int]]:
-    """Open streams, kill the engine when all of them have begun, and return what each of them saw."""
+    """Open streams, kill the engine once all have begun, and return what `read_until_error` returned for each."""
     pid = server.engine_pid()
     begun = asyncio.Semaphore(0)
     async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key=server.api_key, max_retries=0, timeout=60) as client:
@@ -57,7 +57,7 @@ async def kill_engine_under(server: Server) -> list[tuple[str, str | None, int]]
 
 
 def restarts(server: Server) -> int:
-    """Return how often the engine was started again."""
+    """Return how often the engine was restarted."""
     processes = server.admin("GET", "/system")["processes"]
     return next(int(process["restarts"]) for process in processes if process["role"] == "engine")
 
@@ -66,7 +66,7 @@ def restarts(server: Server) -> int:
     ("make_model", "step_s"),
     [pytest.param(make_hollow_model, STEP_S, id="stand-in"), pytest.param(make_served_model, None, id="real engine")],
 )
-def test_a_killed_engine_ends_streams_settles_records_and_comes_back(
+def test_killing_the_engine_ends_streams_settles_records_and_restarts_it(
     tmp_path: Path, make_model: Callable[[Path], Path], step_s: float | None
 ) -> None:
     with running_server(make_model(tmp_path / MODEL), tmp_path / "data", fake_engine_step_s=step_s) as server:
@@ -92,7 +92,7 @@ def test_a_killed_engine_ends_streams_settles_records_and_comes_back(
     assert answer.status_code == 200
 
 
-def test_engines_do_not_outlive_their_gateway(tmp_path: Path) -> None:
+def test_engines_exit_when_their_gateway_is_killed(tmp_path: Path) -> None:
     model = make_hollow_model(tmp_path / MODEL)
     with running_server(model, tmp_path / "data", fake_engine_step_s=STEP_S) as server:
         pid = server.engine_pid()

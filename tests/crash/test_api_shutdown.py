@@ -1,4 +1,4 @@
-"""An orderly end: new requests are refused, running ones finish; and what stands in the way of a start is said in one line."""
+"""Draining and shutdown, refused starts, and losing or reacquiring the claim of the database."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def body(max_tokens: int) -> dict[str, Any]:
 
 
 async def stream_through_a_signal(server: Server) -> tuple[httpx.Response, str]:
-    """Signal in the middle of a stream; return the answer to a request after it, and the whole stream."""
+    """Send SIGTERM during a stream; return the response to a later request, and the whole stream."""
     headers = {"authorization": f"Bearer {server.api_key}"}
     url = f"{server.url}/v1/chat/completions"
     async with httpx.AsyncClient(timeout=30, headers=headers) as client, client.stream("POST", url, json=body(150)) as answer:
@@ -67,12 +67,12 @@ def test_draining_refuses_new_requests_and_finishes_running_ones(tmp_path: Path,
 
 
 def causes(data_dir: Path) -> list[tuple[str, str]]:
-    """Return how the ledger says that the requests of a stopped appliance ended."""
+    """Return status and cause of the requests in the ledger of a stopped appliance."""
     with contextlib.closing(sqlite3.connect(data_dir / "gatehouse.db")) as database:
         return database.execute("SELECT finish_reason, cause FROM usage_events").fetchall()
 
 
-def test_a_second_signal_ends_at_once_and_the_ledger_says_that_the_appliance_shut_down(tmp_path: Path, model: Path) -> None:
+def test_a_second_signal_ends_immediately_and_requests_are_recorded_as_shut_down(tmp_path: Path, model: Path) -> None:
     with running_server(model, tmp_path / "data", fake_engine_step_s=1.0) as server:
         headers = {"authorization": f"Bearer {server.api_key}"}
         url = f"{server.url}/v1/chat/completions"
@@ -87,7 +87,7 @@ def test_a_second_signal_ends_at_once_and_the_ledger_says_that_the_appliance_shu
     assert causes(tmp_path / "data") == [("aborted", "shutdown")]
 
 
-def test_a_request_that_outlives_the_drain_ends_as_one_to_send_again(tmp_path: Path, model: Path) -> None:
+def test_a_request_that_outlives_the_drain_ends_with_a_retryable_error(tmp_path: Path, model: Path) -> None:
     with running_server(model, tmp_path / "data", fake_engine_step_s=STEP_S, drain_timeout_s=0.2) as server:
         headers = {"authorization": f"Bearer {server.api_key}"}
         url = f"{server.url}/v1/chat/completions"
@@ -102,14 +102,14 @@ def test_a_request_that_outlives_the_drain_ends_as_one_to_send_again(tmp_path: P
     assert causes(tmp_path / "data") == [("aborted", "shutdown")]
 
 
-def test_a_second_appliance_on_the_same_data_is_kept_out(tmp_path: Path, model: Path) -> None:
+def test_a_second_appliance_on_the_same_data_is_refused(tmp_path: Path, model: Path) -> None:
     with running_server(model, tmp_path / "data", fake_engine_step_s=STEP_S):
         settings = load_settings(options={"data_dir": tmp_path / "data", "port": 0, "models": (str(model),)}, environ={})
         with pytest.raises(CannotStart, match="another Gatehouse already runs"):
             asyncio.run(serve(settings))
 
 
-def test_a_port_in_use_is_said_in_one_line(tmp_path: Path, model: Path) -> None:
+def test_a_port_in_use_is_reported_on_one_line(tmp_path: Path, model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         settings = load_settings(options={"data_dir": tmp_path / "data", "port": port, "models": (str(model),)}, environ={})
@@ -118,7 +118,7 @@ def test_a_port_in_use_is_said_in_one_line(tmp_path: Path, model: Path) -> None:
     assert not (tmp_path / "data" / "gatehouse.db").exists()
 
 
-def test_a_path_that_is_no_model_is_said_before_anything_is_made(tmp_path: Path) -> None:
+def test_a_path_that_is_no_model_is_reported_before_files_are_created(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     settings = load_settings(options={"data_dir": tmp_path / "data", "models": (str(tmp_path / "empty"),)}, environ={})
     with pytest.raises(NotAModel, match=r"no config\.json, no tokenizer\.json, no model\.safetensors"):
@@ -126,7 +126,7 @@ def test_a_path_that_is_no_model_is_said_before_anything_is_made(tmp_path: Path)
     assert not (tmp_path / "data").exists()
 
 
-def test_a_database_that_cannot_be_reached_is_said_in_one_line(tmp_path: Path, model: Path) -> None:
+def test_an_unreachable_database_is_reported_on_one_line(tmp_path: Path, model: Path) -> None:
     url = f"postgresql://nobody@/nothing?host={tmp_path}"
     options = {"data_dir": tmp_path / "data", "port": 0, "models": (str(model),), "database_url": url}
     with pytest.raises(CannotStart, match="the database cannot be used") as caught:
@@ -151,7 +151,7 @@ def test_the_appliance_serves_over_postgresql(tmp_path: Path, model: Path, postg
 
 
 def take_claim(url: str, waiting: psycopg.Connection[Any]) -> None:
-    """Let `waiting` claim the database as soon as the connection that claims it now is ended."""
+    """Terminate the connection that claims the database and let `waiting` claim it next."""
     with ThreadPoolExecutor(1) as thread, psycopg.connect(url, autocommit=True) as connection:
         taken = thread.submit(waiting.execute, "SELECT pg_advisory_lock(%s)", (LOCK_KEY,))
         locks = "FROM pg_locks WHERE locktype = 'advisory'"
@@ -161,7 +161,7 @@ def take_claim(url: str, waiting: psycopg.Connection[Any]) -> None:
 
 
 @pytest.mark.postgres
-def test_an_appliance_whose_database_another_one_has_taken_ends_its_requests_and_says_why(
+def test_losing_the_database_to_another_appliance_ends_requests_and_exits_with_the_reason(
     tmp_path: Path, model: Path, postgresql: Cluster
 ) -> None:
     url = postgresql.create()
@@ -182,7 +182,7 @@ def test_an_appliance_whose_database_another_one_has_taken_ends_its_requests_and
 
 
 @pytest.mark.postgres
-def test_an_appliance_goes_on_when_it_has_claimed_its_database_again(tmp_path: Path, model: Path, postgresql: Cluster) -> None:
+def test_an_appliance_continues_after_reclaiming_its_database(tmp_path: Path, model: Path, postgresql: Cluster) -> None:
     url = postgresql.create()
     with running_server(model, tmp_path / "data", fake_engine_step_s=0.0, database_url=url) as server:
         with psycopg.connect(url) as other:

@@ -1,4 +1,4 @@
-"""A few of the lives of `tests.crash.lives`, on each database: what is killed at a named point finds its books in order."""
+"""A few crashes of `tests.crash.lives` on each database: after a kill at any named point the ledger is consistent."""
 
 from __future__ import annotations
 
@@ -7,38 +7,38 @@ from itertools import cycle
 
 import pytest
 
-from tests.crash.lives import RANDOM, Death, live
+from tests.crash.lives import RANDOM, Crash, live
 from tests.support.databases import is_required, postgresql_binaries
 
-DEATHS = (
-    Death("serving", "pending record: after COMMIT", "both"),
-    Death("starting", "recovery: before COMMIT", "gateway"),
-    Death("serving", "tenth token", "engine"),
-    Death("serving", "checkpoint: in COMMIT", "gateway"),
-    Death("starting", "migration: before COMMIT", "gateway"),
-    Death("serving", "events settled, sums not written", "gateway"),
-    Death("serving", RANDOM, "both"),
+CRASHES = (
+    Crash("serving", "pending record: after COMMIT", "both"),
+    Crash("starting", "recovery: before COMMIT", "gateway"),
+    Crash("serving", "tenth token", "engine"),
+    Crash("serving", "checkpoint: in COMMIT", "gateway"),
+    Crash("starting", "migration: before COMMIT", "gateway"),
+    Crash("serving", "events settled, sums not written", "gateway"),
+    Crash("serving", RANDOM, "both"),
 )
 
 
-ON_SQLITE = (
-    Death("serving", "line in the journal: after COMMIT", "both"),
-    Death("serving", "pending record: before COMMIT", "gateway"),
-    Death("starting", "journal to tables: not cleared", "gateway"),
+SQLITE_CRASHES = (
+    Crash("serving", "line in the journal: after COMMIT", "both"),
+    Crash("serving", "pending record: before COMMIT", "gateway"),
+    Crash("starting", "journal to tables: not cleared", "gateway"),
 )
 
 
-def few(kind: str) -> Iterator[Death]:
-    """Yield the deaths that CI has time for."""
-    return cycle(DEATHS + ON_SQLITE if kind == "sqlite" else DEATHS)
+def few(kind: str) -> Iterator[Crash]:
+    """Yield the crashes that fit the time of CI."""
+    return cycle(CRASHES + SQLITE_CRASHES if kind == "sqlite" else CRASHES)
 
 
 @pytest.mark.parametrize("kind", ["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)])
-def test_books_survive_every_death(kind: str) -> None:
+def test_the_ledger_is_consistent_after_a_crash_at_every_point(kind: str) -> None:
     if kind == "postgresql" and postgresql_binaries() is None:
         assert not is_required("postgres"), "no PostgreSQL binaries on this machine"
         pytest.skip("no PostgreSQL binaries on this machine")
-    row = live(len(DEATHS) + 2 + len(ON_SQLITE) * (kind == "sqlite"), kind, seed=5, order=few(kind))
+    row = live(len(CRASHES) + 2 + len(SQLITE_CRASHES) * (kind == "sqlite"), kind, seed=5, order=few(kind))
 
     assert row["first_findings"] == []
     if kind == "sqlite":

@@ -1,7 +1,7 @@
-"""What an engine did, written by itself into a file that outlives it: the witness whom the ledger is held against.
+"""The record of one engine process in a file that survives it: the ground truth with which the ledger is compared.
 
-A file of one engine process: how many tokens each request had computed and generated, how many of them the operating system
-had taken for the gateway, and when each step was. It is mapped shared, so that a SIGKILL loses nothing. Knows no ledger.
+It has the tokens computed and generated for each request, how many of them the operating system has accepted for the gateway,
+and the time of each step. The file is a shared memory map, so that SIGKILL loses nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FILE_BYTES = _STEPS_AT + STEPS_MAX * _STEP.size
 
 @dataclass(slots=True)
 class Work:
-    """What an engine did for one request. `sent` tokens are those that the gateway can read even if the engine dies now."""
+    """What an engine did for one request. The gateway can read `sent` tokens even if the engine is killed."""
 
     request_id: str
     num_answers: int
@@ -33,7 +33,7 @@ class Work:
 
 
 class TruthWriter:
-    """The engine's end: every change stands in the file before the gateway can hear of it."""
+    """Writes the record: every change is in the file before the gateway can receive it."""
 
     def __init__(self, path: Path) -> None:
         with path.open("xb") as file:
@@ -44,7 +44,7 @@ class TruthWriter:
         self._steps = 0
 
     def step(self, now_s: float) -> int:
-        """Note when a step begins; return its number."""
+        """Record the start of a step; return its number."""
         assert self._steps < STEPS_MAX, "the file has no room for more steps"
         _STEP.pack_into(self._map, _STEPS_AT + self._steps * _STEP.size, now_s)
         self._steps += 1
@@ -52,7 +52,7 @@ class TruthWriter:
         return self._steps - 1
 
     def write(self, work: Work) -> None:
-        """Put down how far a request is."""
+        """Record the progress of a request."""
         slot = self._slots.get(work.request_id)
         if slot is None:
             slot = self._slots[work.request_id] = len(self._slots)
@@ -67,14 +67,14 @@ class TruthWriter:
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """What the file of one engine process says."""
+    """The record of one engine process."""
 
     requests: dict[str, Work]
     steps_s: list[float]
 
     @classmethod
     def read(cls, path: Path) -> Truth:
-        """Return what stands in `path`."""
+        """Read the record in `path`."""
         content = path.read_bytes()
         num_requests, num_steps = _HEAD.unpack_from(content)
         works = [_work(content, slot) for slot in range(num_requests)]
@@ -82,7 +82,7 @@ class Truth:
         return cls({work.request_id: work for work in works}, steps_s)
 
     def lost_s(self, request_id: str, billed: int) -> float:
-        """Return over how many seconds the tokens were generated that come after the `billed` first ones; 0 for none."""
+        """Return the seconds over which the tokens after the first `billed` ones were generated; 0 for none."""
         work = self.requests[request_id]
         if billed >= work.generated:
             return 0.0

@@ -1,4 +1,4 @@
-"""The stand-in engine as a process that leaves a witness: `truth.py` says what is written down, and when."""
+"""The fake engine as a process that records what it does (`truth.py`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.fake_engine import FakeEngine, _Live
 
 
 class WitnessEngine(FakeEngine):
-    """Writes down each token before it says it, and that it was taken once the socket has it."""
+    """Records each token before sending it, and that it was sent once the socket has accepted it."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, step_s: float, truth: TruthWriter
@@ -38,7 +38,7 @@ class WitnessEngine(FakeEngine):
         return made
 
     def send(self, frame: EngineFrame) -> None:
-        """Send one frame, with what it says written down before and, if the socket took it whole, after."""
+        """Send one frame; record its content before and, if the socket accepted all of it, that it was sent."""
         for event in frame.events:
             work = self._work(event.request_id)
             work.prompt_tokens = max(work.prompt_tokens, event.num_prompt_tokens_computed)
@@ -59,7 +59,7 @@ class WitnessEngine(FakeEngine):
         return work
 
     def _step(self) -> int:
-        """Return the number in the file of the step that runs, which is noted when its first token is made."""
+        """Return the number of the running step in the record, which is added when its first token is generated."""
         if self._step_noted[0] != self._steps:
             self._step_noted = (self._steps, self._truth.step(time.monotonic()))
         return self._step_noted[1]

@@ -1,4 +1,4 @@
-"""What the installer looks at before it installs agrees with what the appliance will read."""
+"""The installer's reading of options, environment and settings file agrees with that of the appliance."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from steps.errors import InstallerError
 from appliance.base import settings
 
 
-def test_both_sides_have_the_same_data_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_installer_and_appliance_have_the_same_default_data_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("XDG_DATA_HOME", raising=False)
     assert paths.default_data_dir() == settings.default_data_dir()
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
@@ -20,7 +20,7 @@ def test_both_sides_have_the_same_data_folder(monkeypatch: pytest.MonkeyPatch, t
 
 
 @pytest.mark.parametrize("source", ["option", "environment", "file", "default"])
-def test_precedence_is_that_of_the_appliance(source: str, tmp_path: Path) -> None:
+def test_settings_have_the_precedence_of_the_appliance(source: str, tmp_path: Path) -> None:
     options: dict[str, object] = {"data_dir": str(tmp_path)}
     environ: dict[str, str] = {}
     if source in ("option", "environment", "file"):
@@ -44,13 +44,13 @@ def test_precedence_is_that_of_the_appliance(source: str, tmp_path: Path) -> Non
         ("", {"GATEHOUSE_MODELS": '["/m/one", {"model": "/m/two", "quantization": "int8"}]'}),
     ],
 )
-def test_models_with_settings_of_their_own_are_looked_at_too(file: str, environ: dict[str, str], tmp_path: Path) -> None:
+def test_models_with_their_own_settings_are_found(file: str, environ: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "gatehouse.toml").write_text(file)
     assert choices.choose({"data_dir": str(tmp_path)}, environ).models == ("/m/one", "/m/two")
 
 
 @pytest.mark.parametrize("models", ["5", "[5, {}]", "[{model = 5}]"])
-def test_models_that_the_appliance_will_refuse_do_not_stop_the_look_ahead(models: str, tmp_path: Path) -> None:
+def test_an_invalid_list_of_models_is_left_to_the_appliance(models: str, tmp_path: Path) -> None:
     (tmp_path / "gatehouse.toml").write_text(f"models = {models}")
     assert choices.choose({"data_dir": str(tmp_path)}, {}).models == ()
     assert choices.choose({"data_dir": str(tmp_path)}, {"GATEHOUSE_MODELS": "["}).models == ()
@@ -67,7 +67,7 @@ def test_models_that_the_appliance_will_refuse_do_not_stop_the_look_ahead(models
         ("cpu", [], "cpu"),
     ],
 )
-def test_torch_is_installed_for_the_model_that_asks_for_most(
+def test_the_device_of_the_installation_is_the_most_capable_of_all_models(
     device: str, own: list[str | None], of_all: str, tmp_path: Path
 ) -> None:
     models = [{"model": f"/m/{name}", **({} if each is None else {"device": each})} for name, each in enumerate(own)]
@@ -75,7 +75,7 @@ def test_torch_is_installed_for_the_model_that_asks_for_most(
     assert choices.choose({"data_dir": str(tmp_path)}, environ).device == of_all
 
 
-def test_only_what_was_given_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_given_options_are_passed_to_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     given: dict[str, object] = {
@@ -91,7 +91,7 @@ def test_only_what_was_given_is_passed_on(tmp_path: Path, monkeypatch: pytest.Mo
                        "--model", "added"]  # fmt: skip
 
 
-def test_a_data_folder_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_data_folder_that_is_not_writable_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.access", lambda path, mode: False)
     with pytest.raises(InstallerError, match="is not writable by this user"):
         preflight.check_data_dir(tmp_path / "data")

@@ -1,4 +1,4 @@
-"""Kernel tests choose their device here, before any of them imports triton; what other versions make of them runs beside."""
+"""Kernel tests choose their device here, before any of them imports triton. Tests under other versions run in processes."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from tests.support.triton_jobs import KERNELS
 
 
 class Kernel:
-    """Stands for a compiled function: only its arguments' names are read."""
+    """Fake of a compiled function, of which only the argument names are read."""
 
     arg_names = ("x", "n", "BLOCK")
 
@@ -48,12 +48,12 @@ GOOD = Compiled(
 )
 
 
-def asked(**options: Any) -> Compilation:
+def declared_configuration(**options: Any) -> Compilation:
     return Compilation("k", Kernel(), {"x": "*bf16", "n": "i32"}, {"BLOCK": 64}, **options)
 
 
-def test_what_fits_may_be_served() -> None:
-    assert faults(asked(tensor_cores=True), GOOD) == []
+def test_a_kernel_within_all_limits_passes_the_gate() -> None:
+    assert faults(declared_configuration(tensor_cores=True), GOOD) == []
 
 
 @pytest.mark.parametrize(
@@ -71,33 +71,35 @@ def test_what_fits_may_be_served() -> None:
         ({"capability": 100}, "lacks tcgen05"),
     ],
 )
-def test_what_does_not_fit_is_refused_in_words(wrong: dict[str, Any], word: str) -> None:
-    (found,) = faults(asked(tensor_cores=True), replace(GOOD, **wrong))
+def test_a_kernel_beyond_a_limit_is_refused_with_the_reason(wrong: dict[str, Any], word: str) -> None:
+    (found,) = faults(declared_configuration(tensor_cores=True), replace(GOOD, **wrong))
     assert word in found
 
 
-def test_a_multiprocessor_holds_the_programs_that_the_grid_is_made_for() -> None:
-    assert faults(asked(programs=3), replace(GOOD, programs=3)) == []
-    assert faults(asked(programs=3), replace(GOOD, programs=2)) == ["a multiprocessor holds 2 programs, the grid is made for 3"]
+def test_a_kernel_with_too_few_resident_programs_is_refused() -> None:
+    assert faults(declared_configuration(programs=3), replace(GOOD, programs=3)) == []
+    assert faults(declared_configuration(programs=3), replace(GOOD, programs=2)) == [
+        "a multiprocessor holds 2 programs, the grid is made for 3"
+    ]
 
 
-def test_exponentials_stand_where_products_are_under_way() -> None:
+def test_exponentials_beside_products_are_counted_and_too_few_refused() -> None:
     begun = "HGMMA.64x128x16 ; HGMMA.64x128x16 gsb0 ; WARPGROUP.DEPBAR.LE gsb0, 0x1 ; FMNMX ; "
     kept = exponentials_beside_products(begun + "MUFU.EX2 ; MUFU.EX2 ; WARPGROUP.DEPBAR.LE gsb0, 0x0 ; FMUL ; MUFU.EX2 ;")
     moved = exponentials_beside_products(begun + "WARPGROUP.DEPBAR.LE gsb0, 0x0 ; FMNMX ; MUFU.EX2 ; MUFU.EX2 ; MUFU.EX2 ;")
     assert (kept, moved, exponentials_beside_products("MUFU.EX2 ;")) == (2, 0, 0)
-    assert faults(asked(exponentials_min=2), replace(GOOD, exponentials=kept)) == []
-    (found,) = faults(asked(exponentials_min=2), replace(GOOD, exponentials=moved))
+    assert faults(declared_configuration(exponentials_min=2), replace(GOOD, exponentials=kept)) == []
+    (found,) = faults(declared_configuration(exponentials_min=2), replace(GOOD, exponentials=moved))
     assert found == "takes 0 exponentials beside products, not 2"
 
 
-def test_products_stand_behind_the_loads_of_the_next_turn() -> None:
+def test_products_after_the_next_loads_are_counted_and_too_few_refused() -> None:
     before, load, product = "LDG.E.EF.128 R8 ; LDG.E.128 R4 ; HMMA.16816 ; ", "@P1 LDG.E.EF.128 R8 ; ", "HMMA.16816.F32 ; "
     kept = products_behind_load(before + load + product + load + product + "@P0 BRA ;")
     moved = products_behind_load(before + product + product + load + load + "@P0 BRA ;")
     assert (kept, moved, products_behind_load("")) == (2, 0, 0)
-    assert faults(asked(products_behind_load_min=2), replace(GOOD, products_behind_load=kept)) == []
-    (found,) = faults(asked(products_behind_load_min=2), replace(GOOD, products_behind_load=moved))
+    assert faults(declared_configuration(products_behind_load_min=2), replace(GOOD, products_behind_load=kept)) == []
+    (found,) = faults(declared_configuration(products_behind_load_min=2), replace(GOOD, products_behind_load=moved))
     assert found == "computes 0 products behind the next loads, not 2"
 
 
@@ -123,13 +125,13 @@ PRODUCTS = (
         ((WAITS, "MOV R153, R1", *PRODUCTS, "@P0 BRA 0x0000"), 0),
     ],
 )
-def test_what_products_under_way_read_is_left_alone(instructions: tuple[str, ...], num_wrong: int) -> None:
+def test_overwritten_operands_of_products_in_flight_are_counted(instructions: tuple[str, ...], num_wrong: int) -> None:
     lines = (f"        /*{16 * place:04x}*/    {code} ;  /* 0x0000 */" for place, code in enumerate(instructions))
     assert overwritten_operands("\n".join(lines)) == num_wrong
 
 
-def test_a_tile_of_few_rows_needs_the_instruction_that_every_card_has() -> None:
-    small = asked(tensor_cores=True, small_tile=True)
+def test_a_tile_of_few_rows_needs_an_instruction_that_every_gpu_has() -> None:
+    small = declared_configuration(tensor_cores=True, small_tile=True)
     assert faults(small, replace(GOOD, tensor_instructions=("mma.sync",))) == []
     assert faults(small, replace(GOOD, tensor_instructions=())) != []
 
@@ -149,11 +151,11 @@ def test_a_tile_of_few_rows_needs_the_instruction_that_every_card_has() -> None:
         ("createpolicy.fractional.L2::evict_first.b64 %rd2, 1.0;\nst.global.b32 [ %rd1 + 0 ], { %r1 };", True),
     ],
 )
-def test_a_kernel_that_is_launched_early_touches_memory_only_behind_its_wait(ptx: str, touches: bool) -> None:
+def test_a_kernel_launched_early_accesses_memory_only_after_its_wait(ptx: str, touches: bool) -> None:
     assert touches_early(ptx) is touches
 
 
-def test_a_kernel_with_an_early_form_is_told_at_every_launch_which_one_it_is() -> None:
+def test_every_launch_of_a_kernel_with_an_early_variant_selects_the_variant() -> None:
     for module in module_names():
         tree = ast.parse(source(module))
         early = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and _has_early(node)}
@@ -170,16 +172,16 @@ def _has_early(function: ast.FunctionDef) -> bool:
 
 
 @pytest.mark.parametrize("path", sorted(KERNELS.glob("*.py")), ids=lambda path: path.stem)
-def test_a_sum_that_a_loop_carries_has_one_product_in_each_turn(path: Path) -> None:
-    """Of two, Triton 3.6 to 3.8 begins the first of a turn before the second of the turn before has ended, on Blackwell and in
-    tiles of 64 rows and more (triton-lang/triton, issue 10821). Sums that begin at zero in each turn are not carried."""
+def test_a_loop_carried_sum_has_one_product_per_iteration(path: Path) -> None:
+    """With two, Triton 3.6 to 3.8 starts the first product of an iteration before the second of the previous one has ended, on
+    Blackwell with tiles of 64 rows or more (triton-lang/triton, issue 10821). Sums reset in each iteration are not carried."""
     for loop in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(loop, ast.For) and not _is_unrolled(loop):
             begun = {name for statement in loop.body for name in _begun_at_zero(statement)}
             assert all(number <= 1 or name in begun for name, number in _products(loop.body).items()), ast.unparse(loop)
 
 
-def test_chained_products_are_seen_in_loops_that_are_unrolled_and_in_one_branch() -> None:
+def test_chained_products_are_detected_in_unrolled_loops_and_in_branches() -> None:
     in_turn = "s = tl.dot(a, b, s)\ns = tl.dot(c, d, s)"
     unrolled = "for run in tl.static_range(4):\n    s = tl.dot(a, b, s)"
     branches = "if x:\n    s = tl.dot(a, b, s)\nelse:\n    s = tl.dot(c, d, s)"
@@ -187,7 +189,7 @@ def test_chained_products_are_seen_in_loops_that_are_unrolled_and_in_one_branch(
 
 
 def _products(statements: list[ast.stmt]) -> Counter[str]:
-    """How many products one turn of a loop adds to which sum; in a loop that is unrolled several, counted twice."""
+    """Return the number of products that one iteration adds to each sum; those in an unrolled loop count twice."""
     found: Counter[str] = Counter()
     for statement in statements:
         match statement:
@@ -210,8 +212,8 @@ def _is_unrolled(loop: ast.For) -> bool:
     return ast.unparse(loop.iter).startswith("tl.static_range(")
 
 
-def test_spills_up_to_the_stated_number_are_let_through() -> None:
-    assert faults(asked(spill_bytes_max=16), replace(GOOD, spill_bytes=16)) == []
+def test_register_spills_up_to_the_declared_number_are_accepted() -> None:
+    assert faults(declared_configuration(spill_bytes_max=16), replace(GOOD, spill_bytes=16)) == []
 
 
 @pytest.mark.parametrize(
@@ -223,19 +225,19 @@ def test_a_configuration_names_each_argument_once(signature: dict[str, str], con
         Compilation("k", Kernel(), signature, constexprs)
 
 
-def test_a_newer_card_is_taken_for_the_newest_known_before_it() -> None:
+def test_an_unknown_newer_gpu_is_treated_as_the_newest_known_older_one() -> None:
     assert card(103) is CARDS[100]
     assert card(87) is CARDS[86]
     with pytest.raises(ValueError, match="older than"):
         card(75)
 
 
-def test_cards_are_small_by_their_shared_memory() -> None:
+def test_gpus_are_classified_as_small_by_their_shared_memory() -> None:
     assert [number for number in (80, 86, 89, 90, 100, 103, 120, 121) if card(number).is_small] == [86, 89, 120, 121]
 
 
 @pytest.mark.parametrize("number", CARDS)
-def test_a_multiprocessor_holds_the_tiles_of_the_programs_that_a_grid_of_decodes_is_made_for(number: int) -> None:
+def test_decode_tiles_of_all_resident_programs_fit_shared_memory(number: int) -> None:
     for head_dim, kv_bytes, rows in product((64, 96, 128, 256), (1, 2), (16, 32, 64)):
         tiling = decode_tiling(head_dim, kv_bytes, rows, number)
         loaded_bytes = 4 * tiling.tile * power_of_two(head_dim) * kv_bytes
@@ -243,7 +245,7 @@ def test_a_multiprocessor_holds_the_tiles_of_the_programs_that_a_grid_of_decodes
 
 
 @pytest.mark.parametrize(("registers", "programs"), [(64, 8), (65, 7), (128, 4), (255, 2), (16, 16)])
-def test_registers_decide_how_many_programs_run_side_by_side(registers: int, programs: int) -> None:
+def test_the_number_of_resident_programs_depends_on_registers(registers: int, programs: int) -> None:
     assert card(90).programs(registers, 0, 4) == programs
 
 
@@ -257,14 +259,14 @@ def source(module: str) -> str:
 
 
 def launches(module: str) -> Iterator[tuple[str, bool]]:
-    """Every launch in a module: the name of the kernel, and whether it fuses products with sums."""
+    """Return every launch in a module: the name of the kernel, and whether it fuses products with sums."""
     for node in ast.walk(ast.parse(source(module))):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript) and isinstance(node.func.value, ast.Name):
             yield node.func.value.id, not any(keyword.arg == "enable_fp_fusion" for keyword in node.keywords)
 
 
 @pytest.mark.parametrize("module", module_names())
-def test_a_kernel_is_compiled_here_with_the_fusion_that_it_is_launched_with(module: str) -> None:
+def test_the_gate_compiles_kernels_with_the_fp_fusion_of_their_launch(module: str) -> None:
     compiled = {(each.kernel.__name__, each.fp_fusion) for each in declared(module)}
     launched = {found for found in launches(module) if found[0] in {name for name, _ in compiled}}
     assert launched <= compiled

@@ -63,7 +63,7 @@ def test_without_a_record_everything_is_compiled(compiled: list[tuple[str, int]]
     assert not any(row["is_recorded"] or row["faults"] for row in rows)
 
 
-def test_each_kernel_is_compiled_by_every_version_that_is_promised_and_each_compiles_for_every_card() -> None:
+def test_every_kernel_is_compiled_by_every_supported_triton_and_for_every_gpu() -> None:
     had: set[tuple[str, int]] = set()
     for module in MODULES:
         for kernel, cards in gate.cards_of(declared(module)).items():
@@ -73,7 +73,7 @@ def test_each_kernel_is_compiled_by_every_version_that_is_promised_and_each_comp
     assert had == set(product(locked_versions(), CAPABILITIES))
 
 
-def test_of_what_is_recorded_each_kernel_is_compiled_once_for_the_card_whose_turn_it_is(
+def test_of_recorded_kernels_each_is_compiled_for_one_gpu_in_rotation(
     compiled: list[tuple[str, int]],
 ) -> None:
     rows = list(gate.rows_of_module(MODULE, whole_record()))
@@ -86,7 +86,7 @@ def test_of_what_is_recorded_each_kernel_is_compiled_once_for_the_card_whose_tur
     assert all(row["is_recorded"] and row["registers"] and not row["faults"] for row in rows)
 
 
-def test_what_changed_since_it_was_recorded_is_compiled(compiled: list[tuple[str, int]]) -> None:
+def test_changed_kernels_are_compiled(compiled: list[tuple[str, int]]) -> None:
     record = whole_record()
     list(gate.rows_of_module(MODULE, record))
     sample = set(compiled)
@@ -98,7 +98,7 @@ def test_what_changed_since_it_was_recorded_is_compiled(compiled: list[tuple[str
     assert set(compiled) == sample | {place[1:3]}
 
 
-def test_a_record_that_says_what_is_not_so_is_found(compiled: list[tuple[str, int]]) -> None:
+def test_a_wrong_record_is_detected(compiled: list[tuple[str, int]]) -> None:
     record = whole_record()
     list(gate.rows_of_module(MODULE, record))
     place, recorded = next((place, entry) for place, entry in record.items() if place[1:3] in compiled)
@@ -107,7 +107,7 @@ def test_a_record_that_says_what_is_not_so_is_found(compiled: list[tuple[str, in
     assert row["faults"] == [f"the record has regs 20, compiled now it is {recorded.compiled.registers}"]
 
 
-def test_what_is_recorded_is_held_to_todays_limits(compiled: list[tuple[str, int]]) -> None:
+def test_recorded_results_are_checked_against_the_current_limits(compiled: list[tuple[str, int]]) -> None:
     record = whole_record()
     spilling = {place: entry._replace(compiled=replace(entry.compiled, spill_bytes=4096)) for place, entry in record.items()}
     rows = list(gate.rows_of_module(MODULE, spilling))
@@ -124,7 +124,7 @@ def keyed(kernel: Any, capability: int = 90, kind: str = "*bf16", block: int = 6
     return source_key(Compilation("k", kernel, {"source": kind, "out": kind}, {"BLOCK": block}, **options), capability)
 
 
-def test_a_key_is_of_the_kernel_its_types_its_options_and_the_card() -> None:
+def test_a_key_depends_on_kernel_types_options_and_gpu() -> None:
     def made(*arguments: Any, **options: Any) -> str:
         return keyed(JITFunction(copied), *arguments, **options)
 
@@ -147,7 +147,7 @@ def copied_with_a_constant(source: tl.tensor, out: tl.tensor, BLOCK: tl.constexp
     tl.store(out + index, tl.load(source + index))
 
 
-def test_a_key_is_not_of_the_line_where_a_kernel_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_does_not_depend_on_the_line_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     below, above = JITFunction(copied), JITFunction(copied)
     below.starting_line_number += 1000
     monkeypatch.setattr(f"kernels.triton.{MODULE}.below", below, raising=False)
@@ -156,7 +156,7 @@ def test_a_key_is_not_of_the_line_where_a_kernel_stands(monkeypatch: pytest.Monk
     assert keyed(below) == keyed(above)
 
 
-def test_nor_of_the_line_of_a_function_that_it_asks_for_a_constant(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_does_not_depend_on_the_line_of_a_called_function(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for line in (1, 1000):
         constant = triton.constexpr_function(as_given)
@@ -168,7 +168,7 @@ def test_nor_of_the_line_of_a_function_that_it_asks_for_a_constant(monkeypatch: 
     assert found[0] == found[1]
 
 
-def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_a_record_is_read_back_unchanged(tmp_path: Path) -> None:
     long = Compiled("b, grammar", 90, "3.9.0", 8, 2, 128, 24, 4096, 512, ("mma.sync", "wgmma.mma_async"), 2, True, 128)
     short = Compiled("a", 80, "3.6.0", 4, 3, 32, 0, 0, 0, (), 16)
     record: Record = {("norm", "b, grammar", 90, "3.9.0"): Recorded("0123", long)}
@@ -180,7 +180,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert len(path.read_text("utf-8").splitlines()) == 2, "a line for each configuration"
 
 
-def test_a_difference_is_told_in_the_words_of_the_record() -> None:
+def test_a_difference_is_reported_with_both_results() -> None:
     before: Any = Compiled("a", 80, "3.6.0", 4, 3, 32, 0, 0, 0, (), 16)
     assert differences(before, before) == []
     assert differences(before, replace(before, spill_bytes=8)) == ["the record has spill 0, compiled now it is 8"]

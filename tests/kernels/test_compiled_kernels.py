@@ -1,6 +1,6 @@
-"""Configurations that serving uses as machine code for the cards that we name, by the oldest Triton and the newest (ADR 51).
+"""Every configuration that serving uses, compiled for all supported GPUs by the oldest and the newest Triton (ADR 51).
 
-What bench/results/compiled_kernels.jsonl records of the same sources is not compiled again, but for a sample (ADR 53).
+Of the kernels recorded in bench/results/compiled_kernels.jsonl only a sample is compiled again (ADR 53).
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ PROMISED = locked_versions()
 
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize("version", PROMISED)
-def test_every_configuration_becomes_machine_code_that_may_be_served(
-    triton_jobs: TritonJobs, version: str, module: str
-) -> None:
+def test_every_configuration_compiles_and_passes_the_gate(triton_jobs: TritonJobs, version: str, module: str) -> None:
     made = [row for row in triton_jobs.rows(version) if row["module"] == module]
     assert made, f"{module} declares no configuration"
     assert {row["triton"] for row in made if "triton" in row} <= {version}
@@ -27,7 +25,7 @@ def test_every_configuration_becomes_machine_code_that_may_be_served(
 
 
 @pytest.mark.parametrize("version", PROMISED)
-def test_the_record_is_of_these_kernels(triton_jobs: TritonJobs, version: str) -> None:
+def test_the_record_matches_the_kernels(triton_jobs: TritonJobs, version: str) -> None:
     rows = triton_jobs.rows(version)
     new = {row["name"] for row in rows if not row["is_recorded"]}
     declared = {(row["module"], row["name"], row["capability"], version) for row in rows}
@@ -35,16 +33,16 @@ def test_the_record_is_of_these_kernels(triton_jobs: TritonJobs, version: str) -
     assert not new | gone, f"{len(new)} new or changed, {len(gone)} gone: run `python -m bench.compiled_kernels`"
 
 
-def test_every_configuration_has_a_name_of_its_own(triton_jobs: TritonJobs) -> None:
+def test_every_configuration_has_a_unique_name(triton_jobs: TritonJobs) -> None:
     names = [(row["name"], row["capability"]) for row in triton_jobs.rows(PROMISED[-1])]
     assert len(names) == len(set(names))
 
 
-def test_configurations_are_those_of_the_file_of_their_name() -> None:
+def test_configurations_are_declared_in_the_file_of_their_name() -> None:
     assert not {module for module in MODULES if not (KERNELS / f"{module}.py").exists()}
 
 
-def test_every_file_with_a_kernel_declares_its_configurations_or_serves_one_that_does() -> None:
+def test_every_file_with_a_kernel_declares_configurations_or_is_used_by_one_that_does() -> None:
     texts = {path.stem: path.read_text("utf-8") for path in KERNELS.glob("*.py")}
     missing = {name for name, text in texts.items() if "\n@triton.jit" in text} - set(MODULES)
     served = list(MODULES)

@@ -1,5 +1,5 @@
-"""Operations on CPUs in torch, and those that compiled vectors replace, against their float32 twins: awkward shapes, poisoned
-caches."""
+"""Operations on CPUs in torch, and those replaced by compiled vectors, against float32 references: awkward shapes and
+poisoned caches."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def compare_attention(rows: list[tuple[int, int]], shape: AttentionShape) -> Non
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("head_dim", [16, 64, 96, 128])
-def test_decodes_of_awkward_lengths_equal_the_loops(kv_heads: int, head_dim: int) -> None:
+def test_decodes_of_awkward_lengths_match_the_reference(kv_heads: int, head_dim: int) -> None:
     lengths = [33, 17, 16, 15, 1]
     compare_attention([(1, length) for length in lengths], AttentionShape(BLOCK_SIZE, 4, kv_heads, head_dim))
 
@@ -88,37 +88,37 @@ def test_the_order_of_decodes_does_not_matter(order: list[int]) -> None:
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("head_dim", [16, 64, 96, 128])
-def test_first_chunks_later_chunks_and_decodes_together_equal_the_loops(kv_heads: int, head_dim: int) -> None:
+def test_a_batch_of_first_chunks_later_chunks_and_decodes_matches_the_reference(kv_heads: int, head_dim: int) -> None:
     rows = [(1, 33), (1, 1), (17, 17), (2, 16), (16, 33), (15, 15), (3, 20)]
     compare_attention(rows, AttentionShape(BLOCK_SIZE, 4, kv_heads, head_dim))
 
 
 @pytest.mark.parametrize("window", [1, 7, 16, 21, 64])
-def test_a_sliding_window_hides_what_lies_before_it(window: int) -> None:
+def test_a_sliding_window_masks_earlier_tokens(window: int) -> None:
     rows = [(1, 50), (1, 22), (1, 3), (33, 33), (5, 40), (2, 17)]
     compare_attention(rows, AttentionShape(BLOCK_SIZE, 4, 2, 16, sliding_window=window))
 
 
 @pytest.mark.parametrize("window", [None, 7, 16, 21])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_soft_capped_scores_with_a_custom_scale(window: int | None, kv_heads: int) -> None:
+def test_soft_capped_scores_with_a_custom_scale_match_the_reference(window: int | None, kv_heads: int) -> None:
     rows = [(1, 50), (1, 22), (1, 3), (33, 33), (5, 40), (2, 17)]
     shape = AttentionShape(BLOCK_SIZE, 4, kv_heads, 16, sliding_window=window, scale=0.4, softcap=1.5)
     compare_attention(rows, shape)
 
 
-def test_a_custom_scale_without_a_cap() -> None:
+def test_a_custom_scale_without_soft_cap_matches_the_reference() -> None:
     compare_attention([(1, 20), (18, 18), (3, 20)], AttentionShape(BLOCK_SIZE, 4, 2, 16, scale=0.05))
 
 
-def test_capped_scores_computed_in_slices_equal_those_computed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_soft_capped_scores_in_slices_equal_those_computed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kernels.cpu.attention.SCORES_MAX", 4 * 40 * 3)
     compare_attention([(33, 33), (5, 40)], AttentionShape(BLOCK_SIZE, 4, 2, 16, softcap=1.5))
 
 
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("causal", [True, False])
-def test_whole_texts_need_no_cache(causal: bool, softcap: float | None) -> None:
+def test_attention_over_whole_texts_needs_no_cache(causal: bool, softcap: float | None) -> None:
     torch.manual_seed(1)
     lens = [1, 15, 16, 17, 33, 1]
     shape = AttentionShape(BLOCK_SIZE, 4, 2, 16, causal=causal, softcap=softcap)

@@ -1,4 +1,4 @@
-"""The GPU bench, rehearsed without a GPU: every promised row appears, and implausible ones never pass."""
+"""The GPU benchmark, rehearsed without a GPU: every promised row appears, and implausible figures never pass."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Rehearsed:
     return Rehearsed(answer, folder)
 
 
-def test_a_rehearsal_gives_every_row_and_no_figures(rehearsed: Rehearsed) -> None:
+def test_a_rehearsal_prints_every_row_without_figures(rehearsed: Rehearsed) -> None:
     answer, report = rehearsed.answer, rehearsed.report()
     rows = {row["name"]: row for row in report["rows"]}
     assert {name: row["error"] for name, row in rows.items() if row["error"]} == {}, answer.stderr[-2000:]
@@ -127,14 +127,14 @@ def test_a_rehearsal_gives_every_row_and_no_figures(rehearsed: Rehearsed) -> Non
     assert "stretch" not in printed.replace("must show", "")
 
 
-def test_every_row_that_is_promised_is_judged_by_its_figures() -> None:
+def test_every_promised_row_is_judged_by_its_figures() -> None:
     for name, (pass_at, stretch_at, judged) in MUST_SHOW.items():
         target = TARGET_OF[name]
         assert (target.pass_at, target.stretch_at, target.judged) == (pass_at, stretch_at, judged), name
     assert set(ALSO_NAMED) <= set(TARGET_OF)
 
 
-def test_every_target_has_a_part_and_the_time_is_eight_minutes() -> None:
+def test_every_target_has_a_part_and_all_parts_take_eight_minutes() -> None:
     assert {target.part for target in TARGETS} <= {part.target for part in PARTS}
     assert TOTAL_S <= 480
     assert [job.name for job in stages({"peers"})[0]] == ["calibrate"]
@@ -144,20 +144,20 @@ def most_s(planned: Sequence[Sequence[Job]]) -> float:
     return sum(max(job.limit_s for job in stage) for stage in planned)
 
 
-def test_what_the_parts_of_a_run_usually_take_fits_its_time() -> None:
+def test_the_usual_duration_of_all_parts_fits_the_time_of_a_run() -> None:
     assert usual_s(stages()) <= TOTAL_S
     assert all(part.usual_s <= part.limit_s for part in PARTS)
     assert {part.target for part in PARTS if part.on_request} == {"choices"}
     assert "choices" not in [job.name for stage in stages() for job in stage]
 
 
-def test_what_calls_cost_the_host_is_measured_while_no_crowd_of_processes_imports() -> None:
+def test_host_costs_are_measured_while_only_one_process_imports() -> None:
     planned = stages()
     of_part = [any(part.target == TARGET_OF[HOST_CALLS].part for part in job.parts) for job, *_ in planned]
     assert {len(importing) for is_mine, importing in zip(of_part, planned[1:], strict=False) if is_mine} == {1}
 
 
-def test_every_check_is_made_by_one_part_though_its_module_has_two(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_check_belongs_to_exactly_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
     made: dict[str, list[str]] = {}
     making: list[str] = []
     for module in (check_attention, check_products):
@@ -177,7 +177,7 @@ def test_every_check_is_made_by_one_part_though_its_module_has_two(monkeypatch: 
     assert set(names) == asked | {invariance_row(name) for name in ("paged decode", "product bf16", "product int4")}
 
 
-def test_two_commands_give_all_parts_as_long_as_they_may_take_and_are_documented() -> None:
+def test_two_documented_commands_run_all_parts_with_their_full_limits() -> None:
     named = [target for call in COMMANDS for target in call]
     assert sorted({*named, "calibrate", "warm-up"}) == sorted({part.target for part in PARTS})
     for call in COMMANDS:
@@ -186,7 +186,7 @@ def test_two_commands_give_all_parts_as_long_as_they_may_take_and_are_documented
         assert all(words in (REPO / path).read_text("utf-8") for path in ("bench/gpu.sh", "docs/benchmarks.md")), words
 
 
-def test_a_part_takes_its_limit_only_out_of_time_that_no_later_part_needs() -> None:
+def test_the_limit_of_a_part_leaves_time_for_later_parts() -> None:
     one, two, three = ([Job((replace(PARTS[0], usual_s=usual, limit_s=90.0),))] for usual in (10.0, 20.0, 30.0))
     assert allotted_s([one, two, three], 100.0) == 50.0
     assert allotted_s([two, three], 45.0) == 20.0, "its own usual time, though the one behind it has less then"
@@ -194,7 +194,7 @@ def test_a_part_takes_its_limit_only_out_of_time_that_no_later_part_needs() -> N
 
 
 @pytest.mark.parametrize("target", sorted({part.target for part in PARTS if part.family in ("engines", "peers")}))
-def test_an_engine_that_is_measured_alone_is_warmed_up_before(target: str) -> None:
+def test_an_engine_measured_alone_is_warmed_up_first(target: str) -> None:
     names = [[part.name for job in stage for part in job.parts] for stage in stages({target})]
     assert names[0] == ["calibrate"]
     assert names[1]
@@ -217,12 +217,12 @@ def test_an_engine_that_is_measured_alone_is_warmed_up_before(target: str) -> No
         (Row(name="x"), "not measured"),
     ],
 )
-def test_a_row_passes_by_its_limits_and_never_when_it_cannot_be_right(row: Row, expected: str) -> None:
+def test_a_row_passes_within_its_limits_unless_it_is_implausible(row: Row, expected: str) -> None:
     target = Target(name="x", part="kernels", unit="GB/s", judged="fraction", pass_at=0.85, stretch_at=0.92)
     assert verdict(row, target, card=GOALS_CARD) == expected
 
 
-def test_less_is_better_where_the_target_says_so() -> None:
+def test_a_target_may_be_a_maximum() -> None:
     target = Target(name="x", part="kernels", unit="µs", pass_at=150, stretch_at=80, higher=False)
     rows = [Row(name="x", value=value) for value in (79.0, 149.0, 151.0)]
     assert [verdict(row, target, card=GOALS_CARD) for row in rows] == ["stretch", "pass", "below"]
@@ -233,19 +233,19 @@ def test_less_is_better_where_the_target_says_so() -> None:
 @pytest.mark.parametrize(
     ("value", "card", "expected"), [(560.0, GOALS_CARD, "stretch"), (540.0, GOALS_CARD, "pass"), (540.0, "another", "stretch")]
 )
-def test_a_stretch_that_also_asks_for_a_rate_of_one_card_needs_both_there(value: float, card: str, expected: str) -> None:
+def test_a_stretch_goal_with_a_rate_of_one_gpu_needs_both_on_that_gpu(value: float, card: str, expected: str) -> None:
     target = TARGET_OF["prefill 8k, head 128, against the best SDPA"]
     assert verdict(Row(name=target.name, value=value, ratio=0.96), target, card=card) == expected
     assert verdict(Row(name=target.name, value=560.0, ratio=0.8), target, card=card) == "pass"
     assert target.text == "≥ 0.75 / 0.95 × peer, 550 (H200)"
 
 
-def test_a_missing_peer_is_no_pass() -> None:
+def test_a_row_without_its_peer_does_not_pass() -> None:
     target = TARGET_OF["against transformers static generate, batches of 16"]
     assert verdict(Row(name=target.name, value=1000.0), target, card=GOALS_CARD) == "not measured"
 
 
-def test_what_a_part_logs_is_kept(rehearsed: Rehearsed) -> None:
+def test_the_log_of_a_part_is_kept(rehearsed: Rehearsed) -> None:
     report = rehearsed.report()
     part = next(part for part in report["parts"] if part["part"] == "calibrate")
     assert "error" not in part
@@ -272,7 +272,7 @@ part.main()
 """
 
 
-def test_of_a_long_log_the_beginning_and_the_end_are_in_the_result() -> None:
+def test_of_a_long_log_the_result_contains_beginning_and_end() -> None:
     assert shorten_log("a line\n") == "a line\n"
     words = shorten_log("begin" + "." * 20_000 + "end")
     assert words.startswith("begin")
@@ -280,7 +280,7 @@ def test_of_a_long_log_the_beginning_and_the_end_are_in_the_result() -> None:
     assert "… 12008 characters …" in words
 
 
-def test_what_the_driver_says_is_kept_and_so_is_that_it_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_output_of_the_driver_is_kept_and_its_absence_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert driver.state().startswith("FileNotFoundError")
     program = tmp_path / "nvidia-smi"
@@ -293,7 +293,7 @@ def test_what_the_driver_says_is_kept_and_so_is_that_it_says_nothing(tmp_path: P
 
 
 @pytest.mark.parametrize(("name", "who"), [("waits", "Current thread"), ("hangs", "Timeout")])
-def test_a_part_tells_where_it_stands_and_its_watchdog_does_if_it_hangs(name: str, who: str) -> None:
+def test_a_part_reports_its_progress_and_its_watchdog_the_stack_of_a_hang(name: str, who: str) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", STANDS_STILL, name], cwd=REPO, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -330,7 +330,7 @@ part.run_and_exit()
 """
 
 
-def test_a_part_that_loses_the_device_says_so_last_and_is_not_aborted() -> None:
+def test_a_part_that_loses_the_device_reports_it_last_and_does_not_abort() -> None:
     start = json.dumps({"facts": {}, "until_s": time.monotonic() + STANDS_STILL_S}) + "\n"
     ended = subprocess.run(
         [sys.executable, "-c", LOSES_DEVICE], cwd=REPO, input=start, capture_output=True, text=True, check=False
@@ -339,7 +339,7 @@ def test_a_part_that_loses_the_device_says_so_last_and_is_not_aborted() -> None:
     assert ended.stderr.splitlines()[-1] == "the device is broken since then"
 
 
-def test_what_went_wrong_stands_behind_the_table() -> None:
+def test_failures_are_printed_after_the_table() -> None:
     rows = [Row(name="numbers: rms norm", error="RuntimeError: boom"), Row(name="numbers: embedding", value=1.0)]
     parts = [{"part": "check rows", "targets": ["checks"], "error": "exit status 1: boom", "log": "first\nlast words\n"}]
     report = document(rows, Outcome(parts=parts), rehearsal=False, taken_s=1.0)
@@ -352,7 +352,7 @@ def test_what_went_wrong_stands_behind_the_table() -> None:
     assert "what went wrong" not in table(document(rows[1:], Outcome(), rehearsal=False, taken_s=1.0))
 
 
-def test_switches_of_the_environment_are_in_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_switches_are_recorded_in_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GATEHOUSE_EARLY_LAUNCH", "0")
     monkeypatch.delenv("GATEHOUSE_GRAPHS", raising=False)
     switches = document([], Outcome(), rehearsal=False, taken_s=1.0)["switches"]
@@ -360,7 +360,7 @@ def test_switches_of_the_environment_are_in_the_result(monkeypatch: pytest.Monke
     assert "GATEHOUSE_GRAPHS" not in switches
 
 
-def test_without_a_gpu_it_says_so_and_begins_nothing_else(tmp_path: Path) -> None:
+def test_without_a_gpu_the_bench_says_so_and_starts_nothing(tmp_path: Path) -> None:
     answer = subprocess.run(
         [sys.executable, "-m", "bench.gpu", "--only", "formats", "--out", str(tmp_path / "result.json")],
         cwd=REPO,
@@ -379,7 +379,7 @@ def test_without_a_gpu_it_says_so_and_begins_nothing_else(tmp_path: Path) -> Non
     assert last.startswith("nothing was measured: exit status 1: torch finds no NVIDIA GPU here")
 
 
-def test_a_run_that_measured_nothing_is_told_by_its_parts_and_not_by_a_row_for_each_goal() -> None:
+def test_a_run_without_measurements_lists_its_parts_instead_of_every_goal() -> None:
     parts = [
         {"part": "calibrate", "targets": ["checks"], "error": "exit status 1: boom", "log": "last words\n"},
         {"part": "check rows", "targets": ["checks"], "error": "not begun: the card could not be calibrated"},
@@ -391,7 +391,7 @@ def test_a_run_that_measured_nothing_is_told_by_its_parts_and_not_by_a_row_for_e
     assert len(printed) < 7
 
 
-def test_what_is_missing_is_named_in_one_message() -> None:
+def test_all_missing_packages_are_named_in_one_message() -> None:
     assert requirements.missing({"json": "is there", "no_such_package": "does nothing"}) == [
         "  no_such_package is missing: does nothing"
     ]
@@ -400,7 +400,7 @@ def test_what_is_missing_is_named_in_one_message() -> None:
         stand_in.LLMatcher()
 
 
-def test_a_machine_where_no_kernel_can_be_launched_is_told_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_cannot_launch_kernels_is_told_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "true")
     assert toolchain_problem() is None
     monkeypatch.setenv("CC", "false")
@@ -418,7 +418,7 @@ def test_a_machine_where_no_kernel_can_be_launched_is_told_what_it_lacks(monkeyp
         ((2, 11), (3, 6), (2, 5), ["numpy"]),
     ],
 )
-def test_a_rehearsal_says_that_numpy_is_too_new_for_the_interpreter(
+def test_a_rehearsal_reports_a_numpy_that_is_too_new_for_the_interpreter(
     torch_is: tuple[int, int], triton_is: tuple[int, int], numpy_is: tuple[int, int], rehearsal_only: list[str]
 ) -> None:
     versions: dict[str, tuple[int, ...]] = {"torch": torch_is, "triton": triton_is, "numpy": numpy_is}
@@ -426,7 +426,7 @@ def test_a_rehearsal_says_that_numpy_is_too_new_for_the_interpreter(
     assert [line.split()[0] for line in requirements.unsuitable(versions, rehearse=True)] == rehearsal_only
 
 
-def test_a_version_outside_the_range_is_named_before_anything_runs() -> None:
+def test_an_unsupported_version_is_named_before_anything_runs() -> None:
     assert requirements.unsuitable({"torch": (2, 10), "triton": (3, 5), "numpy": (1, 26)}, rehearse=False) == [
         "  torch 2.10: 2.11 or newer is needed",
         "  triton 3.5: 3.6 or newer is needed",
@@ -434,7 +434,7 @@ def test_a_version_outside_the_range_is_named_before_anything_runs() -> None:
     assert requirements.unsuitable({"triton": (3, 10)}, rehearse=False) == ["  triton 3.10: a version below 3.10 is needed"]
 
 
-def test_the_range_is_that_of_the_project_file() -> None:
+def test_the_supported_range_equals_that_of_the_project_file() -> None:
     project = tomllib.loads((REPO / "pyproject.toml").read_text("utf-8"))["project"]
     wanted = [Requirement(line) for line in [*project["dependencies"], *project["optional-dependencies"]["gpu"]]]
     ranges = {line.name: {str(each) for each in line.specifier} for line in wanted if line.name in requirements.OLDEST}
@@ -443,7 +443,7 @@ def test_the_range_is_that_of_the_project_file() -> None:
     assert requirements.BELOW == {"triton": (3, 10)}
 
 
-def test_an_old_python_is_told_so_by_the_script() -> None:
+def test_the_script_refuses_an_old_python() -> None:
     script = (REPO / "bench" / "gpu.sh").read_text("utf-8")
     assert "sys.version_info < (3, 11)" in script
     answer = subprocess.run(
@@ -453,7 +453,7 @@ def test_an_old_python_is_told_so_by_the_script() -> None:
     assert "needs Python 3.11 or newer" in answer.stderr
 
 
-def test_idle_time_is_what_no_kernel_covers() -> None:
+def test_idle_time_is_the_time_without_a_running_kernel() -> None:
     def ran(begin: float, taken: float, kind: str = "kernel") -> dict[str, Any]:
         return {"ts": begin, "dur": taken, "cat": kind, "name": "k"}
 

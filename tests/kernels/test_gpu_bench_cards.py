@@ -1,4 +1,4 @@
-"""The GPU bench on cards other than the one of its goals: what fits, what is judged, and what is only reported."""
+"""The GPU benchmark on other GPUs than that of its goals: what fits, what is judged, and what is only reported."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ their peak, those of sampling 5.4."""
 
 
 @pytest.mark.parametrize("card", NOT_THAT_CARD)
-def test_a_rate_of_one_card_is_not_judged_on_another(card: str) -> None:
+def test_a_rate_of_one_gpu_is_not_judged_on_another(card: str) -> None:
     target = Target(name="x", part="kernels", unit="tokens/s", pass_at=230, stretch_at=255, card_specific=True)
     rows = [Row(name="x", value=value) for value in (180.0, 240.0, 900.0)]
     assert [verdict(row, target, card=GOALS_CARD) for row in rows] == ["below", "pass", "stretch"]
@@ -58,19 +58,19 @@ def test_a_rate_of_one_card_is_not_judged_on_another(card: str) -> None:
 
 
 @pytest.mark.parametrize("judged", ["fraction", "ratio"])
-def test_fractions_and_ratios_are_judged_on_any_card(judged: Any) -> None:
+def test_fractions_and_ratios_are_judged_on_every_gpu(judged: Any) -> None:
     target = Target(name="x", part="kernels", unit="GB/s", judged=judged, pass_at=0.85, stretch_at=0.92)
     assert verdict(Row(name="x", value=1.0, fraction=0.9, ratio=0.9), target, card=H100) == "pass"
 
 
-def test_goals_in_times_and_rates_are_one_cards_unless_the_host_decides() -> None:
+def test_goals_in_times_and_rates_apply_to_one_gpu_unless_they_measure_the_host() -> None:
     timed = {target.name for target in TARGETS if target.unit in ("tokens/s", "µs", "ms", "s") and target.judged == "value"}
     with_goals = {target.name for target in TARGETS if target.pass_at is not None}
     assert {target.name for target in TARGETS if target.card_specific} == (timed & with_goals) - set(OF_THE_HOST)
 
 
 @pytest.mark.parametrize("name", [GOALS_CARD, H100])
-def test_a_result_says_of_which_card_it_is_and_whose_goals_it_is_held_to(name: str) -> None:
+def test_a_result_names_its_gpu_and_that_of_the_goals(name: str) -> None:
     facts = {"card": {"name": name, **SAID}, "bandwidth": 3e12, "flops": 8e14}
     rows = [Row(name="Llama-3.1-8B bf16, batch 1", value=190.0, limit=200.0, fraction=0.95)]
     report = document(rows, Outcome(facts=facts), rehearsal=False, taken_s=1.0)
@@ -86,7 +86,7 @@ def test_a_result_says_of_which_card_it_is_and_whose_goals_it_is_held_to(name: s
     assert ("not judged on this card" in goals) is not is_goals_card
 
 
-def test_the_version_of_the_driver_is_taken_from_what_it_says() -> None:
+def test_the_driver_version_is_parsed_from_its_output() -> None:
     assert version("driver_version, clocks.current.sm [MHz] | 580.95.05, 1980 MHz") == "580.95.05"
     assert version("FileNotFoundError: nvidia-smi") is None
 
@@ -135,7 +135,7 @@ ENGINES = [part for part in PARTS if part.module.startswith(("bench.gpu.serve", 
 
 @pytest.mark.parametrize("gpu", ["h200", "h100"])
 @pytest.mark.parametrize("part", ENGINES, ids=lambda part: part.name)
-def test_every_engine_of_a_part_fits_into_the_card(part: Part, gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_engine_of_a_part_fits_the_gpu(part: Part, gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engines = engines_of(part, monkeypatch)
     assert engines
     for name, options in engines:
@@ -143,7 +143,7 @@ def test_every_engine_of_a_part_fits_into_the_card(part: Part, gpu: str, monkeyp
         assert fit.needs.fixed_bytes + kv_bytes <= fit.usable_bytes, (name, options)
 
 
-def test_the_engines_of_the_checks_fit_into_an_h100_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engines_of_the_checks_fit_an_h100_together(monkeypatch: pytest.MonkeyPatch) -> None:
     needed = 0
     for part in (part for part in ENGINES if part.concurrent):
         fits = [fit_on("h100", *engine) for engine in engines_of(part, monkeypatch)]
@@ -152,7 +152,7 @@ def test_the_engines_of_the_checks_fit_into_an_h100_side_by_side(monkeypatch: py
     assert needed + CHECKS_BYTES <= find_gpu("h100").memory_bytes * 0.9
 
 
-def test_a_closed_loop_has_as_many_requests_as_its_cache_holds() -> None:
+def test_a_closed_loop_runs_as_many_requests_as_the_cache_holds() -> None:
     def seats(gpu: str) -> int:
         fit, kv_bytes = fit_on(gpu, "llama-3.1-8b", {"max_num_seqs": serve.MANY_SEATS, "max_model_len": 2048})
         return serve.num_seats(kv_bytes // fit.needs.block_bytes * 16, 1000, 1000, 16, serve.MANY_SEATS)

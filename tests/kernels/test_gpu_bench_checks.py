@@ -1,4 +1,4 @@
-"""Inputs of the GPU bench: errors that do not depend on chance, and bytes counted as kernels move them."""
+"""Checks of the GPU benchmark: error bounds independent of random numbers, bytes that kernels move, and names of cases."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def exactly(logits: torch.Tensor, dim: int) -> torch.Tensor:
     return below - below.double().exp().sum(dim, keepdim=True).log().to(logits.dtype)
 
 
-def test_log_probabilities_pass_whatever_numbers_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_correct_log_probabilities_pass_for_any_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_sampling, "triton_and_reference", lambda *_: (roughly, None))
     monkeypatch.setattr(torch.Tensor, "log_softmax", exactly)
     ratios = []
@@ -51,7 +51,7 @@ def test_log_probabilities_pass_whatever_numbers_are_drawn(monkeypatch: pytest.M
     assert max(ratios) < ERROR_RATIO_MAX, ratios
 
 
-def test_of_cosines_and_sines_a_rotation_is_counted_one_half() -> None:
+def test_half_of_the_rotary_table_is_counted_as_read() -> None:
     context = Context(torch.device("cpu"), True, {}, lambda _: None, 0.0)
     _, num_bytes = speed_rows._rope(context)
     tokens, heads, kv_heads, head = 6, 4, 2, 32 * 2
@@ -59,14 +59,14 @@ def test_of_cosines_and_sines_a_rotation_is_counted_one_half() -> None:
     assert num_bytes == tokens * head * (read + turned + cached + 1)
 
 
-def test_what_a_check_calls_exact_is_float32_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_references_use_float32_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE"):
         monkeypatch.setenv(name, "1")
         assert name not in processes._environment(rehearse=False)
 
 
 @pytest.mark.parametrize("spoilt", range(3))
-def test_what_is_not_finite_is_never_within_the_allowed_error(spoilt: int) -> None:
+def test_values_that_are_not_finite_exceed_every_allowed_error(spoilt: int) -> None:
     def case(value: float) -> ResultTriple:
         ours, exact, theirs = (torch.tensor([1.0, value if index == spoilt else 1.0]) for index in range(3))
         return ours, exact, theirs
@@ -79,7 +79,7 @@ def test_what_is_not_finite_is_never_within_the_allowed_error(spoilt: int) -> No
 
 
 @pytest.mark.parametrize("check", [check_errors, check_equal])
-def test_no_case_hides_behind_another_of_its_name(check: Callable[..., None]) -> None:
+def test_two_cases_of_one_name_are_refused(check: Callable[..., None]) -> None:
     one, zero, told = torch.ones(1), torch.zeros(1), list[dict[str, Any]]()
     results = (one, zero, zero), (one, one, one)
     wrong_and_right = [("row", partial(tuple, each[: 2 if check is check_equal else 3])) for each in results]
@@ -89,7 +89,7 @@ def test_no_case_hides_behind_another_of_its_name(check: Callable[..., None]) ->
 
 @pytest.mark.parametrize("rehearsal", [False, True])
 @pytest.mark.parametrize("part", [each for each in PARTS if each.module.startswith("bench.gpu.check_")], ids=attrgetter("name"))
-def test_all_cases_of_a_check_have_names_of_their_own(part: Part, rehearsal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_cases_of_a_check_have_unique_names(part: Part, rehearsal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     labels: list[list[str]] = []
     module = importlib.import_module(part.module)
     for name in ("check_errors", "check_equal", "check_invariant"):

@@ -1,4 +1,4 @@
-"""Timed steps of the GPU bench are whole captured graphs: its own steps in order, over engines without a device."""
+"""Timed steps of the GPU benchmark are replays of whole captured graphs; run over engines without a device."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def rows_of(
     return {line["row"]["name"]: line["row"] for line in told if "row" in line}
 
 
-def test_with_the_graphs_that_an_engine_keeps_every_timed_step_of_the_engine_is_one_and_none_is_captured_meanwhile(
+def test_every_timed_step_is_one_replayed_graph_and_none_is_captured_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rows = rows_of(serve.llama_8b, monkeypatch)
@@ -85,7 +85,7 @@ def test_with_the_graphs_that_an_engine_keeps_every_timed_step_of_the_engine_is_
     assert all(use["steps"] > 0 for use in used.values())
 
 
-def test_rows_whose_steps_had_no_graph_of_their_own_fail_where_they_stand_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_about_captured_steps_fails_if_a_step_had_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = rows_of(serve.llama_8b, monkeypatch, num_places=8)
     for name in WHOLE[1:]:
         assert "steps chose their tokens outside of a graph" in rows[name]["error"], name
@@ -95,7 +95,7 @@ def test_rows_whose_steps_had_no_graph_of_their_own_fail_where_they_stand_for_on
     assert "steps chose their tokens outside of a graph" in mixed["note"]
 
 
-def test_no_decoder_waits_for_a_capture_behind_a_long_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_decode_waits_for_a_capture_after_a_long_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = rows_of(serve_latency.latency, monkeypatch, budget=400)  # a step of so many tokens takes its target of time
     use = rows[serve_latency.GAP]["facts"]["graphs"]
     assert (use["captured"], use["without_choice"]) == (0, 0)
@@ -110,14 +110,14 @@ def test_no_decoder_waits_for_a_capture_behind_a_long_prompt(monkeypatch: pytest
         (GraphUse(steps=64, without_choice=3), "3 of 64 steps chose their tokens outside of a graph"),
     ],
 )
-def test_a_row_says_what_its_steps_lacked(use: GraphUse, words: str) -> None:
+def test_a_row_reports_missing_graphs_of_its_steps(use: GraphUse, words: str) -> None:
     told, whole = use.annotate(Row(name="x", note="n")), use.annotate(Row(name="x"), whole=True)
     assert told.note == (f"{words}; n" if words else "n")
     assert (told.error, whole.error) == ("", words)
     assert told.facts["graphs"]["steps"] == 64
 
 
-def test_steps_are_seen_while_they_are_timed_and_not_before() -> None:
+def test_graph_use_counts_only_the_steps_of_its_run() -> None:
     taken: Hashable = CudaGraphs.make_ready
     engine, _ = make_engine(4, calls=graphs_of(2))
     asked = [traffic.BenchRequest((3, 4, 5), 6)]

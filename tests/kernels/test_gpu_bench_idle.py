@@ -1,4 +1,4 @@
-"""The idle share of a GPU, from traces and steps with known answers; no measurement fault may pass."""
+"""The idle share of a GPU, from traces and steps with known results; faulty measurements never pass."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def traced(**changed: Any) -> TracedSteps:
     return replace(found, **changed)
 
 
-def test_a_served_step_idles_for_what_its_kernels_in_turn_leave_of_it() -> None:
+def test_the_idle_time_of_a_step_is_its_duration_minus_the_serial_kernel_time() -> None:
     found = traced()
     assert found.busy_us == pytest.approx(90.0)
     assert found.idle == pytest.approx(1 - 90 / 95)
@@ -42,36 +42,36 @@ def test_a_served_step_idles_for_what_its_kernels_in_turn_leave_of_it() -> None:
     assert traced(served_s=90e-6).idle == pytest.approx(0.0, abs=1e-12)
 
 
-def test_gaps_that_only_steps_in_turn_have_are_not_those_of_a_served_step() -> None:
+def test_gaps_between_serialised_kernels_are_not_idle_time_of_a_served_step() -> None:
     found = traced(served_s=91e-6)
     assert found.trace.share > 0.08
     assert found.idle == pytest.approx(1 / 91)
 
 
 @pytest.mark.parametrize("served_s", [80e-6, 90e-6, 95e-6])
-def test_a_wait_for_the_host_counts_however_much_early_launches_save(served_s: float) -> None:
+def test_a_wait_for_the_host_counts_regardless_of_overlap_by_early_launches(served_s: float) -> None:
     assert traced(served_s=served_s, waits=0.2).idle == pytest.approx(0.2)
 
 
-def test_a_trace_in_which_kernels_wait_for_one_another_does_not_pass() -> None:
+def test_a_trace_with_overlapping_waiting_kernels_does_not_pass() -> None:
     early = [(0.0, 40.0), (5.0, 70.0), (50.0, 47.0)]
     found = traced(trace=trace(early, 16))
     assert found.trace.overlap > 0.4
     assert "its kernels were not launched in turn" in found.problem
 
 
-def test_kernels_that_the_profiler_makes_longer_than_a_step_without_it_do_not_pass() -> None:
+def test_kernels_longer_under_the_profiler_than_the_step_without_it_do_not_pass() -> None:
     longer = [(begin * 2, taken * 1.2) for begin, taken in GRAPH]
     found = traced(trace=trace(longer, 16, step_us=200.0))
     assert found.idle == 0.0
     assert "these are not their durations" in found.problem
 
 
-def test_a_trace_that_lost_kernels_shows_more_idle_time() -> None:
+def test_a_trace_with_lost_kernels_shows_more_idle_time() -> None:
     assert traced(trace=trace(GRAPH[:2], 16)).idle > traced().idle
 
 
-def test_a_served_step_is_as_long_as_it_would_be_at_the_place_of_the_trace() -> None:
+def test_the_duration_of_a_step_is_extrapolated_to_the_position_of_the_trace() -> None:
     def stretch(at: int, *, disturbed: int | None = None) -> StepSpan:
         return StepSpan(at, [0.010 + 2e-6 * (at + step) + (0.005 if step == disturbed else 0.0) for step in range(64)])
 
@@ -84,7 +84,7 @@ def test_a_served_step_is_as_long_as_it_would_be_at_the_place_of_the_trace() -> 
     assert growth_s(StepSpan(0, later.step_s), StepSpan(100, earlier.step_s)) == 0.0, "requests do not shrink"
 
 
-def test_parts_of_the_hosts_time_are_counted_once_and_left_alone_afterwards() -> None:
+def test_host_times_are_counted_once_and_the_hooks_removed() -> None:
     engine, _ = make_engine(4)
     before = Scheduler.__dict__["advance"], Scheduler.__dict__["settle"]
     with step_parts() as taken_s:
@@ -98,7 +98,7 @@ def test_parts_of_the_hosts_time_are_counted_once_and_left_alone_afterwards() ->
     assert (Scheduler.__dict__["advance"], Scheduler.__dict__["settle"]) == before
 
 
-def test_a_thread_that_stays_awake_until_tokens_come_does_no_work_meanwhile() -> None:
+def test_time_spent_spinning_for_tokens_is_not_host_work() -> None:
     engine, _ = make_engine(4)
     submit(engine, 0, 40)
     step, fetch, wait_s = engine.step_in_columns, mock.Mock(spec=CudaFetch), 0.02

@@ -1,4 +1,4 @@
-"""The peers of the GPU bench get our conversations, all at once, and a warm-up like ours. Without a model."""
+"""Peers of the GPU benchmark get the same conversations and a comparable warm-up; run without a model."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class FakeModel:
         return torch.cat([tokens, torch.ones(len(tokens), max_new_tokens, dtype=tokens.dtype)], dim=1)
 
 
-def test_the_peers_get_the_conversations_that_we_had() -> None:
+def test_peers_get_the_conversations_of_our_engine() -> None:
     context = context_with([])
     ours = traffic.conversations(context, VOCAB)
     model = FakeModel()
@@ -110,7 +110,7 @@ def test_the_peers_get_the_conversations_that_we_had() -> None:
     assert hints.max_generated_length == max(each.num_outputs for each in ours)
 
 
-def test_the_warm_up_leaves_no_prefix_of_a_conversation_to_the_timed_run() -> None:
+def test_the_warm_up_caches_no_prefix_of_a_timed_conversation() -> None:
     """Continuous batching keeps whole pages of prompts that it has read, and ours was warmed up with other prompts too."""
     model = FakeModel()
     peers._run_continuous(context_with([]), model, WORK)
@@ -123,7 +123,7 @@ def test_the_warm_up_leaves_no_prefix_of_a_conversation_to_the_timed_run() -> No
 WORK = traffic.chat_requests(40, 10, VOCAB)
 
 
-def test_generate_takes_conversations_sixteen_at_a_time_in_their_order_and_each_batch_to_its_longest() -> None:
+def test_generate_runs_batches_of_sixteen_in_order_each_to_its_longest_output() -> None:
     model = FakeModel()
     result = peers._run_static(context_with([]), model, WORK)
     timed = [batch for batch in model.batches if batch[1] > peers.WARM_OUTPUTS]
@@ -135,7 +135,7 @@ def test_generate_takes_conversations_sixteen_at_a_time_in_their_order_and_each_
     assert "batches of 16" in peers.STATIC
 
 
-def test_generate_gets_the_conversations_that_fit_its_share_of_the_time_and_one_batch_at_least(
+def test_generate_gets_as_many_conversations_as_fit_its_time_and_at_least_one_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for each_s, expected in ((5.0, 32), (10.0, 16), (90.0, 16)):
@@ -153,7 +153,7 @@ def test_generate_gets_the_conversations_that_fit_its_share_of_the_time_and_one_
     ("left_s", "fits", "expected"),
     [(100.0, 1000, "10"), (100.0, 16, "OutOfMemoryError: no room"), (22.0, 1000, "not measured: 22 s were left")],
 )
-def test_one_batch_of_all_is_a_fact_where_there_is_time_and_memory_and_judges_nothing(
+def test_one_batch_of_all_conversations_is_reported_but_not_judged(
     left_s: float, fits: int, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[dict[str, Any]] = []
@@ -169,7 +169,7 @@ def test_one_batch_of_all_is_a_fact_where_there_is_time_and_memory_and_judges_no
     assert (line["row"]["peer"], line["row"]["error"]) == (5.0, "")
 
 
-def test_a_batch_of_all_that_fails_takes_no_row_with_it() -> None:
+def test_a_failing_batch_of_all_conversations_loses_no_row() -> None:
     lines: list[dict[str, Any]] = []
     model = FakeModel()
     model.set_attn_implementation("paged|sdpa")
@@ -181,7 +181,7 @@ def test_a_batch_of_all_that_fails_takes_no_row_with_it() -> None:
 
 
 @pytest.mark.parametrize("refusal", [MemoryError("more than available"), RuntimeError("no kernel"), ValueError("no size")])
-def test_continuous_batching_that_cannot_begin_is_tried_with_smaller_sizes_and_leaves_the_model_as_it_was(
+def test_continuous_batching_that_cannot_start_is_retried_smaller_and_the_model_restored(
     refusal: Exception,
 ) -> None:
     model = FakeModel(refusals=[refusal])
@@ -193,7 +193,7 @@ def test_continuous_batching_that_cannot_begin_is_tried_with_smaller_sizes_and_l
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_a_ratio_of_different_conversations_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_conversations_give_no_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[dict[str, Any]] = []
     context = context_with(lines, chats_rate=100.0, chats_tokens=7)
     monkeypatch.setattr(peers, "_model", lambda _: FakeModel())
@@ -202,7 +202,7 @@ def test_a_ratio_of_different_conversations_is_none(monkeypatch: pytest.MonkeyPa
     assert all("7 tokens" in line["row"]["error"] for line in lines)
 
 
-def test_a_peer_without_time_left_is_told_to_stop() -> None:
+def test_a_peer_without_time_left_is_stopped() -> None:
     model = FakeModel(FakeManager(answers=False))
     context = context_with([])
     context.deadline_s = 1.0
@@ -212,7 +212,7 @@ def test_a_peer_without_time_left_is_told_to_stop() -> None:
     assert len(model.manager.cancelled) == len(work)
 
 
-def test_of_a_peer_that_did_not_finish_it_is_told_how_fast_it_was_at_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unfinished_peer_is_reported_with_an_upper_bound_of_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, context = Clock(), context_with([])
     num_tokens = sum(each.num_outputs for each in WORK)
 
@@ -246,20 +246,20 @@ KILLED = {"part": "warm small", "targets": ["warm-up"], "error": "ended after it
         ([RIGHT, Row(name=peers.STATIC, error="RuntimeError: boom"), NO_PEERS[0]], [], 1),
     ],
 )
-def test_the_status_tells_a_run_without_its_peers_from_one_that_went_wrong(
+def test_the_exit_status_distinguishes_missing_peers_from_failures(
     rows: list[Row], parts: list[dict[str, Any]], expected: int
 ) -> None:
     assert status(document(rows, Outcome(parts=parts), rehearsal=False, taken_s=1.0)) == expected
 
 
-def test_a_machine_without_transformers_gives_the_rows_that_the_status_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_transformers_the_peer_rows_have_the_known_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     lines: list[dict[str, Any]] = []
     peers.against_transformers(context_with(lines))
     assert [line["row"]["error"] for line in lines] == [PEER_MISSING] * 2
 
 
-def test_what_a_peer_does_on_the_cpu_is_told_beside_what_it_does_on_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cpu_time_of_a_peer_is_reported_beside_its_gpu_time(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[dict[str, Any]] = []
     context = context_with(lines)
     model = peers._model(context)

@@ -1,4 +1,4 @@
-"""Processes of the GPU bench: when they import, when they are ended, and what is left of those that hang."""
+"""Processes of the GPU benchmark: when they import, when they are ended, and what is kept of those that hang."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Stuck:
         return None, "its log"
 
 
-def test_a_process_that_cannot_be_ended_is_noted_and_the_run_goes_on() -> None:
+def test_a_process_that_cannot_be_killed_is_recorded_and_the_run_continues() -> None:
     stuck, outcome, shown = Stuck(Job((BY_NAME["latency"],))), Outcome(), list[str]()
     lines: Any = queue.Queue()
     processes._run([stuck], lines, 1.0, Recorder(outcome, shown.append))  # type: ignore[list-item]
@@ -66,7 +66,7 @@ class Script(list[Any]):
         return entry
 
 
-def test_what_a_process_says_after_it_was_given_up_is_left_out_while_others_run() -> None:
+def test_output_of_an_abandoned_process_is_ignored() -> None:
     stuck, other = Stuck(Job((BY_NAME["latency"],))), Stuck(Job((BY_NAME["formats"],)), left_s=5.0)
     row = json.dumps({"row": Row(name="late").as_dict()}) + "\n"
     lines: Any = Script([queue.Empty(), queue.Empty(), (stuck, row), (stuck, None), (other, None)])
@@ -76,7 +76,7 @@ def test_what_a_process_says_after_it_was_given_up_is_left_out_while_others_run(
     assert not outcome.rows
 
 
-def test_a_part_that_takes_too_long_is_ended_its_rows_say_so_and_nobody_waits_for_it_for_ever(
+def test_a_part_over_its_limit_is_killed_and_its_rows_say_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     held: list[subprocess.Popen[str]] = []
@@ -105,7 +105,7 @@ def test_a_part_that_takes_too_long_is_ended_its_rows_say_so_and_nobody_waits_fo
     assert not invalid_reason(rows["numbers: rms norm"])
 
 
-def test_processes_that_hang_in_the_driver_are_waited_for_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_hanging_in_the_driver_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s, killed = [0.0], list[int]()
 
     class Hanging:
@@ -139,7 +139,7 @@ def test_processes_that_hang_in_the_driver_are_waited_for_at_the_same_time(monke
     assert len(outcome.parts) == len(hanging)
 
 
-def test_the_first_part_may_import_in_peace_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_the_first_imports_is_limited_and_consumes_no_output(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: Any = queue.Queue()
     one, other = (Stuck(Job((BY_NAME["calibrate"],))) for _ in range(2))
     lines_out = [(one, '{"ready": []}\n'), (other, None)]
@@ -151,7 +151,7 @@ def test_the_first_part_may_import_in_peace_but_not_for_ever(monkeypatch: pytest
     processes._wait_for_imports([one], lines)  # type: ignore[list-item]
 
 
-def test_a_run_that_is_broken_off_keeps_the_rows_of_the_stage_under_way_before_it_waits_for_anybody() -> None:
+def test_an_interrupted_run_keeps_the_rows_of_its_current_stage() -> None:
     notes: list[str] = []
 
     @dataclass(eq=False)
@@ -171,7 +171,7 @@ def test_a_run_that_is_broken_off_keeps_the_rows_of_the_stage_under_way_before_i
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="nobody else tells a process that its parent has ended")
-def test_a_part_ends_with_the_run_that_started_it_though_that_was_killed() -> None:
+def test_a_part_exits_when_the_run_that_started_it_is_killed() -> None:
     waits = "import os, signal; from bench.parent import end_with_parent; end_with_parent(); print(os.getpid(), flush=True); "
     waits += "signal.pause()"
     starts = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {waits!r}], start_new_session=True).wait()"
@@ -203,7 +203,7 @@ class Noted(Stuck):
         return 0, ""
 
 
-def test_all_processes_of_a_stage_import_while_the_one_before_measures_and_never_while_the_first_imports(
+def test_processes_of_a_stage_import_while_the_previous_stage_measures(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     notes: list[str] = []
@@ -225,7 +225,7 @@ def test_all_processes_of_a_stage_import_while_the_one_before_measures_and_never
 @pytest.mark.parametrize(
     ("names", "expected"), [(["warm llama"], [part.WARM_UP_NICENESS]), (["check rows"], []), (["check rows", "warm llama"], [])]
 )
-def test_what_only_warms_up_leaves_the_cores_to_the_checks_beside_it(
+def test_a_warm_up_runs_at_lower_priority_than_checks(
     names: list[str], expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []

@@ -1,4 +1,4 @@
-"""What a run of the GPU bench leaves: rows, limits, results, logs and a summary."""
+"""A run of the GPU benchmark: rows, limits, results, logs and summary."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def context_of(told: list[dict[str, Any]], **facts: Any) -> Context:
     return Context(CPU, True, facts, told.append, 600.0, clock=lambda: 0.0)
 
 
-def test_the_calibration_tells_what_all_divide_by_as_soon_as_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_calibration_is_printed_as_soon_as_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[dict[str, Any]] = []
 
     def too_large(context: Context, size: int, *_: object) -> None:
@@ -55,7 +55,7 @@ def test_the_calibration_tells_what_all_divide_by_as_soon_as_it_is_there(monkeyp
 
 
 @pytest.mark.parametrize(("left_s", "measured"), [(30.0, True), (serve.JUDGED_LAST_S - 1.0, False)])
-def test_rows_without_a_goal_are_left_out_where_judged_ones_behind_them_would_lack_the_time(
+def test_rows_without_a_goal_are_skipped_if_later_judged_rows_would_lack_time(
     left_s: float, measured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[dict[str, Any]] = []
@@ -69,7 +69,7 @@ def test_rows_without_a_goal_are_left_out_where_judged_ones_behind_them_would_la
     assert all(target.pass_at is None for target in TARGETS if target.name in names)
 
 
-def test_what_fails_once_a_row_was_measured_takes_nothing_from_it_and_is_told_beside_it() -> None:
+def test_a_failure_after_a_measurement_keeps_its_row_and_is_reported() -> None:
     told: list[dict[str, Any]] = []
     context = context_of(told)
 
@@ -86,7 +86,7 @@ def test_what_fails_once_a_row_was_measured_takes_nothing_from_it_and_is_told_be
 
 
 @pytest.mark.parametrize("facts", [{"bandwidth": 4e12}, {"bandwidth": 4e12, "flops": 8e14}])
-def test_rows_are_emitted_without_a_limit_where_the_calibration_lacks_a_figure(facts: dict[str, float]) -> None:
+def test_without_a_calibration_figure_rows_have_no_limit(facts: dict[str, float]) -> None:
     told: list[dict[str, Any]] = []
     serve.llama_8b(context_of(told, **facts))
     rows = {line["row"]["name"]: line["row"] for line in told if "row" in line}
@@ -103,14 +103,14 @@ def test_rows_are_emitted_without_a_limit_where_the_calibration_lacks_a_figure(f
     assert f"calibrated: 4000 GB/s{', 800 TFLOP/s bf16' if has_limits else ''}" in printed.splitlines()
 
 
-def test_waits_for_the_host_are_what_no_replay_covers() -> None:
+def test_waits_for_the_host_are_the_time_without_a_replay() -> None:
     assert Replays([(0.0, 3.0), (3.0, 6.0), (8.0, 10.0)]).waits == pytest.approx(0.2)
     assert Replays([(0.0, 100.0), (0.0, 100.0)]).waits == 0.0
     with pytest.raises(RuntimeError, match="no step was replayed"):
         _ = Replays().waits
 
 
-def test_every_step_is_timed_while_they_are_and_none_afterwards() -> None:
+def test_steps_are_timed_only_within_the_timing_block() -> None:
     called: list[int] = []
     with timed_replays(CPU) as replays:
         for number in range(3):
@@ -121,7 +121,7 @@ def test_every_step_is_timed_while_they_are_and_none_afterwards() -> None:
     assert 0.0 <= replays.waits <= 1.0
 
 
-def test_waits_and_what_kernels_leave_of_a_served_step_are_judged_and_without_a_profiler_nothing_is(
+def test_waits_and_idle_time_are_judged_only_with_a_profiler(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def breaks(*_: object) -> None:
@@ -153,7 +153,7 @@ def judged(**of_row: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("of_row", [{"value": 12345.6, "fraction": 0.87, "ratio": 9.5}, {"error": "RuntimeError: boom"}])
-def test_the_summary_has_every_judged_row_and_is_short(of_row: dict[str, Any]) -> None:
+def test_the_summary_lists_every_judged_row_within_its_size(of_row: dict[str, Any]) -> None:
     words = summary(judged(**of_row))
     assert len(words) < CHARS_MAX
     assert "more, in the table" not in words
@@ -168,14 +168,14 @@ def test_the_summary_has_every_judged_row_and_is_short(of_row: dict[str, Any]) -
     assert words.splitlines()[-1].endswith("; 470.0 s")
 
 
-def test_a_summary_that_would_be_too_long_says_how_much_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_truncated_summary_says_how_much_is_omitted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.gpu.summary.CHARS_MAX", 500)
     words = summary(judged(value=1.0))
     assert len(words) < 500
     assert "lines more, in the table" in words
 
 
-def test_checks_that_pass_are_counted_and_others_named() -> None:
+def test_passing_checks_are_counted_and_failing_ones_named() -> None:
     report = judged(value=0.0)
     (wrong,) = (row for row in report["rows"] if row["name"] == "numbers: rms norm")
     wrong["verdict"] = "below"
@@ -185,7 +185,7 @@ def test_checks_that_pass_are_counted_and_others_named() -> None:
     assert "numbers: embedding" not in words
 
 
-def test_logs_are_one_archive_where_the_name_says_so_and_results_are_there_behind_each_stage(tmp_path: Path) -> None:
+def test_logs_go_into_one_archive_and_results_are_written_after_each_stage(tmp_path: Path) -> None:
     with ResultFiles(tmp_path / "out" / "result.json", tmp_path / "logs.tgz") as files:
         assert files.logs is not None
         (files.logs / "calibrate.txt").write_text("words", "utf-8")
@@ -212,20 +212,20 @@ def test_a_result_is_written_before_it_is_printed(tmp_path: Path, monkeypatch: p
     assert any(row["value"] == 1.0 for row in json.loads((tmp_path / "result.json").read_text("utf-8"))["rows"])
 
 
-def test_a_git_that_does_not_answer_costs_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_git_loses_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", Mock(side_effect=subprocess.TimeoutExpired("git", 10)))
     monkeypatch.delenv("GATEHOUSE_REVISION", raising=False)
     report = document([], Outcome(), rehearsal=False, taken_s=1.0)
     assert (report["revision"], report["changed"]) == ("unknown", None)
 
 
-def test_what_parts_that_were_not_begun_would_give_is_not_in_what_is_kept_before(tmp_path: Path) -> None:
+def test_parts_that_have_not_started_are_not_in_intermediate_results(tmp_path: Path) -> None:
     outcome = Outcome(parts=[{"part": "calibrate", "targets": ["calibrate"]}], rows=[Row(name="copy 1 GB", value=1.0)])
     names = {row.name for row in complete_rows(outcome, {"calibrate"})}
     assert names == {target.name for target in TARGETS if target.part == "calibrate"}
 
 
-def test_libraries_of_peers_are_imported_before_a_part_is_ready_and_may_be_absent(caplog: pytest.LogCaptureFixture) -> None:
+def test_peer_libraries_are_imported_before_a_part_is_ready_if_installed(caplog: pytest.LogCaptureFixture) -> None:
     assert "transformers" in peers.LIBRARIES
     assert "torch._dynamo" in speed_attention.LIBRARIES
     part._import_libraries(["json", "no_such_library"])
@@ -233,7 +233,7 @@ def test_libraries_of_peers_are_imported_before_a_part_is_ready_and_may_be_absen
     assert PEER_MISSING
 
 
-def test_no_part_waits_for_plans_of_cudnn_for_each_length_of_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_part_uses_cudnn_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """From capability 9.0 on torch 2.11 asks its attention first: the peer's too, whose keys are longer with every token."""
     lines_out = io.StringIO()
     monkeypatch.setattr(part, "_reserve_stdout", lambda: lines_out)
@@ -250,12 +250,12 @@ def test_no_part_waits_for_plans_of_cudnn_for_each_length_of_a_text(monkeypatch:
         torch.backends.cuda.enable_cudnn_sdp(True)
 
 
-def test_the_script_lets_python_keep_what_it_compiles() -> None:
+def test_the_script_lets_python_write_byte_code() -> None:
     """Twenty processes would compile all of it again."""
     assert "PYTHONDONTWRITEBYTECODE" not in (REPO / "bench" / "gpu.sh").read_text("utf-8")
 
 
-def test_an_engine_that_is_measured_is_out_of_the_collectors_way_until_it_ends(
+def test_a_measured_engine_is_exempt_from_garbage_collection_until_it_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken_back = Mock()

@@ -1,4 +1,4 @@
-"""Timing of calls on a card, with a clock that the calls advance; needs no card."""
+"""Timing of GPU calls, with a clock that the calls advance; needs no GPU."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Card:
 
 
 @pytest.mark.parametrize("taken_s", [2e-5, 1e-3, 0.03, 0.2])
-def test_a_card_is_kept_busy_before_the_first_sample(taken_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_is_kept_busy_before_the_first_sample(taken_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     card = Card(monkeypatch)
     found = timing.seconds([card.call(taken_s)], CARD, samples=3)
     assert found == [pytest.approx(taken_s)] * 3
@@ -55,7 +55,7 @@ def test_a_card_is_kept_busy_before_the_first_sample(taken_s: float, monkeypatch
     assert all(repeats == max(1, round(timing.SAMPLE_S / taken_s)) for repeats, _ in card.stretches[-3:])
 
 
-def test_how_often_a_sample_replays_is_told_by_the_warm_card(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_replays_per_sample_is_chosen_on_the_warm_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     card = Card(monkeypatch)
     taken = iter([1e-3, 1e-3])  # the first ones, on a cold clock
 
@@ -67,7 +67,7 @@ def test_how_often_a_sample_replays_is_told_by_the_warm_card(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("graph_s", "plain_s", "kernel_s"), [(2e-3, 1e-3, 3e-3), (1e-3, 2e-3, 3e-3), (2e-3, 2e-3, 1e-3)])
-def test_the_base_of_all_fractions_is_the_best_of_the_drivers_copies_and_of_one_by_a_kernel(
+def test_the_bandwidth_baseline_is_the_best_of_driver_copies_and_a_kernel_copy(
     graph_s: float, plain_s: float, kernel_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def seconds(calls: list[Callable[[], torch.Tensor]], device: torch.device, *, captured: bool = True) -> list[float]:

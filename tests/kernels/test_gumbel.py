@@ -1,4 +1,4 @@
-"""The noise that kernels draw with, against whole numbers, exact logarithms and the engine, which keys it without torch."""
+"""Gumbel noise of the sampling kernels, against integer arithmetic, exact logarithms and the engine's keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SEEDS = (0, 1, 2**63 - 1)
 POSITIONS = (0, 1, 4095, 2**31)
 
 
-def test_kernels_key_a_token_by_the_bits_of_the_engine() -> None:
+def test_kernels_and_engine_derive_the_same_key_for_a_token() -> None:
     """The SplitMix64 constants are in both: `engine.sampling.randomness` works on integers, `kernels.gumbel` on tensors."""
     for draw in (0, DRAFT, ACCEPT, RESIDUAL):
         for seed in SEEDS:
@@ -27,7 +27,7 @@ def test_kernels_key_a_token_by_the_bits_of_the_engine() -> None:
 
 
 @pytest.mark.parametrize("key", [0, 1, 2**63 - 1, -1, -(2**63), 0x0123456789ABCDEF])
-def test_the_hash_of_a_token_is_that_of_whole_numbers(key: int) -> None:
+def test_the_hash_of_a_token_equals_that_of_integer_arithmetic(key: int) -> None:
     def by_hand(token_id: int) -> int:
         low, high = key & 0xFFFFFFFF, (key % 2**64) >> 32
         x = (token_id * 0x9E3779B1 + low) % 2**32
@@ -42,7 +42,7 @@ def test_the_hash_of_a_token_is_that_of_whole_numbers(key: int) -> None:
     assert found.tolist() == [[by_hand(token_id) for token_id in ids]]
 
 
-def test_logarithms_and_variates_are_right_to_the_last_bits_of_float32() -> None:
+def test_logarithms_and_variates_are_accurate_to_the_last_bits_of_float32() -> None:
     x = torch.tensor([1e-30, 0.1, 0.5, 0.7071, 0.7072, 0.9999, 1.0, 1.4142, 1.4143, 3.0, 1e30])
     assert gumbel.log2(x).tolist() == pytest.approx([math.log2(number) for number in x.tolist()], rel=1e-6, abs=1e-9)
     hashed = torch.tensor([1, 3, 2**16 + 1, 2**30 + 1, 2**31 - 1, 2**31 + 1, 2**32 - 2**8 - 1, 2**32 - 1])
@@ -54,7 +54,7 @@ def test_logarithms_and_variates_are_right_to_the_last_bits_of_float32() -> None
     )
 
 
-def test_weights_halve_with_each_binary_order_and_end_behind_thirty() -> None:
+def test_the_weight_halves_with_each_power_of_two_and_ends_after_thirty() -> None:
     orders = [0.0, 0.25, 0.999, 1.0, 2.5, 17.75, 30.0, 30.9]
     found = gumbel.weights(torch.tensor([*orders, 31.0, 40.0, math.inf])).tolist()
     assert found[: len(orders)] == pytest.approx([2 ** (30 - each) for each in orders], rel=3e-7, abs=1)
@@ -62,7 +62,7 @@ def test_weights_halve_with_each_binary_order_and_end_behind_thirty() -> None:
     assert found[0] == 2**30
 
 
-def test_a_deviation_is_the_distance_from_the_mean_surprise() -> None:
+def test_the_deviation_is_measured_from_the_mean_surprise() -> None:
     distance, scale = torch.tensor([[0.0, 0.5, 2.0, 9.0], [0.0, 0.0, 1.0, 100.0]]), torch.tensor([[1.4], [0.7]])
     weight = gumbel.weights(distance * scale)
     found = gumbel.deviations(distance, weight, scale)

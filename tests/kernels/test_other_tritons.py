@@ -17,7 +17,7 @@ def own_version() -> str:
 
 
 @pytest.mark.parametrize("version", [version for version in locked_versions() if version != own_version()])
-def test_the_kernels_tests_pass_under_another_triton(triton_jobs: TritonJobs, version: str) -> None:
+def test_the_interpreter_tests_pass_under_another_triton(triton_jobs: TritonJobs, version: str) -> None:
     output = triton_jobs.test_output(version)
     if output:
         pytest.fail(output[-6000:], pytrace=False)

@@ -1,4 +1,4 @@
-"""Packed weights have exactly the values of the checkpoints' layouts, bit by bit; quantised ones are close to the originals."""
+"""Packed weights equal the values of the checkpoint layouts bit by bit; quantised weights are close to the originals."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_gptq_stores_zero_points_minus_one_in_its_first_format_only() -> None:
 
 @pytest.mark.parametrize("group_size", [32, 64, 128, 256, -1])
 @pytest.mark.parametrize(("num_columns", "num_rows"), [(256, 16), (384, 8), (768, 24)])
-def test_packed_awq_weights_are_the_checkpoints(group_size: int, num_columns: int, num_rows: int) -> None:
+def test_packed_awq_weights_equal_those_of_the_checkpoint(group_size: int, num_columns: int, num_rows: int) -> None:
     groups = 1 if group_size == -1 else -(-num_columns // group_size)
     tensors = (
         random_words(num_columns, num_rows // 8),
@@ -66,7 +66,7 @@ def test_packed_awq_weights_are_the_checkpoints(group_size: int, num_columns: in
 @pytest.mark.parametrize("zeros_minus_one", [True, False])
 @pytest.mark.parametrize("group_size", [32, 64, 128, 256, -1])
 @pytest.mark.parametrize(("num_columns", "num_rows"), [(256, 16), (384, 8), (96, 8)])
-def test_packed_gptq_weights_are_the_checkpoints(
+def test_packed_gptq_weights_equal_those_of_the_checkpoint(
     group_size: int, num_columns: int, num_rows: int, zeros_minus_one: bool
 ) -> None:
     groups = 1 if group_size == -1 else -(-num_columns // group_size)
@@ -174,7 +174,7 @@ def test_products_with_quantised_weights_equal_products_with_the_dequantised_wei
     assert torch.equal(out, reference.linear_int8(x, int8))
 
 
-def test_quantised_rows_times_their_scales_are_the_rows() -> None:
+def test_quantised_rows_times_their_scales_are_close_to_the_rows() -> None:
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(4, 32, generator=generator)
     x[1] = 0

@@ -1,4 +1,4 @@
-"""The emulated card itself: it is as late as a GPU may be, and rejects what CUDA and torch reject."""
+"""The emulated GPU itself: operations complete as late as on a GPU, and what CUDA and torch refuse is refused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def numbers(*values: int) -> torch.Tensor:
 
 @contextmanager
 def captured() -> Iterator[torch.cuda.CUDAGraph]:
-    """A graph of what is launched meanwhile."""
+    """Capture what is launched within the block as a graph."""
     graph, beside = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(beside):
         graph.capture_begin()
@@ -51,7 +51,7 @@ def kinds(card: Card) -> list[str]:
     return found
 
 
-def test_tensors_say_that_they_are_on_the_card_and_are_computed_when_somebody_waits(card: Card) -> None:
+def test_tensors_report_the_gpu_as_device_and_are_computed_at_a_wait(card: Card) -> None:
     x = numbers(1, 2, 3)
     kinds(card)
     y = (x * 2 + 1).view(3, 1)[1:]
@@ -70,7 +70,7 @@ def test_tensors_say_that_they_are_on_the_card_and_are_computed_when_somebody_wa
         lambda x: x.repeat_interleave(x), lambda x: x.masked_select(x > 1), lambda x: 2 in x, lambda x: x.__setitem__(0, 7),
     ],
 )  # fmt: skip
-def test_whoever_wants_a_value_on_the_host_waits_and_no_capture_may(card: Card, look: object) -> None:
+def test_reading_a_value_on_the_host_waits_and_is_refused_in_a_capture(card: Card, look: object) -> None:
     assert callable(look)
     x = numbers(1, 2, 3)
     kinds(card)
@@ -80,7 +80,7 @@ def test_whoever_wants_a_value_on_the_host_waits_and_no_capture_may(card: Card, 
         look(x)
 
 
-def test_a_page_locked_tensor_is_read_when_the_stream_comes_to_it(card: Card) -> None:
+def test_page_locked_memory_is_read_when_the_stream_reaches_the_copy(card: Card) -> None:
     kept = torch.tensor([1, 2, 3], pin_memory=True)
     assert kept.is_pinned()
     kinds(card)
@@ -98,7 +98,7 @@ def test_a_page_locked_tensor_is_read_when_the_stream_comes_to_it(card: Card) ->
         lambda: torch.tensor([1, 2, 3, 4, 5, 6, 7, 8], pin_memory=True).view(4, 2).t(),
     ],
 )
-def test_a_copy_from_pageable_memory_is_a_wait_and_is_taken_at_once(card: Card, source: object) -> None:
+def test_a_copy_from_pageable_memory_waits_and_reads_immediately(card: Card, source: object) -> None:
     assert callable(source)
     kept = source()
     expected = kept.tolist()
@@ -108,7 +108,7 @@ def test_a_copy_from_pageable_memory_is_a_wait_and_is_taken_at_once(card: Card, 
     assert sent.tolist() == expected
 
 
-def test_a_copy_to_page_locked_memory_is_there_when_its_event_has_passed(card: Card) -> None:
+def test_a_copy_to_page_locked_memory_is_complete_after_its_event(card: Card) -> None:
     kept = torch.empty(3, dtype=torch.int64, pin_memory=True)
     done = torch.cuda.Event()  # type: ignore[no-untyped-call]
     kept.copy_(numbers(1, 2, 3), non_blocking=True)
@@ -119,7 +119,7 @@ def test_a_copy_to_page_locked_memory_is_there_when_its_event_has_passed(card: C
     assert torch.empty(3, dtype=torch.int64).copy_(numbers(4, 5, 6), non_blocking=True).tolist() == [4, 5, 6]
 
 
-def test_a_stream_waits_for_another_only_where_it_is_told_to(card: Card) -> None:
+def test_a_stream_waits_for_another_only_on_request(card: Card) -> None:
     beside, x, seen = torch.cuda.Stream(), numbers(0, 0, 0), torch.empty(3, dtype=torch.int64, pin_memory=True)  # type: ignore[no-untyped-call]
     x.add_(1)
     for waits, expected in ((False, [0, 0, 0]), (True, [1, 1, 1])):
@@ -131,7 +131,7 @@ def test_a_stream_waits_for_another_only_where_it_is_told_to(card: Card) -> None
         assert seen.tolist() == expected
 
 
-def test_a_replay_uses_the_memory_and_the_numbers_of_the_capture(card: Card) -> None:
+def test_a_replay_uses_the_memory_and_the_host_values_of_the_capture(card: Card) -> None:
     x, out, factor = numbers(1, 2, 3), numbers(0, 0, 0), 2
     with captured() as graph:
         out.copy_(x * factor + torch.arange(3, device="cuda"))
@@ -146,7 +146,7 @@ def test_a_replay_uses_the_memory_and_the_numbers_of_the_capture(card: Card) -> 
     assert factor == 10
 
 
-def test_memory_that_was_let_go_of_is_garbage_for_another_stream(card: Card) -> None:
+def test_freed_memory_is_garbage_to_another_stream_unless_recorded(card: Card) -> None:
     beside, out = torch.cuda.Stream(), torch.zeros(3, device="cuda")  # type: ignore[no-untyped-call]
     for kept, expected in ((False, False), (True, True)):
         x = torch.ones(3, device="cuda")
@@ -160,13 +160,13 @@ def test_memory_that_was_let_go_of_is_garbage_for_another_stream(card: Card) -> 
         assert (out.tolist() == [1.0, 1.0, 1.0]) is expected
 
 
-def test_memory_is_garbage_before_it_is_written(card: Card) -> None:
+def test_uninitialised_memory_is_garbage(card: Card) -> None:
     assert torch.empty(2, device="cuda").isnan().all().item()
     assert torch.empty(2, dtype=torch.int32, device="cuda").tolist() != [0, 0]
     assert torch.empty(2, pin_memory=True).isnan().all()
 
 
-def test_what_cuda_refuses_is_refused(card: Card) -> None:
+def test_operations_that_cuda_refuses_are_refused(card: Card) -> None:
     x, here = numbers(1, 2, 3), torch.tensor([0, 1, 2])
     with pytest.raises(RuntimeError, match="same device"):
         x + here
@@ -199,7 +199,7 @@ def test_what_cuda_refuses_is_refused(card: Card) -> None:
         ("sortKeyValueInplace", torch.uint16, lambda x: x.sort()),
     ],
 )  # fmt: skip
-def test_what_torch_has_for_cpus_and_not_for_cuda_is_refused(
+def test_operations_without_a_cuda_implementation_are_refused(
     card: Card, kernel: str, dtype: torch.dtype, compute: Callable[..., object]
 ) -> None:
     x = torch.zeros(2, 2 * dtype.itemsize, dtype=torch.uint8, device=DEVICE).view(dtype)
@@ -207,13 +207,13 @@ def test_what_torch_has_for_cpus_and_not_for_cuda_is_refused(
         compute(x)
 
 
-def test_8_bit_floats_on_the_card_are_moved_and_converted(card: Card) -> None:
+def test_8_bit_floats_can_be_moved_and_converted(card: Card) -> None:
     x = torch.tensor([[1.0, 2.0], [3.0, 4.0]], device=DEVICE).to(torch.float8_e4m3fn)
     moved = torch.cat((x[numbers(1)], x.clone(), torch.zeros_like(x)))
     assert moved.float().tolist() == [[3.0, 4.0], [1.0, 2.0], [3.0, 4.0], [0.0, 0.0], [0.0, 0.0]]
 
 
-def test_an_error_on_the_card_comes_when_somebody_waits_and_stays(card: Card) -> None:
+def test_a_device_error_is_raised_at_the_next_wait_and_persists(card: Card) -> None:
     found = numbers(1, 2, 3).index_select(0, numbers(7))
     with pytest.raises(IndexError):
         found.tolist()
@@ -221,7 +221,7 @@ def test_an_error_on_the_card_comes_when_somebody_waits_and_stays(card: Card) ->
         torch.cuda.synchronize()
 
 
-def test_two_values_for_one_place_are_refused_and_one_that_comes_twice_is_not(card: Card) -> None:
+def test_writing_different_values_to_one_element_is_refused(card: Card) -> None:
     found = numbers(0, 0, 0)
     found.index_copy_(0, numbers(2, 0, 2), numbers(7, 8, 7))
     assert found.tolist() == [8, 0, 7]
@@ -230,7 +230,7 @@ def test_two_values_for_one_place_are_refused_and_one_that_comes_twice_is_not(ca
         found.tolist()
 
 
-def test_indexing_is_that_of_torch(card: Card) -> None:
+def test_indexing_equals_that_of_torch(card: Card) -> None:
     here = torch.arange(24).view(2, 3, 4)
     there = here.to(DEVICE)
     rows, mask = torch.tensor([1, 0]), torch.tensor([[True, False, True], [False, True, True]])
@@ -252,7 +252,7 @@ def test_indexing_is_that_of_torch(card: Card) -> None:
 
 
 @pytest.mark.parametrize("size", [1, STAGED_NUMBERS])  # one is too few
-def test_a_buffer_that_is_used_again_too_early_shows(card: Card, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+def test_reusing_a_staging_buffer_too_early_is_detected(card: Card, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     def sent(depth: int) -> list[list[int]]:
         staging = Staging(DEVICE, size)
         arrived = [staging.send([number, number]) for number in range(depth)]
@@ -268,7 +268,7 @@ def test_a_buffer_that_is_used_again_too_early_shows(card: Card, monkeypatch: py
 
 
 class Steps:
-    """Steps that do nothing but advance the slots, by a graph or one by one."""
+    """Steps that only advance the slots, as a graph or launched one by one."""
 
     def __init__(self, *, is_captured: bool) -> None:
         self.back = TokenReturn(3, 3, device=DEVICE)
@@ -298,7 +298,7 @@ class Steps:
 
 
 @pytest.mark.parametrize("is_captured", [False, True])
-def test_tokens_are_those_of_their_step_and_are_there_when_its_event_has_passed(
+def test_tokens_belong_to_their_step_and_are_complete_after_its_event(
     card: Card, monkeypatch: pytest.MonkeyPatch, *, is_captured: bool
 ) -> None:
     def returned(count: int) -> list[list[int]]:
@@ -318,7 +318,7 @@ def test_tokens_are_those_of_their_step_and_are_there_when_its_event_has_passed(
         returned(2)
 
 
-def test_steps_that_nobody_fetched_are_no_steps_when_that_is_said(card: Card) -> None:
+def test_steps_marked_as_unfetched_are_not_counted(card: Card) -> None:
     steps = Steps(is_captured=False)
     for number in range(6):
         steps.launch()
@@ -328,7 +328,7 @@ def test_steps_that_nobody_fetched_are_no_steps_when_that_is_said(card: Card) ->
         assert steps.fetch().tokens() == [13 + 3 * number, 23 + 3 * number]
 
 
-def test_a_step_that_left_no_tokens_is_an_error_and_not_those_of_another(card: Card) -> None:
+def test_fetching_a_step_without_tokens_is_an_error(card: Card) -> None:
     steps = Steps(is_captured=False)
     for _ in range(5):
         steps.launch()
@@ -338,7 +338,7 @@ def test_a_step_that_left_no_tokens_is_an_error_and_not_those_of_another(card: C
             fetch.tokens()
 
 
-def test_memory_of_the_host_is_kept_until_the_device_has_written_to_it(card: Card) -> None:
+def test_host_memory_is_kept_until_the_device_has_written_to_it(card: Card) -> None:
     steps = Steps(is_captured=False)
     steps.launch()
     steps.fetch()
@@ -347,7 +347,7 @@ def test_memory_of_the_host_is_kept_until_the_device_has_written_to_it(card: Car
     assert kinds(card) == ["event"]
 
 
-def test_what_is_asked_of_a_step_comes_back_with_its_tokens_and_plain_steps_go_on_behind_it(card: Card) -> None:
+def test_inputs_and_scores_of_a_step_are_returned_with_its_tokens(card: Card) -> None:
     steps = Steps(is_captured=True)
     inputs, scores = numbers(6, 7), numbers(1, 2, 3, 4).view(2, 2)
     steps.launch()
@@ -363,7 +363,7 @@ def test_what_is_asked_of_a_step_comes_back_with_its_tokens_and_plain_steps_go_o
     assert plain.tokens() == [14, 24]
 
 
-def test_a_step_launches_an_event_and_no_copy_for_its_tokens(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fetching_tokens_launches_no_copy(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     steps, staging = Steps(is_captured=True), Staging(DEVICE)
     monkeypatch.setattr(torch.cuda, "Event", None)  # all were made
     for number in range(9):
@@ -376,7 +376,7 @@ def test_a_step_launches_an_event_and_no_copy_for_its_tokens(card: Card, monkeyp
 
 
 @pytest.mark.parametrize("tokens", [[7, 8, 9], [-1, 8, -1], [-1, -1, -1]])
-def test_what_slots_hold_is_sent_in_one_piece_to_numbers_of_both_widths(card: Card, tokens: list[int]) -> None:
+def test_slot_writes_are_sent_in_one_copy_to_both_integer_widths(card: Card, tokens: list[int]) -> None:
     with mock.patch.object(Staging, "send", autospec=True, side_effect=Staging.send) as sent:
         state = slot_state(4, 3, DEVICE)
         state.write(SlotWrites([2, 0, 3], tokens, [10, 11, 12], [(2, 1, [5, 6]), (0, 0, [9])]))
@@ -389,7 +389,7 @@ def test_what_slots_hold_is_sent_in_one_piece_to_numbers_of_both_widths(card: Ca
 @pytest.mark.parametrize(
     ("cores", "says", "is_blocking"), [(16, "1", False), (4, "1", False), (3, "1", True), (1, "1", True), (16, "0", True)]
 )
-def test_who_waits_for_tokens_keeps_a_core_busy_where_there_are_enough(
+def test_waiting_for_tokens_spins_if_there_are_enough_cores(
     card: Card, cores: int, says: str, *, is_blocking: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(token_return, "num_cores", lambda: cores)

@@ -1,4 +1,4 @@
-"""Steps with prompt chunks on an emulated card: one graph each, whatever the model's depth, with the CPU's tokens."""
+"""Steps with prompt chunks on an emulated GPU: one graph per step, with the tokens of the CPU."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def shallow(folder: Path) -> Path:
 
 @pytest.fixture
 def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many operations each graph has that was replayed."""
+    """The number of operations of each replayed graph."""
     sizes: list[int] = []
     replay = Graph.replay
 
@@ -61,7 +61,7 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def launched_beside_a_decode(card: Card, engine: Engine, replayed: list[int], prompt: list[int]) -> int:
-    """Operations that the host launches one by one for a step with a whole prompt beside a decode."""
+    """Return the number of operations that the host launches outside graphs for a step with a whole prompt and a decode."""
     engine.submit(generation_request("decodes", [5, 6, 7], max_tokens=30))
     for _ in range(4):
         engine.step()
@@ -75,7 +75,7 @@ def launched_beside_a_decode(card: Card, engine: Engine, replayed: list[int], pr
     return found
 
 
-def test_the_host_launches_as_much_for_many_layers_as_for_one(model: Path, shallow: Path, replayed: list[int]) -> None:
+def test_the_number_of_host_launches_does_not_depend_on_the_layers(model: Path, shallow: Path, replayed: list[int]) -> None:
     found = []
     for folder in (shallow, model):
         with rehearsal() as card, replace_triton_operations():
@@ -117,10 +117,10 @@ def test_captured_steps_with_chunks_give_the_tokens_of_the_plain_runner(
 
 
 @pytest.mark.parametrize("switch", ["1", "0"])
-def test_a_prompt_that_is_read_alone_is_never_launched_further_ahead_than_by_a_step(
+def test_a_prompt_read_alone_is_launched_at_most_one_step_ahead(
     switch: str, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No step of it has tokens to wait for. What arrives meanwhile would wait for all that was launched."""
+    """Its steps have no tokens to wait for; requests that arrive meanwhile would wait for all launched steps."""
     monkeypatch.setenv(GRAPHS, switch)
     with rehearsal() as card, replace_triton_operations():
         engine = small_engine(model, device="cuda", dtype="float32", **{**ROOM, "max_num_batched_tokens": 16})
@@ -143,7 +143,7 @@ def test_all_shapes_are_captured_before_the_first_request(model: Path, replayed:
     assert len(replayed) == 5
 
 
-def test_more_chunks_than_any_graph_has_are_launched_one_by_one(model: Path, replayed: list[int]) -> None:
+def test_more_chunks_than_any_graph_supports_are_launched_without_a_graph(model: Path, replayed: list[int]) -> None:
     number = CHUNKS_MANY + 1
     room = {**ROOM, "max_num_seqs": number, "max_num_batched_tokens": 2 * number}
     requests = [generation_request(str(place), [5, 6 + place], max_tokens=1) for place in range(number)]
@@ -154,7 +154,7 @@ def test_more_chunks_than_any_graph_has_are_launched_one_by_one(model: Path, rep
 
 
 @pytest.mark.parametrize("fails_at", [64, 32])
-def test_shapes_behind_one_whose_capture_fails_are_launched_one_by_one(
+def test_after_a_failed_capture_later_shapes_are_launched_without_a_graph(
     fails_at: int, model: Path, replayed: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     captured = CudaGraphs._capture

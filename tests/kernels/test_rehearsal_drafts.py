@@ -1,4 +1,4 @@
-"""Draft tokens of one request are attended in groups by the serving kernels: the tokens equal plain decoding."""
+"""Draft tokens of one request are attended in groups; the tokens equal those of plain decoding."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SMALL: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 32, "num_kv_blocks"
 SPECULATIVE = SpeculativeOptions.parse({"method": "ngram", "num_speculative_tokens": 9, "prompt_lookup_max": 3})
 
 
-def test_the_kernels_read_a_context_once_for_several_drafts(tmp_path: Path) -> None:
+def test_a_context_is_read_once_for_several_drafts(tmp_path: Path) -> None:
     make_model("llama", tmp_path, num_hidden_layers=1, head_dim=16)
     requests = [generation_request("a", [5, 6, 7], max_tokens=20), generation_request("b", [8], max_tokens=3)]
     expected = run_to_end(small_engine(tmp_path, dtype="float32", **SMALL), requests)
@@ -53,7 +53,7 @@ def test_the_kernels_read_a_context_once_for_several_drafts(tmp_path: Path) -> N
     assert all(call.kwargs["max_query_len"] == 8 for call in grouped)
 
 
-def test_kernels_of_steps_with_drafts_are_requested_in_all_their_sizes_before_anything_is_launched(
+def test_kernels_of_all_draft_step_sizes_are_requested_before_the_first_launch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_model("llama", tmp_path, num_hidden_layers=1, head_dim=16)

@@ -1,4 +1,4 @@
-"""The GPU serving code on an emulated card gives the plain CPU runner's tokens."""
+"""The GPU serving code on an emulated GPU gives the tokens of the plain CPU runner."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def answers(model: Path, prompts: dict[str, list[int]] = PROMPTS, **options: Any
     return {name: tokens(each) for name, each in events.items()}
 
 
-def test_an_engine_on_the_card_says_what_the_plain_one_says(llama: Path) -> None:
+def test_an_engine_on_the_gpu_gives_the_tokens_of_the_plain_one(llama: Path) -> None:
     expected = answers(llama)
     with rehearsal() as card:
         assert answers(llama, device="cuda") == expected
@@ -73,7 +73,7 @@ def test_an_engine_on_the_card_says_what_the_plain_one_says(llama: Path) -> None
     assert not card.computed_early
 
 
-def test_with_weights_and_cache_in_8_bits_it_says_what_its_eager_twin_says(
+def test_with_8_bit_weights_and_cache_it_gives_the_tokens_of_the_eager_engine(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     correct_e4m3(monkeypatch)
@@ -101,9 +101,7 @@ def steps_with(engine: Engine, **sampling: Any) -> None:
         {"bad_words_token_ids": [[5], [6, 7]]},
     ],
 )  # fmt: skip
-def test_a_step_that_decodes_waits_for_the_tokens_of_the_one_before_and_for_nothing_else(
-    llama: Path, sampling: dict[str, Any]
-) -> None:
+def test_a_decode_step_waits_only_for_the_tokens_of_the_previous_one(llama: Path, sampling: dict[str, Any]) -> None:
     with rehearsal() as card, replace_triton_operations():
         engine = small_engine(llama, device="cuda", dtype="float32", **{**SMALL, "max_model_len": 64})
         steps_with(engine, **sampling)
@@ -118,8 +116,8 @@ def test_a_step_that_decodes_waits_for_the_tokens_of_the_one_before_and_for_noth
     assert card.num_replays == replays + 5
 
 
-def test_a_step_does_not_ask_for_the_current_stream_in_the_slow_way(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`torch.cuda.current_stream` takes a tenth of the host's time of a step, and an event without a stream asks it."""
+def test_a_step_does_not_call_the_slow_current_stream_of_torch(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.cuda.current_stream` takes a tenth of the host's time of a step; an event without a stream calls it."""
     with rehearsal(), replace_triton_operations():
         engine = small_engine(llama, device="cuda", dtype="float32", **{**SMALL, "max_model_len": 64})
         steps_with(engine, temperature=1.0)
@@ -129,7 +127,7 @@ def test_a_step_does_not_ask_for_the_current_stream_in_the_slow_way(llama: Path,
         assert engine.status().fallback_steps_total == 0
 
 
-def test_requests_that_come_and_go_make_nobody_wait_for_values_or_for_pageable_memory(llama: Path) -> None:
+def test_arriving_and_ending_requests_cause_no_synchronisation(llama: Path) -> None:
     with rehearsal() as card, replace_triton_operations():
         engine = small_engine(llama, device="cuda", dtype="float32", **{**SMALL, "max_model_len": 64})
         steps_with(engine, temperature=1.0)
@@ -143,7 +141,7 @@ def test_requests_that_come_and_go_make_nobody_wait_for_values_or_for_pageable_m
     assert {sync.kind for sync in card.syncs} == {"event"}
 
 
-def test_steps_of_few_rows_are_captured_before_the_first_request_and_larger_ones_when_they_come(llama: Path) -> None:
+def test_small_steps_are_captured_at_the_start_and_larger_ones_on_demand(llama: Path) -> None:
     with rehearsal() as card, replace_triton_operations():
         engine = small_engine(llama, device="cuda", dtype="float32", **{**SMALL, "max_num_seqs": 16, "num_kv_blocks": 32})
         assert card.num_captures == 11, "of 1, 2, 4 and 8 rows, greedy or not, of 16 that draw, and two with chunks"
@@ -156,7 +154,7 @@ def test_steps_of_few_rows_are_captured_before_the_first_request_and_larger_ones
 @pytest.mark.parametrize(
     ("method", "largest"), [(None, 16), ("ngram", 16 + STEP_DRAFT_TOKENS_MAX), ("draft_model", 16 + STEP_DRAFT_TOKENS_MAX)]
 )
-def test_the_largest_step_that_draws_is_captured_before_all_others_and_these_from_large_to_small(
+def test_steps_are_captured_from_large_to_small(
     method: str | None, largest: int, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory of graphs is reused by what fits in it."""
@@ -182,7 +180,7 @@ def test_the_largest_step_that_draws_is_captured_before_all_others_and_these_fro
 
 
 @pytest.mark.parametrize("num_tokens", [32, 600])
-def test_a_start_measures_what_it_took_beside_what_was_predicted(num_tokens: int, llama: Path) -> None:
+def test_a_start_measures_memory_beside_the_prediction(num_tokens: int, llama: Path) -> None:
     with rehearsal(Schedule.EARLY, total_bytes=700 << 20) as card, replace_triton_operations():
         options = EngineOptions(
             model=llama,
@@ -205,13 +203,13 @@ def test_a_start_measures_what_it_took_beside_what_was_predicted(num_tokens: int
 
 
 @pytest.mark.parametrize("cache", [{"num_kv_blocks": 8}, {"num_kv_blocks": None, "kv_cache_bytes": 1 << 16}])
-def test_what_loading_held_is_given_back_also_where_an_option_sizes_the_cache(cache: dict[str, Any], llama: Path) -> None:
+def test_memory_of_loading_is_released_even_with_a_configured_cache_size(cache: dict[str, Any], llama: Path) -> None:
     with rehearsal(), replace_triton_operations(), mock.patch.object(torch.cuda, "empty_cache") as given_back:
         small_engine(llama, device="cuda", dtype="float32", **{**SMALL, **cache}).close()
     given_back.assert_called_once()
 
 
-def test_kernels_are_part_of_the_progress_of_a_start(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_progress_of_a_start_includes_kernels(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
     def four_are_compiled(report: Callable[[ops.Variants], None]) -> Iterator[None]:
         yield
@@ -228,7 +226,7 @@ def test_kernels_are_part_of_the_progress_of_a_start(llama: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("options", [{"kv_cache_dtype": "fp8"}, {"quantization": "int8"}])
-def test_formats_of_8_bits_are_captured_as_any(llama: Path, options: dict[str, Any]) -> None:
+def test_steps_with_8_bit_formats_are_captured(llama: Path, options: dict[str, Any]) -> None:
     with rehearsal(), replace_triton_operations():
         expected = answers(llama, device="cuda", enforce_eager=True, **options)
     with rehearsal() as card, replace_triton_operations():
@@ -247,10 +245,10 @@ SPECULATIVE = SpeculativeOptions.parse({"method": "ngram", "num_speculative_toke
         ("llama", {"speculative_config": SPECULATIVE}, True),
     ],
 )
-def test_what_needs_the_host_between_steps_is_not_captured(
+def test_steps_that_need_the_host_are_not_captured(
     family: str, options: dict[str, Any], is_captured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Experts ask the host in torch's operations; Triton's kernels do not. They are computed in float32 here, as on no card."""
+    """Experts need the host with torch's operations but not with Triton's. They run in float32 here, unlike on a GPU."""
     monkeypatch.setattr("engine.resolved_options.check_formats", lambda *_: None)
     make_model(family, tmp_path / family)
     expected = answers(tmp_path / family, **options)
@@ -261,9 +259,7 @@ def test_what_needs_the_host_between_steps_is_not_captured(
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
-def test_drafts_are_verified_by_captured_steps_of_which_only_the_tokens_are_waited_for(
-    kv_cache_dtype: str, llama: Path
-) -> None:
+def test_drafts_are_verified_by_captured_steps_that_wait_only_for_tokens(kv_cache_dtype: str, llama: Path) -> None:
     options = {**SMALL, "device": "cuda", "dtype": "float32", "kv_cache_dtype": kv_cache_dtype}
     requests = [generation_request(name, [5, 6, 7], max_tokens=20, logprobs=scored) for name, scored in (("a", None), ("b", 2))]
     with rehearsal(), replace_triton_operations():
@@ -282,7 +278,7 @@ def test_drafts_are_verified_by_captured_steps_of_which_only_the_tokens_are_wait
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
-def test_experts_are_captured_with_the_kernels_that_ask_nothing(quantization: str | None, tmp_path: Path) -> None:
+def test_experts_are_captured_with_kernels_that_do_not_need_the_host(quantization: str | None, tmp_path: Path) -> None:
     make_model("qwen3_moe", tmp_path / "moe", num_hidden_layers=1)
     with rehearsal(runs_kernels=False) as card:
         engine = small_engine(tmp_path / "moe", device="cuda", dtype="float16", quantization=quantization, **SMALL)
@@ -290,7 +286,7 @@ def test_experts_are_captured_with_the_kernels_that_ask_nothing(quantization: st
     assert "no graphs" not in engine.info.kernels
 
 
-def test_padding_of_a_captured_step_is_left_out_of_the_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_of_a_captured_step_is_excluded_from_the_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three requests in a step of four rows, each of which chooses three experts. Steps that are timed have no padding."""
     make_model("qwen3_moe", tmp_path / "moe", num_hidden_layers=1, head_dim=16, vocab_size=64)
     with rehearsal() as card:
@@ -323,7 +319,7 @@ EXPERT_LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", EXPERT_LAYOUTS)
-def test_experts_of_a_quantised_checkpoint_are_captured_unless_their_columns_have_orders_of_their_own(
+def test_quantised_experts_are_captured_unless_their_columns_are_permuted(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     make_model("mixtral", tmp_path / "moe", **layouts.SIZES, num_hidden_layers=1, num_local_experts=3)
@@ -336,7 +332,7 @@ def test_experts_of_a_quantised_checkpoint_are_captured_unless_their_columns_hav
     assert (reason in engine.info.kernels) == (reason in caplog.text) == (not is_captured)
 
 
-def test_texts_beside_the_steps_take_no_more_memory_than_was_planned_for_a_step(llama: Path) -> None:
+def test_embedding_texts_use_no_more_memory_than_planned_for_a_step(llama: Path) -> None:
     with rehearsal(), replace_triton_operations():
         engine = small_engine(llama, device="cuda", dtype="float32", **SMALL)
         embedder = Embedder(engine.runner.target.text_model, PoolingConfig(mode="last", normalised=True))  # type: ignore[attr-defined]
@@ -345,7 +341,7 @@ def test_texts_beside_the_steps_take_no_more_memory_than_was_planned_for_a_step(
             embedder.check(0, [5] * 17)
 
 
-def test_embeddings_are_those_of_the_cpu(llama: Path) -> None:
+def test_embeddings_equal_those_of_the_cpu(llama: Path) -> None:
     texts, vectors = [[5, 6, 7], [8, 9]], []
     for device in ("cpu", "cuda"):
         with rehearsal(), replace_triton_operations():
@@ -356,7 +352,7 @@ def test_embeddings_are_those_of_the_cpu(llama: Path) -> None:
 
 
 @pytest.mark.parametrize(("device", "window", "asks"), [("cuda", None, False), ("cuda", 2, True), ("cpu", None, True)])
-def test_whole_texts_on_a_gpu_are_not_left_to_cudnn_which_plans_for_every_length_anew(
+def test_attention_over_whole_texts_does_not_use_cudnn(
     tmp_path: Path, device: str, window: int | None, asks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A plan takes tenths of a second. Texts longer than a window have a mask, which of the others only the slow one takes."""

@@ -1,4 +1,4 @@
-"""Captures that fail on an emulated card: they cost time, neither the start of an engine nor the captures after them."""
+"""Failing captures on an emulated GPU: the engine starts nevertheless, and later captures succeed."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def answers(engine: Engine) -> list[list[int]]:
     return [tokens(each) for each in events.values()]
 
 
-def test_an_engine_whose_steps_cannot_be_captured_starts_and_says_so(
+def test_an_engine_whose_steps_cannot_be_captured_starts_and_logs_it(
     llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As where a capture fails later: it costs time and no service."""
+    """As with a capture that fails later: steps are slower but served."""
     expected = answers(small_engine(llama, dtype="float32", **SMALL))
 
     def refuse(graph: Graph, **_: Any) -> None:
@@ -58,9 +58,9 @@ def test_an_engine_whose_steps_cannot_be_captured_starts_and_says_so(
 
 
 @pytest.mark.parametrize("is_renewed", [False, True])
-def test_a_pool_that_lost_its_last_graph_is_no_reason_why_later_captures_fail(*, is_renewed: bool) -> None:
-    """torch's allocator takes no graph into such a pool. It is left behind by a first capture in which something was raised,
-    and by the first one after a capture that was spoilt."""
+def test_captures_succeed_after_a_pool_lost_its_last_graph(*, is_renewed: bool) -> None:
+    """torch's allocator accepts no graph into such a pool, which remains after a first capture that raised, and after the
+    first one that follows an invalidated capture."""
     calls: list[int] = []
 
     def raises_in_capture() -> None:

@@ -1,5 +1,5 @@
-"""Launches that fail at any line of theirs, on a rehearsed card: whatever was launched by then, tokens are those of the plain
-runner. A step that the device has counted and nobody fetches, or the other way round, would give those of other steps."""
+"""Launches that fail at any line, on an emulated GPU: tokens equal those of the plain runner. A step counted by the device
+but not fetched, or the reverse, would give tokens of other steps."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ WISHES = ("greedy", "sampled", "stops", "guided", "guided, sampled", "scored", "
 
 
 class Fault(RuntimeError):
-    """Nothing else has failed."""
+    """The injected error."""
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def failing(numbers: random.Random) -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("method", [None, "ngram", "draft_model", "without graphs"])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_tokens_are_those_of_the_plain_runner_wherever_a_launch_fails(
+def test_tokens_equal_those_of_the_plain_runner_wherever_a_launch_fails(
     folder: Path, method: str | None, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbers, speculative = random.Random(f"{seed} {method}"), None
@@ -123,8 +123,8 @@ def test_tokens_are_those_of_the_plain_runner_wherever_a_launch_fails(
     assert_as_alone(folder, "llama", requests, found)
 
 
-def test_a_device_that_is_lost_ends_the_engine_at_once_and_no_request_by_itself(folder: Path) -> None:
-    """CUDA refuses every call after an illegal access: whatever is tried again fails as well, and so would whatever arrives."""
+def test_a_lost_device_ends_the_engine_and_blames_no_single_request(folder: Path) -> None:
+    """After an illegal access CUDA refuses every call, so that retries and new requests would fail as well."""
 
     def access_nothing() -> None:
         raise RuntimeError("an illegal memory access was encountered")
@@ -142,7 +142,7 @@ def test_a_device_that_is_lost_ends_the_engine_at_once_and_no_request_by_itself(
     assert all(event.finish_reason is None for event in events)
 
 
-def test_a_step_that_fails_on_a_device_that_works_ends_no_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_step_on_a_working_device_does_not_end_the_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise torch.cuda.OutOfMemoryError("no room for this step")
 

@@ -1,7 +1,7 @@
-"""The bench that needs a GPU, on a rehearsed one: its code for a card, with graphs, streams and events, runs to its end.
+"""The GPU benchmark on an emulated GPU: its code with graphs, streams and events runs to its end.
 
-`bench/gpu.sh --rehearse` runs the same parts on the CPU, without any of that, and looks at the kernels' numbers. Here most
-kernels are launched and compute nothing, and engines have torch's operations. The peers, which are not ours, are left out.
+`bench/gpu.sh --rehearse` runs the same parts on the CPU without these, and checks the results of the kernels. Here most
+kernels are launched but compute nothing, and engines use torch's operations. Peers are omitted.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ WARM_UP = ("warm small", "warm in turn")
 
 
 def without_a_trace(run: Callable[[], object], device: torch.device) -> Idle:
-    """The profiler of a torch without CUDA sees no card."""
+    """Run without a profiler: that of a torch without CUDA sees no GPU."""
     run()
     torch.cuda.synchronize()
     assert device == DEVICE
@@ -72,7 +72,7 @@ def together() -> list[tuple[Part, ...]]:
 
 
 @pytest.mark.parametrize("parts", together(), ids=lambda parts: parts[0].name)
-def test_a_part_runs_to_its_end_on_a_card(parts: tuple[Part, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_part_runs_to_its_end_on_a_gpu(parts: tuple[Part, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     part = parts[0]
     monkeypatch.setattr("bench.gpu.serve_idle.measure_idle", without_a_trace)
     monkeypatch.setattr("bench.gpu.speed_attention._flex", lambda *_: {"flex_attention": 1.0})  # its masks want a real device
@@ -100,9 +100,7 @@ def test_a_part_runs_to_its_end_on_a_card(parts: tuple[Part, ...], monkeypatch: 
 
 
 @pytest.mark.parametrize(("kind", "judged"), [(H200, "below"), (H100, "other card")])
-def test_a_card_tells_what_it_is_and_a_result_whose_goals_it_is_held_to(
-    kind: Kind, judged: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_result_names_the_gpu_and_that_of_the_goals(kind: Kind, judged: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.gpu.driver.state", lambda: "driver_version, clocks | 580.95.05, 1980 MHz")
     lines: list[dict[str, Any]] = []
     with rehearsal(Schedule.EARLY, kind=kind, total_bytes=1 << 30):
@@ -117,12 +115,12 @@ def test_a_card_tells_what_it_is_and_a_result_whose_goals_it_is_held_to(
 
 
 def with_blocks(num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines of a rehearsal get so many KV blocks."""
+    """Give engines of a rehearsal `num_blocks` KV blocks."""
     rehearsed = models._rehearsal_options
     monkeypatch.setattr(models, "_rehearsal_options", lambda options: {**rehearsed(options), "num_kv_blocks": num_blocks})
 
 
-def test_a_small_card_is_saturated_with_what_it_holds_and_refuses_what_it_never_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_gpu_runs_what_its_cache_holds_and_refuses_larger_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     with_blocks(6, monkeypatch)
     row = emitted_rows(serve.saturated)["Llama-3.1-8B, 1000/1000 saturated"]
     assert row["error"] == ""
@@ -134,14 +132,14 @@ def test_a_small_card_is_saturated_with_what_it_holds_and_refuses_what_it_never_
 
 
 def emitted_rows(measure: Callable[[Context], None]) -> dict[str, dict[str, Any]]:
-    """Rows of a part on a card whose engines have torch's operations."""
+    """Run a part on an emulated GPU with engines that use torch's operations; return its rows."""
     lines: list[dict[str, Any]] = []
     with rehearsal(Schedule.EARLY, total_bytes=8 << 30), replace_triton_operations():
         measure(Context(DEVICE, True, dict(FACTS), lines.append, time.monotonic() + 600))
     return {line["row"]["name"]: line["row"] for line in lines if "row" in line}
 
 
-def test_tokens_out_of_graphs_are_those_of_the_twin_which_computes_as_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_of_graphs_equal_those_of_an_eager_engine_with_as_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: set[int] = set()
     prepare = PagedDecoder.prepare
 
@@ -174,7 +172,9 @@ def test_tokens_out_of_graphs_are_those_of_the_twin_which_computes_as_many_rows(
 
 
 @pytest.mark.parametrize("fault", ["graphs", "slots", "chunks"])
-def test_wrong_tokens_are_counted_and_the_row_says_what_mends_them(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_tokens_are_counted_and_the_row_names_the_switches_that_avoid_them(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     advance = SlotState.advance
 
     def cut_off(state: SlotState, rows: torch.Tensor, tokens: torch.Tensor, **out: Any) -> None:
@@ -209,7 +209,7 @@ def test_wrong_tokens_are_counted_and_the_row_says_what_mends_them(fault: str, m
     assert ("chunks one by one: 0 wrong" in row["note"]) is (fault == "chunks"), row["note"]
 
 
-def test_chunks_that_cannot_be_captured_fail_the_check_of_tokens_although_these_are_right(
+def test_chunks_that_cannot_be_captured_fail_the_token_check(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     captured = CudaGraphs._capture
@@ -230,7 +230,7 @@ def test_chunks_that_cannot_be_captured_fail_the_check_of_tokens_although_these_
     assert rows[CHUNKS_ONE_BY_ONE]["error"] == ""
 
 
-def test_a_fault_as_small_as_rounding_is_seen_where_the_twin_computes_chunks_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_as_small_as_rounding_is_detected_against_an_equal_chunking(monkeypatch: pytest.MonkeyPatch) -> None:
     advance = SlotState.advance
 
     def cut_off(state: SlotState, rows: torch.Tensor, tokens: torch.Tensor, **out: Any) -> None:
@@ -247,7 +247,7 @@ def test_a_fault_as_small_as_rounding_is_seen_where_the_twin_computes_chunks_ali
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_tokens_of_replayed_steps_are_read_behind_their_events(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_of_replayed_steps_are_read_after_their_events(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     with rehearsal(Schedule.LATE):
         if not waits:
             monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda _: None)
@@ -259,9 +259,7 @@ def test_tokens_of_replayed_steps_are_read_behind_their_events(waits: bool, monk
         assert torch.equal(found, expected) is waits
 
 
-def test_a_captured_chunk_that_computes_something_else_fails_however_fast_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_captured_chunk_fails_however_fast_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     to_choose = ChunkStep.sampling_inputs
     lines: list[dict[str, Any]] = []
 
@@ -282,7 +280,7 @@ def test_a_captured_chunk_that_computes_something_else_fails_however_fast_it_is(
     assert wrong["facts"]["us"], "what was timed is kept"
 
 
-def test_a_row_whose_steps_fell_back_to_the_plain_way_fails_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_whose_steps_fell_back_to_the_slow_path_fails_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise RuntimeError("no launch here")
 
@@ -293,7 +291,7 @@ def test_a_row_whose_steps_fell_back_to_the_plain_way_fails_and_says_why(monkeyp
         assert "1 steps fell back to the plain path: a step could not be launched: RuntimeError: no lau" in row["error"], name
 
 
-def test_kernels_are_those_of_graphs_captured_in_turn_and_waits_those_of_what_is_served(
+def test_kernel_times_are_of_serially_captured_graphs_and_waits_of_served_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[dict[str, Any]] = []
@@ -328,8 +326,8 @@ def test_kernels_are_those_of_graphs_captured_in_turn_and_waits_those_of_what_is
     assert last["value"] == last["facts"]["waits_percent"], "any two events are as far apart here"
 
 
-def test_the_reference_of_attention_waits_for_the_card_no_more_often_for_more_heads() -> None:
-    """A check that waits at each head waits thousands of times, each time for its turn on a card that other processes share."""
+def test_the_attention_reference_synchronises_independently_of_the_heads() -> None:
+    """A check that synchronises per head would do so thousands of times on a GPU shared with other processes."""
 
     def num_waits(num_heads: int) -> int:
         shape = AttentionShape(16, num_heads, 2, 32)
@@ -343,7 +341,7 @@ def test_the_reference_of_attention_waits_for_the_card_no_more_often_for_more_he
     assert num_waits(8) == num_waits(2)
 
 
-def test_memory_is_given_back_behind_a_row_unless_its_engine_is_open_and_it_went_well(
+def test_memory_is_released_after_a_row_unless_it_succeeded_and_its_engine_stays_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:
@@ -362,7 +360,7 @@ def test_memory_is_given_back_behind_a_row_unless_its_engine_is_open_and_it_went
         assert len(given_back) == 2
 
 
-def test_a_broken_device_ends_its_part_at_the_row_that_broke_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_device_ends_its_part_at_the_failing_row(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore words")
 

@@ -1,4 +1,4 @@
-"""Graphs that cannot be captured, and engines without graphs, on an emulated card: the same tokens, and it is reported."""
+"""Graphs on an emulated GPU: failing captures, eviction, memory, and engines without graphs, with unchanged tokens."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def answers(engine: Engine) -> dict[str, list[int]]:
     return {name: tokens(each) for name, each in events.items()}
 
 
-def test_a_step_that_cannot_be_captured_whole_or_as_far_as_its_logits_is_computed_plainly_from_then_on(
+def test_a_step_that_cannot_be_captured_at_all_takes_the_slow_path_from_then_on(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = answers(engine_of(llama))
@@ -68,7 +68,7 @@ def test_a_step_that_cannot_be_captured_whole_or_as_far_as_its_logits_is_compute
     assert status.fallback_reason.endswith("OutOfMemoryError: no room for a graph")
 
 
-def test_a_kind_that_cannot_be_captured_whole_costs_one_step_and_chooses_behind_its_logits_from_then_on(
+def test_a_step_that_cannot_be_captured_whole_is_captured_up_to_its_logits(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = answers(engine_of(llama))
@@ -86,7 +86,7 @@ def test_a_kind_that_cannot_be_captured_whole_costs_one_step_and_chooses_behind_
         assert engine.status().fallback_steps_total == 1
 
 
-def test_what_breaks_within_a_capture_is_told_and_not_that_the_capture_ended_badly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_within_a_capture_is_reported_instead_of_the_invalid_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     def end_badly(graph: Graph) -> None:
         graph.card.capture = None
         raise RuntimeError("operation failed due to a previous error during capture")
@@ -110,8 +110,8 @@ def test_what_breaks_within_a_capture_is_told_and_not_that_the_capture_ended_bad
     assert len(calls) == 2, "not even called again"
 
 
-def test_a_capture_that_was_spoilt_spoils_no_other() -> None:
-    """What nobody captures is asked for by one kind of step: the others keep their graphs, and later sizes get theirs."""
+def test_an_invalidated_capture_does_not_affect_others() -> None:
+    """Only one kind of step needs what cannot be captured: others keep their graphs, and later sizes are captured."""
     kept: list[torch.Tensor] = []
 
     def waits() -> None:
@@ -132,7 +132,7 @@ def test_a_capture_that_was_spoilt_spoils_no_other() -> None:
 
 
 class Dropped:
-    """Half of an engine that nobody holds any longer: a cycle, which ends only when Python's collector comes by."""
+    """A dropped engine: a reference cycle that only Python's garbage collector frees."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph, self.itself = graph, self
@@ -147,7 +147,7 @@ def captured(function: Callable[[], None]) -> Graph:
     return graph
 
 
-def test_python_collects_no_graph_while_another_is_captured() -> None:
+def test_garbage_collection_frees_no_graph_during_a_capture() -> None:
     limits = gc.get_threshold()
     with rehearsal() as card:
         graphs = CudaGraphs(DEVICE, max_graphs=1)
@@ -168,7 +168,7 @@ def test_python_collects_no_graph_while_another_is_captured() -> None:
         assert gc.isenabled()
 
 
-def test_the_collector_is_on_again_behind_a_capture_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_garbage_collection_is_enabled_again_after_a_failed_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(graph: Graph, **_: Any) -> None:
         assert not gc.isenabled()
         raise RuntimeError("no capture here")
@@ -181,7 +181,7 @@ def test_the_collector_is_on_again_behind_a_capture_that_failed(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("how", ["reset", "dropped"])
-def test_a_rehearsed_capture_fails_if_another_graph_is_destroyed_meanwhile(how: str) -> None:
+def test_an_emulated_capture_fails_if_another_graph_is_destroyed_meanwhile(how: str) -> None:
     with rehearsal():
         graphs, held = CudaGraphs(DEVICE, max_graphs=1), [captured(lambda: None)]
         calls: list[int] = []
@@ -197,7 +197,7 @@ def test_a_rehearsed_capture_fails_if_another_graph_is_destroyed_meanwhile(how: 
             graphs.make_ready(1, destroys)
 
 
-def test_graphs_that_are_set_aside_are_captured_anew_and_back_afterwards() -> None:
+def test_graphs_set_aside_are_captured_again_and_restored_afterwards() -> None:
     with rehearsal() as card:
         graphs, kept = CudaGraphs(DEVICE, max_graphs=1), torch.zeros(1, device=DEVICE)
 
@@ -215,7 +215,7 @@ def test_graphs_that_are_set_aside_are_captured_anew_and_back_afterwards() -> No
         assert card.num_captures == 2
 
 
-def test_what_runs_before_a_capture_takes_its_memory_from_the_stream_of_the_steps() -> None:
+def test_the_run_before_a_capture_allocates_on_the_stream_of_the_steps() -> None:
     with rehearsal() as card:
         graphs, streams = CudaGraphs(DEVICE, max_graphs=1), []
         graphs.make_ready(1, lambda: streams.append(card.stream))
@@ -223,7 +223,7 @@ def test_what_runs_before_a_capture_takes_its_memory_from_the_stream_of_the_step
         assert streams[1] is not card.stream, "no capture on the default stream"
 
 
-def test_work_behind_a_failed_capture_waits_for_what_was_run_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_after_a_failed_capture_waits_for_the_run_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(graph: Graph, **_: Any) -> None:
         raise RuntimeError("no capture here")
 
@@ -240,7 +240,7 @@ def test_work_behind_a_failed_capture_waits_for_what_was_run_before_it(monkeypat
         assert (kept * 2).tolist() == [2.0] * 4
 
 
-def test_the_graph_that_was_used_longest_ago_gives_way() -> None:
+def test_the_least_recently_used_graph_is_evicted() -> None:
     with rehearsal() as card:
         graphs = CudaGraphs(DEVICE, max_graphs=2)
         kept = torch.zeros(3, device=DEVICE)
@@ -277,7 +277,7 @@ def mixed_history(engine: Engine) -> None:
     run_to_end(engine, [])
 
 
-def test_kinds_of_steps_that_come_and_go_do_not_drive_each_others_graphs_out_for_long(llama: Path) -> None:
+def test_alternating_kinds_of_steps_do_not_keep_evicting_each_other(llama: Path) -> None:
     with rehearsal(Schedule.EARLY) as card, replace_triton_operations():
         engine = small_engine(llama, device="cuda", dtype="float32", max_num_seqs=256, max_model_len=128, num_kv_blocks=2048)
         mixed_history(engine)
@@ -287,9 +287,7 @@ def test_kinds_of_steps_that_come_and_go_do_not_drive_each_others_graphs_out_for
         assert engine.status().fallback_steps_total == 0
 
 
-def test_where_there_is_no_place_for_a_graph_a_kind_of_steps_takes_the_one_that_ends_with_logits(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_room_for_a_whole_graph_the_graph_up_to_logits_is_used(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.runner.graph_eviction.WORTH", 3)
     monkeypatch.setattr("engine.runner.runner_choice.decode_graphs_kept", lambda *_, **__: 9)
     requests = [generation_request(name, prompt, max_tokens=9, temperature=1.0, top_p=0.9) for name, prompt in PROMPTS.items()]
@@ -303,7 +301,7 @@ def test_where_there_is_no_place_for_a_graph_a_kind_of_steps_takes_the_one_that_
 
 
 @pytest.mark.parametrize("says", ["0", "1"])
-def test_without_graphs_steps_are_launched_ahead_all_the_same_with_the_same_tokens(
+def test_without_graphs_steps_are_launched_ahead_with_the_same_tokens(
     llama: Path, says: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = answers(engine_of(llama))
@@ -318,9 +316,7 @@ def test_without_graphs_steps_are_launched_ahead_all_the_same_with_the_same_toke
 
 @pytest.mark.parametrize("switch", [GRAPHS, EARLY_LAUNCH, OVERLAPPED_PREFILL, BUSY_WAIT])
 @pytest.mark.parametrize("says", ["no", "false", ""])
-def test_a_switch_that_is_neither_on_nor_off_stops_the_start(
-    switch: str, says: str, llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_invalid_switch_stops_the_start(switch: str, says: str, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(switch, says)
     with pytest.raises(EngineConfigError, match=f"{switch} is '{says}', and can be 0 or 1"):
         engine_of(llama)
@@ -330,7 +326,7 @@ def graphs_part(engine: Engine) -> MemoryPart:
     return next(part for part in engine.info.memory if part.name == "graphs")
 
 
-def test_what_the_driver_keeps_of_captured_graphs_is_measured_with_their_number(llama: Path) -> None:
+def test_driver_memory_of_captured_graphs_is_measured_with_their_number(llama: Path) -> None:
     with rehearsal() as card, replace_triton_operations():
         part = graphs_part(engine_of(llama, device="cuda"))
         assert part.measured_bytes is not None
@@ -339,14 +335,14 @@ def test_what_the_driver_keeps_of_captured_graphs_is_measured_with_their_number(
         assert (part.measured_bytes - card.graph_bytes) % SEGMENT_BYTES == 0, "beside it there is what torch reserved"
 
 
-def test_without_graphs_none_are_counted(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_graphs_the_count_is_zero(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(GRAPHS, "0")
     with rehearsal(), replace_triton_operations():
         assert graphs_part(engine_of(llama, device="cuda")).num_measured == 0
 
 
 @pytest.mark.parametrize("given_back", [1 << 30, -(1 << 30)])
-def test_other_processes_disturb_the_measure_of_graphs_and_nothing_else(
+def test_other_processes_disturb_only_the_measurement_of_graphs(
     given_back: int, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right, changes = Graph.capture_end, iter([given_back])

@@ -1,6 +1,6 @@
-"""Histories of an engine on a rehearsed card: captured steps, launched ahead, give the tokens of the plain runner on the CPU.
+"""Random histories of an engine on an emulated GPU: captured steps launched ahead give the tokens of the plain CPU runner.
 
-Operations are torch's (`tests.support.rehearsal.table`): the kernels' own numbers are the business of their tests.
+Operations are torch's (`tests.support.rehearsal.table`); the results of kernels are tested elsewhere.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def speculation(draft: Path | None, num_tokens: int) -> SpeculativeOptions:
     schedule=st.sampled_from(Schedule),
     seed=st.integers(0, 99),
 )
-def test_tokens_are_those_of_the_plain_runner(
+def test_tokens_equal_those_of_the_plain_runner(
     folder: Path,
     family: str,
     requests: list[PlannedRequest],

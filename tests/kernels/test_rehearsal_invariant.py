@@ -1,4 +1,4 @@
-"""Batch-invariant steps over slots on an emulated card: captured, launched ahead, with the plain runner's bits."""
+"""Batch-invariant steps over slots on an emulated GPU: captured, launched ahead, bit-identical to the plain runner."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def bits(engine: Engine, names: str) -> dict[str, list[tuple[int, float]]]:
     return {name: [(token, entry.logprob) for token, entry in pairs] for name, pairs in scored.items()}
 
 
-def test_captured_steps_of_experts_give_the_bits_of_the_plain_runner_alone_and_beside_padding(tmp_path: Path) -> None:
-    """In steps of one row, and of four with three requests. Nobody waits for more than tokens."""
+def test_captured_steps_of_experts_are_bit_identical_to_the_plain_runner_also_with_padding(tmp_path: Path) -> None:
+    """In steps of one row, and of four rows with three requests. Steps wait only for tokens."""
     make_model("qwen3_moe", tmp_path / "model", num_hidden_layers=1, head_dim=16, vocab_size=64)
     with rehearsal() as card:
         plain = bits(engine_of(tmp_path / "model", enforce_eager=True), "abc")

@@ -1,4 +1,4 @@
-"""Memory on an emulated card: engines that follow one another in a process have the same, and where torch refuses to write."""
+"""Memory on an emulated GPU: engines created one after another, two engines at once, and writes to inference tensors."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def card() -> Iterator[Card]:
         yield card
 
 
-def test_a_closed_llm_leaves_its_memory_to_the_next_one(card: Card, llama: Path) -> None:
-    """As where perplexities are compared: of a model in a format, then of the same one as it is."""
+def test_a_closed_llm_frees_its_memory_for_the_next_one(card: Card, llama: Path) -> None:
+    """As when the perplexities of a model are compared with and without quantisation."""
     num_blocks, taken = [], []
     for _ in range(3):
         with LLM(llama, **SMALL) as llm:
@@ -60,7 +60,7 @@ def test_a_closed_llm_leaves_its_memory_to_the_next_one(card: Card, llama: Path)
     assert card.used_bytes < CARD_BYTES // 4, "nobody has an engine, and the memory is the driver's again"
 
 
-def test_an_engine_that_was_dropped_leaves_its_memory_to_the_next_one(card: Card, llama: Path) -> None:
+def test_a_dropped_engine_frees_its_memory_for_the_next_one(card: Card, llama: Path) -> None:
     num_blocks = [build_engine(EngineOptions(model=llama, **SMALL)).info.num_kv_blocks for _ in range(2)]
     assert num_blocks[0] == num_blocks[1]
 
@@ -68,8 +68,8 @@ def test_an_engine_that_was_dropped_leaves_its_memory_to_the_next_one(card: Card
 @pytest.mark.parametrize(
     "own", [{}, {"block_size": 32}, {"enforce_eager": True, "max_num_seqs": 2}, {"kv_cache_bytes": 100 << 20}], ids=str
 )
-def test_engines_of_two_models_have_room_on_one_card(own: dict[str, Any], card: Card, llama: Path, tmp_path: Path) -> None:
-    """As in two processes: to torch's allocator of the second engine what the first one has is not its own."""
+def test_engines_of_two_models_fit_one_gpu(own: dict[str, Any], card: Card, llama: Path, tmp_path: Path) -> None:
+    """As in two processes: the allocator of the second engine does not count memory of the first as its own."""
     other = tmp_path / "other"
     make_model("qwen3", other, num_hidden_layers=2, head_dim=16)
     card.total_bytes = 2 << 30  # room for the context that each process is assumed to have
@@ -87,7 +87,7 @@ def test_engines_of_two_models_have_room_on_one_card(own: dict[str, Any], card: 
     assert sum(filter(None, caches_bytes)) > 0.25 * card.total_bytes
 
 
-def test_what_was_made_in_inference_mode_is_refused_outside_of_it_as_by_torch() -> None:
+def test_writing_to_an_inference_tensor_outside_inference_mode_is_refused() -> None:
     with rehearsal():
         usual = torch.zeros(3, device=DEVICE)
         with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Which steps rotate inside attention: those with few rows and one row per request. Tokens are the same."""
+"""Steps that rotate inside attention, those with few rows and one row per request, give the same tokens."""
 
 from __future__ import annotations
 
@@ -72,26 +72,26 @@ def plain(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(("family", "is_rotated"), [("llama", True), ("gemma3_text", True), ("olmo2", False)])
-def test_a_layer_rotates_inside_its_attention_unless_heads_are_normed_together(
+def test_a_layer_rotates_inside_attention_unless_heads_are_normalised_together(
     family: str, is_rotated: bool, tmp_path: Path
 ) -> None:
     make_model(family, tmp_path, num_hidden_layers=1)
     assert served(tmp_path) == (plain(tmp_path), {False} if is_rotated else set())
 
 
-def test_steps_of_many_rows_keep_two_operations() -> None:
+def test_steps_of_many_rows_rotate_separately() -> None:
     none = torch.zeros(0, dtype=torch.int32)
     plans = (PagedPlan(AttentionShape(16, 4, 2, 16), rows, none, none, is_newest=True) for rows in (1, 16, 17, 256))
     assert [plan.takes_projections for plan in plans] == [True, True, False, False]
 
 
-def test_a_batch_invariant_engine_keeps_two_operations(tmp_path: Path) -> None:
+def test_a_batch_invariant_engine_rotates_separately(tmp_path: Path) -> None:
     make_model("llama", tmp_path, num_hidden_layers=1)
     found, rotated = served(tmp_path, batch_invariant=True)
     assert (len(found), rotated) == (NUM_TOKENS, set())
 
 
-def test_so_do_steps_in_which_a_request_has_several_rows(tmp_path: Path) -> None:
+def test_steps_with_several_rows_per_request_rotate_separately(tmp_path: Path) -> None:
     make_model("llama", tmp_path, num_hidden_layers=1)
     expected = plain(tmp_path)
     speculative = SpeculativeOptions.parse({"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3})

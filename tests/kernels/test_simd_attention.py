@@ -1,4 +1,4 @@
-"""Attention over pages, compiled for this processor, against the loops of the reference; and its bits in any batch."""
+"""Paged attention compiled for this CPU: against the reference, and bit-identical in any batch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def case(lens: Sequence[tuple[int, int]], shape: AttentionShape) -> tuple[torch.Tensor, torch.Tensor, list[AttentionRow]]:
-    """lens: (query_len, context_len) of each row → queries, keys and values, a cache that is NaN elsewhere, and the rows."""
+    """Return queries, keys and values, a cache that is NaN elsewhere, and the rows. lens: (query_len, context_len) of each."""
     torch.manual_seed(1)
     size = shape.block_size
     counts = [-(-context // size) for _, context in lens]
@@ -69,7 +69,7 @@ MIXED = [(1, 33), (1, 17), (1, 16), (1, 15), (1, 1), (17, 17), (2, 16), (16, 33)
         (24, 2, HEAD_DIM_MAX),
     ],
 )
-def test_awkward_lengths_equal_the_loops(heads: int, kv_heads: int, head_dim: int) -> None:
+def test_awkward_lengths_match_the_reference(heads: int, kv_heads: int, head_dim: int) -> None:
     compare(MIXED, AttentionShape(16, heads, kv_heads, head_dim))
 
 
@@ -77,7 +77,7 @@ def test_awkward_lengths_equal_the_loops(heads: int, kv_heads: int, head_dim: in
     ("block_size", "window"),
     [(1, None), (1, 7), (8, 1), (8, 7), (8, 16), (16, None), (16, 1), (16, 16), (16, 40), (32, 7), (32, 16), (32, 40)],
 )
-def test_windows_in_blocks_of_any_size(block_size: int, window: int | None) -> None:
+def test_windows_with_blocks_of_any_size_match_the_reference(block_size: int, window: int | None) -> None:
     compare([*MIXED, (1, 50), (5, 60)], AttentionShape(block_size, 4, 2, 32, sliding_window=window))
 
 
@@ -88,7 +88,7 @@ def test_contexts_of_several_chunks_match_the_reference(context: int, window: in
 
 
 @pytest.mark.parametrize("window", [None, 7, 21])
-def test_soft_capped_scores_with_a_custom_scale(window: int | None) -> None:
+def test_soft_capped_scores_with_a_custom_scale_match_the_reference(window: int | None) -> None:
     compare(MIXED, AttentionShape(16, 4, 2, 16, sliding_window=window, scale=0.4, softcap=1.5))
     compare(MIXED, AttentionShape(16, 4, 2, 16, sliding_window=window, scale=0.01, softcap=50.0))
 

@@ -63,7 +63,7 @@ def test_a_product_equals_its_definition(num_rows: int, outputs: int, columns: i
 
 @pytest.mark.parametrize("outputs", [COLUMNS + 5, WIDE_OUTPUTS_MIN + 5])
 @pytest.mark.parametrize("num_rows", [7, 11, 30])
-def test_a_product_with_more_columns_than_are_processed_at_a_time(outputs: int, num_rows: int, threads: int) -> None:
+def test_a_product_with_more_columns_than_one_pass_matches_the_reference(outputs: int, num_rows: int, threads: int) -> None:
     torch.manual_seed(2)
     weight, x = torch.randn(outputs, 2 * DEPTH + 3), torch.randn(num_rows, 2 * DEPTH + 3)
     expected = (x.double() @ weight.double().T).float()
@@ -122,7 +122,7 @@ def test_gates_equal_their_definitions(name: str, num_rows: int, size: int, thre
     assert torch.equal(gate_up, before)
 
 
-def test_a_gate_is_right_from_end_to_end_and_keeps_nan() -> None:
+def test_a_gate_is_accurate_over_its_whole_range_and_keeps_nan() -> None:
     values = torch.tensor([-1e30, -1000.0, -88.5, -87.0, -20.0, -1e-6, 0.0, 1e-6, 20.0, 87.0, 89.0, 1e30, math.inf, math.nan])
     gate_up = torch.cat((values, torch.ones(len(values))))[None]
     expected = torch.nn.functional.silu(values.double()).float()

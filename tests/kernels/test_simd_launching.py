@@ -1,4 +1,4 @@
-"""Recorded sequences: the bits of operations that are called one by one, for any number of rows, and none left out."""
+"""Recorded sequences of operations: bit-identical to separate calls for any number of rows, and complete."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def inputs(num_rows: int) -> list[torch.Tensor]:
     return [torch.cat((angles.cos(),) * 2, -1), torch.cat((-angles.sin(), angles.sin()), -1), slots, tables, lens]
 
 
-def test_a_sequence_gives_the_bits_of_its_operations_for_any_number_of_rows() -> None:
+def test_a_sequence_is_bit_identical_to_separate_operations_for_any_number_of_rows() -> None:
     layers, x = Layers(), torch.zeros(MAX_ROWS, HIDDEN)
     buffers = [torch.zeros(MAX_ROWS, *each.shape[1:], dtype=each.dtype) for each in inputs(MAX_ROWS)]
     sequence, cache = OperationSequence(MAX_ROWS), layers.cache.clone()
@@ -82,7 +82,7 @@ def test_a_sequence_gives_the_bits_of_its_operations_for_any_number_of_rows() ->
         assert torch.equal(layers.cache, after)
 
 
-def test_a_sequence_follows_the_number_of_torchs_threads() -> None:
+def test_a_sequence_uses_the_number_of_threads_of_torch() -> None:
     x, weight = torch.randn(8, 64), torch.ones(64)
     sequence = OperationSequence(8)
     with sequence.recording():
@@ -96,7 +96,7 @@ def test_a_sequence_follows_the_number_of_torchs_threads() -> None:
     torch.set_num_threads(before)
 
 
-def test_what_torch_computes_between_operations_is_refused_and_nothing_is_recorded_afterwards() -> None:
+def test_torch_operations_between_recorded_ones_are_refused() -> None:
     x, weight = torch.randn(2, 32), torch.ones(32)
     computations: list[Callable[[torch.Tensor], torch.Tensor]] = [
         torch.neg,

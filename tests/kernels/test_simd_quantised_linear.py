@@ -70,7 +70,7 @@ def test_a_product_equals_its_reference(name: str, outputs: int, columns: int, t
 
 
 @pytest.mark.parametrize(("columns", "group_size"), [(64, 32), (200, 64), (500, 128), (256, 256), (130, 64), (300, 256)])
-def test_groups_of_any_size_and_a_last_one_that_is_not_full(columns: int, group_size: int) -> None:
+def test_groups_of_any_size_with_a_partial_last_group_match_the_reference(columns: int, group_size: int) -> None:
     torch.manual_seed(columns)
     for scale_dtype in (torch.float16, torch.bfloat16):
         weight, x = pack_int4(torch.randn(PANEL + 7, columns), group_size, scale_dtype=scale_dtype), rows_of(3, columns)

@@ -1,4 +1,4 @@
-"""Sampling in compiled vectors: exactly the tokens of the definition, with any settings and any number of threads."""
+"""Sampling compiled for this CPU: exactly the tokens of the definition, with any settings and number of threads."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_threads_without_workspace_leave_the_work_to_the_others() -> None:
     assert bool(workspace[1].isnan().all())
 
 
-def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
+def test_tokens_are_drawn_with_their_probabilities() -> None:
     columns = columns_of([{}], 4)
     logits = torch.tensor([[0.5, 0.25, 0.2, 0.05]]).log().expand(4000, -1).contiguous()
     slots = torch.zeros(4000, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Compiled CPU log-probabilities and soft-caps against float64: ranks, likeliest tokens, odd vocabulary sizes."""
+"""Compiled CPU log-probabilities and soft-caps against float64: ranks, most likely tokens, odd vocabulary sizes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def table_of(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> torch.
 @pytest.mark.parametrize("num_top", [1, 5, 20])
 @pytest.mark.parametrize("vocab_size", [20, LANES * 4, 129, SPAN - 1, SPAN + 1, 3 * SPAN + 5])
 @pytest.mark.parametrize("spread", [0.01, 1.0, 30.0])
-def test_numbers_ranks_and_likeliest_tokens_are_those_of_the_whole_table(vocab_size: int, num_top: int, spread: float) -> None:
+def test_log_probabilities_ranks_and_top_tokens_match_the_full_table(vocab_size: int, num_top: int, spread: float) -> None:
     generator = torch.Generator().manual_seed(vocab_size + num_top)
     rows = 5
     logits = torch.randn(rows, vocab_size + 3, generator=generator)[:, :vocab_size] * spread
@@ -52,14 +52,14 @@ def test_numbers_ranks_and_likeliest_tokens_are_those_of_the_whole_table(vocab_s
     torch.testing.assert_close(logprobs, expected, rtol=1e-6, atol=2e-6, equal_nan=True)
 
 
-def test_of_equal_logits_the_first_are_the_likeliest_and_share_their_rank() -> None:
+def test_of_equal_logits_the_first_tokens_come_first_and_share_their_rank() -> None:
     logits = torch.zeros(1, 3 * LANES)
     logits[0, 2 * LANES + 1] = 1.0
     table = table_of(logits, torch.tensor([LANES + 1]), 4)
     assert table[0, :6].tolist() == [2, LANES + 1, 2 * LANES + 1, 0, 1, 2]
 
 
-def test_impossible_tokens_and_failed_rows_have_a_table_too() -> None:
+def test_impossible_tokens_and_failed_rows_have_a_table() -> None:
     logits = torch.full((3, 40), -math.inf)
     logits[0, 7], logits[1, 3] = 2.0, math.nan
     logits[2] = torch.arange(40.0)
@@ -75,7 +75,7 @@ def test_impossible_tokens_and_failed_rows_have_a_table_too() -> None:
 @pytest.mark.parametrize("softcap", [None, 0.7, 30.0])
 @pytest.mark.parametrize("divisor", [1.0, 8.0])
 @pytest.mark.parametrize("rows", [1, 3, 40])
-def test_capped_logits_are_those_of_torch_in_float64(rows: int, divisor: float, softcap: float | None) -> None:
+def test_soft_capped_logits_match_torch_in_float64(rows: int, divisor: float, softcap: float | None) -> None:
     logits = Guarded((rows, 12345), torch.float32, CPU)
     logits.tensor.copy_(torch.randn(rows, 12345, generator=torch.Generator().manual_seed(rows)) * 20)
     logits.tensor[0, :4] = torch.tensor([math.nan, math.inf, -math.inf, 0.0])

@@ -43,7 +43,7 @@ def test_a_position_beyond_the_table_is_not_written_and_an_empty_slot_is_empty()
 
 
 @pytest.mark.parametrize("rows", [[0], [6, 2, 0], [-1, 2, -1, 4, -1], [-1]])
-def test_sampled_tokens_become_the_last_of_their_slots(rows: list[int]) -> None:
+def test_sampled_tokens_become_the_last_tokens_of_their_slots(rows: list[int]) -> None:
     slots, sampled = torch.tensor(rows, dtype=torch.int32), torch.arange(100, 100 + len(rows))
     sampled[-1] = -1  # no token could be drawn
     out = Guarded((len(rows),), torch.int64, CPU)
@@ -56,7 +56,7 @@ def test_sampled_tokens_become_the_last_of_their_slots(rows: list[int]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("hidden", [1, 16, 37])
-def test_rows_are_looked_up(hidden: int, dtype: torch.dtype) -> None:
+def test_embeddings_and_rotations_are_looked_up(hidden: int, dtype: torch.dtype) -> None:
     table, ids = torch.randn(11, hidden), torch.tensor([10, 0, 3, 3], dtype=dtype)
     for multiplier in (1.0, 1.7):
         expected = reference_embedding.embed(ids, table, multiplier=multiplier)

@@ -1,4 +1,4 @@
-"""Paged decode attention of Triton against its float64 twin: awkward lengths, poisoned caches, batches of every kind."""
+"""Paged decode attention of Triton against its float64 reference: awkward lengths, poisoned caches, and scheduling."""
 
 from __future__ import annotations
 
@@ -84,12 +84,12 @@ class Batch:
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("lengths", [[1, 15, 16, 17], [33, 31, 0, 1], [257, 129, 67, 128]])
-def test_awkward_lengths_equal_the_loops(lengths: list[int], device: torch.device) -> None:
+def test_awkward_lengths_match_the_reference(lengths: list[int], device: torch.device) -> None:
     Batch(lengths, SHAPE, device).compare()
 
 
 @pytest.mark.usefixtures("small_tiles")
-def test_a_request_of_many_splits_among_short_ones(device: torch.device) -> None:
+def test_a_request_of_many_splits_among_short_ones_matches_the_reference(device: torch.device) -> None:
     Batch([3, 701, 1], SHAPE, device).compare()
 
 
@@ -111,7 +111,7 @@ def test_every_block_size_matches_the_reference(block_size: int, device: torch.d
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("window", [1, 16, 21, 64])
-def test_a_window_hides_what_lies_before_it(window: int, device: torch.device) -> None:
+def test_a_window_masks_earlier_tokens(window: int, device: torch.device) -> None:
     shape = AttentionShape(BLOCK, 2, 1, 32, sliding_window=window)
     batch = Batch([1, 50, 22, 90], shape, device)
     for row, length in enumerate(batch.context_lens.tolist()):
@@ -122,7 +122,7 @@ def test_a_window_hides_what_lies_before_it(window: int, device: torch.device) -
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("window", [None, 21])
-def test_capped_scores_with_a_scale_of_their_own(window: int | None, device: torch.device) -> None:
+def test_soft_capped_scores_with_a_custom_scale_match_the_reference(window: int | None, device: torch.device) -> None:
     Batch([1, 40, 130], AttentionShape(BLOCK, 2, 1, 32, sliding_window=window, scale=0.4, softcap=1.5), device).compare()
 
 
@@ -212,7 +212,7 @@ def test_drafts_of_large_groups_of_heads_over_an_fp8_cache_match_the_reference(
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("window", [None, 21])
-def test_drafts_attend_to_earlier_tokens_only(window: int | None, device: torch.device) -> None:
+def test_drafts_attend_only_to_earlier_tokens(window: int | None, device: torch.device) -> None:
     shape = replace(SHAPE, sliding_window=window)
     Batch([4, 70, 17, 130], shape, device, query_lens=[4, 1, 3, 4]).compare()
 
@@ -239,7 +239,7 @@ def grouped(rows: list[tuple[int, int]], group_size: int) -> list[tuple[int, int
     ],
     ids=["with and without drafts", "padding", "more padding"],
 )
-def test_rows_in_groups_have_what_each_has_alone(
+def test_rows_in_groups_match_rows_computed_alone(
     rows: list[tuple[int, int]], window: int | None, group_size: int, device: torch.device
 ) -> None:
     """Groups of one request share its blocks; padding has no visible keys; two groups of the launch have no rows."""
@@ -307,7 +307,7 @@ def test_which_program_computes_a_split_changes_no_bit(
 
 
 @pytest.mark.usefixtures("small_tiles")
-def test_a_workspace_is_used_again_by_shorter_batches(device: torch.device) -> None:
+def test_a_workspace_can_be_reused_by_shorter_batches(device: torch.device) -> None:
     longest = Batch([257, 129, 300], SHAPE, device)
     workspace = splits.decode_workspace(SHAPE, 4, 40, torch.float32, device)
     for tensor in workspace:
@@ -401,13 +401,13 @@ def test_no_request_has_more_splits_than_the_workspace_holds() -> None:
 @pytest.mark.parametrize("number", CARDS)
 @pytest.mark.parametrize("kv_bytes", [1, 2, 4])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-def test_beyond_a_window_a_split_has_room_for_a_group_of_queries(head_dim: int, kv_bytes: int, number: int) -> None:
+def test_with_a_window_a_split_has_room_for_a_group_of_queries(head_dim: int, kv_bytes: int, number: int) -> None:
     """The first visible token of the group may be in the middle of a tile."""
     tiling = splits.decode_tiling(head_dim, kv_bytes, 16, number)
     assert (tiling.tile - 1) + (splits.SPLIT_QUERIES[-1] - 1) <= tiling.split
 
 
-def test_an_empty_batch_gives_nothing(device: torch.device) -> None:
+def test_an_empty_batch_gives_an_empty_result(device: torch.device) -> None:
     empty = torch.empty(0, 4, 64, device=device)
     cache = torch.empty(1, BLOCK, 2, 2, 64, device=device)
     tables, lens = torch.empty(0, 3, dtype=torch.int32, device=device), torch.empty(0, dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""Paged prefill attention of Triton against its float64 twin: chunks of awkward lengths, long and short ones mixed."""
+"""Paged prefill attention of Triton against its float64 reference: chunks of awkward lengths, long and short ones mixed."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Chunks:
 
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("rows", [[(17, 17), (2, 16), (16, 33), (15, 15)], [(1, 1), (67, 67), (3, 20)], [(33, 129), (5, 97)]])
-def test_first_and_later_chunks_equal_the_loops(rows: Rows, device: torch.device) -> None:
+def test_first_and_later_chunks_match_the_reference(rows: Rows, device: torch.device) -> None:
     Chunks(rows, SHAPE, device).compare()
 
 
@@ -104,7 +104,7 @@ def test_every_block_size_matches_the_reference(block_size: int, device: torch.d
 
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("window", [1, 16, 21, 64])
-def test_a_window_hides_what_lies_before_it(window: int, device: torch.device) -> None:
+def test_a_window_masks_earlier_tokens(window: int, device: torch.device) -> None:
     shape = AttentionShape(BLOCK, 2, 1, 32, sliding_window=window)
     rows = [(33, 33), (9, 90), (40, 140)]
     chunks = Chunks(rows, shape, device)
@@ -116,7 +116,7 @@ def test_a_window_hides_what_lies_before_it(window: int, device: torch.device) -
 
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("window", [None, 21])
-def test_capped_scores_with_a_scale_of_their_own(window: int | None, device: torch.device) -> None:
+def test_soft_capped_scores_with_a_custom_scale_match_the_reference(window: int | None, device: torch.device) -> None:
     shape = AttentionShape(BLOCK, 2, 1, 32, sliding_window=window, scale=0.4, softcap=1.5)
     Chunks([(33, 33), (9, 70)], shape, device).compare()
 
@@ -153,7 +153,7 @@ def test_short_chunks_over_long_contexts_are_split_like_decodes_where_there_is_r
         assert split.call_args.kwargs["workspace"] is (workspace if is_held else None)
 
 
-def test_the_tiles_of_an_h200_and_of_an_l40_equal_the_loops(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tiles_of_an_h200_and_of_an_l40_match_the_reference(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in (90, 89):
         monkeypatch.setattr(prefill, "capability", lambda _, number=number: number)
         Chunks([(70, 200)], SHAPE, device, dtype=torch.float16).compare()
@@ -170,7 +170,7 @@ def test_tiles_of_float32_fit_the_smallest_card(head_dim: int, rows: int) -> Non
 
 
 @pytest.mark.usefixtures("tiles")
-def test_how_a_prompt_is_chunked_changes_no_bit(device: torch.device) -> None:
+def test_the_result_is_bit_identical_for_any_chunking_of_a_prompt(device: torch.device) -> None:
     """Chunks where a query keeps its row of a tile: the interpreter's matrix product, unlike a GPU's, depends on the row."""
     whole = Chunks([(75, 115)], SHAPE, device)
     given = (whole.cache, whole.tables)
@@ -182,7 +182,7 @@ def test_how_a_prompt_is_chunked_changes_no_bit(device: torch.device) -> None:
         assert_same(part, together[first:last])
 
 
-def test_no_rows_give_nothing(device: torch.device) -> None:
+def test_an_empty_batch_gives_an_empty_result(device: torch.device) -> None:
     empty = torch.empty(0, 4, 64, device=device)
     cache = torch.empty(1, BLOCK, 2, 2, 64, device=device)
     tables, lens = torch.empty(0, 3, dtype=torch.int32, device=device), torch.empty(0, dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""Blocks copied, gathered and scattered: the Triton kernels and torch's operations against loops, bit by bit."""
+"""Copying, gathering and scattering of blocks: Triton kernels and torch operations against loops, bit by bit."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_staged_blocks_are_scattered_to_other_blocks(kernels: ModuleType, dtype:
         assert_same(one[0], one[8])
 
 
-def test_a_block_longer_than_a_program_is_moved_whole(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+def test_a_block_longer_than_one_program_is_moved_completely(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     monkeypatch.setattr(triton_blocks, "BLOCK", 64)
     made, expected = caches(torch.float32, device), caches(torch.float32, device)
     assert expected[0][0].nbytes > 5 * 64 * 8
@@ -75,7 +75,7 @@ def test_blocks_may_be_strided(device: torch.device) -> None:
 
 
 @BOTH
-def test_no_blocks_are_no_work(kernels: ModuleType, device: torch.device) -> None:
+def test_moving_no_blocks_changes_nothing(kernels: ModuleType, device: torch.device) -> None:
     made = caches(torch.float32, device)
     before = [cache.clone() for cache in made]
     nothing = ids(device=device)
@@ -85,7 +85,7 @@ def test_no_blocks_are_no_work(kernels: ModuleType, device: torch.device) -> Non
     assert all(torch.equal(*pair) for pair in zip(made, before, strict=True))
 
 
-def test_blocks_that_cannot_be_moved_in_words_are_refused(device: torch.device) -> None:
+def test_blocks_not_aligned_to_words_are_refused(device: torch.device) -> None:
     one = ids(0, device=device)
     with pytest.raises(AssertionError, match="not a multiple of 16"):
         triton_blocks.copy_blocks([torch.zeros(4, 3, device=device)], one, one)

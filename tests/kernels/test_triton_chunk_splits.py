@@ -77,7 +77,7 @@ def partials(monkeypatch: pytest.MonkeyPatch) -> Iterator[GuardedPartials]:
     ids=["at the first split", "at the second", "long and short", "over the diagonal", "a long chunk"],
     indirect=["tiles"],
 )
-def test_awkward_lengths_equal_the_loops(rows: Rows, partials: GuardedPartials, device: torch.device) -> None:
+def test_awkward_lengths_match_the_reference(rows: Rows, partials: GuardedPartials, device: torch.device) -> None:
     chunks = Chunks(rows, SHAPE, device)
     chunks.compare()
     assert partials.splits == min(SPLITS_MAX, chunks.tables.shape[1] * BLOCK // 32) > 1
@@ -92,7 +92,7 @@ def test_unused_rows_before_the_first_chunk_are_not_written(
     assert partials.splits == SPLITS_MAX
 
 
-def test_a_long_context_of_the_tiles_that_are_served(
+def test_a_long_context_with_the_tiles_used_for_serving_matches_the_reference(
     partials: GuardedPartials, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunk_splits, "SPLIT_KEYS", 512)
@@ -126,7 +126,7 @@ def test_every_block_size_matches_the_reference(block_size: int, partials: Guard
 
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize(("tiles", "window"), [(SHORT, 100), (TALL, 128), (SHORT, 200)], indirect=["tiles"])
-def test_a_window_hides_what_lies_before_it(window: int, partials: GuardedPartials, device: torch.device) -> None:
+def test_a_window_masks_earlier_tokens(window: int, partials: GuardedPartials, device: torch.device) -> None:
     rows = [(33, 33), (9, 390), (40, 240)]
     chunks = Chunks(rows, AttentionShape(BLOCK, 2, 1, 32, sliding_window=window), device)
     for row, (query_len, context_len) in enumerate(rows):
@@ -138,7 +138,9 @@ def test_a_window_hides_what_lies_before_it(window: int, partials: GuardedPartia
 
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize(("tiles", "window"), [(SHORT, 150), (TALL, None)], indirect=["tiles"])
-def test_capped_scores_with_a_scale_of_their_own(window: int | None, partials: GuardedPartials, device: torch.device) -> None:
+def test_soft_capped_scores_with_a_custom_scale_match_the_reference(
+    window: int | None, partials: GuardedPartials, device: torch.device
+) -> None:
     shape = AttentionShape(BLOCK, 2, 1, 32, sliding_window=window, scale=0.4, softcap=1.5)
     Chunks([(33, 233), (9, 170)], shape, device).compare()
     assert partials.splits > 1
@@ -167,7 +169,7 @@ def computed(chunks: Chunks) -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("tiles")
-def test_splits_change_no_more_than_the_order_of_sums(
+def test_splits_change_only_the_order_of_sums(
     partials: GuardedPartials, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunks = Chunks([(21, 300), (9, 130)], SHAPE, device)
@@ -179,7 +181,7 @@ def test_splits_change_no_more_than_the_order_of_sums(
 
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize(("tiles", "columns"), [(SHORT, 40), (TALL, 0)], indirect=["tiles"])
-def test_how_long_a_neighbour_is_changes_no_bit(columns: int, partials: GuardedPartials, device: torch.device) -> None:
+def test_the_length_of_other_requests_changes_no_bit(columns: int, partials: GuardedPartials, device: torch.device) -> None:
     """Nor does the width of the block tables, on which the grid depends."""
     chunks = Chunks([(21, 150), (12, 700)], SHAPE, device)
     together = computed(chunks)
@@ -191,7 +193,7 @@ def test_how_long_a_neighbour_is_changes_no_bit(columns: int, partials: GuardedP
 
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("tiles", [SHORT], indirect=True)
-def test_how_many_programs_share_the_heads_of_a_query_changes_no_bit(
+def test_the_number_of_programs_per_query_changes_no_bit(
     partials: GuardedPartials, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunks = Chunks([(9, 150), (12, 300), (3, 3)], AttentionShape(BLOCK, 7, 1, 16), device)
@@ -205,7 +207,7 @@ def test_how_many_programs_share_the_heads_of_a_query_changes_no_bit(
 
 
 @pytest.mark.parametrize(("num_rows", "programs"), [(16, 32), (132, 32), (200, 21), (960, 4), (2112, 2), (10_000, 1)])
-def test_the_merging_programs_of_many_queries_are_few_at_a_time(num_rows: int, programs: int) -> None:
+def test_the_number_of_merging_programs_at_a_time_is_limited(num_rows: int, programs: int) -> None:
     assert chunk_splits._merging_programs(num_rows, LLAMA.num_heads, 132) == programs
 
 
@@ -219,7 +221,7 @@ def plan_kernel(plans, max_splits, KEYS: tl.constexpr, SPLIT: tl.constexpr):  # 
 
 
 @pytest.mark.parametrize("splits_max", [2, 3, 7])
-def test_splits_cover_every_key_once_and_are_equal_except_the_last(splits_max: int, device: torch.device) -> None:
+def test_splits_cover_every_key_once_with_equal_lengths_except_the_last(splits_max: int, device: torch.device) -> None:
     keys, split, num_tokens_max = 16, 32, 600
     plans = torch.zeros(num_tokens_max, 2, dtype=torch.int32, device=device)
     plan_kernel[(num_tokens_max,)](plans, splits_max, KEYS=keys, SPLIT=split)
@@ -245,19 +247,21 @@ def test_splits_cover_every_key_once_and_are_equal_except_the_last(splits_max: i
         (100, 33, 32_768, 1),
     ],
 )
-def test_as_many_splits_as_fill_an_h200_once_or_twice(num_rows: int, num_requests: int, num_tokens: int, splits: int) -> None:
+def test_the_number_of_splits_fills_an_h200_once_or_twice(
+    num_rows: int, num_requests: int, num_tokens: int, splits: int
+) -> None:
     shape = replace(LLAMA, block_size=1)
     assert chunk_splits.chunk_splits(shape, num_rows, num_requests, num_tokens, (128, 128), 132) == splits
 
 
 @pytest.mark.parametrize(("window", "splits"), [(1024, 1), (1700, 1), (2048, 4), (4096, 8)])
-def test_a_window_is_split_where_it_is_long(window: int, splits: int) -> None:
+def test_a_long_window_is_split(window: int, splits: int) -> None:
     shape = replace(LLAMA, sliding_window=window)
     assert chunk_splits.chunk_splits(shape, 20, 1, 8192, (128, 128), 132) == splits
 
 
 @pytest.mark.parametrize("programs", [72, 132, 264, 320])
-def test_partial_results_are_bounded_in_every_step(programs: int) -> None:
+def test_memory_for_partial_results_is_bounded_in_every_step(programs: int) -> None:
     for shape in (LLAMA, AttentionShape(BLOCK, 8, 4, 256), AttentionShape(BLOCK, 64, 1, 64), AttentionShape(BLOCK, 4, 4, 128)):
         for rows, num_requests in ((64, 1), (128, 1), (128, 7)):
             for num_rows in (9, 17, 100, 500, 1000, 4000, 30_000, 200_000):
@@ -275,7 +279,7 @@ GROUPS = [(8 * group, 8, 128) for group in (1, 2, 3, 4, 5, 7, 8, 16)] + [(8, 4, 
 
 
 @pytest.mark.parametrize("capability", [80, 89, 90, 100])
-def test_every_tile_that_is_split_while_serving_was_split_in_a_step_before(capability: int) -> None:
+def test_every_tile_split_while_serving_was_split_in_a_warm_up_step(capability: int) -> None:
     """In the steps that compile kernels before the first request."""
     from engine.runner.warm_up import CHUNK_LENGTHS, LONG_CONTEXT
 
@@ -310,7 +314,7 @@ def test_shared_memory_suffices_for_the_programs_that_splits_are_planned_for(num
 @pytest.mark.parametrize(
     ("num_rows", "num_requests", "at_least"), [(16, 4, 32), (64, 4, 32), (256, 4, 8), (320, 32, 4), (960, 32, 2)]
 )
-def test_a_captured_launch_splits_the_keys_of_a_single_chunk(num_rows: int, num_requests: int, at_least: int) -> None:
+def test_a_captured_launch_splits_the_keys_of_one_chunk(num_rows: int, num_requests: int, at_least: int) -> None:
     """Most of the rows and requests that it is captured for may be unused."""
     arguments = LLAMA, num_rows, num_requests, 2048, (128, 128), 132
     splits = chunk_splits.chunk_splits(*arguments, any_lengths=True)

@@ -13,24 +13,24 @@ from tests.support.triton_versions import compiling_process
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """By what was tried, in this order."""
+    """Results of the compiling process by what it tried, in this order."""
     cache: Path = tmp_path_factory.mktemp("cache")
     answer: dict[str, dict[str, Any]] = json.loads(compiling_process("tests.support.triton_compiling", cache=cache))
     return answer
 
 
-def test_launches_that_ask_run_nothing_and_each_variant_is_told_once(found: dict[str, dict[str, Any]]) -> None:
+def test_recording_launches_runs_no_kernel_and_reports_each_variant_once(found: dict[str, dict[str, Any]]) -> None:
     asked = found["when_asked"]
     assert asked["launched"] == 0
     assert asked["reports"] == [[3, 1, 0], [3, 2, 0], [3, 3, 0]]
 
 
-def test_what_was_asked_for_is_loaded_and_launched_without_another_word(found: dict[str, dict[str, Any]]) -> None:
+def test_a_compiled_variant_is_launched_without_compiling_again(found: dict[str, dict[str, Any]]) -> None:
     assert found["when_asked"]["loaded"] == 3
     assert found["when_launched_afterwards"] == {"launched": ["fill_kernel"] * 3, "loaded": 3}
 
 
-def test_a_variant_that_is_asked_for_again_is_not_described_again_and_can_be_launched(found: dict[str, dict[str, Any]]) -> None:
+def test_a_variant_requested_again_is_not_reported_again_and_can_be_launched(found: dict[str, dict[str, Any]]) -> None:
     assert found["when_asked_again_meanwhile"] == {"described": 3, "last": [3, 3, 3], "launched": ["fill_kernel"] * 3}
 
 
@@ -50,7 +50,7 @@ def test_a_variant_that_cannot_be_loaded_is_named(found: dict[str, dict[str, Any
     assert message == "fill_kernel(out=*i32, BLOCK=16, num_warps=4, num_stages=3): RuntimeError: no memory"
 
 
-def test_a_variant_whose_compiler_does_not_end_is_named_and_ends_neither_the_start_nor_the_process_late(
+def test_a_variant_whose_compiler_hangs_is_named_and_does_not_delay_the_start(
     found: dict[str, dict[str, Any]],
 ) -> None:
     message = found["when_one_never_ends"]["error"]
@@ -58,18 +58,18 @@ def test_a_variant_whose_compiler_does_not_end_is_named_and_ends_neither_the_sta
     assert found["when_one_never_ends"]["compiled_then"] == [1, 1]
 
 
-def test_launches_of_other_threads_run_meanwhile_and_are_not_counted(found: dict[str, dict[str, Any]]) -> None:
+def test_launches_of_other_threads_run_and_are_not_recorded(found: dict[str, dict[str, Any]]) -> None:
     assert found["when_another_thread_launches"] == {"launched": ["fill_kernel"], "last": [2, 2, 2]}
 
 
-def test_another_thread_that_launches_what_is_being_compiled_gets_it(found: dict[str, dict[str, Any]]) -> None:
+def test_another_thread_can_launch_a_variant_that_is_being_compiled(found: dict[str, dict[str, Any]]) -> None:
     answer = found["when_another_thread_launches_what_is_being_compiled"]
     assert answer == {"launched": ["fill_kernel"] * 3, "last": [3, 3, 3]}
 
 
-def test_two_are_compiled_at_a_time(found: dict[str, dict[str, Any]]) -> None:
+def test_two_variants_are_compiled_at_a_time(found: dict[str, dict[str, Any]]) -> None:
     assert found["when_two_wait_for_each_other"]["last"] == [2, 2, 2]
 
 
-def test_threads_parse_in_turn(found: dict[str, dict[str, Any]]) -> None:
+def test_threads_parse_kernels_one_at_a_time(found: dict[str, dict[str, Any]]) -> None:
     assert found["when_all_parse_at_once"]["last"] == [2, 2, 2]

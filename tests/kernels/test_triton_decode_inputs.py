@@ -48,7 +48,9 @@ def prepared(
 @BOTH
 @pytest.mark.parametrize("block_size", [16, 32])
 @pytest.mark.parametrize("rows", [[0], [6, 2, 0], [3, 1, 4, 5, 6, 0, 2], [-1, 2, -1, 4, -1], [-1]])
-def test_rows_are_made_from_their_slots(kernels: ModuleType, rows: list[int], block_size: int, device: torch.device) -> None:
+def test_rows_are_prepared_from_their_slots(
+    kernels: ModuleType, rows: list[int], block_size: int, device: torch.device
+) -> None:
     slots = torch.tensor(rows, dtype=torch.int32, device=device)
     held = state([1, 15, 16, 17, 33, 96, 2], device)
     made, expected = prepared(kernels, slots, held, block_size), prepared(reference, slots, held, block_size)
@@ -68,7 +70,7 @@ def test_a_position_beyond_the_table_is_not_written_and_an_empty_slot_is_empty(
     assert made["block_tables"][1].tolist() == [-5] * (COLUMNS + 2)
 
 
-def test_long_tables_are_the_work_of_several_programs(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+def test_long_tables_are_shared_by_several_programs(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     monkeypatch.setattr(triton_inputs, "COLUMNS", 16)
     slots = torch.tensor([1, -1, 0], dtype=torch.int32, device=device)
     held = state([600, 250], device, columns=40)
@@ -80,7 +82,7 @@ def test_long_tables_are_the_work_of_several_programs(monkeypatch: pytest.Monkey
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("rows", [[0], [6, 2, 0], [-1, 2, -1, 4, -1], [-1]])
-def test_sampled_tokens_become_the_last_of_their_slots(
+def test_sampled_tokens_become_the_last_tokens_of_their_slots(
     kernels: ModuleType, rows: list[int], dtype: torch.dtype, device: torch.device
 ) -> None:
     slots = torch.tensor(rows, dtype=torch.int32, device=device)
@@ -97,7 +99,7 @@ def test_sampled_tokens_become_the_last_of_their_slots(
 
 
 @BOTH
-def test_more_rows_than_a_program_holds(kernels: ModuleType, device: torch.device) -> None:
+def test_more_rows_than_one_program_holds_match_the_reference(kernels: ModuleType, device: torch.device) -> None:
     slots = torch.randperm(300, generator=torch.Generator().manual_seed(2)).to(torch.int32)[:257].to(device)
     last, counts = torch.zeros(300, dtype=torch.int64, device=device), torch.ones(300, dtype=torch.int32, device=device)
     kernels.advance_slots(slots, torch.arange(1, 258, device=device), last, counts)
@@ -106,7 +108,7 @@ def test_more_rows_than_a_program_holds(kernels: ModuleType, device: torch.devic
 
 
 @BOTH
-def test_steps_leave_their_tokens_for_the_host_in_turn(kernels: ModuleType, device: torch.device) -> None:
+def test_steps_return_their_tokens_to_the_host_in_order(kernels: ModuleType, device: torch.device) -> None:
     """Steps of several sizes, one of padding alone, and one with more rows than the kernel advances per iteration."""
     steps = [[3], [0, 5, -1, 4], [-1, -1], [*range(299)], [2, -1], [6, 1, 3], [5]]
     found, expected = (state([3] * 300, device)[:2] for _ in "ab")

@@ -1,4 +1,4 @@
-"""Products of many rows with weights that are dequantised in slabs: against torch's own product, and which rows take them."""
+"""Products of many rows with weights dequantised in slabs: against torch's product, and which products use slabs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def fp8_weight(outputs: int, device: torch.device, *, per_row: bool = True) -> F
     return pack_fp8(plain(outputs, device), per_row=per_row)
 
 
-def test_memory_is_planned_for_slabs_of_this_size() -> None:
+def test_the_memory_plan_matches_the_slab_size() -> None:
     assert shape.SLAB_TOKENS_MIN == TILED_ROWS_MAX + 1
     assert shape.SLAB_ELEMENTS_MAX == SLAB_ELEMENTS
 
@@ -90,7 +90,7 @@ def check_error(x: torch.Tensor, product: torch.Tensor, weight: Weight, bias: to
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("outputs", [5, SLAB_ROWS, 2 * SLAB_ROWS + 1, 130])
 @pytest.mark.parametrize("count", [TILED_ROWS_MAX + 1, 1000])
-def test_many_rows_times_an_int8_weight_err_no_more_than_torchs_product(
+def test_many_rows_times_an_int8_weight_are_as_accurate_as_with_torch(
     count: int, outputs: int, dtype: torch.dtype, has_bias: bool, device: torch.device, filled: list[int]
 ) -> None:
     x, weight = rows(count, dtype, device), int8_weight(outputs, device)
@@ -104,7 +104,7 @@ def test_many_rows_times_an_int8_weight_err_no_more_than_torchs_product(
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
-def test_many_rows_times_other_weights_err_no_more_than_torchs_product(
+def test_many_rows_times_other_weights_are_as_accurate_as_with_torch(
     kind: str, dtype: torch.dtype, device: torch.device, filled: list[int]
 ) -> None:
     multiply, pack = WEIGHTS[kind]
@@ -116,13 +116,13 @@ def test_many_rows_times_other_weights_err_no_more_than_torchs_product(
 
 
 @pytest.mark.parametrize("kind", WEIGHTS)
-def test_as_many_rows_as_tiles_serve_take_no_slabs(kind: str, device: torch.device, filled: list[int]) -> None:
+def test_few_rows_use_no_slabs(kind: str, device: torch.device, filled: list[int]) -> None:
     multiply, pack = WEIGHTS[kind]
     multiply(rows(TILED_ROWS_MAX, torch.float16, device), pack(5, device))
     assert not filled
 
 
-def test_rows_of_32_bits_and_results_of_another_type_keep_their_tiles(device: torch.device, filled: list[int]) -> None:
+def test_rows_of_32_bits_and_results_of_another_dtype_use_no_slabs(device: torch.device, filled: list[int]) -> None:
     """No matrix instruction multiplies such rows, and cuBLAS gives no result of another type."""
     x, weight = rows(TILED_ROWS_MAX + 1, torch.float32, device), int8_weight(5, device)
     linear_int8.linear_int8(x, weight)
@@ -130,7 +130,7 @@ def test_rows_of_32_bits_and_results_of_another_type_keep_their_tiles(device: to
     assert not filled
 
 
-def test_the_products_that_the_engine_binds_take_slabs(
+def test_products_bound_by_the_engine_use_slabs(
     device: torch.device, filled: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(quantised_linear._MODULES, "cpu", quantised_linear._MODULES["cuda"])
@@ -144,7 +144,7 @@ def test_the_products_that_the_engine_binds_take_slabs(
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("kind", ["int8", "fp8", "fp8 with one scale"])
-def test_slabs_hold_the_weights_rounded_once(kind: str, dtype: torch.dtype, device: torch.device) -> None:
+def test_slabs_hold_weights_rounded_once(kind: str, dtype: torch.dtype, device: torch.device) -> None:
     weight: Int8Weight | Fp8Weight = int8_weight(70, device)
     if kind != "int8":
         weight = fp8_weight(70, device, per_row=kind == "fp8")

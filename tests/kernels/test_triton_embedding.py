@@ -35,7 +35,7 @@ def test_a_multiplier_is_rounded_once(kernels: ModuleType, dtype: torch.dtype, d
     assert_near(kernels.embed(ids, table, multiplier=48.0), reference.embed(ids, table, multiplier=48.0), "pointwise")
 
 
-def test_an_output_is_written_and_nothing_beside_it(device: torch.device) -> None:
+def test_only_the_output_is_written(device: torch.device) -> None:
     table, ids = normal(9, 130, dtype=torch.bfloat16, device=device), torch.tensor([8, 0, 8], device=device)
     out = Guarded((3, 130), torch.bfloat16, device)
     triton_embedding.embed(ids, table, out=out.tensor)
@@ -50,7 +50,7 @@ def test_an_output_is_written_and_nothing_beside_it(device: torch.device) -> Non
 @BOTH
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("tokens", "width"), [(1, 64), (5, 96), (33, 128), (3, 512)])
-def test_rotations_are_rows_of_their_tables(
+def test_rotary_rows_are_rows_of_their_tables(
     kernels: ModuleType, tokens: int, width: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     cos, sin = (normal(40, 1, width, dtype=dtype, device=device, seed=seed) for seed in (1, 2))
@@ -62,7 +62,7 @@ def test_rotations_are_rows_of_their_tables(
 
 
 @BOTH
-def test_no_tokens_are_no_work(kernels: ModuleType, device: torch.device) -> None:
+def test_an_empty_batch_gives_an_empty_result(kernels: ModuleType, device: torch.device) -> None:
     nothing = torch.empty(0, dtype=torch.int64, device=device)
     table = normal(3, 1, 16, dtype=torch.float32, device=device)
     assert kernels.embed(nothing, table[:, 0]).shape == (0, 16)

@@ -43,7 +43,7 @@ def aligned(*shape: int, dtype: torch.dtype, device: torch.device, seed: int) ->
 
 
 @pytest.mark.parametrize(("num_tokens", "num_experts", "num_chosen"), [(1, 4, 2), (17, 5, 1), (40, 8, 3), (700, 3, 2)])
-def test_places_are_sorted_by_expert_and_stay_in_their_order(
+def test_positions_are_sorted_by_expert_and_stable(
     num_tokens: int, num_experts: int, num_chosen: int, device: torch.device
 ) -> None:
     _, expert_ids = chosen(num_tokens, num_experts, num_chosen, device)
@@ -102,7 +102,7 @@ def test_every_tile_of_a_crowded_expert_matches_the_reference(
     assert_near(mixed, expected, "matmul", scale=float(expected.abs().max()))
 
 
-def test_a_token_has_the_same_bits_whoever_else_is_in_the_batch(device: torch.device) -> None:
+def test_a_token_has_the_same_bits_in_any_batch(device: torch.device) -> None:
     weights, expert_ids = chosen(9, 4, 2, device)
     x = normal(9, 64, dtype=torch.float16, device=device)
     gate_up = normal(4, 32, 64, dtype=torch.float16, device=device, seed=1)
@@ -130,7 +130,7 @@ PACKERS: dict[str, Callable[[torch.Tensor], Any]] = {
     ("num_tokens", "num_experts", "num_chosen", "hidden", "inner"),
     [(1, 4, 2, 136, 32), (9, 3, 2, 64, 160), (120, 3, 1, 32, 96)],
 )
-def test_experts_in_codes_are_the_experts_that_their_codes_stand_for(
+def test_quantised_experts_match_their_dequantised_weights(
     num_tokens: int,
     num_experts: int,
     num_chosen: int,
@@ -183,7 +183,7 @@ def test_every_tile_of_a_crowded_quantised_expert_matches_the_reference(
     assert_near(mix(x, weights, expert_ids), expected, "matmul", scale=float(expected.abs().max()))
 
 
-def test_experts_of_different_formats_or_orders_are_not_read_by_one_launch(device: torch.device) -> None:
+def test_experts_of_different_formats_or_permutations_are_refused(device: torch.device) -> None:
     plain = [torch.zeros(64, 64, device=device)] * 2
     int4 = pack_int4(plain[0], 32)
     ordered = replace(int4, permutation=torch.arange(64, device=device))
@@ -195,7 +195,7 @@ def test_experts_of_different_formats_or_orders_are_not_read_by_one_launch(devic
         bind_weights([int4, ordered])
 
 
-def test_weights_of_4_bits_are_multiplied_with_rows_of_16(device: torch.device) -> None:
+def test_experts_of_4_bits_need_rows_of_16_bits(device: torch.device) -> None:
     tokens = sort_by_expert(torch.zeros(1, 1, dtype=torch.int64, device=device), 1)
     weights = bind_weights([pack_int4(torch.zeros(64, 64, device=device), 32)])
     with pytest.raises(ValueError, match="rows of 16 bits"):
@@ -211,7 +211,7 @@ def test_no_tokens_give_no_rows(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(("activation", "with_factors"), [("relu", False), ("silu", True), ("", False)])
-def test_a_product_has_an_activation_or_factors(activation: str, with_factors: bool, device: torch.device) -> None:
+def test_a_product_needs_either_an_activation_or_factors(activation: str, with_factors: bool, device: torch.device) -> None:
     tokens = sort_by_expert(torch.zeros(1, 1, dtype=torch.int64, device=device), 1)
     x, weight = normal(1, 8, dtype=torch.float32, device=device), bind_weights([torch.zeros(8, 8, device=device)])
     factors = torch.ones(1, 1, device=device) if with_factors else None
@@ -219,7 +219,7 @@ def test_a_product_has_an_activation_or_factors(activation: str, with_factors: b
         grouped_linear(x, weight, tokens, activation=activation, factors=factors)
 
 
-def test_matrices_that_are_not_alike_or_not_aligned_are_refused(device: torch.device) -> None:
+def test_matrices_of_different_shapes_or_without_alignment_are_refused(device: torch.device) -> None:
     memory = torch.zeros(100, device=device)
     with pytest.raises(ValueError, match="differ in shape"):
         bind_weights([memory[:64].view(8, 8), memory[:32].view(4, 8)])
@@ -229,7 +229,7 @@ def test_matrices_that_are_not_alike_or_not_aligned_are_refused(device: torch.de
         bind_weights([memory[:64].view(8, 8).T])
 
 
-def test_a_model_of_experts_says_the_same_through_the_kernels_and_through_torch(
+def test_a_model_with_experts_gives_the_same_tokens_with_kernels_and_torch(
     tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device.type != "cpu":

@@ -167,7 +167,7 @@ def masked(logits: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     "judge", [lambda logits: token_logprobs(logits, torch.full((3, 2), 255, device=logits.device))[0], masked]
 )
-def test_far_rows_of_logits_are_judged(judge: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> None:
+def test_far_rows_of_logits_are_sampled_and_masked(judge: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> None:
     logits = normal(3, 256, dtype=torch.float32, device=device)
     far = far_apart(logits)
     assert_same(judge(far), judge(logits))

@@ -82,7 +82,7 @@ def test_a_product_is_added_to_the_stream(
 @SPLITS
 @SIZES
 @pytest.mark.parametrize("gate", GATES)
-def test_a_product_of_what_is_not_yet_normalised_is_that_of_its_norm(
+def test_a_product_with_a_fused_norm_matches_the_reference(
     rows: int, width: int, columns: int, gate: Gate | None, splits: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     set_splits(monkeypatch, splits)
@@ -94,7 +94,7 @@ def test_a_product_of_what_is_not_yet_normalised_is_that_of_its_norm(
 
 
 @pytest.mark.parametrize("columns", [128, 72])
-def test_nothing_but_the_outputs_is_written(columns: int, device: torch.device) -> None:
+def test_only_the_outputs_are_written(columns: int, device: torch.device) -> None:
     """72 columns of out in tiles of 32: the last tile extends beyond them, into the other half of a gated weight."""
     rows, width = 5, 72
     tiles = Int4Tiles(16, 32, num_warps=4, num_stages=3, splits=1)
@@ -119,7 +119,7 @@ def test_nothing_but_the_outputs_is_written(columns: int, device: torch.device) 
 
 @SPLITS
 @pytest.mark.parametrize("group_size", [32, 128])
-def test_a_row_has_the_same_bits_whatever_is_beside_it(
+def test_a_row_has_the_same_bits_in_any_batch(
     group_size: int, splits: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     set_splits(monkeypatch, splits)
@@ -136,7 +136,7 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it(
         assert_same(fused_linear.normed_linear(alone, weight, EPS, gate="silu")[0], gated[row])
 
 
-def test_its_sums_are_those_of_the_product_that_stands_alone(device: torch.device) -> None:
+def test_a_fused_product_has_the_bits_of_the_separate_product(device: torch.device) -> None:
     """Without a norm, and added to a stream of zeros: up to 16 rows have the same bits as from `linear_int4`."""
     operands = inputs(3, 136, 300, device)
     operands["residual"].zero_()
@@ -186,7 +186,7 @@ def test_bfloat16_rows_match_the_reference(group_size: int, device: torch.device
     assert_near(actual, reference.normed_linear(stream, weight, EPS, gate="silu"), "matmul", scale=4)
 
 
-def test_no_rows_are_no_work_and_rows_of_32_bits_are_refused(device: torch.device) -> None:
+def test_an_empty_batch_gives_an_empty_result_and_rows_of_32_bits_are_refused(device: torch.device) -> None:
     assert fused_linear.linear_add(**inputs(0, 32, 128, device)).total.shape == (0, 32)
     with pytest.raises(ValueError, match=r"rows of 16 bits, not torch\.float32"):
         fused_linear.linear_add(**inputs(1, 32, 128, device, dtype=torch.float32))
@@ -208,9 +208,7 @@ def run_instructions(text: str, register: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("dtype", "exponent", "offset"), [(torch.bfloat16, 0x4300, 128), (HALF, 0x6400, 1024)])
-def test_the_instructions_of_a_card_unpack_every_word_in_either_half_of_a_register(
-    dtype: torch.dtype, exponent: int, offset: int
-) -> None:
+def test_the_ptx_instructions_unpack_every_word_in_both_register_halves(dtype: torch.dtype, exponent: int, offset: int) -> None:
     """The interpreter cannot execute PTX: what it computes instead is compared with the instructions' meaning."""
     words = torch.arange(1 << 16)
     for run in range(4):
@@ -223,7 +221,7 @@ def test_the_instructions_of_a_card_unpack_every_word_in_either_half_of_a_regist
             assert torch.equal(actual.view(dtype).float(), (words >> 4 * run & 15).float() + offset)
 
 
-def test_tiles_depend_on_the_matrix_alone_and_keep_every_multiprocessor_reading() -> None:
+def test_tiles_depend_only_on_the_matrix_and_occupy_every_multiprocessor() -> None:
     for outputs, columns in LLAMA_8B.values():
         gated = outputs == 14336
         tiles = fused_int4.fused_int4_tiles(outputs, columns, 132, gated=gated)

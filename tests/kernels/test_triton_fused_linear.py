@@ -61,7 +61,7 @@ def test_a_product_is_added_to_the_stream(
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("rows", "width", "columns"), [(1, 32, 128), (5, 24, 91)])
-def test_a_product_of_what_is_not_yet_normalised_is_that_of_its_norm(
+def test_a_product_with_a_fused_norm_matches_the_reference(
     rows: int, width: int, columns: int, dtype: torch.dtype, gate: Gate | None, splits: int,
     monkeypatch: pytest.MonkeyPatch, device: torch.device,
 ) -> None:  # fmt: skip
@@ -82,7 +82,7 @@ def test_a_product_of_what_is_not_yet_normalised_is_that_of_its_norm(
 
 @SPLITS
 @pytest.mark.parametrize("pack", [pack_int8, pack_fp8, lambda weight: pack_fp8(weight, per_row=False)])
-def test_weights_of_8_bits_are_scaled_behind_the_sum(
+def test_weights_of_8_bits_are_scaled_after_the_sum(
     pack: Callable[[torch.Tensor], Int8Weight | Fp8Weight], splits: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     set_splits(monkeypatch, splits)
@@ -98,7 +98,7 @@ def test_weights_of_8_bits_are_scaled_behind_the_sum(
 
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("pack", [lambda weight: weight, partial(pack_int4, group_size=32)], ids=["plain", "int4"])
-def test_rows_that_were_divided_by_a_power_of_two_are_multiplied_by_it_behind_the_sum(
+def test_rows_scaled_down_by_a_power_of_two_are_scaled_back_after_the_sum(
     pack: Callable[[torch.Tensor], Any], gate: Gate | None, device: torch.device
 ) -> None:
     """So that float16 holds them: these would overflow."""
@@ -116,9 +116,7 @@ def test_rows_that_were_divided_by_a_power_of_two_are_multiplied_by_it_behind_th
 
 
 @SPLITS
-def test_a_row_has_the_same_bits_whatever_is_beside_it(
-    splits: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
-) -> None:
+def test_a_row_has_the_same_bits_in_any_batch(splits: int, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     set_splits(monkeypatch, splits)
     operands = inputs(7, 48, 128, torch.float16, device)
     together = fused_linear.linear_add(**operands)
@@ -134,21 +132,21 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it(
         assert_same(fused_linear.normed_linear(alone, weight, EPS, gate="silu")[0], gated[row])
 
 
-def test_no_rows_are_no_work_and_many_are_refused(device: torch.device) -> None:
+def test_an_empty_batch_gives_an_empty_result_and_too_many_rows_are_refused(device: torch.device) -> None:
     assert fused_linear.linear_add(**inputs(0, 32, 64, torch.float16, device)).total.shape == (0, 32)
     with pytest.raises(AssertionError, match="17 rows"):
         fused_linear.linear_add(**inputs(17, 32, 64, torch.float16, device))
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_rows_of_32_bits_have_tiles_of_their_own_whatever_the_weights_are(gated: bool) -> None:
+def test_rows_of_32_bits_have_their_own_tiles_for_every_weight_format(gated: bool) -> None:
     """No tensor core multiplies them: with the tiles for 8-bit weights a thread spilled thousands of bytes."""
     for weight_bytes in (1, 4):
         tiles = fused_linear.fused_tiles(4096, 1024, 90, 132, gated=gated, weight_bytes=weight_bytes, row_bytes=4)
         assert (tiles.block_n, tiles.block_k, tiles.column_warps) == (16, 64, 1)
 
 
-def test_tiles_depend_on_the_matrix_alone_and_keep_every_multiprocessor_reading() -> None:
+def test_tiles_depend_only_on_the_matrix_and_occupy_every_multiprocessor() -> None:
     for outputs, columns, gated in ((6144, 4096, False), (4096, 4096, False), (14336, 4096, True), (4096, 14336, False)):
         tiles = fused_linear.fused_tiles(outputs, columns, 90, 132, gated=gated)
         assert -(-outputs // tiles.block_n) * tiles.splits >= 0.95 * 132

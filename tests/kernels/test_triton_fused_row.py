@@ -74,7 +74,7 @@ def test_a_product_is_added_to_the_stream(kind: str, shape: tuple[int, int], dev
 
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize(("kind", "sizes", "gate"), with_one_of([None, "silu", "gelu_tanh"]))
-def test_a_product_of_what_is_not_yet_normalised(
+def test_a_product_with_a_fused_norm_matches_the_reference(
     kind: str, gate: Gate | None, sizes: tuple[int, int], device: torch.device
 ) -> None:
     float16 = partial(normal, dtype=torch.float16, device=device)
@@ -88,7 +88,7 @@ def test_a_product_of_what_is_not_yet_normalised(
         assert_near(actual, reference.normed_linear(stream, weight, EPS, bias=bias, gate=gate), "matmul", scale=64)
 
 
-def test_rows_that_others_stand_beside(device: torch.device) -> None:
+def test_neighbouring_rows_and_values_are_not_read(device: torch.device) -> None:
     """The row lies among NaN rows and before NaN values, neither of which may be read."""
     poisoned = torch.full((3, 272), float("nan"), dtype=torch.float16, device=device)
     poisoned[1, :256] = normal(256, dtype=torch.float16, device=device)
@@ -98,7 +98,7 @@ def test_rows_that_others_stand_beside(device: torch.device) -> None:
     assert_near(actual.total, reference.linear_add(x.clone(), weight, residual, norm_weight).total, "matmul", scale=2)
 
 
-def test_one_row_of_16_bits_alone_comes_here(device: torch.device) -> None:
+def test_only_single_rows_of_16_bits_use_this_kernel(device: torch.device) -> None:
     weight = weight_of("plain", 16, 64, device)
     residual, norm_weight = (normal(*size, dtype=torch.float16, device=device) for size in ((2, 16), (16,)))
     with mock.patch.object(fused_row, "launch", wraps=fused_row.launch) as launched:
@@ -112,7 +112,7 @@ def test_one_row_of_16_bits_alone_comes_here(device: torch.device) -> None:
     assert wide.total.shape == odd.total.shape == (1, 16)
 
 
-def test_programs_are_many_and_steps_no_longer_than_rows() -> None:
+def test_tiles_give_many_programs_and_steps_no_longer_than_rows() -> None:
     for outputs, columns, gated in ((6144, 4096, False), (4096, 4096, False), (14336, 4096, True), (1024, 2048, False)):
         for weight_bytes in (1, 2):
             tiles = gemv_tiles(columns, gated=gated, has_squares_out=not gated, weight_bytes=weight_bytes)

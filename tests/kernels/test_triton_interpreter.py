@@ -22,7 +22,7 @@ MORE_KINDS = (*KINDS, tl.float64, tl.int8, tl.uint8, tl.uint32, tl.bfloat16, tl.
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is interpreted")
-def test_a_second_launch_finds_the_language_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_launch_reuses_the_patched_language(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.ones(1, 64), torch.ones(64)
     rms_norm(x, weight, 1e-6)
     replaced: list[object] = []
@@ -33,14 +33,14 @@ def test_a_second_launch_finds_the_language_of_the_first(monkeypatch: pytest.Mon
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is interpreted")
-def test_nothing_is_interpreted_where_a_gpu_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_interpreter_is_refused_if_a_gpu_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GATEHOUSE_REQUIRE", "postgres,gpu")
     with pytest.raises(AssertionError, match="GATEHOUSE_REQUIRE names gpu"):
         interpret_without_gpu()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is interpreted")
-def test_every_bfloat16_is_the_float32_that_torch_makes_of_it_and_back() -> None:
+def test_every_bfloat16_is_converted_to_float32_and_back_as_by_torch() -> None:
     interpreter = importlib.import_module("triton.runtime.interpreter")
     codes = np.arange(1 << 16, dtype=np.uint16)
     widened = interpreter._convert_float(codes, tl.bfloat16, tl.float32, None)
@@ -51,7 +51,7 @@ def test_every_bfloat16_is_the_float32_that_torch_makes_of_it_and_back() -> None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is interpreted")
-def test_a_type_that_is_made_again_is_what_it_was_the_first_time() -> None:
+def test_cached_block_types_equal_new_ones() -> None:
     kinds = [tl.float32, tl.int32, tl.pointer_type(tl.float32), tl.pointer_type(tl.int32)]
     for shape in ([2, 4], [4, 2], [8]):
         first = [tl.block_type(kind, shape) for kind in kinds]
@@ -68,7 +68,7 @@ def test_a_type_that_is_made_again_is_what_it_was_the_first_time() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is interpreted")
 @pytest.mark.parametrize("kind", [tl.float32, tl.float16, tl.int32, tl.uint32, tl.int64, tl.int1, tl.pointer_type(tl.int32)])
-def test_what_becomes_of_a_number_beside_a_tensor_is_what_triton_makes_of_it(kind: tl.dtype) -> None:
+def test_scalar_promotion_equals_that_of_triton(kind: tl.dtype) -> None:
     interpreter = importlib.import_module("triton.runtime.interpreter")
     semantic = interpreter.interpreter_semantic
     quick, plain = semantic.binary_op_type_checking_impl, type(semantic).binary_op_type_checking_impl.__wrapped__
@@ -93,7 +93,7 @@ def test_what_becomes_of_a_number_beside_a_tensor_is_what_triton_makes_of_it(kin
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is interpreted")
-def test_equal_shapes_are_one_object_and_others_are_not() -> None:
+def test_equal_shapes_are_one_object() -> None:
     kinds = [tl.block_type(kind, shape) for kind in (tl.float32, tl.int1) for shape in ([2, 4], [tl.constexpr(2), 4])]
     assert len({id(kind.shape) for kind in kinds}) == 1
     assert kinds[0].shape is not tl.block_type(tl.float32, [4, 2]).shape
@@ -102,9 +102,7 @@ def test_equal_shapes_are_one_object_and_others_are_not() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is interpreted")
 @pytest.mark.parametrize("first", KINDS)
 @pytest.mark.parametrize("second", KINDS)
-def test_two_tensors_of_other_types_and_shapes_are_those_that_triton_makes_of_them_once_numpy_broadcasts(
-    first: tl.dtype, second: tl.dtype
-) -> None:
+def test_type_promotion_and_broadcasting_equal_those_of_triton(first: tl.dtype, second: tl.dtype) -> None:
     interpreter = importlib.import_module("triton.runtime.interpreter")
     semantic = interpreter.interpreter_semantic
     quick, plain = semantic.binary_op_type_checking_impl, type(semantic).binary_op_type_checking_impl.__wrapped__
@@ -147,7 +145,7 @@ def numbered(kind: tl.dtype, shape: list[int], begin: int = 0) -> tl.tensor:
 
 
 def told(compute: Callable[..., Any], *operands: Any) -> object:
-    """All that a result is, or what was said instead."""
+    """Return all properties of a result, or the error message."""
     try:
         found = compute(*operands)
     except Exception as error:
@@ -159,7 +157,7 @@ def told(compute: Callable[..., Any], *operands: Any) -> object:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is interpreted")
 @pytest.mark.parametrize("first", MORE_KINDS)
-def test_an_operator_gives_what_triton_makes_of_it_in_many_calls(first: tl.dtype) -> None:
+def test_operators_give_the_results_of_triton(first: tl.dtype) -> None:
     rms_norm(torch.ones(1, 64), torch.ones(64), 1e-6)  # behind which tensors have the interpreter's operators
     semantic = importlib.import_module("triton.runtime.interpreter").interpreter_semantic
     shapes: tuple[tuple[list[int], list[int]], ...] = (([], []), ([], [4]), ([4], []), ([4], [4]), ([2, 4], [2, 1]))
@@ -175,7 +173,7 @@ def test_an_operator_gives_what_triton_makes_of_it_in_many_calls(first: tl.dtype
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is interpreted")
 @pytest.mark.parametrize("kind", MORE_KINDS)
-def test_numbers_of_another_type_are_those_that_triton_makes_of_them(kind: tl.dtype) -> None:
+def test_casts_equal_those_of_triton(kind: tl.dtype) -> None:
     semantic = importlib.import_module("triton.runtime.interpreter").interpreter_semantic
     plain = partial(type(semantic).cast.__wrapped__, semantic)
     for shape, wanted in product(([], [4], [2, 4]), MORE_KINDS):
@@ -184,7 +182,7 @@ def test_numbers_of_another_type_are_those_that_triton_makes_of_them(kind: tl.dt
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is interpreted")
-def test_axes_that_are_put_in_again_are_what_they_were_the_first_time() -> None:
+def test_cached_expand_dims_equals_that_of_triton() -> None:
     rms_norm(torch.ones(1, 64), torch.ones(64), 1e-6)
     interpreter = importlib.import_module("triton.runtime.interpreter")
     numbers = np.arange(8, dtype=np.float32).reshape(2, 4)

@@ -1,4 +1,4 @@
-"""Kernels of batch-invariant engines: correct, and a row has the same bits at any position in any batch and chunk."""
+"""Kernels of batch-invariant engines: correct, and bit-identical for a row at any position in any batch and chunk."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_decodes_that_do_not_fit_the_workspace_are_computed_in_several_launches(
     assert_same(request.decode(70, 17), together)
 
 
-def test_the_tiles_that_serve_are_right_too(device: torch.device) -> None:
+def test_the_tiles_used_for_serving_match_the_reference(device: torch.device) -> None:
     request = Request(AttentionShape(BLOCK, 8, 2, 64), device)
     whole = request.chunk(0, LENGTH)
     assert_near(whole, request.expected(), "attention")
@@ -261,7 +261,7 @@ def test_a_token_has_the_same_mixture_of_experts_in_any_number_of_tokens(name: s
     assert_same(mix(spoiled, weights, ids)[1::2], whole[1::2])
 
 
-def test_norms_and_log_probabilities_are_row_by_row(device: torch.device) -> None:
+def test_norms_and_log_probabilities_are_computed_row_by_row(device: torch.device) -> None:
     x, weight = normal(33, 320, dtype=torch.float32, device=device), normal(320, dtype=torch.float32, device=device)
     ids = torch.arange(66, device=device).view(33, 2)
     logits = normal(33, 9000, dtype=torch.float32, device=device)

@@ -1,4 +1,4 @@
-"""A batch-invariant engine through the Triton kernels: a request has the same bits alone, in a batch, and in any chunks."""
+"""A batch-invariant engine with the Triton kernels: a request is bit-identical alone, in a batch, and in any chunks."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_request_has_the_same_bits_alone_and_among_others_in_chunks(name: str,
         assert {each: together[each] for each in expected} == expected
 
 
-def test_its_tokens_are_those_of_torch(tmp_path: Path) -> None:
+def test_tokens_equal_those_of_torch(tmp_path: Path) -> None:
     make_model("llama", tmp_path / "model", num_hidden_layers=1, head_dim=16, vocab_size=128)
     found = answers(tmp_path / "model", ["a", "b"], max_num_seqs=4)
     with mock.patch.dict(ops._TABLES, cpu="kernels.cpu.table"):
@@ -87,7 +87,7 @@ STORED = {
 
 
 @pytest.mark.parametrize("layout", STORED.values(), ids=STORED)
-def test_weights_of_a_checkpoint_serve_it_too(layout: layouts.Layout, tmp_path: Path) -> None:
+def test_quantised_checkpoints_are_bit_identical_too(layout: layouts.Layout, tmp_path: Path) -> None:
     make_model("llama", tmp_path / "model", **layouts.SIZES)
     model = layouts.write(tmp_path / "model", tmp_path / "quantised", layout).directory
     alone = answers(model, ["b"], dtype="float16", **ALONE)

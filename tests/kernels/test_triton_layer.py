@@ -25,7 +25,7 @@ ATTENTION_LAUNCHES = 2  # parts of a context, then their sum
 
 
 class Layer:
-    """Random weights of one layer; attention is left out: what comes of it is taken to be the queries."""
+    """Random weights of one layer, without attention: its output is taken to be the queries."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         def matrix(rows: int, columns: int, place: int) -> torch.Tensor:
@@ -39,7 +39,7 @@ class Layer:
 
 @dataclass
 class Step:
-    """What the layers of a step share."""
+    """Inputs that the layers of a step share."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -82,7 +82,7 @@ def fused(layers: list[Layer], x: torch.Tensor, step: Step) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("rows", [1, 5])
-def test_a_fused_layer_is_the_layer_with_three_launches_fewer(
+def test_a_fused_layer_gives_the_same_result_with_three_launches_fewer(
     rows: int, launches: Callable[[], int], device: torch.device
 ) -> None:
     layers = [Layer(seed, device) for seed in (1, 2)]

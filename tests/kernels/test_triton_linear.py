@@ -68,7 +68,7 @@ def test_few_rows_times_a_weight_match_the_exact_product(
     assert_near(out.check(), exact(x, weight, bias), "matmul", scale=math.sqrt(num_columns))
 
 
-def test_more_rows_are_left_to_the_library(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_rows_use_the_product_of_torch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = rows(FUSED_ROWS_MAX + 1, 40, torch.float32, device), rows(9, 40, torch.float32, device)
     bias = normal(9, dtype=torch.float32, device=device)
     monkeypatch.setattr("kernels.triton.linear.launch", None)
@@ -99,7 +99,7 @@ def test_a_row_has_the_same_bits_in_every_small_batch(num_columns: int, device: 
 
 @pytest.mark.parametrize("splits", [2, 4, 8])
 @pytest.mark.parametrize(("num_rows", "num_outputs", "num_columns"), [(1, 33, 260), (5, 16, 512), (17, 40, 270)])
-def test_divided_columns_are_added_in_their_order(
+def test_partial_sums_of_divided_columns_are_added_in_order(
     splits: int, num_rows: int, num_outputs: int, num_columns: int, device: torch.device
 ) -> None:
     x, weight = rows(num_rows, num_columns, torch.float32, device), rows(num_outputs, num_columns, torch.float32, device)
@@ -119,7 +119,7 @@ def test_divided_columns_are_added_in_their_order(
     assert not arrival_counters(x.device).any(), "the counters are zero for the next launch"
 
 
-def test_a_part_without_columns_adds_nothing(device: torch.device) -> None:
+def test_an_empty_column_split_adds_nothing(device: torch.device) -> None:
     x, weight = rows(2, 40, torch.float32, device), rows(16, 40, torch.float32, device)
     product = launch(x, weight, Tiles(16, 16, 32, 4, 3, splits=8), x.new_empty(2, 16))
     assert_near(product, exact(x, weight), "matmul", scale=6.0)
@@ -169,7 +169,7 @@ def test_e4m3_rows_times_an_e4m3_weight_match_the_reference(
 
 @pytest.mark.parametrize("per_row", [True, False])
 @pytest.mark.parametrize("x_per_row", [True, False])
-def test_many_rows_of_e4m3_are_left_to_the_library(x_per_row: bool, per_row: bool, device: torch.device) -> None:
+def test_many_rows_of_e4m3_use_the_product_of_torch(x_per_row: bool, per_row: bool, device: torch.device) -> None:
     """Whether torch supports them depends on the card; here it is called as on a card that does."""
     if device.type == "cpu" and (x_per_row or per_row) and torch.__version__ < "2.13":
         pytest.skip("this torch supports scales per row on GPUs alone; 2.13 supports them on CPUs too")
@@ -184,7 +184,7 @@ def test_many_rows_of_e4m3_are_left_to_the_library(x_per_row: bool, per_row: boo
         assert_near(scaled_mm_fp8(values, weight, scales, bias, None), expected, "matmul")
 
 
-def test_rows_of_e4m3_need_their_scales_and_a_type_for_the_result(device: torch.device) -> None:
+def test_rows_of_e4m3_need_scales_and_an_output_dtype(device: torch.device) -> None:
     weight = fp8_weight(8, 32, device, per_row=True)
     values, scales = quantize_rows_fp8(normal(2, 32, dtype=torch.float32, device=device))
     with pytest.raises(ValueError, match="without scales"):
@@ -195,7 +195,7 @@ def test_rows_of_e4m3_need_their_scales_and_a_type_for_the_result(device: torch.
         linear_fp8(values, weight, x_scales=scales)
 
 
-def test_a_card_without_e4m3_is_refused_in_words(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_e4m3_is_refused_with_the_reason(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kernels.triton.linear_fp8.capability", lambda _: 80)
     with pytest.raises(ValueError, match=r"compute capability 8\.9 or newer, this one has 8\.0: use int8"):
         check_fp8(device)
@@ -208,7 +208,7 @@ def test_no_rows_give_no_rows(device: torch.device) -> None:
     assert linear_fp8(x, fp8_weight(9, 32, device, per_row=True)).shape == (0, 9)
 
 
-def test_a_matrix_is_divided_where_the_card_would_wait() -> None:
+def test_columns_are_divided_if_the_gpu_would_be_idle_otherwise() -> None:
     count = partial(choose_splits, multiprocessors=132, step_bytes=16384)
     assert count(tiles=128, steps=16) == 1
     assert count(tiles=32, steps=64) == 8
@@ -219,11 +219,11 @@ def test_a_matrix_is_divided_where_the_card_would_wait() -> None:
     assert choose_splits(split_k.NUM_COUNTERS + 1, 64, 10**6, 16384) == 1
 
 
-def test_a_small_matrix_is_read_before_its_parts_would_be_added() -> None:
+def test_a_small_matrix_is_not_divided() -> None:
     assert choose_splits(tiles=64, steps=8, multiprocessors=132, step_bytes=8192) == 1
 
 
-def test_programs_of_one_wave_cost_less_than_as_many_bytes_in_two() -> None:
+def test_one_wave_of_programs_is_preferred_to_two() -> None:
     one_wave, two_waves = split_cost(264, 64, 132, 8192, 1), split_cost(528, 32, 132, 8192, 1)
     assert one_wave + split_k.WAVE_BYTES == two_waves
 
@@ -231,7 +231,7 @@ def test_programs_of_one_wave_cost_less_than_as_many_bytes_in_two() -> None:
 @pytest.mark.parametrize(
     ("num_outputs", "num_columns"), [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (1024, 2048)]
 )
-def test_bytes_under_way_cover_the_memorys_latency(num_outputs: int, num_columns: int) -> None:
+def test_bytes_in_flight_cover_the_memory_latency(num_outputs: int, num_columns: int) -> None:
     tiles = skinny_tiles(num_outputs, num_columns, 90, 132)
     programs = min(2 * 132, -(-num_outputs // tiles.block_n) * tiles.splits)
     steps = min(tiles.num_stages - 1, math.ceil(num_columns / tiles.block_k / tiles.splits))
@@ -240,7 +240,7 @@ def test_bytes_under_way_cover_the_memorys_latency(num_outputs: int, num_columns
 
 
 @pytest.mark.parametrize("capability", CARDS)
-def test_loads_of_float32_under_way_fit_any_card(capability: int) -> None:
+def test_float32_loads_in_flight_fit_every_gpu(capability: int) -> None:
     for num_outputs in (1024, 4096, 151_936):
         tiles, head = skinny_tiles(num_outputs, 4096, capability, 132, 4), head_tiles(weight_bytes=4, capability=capability)
         assert head.num_stages == tiles.num_stages
@@ -251,7 +251,7 @@ def test_loads_of_float32_under_way_fit_any_card(capability: int) -> None:
 @pytest.mark.parametrize(
     ("major_minor", "chosen_for"), [((8, 0), 80), ((8, 7), 86), ((8, 9), 89), ((10, 3), 100), ((12, 1), 120), ((7, 5), 75)]
 )
-def test_a_card_between_two_that_are_known_is_chosen_for_as_the_older_one(
+def test_an_unknown_gpu_gets_the_tiles_of_the_next_older_one(
     major_minor: tuple[int, int], chosen_for: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: major_minor)
@@ -263,13 +263,13 @@ def test_a_card_between_two_that_are_known_is_chosen_for_as_the_older_one(
 
 
 @pytest.mark.parametrize("capability", [80, 89, 90, 100])
-def test_rows_up_to_64_have_the_lowest_tile_that_holds_them(capability: int) -> None:
+def test_up_to_64_rows_get_the_smallest_tile_that_holds_them(capability: int) -> None:
     lows = [byte_tiles(num_rows, (4096, 4096), capability, 132).block_m for num_rows in (1, 16, 17, 32, 33, 64, 65)]
     assert lows == [16, 16, 32, 32, 64, 64, 128]
 
 
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 64, 65])
-def test_rows_of_32_bits_times_bytes_have_tiles_that_registers_hold(num_rows: int) -> None:
+def test_tiles_for_rows_of_32_bits_times_8_bit_weights_fit_registers(num_rows: int) -> None:
     """No tensor core multiplies them: with the tiles for rows of 16 bits a thread spilled thousands of bytes."""
     tiles = byte_tiles(num_rows, (4096, 4096), 90, 132, row_bytes=4)
     assert tiles.block_m * tiles.block_n <= 32 * 64

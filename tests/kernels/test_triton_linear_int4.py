@@ -83,7 +83,7 @@ def test_every_code_and_zero_point_is_an_exact_integer(device: torch.device) -> 
     assert_same(linear_int4(x, weight).cpu(), expected.to(HALF))
 
 
-def test_columns_in_the_order_of_activations_match_the_reference(device: torch.device) -> None:
+def test_permuted_columns_match_the_reference(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(2)
     g_idx = (torch.randperm(256, generator=generator) // 64).to(device)
     qweight = torch.randint(-(2**31), 2**31, (32, 16), generator=generator).to(torch.int32).to(device)
@@ -97,7 +97,7 @@ def test_columns_in_the_order_of_activations_match_the_reference(device: torch.d
 
 @pytest.mark.parametrize("splits", [2, 4, 8])
 @pytest.mark.parametrize(("num_rows", "num_outputs", "num_columns"), [(1, 40, 900), (5, 16, 500)])
-def test_divided_columns_give_the_same_sum(
+def test_divided_columns_match_the_reference(
     splits: int, num_rows: int, num_outputs: int, num_columns: int, device: torch.device
 ) -> None:
     x, weight = rows(num_rows, num_columns, device), int4_weight(num_outputs, num_columns, device)
@@ -109,12 +109,12 @@ def test_divided_columns_give_the_same_sum(
     assert not arrival_counters(device).any(), "the next launch finds the counters at zero"
 
 
-def test_more_rows_than_a_low_tile_holds(device: torch.device) -> None:
+def test_more_rows_than_the_smallest_tile_holds_match_the_reference(device: torch.device) -> None:
     compare(rows(67, 130, device), int4_weight(133, 130, device))
 
 
 @pytest.mark.parametrize("group_size", [32, 128])
-def test_many_rows_are_multiplied_with_unpacked_rows_of_the_weight(
+def test_many_rows_are_multiplied_with_unpacked_weights(
     group_size: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dequantised_slabs, "TILED_ROWS_MAX", 2)
@@ -123,7 +123,7 @@ def test_many_rows_are_multiplied_with_unpacked_rows_of_the_weight(
     compare(rows(3, 200, device), int4_weight(70, 200, device, group_size), bias)
 
 
-def test_unpacked_rows_are_the_weights_rounded_once(device: torch.device) -> None:
+def test_unpacked_weights_are_rounded_once(device: torch.device) -> None:
     weight = int4_weight(70, 200, device, 32)
     out = Guarded((40, 256), HALF, device)
     kernel.dequantise_rows(weight, 20, out.tensor)
@@ -141,6 +141,6 @@ def test_no_rows_give_no_rows(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("capability", [80, 89, 90, 100])
-def test_rows_up_to_64_have_the_lowest_tile_that_holds_them(capability: int) -> None:
+def test_up_to_64_rows_get_the_smallest_tile_that_holds_them(capability: int) -> None:
     lows = [int4_tiles(num_rows, 4096, 4096, capability, 132).block_m for num_rows in (1, 16, 17, 32, 33, 64, 65)]
     assert lows == [16, 16, 32, 32, 64, 64, 128 if capability == 90 else 64]

@@ -34,7 +34,7 @@ def compare(batch: RotatedDecodeBatch) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 15, 16, 17, 31, 32, 33, 64, 65, 127, 193, 449, 1000])
-def test_awkward_lengths_equal_the_two_operations(length: int, device: torch.device) -> None:
+def test_awkward_lengths_match_the_separate_operations(length: int, device: torch.device) -> None:
     """The card holds six splits at a time: beyond 192 tokens they have several tiles."""
     compare(RotatedDecodeBatch([length], SHAPE, device))
 
@@ -48,7 +48,7 @@ def test_a_large_card_with_a_tile_for_each_program_matches_the_reference(
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 2, 5, 132])
-def test_it_is_the_same_on_every_card_but_for_rounding(
+def test_results_on_all_gpus_differ_only_by_rounding(
     multiprocessors: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lone, "multiprocessors", lambda _: multiprocessors)
@@ -72,7 +72,7 @@ def test_every_block_size_matches_the_reference(block_size: int, length: int, de
 
 
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 32), (64, 16), (96, 64), (128, 96)])
-def test_partial_rotation(head_dim: int, rotary_dim: int, device: torch.device) -> None:
+def test_partial_rotation_matches_the_reference(head_dim: int, rotary_dim: int, device: torch.device) -> None:
     compare(RotatedDecodeBatch([65], AttentionShape(32, 4, 2, head_dim), device, rotary_dim=rotary_dim, is_normed=True))
 
 
@@ -103,7 +103,7 @@ def test_half_precision_matches_the_reference(device: torch.device) -> None:
     compare(RotatedDecodeBatch([300], SHAPE, device, dtype=torch.float16))
 
 
-def test_a_key_beyond_448_is_kept_as_448(device: torch.device) -> None:
+def test_a_key_beyond_448_saturates_at_448(device: torch.device) -> None:
     batch = RotatedDecodeBatch([33], SHAPE, device, kv_dtype=FP8)
     batch.qkv *= 4000.0
     rotated_decode(*batch.arguments(batch.cache), **batch.options)
@@ -111,7 +111,7 @@ def test_a_key_beyond_448_is_kept_as_448(device: torch.device) -> None:
     assert written.abs().max() == 448
 
 
-def test_a_row_without_a_slot_is_attended_and_not_stored(device: torch.device) -> None:
+def test_a_row_without_a_slot_is_computed_but_not_stored(device: torch.device) -> None:
     batch = RotatedDecodeBatch([40], SHAPE, device)
     cache = batch.cache.clone()
     stored = rotated_decode(*batch.arguments(cache), **batch.options)
@@ -122,14 +122,14 @@ def test_a_row_without_a_slot_is_attended_and_not_stored(device: torch.device) -
 
 
 def test_a_longer_table_changes_no_bit(device: torch.device) -> None:
-    """A step's tables are as wide as the longest request may be."""
+    """The block tables of a step are as wide as the longest possible request."""
     batch = RotatedDecodeBatch([130], SHAPE, device)
     found = rotated_decode(*batch.arguments(batch.cache.clone()), **batch.options)
     batch.tables = torch.nn.functional.pad(batch.tables, (0, 7), value=2**30)
     assert_same(rotated_decode(*batch.arguments(batch.cache), **batch.options), found)
 
 
-def test_it_is_one_launch(device: torch.device, launches: Callable[[], int]) -> None:
+def test_the_whole_operation_is_one_launch(device: torch.device, launches: Callable[[], int]) -> None:
     batch = RotatedDecodeBatch([333], SHAPE, device)
     rotated_decode(*batch.arguments(batch.cache), **batch.options)
     assert launches() == 1

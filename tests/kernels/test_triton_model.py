@@ -48,7 +48,7 @@ def answers(make: Callable[..., Engine], model: Path, table: str, **options: Any
     ("family", "make"),
     [("llama", small_engine), ("llama", overlapped_engine), ("qwen3_moe", overlapped_engine), ("gemma2", small_engine)],
 )
-def test_a_model_says_the_same_through_the_kernels_and_through_torch(
+def test_a_model_gives_the_same_tokens_with_kernels_and_torch(
     family: str, make: Callable[..., Engine], folder: Path, device: torch.device
 ) -> None:
     if device.type != "cpu":
@@ -60,7 +60,7 @@ def test_a_model_says_the_same_through_the_kernels_and_through_torch(
     assert answers(make, model, "cuda", **options) == answers(small_engine, model, "cpu", **options)
 
 
-def test_a_greedy_step_of_few_rows_takes_its_tokens_from_the_head(
+def test_a_greedy_step_of_few_rows_takes_its_tokens_from_the_fused_head(
     folder: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device.type != "cpu":
@@ -78,14 +78,14 @@ def test_a_greedy_step_of_few_rows_takes_its_tokens_from_the_head(
 
 
 def widths_rounded_alone(make: Callable[..., Engine], model: Path, table: str) -> Counter[int]:
-    """How often which, where many rows are rounded to 8 bits by themselves, in an engine whose weights have 8 bits."""
+    """Return how often rows of each width are quantised in a launch of their own, with 8-bit weights and many rows."""
     with mock.patch("kernels.quantised_linear.quantize_rows_fp8", side_effect=fp8_rows.quantize_rows_fp8) as rounded:
         answers(make, model, table, block_size=16, max_num_batched_tokens=32, quantization="fp8")
     shapes = [call.args[0].shape for call in rounded.call_args_list]
     return Counter(width for num_rows, width in shapes if num_rows > ops.FUSED_ROWS_MAX)
 
 
-def test_norms_and_activations_make_the_rows_of_products_with_weights_in_8_bits(folder: Path, device: torch.device) -> None:
+def test_norms_and_activations_quantise_the_rows_of_8_bit_products(folder: Path, device: torch.device) -> None:
     if device.type != "cpu":
         pytest.skip("on a GPU the kernels serve, and bench/gpu.sh compares what they say")
     hidden, attended, inner = 64, 128, 96
@@ -125,15 +125,13 @@ def launches_of_a_step(model: Path, launched: list[str], num_requests: int, num_
 
 
 @pytest.mark.parametrize("num_requests", LAUNCHES_OF_A_LAYER)
-def test_a_decode_step_of_few_rows_takes_few_launches_for_a_layer(
-    num_requests: int, tmp_path: Path, launched: list[str]
-) -> None:
+def test_a_decode_step_of_few_rows_takes_few_launches_per_layer(num_requests: int, tmp_path: Path, launched: list[str]) -> None:
     totals = [len(launches_of_a_step(tmp_path / str(layers), launched, num_requests, layers)) for layers in (1, 2)]
     assert totals[1] - totals[0] == LAUNCHES_OF_A_LAYER[num_requests]
 
 
-def test_what_is_read_before_a_wait_was_written_further_in_front(tmp_path: Path, launched: list[str]) -> None:
-    """`kernels.triton.early_launch`: a kernel may read early what the one just in front of it leaves alone."""
+def test_early_launched_kernels_read_only_earlier_results_before_their_wait(tmp_path: Path, launched: list[str]) -> None:
+    """`kernels.triton.early_launch`: before its wait a kernel may read what the previous one does not write."""
     names = launches_of_a_step(tmp_path / "model", launched, 1, 2)
     lone = [place for place, name in enumerate(names) if name == "lone_kernel"]
     assert len(lone) == 2

@@ -42,7 +42,7 @@ def test_rms_norm_equals_its_definition(tokens: int, hidden: int, dtype: torch.d
     assert_near(out.check(), reference.rms_norm(x, weight, EPS), "normed")
 
 
-def test_heads_of_tokens_are_rows_of_their_own(device: torch.device) -> None:
+def test_heads_of_tokens_are_normalised_separately(device: torch.device) -> None:
     x = normal(5, 6, 64, dtype=torch.float16, device=device)
     weight = normal(64, dtype=torch.float16, device=device, seed=1)
     assert_near(triton_norm.rms_norm(x, weight, EPS), reference.rms_norm(x, weight, EPS), "normed")
@@ -89,7 +89,9 @@ def test_sum_and_norm_equal_their_definition(
 
 
 @BOTH_IN_THEIR_DTYPES
-def test_a_branch_is_normalised_before_it_is_added(kernels: ModuleType, dtype: torch.dtype, device: torch.device) -> None:
+def test_the_branch_is_normalised_before_the_residual_sum(
+    kernels: ModuleType, dtype: torch.dtype, device: torch.device
+) -> None:
     x, residual = normal(5, 96, dtype=dtype, device=device) * 9, normal(5, 96, dtype=dtype, device=device, seed=2)
     weight, branch_weight = (normal(96, dtype=torch.float32, device=device, seed=seed) for seed in (3, 4))
     for last in (weight, None):
@@ -99,7 +101,7 @@ def test_a_branch_is_normalised_before_it_is_added(kernels: ModuleType, dtype: t
         assert_near(normed, expected, "normed", scale=4)
 
 
-def test_the_sum_may_overwrite_the_residual_and_nothing_else(device: torch.device) -> None:
+def test_the_sum_may_overwrite_the_residual_in_place(device: torch.device) -> None:
     x, weight = normal(5, 130, dtype=torch.float16, device=device), normal(130, dtype=torch.float16, device=device, seed=1)
     normed, total = Guarded((5, 130), torch.float16, device), Guarded((5, 130), torch.float16, device)
     total.tensor.copy_(normal(5, 130, dtype=torch.float16, device=device, seed=2))
@@ -109,7 +111,7 @@ def test_the_sum_may_overwrite_the_residual_and_nothing_else(device: torch.devic
     assert_near(total.check(), expected_total, "pointwise")
 
 
-def test_no_tokens_are_no_work(device: torch.device) -> None:
+def test_an_empty_batch_gives_an_empty_result(device: torch.device) -> None:
     x, weight = torch.empty(0, 128, device=device), torch.ones(128, device=device)
     assert triton_norm.rms_norm(x, weight, EPS).shape == (0, 128)
     assert triton_norm.add_rms_norm_fp8(x, x, weight, EPS)[1].shape == (0, 1)
@@ -141,7 +143,7 @@ def test_rows_are_quantised_to_their_own_largest_element(
 
 
 @pytest.mark.parametrize("kernels", [triton_fp8_rows, cpu_fp8_rows, reference_fp8_rows], ids=["triton", "torch", "reference"])
-def test_what_is_no_number_stays_none_in_its_row_alone(kernels: ModuleType, device: torch.device) -> None:
+def test_nan_affects_only_its_row(kernels: ModuleType, device: torch.device) -> None:
     x = normal(3, 96, dtype=torch.float32, device=device)
     x[1, 5] = float("nan")
     quantised, scales = kernels.quantize_rows_fp8(x)
@@ -150,7 +152,7 @@ def test_what_is_no_number_stays_none_in_its_row_alone(kernels: ModuleType, devi
     assert not bool(rows[[0, 2]].any())
 
 
-def test_rounding_to_e4m3_is_that_of_torch() -> None:
+def test_rounding_to_e4m3_equals_that_of_torch() -> None:
     torch.manual_seed(1)
     x = torch.cat([torch.randn(4000) * 10.0**exponent for exponent in range(-4, 3)] + [torch.tensor([0.0, 448.0, -448.0])])
     assert_same(reference_fp8_rows.to_fp8(x).float().abs(), x.clamp(-448, 448).to(torch.float8_e4m3fn).float().abs())

@@ -109,7 +109,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float =
 
 
 @pytest.mark.usefixtures("on_triton")
-def test_a_model_in_8_bits_says_the_same_with_norms_fused_into_its_products(tmp_path: Path) -> None:
+def test_an_8_bit_model_gives_the_same_tokens_with_norms_fused_into_products(tmp_path: Path) -> None:
     make_model("llama", tmp_path, num_hidden_layers=2, head_dim=16)
     options: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 32, "num_kv_blocks": 4, "quantization": "int8"}
     request = generation_request("a", [5, 6, 7], max_tokens=3)

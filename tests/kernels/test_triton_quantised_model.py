@@ -77,7 +77,7 @@ FUSED = {
 
 
 @pytest.mark.parametrize("layout", FUSED.values(), ids=FUSED)
-def test_fused_layers_say_what_the_numbers_of_the_checkpoint_say(layout: layouts.Layout, tmp_path: Path) -> None:
+def test_fused_layers_give_the_most_likely_tokens_of_the_checkpoint(layout: layouts.Layout, tmp_path: Path) -> None:
     """Each token is the most likely one of the float32 twin, or one that rounding to bfloat16 cannot tell from it. Few rows
     are never rounded to 8 bits, whatever the checkpoint does to many: no step here has more than 16."""
     written = model_in(tmp_path, replace(layout, rounds_input=None))
@@ -139,7 +139,7 @@ def launches_of_a_step(model: Path, **options: Any) -> int:
 
 
 @pytest.mark.parametrize("layout", [layouts.awq(), FP8_BY_TOKEN, FP8_STATIC], ids=["awq", "fp8", "fp8-static"])
-def test_a_decode_step_takes_five_launches_for_a_layer(layout: layouts.Layout, tmp_path: Path) -> None:
+def test_a_decode_step_takes_five_launches_per_layer(layout: layouts.Layout, tmp_path: Path) -> None:
     counts = {
         num_layers: launches_of_a_step(
             model_in(tmp_path / str(num_layers), layout, num_layers=num_layers).directory, dtype="bfloat16"
@@ -158,7 +158,7 @@ ALONE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("family", ALONE)
-def test_few_rows_are_rounded_nowhere(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_rows_are_never_quantised(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model(family, tmp_path, **{**layouts.SIZES, "num_hidden_layers": 2, "head_dim": 16, **ALONE[family]})
     rounded = mock.Mock()
     for module in ("norm", "activation", "fp8_rows"):
@@ -205,7 +205,7 @@ def heads(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     ],
     ids=str,
 )
-def test_greedy_steps_read_the_head_that_the_others_read(
+def test_greedy_steps_with_a_fused_head_give_the_tokens_of_the_plain_runner(
     options: dict[str, str], tied: bool, tmp_path: Path, heads: list[object]
 ) -> None:
     model = model_in(tmp_path, num_layers=1, tied=tied).directory

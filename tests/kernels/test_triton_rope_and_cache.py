@@ -101,7 +101,7 @@ def test_queries_and_keys_are_rotated_and_slots_are_filled(
 @BOTH
 @pytest.mark.parametrize(("size", "rotary_dim"), [(64, 32), (128, 96), (80, 32), (96, 64)])
 @pytest.mark.parametrize("norm", [None, torch.float32])
-def test_partial_rotation(
+def test_partial_rotation_matches_the_reference(
     kernels: ModuleType, size: int, rotary_dim: int, norm: torch.dtype | None, device: torch.device
 ) -> None:
     compare(kernels, Case(5, (4, 2, size), rotary_dim=rotary_dim, norm=norm, device=device), "normed")
@@ -147,7 +147,7 @@ def test_values_beyond_the_range_of_e4m3_saturate(kernels: ModuleType, device: t
 
 
 @BOTH
-def test_a_key_or_value_that_is_no_number_is_none_in_an_fp8_cache_either(kernels: ModuleType, device: torch.device) -> None:
+def test_nan_stays_nan_in_an_fp8_cache(kernels: ModuleType, device: torch.device) -> None:
     case = Case(1, (4, 2, 64), cache_dtype=FP8, device=device)
     case.qkv[0, 4, 5] = case.qkv[0, 6, 7] = float("nan")  # a key's and a value's
     _, cache = case.run(kernels)
@@ -182,13 +182,13 @@ def test_bfloat16_is_read_and_written(device: torch.device) -> None:
     compare(triton_rope, Case(5, (4, 2, 64), dtype=torch.bfloat16, norm=torch.bfloat16, device=device), "normed")
 
 
-def test_no_tokens_are_no_work(device: torch.device) -> None:
+def test_an_empty_batch_gives_an_empty_result(device: torch.device) -> None:
     case = Case(0, (4, 2, 64), device=device)
     assert case.run(triton_rope)[0].shape == (0, 8, 64)
 
 
 @pytest.mark.parametrize("heads", [(32, 8, 128), (32, 8, 64), (16, 8, 128), (8, 1, 256), (9, 3, 64), (24, 8, 96)])
-def test_a_head_has_as_many_threads_with_few_tokens_as_with_many(heads: tuple[int, int, int]) -> None:
+def test_head_tiles_occupy_every_thread_with_few_and_with_many_tokens(heads: tuple[int, int, int]) -> None:
     few, many = (triton_rope.head_tile(tokens, heads[0], heads[1], heads[2]) for tokens in (1, 4096))
     assert few.heads == many.heads
     assert heads[0] % few.heads == heads[1] % few.heads == 0

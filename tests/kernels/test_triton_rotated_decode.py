@@ -38,7 +38,7 @@ def compare(batch: RotatedDecodeBatch) -> None:
 
 
 @pytest.mark.parametrize("lengths", [[1, 15, 16, 17], [33, 31, 0, 1], [257, 129, 67, 128], [2, 0], [32, 64, 96, 33, 65]])
-def test_awkward_lengths_equal_the_two_operations(lengths: list[int], device: torch.device) -> None:
+def test_awkward_lengths_match_the_separate_operations(lengths: list[int], device: torch.device) -> None:
     compare(RotatedDecodeBatch(lengths, SHAPE, device))
 
 
@@ -54,7 +54,7 @@ def test_every_number_of_query_heads_per_kv_head_matches_the_reference(heads: tu
 
 
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 32), (64, 16), (96, 64), (128, 96)])
-def test_partial_rotation(head_dim: int, rotary_dim: int, device: torch.device) -> None:
+def test_partial_rotation_matches_the_reference(head_dim: int, rotary_dim: int, device: torch.device) -> None:
     shape = AttentionShape(32, 4, 2, head_dim)
     compare(RotatedDecodeBatch([65, 40, 2], shape, device, rotary_dim=rotary_dim, is_normed=True))
 
@@ -71,7 +71,7 @@ def test_an_8_bit_cache_matches_the_reference(head_dim: int, device: torch.devic
     compare(RotatedDecodeBatch([65, 140, 2, 0], shape, device, kv_dtype=FP8, is_normed=True))
 
 
-def test_a_key_beyond_448_is_kept_as_448(device: torch.device) -> None:
+def test_a_key_beyond_448_saturates_at_448(device: torch.device) -> None:
     batch = RotatedDecodeBatch([33, 5], SHAPE, device, kv_dtype=FP8)
     batch.qkv *= 4000.0
     kernel.rotated_decode(*batch.arguments(batch.cache), **batch.options)
@@ -79,7 +79,7 @@ def test_a_key_beyond_448_is_kept_as_448(device: torch.device) -> None:
     assert written.abs().max() == 448
 
 
-def test_a_row_without_a_slot_is_attended_and_not_stored(device: torch.device) -> None:
+def test_a_row_without_a_slot_is_computed_but_not_stored(device: torch.device) -> None:
     batch = RotatedDecodeBatch([40, 3], SHAPE, device)
     batch.slots[0] = -1
     before = batch.cache.clone()
@@ -102,7 +102,7 @@ def rotated_rows(batch: RotatedDecodeBatch, rows: slice) -> torch.Tensor:
     return kernel.rotated_decode(*batch.arguments(batch.cache.clone(), rows), **batch.options)
 
 
-def test_it_takes_one_launch_fewer(device: torch.device, launches: Callable[[], int]) -> None:
+def test_the_whole_operation_takes_one_launch_fewer(device: torch.device, launches: Callable[[], int]) -> None:
     batch = RotatedDecodeBatch([33, 7], SHAPE, device)
     kernel.rotated_decode(*batch.arguments(batch.cache), **batch.options)
     assert launches() == 2

@@ -1,4 +1,4 @@
-"""Expert routing in one launch against its definition: awkward numbers, ties, NaN and infinities, rows of padding."""
+"""Expert routing in one launch against its definition: awkward sizes, ties, NaN and infinities, padding."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_experts_and_their_weights_match_the_reference(
     assert_near(weights.check(), expected_weights, "normed")
 
 
-def test_weights_divided_by_their_sum_are_the_softmax_of_the_chosen_ones(device: torch.device) -> None:
+def test_normalised_weights_are_the_softmax_over_the_chosen_experts(device: torch.device) -> None:
     """As Mixtral has them (arXiv 2401.04088, section 2.1)."""
     logits = normal(9, 8, dtype=torch.float32, device=device) * 30
     weights, expert_ids = route_live(logits, 2, normalised=True)
@@ -51,7 +51,7 @@ def test_of_equal_logits_the_lower_expert_comes_first(dtype: torch.dtype, device
     assert route_live(torch.zeros_like(logits), 12, normalised=True)[1].tolist() == [list(range(12))] * 33
 
 
-def test_logits_that_cannot_be_told_apart_as_probabilities_are_ordered(device: torch.device) -> None:
+def test_logits_with_equal_rounded_probabilities_are_ordered_by_logit(device: torch.device) -> None:
     logits = torch.tensor([[-500.0, 0.0, -400.0, -300.0, -math.inf]], device=device)
     weights, expert_ids = route_live(logits, 5, normalised=False)
     assert expert_ids.tolist() == [[1, 3, 2, 0, 4]]
@@ -60,7 +60,7 @@ def test_logits_that_cannot_be_told_apart_as_probabilities_are_ordered(device: t
 
 @normalised_or_not
 @pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf])
-def test_rows_without_a_softmax_have_nan_for_weights_and_experts_that_are_there(
+def test_rows_without_a_softmax_have_nan_weights_and_valid_experts(
     value: float, normalised: bool, device: torch.device
 ) -> None:
     logits = normal(3, 6, dtype=torch.float32, device=device)
@@ -76,7 +76,7 @@ def test_rows_without_a_softmax_have_nan_for_weights_and_experts_that_are_there(
 
 
 @pytest.mark.parametrize("kind", [torch.int64, torch.int32])
-def test_rows_of_padding_have_no_expert_and_the_others_do_not_notice(kind: torch.dtype, device: torch.device) -> None:
+def test_rows_of_padding_have_no_expert_and_do_not_affect_others(kind: torch.dtype, device: torch.device) -> None:
     logits = normal(6, 9, dtype=torch.float16, device=device)
     logits[3] = math.nan
     slots = torch.tensor([97, 30, -1, 0, -1, 4, -1], dtype=kind, device=device)[1:]  # begins where no vector may
@@ -103,7 +103,7 @@ def test_routing_no_rows_gives_empty_results(device: torch.device) -> None:
     assert weights.shape == expert_ids.shape == (0, 2)
 
 
-def test_places_of_padding_are_not_among_those_of_any_expert(device: torch.device) -> None:
+def test_positions_of_padding_belong_to_no_expert(device: torch.device) -> None:
     expert_ids = torch.tensor([[2, 0], [3, 3], [0, 1], [3, 3]], device=device)
     tokens = sort_by_expert(expert_ids, 3)
     assert tokens.offsets.tolist() == [0, 2, 3, 4]
@@ -111,7 +111,7 @@ def test_places_of_padding_are_not_among_those_of_any_expert(device: torch.devic
 
 
 @pytest.mark.parametrize("num_live", [0, 1, 2])
-def test_padding_reads_no_expert_and_is_nothing(num_live: int, device: torch.device) -> None:
+def test_padding_reads_no_expert_and_gives_zeros(num_live: int, device: torch.device) -> None:
     """The experts that live rows chose are the only ones whose weights are numbers."""
     logits = normal(8, 6, dtype=torch.float32, device=device, seed=3)
     slots = torch.arange(8, device=device).where(torch.arange(8, device=device) < num_live, -1)

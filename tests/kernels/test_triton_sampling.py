@@ -86,14 +86,14 @@ def test_every_filter_draws_the_token_of_its_definition(vocab_size: int, device:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_logits_of_two_bytes_are_read_as_they_are(dtype: torch.dtype, device: torch.device) -> None:
+def test_logits_of_16_bits_are_read_without_conversion(dtype: torch.dtype, device: torch.device) -> None:
     settings: list[dict[str, float]] = [{}, {"temperature": 0.0}, {"top_k": 5, "top_p": 0.9}, {"top_p": 0.8}]
     columns = columns_of(settings, 1031, device)
     logits = (normal(4, 1031, dtype=torch.float32, device=device) * 3).to(dtype)
     compare(logits, columns, [0, 1, 2, 3], [0, 1, 2, 3])
 
 
-def test_equal_logits_stand_or_fall_together(device: torch.device) -> None:
+def test_equal_logits_are_kept_or_dropped_together(device: torch.device) -> None:
     settings: list[dict[str, float]] = [
         {"top_k": 3},
         {"top_p": 0.5},
@@ -128,7 +128,9 @@ def test_the_lowest_of_equal_tokens_is_taken_whichever_tile_or_program_finds_it(
         assert drawn.tolist() == [row.index(2.0) for row in logits.tolist()]
 
 
-def test_equal_logits_all_over_a_long_row_are_searched_in_passes(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+def test_equal_logits_across_a_long_row_are_searched_in_several_passes(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
     monkeypatch.setattr(sampling, "LIST_SIZE", 64)
     settings: list[dict[str, float]] = [
         {"top_k": 3},
@@ -144,7 +146,7 @@ def test_equal_logits_all_over_a_long_row_are_searched_in_passes(monkeypatch: py
 
 
 @pytest.mark.parametrize("spread", [1e-3, 0.3, 4.0])
-def test_too_many_candidates_for_registers_make_no_difference(
+def test_more_candidates_than_registers_hold_give_the_same_token(
     monkeypatch: pytest.MonkeyPatch, spread: float, device: torch.device
 ) -> None:
     monkeypatch.setattr(sampling, "LIST_SIZE", 64)
@@ -185,7 +187,7 @@ def test_forbidding_a_logit_does_not_hide_that_it_is_not_finite(device: torch.de
     assert compare(logits, columns, [0, 1], [1, 1], masks).tolist() == [NO_TOKEN, NO_TOKEN]
 
 
-def test_only_what_a_mask_allows_is_drawn(device: torch.device) -> None:
+def test_only_tokens_allowed_by_a_mask_are_drawn(device: torch.device) -> None:
     settings: list[dict[str, float]] = [{}, {"temperature": 0.0}, {"top_k": 5, "top_p": 0.9}, {"top_p": 0.8}, {"min_p": 0.1}]
     settings.append({"typical_p": 0.5})
     columns = columns_of(settings, 515, device)
@@ -207,7 +209,7 @@ def test_an_empty_slot_has_no_token_and_slots_may_stand_in_any_order(device: tor
     assert tokens[1] == NO_TOKEN == tokens[4]
 
 
-def test_penalties_bias_and_what_is_held_back_come_before_the_filters(device: torch.device) -> None:
+def test_penalties_biases_and_suppressed_tokens_are_applied_before_filters(device: torch.device) -> None:
     settings: list[dict[str, float]] = [{"temperature": 0.0}, {}, {"top_k": 3}, {"top_p": 0.6}]
     columns = columns_of(settings, 260, device, num_rules=3)
     generator = torch.Generator().manual_seed(4)
@@ -226,7 +228,7 @@ def test_penalties_bias_and_what_is_held_back_come_before_the_filters(device: to
         compare(logits, columns, [0, 1, 2, 3], [position] * 4)
 
 
-def test_a_request_draws_the_same_alone_and_beside_others(device: torch.device) -> None:
+def test_a_request_draws_the_same_token_alone_and_in_a_batch(device: torch.device) -> None:
     settings: list[dict[str, float]] = [{"temperature": 0.0}, {}, {"top_k": 9, "top_p": 0.9}, {"top_p": 0.6}, {"min_p": 0.1}]
     columns = columns_of(settings, 9000, device)
     logits = normal(40, 9000, dtype=torch.float32, device=device) * 2
@@ -240,7 +242,7 @@ def test_a_request_draws_the_same_alone_and_beside_others(device: torch.device) 
     assert torch.equal(together, torch.cat(alone))
 
 
-def test_a_workspace_serves_any_number_of_rows_up_to_its_own(device: torch.device) -> None:
+def test_a_workspace_serves_up_to_its_number_of_rows(device: torch.device) -> None:
     settings: list[dict[str, float]] = [{"top_p": 0.6}, {}, {"top_k": 9}]
     columns = columns_of(settings, 4500, device)
     workspace = sampling.sampling_workspace(3, 4500, device)
@@ -298,6 +300,6 @@ def test_an_exponential_variate_is_precise_where_it_is_small(device: torch.devic
     torch.testing.assert_close(gumbel.exponential(small).double(), exact, rtol=1e-6, atol=0)
 
 
-def test_weights_halve_with_every_binary_order_and_end(device: torch.device) -> None:
+def test_weights_halve_with_every_power_of_two_and_end(device: torch.device) -> None:
     orders = torch.tensor([0.0, 1.0, 2.0, 30.0, FARTHEST, 1e30, math.inf], device=device)
     assert gumbel.weights(orders).tolist() == [2**30, 2**29, 2**28, 1, 0, 0, 0]

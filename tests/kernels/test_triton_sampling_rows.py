@@ -1,4 +1,4 @@
-"""Kernels beside the sampler: grammar masks, log-probabilities, token counts, rejection of drafts, output head with argmax."""
+"""Grammar masks, log-probabilities, token counts, verification of drafts, and output heads with fused argmax."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ from tests.support.kernel_tolerances import assert_near, assert_same
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("vocab_size", [1, 31, 33, 130])
-def test_a_mask_forbids_what_it_does_not_allow_and_touches_nothing_else(
-    vocab_size: int, dtype: torch.dtype, device: torch.device
-) -> None:
+def test_a_mask_changes_only_forbidden_logits(vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
     words = -(-vocab_size // 32)
     generator = torch.Generator().manual_seed(vocab_size)
     masks = torch.randint(-(2**31), 2**31, (3, words), generator=generator, dtype=torch.int64).int().to(device)
@@ -51,9 +49,7 @@ def test_a_mask_forbids_what_it_does_not_allow_and_touches_nothing_else(
 
 @pytest.mark.parametrize("vocab_size", [1, 17, 2048, 4099])
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_log_probabilities_and_ranks_are_those_of_the_whole_table(
-    vocab_size: int, dtype: torch.dtype, device: torch.device
-) -> None:
+def test_log_probabilities_and_ranks_match_the_full_table(vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
     logits = padded_rows(normal(3, vocab_size, dtype=dtype, device=device) * 5, vocab_size + 3)
     ids = torch.tensor([[vocab_size - 1, 0, -1], [0, vocab_size // 2, 0], [vocab_size // 3, -1, -1]], device=device)
     found, ranks = logprobs.token_logprobs(logits, ids)
@@ -64,7 +60,7 @@ def test_log_probabilities_and_ranks_are_those_of_the_whole_table(
         assert its_ranks.tolist() == expected_ranks.tolist()
 
 
-def test_forbidden_tokens_weigh_nothing_and_do_not_spoil_the_sum(device: torch.device) -> None:
+def test_forbidden_tokens_do_not_contribute_to_the_sum(device: torch.device) -> None:
     logits = torch.full((2, 4500), -math.inf, device=device)
     logits[0, 4400], logits[0, 2], logits[1, 7] = 3.0, 3.0, -1.0
     ids = torch.tensor([[2, 4400], [7, 8]], device=device)
@@ -74,7 +70,7 @@ def test_forbidden_tokens_weigh_nothing_and_do_not_spoil_the_sum(device: torch.d
 
 
 @pytest.mark.parametrize("rows", [1, 3, 130])
-def test_generated_tokens_are_counted_where_they_stand(rows: int, device: torch.device) -> None:
+def test_generated_tokens_are_counted_in_their_slots(rows: int, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(rows)
     slots = torch.randperm(rows + 2, generator=generator)[:rows].int().to(device)
     tokens = torch.randint(-1, 37, (rows,), generator=generator).to(device)
@@ -91,9 +87,7 @@ def test_generated_tokens_are_counted_where_they_stand(rows: int, device: torch.
 
 
 @pytest.mark.parametrize(("vocab_size", "depth"), [(7, 1), (1500, 3)])
-def test_drafts_are_judged_as_their_definition_and_the_engine_judge_them(
-    vocab_size: int, depth: int, device: torch.device
-) -> None:
+def test_drafts_are_verified_as_by_the_definition_and_the_engine(vocab_size: int, depth: int, device: torch.device) -> None:
     count = 6
     target = torch.softmax(normal(count, depth + 1, vocab_size, dtype=torch.float32, device=device) * 2, dim=-1)
     draft = torch.softmax(
@@ -123,7 +117,7 @@ def test_drafts_are_judged_as_their_definition_and_the_engine_judge_them(
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("rows", "vocab_size", "hidden_size"), [(1, 1, 64), (3, 67, 96), (16, 200, 300)])
-def test_the_head_with_its_argmax_finds_the_most_likely_token(
+def test_a_head_with_fused_argmax_finds_the_most_likely_token(
     rows: int, vocab_size: int, hidden_size: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     """The lowest id wins ties."""
@@ -137,7 +131,7 @@ def test_the_head_with_its_argmax_finds_the_most_likely_token(
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("rows", "vocab_size", "hidden_size"), [(1, 1, 64), (3, 67, 96), (16, 200, 300)])
 @pytest.mark.parametrize("kind", [Int8Weight, Fp8Weight])
-def test_a_head_of_8_bits_finds_the_token_of_its_product(
+def test_an_8_bit_head_finds_the_token_of_its_product(
     kind: type[Int8Weight | Fp8Weight],
     rows: int,
     vocab_size: int,
@@ -170,7 +164,7 @@ def test_a_row_whose_logits_are_not_finite_has_no_token(device: torch.device) ->
     assert found[1] == found[2] == -1
 
 
-def test_a_head_is_fused_where_its_product_adds_in_the_same_order(device: torch.device) -> None:
+def test_a_head_is_fused_only_if_its_product_adds_in_the_same_order(device: torch.device) -> None:
     for vocab_size, columns, is_fused in ((16, 2048, False), (40_000, 64, True)):
         weight = normal(vocab_size, columns, dtype=torch.float32, device=device, seed=1)
         tiles = skinny_tiles(vocab_size, columns, capability(device), multiprocessors(device), weight.element_size())
@@ -178,7 +172,7 @@ def test_a_head_is_fused_where_its_product_adds_in_the_same_order(device: torch.
         assert ((tiles.block_n, tiles.block_k, tiles.splits) == (64, 128, 1)) == is_fused == (head is not None)
 
 
-def test_the_heads_of_models_are_fused_in_8_bits_too() -> None:
+def test_8_bit_heads_of_models_are_fused() -> None:
     for tokens, columns in ((128_256, 4096), (128_256, 2048), (151_936, 1024), (151_936, 4096)):
         for card in ((80, 108), (89, 142), (90, 132), (100, 148)):
             for row_bytes in (2, 4):
@@ -187,6 +181,6 @@ def test_the_heads_of_models_are_fused_in_8_bits_too() -> None:
                 assert replace(tiles, num_stages=own.num_stages) == own
 
 
-def test_a_head_of_4_bits_is_not_fused(device: torch.device) -> None:
+def test_4_bit_heads_are_not_fused(device: torch.device) -> None:
     weight = pack_int4(normal(16, 128, dtype=torch.float32, device=device))
     assert greedy_head.bind_greedy_head(weight) is None

@@ -18,7 +18,7 @@ def listed(device: torch.device, dtype: torch.dtype, *, batch_invariant: bool = 
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
-def test_on_a_gpu_torch_computes_only_what_is_named_here(batch_invariant: bool) -> None:
+def test_on_a_gpu_only_listed_operations_use_torch(batch_invariant: bool) -> None:
     found = listed(GPU, torch.bfloat16, batch_invariant=batch_invariant)
     assert found["torch"] == OF_TORCH
     assert set(found) == {"triton", "torch", "none"}

@@ -1,4 +1,4 @@
-"""Ordinary traffic requests no kernel that was not compiled at the start: compiling takes seconds, and everybody waits."""
+"""Traffic requests no kernel variant that was not compiled at the start, because compiling would delay all requests."""
 
 from __future__ import annotations
 
@@ -26,30 +26,26 @@ pytestmark = pytest.mark.every_case
 
 @pytest.fixture(scope="module")
 def variants() -> dict[str, dict[str, Any]]:
-    """What each case asked for."""
+    """The variants that each case requested."""
     answers = map(json.loads, compiling_process("tests.support.triton_variants", *CASES).splitlines())
     return {answer["case"]: answer for answer in answers}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_variant_of_a_kernel_that_serving_asks_for_was_asked_for_at_the_start(
-    variants: dict[str, dict[str, Any]], case: str
-) -> None:
+def test_every_variant_requested_by_serving_was_requested_at_the_start(variants: dict[str, dict[str, Any]], case: str) -> None:
     assert variants[case]["asked"], "kernels are launched through Triton"
     assert variants[case]["while_serving"] == {}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_variant_is_asked_for_before_the_first_launch_so_that_all_are_compiled_together(
-    variants: dict[str, dict[str, Any]], case: str
-) -> None:
+def test_every_variant_is_requested_before_the_first_launch(variants: dict[str, dict[str, Any]], case: str) -> None:
     assert variants[case]["launched_first"] == {}
 
 
-def test_drafts_of_a_draft_model_are_judged_by_kernels_that_were_compiled(variants: dict[str, dict[str, Any]]) -> None:
+def test_drafts_of_a_draft_model_are_verified_by_compiled_kernels(variants: dict[str, dict[str, Any]]) -> None:
     assert {"accept_drafts_kernel", "sample_residual_kernel", "emit_tokens_kernel"} <= set(variants["draft-eager"]["asked"])
 
 
-def test_fewer_cases_ask_for_every_kernel(variants: dict[str, dict[str, Any]]) -> None:
+def test_the_reduced_cases_request_every_kernel(variants: dict[str, dict[str, Any]]) -> None:
     asked = {case: set(variants[case]["asked"]) for case in CASES}
     assert set().union(*asked.values()) == set().union(*(asked[case] for case in FEWER_CASES))

@@ -1,4 +1,4 @@
-"""For any number of requests in a step, a warm-up step has compiled the same kernels."""
+"""Warm-up steps compile the kernels of every step, whatever its number of requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kernels.triton.early_launch import EARLY_ROWS_MAX
 ROWS_MAX = SEATS_MAX + STEP_DRAFT_TOKENS_MAX
 
 
-def test_every_number_of_decodes_and_of_chunks_is_of_a_size_that_was_compiled() -> None:
+def test_every_number_of_decodes_and_chunks_has_a_compiled_size() -> None:
     for compiled in (DECODE_BATCH_SIZES, (FEW_REQUESTS, SOME_REQUESTS, MANY_REQUESTS, *SEARCH_BATCH_SIZES)):
         for most in (1, 33, 256, 257, 600, 1024, ROWS_MAX):
             asked = {scheduled_requests(min(number, most)) for number in compiled}
@@ -30,8 +30,8 @@ def test_every_number_of_decodes_and_of_chunks_is_of_a_size_that_was_compiled() 
 
 
 @pytest.mark.parametrize("seats", [1, 2, 3, 4, 5, 9, 20, 33, 300, 1024])
-def test_short_chunks_of_any_number_of_requests_are_launched_as_some_that_were_compiled(seats: int) -> None:
-    """By the length of which a variant is, among how many requests it searches, and whether it is launched early."""
+def test_short_chunks_of_any_number_of_requests_use_compiled_variants(seats: int) -> None:
+    """A variant depends on the chunk length, the number of requests searched, and early launch."""
     limits = SchedulerLimits(max_num_seqs=seats, max_num_batched_tokens=2048, max_model_len=4096, block_size=16)
 
     def variant(longest: int, number: int, num_rows: int) -> tuple[int, int, bool]:
@@ -47,5 +47,5 @@ def test_short_chunks_of_any_number_of_requests_are_launched_as_some_that_were_c
                 assert variant(longest, number, num_rows) in compiled
 
 
-def test_no_size_is_compiled_that_no_engine_has_requests_for() -> None:
+def test_no_size_beyond_the_requests_of_an_engine_is_compiled() -> None:
     assert max(DECODE_BATCH_SIZES) <= ROWS_MAX

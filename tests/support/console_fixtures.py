@@ -39,7 +39,7 @@ from appliance.telemetry.gpu import NO_GPU, GpuReading
 from appliance.telemetry.host import HostReading
 from appliance.telemetry.readings import DatabaseReading, EngineReading, TenantReading
 from appliance.telemetry.sampler import SystemSampler
-from appliance.tenancy.access import Access
+from appliance.tenancy.access import WHOLE_APPLIANCE, Access
 from appliance.tenancy.admin_tokens import AdminTokens
 from appliance.tenancy.audit import AuditLog
 from appliance.tenancy.identities import Identities
@@ -62,6 +62,7 @@ from tests.support.row_templates import make_from_template
 GIB = 1024**3
 BASE_URL = "http://gatehouse.test"
 VIEWER_PASSWORD = "vera's long password"
+MEMBER_PASSWORD = "a long password of tests"
 _CSRF = re.compile(r'name="csrf_token" value="([^"]+)"')
 
 
@@ -247,6 +248,14 @@ class ConsoleApp:
     async def vera(self) -> Browser:
         """Return the browser of a viewer, signed in."""
         return await self.visitor().sign_in("vera@example.com", VIEWER_PASSWORD)
+
+    async def member_of(self, person: Person, role: str, *, email: str | None = None) -> Browser:
+        """Create a member with `role` in the tenant of `person` and no role on the appliance; return its signed-in browser.
+
+        Its e-mail address is by default `role@example.com`, its password MEMBER_PASSWORD."""
+        member = await self.services.members.create(email or f"{role}@example.com", MEMBER_PASSWORD, "member")
+        await self.services.memberships.add(person.tenant.id, member.id, role, access=WHOLE_APPLIANCE)
+        return await self.visitor().sign_in(member.email, MEMBER_PASSWORD)
 
 
 class Browser:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import logging
-from collections.abc import AsyncIterator, Iterator
+import os
+import shutil
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import structlog
 from hypothesis import settings
 
+from appliance.cli import model_check
 from tests.support import cached_commands
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import ConsoleApp, open_console
@@ -27,7 +33,7 @@ async def console(migrated_sqlite_file: Path, tmp_path: Path, clock: FakeClock) 
 
 @pytest.fixture(autouse=True, scope="module")
 def _kept_commands(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Let the tests of commands type one after another in one process."""
+    """Let the tests of commands run one command line after another in one process."""
     if not request.path.name.startswith("test_cli_"):
         yield
         return
@@ -37,7 +43,7 @@ def _kept_commands(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def own_logging() -> Iterator[None]:
-    """Take back what a command does to the logging of its process: its stream is closed when the test ends."""
+    """Restore logging after the test: a command redirects it to a stream that is closed when the test ends."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield
@@ -47,12 +53,56 @@ def own_logging() -> Iterator[None]:
 
 
 @pytest.fixture
-def typed(
+def data_dir(tmp_path: Path, migrated_sqlite_file: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The data folder of a stopped appliance, which the environment names as the only setting."""
+    for name in [name for name in os.environ if name.startswith("GATEHOUSE_")]:
+        monkeypatch.delenv(name)
+    folder = tmp_path / "data"
+    folder.mkdir()
+    shutil.copyfile(migrated_sqlite_file, folder / "gatehouse.db")
+    monkeypatch.setenv("GATEHOUSE_DATA_DIR", str(folder))
+    return folder
+
+
+@pytest.fixture
+def skip_tensor_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the check of a model's tensors, a process that takes seconds, by one that passes."""
+    facts = {"architecture": "LlamaForCausalLM", "parameters": 6_600_000}
+    monkeypatch.setattr(model_check, "check_model", lambda *_: facts)
+
+
+@pytest.fixture
+def verify_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the check of a model's tensors in this process: a new one imports torch for seconds."""
+    from engine import verify
+
+    class InProcess:
+        """Has the part of `subprocess.Popen` that `check_model` uses."""
+
+        def __init__(self, command: Sequence[str], **_options: object) -> None:
+            self.stdout = io.StringIO()
+            with redirect_stdout(self.stdout):
+                self.returncode = verify.main(list(command[3:]))  # behind the interpreter, -m and the module
+            self.stdout.seek(0)
+
+        def __enter__(self) -> InProcess:
+            return self
+
+        def __exit__(self, *_error: object) -> None:
+            self.stdout.close()
+
+    monkeypatch.setattr(
+        model_check, "subprocess", SimpleNamespace(Popen=InProcess, **dict.fromkeys(("DEVNULL", "PIPE", "STDOUT")))
+    )
+
+
+@pytest.fixture
+def gatehouse(
     tmp_path: Path,
     migrated_sqlite_file: Path,
     monkeypatch: pytest.MonkeyPatch,
     own_logging: None,
     capsys: pytest.CaptureFixture[str],
 ) -> Run:
-    """Commands on an appliance that does not run, with the tenant `bob`."""
+    """Run command lines of `gatehouse` on a stopped appliance that has the tenant `bob`."""
     return command_runner(tmp_path, migrated_sqlite_file, monkeypatch, capsys)

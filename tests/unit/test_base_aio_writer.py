@@ -1,4 +1,4 @@
-"""Writes by the kernel: correct bytes, and a fallback to the journal's thread for whatever the kernel does not write."""
+"""Asynchronous kernel writes of the journal: correct bytes, and the fallback to a thread."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.support.ledgers import DEADLINE_S, poll_until
 
 
 @pytest.fixture(autouse=True)
-def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no slow disk be left to the thread, unless that is what a test is about."""
+def _no_slow_submits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disable the fallback for slow disks, except in the tests of it."""
     monkeypatch.setattr(aio_writer, "SLOW_SUBMIT_S", 60.0)
 
 
-async def written(writer: AioWriter, index: int, data: bytes, offset: int) -> bool:
+async def write_and_wait(writer: AioWriter, index: int, data: bytes, offset: int) -> bool:
     ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
     writer.write(index, data, offset, ended.set_result)
     assert writer.is_busy
@@ -36,37 +36,37 @@ async def written(writer: AioWriter, index: int, data: bytes, offset: int) -> bo
 
 @pytest.fixture
 def paths(tmp_path: Path) -> list[Path]:
-    made = [tmp_path / "one", tmp_path / "two"]
-    for path in made:
+    created = [tmp_path / "one", tmp_path / "two"]
+    for path in created:
         path.write_bytes(b"\xff" * 8 * BLOCK_BYTES)
-    return made
+    return created
 
 
 @pytest.mark.parametrize("seed", range(10))
-async def test_writes_of_any_length_follow_one_another_and_start_again_at_the_beginning(paths: list[Path], seed: int) -> None:
-    chance = random.Random(seed)
+async def test_writes_of_any_length_are_appended_and_restart_at_offset_zero(paths: list[Path], seed: int) -> None:
+    rng = random.Random(seed)
     writer = AioWriter(paths)
     expected = [b"", b""]
     for _ in range(60):
-        index = chance.randrange(2)
+        index = rng.randrange(2)
         if len(expected[index]) > 6 * BLOCK_BYTES:
             expected[index] = b""
-        data = chance.randbytes(chance.choice([1, 7, 400, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1]))
-        assert await written(writer, index, data, len(expected[index]))
+        data = rng.randbytes(rng.choice([1, 7, 400, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1]))
+        assert await write_and_wait(writer, index, data, len(expected[index]))
         expected[index] += data
         for path, content in zip(paths, expected, strict=True):
             assert path.read_bytes()[: len(content)] == content
     writer.close()
 
 
-async def test_what_follows_the_last_byte_in_its_block_is_no_record_of_an_earlier_life(paths: list[Path]) -> None:
+async def test_the_rest_of_the_last_block_is_filled_with_zeros(paths: list[Path]) -> None:
     writer = AioWriter(paths)
-    await written(writer, 0, b"short", 0)
+    await write_and_wait(writer, 0, b"short", 0)
     assert paths[0].read_bytes()[5:BLOCK_BYTES] == bytes(BLOCK_BYTES - 5)
     writer.close()
 
 
-async def test_a_write_elsewhere_than_behind_the_last_is_refused(paths: list[Path]) -> None:
+async def test_a_write_that_is_not_sequential_is_refused(paths: list[Path]) -> None:
     writer = AioWriter(paths)
     with pytest.raises(OSError, match="sequential"):
         writer.write(0, b"data", 17, print)
@@ -74,9 +74,9 @@ async def test_a_write_elsewhere_than_behind_the_last_is_refused(paths: list[Pat
     writer.close()
 
 
-async def test_a_write_that_would_let_a_file_grow_is_refused(paths: list[Path]) -> None:
+async def test_a_write_that_would_extend_the_file_is_refused(paths: list[Path]) -> None:
     writer = AioWriter(paths)
-    assert await written(writer, 0, b"x" * (8 * BLOCK_BYTES - 3), 0)
+    assert await write_and_wait(writer, 0, b"x" * (8 * BLOCK_BYTES - 3), 0)
     with pytest.raises(OSError, match="extend the file"):
         writer.write(0, b"four", 8 * BLOCK_BYTES - 3, print)
     os.truncate(paths[1], BLOCK_BYTES)
@@ -86,7 +86,7 @@ async def test_a_write_that_would_let_a_file_grow_is_refused(paths: list[Path]) 
     writer.close()
 
 
-async def test_what_the_kernel_still_reads_is_not_overwritten(paths: list[Path]) -> None:
+async def test_a_write_is_refused_while_another_is_in_flight(paths: list[Path]) -> None:
     writer = AioWriter(paths)
     ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
     writer.write(0, b"first" * 6000, 0, ended.set_result)
@@ -97,7 +97,7 @@ async def test_what_the_kernel_still_reads_is_not_overwritten(paths: list[Path])
     writer.close()
 
 
-async def test_memory_that_is_given_back_while_it_is_written_from_is_written_as_it_was(paths: list[Path]) -> None:
+async def test_releasing_the_buffer_during_a_write_does_not_change_what_is_written(paths: list[Path]) -> None:
     writer = AioWriter(paths)
     ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
     writer.write(0, b"x" * 7 * BLOCK_BYTES, 0, ended.set_result)
@@ -110,21 +110,19 @@ async def test_memory_that_is_given_back_while_it_is_written_from_is_written_as_
     writer.close()
 
 
-async def test_single_writes_that_take_long_to_hand_over_are_not_held_against_the_disk(
-    paths: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_occasional_slow_submits_do_not_mark_the_disk_as_slow(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     writer = AioWriter(paths)
     for number in range(3 * SLOW_SUBMITS_MAX):
         monkeypatch.setattr(aio_writer, "SLOW_SUBMIT_S", 60.0 if number % 4 == 3 else -1.0)
-        assert await written(writer, 0, b"data", 0)
+        assert await write_and_wait(writer, 0, b"data", 0)
         assert not writer.is_slow
     writer.close()
 
 
-async def test_a_writer_leaves_no_file_open(paths: list[Path]) -> None:
+async def test_closing_a_writer_closes_all_files(paths: list[Path]) -> None:
     before = set(os.listdir("/proc/self/fd"))
     writer = AioWriter(paths)
-    await written(writer, 0, b"data", 0)
+    await write_and_wait(writer, 0, b"data", 0)
     writer.close()
     assert set(os.listdir("/proc/self/fd")) <= before
     with pytest.raises(FileNotFoundError):
@@ -136,8 +134,8 @@ def thread_writes(journal: Journal) -> bool:
     return journal._thread is not None
 
 
-async def journal_of(tmp_path: Path, records: int = 3) -> tuple[Journal, list[bytes]]:
-    """Return a journal that the kernel writes, and what it holds."""
+async def kernel_written_journal(tmp_path: Path, records: int = 3) -> tuple[Journal, list[bytes]]:
+    """Return a journal written by the kernel, and the records appended to it."""
     journal = Journal(tmp_path / "j", use_aio=True)
     held = [b"held %d" % number for number in range(records)]
     for record in held:
@@ -147,7 +145,7 @@ async def journal_of(tmp_path: Path, records: int = 3) -> tuple[Journal, list[by
     return journal, held
 
 
-async def test_a_machine_whose_calls_are_not_known_has_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unknown_architecture_falls_back_to_the_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "pdp11")
     journal = Journal(tmp_path / "j", use_aio=True)
     await journal.append(b"record")
@@ -155,14 +153,16 @@ async def test_a_machine_whose_calls_are_not_known_has_a_thread(tmp_path: Path, 
     assert remaining_records(tmp_path / "j") == [b"record"]
 
 
-async def test_a_machine_whose_words_are_shorter_has_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_32_bit_machine_falls_back_to_the_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "maxsize", 2**31 - 1)
     journal = Journal(tmp_path / "j", use_aio=True)
     await journal.append(b"record")
     assert thread_writes(journal)
 
 
-async def test_a_sandbox_that_forbids_the_calls_has_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_sandbox_that_forbids_the_system_calls_falls_back_to_the_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def forbidden(*_given: Any) -> int:
         raise OSError(errno.EPERM, "not permitted")
 
@@ -175,10 +175,10 @@ async def test_a_sandbox_that_forbids_the_calls_has_a_thread(tmp_path: Path, mon
     assert set(os.listdir("/proc/self/fd")) <= before
 
 
-async def test_what_the_kernel_fails_to_write_the_thread_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal, held = await journal_of(tmp_path)
-    hear = aio_writer._Event
-    monkeypatch.setattr(aio_writer, "_Event", type("Failed", (hear,), {"result": -errno.EIO}))
+async def test_after_a_failed_kernel_write_the_thread_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal, held = await kernel_written_journal(tmp_path)
+    original_event = aio_writer._Event
+    monkeypatch.setattr(aio_writer, "_Event", type("Failed", (original_event,), {"result": -errno.EIO}))
     await asyncio.gather(*(journal.append(b"%d" % number) for number in range(5)))
     assert thread_writes(journal)
     assert journal.last_error is None
@@ -187,27 +187,27 @@ async def test_what_the_kernel_fails_to_write_the_thread_writes(tmp_path: Path, 
     await journal.close()
 
 
-async def test_what_the_kernel_does_not_take_the_thread_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_after_a_refused_submit_the_thread_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_given: Any) -> None:
         raise OSError(errno.EAGAIN, "try again")
 
-    journal, held = await journal_of(tmp_path)
+    journal, held = await kernel_written_journal(tmp_path)
     monkeypatch.setattr(AioWriter, "write", refused)
     await journal.append(b"after")
     assert remaining_records(tmp_path / "j") == [*held, b"after"]
 
 
-async def test_no_error_lets_anybody_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_after_any_error_in_a_submit_the_thread_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_memory(*_given: Any) -> None:
         raise MemoryError
 
-    journal, held = await journal_of(tmp_path)
+    journal, held = await kernel_written_journal(tmp_path)
     monkeypatch.setattr(AioWriter, "write", no_memory)
     await asyncio.wait_for(journal.append(b"after"), DEADLINE_S)
     assert remaining_records(tmp_path / "j") == [*held, b"after"]
 
 
-async def test_the_kernel_goes_from_file_to_file_and_a_file_that_must_grow_is_left_to_the_thread(tmp_path: Path) -> None:
+async def test_the_kernel_alternates_files_and_the_thread_writes_once_a_file_must_grow(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "j", file_bytes=BLOCK_BYTES, use_aio=True)
     for number in range(500):
         journal.release([await journal.append(b"released %d" % number)])
@@ -220,8 +220,8 @@ async def test_the_kernel_goes_from_file_to_file_and_a_file_that_must_grow_is_le
     assert set(held) <= set(remaining_records(tmp_path / "j"))
 
 
-async def test_a_file_that_is_cut_short_just_before_a_write_is_made_anew_for_it(tmp_path: Path) -> None:
-    journal, _held = await journal_of(tmp_path)
+async def test_a_truncated_file_is_recreated_for_the_next_write(tmp_path: Path) -> None:
+    journal, _held = await kernel_written_journal(tmp_path)
     for name in ("j-1", "j-2"):
         os.truncate(tmp_path / name, 0)
     await journal.append(b"after")
@@ -229,7 +229,7 @@ async def test_a_file_that_is_cut_short_just_before_a_write_is_made_anew_for_it(
 
 
 async def test_closing_waits_for_a_write_whose_appender_was_cancelled(tmp_path: Path) -> None:
-    journal, held = await journal_of(tmp_path)
+    journal, held = await kernel_written_journal(tmp_path)
     task = asyncio.create_task(journal.append(b"cancelled"))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
@@ -240,13 +240,13 @@ async def test_closing_waits_for_a_write_whose_appender_was_cancelled(tmp_path: 
     assert remaining_records(tmp_path / "j") == [*held, b"cancelled"]
 
 
-async def test_a_record_larger_than_the_kernels_room_is_written_too(tmp_path: Path) -> None:
-    journal, held = await journal_of(tmp_path)
+async def test_a_record_larger_than_the_buffer_is_written(tmp_path: Path) -> None:
+    journal, held = await kernel_written_journal(tmp_path)
     await asyncio.gather(journal.append(b"x" * BUFFER_BYTES), journal.append(b"behind"))
     assert remaining_records(tmp_path / "j") == [*held, b"x" * BUFFER_BYTES, b"behind"]
 
 
-async def test_a_disk_that_stops_the_event_loop_at_each_write_is_left_to_the_thread(
+async def test_a_disk_that_blocks_every_submit_falls_back_to_the_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(aio_writer, "SLOW_SUBMIT_S", -1.0)
@@ -259,11 +259,11 @@ async def test_a_disk_that_stops_the_event_loop_at_each_write_is_left_to_the_thr
     assert len(remaining_records(tmp_path / "j")) == SLOW_SUBMITS_MAX + 1
 
 
-async def test_a_write_that_does_not_end_is_an_error_and_closing_does_not_wait_for_it(
+async def test_a_write_that_never_completes_is_reported_and_does_not_block_closing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "STUCK_S", 0.05)
-    journal, held = await journal_of(tmp_path)
+    journal, held = await kernel_written_journal(tmp_path)
     kernel = journal._aio
     assert kernel is not None
     monkeypatch.setattr(AioWriter, "_on_completion", lambda _self: None)
@@ -275,15 +275,15 @@ async def test_a_write_that_does_not_end_is_an_error_and_closing_does_not_wait_f
     assert remaining_records(tmp_path / "j")[: len(held)] == held
 
 
-async def test_appends_of_one_turn_are_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal, _held = await journal_of(tmp_path)
+async def test_appends_of_one_loop_iteration_are_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal, _held = await kernel_written_journal(tmp_path)
     sizes: list[int] = []
     write = AioWriter.write
 
-    def counted(self: AioWriter, index: int, data: bytes, offset: int, on_end: Any) -> None:
+    def record_num_lines(self: AioWriter, index: int, data: bytes, offset: int, on_end: Any) -> None:
         sizes.append(data.count(b"\n"))
         write(self, index, data, offset, on_end)
 
-    monkeypatch.setattr(AioWriter, "write", counted)
+    monkeypatch.setattr(AioWriter, "write", record_num_lines)
     await asyncio.gather(*(journal.append(b"%d" % number) for number in range(40)))
     assert sizes == [40]

@@ -1,4 +1,4 @@
-"""A background task runs from start to stop; an error in it is logged and stops nothing else."""
+"""Background tasks: start, stop and restart, logging of errors, and repeated work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import structlog
 from appliance.base.background import Background, repeat
 
 
-async def test_it_runs_between_start_and_stop() -> None:
+async def test_a_task_runs_from_start_to_stop() -> None:
     began, ended = asyncio.Event(), asyncio.Event()
 
     async def run() -> None:
@@ -31,7 +31,7 @@ async def test_it_runs_between_start_and_stop() -> None:
     assert [*seen, background.started] == [False, True, False]
 
 
-async def test_it_may_be_stopped_before_it_was_started_and_twice_and_started_again() -> None:
+async def test_stopping_is_idempotent_and_a_task_can_be_restarted() -> None:
     runs = []
 
     async def run() -> None:
@@ -48,7 +48,7 @@ async def test_it_may_be_stopped_before_it_was_started_and_twice_and_started_aga
     assert [task.get_name() for task in runs if task is not None] == ["work", "work"]
 
 
-async def test_it_has_one_task_at_a_time() -> None:
+async def test_starting_twice_is_an_error() -> None:
     background = Background("work", asyncio.Event().wait)  # type: ignore[arg-type]
     background.start()
     with pytest.raises(AssertionError, match="work"):
@@ -56,11 +56,11 @@ async def test_it_has_one_task_at_a_time() -> None:
     await background.stop()
 
 
-@pytest.mark.parametrize("when", ["before", "at"])
-async def test_an_error_is_logged_when_it_happens_and_stop_raises_nothing(when: str) -> None:
+@pytest.mark.parametrize("when", ["during_the_run", "during_stop"])
+async def test_an_error_is_logged_immediately_and_not_raised_by_stop(when: str) -> None:
     async def run() -> None:
         try:
-            if when == "at":
+            if when == "during_stop":
                 await asyncio.Event().wait()
         finally:
             raise ValueError("a bug")
@@ -70,14 +70,14 @@ async def test_an_error_is_logged_when_it_happens_and_stop_raises_nothing(when: 
         background.start()
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        assert len(logs) == (1 if when == "before" else 0)
+        assert len(logs) == (1 if when == "during_the_run" else 0)
         await background.stop()
     (line,) = logs
     assert (line["task"], repr(line["exc_info"])) == ("work", "ValueError('a bug')")
 
 
 @pytest.mark.parametrize("immediately", [False, True])
-async def test_work_is_repeated_also_after_an_error_of_it(immediately: bool) -> None:
+async def test_repeated_work_continues_after_an_error(immediately: bool) -> None:
     done: list[str] = []
     enough = asyncio.Event()
 

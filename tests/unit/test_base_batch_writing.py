@@ -1,4 +1,4 @@
-"""Batched statements: committed together or not at all, even if a caller is cancelled; statements are compiled once."""
+"""Batched writes: atomic, also when a caller is cancelled or a statement fails; and prepared statements."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def add_and_fail(connection: Connection, name: str) -> None:
 
 
 async def names(database: Database) -> list[str]:
-    """Return the counters that a test has made."""
+    """Return the names of the counters that a test has added."""
     query = select(counters.c.name).where(counters.c.name != POSTING).order_by(counters.c.name)
     async with database.reading() as connection:
         return list((await connection.execute(query)).scalars())
 
 
-async def test_a_batch_is_committed_whole_or_not_at_all(database: Database) -> None:
+async def test_a_batch_is_atomic(database: Database) -> None:
     assert await database.batch_write(add, "one") == "one"
     with pytest.raises(IntegrityError):
         await database.batch_write(add_and_fail, "two")
@@ -48,24 +48,24 @@ async def test_a_batch_is_committed_whole_or_not_at_all(database: Database) -> N
     assert await names(database) == ["one"]
 
 
-async def test_what_a_batch_wants_called_is_called_when_it_is_committed(database: Database) -> None:
-    told: list[Database] = []
+async def test_after_commit_callbacks_of_a_batch_run_after_its_commit(database: Database) -> None:
+    called_with: list[Database] = []
 
     def work(connection: Connection) -> None:
-        after_commit(connection, told.append)
+        after_commit(connection, called_with.append)
         add(connection, "one")
-        assert not told
+        assert not called_with
 
     await database.batch_write(work)
 
-    assert told == [database]
+    assert called_with == [database]
 
 
-async def test_what_a_transaction_that_was_rolled_back_wanted_called_is_never_called(database: Database) -> None:
-    told: list[Database] = []
+async def test_after_commit_callbacks_of_a_rolled_back_transaction_never_run(database: Database) -> None:
+    called_with: list[Database] = []
 
     def fail(connection: Connection) -> None:
-        after_commit(connection, told.append)
+        after_commit(connection, called_with.append)
         raise RuntimeError("stop")
 
     async def fail_alone() -> None:
@@ -79,10 +79,10 @@ async def test_what_a_transaction_that_was_rolled_back_wanted_called_is_never_ca
     async with database.writing() as connection:
         await connection.run_sync(add, "two")
 
-    assert not told
+    assert not called_with
 
 
-async def test_writers_of_both_ways_wait_for_each_other(database: Database) -> None:
+async def test_batches_and_single_transactions_wait_for_each_other(database: Database) -> None:
     async def single(name: str) -> None:
         async with database.writing() as connection:
             await connection.execute(insert(counters).values(name=name, value=1))
@@ -94,7 +94,7 @@ async def test_writers_of_both_ways_wait_for_each_other(database: Database) -> N
     assert await names(database) == wanted
 
 
-async def test_a_batch_whose_caller_is_cancelled_is_written_before_the_next_one(
+async def test_a_batch_of_a_cancelled_caller_is_written_before_the_next_one(
     migrated_sqlite: Database,
 ) -> None:
     database = migrated_sqlite
@@ -117,7 +117,7 @@ async def test_a_batch_whose_caller_is_cancelled_is_written_before_the_next_one(
     assert await names(database) == ["cancelled", "next"]
 
 
-async def test_after_a_begin_that_was_refused_a_batch_is_a_transaction_again(migrated_sqlite: Database, tmp_path: Path) -> None:
+async def test_after_a_failed_begin_batches_are_transactions_again(migrated_sqlite: Database, tmp_path: Path) -> None:
     database = migrated_sqlite
     await database.batch_write(execute, "PRAGMA busy_timeout=0")
     with closing(sqlite3.connect(tmp_path / "gatehouse.db", isolation_level=None)) as other:
@@ -132,12 +132,12 @@ async def test_after_a_begin_that_was_refused_a_batch_is_a_transaction_again(mig
     assert await names(database) == ["next"]
 
 
-@pytest.mark.parametrize("way", ["batch_write", "writing"])
-async def test_after_a_commit_that_was_refused_the_next_one_is_durable(migrated_sqlite: Database, way: str) -> None:
+@pytest.mark.parametrize("method", ["batch_write", "writing"])
+async def test_after_a_failed_commit_the_next_transaction_is_committed(migrated_sqlite: Database, method: str) -> None:
     database = migrated_sqlite
 
     async def write(fn: Callable[[Connection, str], object], name: str) -> None:
-        if way == "batch_write":
+        if method == "batch_write":
             await database.batch_write(fn, name)
             return
         async with database.writing() as connection:
@@ -145,13 +145,13 @@ async def test_after_a_commit_that_was_refused_the_next_one_is_durable(migrated_
 
     for number in range(2):
         with pytest.raises(IntegrityError, match="FOREIGN KEY"):
-            await write(add_what_commit_refuses, f"refused {number}")
+            await write(add_with_violated_deferred_constraint, f"refused {number}")
     await write(add, "next")
 
     assert await names(database) == ["next"]
 
 
-async def test_every_error_reaches_who_waits_for_it(database: Database) -> None:
+async def test_every_error_reaches_the_caller(database: Database) -> None:
     def find_nothing(_connection: Connection) -> None:
         next(iter([]))
 
@@ -163,29 +163,29 @@ async def test_every_error_reaches_who_waits_for_it(database: Database) -> None:
     assert await names(database) == ["next"]
 
 
-def test_a_loop_that_closed_meanwhile_is_no_matter_to_the_next_one() -> None:
+def test_a_call_that_outlives_its_event_loop_does_not_block_later_calls() -> None:
     caller, began, go_on = CallThread("test"), threading.Event(), threading.Event()
 
     def slow() -> None:
         began.set()
         assert go_on.wait(60)
 
-    async def leave() -> None:
+    async def cancel_a_call() -> None:
         task = asyncio.create_task(caller.call(slow))
         await asyncio.to_thread(began.wait, 60)
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
 
-    async def ask() -> str:
+    async def call_again() -> str:
         async with asyncio.timeout(60):
             return await caller.call(lambda: "answer")
 
     loop = asyncio.SelectorEventLoop()
-    loop.run_until_complete(leave())
+    loop.run_until_complete(cancel_a_call())
     loop.close()
     go_on.set()
-    assert asyncio.run(ask()) == "answer"
+    assert asyncio.run(call_again()) == "answer"
     caller.end()
 
 
@@ -193,7 +193,7 @@ def execute(connection: Connection, statement: str) -> None:
     connection.execute(text(statement))
 
 
-def add_what_commit_refuses(connection: Connection, name: str) -> None:
+def add_with_violated_deferred_constraint(connection: Connection, name: str) -> None:
     add(connection, name)
     execute(connection, "CREATE TABLE children (parent TEXT REFERENCES epochs (id) DEFERRABLE INITIALLY DEFERRED)")
     execute(connection, "INSERT INTO children VALUES ('nobody')")
@@ -201,7 +201,7 @@ def add_what_commit_refuses(connection: Connection, name: str) -> None:
 
 @pytest.fixture
 async def migrated_sqlite(migrated_sqlite_file: Any, tmp_path: Any) -> Any:
-    """A SQLite database of this test alone."""
+    """A migrated SQLite database for this test only."""
     path = tmp_path / "gatehouse.db"
     path.write_bytes(migrated_sqlite_file.read_bytes())
     database = Database.open(f"sqlite:///{path}")
@@ -209,7 +209,7 @@ async def migrated_sqlite(migrated_sqlite_file: Any, tmp_path: Any) -> Any:
     await database.close()
 
 
-async def test_a_prepared_statement_writes_what_the_plain_one_writes(database: Database, clock: FakeClock) -> None:
+async def test_a_prepared_statement_writes_the_same_as_the_plain_one(database: Database, clock: FakeClock) -> None:
     rows = [{"id": f"epoch_{number}", "version": "1", "pid": number, "started_at": clock.now()} for number in range(3)]
     change = (
         update(epochs)
@@ -232,4 +232,4 @@ async def test_a_prepared_statement_writes_what_the_plain_one_writes(database: D
         raw = (await connection.execute(text("SELECT DISTINCT started_at, ended_at FROM epochs"))).all()
     assert [row["id"] for row in stored] == ["epoch_0", "epoch_1", "epoch_2", "epoch_plain"]
     assert {(row["started_at"], row["ended_at"]) for row in stored} == {(clock.now(), later)}
-    assert len(raw) == 1, "both ways store a moment alike"
+    assert len(raw) == 1, "both statements store times alike"

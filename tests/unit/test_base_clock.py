@@ -1,4 +1,4 @@
-"""Waiting times in words: at most two units, never less than the real wait."""
+"""Formatting of waiting times: at most two units, rounded up."""
 
 from __future__ import annotations
 

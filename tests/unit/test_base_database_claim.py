@@ -1,4 +1,4 @@
-"""One gateway per database: a second one is refused, and a claim ends with its holder."""
+"""The claim of a database: one gateway at a time, shared by commands, watched, lost and reacquired."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.support.databases import Cluster
 END_CLAIMS = "SELECT pg_terminate_backend(pid, 5000) FROM pg_locks WHERE locktype = 'advisory'"
 
 
-class Pauses:
-    """Pauses that a test ends one by one. `begun` says that the watch has looked and waits."""
+class ControlledSleep:
+    """A sleep function whose pauses a test ends one by one; `begun` receives each pause when it starts."""
 
     def __init__(self) -> None:
         self.begun: asyncio.Queue[float] = asyncio.Queue()
@@ -30,13 +30,13 @@ class Pauses:
         self.begun.put_nowait(pause_s)
         await self.ended.get()
 
-    async def next_look(self) -> None:
-        """Let the watch look once more, and return when it has and found nothing."""
+    async def check_once(self) -> None:
+        """Let the watch check the claim once, and return when it pauses again."""
         self.ended.put_nowait(None)
         await self.begun.get()
 
     async def end_all(self, waiting: asyncio.Future[Any]) -> None:
-        """End every pause until `waiting` is done: a server notices the end of a connection a little later."""
+        """End every pause until `waiting` is done: a server notices a closed connection with a delay."""
         while not waiting.done():
             self.ended.put_nowait(None)
             begun = asyncio.ensure_future(self.begun.get())
@@ -44,24 +44,26 @@ class Pauses:
             begun.cancel()
 
 
-class Answers:
-    """What the holder says when its claim was taken again."""
+class MayResume:
+    """The holder's answer to whether it may continue after its claim was reacquired."""
 
     def __init__(self, answer: bool | Exception = True) -> None:
         self.answer = answer
-        self.asked = 0
+        self.num_calls = 0
 
     async def __call__(self) -> bool:
-        self.asked += 1
+        self.num_calls += 1
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer
 
 
 @asynccontextmanager
-async def watched(url: str, may_resume: Answers) -> AsyncIterator[tuple[DatabaseClaim, asyncio.Task[str], Pauses]]:
-    """Yield a claim whose watch has looked for the first time."""
-    pauses = Pauses()
+async def watched_claim(
+    url: str, may_resume: MayResume
+) -> AsyncIterator[tuple[DatabaseClaim, asyncio.Task[str], ControlledSleep]]:
+    """Yield a claim whose watch has checked once."""
+    pauses = ControlledSleep()
     claim = await claim_database(url, wait_s=0, sleep=pauses)
     watch = asyncio.create_task(claim.wait_until_lost(may_resume))
     await pauses.begun.get()
@@ -81,12 +83,12 @@ def database(postgresql: Cluster) -> Iterator[str]:
 
 
 def end_claims(url: str) -> None:
-    """End every connection that claims the database, as a restart of the server or a killer of idle ones does."""
+    """Terminate every connection that claims the database, as a restart of the server does."""
     with psycopg.connect(url) as connection:
         connection.execute(END_CLAIMS)
 
 
-async def test_a_second_gateway_is_refused_until_the_first_has_gone(empty_database_url: str) -> None:
+async def test_a_second_gateway_is_refused_until_the_first_releases_its_claim(empty_database_url: str) -> None:
     first = await claim_database(empty_database_url)
     with pytest.raises(UnusableData, match="another Gatehouse is using"):
         await claim_database(empty_database_url, wait_s=0)
@@ -97,7 +99,7 @@ async def test_a_second_gateway_is_refused_until_the_first_has_gone(empty_databa
     await second.release()
 
 
-async def test_a_link_to_a_database_is_the_same_database(tmp_path: Path) -> None:
+async def test_a_symbolic_link_to_a_database_is_the_same_database(tmp_path: Path) -> None:
     (tmp_path / "link.db").symlink_to(tmp_path / "real.db")
     first = await claim_database(f"sqlite:///{tmp_path}/real.db")
     with pytest.raises(UnusableData, match="another Gatehouse is using"):
@@ -105,18 +107,18 @@ async def test_a_link_to_a_database_is_the_same_database(tmp_path: Path) -> None
     await first.release()
 
 
-async def test_the_folder_of_a_new_database_is_made(tmp_path: Path) -> None:
+async def test_the_folder_of_a_new_database_is_created(tmp_path: Path) -> None:
     claim = await claim_database(f"sqlite:///{tmp_path}/new/folder/x.db")
     await claim.release()
 
 
-async def test_a_folder_that_cannot_be_made_is_told_in_one_line(tmp_path: Path) -> None:
+async def test_a_folder_that_cannot_be_created_is_reported_on_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UnusableData, match=r"cannot open .*file/x\.db\.claim \(.*\): correct --database"):
         await claim_database(f"sqlite:///{tmp_path}/file/x.db")
 
 
-async def test_commands_share_a_database_that_no_gateway_uses(empty_database_url: str) -> None:
+async def test_commands_share_a_database_without_a_gateway(empty_database_url: str) -> None:
     first = await claim_database(empty_database_url, shared=True, wait_s=0)
     second = await claim_database(empty_database_url, shared=True, wait_s=0)
     with pytest.raises(UnusableData, match="another Gatehouse is using"):
@@ -133,7 +135,7 @@ async def test_a_command_is_refused_while_a_gateway_holds_the_database(empty_dat
 
 
 async def test_a_gateway_waits_for_a_command_to_end(empty_database_url: str) -> None:
-    command, pauses = await claim_database(empty_database_url, shared=True), Pauses()
+    command, pauses = await claim_database(empty_database_url, shared=True), ControlledSleep()
     gateway = asyncio.create_task(claim_database(empty_database_url, sleep=pauses))
     await pauses.begun.get()
     await command.release()
@@ -143,20 +145,20 @@ async def test_a_gateway_waits_for_a_command_to_end(empty_database_url: str) -> 
 
 
 @pytest.mark.postgres
-async def test_a_claim_whose_connection_has_gone_is_taken_again(database: str) -> None:
-    may_resume = Answers()
-    async with watched(database, may_resume) as (_, _, pauses):
+async def test_a_claim_whose_connection_was_closed_is_reacquired(database: str) -> None:
+    may_resume = MayResume()
+    async with watched_claim(database, may_resume) as (_, _, pauses):
         end_claims(database)
-        await pauses.next_look()
+        await pauses.check_once()
 
         with pytest.raises(UnusableData, match="another Gatehouse is using"):
             await claim_database(database, wait_s=0)
-    assert may_resume.asked == 1
+    assert may_resume.num_calls == 1
 
 
 @pytest.mark.postgres
-async def test_a_claim_that_somebody_else_has_taken_is_lost(database: str) -> None:
-    async with watched(database, Answers()) as (_, watch, pauses):
+async def test_a_claim_taken_by_another_gateway_is_lost(database: str) -> None:
+    async with watched_claim(database, MayResume()) as (_, watch, pauses):
         end_claims(database)
         other = await claim_database(database)
         pauses.ended.put_nowait(None)
@@ -166,8 +168,8 @@ async def test_a_claim_that_somebody_else_has_taken_is_lost(database: str) -> No
 
 
 @pytest.mark.postgres
-async def test_a_claim_is_lost_when_somebody_else_has_had_the_database(database: str) -> None:
-    async with watched(database, Answers(answer=False)) as (_, watch, pauses):
+async def test_a_claim_is_lost_if_another_gateway_used_the_database_meanwhile(database: str) -> None:
+    async with watched_claim(database, MayResume(answer=False)) as (_, watch, pauses):
         end_claims(database)
         pauses.ended.put_nowait(None)
 
@@ -175,39 +177,41 @@ async def test_a_claim_is_lost_when_somebody_else_has_had_the_database(database:
 
 
 @pytest.mark.postgres
-async def test_the_holder_is_asked_again_when_it_could_not_answer(database: str) -> None:
-    may_resume = Answers(OSError("the database is gone again"))
-    async with watched(database, may_resume) as (_, _, pauses):
+async def test_an_error_of_the_holder_is_retried_at_the_next_check(database: str) -> None:
+    may_resume = MayResume(OSError("the database is gone again"))
+    async with watched_claim(database, may_resume) as (_, _, pauses):
         end_claims(database)
-        await pauses.next_look()
+        await pauses.check_once()
         may_resume.answer = True
-        await pauses.next_look()
-        await pauses.next_look()
-    assert may_resume.asked == 2
+        await pauses.check_once()
+        await pauses.check_once()
+    assert may_resume.num_calls == 2
 
 
 @pytest.mark.postgres
-async def test_a_server_that_is_not_reached_is_tried_again(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    may_resume = Answers()
-    async with watched(database, may_resume) as (claim, watch, pauses):
+async def test_an_unreachable_server_is_retried(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_resume = MayResume()
+    async with watched_claim(database, may_resume) as (claim, watch, pauses):
         monkeypatch.setattr(claim, "_server", "postgresql://nobody@127.0.0.1:1/nothing")
         end_claims(database)
-        await pauses.next_look()
+        await pauses.check_once()
         assert not watch.done()
         monkeypatch.undo()
-        await pauses.next_look()
-    assert may_resume.asked == 1
+        await pauses.check_once()
+    assert may_resume.num_calls == 1
 
 
 @pytest.mark.postgres
-async def test_a_session_of_our_own_that_the_server_kept_is_nobody_else(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with watched(database, Answers()) as (claim, watch, pauses):
+async def test_a_stale_session_of_the_holder_does_not_count_as_another_gateway(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with watched_claim(database, MayResume()) as (claim, watch, pauses):
         broken = await psycopg.AsyncConnection.connect(database)
         await broken.close()
         kept = claim._connection  # type: ignore[attr-defined]
         monkeypatch.setattr(claim, "_connection", broken)
         pauses.ended.put_nowait(None)
-        while await pauses.begun.get() != database_claim.WATCH_INTERVAL_S:  # the server ends it a little later
+        while await pauses.begun.get() != database_claim.WATCH_INTERVAL_S:  # the server ends the session with a delay
             pauses.ended.put_nowait(None)
         assert not watch.done()
         with pytest.raises(UnusableData, match="another Gatehouse is using"):
@@ -216,8 +220,8 @@ async def test_a_session_of_our_own_that_the_server_kept_is_nobody_else(database
 
 
 @pytest.mark.postgres
-async def test_a_command_that_came_between_is_waited_for(database: str) -> None:
-    async with watched(database, Answers()) as (_, watch, pauses):
+async def test_a_command_that_claimed_meanwhile_is_waited_for(database: str) -> None:
+    async with watched_claim(database, MayResume()) as (_, watch, pauses):
         end_claims(database)
         command = await claim_database(database, shared=True)
         pauses.ended.put_nowait(None)
@@ -230,7 +234,7 @@ async def test_a_command_that_came_between_is_waited_for(database: str) -> None:
         assert not watch.done()
 
 
-async def test_a_server_that_does_not_answer_is_told_in_one_line() -> None:
+async def test_an_unreachable_server_is_reported_on_one_line() -> None:
     with pytest.raises(UnusableData, match=r"^the database cannot be used: .*check --database") as refused:
         await claim_database("postgresql://nobody@127.0.0.1:1/nothing")
 

@@ -1,4 +1,4 @@
-"""The database: one transaction per writer, snapshots for readers, durable, and no connection lost to a cancelled task."""
+"""The database: transactions of writers, snapshots of readers, cancelled tasks, SQLite pragmas, URLs and errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.databases import Cluster
 
 @pytest.fixture
 def sqlite_file(migrated_sqlite_file: Path, tmp_path: Path) -> Path:
-    """A migrated SQLite file of this test alone."""
+    """A migrated SQLite file for this test only."""
     path = tmp_path / "gatehouse.db"
     path.write_bytes(migrated_sqlite_file.read_bytes())
     return path
@@ -40,7 +40,7 @@ async def _count(database: Database) -> int:
         return (await connection.execute(select(func.count()).select_from(epochs))).scalar_one()
 
 
-async def test_the_error_of_a_statement_does_not_say_what_was_to_be_written(sqlite_file: Path) -> None:
+async def test_the_error_of_a_statement_omits_its_values(sqlite_file: Path) -> None:
     database = Database.open(f"sqlite:///{sqlite_file}")
     values = {"id": "mb_1", "email": "a@example.com", "role": None, "created_at": START, "password_hash": "$argon2id$hash"}
     try:
@@ -54,26 +54,26 @@ async def test_the_error_of_a_statement_does_not_say_what_was_to_be_written(sqli
     assert "$argon2id$hash" not in str(refused.value)
 
 
-async def test_a_block_that_ends_is_committed_and_one_that_raises_is_not(database: Database) -> None:
+async def test_a_writing_block_is_committed_unless_it_raises(database: Database) -> None:
     await _add(database, 1)
     with pytest.raises(RuntimeError, match="second thoughts"):
         await _add(database, 2, then=RuntimeError("second thoughts"))
     assert await _count(database) == 1
 
 
-async def test_what_waits_for_a_commit_is_called_after_it_and_never_after_a_rollback(database: Database) -> None:
-    heard: list[str] = []
+async def test_after_commit_callbacks_run_after_the_commit_and_never_after_a_rollback(database: Database) -> None:
+    called: list[str] = []
     async with database.writing() as connection:
-        db.after_commit(connection, lambda _database: heard.append("first"))
-        db.after_commit(connection, lambda told: heard.append(told.kind))
-        assert heard == []
-    assert heard == ["first", database.kind]
+        db.after_commit(connection, lambda _database: called.append("first"))
+        db.after_commit(connection, lambda committed: called.append(committed.kind))
+        assert called == []
+    assert called == ["first", database.kind]
     with contextlib.suppress(RuntimeError):
         async with database.writing() as connection:
-            db.after_commit(connection, lambda _database: heard.append("never"))
+            db.after_commit(connection, lambda _database: called.append("never"))
             raise RuntimeError("second thoughts")
     await _add(database, 1)
-    assert heard == ["first", database.kind]
+    assert called == ["first", database.kind]
 
 
 async def test_a_reader_cannot_write(database: Database) -> None:
@@ -92,17 +92,17 @@ async def test_a_reader_sees_one_snapshot_while_others_write(database: Database)
     assert await _count(database) == 1
 
 
-async def test_writers_at_once_all_succeed(database: Database) -> None:
+async def test_concurrent_writers_all_succeed(database: Database) -> None:
     await asyncio.gather(*(_add(database, number) for number in range(40)))
     assert await _count(database) == 40
 
 
 async def test_cancelled_tasks_leave_no_connection_and_no_open_transaction(database: Database) -> None:
-    chance = random.Random(3)
+    rng = random.Random(3)
     for round_number in range(20):
         tasks = [asyncio.create_task(_add(database, round_number * 10 + number)) for number in range(5)]
         tasks += [asyncio.create_task(_read(database)) for _ in range(5)]
-        for _ in range(chance.randrange(12)):
+        for _ in range(rng.randrange(12)):
             await asyncio.sleep(0)
         for task in tasks:
             task.cancel()
@@ -116,9 +116,7 @@ async def _read(database: Database) -> None:
     await _count(database)
 
 
-def test_a_sqlite_that_is_too_old_is_refused_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sqlite_that_is_too_old_is_refused_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "gatehouse.db"
     monkeypatch.setattr(sqlite3, "sqlite_version_info", (3, 34, 1))
     monkeypatch.setattr(sqlite3, "sqlite_version", "3.34.1")
@@ -129,7 +127,7 @@ def test_a_sqlite_that_is_too_old_is_refused_before_anything_is_written(
 
 @pytest.mark.postgres
 @pytest.mark.parametrize("encoding", ["SQL_ASCII", "LATIN1"])
-async def test_no_tables_are_made_where_names_could_not_be_stored(postgresql: Cluster, encoding: str) -> None:
+async def test_a_postgresql_database_that_is_not_utf_8_is_refused_before_migrating(postgresql: Cluster, encoding: str) -> None:
     url = postgresql.create(encoding=encoding)
     try:
         with pytest.raises(UnusableData, match=f"encoding {encoding}, .*ENCODING 'UTF8'"):
@@ -142,12 +140,12 @@ async def test_no_tables_are_made_where_names_could_not_be_stored(postgresql: Cl
         postgresql.drop(url)
 
 
-async def test_ping_of_a_database_that_takes_writes_returns(database: Database) -> None:
+async def test_ping_returns_if_the_database_is_writable(database: Database) -> None:
     await database.ping()
     await database.ping()
 
 
-async def test_ping_of_a_database_that_takes_no_writes_raises(sqlite_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ping_raises_if_the_database_is_not_writable(sqlite_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(db, "BUSY_TIMEOUT_MS", 1)
     blocker = sqlite3.connect(sqlite_file, isolation_level=None)
     opened = Database.open(f"sqlite:///{sqlite_file}")
@@ -161,7 +159,7 @@ async def test_ping_of_a_database_that_takes_no_writes_raises(sqlite_file: Path,
     await opened.close()
 
 
-async def test_a_sqlite_writer_holds_the_lock_from_its_first_moment(sqlite_file: Path) -> None:
+async def test_a_sqlite_writer_takes_the_lock_at_the_beginning_of_its_transaction(sqlite_file: Path) -> None:
     opened = Database.open(f"sqlite:///{sqlite_file}")
     other = sqlite3.connect(sqlite_file, isolation_level=None, timeout=0)
     async with opened.writing():
@@ -173,8 +171,8 @@ async def test_a_sqlite_writer_holds_the_lock_from_its_first_moment(sqlite_file:
     await opened.close()
 
 
-async def test_sqlite_connections_are_durable_and_strict(sqlite_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(db, "SQLITE_SYNCHRONOUS", SQLITE_SYNCHRONOUS)  # the product's, and not the tests'
+async def test_sqlite_connections_have_the_required_pragmas(sqlite_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(db, "SQLITE_SYNCHRONOUS", SQLITE_SYNCHRONOUS)  # undo the setting of the test suite
     opened = Database.open(f"sqlite:///{sqlite_file}")
     for block, query_only in ((opened.writing, 0), (opened.reading, 1)):
         async with block() as connection:
@@ -193,19 +191,19 @@ async def test_sqlite_connections_are_durable_and_strict(sqlite_file: Path, monk
 
 
 @pytest.mark.parametrize("url", ["mysql://localhost/x", "sqlite://", "sqlite:///:memory:", "postgresql+asyncpg://localhost/x"])
-def test_a_url_of_another_kind_is_refused(url: str) -> None:
+def test_an_unsupported_database_url_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="sqlite:///PATH"):
         Database.open(url)
 
 
-async def test_both_spellings_of_postgresql_are_taken() -> None:
+async def test_both_url_schemes_of_postgresql_are_accepted() -> None:
     for scheme in ("postgres", "postgresql"):
         opened = Database.open(f"{scheme}://user@localhost/name")
         assert opened.kind == "postgresql"
         await opened.close()
 
 
-def test_the_revision_is_read_while_somebody_writes_and_makes_no_file(tmp_path: Path) -> None:
+def test_reading_the_revision_needs_no_write_lock_and_creates_no_file(tmp_path: Path) -> None:
     path = tmp_path / "gatehouse.db"
     assert migrations.current_revision(f"sqlite:///{path}") is None
     assert not path.exists()

@@ -1,4 +1,4 @@
-"""Logs go to standard error, one line each, and library logs have our format."""
+"""Logs: one line each on standard error, as JSON or text, with the request id, also those of libraries."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from appliance.base.logging import configure_logging
 
 
 @pytest.fixture(autouse=True)
-def _restored() -> Iterator[None]:
-    """Leave logging as it was for the tests that follow."""
+def _restore_logging() -> Iterator[None]:
+    """Restore logging after the test."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield
@@ -25,7 +25,7 @@ def _restored() -> Iterator[None]:
     structlog.contextvars.clear_contextvars()
 
 
-def test_a_line_is_json_with_the_request_it_belongs_to(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_is_json_with_its_request_id(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging("info", json=True)
     structlog.contextvars.bind_contextvars(request_id="req_1")
     structlog.get_logger().info("admitted", tokens=5)
@@ -38,7 +38,7 @@ def test_a_line_is_json_with_the_request_it_belongs_to(capsys: pytest.CaptureFix
     assert (theirs["event"], theirs["logger"], theirs["request_id"]) == ("hello there", "some.library", "req_1")
 
 
-def test_an_error_carries_its_traceback_on_the_same_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_traceback_of_an_error_is_on_the_same_line(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging("info", json=True)
     try:
         raise KeyError("lost")
@@ -50,7 +50,7 @@ def test_an_error_carries_its_traceback_on_the_same_line(capsys: pytest.CaptureF
     assert all("KeyError" in json.dumps(line) for line in lines)
 
 
-def test_a_person_reads_plain_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_logs_are_one_readable_line(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging("warning", json=False)
     structlog.get_logger().info("not shown")
     structlog.get_logger().warning("disk nearly full", free_bytes=5)
@@ -59,7 +59,7 @@ def test_a_person_reads_plain_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert "free_bytes=5" in line
 
 
-def test_lines_go_where_standard_error_is_when_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_are_written_to_the_current_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:
     configure_logging("info", json=True)
     above_a_progress_bar = io.StringIO()
     monkeypatch.setattr(sys, "stderr", above_a_progress_bar)

@@ -1,4 +1,4 @@
-"""Settings: their sources and precedence, and errors that name the setting but never a secret."""
+"""Settings: sources and precedence, parsing, settings per model, and errors that name the setting but no secret."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ def names(found: settings.Settings) -> list[str]:
     return [model.model for model in found.models]
 
 
-def test_nothing_set_gives_the_defaults(tmp_path: Path) -> None:
+def test_without_settings_the_defaults_apply(tmp_path: Path) -> None:
     found = load_settings(options={"data_dir": tmp_path, "port": None}, environ={"PATH": "/bin"})
     assert (found.host, found.port, found.models, found.device) == ("127.0.0.1", 8000, (), "auto")
     assert found.database_url == f"sqlite:///{tmp_path}/gatehouse.db"
     assert found.max_body_bytes == 10 * MIB
 
 
-def test_the_command_line_wins_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
+def test_options_override_the_environment_which_overrides_the_file(tmp_path: Path) -> None:
     file = "port = 1\nmax_num_seqs = 1\nlog_level = 'debug'"
     environ = {"GATEHOUSE_PORT": "2", "GATEHOUSE_MAX_NUM_SEQS": "2"}
     found = load(tmp_path, file, environ, port=3)
     assert (found.port, found.max_num_seqs, found.log_level) == (3, 2, "debug")
 
 
-def test_the_data_directory_of_the_environment_holds_the_file(tmp_path: Path) -> None:
+def test_the_settings_file_is_read_from_the_data_folder_of_the_environment(tmp_path: Path) -> None:
     (tmp_path / "gatehouse.toml").write_text("port = 99")
     found = load_settings(options={}, environ={"GATEHOUSE_DATA_DIR": str(tmp_path)})
     assert (found.data_dir, found.port) == (tmp_path, 99)
@@ -51,7 +51,7 @@ def test_values_are_parsed_from_text_and_from_toml(tmp_path: Path) -> None:
     assert (names(found), found.secure_cookies, found.max_body_bytes) == (["c"], True, MIB)
 
 
-TABLES = """
+MODEL_TABLES = """
 quantization = "int8"
 max_num_seqs = 8
 
@@ -63,15 +63,13 @@ model = " /m/awq "
 quantization = "awq"
 max_model_len = 4096
 """
-LIST = '["/m/plain", {"model": "/m/awq", "quantization": "AWQ", "max_model_len": "4096"}]'
+MODEL_LIST = '["/m/plain", {"model": "/m/awq", "quantization": "AWQ", "max_model_len": "4096"}]'
 
 
 @pytest.mark.parametrize(
-    ("file", "environ"), [(TABLES, {}), ("quantization='int8'\nmax_num_seqs=8", {"GATEHOUSE_MODELS": LIST})]
+    ("file", "environ"), [(MODEL_TABLES, {}), ("quantization='int8'\nmax_num_seqs=8", {"GATEHOUSE_MODELS": MODEL_LIST})]
 )
-def test_a_model_may_have_settings_of_its_engine_that_the_others_have_not(
-    file: str, environ: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_model_can_have_engine_settings_of_its_own(file: str, environ: dict[str, str], tmp_path: Path) -> None:
     found = load(tmp_path, file, environ)
     plain, awq = (found.for_model(model) for model in found.models)
     assert found.models[1] == ModelSettings("/m/awq", {"quantization": "awq", "max_model_len": 4096})
@@ -102,13 +100,13 @@ def test_a_model_may_have_settings_of_its_engine_that_the_others_have_not(
         ("'a', {'model'=7}", "has no model in entry 2"),
     ],
 )
-def test_a_mistake_in_the_settings_of_one_model_names_both(models: str, words: str, tmp_path: Path) -> None:
+def test_an_error_in_the_settings_of_one_model_names_setting_and_model(models: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=rf"^models in .*gatehouse\.toml {words}"):
         load(tmp_path, f"models = [{models}]")
 
 
 @pytest.mark.parametrize("value", ["5", "true", "{'/m'='int8'}"])
-def test_models_in_the_file_are_a_list(value: str, tmp_path: Path) -> None:
+def test_models_in_the_file_must_be_a_list(value: str, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"^models in .*gatehouse\.toml must be a list of paths or names"):
         load(tmp_path, f"models = {value}")
 
@@ -121,7 +119,7 @@ def test_models_in_the_file_are_a_list(value: str, tmp_path: Path) -> None:
         ("a,,b", "has no model in entry 2:"),
     ],
 )
-def test_models_in_the_environment_are_names_with_commas_or_a_list_in_json(text: str, words: str, tmp_path: Path) -> None:
+def test_models_in_the_environment_must_be_comma_separated_or_a_json_list(text: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=f"environment GATEHOUSE_MODELS {words}"):
         load(tmp_path, "", {"GATEHOUSE_MODELS": text})
 
@@ -191,14 +189,14 @@ def test_models_in_the_environment_are_names_with_commas_or_a_list_in_json(text:
         ("session_idle_s = 600\nsession_absolute_s = 300", {}, {}, "session_idle_s .* is longer"),
     ],
 )
-def test_a_mistake_names_its_key_and_source(
+def test_an_error_names_its_setting_and_source(
     tmp_path: Path, file: str, environ: dict[str, str], options: dict[str, object], words: str
 ) -> None:
     with pytest.raises(SettingsError, match=words):
         load(tmp_path, file, environ, **options)
 
 
-def test_speculation_is_a_table_or_json_or_off(tmp_path: Path) -> None:
+def test_speculative_is_a_table_or_json_or_off(tmp_path: Path) -> None:
     text = '{"method": "ngram", "num_speculative_tokens": 4}'
     table = load(tmp_path, "[speculative]\nmethod = 'ngram'\nnum_speculative_tokens = 4")
 
@@ -207,7 +205,7 @@ def test_speculation_is_a_table_or_json_or_off(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("switch", settings.ENGINE_SWITCHES)
-def test_a_part_of_the_engine_is_on_unless_a_source_turns_it_off(tmp_path: Path, switch: str) -> None:
+def test_a_part_of_the_engine_is_on_unless_it_is_switched_off(tmp_path: Path, switch: str) -> None:
     assert load(tmp_path).switched_off == ()
     assert load(tmp_path, f"{switch} = false").switched_off == (switch,)
     assert load(tmp_path, "", {f"GATEHOUSE_{switch.upper()}": "0"}).switched_off == (switch,)
@@ -216,7 +214,7 @@ def test_a_part_of_the_engine_is_on_unless_a_source_turns_it_off(tmp_path: Path,
         load(tmp_path, "", {f"GATEHOUSE_{switch.upper()}": ""})
 
 
-def test_shared_prefixes_are_files_that_are_there(tmp_path: Path) -> None:
+def test_shared_prefixes_are_existing_files(tmp_path: Path) -> None:
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("You are helpful.")
     expected = (str(tmp_path / "a.txt"), str(tmp_path / "b.txt"))
@@ -225,7 +223,7 @@ def test_shared_prefixes_are_files_that_are_there(tmp_path: Path) -> None:
     assert load(tmp_path, "", {"GATEHOUSE_SHARED_PREFIXES": ",".join(expected)}).shared_prefixes == expected
 
 
-def test_paths_of_shared_prefixes_fit_one_argument_of_a_process(tmp_path: Path) -> None:
+def test_the_total_length_of_shared_prefix_paths_is_limited(tmp_path: Path) -> None:
     file = tmp_path / ("a" * 250)
     file.write_text("You are helpful.")
     most = 65536 // len(f'"{file}", ')
@@ -235,7 +233,7 @@ def test_paths_of_shared_prefixes_fit_one_argument_of_a_process(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("port", ["abc", "70000", "-1", "0"])
-def test_a_database_url_that_cannot_be_taken_apart_is_named_and_not_shown(tmp_path: Path, port: str) -> None:
+def test_an_invalid_database_url_is_reported_without_its_value(tmp_path: Path, port: str) -> None:
     url = f"postgresql://alice:hush-hush@127.0.0.1:{port}/x"
     for refused in ({"database_url": url}, {"environ": {"GATEHOUSE_DATABASE_URL": url}}):
         with pytest.raises(SettingsError, match=r"(?i)database_url must have the form postgresql://USER") as found:
@@ -243,10 +241,12 @@ def test_a_database_url_that_cannot_be_taken_apart_is_named_and_not_shown(tmp_pa
         assert "hush" not in str(found.value)
 
 
-@pytest.mark.parametrize("place", ["hush@hush@127.0.0.1:5432/x", "hush:h@hush/hush@127.0.0.1/x", "h@hush?hush@127.0.0.1/x"])
-def test_a_password_with_an_at_sign_is_refused_before_a_part_of_it_counts_as_the_host(tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize(
+    "rest_of_url", ["hush@hush@127.0.0.1:5432/x", "hush:h@hush/hush@127.0.0.1/x", "h@hush?hush@127.0.0.1/x"]
+)
+def test_an_unescaped_at_sign_in_the_database_password_is_refused(tmp_path: Path, rest_of_url: str) -> None:
     with pytest.raises(SettingsError, match=r"database_url .* write @ in the password as %40") as found:
-        load(tmp_path, database_url=f"postgresql://alice:{place}")
+        load(tmp_path, database_url=f"postgresql://alice:{rest_of_url}")
     assert "hush" not in str(found.value)
 
 
@@ -259,7 +259,7 @@ def test_a_password_with_an_at_sign_is_refused_before_a_part_of_it_counts_as_the
         "postgresql://a@h/x?application_name=a@b",
     ],
 )
-def test_a_database_url_of_any_right_form_is_taken(tmp_path: Path, url: str) -> None:
+def test_every_valid_form_of_database_url_is_accepted(tmp_path: Path, url: str) -> None:
     assert load(tmp_path, database_url=url).database_url == url
 
 
@@ -272,19 +272,19 @@ def test_a_data_folder_that_is_a_file_is_named_with_its_source(tmp_path: Path) -
         load_settings(options={}, environ={"GATEHOUSE_DATA_DIR": str(path)})
 
 
-def test_a_data_folder_that_cannot_be_is_no_matter_of_the_file_in_it(tmp_path: Path) -> None:
+def test_an_impossible_data_folder_is_not_reported_as_an_error_of_the_settings_file(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert load_settings(options={"data_dir": tmp_path / "file" / "below"}, environ={}).port == 8000
 
 
 @pytest.mark.parametrize("key", ["ADMIN_PASSWORD", "ADMIN_TOKEN"])
-def test_a_bad_secret_is_named_and_not_shown(tmp_path: Path, key: str) -> None:
+def test_an_invalid_secret_is_reported_without_its_value(tmp_path: Path, key: str) -> None:
     with pytest.raises(SettingsError, match=f"GATEHOUSE_{key}") as refused:
         load(tmp_path, "", {f"GATEHOUSE_{key}": "hush"})
     assert "hush" not in str(refused.value)
 
 
-def test_no_secret_is_in_the_repr(tmp_path: Path) -> None:
+def test_the_repr_contains_no_secret(tmp_path: Path) -> None:
     url = "postgresql://gatehouse:hush-hush@localhost/db"
     found = load(
         tmp_path, "", {"GATEHOUSE_ADMIN_TOKEN": "hush-hush", "GATEHOUSE_ADMIN_PASSWORD": "hush-hush"}, database_url=url
@@ -294,11 +294,11 @@ def test_no_secret_is_in_the_repr(tmp_path: Path) -> None:
     assert "hush" not in repr(found)
 
 
-def test_what_tests_require_is_no_setting(tmp_path: Path) -> None:
+def test_the_variable_of_the_test_suite_is_not_an_unknown_setting(tmp_path: Path) -> None:
     load(tmp_path, "", {"GATEHOUSE_REQUIRE": "postgres,browser"})
 
 
-def test_every_default_passes_its_own_parser(tmp_path: Path) -> None:
+def test_every_default_is_accepted_by_its_parser(tmp_path: Path) -> None:
     found = load(tmp_path)
     for key, parser in settings._PARSERS.items():
         value = getattr(found, key)
@@ -306,7 +306,7 @@ def test_every_default_passes_its_own_parser(tmp_path: Path) -> None:
             assert parser(value) == value
 
 
-def test_the_default_folder_follows_the_platform(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_default_data_folder_depends_on_the_platform(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("platform.system", lambda: "Linux")
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     assert default_data_dir() == tmp_path / "gatehouse"
@@ -326,5 +326,5 @@ def test_the_default_folder_follows_the_platform(monkeypatch: pytest.MonkeyPatch
         ("gate.example", "http://gate.example:8000"),
     ],
 )
-def test_the_address_of_a_service_is_one_that_can_be_typed_beside_it(host: str, url: str) -> None:
+def test_the_local_url_of_a_bound_address_is_reachable_on_the_same_machine(host: str, url: str) -> None:
     assert local_url(host, 8000) == url

@@ -1,4 +1,4 @@
-"""The stand-ins of `bench.admission` have everything that serving uses; otherwise its plain requests would fail unnoticed."""
+"""The fakes of `bench.admission` have the interface that serving uses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.waiting_requests import admission_request
 SERVING = Path(__file__).parents[2] / "appliance" / "serving"
 
 
-def test_a_reservation_that_reserves_nothing_has_all_that_serving_uses() -> None:
+def test_the_fake_reservation_has_every_attribute_that_serving_uses() -> None:
     sources = [path.read_text("utf-8") for path in SERVING.rglob("*.py")]
     used = {name for source in sources for name in re.findall(r"reservation\.([a-z]\w*)", source)}
 
@@ -27,13 +27,13 @@ def test_a_reservation_that_reserves_nothing_has_all_that_serving_uses() -> None
     assert used - {name for name in dir(NoReservation(admission_request(principal(), 1))) if not name.startswith("_")} == set()
 
 
-def test_a_ledger_that_writes_nothing_is_called_as_the_real_one() -> None:
+def test_the_fake_ledger_has_the_signatures_of_the_real_one() -> None:
     for name in ("open", "settle", "checkpoint"):
-        real, stand_in = (inspect.signature(getattr(kind, name)).parameters for kind in (Ledger, NoLedger))
-        assert len(stand_in) == len(real), name
+        real, fake = (inspect.signature(getattr(kind, name)).parameters for kind in (Ledger, NoLedger))
+        assert len(fake) == len(real), name
 
 
-async def test_a_busy_host_is_named_as_the_reason_that_nothing_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_measurement_on_a_busy_host_fails_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     class BusyHost:
         def measure(self) -> float:
             return 1.0

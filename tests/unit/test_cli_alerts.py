@@ -1,10 +1,9 @@
-"""`gatehouse alerts` with a stopped appliance: output for people and programs, and errors."""
+"""`gatehouse alerts` on a stopped appliance: managing webhooks, listing deliveries, and errors."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,7 @@ from appliance.metering.alerts.outbox import enqueue
 from tests.support.alerts import TARGET
 from tests.support.clock import START
 
-
-@pytest.fixture
-def alerts(tmp_path: Path, migrated_sqlite_file: Path, monkeypatch: pytest.MonkeyPatch, own_logging: None) -> Path:
-    """The data folder of an appliance that does not run."""
-    shutil.copyfile(migrated_sqlite_file, tmp_path / "gatehouse.db")
-    monkeypatch.setenv("GATEHOUSE_DATA_DIR", str(tmp_path))
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("own_logging")
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> Any:
@@ -31,7 +24,7 @@ def run_json(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 
     return json.loads(capsys.readouterr().out)
 
 
-def test_a_webhook_is_added_listed_rotated_and_removed(alerts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_webhooks_are_added_listed_rotated_and_removed(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tenant = run_json(capsys, "tenants", "create", "bob")
     made = run_json(capsys, "alerts", "add", TARGET, "--tenant", "bob", "--event", "invoice.closed")
     assert (made["kind"], made["tenant_id"], made["events"]) == ("webhook", tenant["id"], ["invoice.closed"])
@@ -42,7 +35,7 @@ def test_a_webhook_is_added_listed_rotated_and_removed(alerts: Path, capsys: pyt
     assert run_json(capsys, "alerts", "deliveries", made["id"], status=1)["error"]["code"] == "not_found"
 
 
-def test_the_secret_is_printed_once_and_the_reader_told_to_keep_it(alerts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_adding_a_webhook_prints_its_secret_once_with_a_warning(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["alerts", "add", TARGET]) == 0
     printed = capsys.readouterr()
     assert "whsec_" in printed.out
@@ -66,8 +59,8 @@ def test_the_secret_is_printed_once_and_the_reader_told_to_keep_it(alerts: Path,
         (["rotate", "wh_1"], 1, "no such webhook"),
     ],
 )
-def test_what_cannot_be_done_is_said_in_one_line(
-    alerts: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], status: int, words: str
+def test_errors_are_reported_on_one_line(
+    data_dir: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], status: int, words: str
 ) -> None:
     assert main(["alerts", *arguments]) == status
     printed = capsys.readouterr()
@@ -75,8 +68,8 @@ def test_what_cannot_be_done_is_said_in_one_line(
     assert words in printed.err
 
 
-def test_with_a_mail_server_alerts_go_to_a_mailbox(
-    alerts: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_with_a_mail_server_configured_an_e_mail_target_can_be_added(
+    data_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GATEHOUSE_SMTP_URL", "smtp://localhost:25")
     monkeypatch.setenv("GATEHOUSE_SMTP_FROM", "gatehouse@example.com")
@@ -84,12 +77,12 @@ def test_with_a_mail_server_alerts_go_to_a_mailbox(
     assert (made["kind"], made["target"], made["secret"]) == ("email", "ops@example.com", None)
 
 
-def test_a_delivery_is_listed_with_what_it_told(alerts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_deliveries_are_listed_with_their_message(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     webhook_id = run_json(capsys, "alerts", "add", TARGET)["id"]
     data = {"scope": "model", "model": "demo", "percent": 80, "day": "2026-11-21", "tokens_per_day": 10, "tokens": 9}
 
     async def write() -> None:
-        database = Database.open(f"sqlite:///{alerts / 'gatehouse.db'}")
+        database = Database.open(f"sqlite:///{data_dir / 'gatehouse.db'}")
         async with database.writing() as connection:
             await connection.run_sync(enqueue, START, event="tokens_per_day.threshold", subject="a model", data=data)
         await database.close()

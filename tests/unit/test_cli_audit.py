@@ -1,10 +1,9 @@
-"""`gatehouse audit`: listing, verification, and the report of tampering."""
+"""`gatehouse audit`: listing entries, verifying the hash chain, and the actor that commands record."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,9 @@ TRIGGERS = "DROP TRIGGER audit_log_no_update; DROP TRIGGER audit_log_no_delete;"
 
 
 @pytest.fixture
-def file(tmp_path: Path, migrated_sqlite_file: Path, monkeypatch: pytest.MonkeyPatch, own_logging: None) -> Path:
-    """The database of an appliance that does not run, with three entries."""
-    path = tmp_path / "gatehouse.db"
-    shutil.copyfile(migrated_sqlite_file, path)
-    monkeypatch.setenv("GATEHOUSE_DATA_DIR", str(tmp_path))
+def audit_log_file(data_dir: Path, own_logging: None) -> Path:
+    """The database of a stopped appliance whose audit log has three entries."""
+    path = data_dir / "gatehouse.db"
 
     async def write() -> None:
         database = Database.open(f"sqlite:///{path}")
@@ -40,23 +37,25 @@ def file(tmp_path: Path, migrated_sqlite_file: Path, monkeypatch: pytest.MonkeyP
 
 
 def tamper(path: Path, statement: str) -> None:
-    """Change the file as somebody with a SQL shell would."""
+    """Run SQL on the database after dropping the triggers that protect the audit log."""
     connection = sqlite3.connect(path)
     connection.executescript(TRIGGERS + statement)
     connection.close()
 
 
-def verified(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
+def run_verify(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
     status = main(["audit", "verify", "--json", *arguments])
     return status, json.loads(capsys.readouterr().out)
 
 
-def test_a_whole_log_is_told_with_its_last_hash(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verifying_an_intact_log_prints_the_count_and_the_last_hash(
+    audit_log_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["audit", "verify"]) == 0
-    told = capsys.readouterr().out
-    status, answer = verified(capsys)
+    printed = capsys.readouterr().out
+    status, answer = run_verify(capsys)
     assert (status, answer["ok"], answer["entries"], answer["fault"]) == (0, True, 3, None)
-    assert f"3 entries, hash of the last one: {answer['hash']}" in told
+    assert f"3 entries, hash of the last one: {answer['hash']}" in printed
 
 
 @pytest.mark.parametrize(
@@ -67,44 +66,46 @@ def test_a_whole_log_is_told_with_its_last_hash(file: Path, capsys: pytest.Captu
         ("DELETE FROM audit_log WHERE id = 3;", "cut", "entry 3 was cut off at the end"),
     ],
 )
-def test_a_log_that_was_changed_ends_with_status_1_and_names_the_entry(
-    file: Path, capsys: pytest.CaptureFixture[str], statement: str, kind: str, words: str
+def test_verifying_a_changed_log_names_the_entry_and_exits_with_1(
+    audit_log_file: Path, capsys: pytest.CaptureFixture[str], statement: str, kind: str, words: str
 ) -> None:
-    tamper(file, statement)
+    tamper(audit_log_file, statement)
     assert main(["audit", "verify"]) == 1
     assert words in capsys.readouterr().err
-    status, answer = verified(capsys)
+    status, answer = run_verify(capsys)
     assert (status, answer["ok"], answer["fault"]["kind"]) == (1, False, kind)
     assert words in answer["fault"]["message"]
 
 
-def test_a_hash_that_was_noted_must_be_there_still(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, before = verified(capsys)
-    assert verified(capsys, "--expect", before["hash"])[0] == 0
-    tamper(file, "DELETE FROM audit_log; DELETE FROM audit_head;")
-    assert verified(capsys)[0] == 0
-    status, answer = verified(capsys, "--expect", before["hash"])
+def test_with_expect_a_recorded_hash_must_be_in_the_log(audit_log_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, before = run_verify(capsys)
+    assert run_verify(capsys, "--expect", before["hash"])[0] == 0
+    tamper(audit_log_file, "DELETE FROM audit_log; DELETE FROM audit_head;")
+    assert run_verify(capsys)[0] == 0
+    status, answer = run_verify(capsys, "--expect", before["hash"])
     assert (status, answer["fault"]["kind"]) == (1, "not_expected")
 
 
-def test_an_empty_log_has_no_last_hash(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tamper(file, "DELETE FROM audit_log; DELETE FROM audit_head;")
+def test_an_empty_log_is_verified_without_a_hash(audit_log_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tamper(audit_log_file, "DELETE FROM audit_log; DELETE FROM audit_head;")
     assert main(["audit", "verify"]) == 0
     assert capsys.readouterr().out == "Audit log verified: 0 entries\n"
 
 
 @pytest.mark.parametrize("wrong", ["abc", "G" * 64, "", "0" * 64])
-def test_what_is_no_hash_is_a_wrong_call(file: Path, capsys: pytest.CaptureFixture[str], wrong: str) -> None:
+def test_an_invalid_expected_hash_is_a_usage_error(
+    audit_log_file: Path, capsys: pytest.CaptureFixture[str], wrong: str
+) -> None:
     assert main(["audit", "verify", "--expect", wrong]) == 2
     assert "64 hexadecimal digits" in capsys.readouterr().err
 
 
-def test_a_long_walk_shows_how_far_it_is(
-    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_verifying_shows_a_progress_bar(
+    audit_log_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[tuple[str, float]] = []
 
-    class Bar:
+    class RecordingProgress:
         def __init__(self, title: str, quiet: bool) -> None:
             self.title, self.quiet = title, quiet
 
@@ -114,12 +115,12 @@ def test_a_long_walk_shows_how_far_it_is(
         def __exit__(self, *_: object) -> None:
             return None
 
-    monkeypatch.setattr(output, "progress", lambda title, *, quiet: Bar(title, quiet))
+    monkeypatch.setattr(output, "progress", lambda title, *, quiet: RecordingProgress(title, quiet))
     assert main(["audit", "verify"]) == 0
     assert steps == [("Verifying the audit log", 1.0)]
 
 
-def test_entries_are_listed_and_narrowed(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_entries_are_listed_and_filtered(audit_log_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", "list", "--json", "--target", "tier 1"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["data"]
     assert (row["id"], row["action"], row["after"], row["before"]) == ("2", "tier.update", {"wait": 1}, None)
@@ -130,7 +131,9 @@ def test_entries_are_listed_and_narrowed(file: Path, capsys: pytest.CaptureFixtu
     assert "start must be an RFC 3339 time" in capsys.readouterr().err
 
 
-def test_what_a_command_changes_is_done_by_the_user_of_the_machine(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_change_is_logged_with_the_operating_system_user_and_without_secrets(
+    audit_log_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["admin", "token", "nightly", "--json"]) == 0
     secret = json.loads(capsys.readouterr().out)["token"]
     assert main(["audit", "list", "--json", "--action", "token.create"]) == 0
@@ -141,16 +144,16 @@ def test_what_a_command_changes_is_done_by_the_user_of_the_machine(file: Path, c
     assert secret not in written
 
 
-def test_a_user_without_a_name_acts_under_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nameless() -> str:
+def test_a_user_without_a_name_is_recorded_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raise_unknown_user() -> str:
         raise KeyError("getpwuid(): uid not found")
 
-    monkeypatch.setattr("getpass.getuser", nameless)
+    monkeypatch.setattr("getpass.getuser", raise_unknown_user)
     assert operator().name.startswith("user ")
 
 
-def test_a_command_acts_as_the_user_of_this_machine(
-    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_the_current_operating_system_user_is_read_for_each_command(
+    audit_log_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("getpass.getuser", lambda: "zoë")
     assert main(["tenants", "create", "dora", "--json"]) == 0

@@ -1,4 +1,4 @@
-"""How a command finds the running appliance and handles its responses."""
+"""How a command finds the running appliance, reads pages of lists, and reports failed responses."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def write_control(folder: Path, **changes: object) -> None:
     (folder / "control.json").write_text(json.dumps(content))
 
 
-def client(answer: httpx.Response | httpx.HTTPError, asked: list[httpx.Request] | None = None) -> AdminClient:
+def client_answering(answer: httpx.Response | httpx.HTTPError, requests: list[httpx.Request] | None = None) -> AdminClient:
     def respond(request: httpx.Request) -> httpx.Response:
-        if asked is not None:
-            asked.append(request)
+        if requests is not None:
+            requests.append(request)
         if isinstance(answer, httpx.HTTPError):
             raise answer
         return answer
@@ -31,23 +31,23 @@ def client(answer: httpx.Response | httpx.HTTPError, asked: list[httpx.Request] 
     return AdminClient(httpx.AsyncClient(transport=httpx.MockTransport(respond), base_url="http://appliance"))
 
 
-def test_a_running_appliance_is_found(tmp_path: Path) -> None:
+def test_the_control_file_of_a_running_appliance_is_read(tmp_path: Path) -> None:
     write_control(tmp_path)
     assert read_control(tmp_path) == Control("http://127.0.0.1:8000", os.getpid(), "secret")
 
 
-def test_no_file_is_no_appliance(tmp_path: Path) -> None:
+def test_without_a_control_file_there_is_no_appliance(tmp_path: Path) -> None:
     assert read_control(tmp_path / "nowhere") is None
 
 
-def test_a_file_that_a_killed_appliance_left_is_no_appliance(tmp_path: Path) -> None:
+def test_the_control_file_of_a_dead_process_is_ignored(tmp_path: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True)
     write_control(tmp_path, pid=int(ended.stdout))
     assert read_control(tmp_path) is None
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"url": "x"}', '{"url": "x", "pid": "me", "token": "t"}'])
-def test_a_file_that_is_not_one_is_no_appliance(tmp_path: Path, content: str) -> None:
+def test_an_invalid_control_file_is_ignored(tmp_path: Path, content: str) -> None:
     (tmp_path / "control.json").write_text(content)
     assert read_control(tmp_path) is None
 
@@ -65,25 +65,25 @@ async def test_every_page_of_a_list_is_read() -> None:
     assert [row["n"] for row in await admin.list_all("/tenants", at_most=1)] == [1]
 
 
-async def test_a_refusal_keeps_the_servers_words() -> None:
+async def test_an_api_error_keeps_its_message_and_code() -> None:
     answer = httpx.Response(409, json={"error": {"message": "taken", "type": "conflict", "param": None, "code": "name_taken"}})
     with pytest.raises(CommandFailed) as failed:
-        await client(answer).call("POST", "/tenants", body={})
+        await client_answering(answer).call("POST", "/tenants", body={})
     assert (failed.value.message, failed.value.code, failed.value.status) == ("taken", "name_taken", 1)
 
 
-async def test_an_answer_that_is_no_json_is_told_by_its_status() -> None:
+async def test_a_response_that_is_not_json_is_reported_by_its_status() -> None:
     with pytest.raises(CommandFailed, match="502"):
-        await client(httpx.Response(502, text="bad gateway")).call("GET", "/system")
+        await client_answering(httpx.Response(502, text="bad gateway")).call("GET", "/system")
 
 
-async def test_an_appliance_that_does_not_answer_is_told() -> None:
+async def test_an_unreachable_appliance_is_reported() -> None:
     with pytest.raises(CommandFailed) as failed:
-        await client(httpx.ConnectError("refused")).call("GET", "/system")
+        await client_answering(httpx.ConnectError("refused")).call("GET", "/system")
     assert failed.value.code == "unreachable"
 
 
-async def test_parameters_that_were_not_given_are_not_sent() -> None:
-    asked: list[httpx.Request] = []
-    await client(httpx.Response(200, json={}), asked).call("GET", "/usage", query={"start": "now", "end": None})
-    assert dict(asked[0].url.params) == {"start": "now"}
+async def test_query_parameters_of_none_are_not_sent() -> None:
+    requests: list[httpx.Request] = []
+    await client_answering(httpx.Response(200, json={}), requests).call("GET", "/usage", query={"start": "now", "end": None})
+    assert dict(requests[0].url.params) == {"start": "now"}

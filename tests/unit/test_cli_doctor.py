@@ -1,4 +1,4 @@
-"""`gatehouse doctor` reports the settings of a model that its engine would refuse, in the engine's words."""
+"""`gatehouse doctor` reports model settings that an engine would refuse, with the engine's own message."""
 
 from __future__ import annotations
 
@@ -24,15 +24,13 @@ CHECK_MODEL = model_check.check_model
 LLAMA_SMALL = {**LLAMA_8B, "num_hidden_layers": 2, "vocab_size": 4096}
 
 
-@pytest.fixture(autouse=True)
-def checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check of the tensors, which takes seconds, passes."""
-    facts = {"architecture": "LlamaForCausalLM", "parameters": 6_600_000}
-    monkeypatch.setattr(model_check, "check_model", lambda *_: facts)
+pytestmark = pytest.mark.usefixtures("skip_tensor_check")
 
 
 @pytest.fixture
-def rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+def doctor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Return a function that runs doctor with a settings file and returns its rows by check."""
+
     def run(settings: str) -> dict[str, dict[str, str]]:
         (tmp_path / "gatehouse.toml").write_text(settings)
         capsys.readouterr()
@@ -70,66 +68,66 @@ def use_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         ),
     ],
 )
-def test_a_setting_that_an_engine_refuses_is_reported_with_its_model(settings: str, problem: str, rows: Any) -> None:
-    row = rows(f"[[models]]\nmodel = 'gatehouse-demo'\n{settings}")["model gatehouse-demo"]
+def test_a_setting_that_an_engine_refuses_is_reported_for_its_model(settings: str, problem: str, doctor: Any) -> None:
+    row = doctor(f"[[models]]\nmodel = 'gatehouse-demo'\n{settings}")["model gatehouse-demo"]
     assert row["state"] == "wrong"
     assert row["found"].startswith(problem)
     assert row["advice"].startswith("correct the setting ")
-    row = rows(settings)["model gatehouse-demo"]
+    row = doctor(settings)["model gatehouse-demo"]
     assert row["found"].startswith(problem), "the demo model has the settings of all models"
 
 
-def test_each_model_is_judged_by_its_own_settings(rows: Any, tmp_path: Path) -> None:
+def test_each_model_is_checked_with_its_own_settings(doctor: Any, tmp_path: Path) -> None:
     shutil.copytree(DEMO_MODEL, tmp_path / "models" / "other")
-    found = rows("[[models]]\nmodel = 'gatehouse-demo'\n[[models]]\nmodel = 'other'\nmax_model_len = 1025")
+    found = doctor("[[models]]\nmodel = 'gatehouse-demo'\n[[models]]\nmodel = 'other'\nmax_model_len = 1025")
     assert found["model gatehouse-demo"]["state"] == "ok"
     assert found["model other"]["found"].startswith("max_model_len (1025) is longer")
 
 
-def test_what_does_not_fit_the_gpu_of_this_machine_is_reported_with_the_changes(
-    rows: Any, tmp_path: Path, use_gpu: Callable[..., None]
+def test_models_that_do_not_fit_the_gpu_are_reported_with_remedies(
+    doctor: Any, tmp_path: Path, use_gpu: Callable[..., None]
 ) -> None:
     shutil.copytree(DEMO_MODEL, tmp_path / "models" / "other")
     two = "[[models]]\nmodel = 'gatehouse-demo'\n[[models]]\nmodel = 'other'"
     for memory_gib, state in (8, "ok"), (1.2, "wrong"):
         use_gpu(memory_gib)
-        found = rows(two)
+        found = doctor(two)
         assert [found[f"model {name}"]["state"] for name in ("gatehouse-demo", "other")] == [state] * 2
     assert "does not fit: needs" in found["model other"]["found"]
     assert found["model other"]["advice"].startswith("make a change that is listed")
-    assert rows("device = 'cpu'\n" + two)["model other"]["state"] == "ok"
+    assert doctor("device = 'cpu'\n" + two)["model other"]["state"] == "ok"
 
 
-def test_a_format_that_the_gpu_does_not_compute_is_reported(rows: Any, use_gpu: Callable[..., None]) -> None:
+def test_a_data_type_that_the_gpu_does_not_support_is_reported(doctor: Any, use_gpu: Callable[..., None]) -> None:
     for capability, state in ((8, 0), "wrong"), ((8, 9), "ok"):
         use_gpu(80, capability)
-        assert rows("kv_cache_dtype = 'fp8'")["model gatehouse-demo"]["state"] == state
+        assert doctor("kv_cache_dtype = 'fp8'")["model gatehouse-demo"]["state"] == state
 
 
-def test_models_are_judged_by_the_gpu_that_engines_would_use(rows: Any, use_gpu: Callable[..., None]) -> None:
+def test_models_are_judged_by_the_gpu_that_engines_would_use(doctor: Any, use_gpu: Callable[..., None]) -> None:
     use_gpu(80, (8, 0))
-    row = rows("")["gpu"]
+    row = doctor("")["gpu"]
     assert (row["state"], row["found"]) == ("ok", f"Card ({80 * 1024} MiB)")
 
 
-def test_gpus_hidden_from_engines_are_not_judged(rows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_hidden_from_engines_are_not_judged(doctor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     hidden = "CUDA_VISIBLE_DEVICES='' leaves no GPU"
     monkeypatch.setattr(visible_gpu, "first_visible_gpu", lambda: (None, hidden))
-    row = rows("")["gpu"]
+    row = doctor("")["gpu"]
     assert (row["state"], row["found"]) == ("note", f"{hidden}: models run on the CPU")
-    row = rows("device = 'cuda'")["gpu"]
+    row = doctor("device = 'cuda'")["gpu"]
     assert (row["state"], row["found"]) == ("wrong", hidden)
     assert row["advice"] == "correct or unset CUDA_VISIBLE_DEVICES, or omit --device"
 
 
-def test_a_machine_without_a_gpu_is_no_fault(rows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_a_gpu_is_no_fault(doctor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(visible_gpu, "first_visible_gpu", lambda: (None, NO_GPU))
-    row = rows("")["gpu"]
+    row = doctor("")["gpu"]
     assert (row["state"], row["found"]) == ("ok", "no NVIDIA GPU: models run on the CPU")
 
 
-@pytest.mark.parametrize("of_this_model", [False, True])
+@pytest.mark.parametrize("in_model_table", [False, True])
 @pytest.mark.parametrize(
     ("quantization", "problem"),
     [
@@ -138,33 +136,33 @@ def test_a_machine_without_a_gpu_is_no_fault(rows: Any, monkeypatch: pytest.Monk
         ("int8", None),
     ],
 )
-def test_a_checkpoint_for_which_a_format_must_be_chosen_is_reported(
-    quantization: str | None, problem: str | None, of_this_model: bool, rows: Any, tmp_path: Path
+def test_a_checkpoint_that_needs_a_chosen_quantization_is_reported(
+    quantization: str | None, problem: str | None, in_model_table: bool, doctor: Any, tmp_path: Path
 ) -> None:
     stored = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
     (tmp_path / "blocks").mkdir()
     (tmp_path / "blocks" / "config.json").write_text(json.dumps({**LLAMA_SMALL, "quantization_config": stored}))
     setting = "" if quantization is None else f"quantization = '{quantization}'\n"
     entry = f"[[models]]\nmodel = '{tmp_path / 'blocks'}'\n"
-    row = rows(entry + setting if of_this_model else setting + entry)["model blocks"]
+    row = doctor(entry + setting if in_model_table else setting + entry)["model blocks"]
     assert row["state"] == ("ok" if problem is None else "wrong")
     assert problem is None or (row["found"].startswith(problem) and 'quantization = "int8"' in row["found"])
 
 
-def test_a_model_that_is_listed_twice_is_reported_as_a_start_refuses_it(rows: Any) -> None:
-    row = rows("models = ['gatehouse-demo', 'gatehouse-demo']")["model gatehouse-demo"]
+def test_a_model_listed_twice_is_reported(doctor: Any) -> None:
+    row = doctor("models = ['gatehouse-demo', 'gatehouse-demo']")["model gatehouse-demo"]
     assert row["state"] == "wrong"
     assert row["found"].startswith("two models are named gatehouse-demo")
 
 
-def test_a_folder_that_is_no_model_is_reported(rows: Any, tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_reported(doctor: Any, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    row = rows(f"models = ['{tmp_path / 'empty'}']")["model empty"]
+    row = doctor(f"models = ['{tmp_path / 'empty'}']")["model empty"]
     assert (row["state"], row["advice"]) == ("wrong", "give --model the folder of a model")
     assert "has no config.json" in row["found"]
 
 
-def test_the_advice_names_the_setting_and_not_the_option_of_the_engine(rows: Any) -> None:
+def test_the_advice_names_the_setting_instead_of_the_engine_option(doctor: Any) -> None:
     advice = {
         "swap_space_gib = 4096": "correct the setting swap_space_gib, or leave it out for its default",
         "engine_threads = 1024": "correct the setting engine_threads, or leave it out for its default",
@@ -172,30 +170,31 @@ def test_the_advice_names_the_setting_and_not_the_option_of_the_engine(rows: Any
         "speculative = {method = 'ngram', num_speculative_tokens = 33}": "correct the setting speculative, or leave it out",
     }
     for settings, start in advice.items():
-        assert rows(settings)["model gatehouse-demo"]["advice"].startswith(start)
+        assert doctor(settings)["model gatehouse-demo"]["advice"].startswith(start)
 
 
-def test_a_setting_that_is_needed_is_not_to_be_left_out(rows: Any, tmp_path: Path) -> None:
+def test_the_advice_for_a_required_setting_is_to_give_it_a_value(doctor: Any, tmp_path: Path) -> None:
     stored = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
     (tmp_path / "blocks").mkdir()
     (tmp_path / "blocks" / "config.json").write_text(json.dumps({**LLAMA_SMALL, "quantization_config": stored}))
-    row = rows(f"models = ['{tmp_path / 'blocks'}']")["model blocks"]
+    row = doctor(f"models = ['{tmp_path / 'blocks'}']")["model blocks"]
     assert row["advice"] == "give quantization a value in the settings"
 
 
-def test_a_folder_whose_name_a_start_refuses_is_reported(rows: Any, tmp_path: Path) -> None:
+def test_a_folder_name_that_cannot_name_a_model_is_reported(doctor: Any, tmp_path: Path) -> None:
     shutil.copytree(DEMO_MODEL, tmp_path / "demo\u200b")
-    (row,) = (row for name, row in rows(f"models = ['{tmp_path}/demo\u200b']").items() if name.startswith("model "))
+    (row,) = (row for name, row in doctor(f"models = ['{tmp_path}/demo\u200b']").items() if name.startswith("model "))
     assert row["state"] == "wrong"
     assert "cannot name a model" in row["found"]
 
 
-def test_a_draft_model_without_weights_is_reported(rows: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("verify_in_process")
+def test_a_draft_model_without_weights_is_reported(doctor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_check, "check_model", CHECK_MODEL)
     for number, left_out in enumerate((("tokenizer.json",), ("model.safetensors",))):
         draft = tmp_path / f"draft-{number}"
         shutil.copytree(DEMO_MODEL, draft, ignore=shutil.ignore_patterns(*left_out))
-        row = rows(f"speculative = {{method = 'draft_model', model = '{draft}'}}")["model gatehouse-demo"]
+        row = doctor(f"speculative = {{method = 'draft_model', model = '{draft}'}}")["model gatehouse-demo"]
         assert row["state"] == ("wrong" if number else "ok"), row
     assert row["found"].startswith(f"{draft} has no weights")
     assert row["advice"].startswith("correct the setting speculative")
@@ -206,27 +205,27 @@ def test_a_draft_model_without_weights_is_reported(rows: Any, tmp_path: Path, mo
     [("{", "cannot be read as JSON"), ('{"architectures": ["Unknown"]}', "Unknown"), (None, "has no config.json")],
 )
 def test_the_advice_about_a_broken_draft_model_names_its_setting(
-    config: str | None, problem: str, rows: Any, tmp_path: Path
+    config: str | None, problem: str, doctor: Any, tmp_path: Path
 ) -> None:
     draft = tmp_path / "draft"
     shutil.copytree(DEMO_MODEL, draft)
     (draft / "config.json").unlink()
     if config is not None:
         (draft / "config.json").write_text(config)
-    row = rows(f"speculative = {{method = 'draft_model', model = '{draft}'}}")["model gatehouse-demo"]
+    row = doctor(f"speculative = {{method = 'draft_model', model = '{draft}'}}")["model gatehouse-demo"]
     assert row["state"] == "wrong"
     assert row["found"].startswith("speculative_config field model cannot be served: ")
     assert problem in row["found"]
     assert row["advice"] == "correct the setting speculative, or leave it out for its default"
 
 
-def test_a_mistyped_model_is_told_the_closest_one(rows: Any) -> None:
-    row = rows("models = ['gatehouse-dmeo']")["model gatehouse-dmeo"]
+def test_a_mistyped_model_gets_the_closest_name_as_suggestion(doctor: Any) -> None:
+    row = doctor("models = ['gatehouse-dmeo']")["model gatehouse-dmeo"]
     assert row["state"] == "wrong"
     assert row["found"].endswith("nor an added model named 'gatehouse-dmeo'; did you mean 'gatehouse-demo'?")
 
 
-def test_no_tensor_library_is_loaded_for_it(rows: Any) -> None:
+def test_checking_settings_does_not_import_torch(doctor: Any) -> None:
     loaded = "torch" in sys.modules
-    rows("max_model_len = 2048")
+    doctor("max_model_len = 2048")
     assert ("torch" in sys.modules) == loaded

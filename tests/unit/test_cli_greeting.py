@@ -1,4 +1,4 @@
-"""The output of `serve`: the login at once, the example command when a model is ready."""
+"""The output of `serve`: the login immediately, an example command once a model is ready."""
 
 from __future__ import annotations
 
@@ -33,49 +33,49 @@ def started(*models: SimpleNamespace, first: FirstStart | None = FIRST) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_progress_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "PROGRESS_INTERVAL_S", 0)
 
 
-async def greeted(greeter: serve.Greeter) -> None:
+async def wait_for_greeting(greeter: serve.Greeter) -> None:
     assert greeter._task is not None
     await asyncio.wait_for(greeter._task, 60)
 
 
-async def test_the_login_is_shown_before_any_model_is_ready_and_once(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_the_login_is_printed_once_before_any_model_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
     demo, greeter = model("demo", "loading"), serve.Greeter()
     greeter.listening(started(demo))
-    said = capsys.readouterr().out
-    assert all(part in said for part in ("http://127.0.0.1:8000/", "admin@localhost", "pass-word", "gha_x", "gh_abc_def"))
-    assert "is ready" not in said
+    printed = capsys.readouterr().out
+    assert all(part in printed for part in ("http://127.0.0.1:8000/", "admin@localhost", "pass-word", "gha_x", "gh_abc_def"))
+    assert "is ready" not in printed
     demo.engine.state = "ready"
-    await greeted(greeter)
-    said = capsys.readouterr().out
-    assert "Gatehouse is ready.  Console:  http://127.0.0.1:8000/" in said
-    assert "Bearer gh_abc_def" in said
-    assert "pass-word" not in said
+    await wait_for_greeting(greeter)
+    printed = capsys.readouterr().out
+    assert "Gatehouse is ready.  Console:  http://127.0.0.1:8000/" in printed
+    assert "Bearer gh_abc_def" in printed
+    assert "pass-word" not in printed
 
 
-async def test_a_later_start_shows_no_login(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_later_start_prints_how_to_reset_the_password_instead_of_a_login(capsys: pytest.CaptureFixture[str]) -> None:
     greeter = serve.Greeter()
     greeter.listening(started(model("demo", "ready"), first=None))
     assert capsys.readouterr().out == ""
-    await greeted(greeter)
+    await wait_for_greeting(greeter)
     assert "reset-password" in capsys.readouterr().out
 
 
-async def test_a_model_that_failed_beside_a_ready_one_is_told_and_not_offered(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_failed_model_is_reported_and_the_example_uses_a_ready_one(capsys: pytest.CaptureFixture[str]) -> None:
     greeter = serve.Greeter()
     greeter.listening(started(model("broken", "failed", "no such architecture"), model("demo", "ready")))
-    await greeted(greeter)
-    said = capsys.readouterr()
-    assert said.err == "gatehouse: the model broken could not be loaded: no such architecture\n"
-    assert '"model": "demo"' in said.out
+    await wait_for_greeting(greeter)
+    printed = capsys.readouterr()
+    assert printed.err == "gatehouse: the model broken could not be loaded: no such architecture\n"
+    assert '"model": "demo"' in printed.out
 
 
-async def test_nothing_is_offered_when_every_model_failed(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_without_a_ready_model_no_example_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     greeter = serve.Greeter()
     greeter.listening(started(model("broken", "failed", "no such architecture"), first=None))
-    await greeted(greeter)
-    said = capsys.readouterr()
-    assert (said.out, said.err) == ("", "")
+    await wait_for_greeting(greeter)
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", "")

@@ -1,19 +1,15 @@
-"""`gatehouse invoices` and `economics`: closing a month for all tenants, writing files, reporting failures."""
+"""`gatehouse invoices` and `gatehouse economics`: drafting, closing and exporting months, and reporting failures."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import logging
-import os
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
-import structlog
 
 from appliance.base.clock import SystemClock
 from appliance.base.db import Database
@@ -22,11 +18,11 @@ from appliance.metering.ledger.epochs import begin_epoch
 from tests.support.billing import Tokens, add_price, post_event
 from tests.support.cast import make_person
 
-Type = Callable[..., tuple[int, Any, str]]
+Run = Callable[..., tuple[int, Any, str]]
 
 
-async def used(url: str) -> None:
-    """Bob used something in January and February, Charlie in February, Dora nothing."""
+async def post_usage(url: str) -> None:
+    """Create three tenants and post a priced event of Bob in January and February, and of Charlie in February."""
     database, clock = Database.open(url), SystemClock()
     bob, charlie, _ = [await make_person(database, clock, name) for name in ("bob", "charlie", "dora")]
     price, epoch_id = await add_price(database, prompt=2_000_000), await begin_epoch(database, clock, "test")
@@ -37,17 +33,9 @@ async def used(url: str) -> None:
 
 
 @pytest.fixture
-def typed(
-    tmp_path: Path, migrated_sqlite_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Iterator[Type]:
-    """Type a command with --json; get its status, its answer and what it wrote to standard error."""
-    for name in [name for name in os.environ if name.startswith("GATEHOUSE_")]:
-        monkeypatch.delenv(name)
-    shutil.copyfile(migrated_sqlite_file, tmp_path / "gatehouse.db")
-    monkeypatch.setenv("GATEHOUSE_DATA_DIR", str(tmp_path))
-    asyncio.run(used(f"sqlite:///{tmp_path / 'gatehouse.db'}"))
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
+def gatehouse(data_dir: Path, own_logging: None, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a command with --json; return its status, its parsed output and its standard error."""
+    asyncio.run(post_usage(f"sqlite:///{data_dir / 'gatehouse.db'}"))
 
     def run(*arguments: str) -> tuple[int, Any, str]:
         status = main([*arguments, "--json"])
@@ -59,94 +47,96 @@ def typed(
             text = text[end:].strip()
         return status, documents[0] if len(documents) == 1 else documents, written.err
 
-    yield run
-    structlog.reset_defaults()
-    root.handlers[:] = handlers
-    root.setLevel(level)
+    return run
 
 
 def invoice_rows(answer: Any) -> list[tuple[str, str, str]]:
     return [(row["tenant"], row["state"], row["due"]) for row in answer["data"]]
 
 
-def test_a_month_is_closed_for_everybody_and_exported(typed: Type, tmp_path: Path) -> None:
-    status, drafts, _ = typed("invoices", "draft", "--month", "2026-01", "--all")
+def test_a_month_is_drafted_closed_and_exported_for_all_tenants(gatehouse: Run, tmp_path: Path) -> None:
+    status, drafts, _ = gatehouse("invoices", "draft", "--month", "2026-01", "--all")
     assert (status, invoice_rows(drafts)) == (0, [("bob", "draft", "2.00 EUR")])
-    status, closed, _ = typed("invoices", "close", "--month", "2026-01", "--all")
+    status, closed, _ = gatehouse("invoices", "close", "--month", "2026-01", "--all")
     assert (status, invoice_rows(closed)) == (0, [("bob", "closed", "2.00 EUR")])
-    status, closed, _ = typed("invoices", "close", "--month", "2026-02", "--all")
+    status, closed, _ = gatehouse("invoices", "close", "--month", "2026-02", "--all")
     assert invoice_rows(closed) == [("bob", "closed", "2.00 EUR"), ("charlie", "closed", "2.00 EUR")]
-    assert typed("invoices", "close", "--month", "2026-02", "--all")[:2] == (0, {"data": []})  # done already
+    assert gatehouse("invoices", "close", "--month", "2026-02", "--all")[:2] == (0, {"data": []})  # done already
     forms = ("--format", "pdf", "--format", "csv", "--format", "events")
     arguments = ("invoices", "export", "--month", "2026-02", "--all", *forms)
-    status, files, _ = typed(*arguments, "--out", str(tmp_path / "out"))
+    status, files, _ = gatehouse(*arguments, "--out", str(tmp_path / "out"))
     year = SystemClock().now().year
     assert sorted(Path(name).name for name in files["files"]) == [
         f"invoice-{year}-000{number}{ending}" for number in (2, 3) for ending in ("-events.csv", ".csv", ".pdf")
     ]
     assert all(Path(name).read_bytes().startswith((b"%PDF-", b"number,", b"id,request_id,")) for name in files["files"])
     assert not any(b"False" in Path(name).read_bytes() for name in files["files"] if name.endswith("-events.csv"))
-    assert len(typed("invoices", "list")[1]["data"]) == 3
-    assert len(typed("invoices", "list", "--tenant", "bob", "--month", "2026-01")[1]["data"]) == 1
+    assert len(gatehouse("invoices", "list")[1]["data"]) == 3
+    assert len(gatehouse("invoices", "list", "--tenant", "bob", "--month", "2026-01")[1]["data"]) == 1
 
 
-def test_an_export_without_closed_invoices_tells_of_the_drafts(
-    typed: Type, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_an_export_without_closed_invoices_mentions_the_drafts(
+    gatehouse: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def exported(*arguments: str) -> str:
+    def export(*arguments: str) -> str:
         assert main(["invoices", "export", "--month", "2026-01", "--all", "--out", str(tmp_path), *arguments]) == 0
         return capsys.readouterr().out
 
-    assert "There are no closed invoices for 2026-01. Close them: gatehouse invoices close" in exported()
-    typed("invoices", "draft", "--month", "2026-01", "--all")
-    told_of = exported()
-    assert "There are no closed invoices for 2026-01, only drafts (1): close them, or export them with --drafts" in told_of
-    assert typed("invoices", "export", "--month", "2026-01", "--all", "--out", str(tmp_path))[1:] == ({"files": []}, told_of)
-    assert "draft-2026-01-" in exported("--drafts")
+    assert "There are no closed invoices for 2026-01. Close them: gatehouse invoices close" in export()
+    gatehouse("invoices", "draft", "--month", "2026-01", "--all")
+    printed = export()
+    assert "There are no closed invoices for 2026-01, only drafts (1): close them, or export them with --drafts" in printed
+    assert gatehouse("invoices", "export", "--month", "2026-01", "--all", "--out", str(tmp_path))[1:] == (
+        {"files": []},
+        printed,
+    )
+    assert "draft-2026-01-" in export("--drafts")
 
 
-def test_one_tenant_that_cannot_be_closed_stops_no_other_and_is_named(typed: Type) -> None:
-    status, answers, _ = typed("invoices", "close", "--month", "2026-02", "--all")
+def test_a_tenant_that_cannot_be_closed_is_named_and_the_others_are_closed(gatehouse: Run) -> None:
+    status, answers, _ = gatehouse("invoices", "close", "--month", "2026-02", "--all")
     closed, error = answers
     assert status == 1
     assert invoice_rows(closed) == [("charlie", "closed", "2.00 EUR")]
     assert "bob: 2026-01 must be closed before 2026-02" in error["error"]["message"]
-    assert invoice_rows(typed("invoices", "close", "--month", "2026-01", "--all")[1]) == [("bob", "closed", "2.00 EUR")]
+    assert invoice_rows(gatehouse("invoices", "close", "--month", "2026-01", "--all")[1]) == [("bob", "closed", "2.00 EUR")]
 
 
-def test_a_month_without_anything_to_close_says_why_and_leaves_no_trace(typed: Type) -> None:
+def test_a_month_with_nothing_to_close_prints_why_and_logs_nothing(gatehouse: Run) -> None:
     def entries() -> int:
-        return len(typed("audit", "list")[1]["data"])
+        return len(gatehouse("audit", "list")[1]["data"])
 
     before = entries()
-    status, answer, told_beside = typed("invoices", "draft", "--month", "2025-12", "--all")
+    status, answer, note = gatehouse("invoices", "draft", "--month", "2025-12", "--all")
     assert (status, answer, entries()) == (0, {"data": []}, before)
-    assert told_beside == "Nothing to draft for 2025-12: 3 with nothing to bill.\n"
+    assert note == "Nothing to draft for 2025-12: 3 with nothing to bill.\n"
 
-    typed("invoices", "close", "--month", "2026-01", "--all")
+    gatehouse("invoices", "close", "--month", "2026-01", "--all")
     before = entries()
-    assert typed("invoices", "close", "--month", "2026-01", "--all")[2] == (
+    assert gatehouse("invoices", "close", "--month", "2026-01", "--all")[2] == (
         "Nothing to close for 2026-01: 1 already closed, 2 with nothing to bill.\n"
     )
     assert entries() == before
 
 
-def test_a_month_that_is_not_over_is_told_once_and_drafts_nobody(typed: Type) -> None:
+def test_closing_a_running_month_fails_once_and_drafts_nothing(gatehouse: Run) -> None:
     month = f"{SystemClock().now():%Y-%m}"
-    status, answer, _ = typed("invoices", "close", "--month", month, "--all")
+    status, answer, _ = gatehouse("invoices", "close", "--month", month, "--all")
     assert status == 1
     assert answer["error"]["message"].count("is not over before") == 1
-    assert invoice_rows(typed("invoices", "list", "--month", month)[1]) == []
+    assert invoice_rows(gatehouse("invoices", "list", "--month", month)[1]) == []
 
 
-def test_an_empty_table_says_so_beside_the_header_of_a_pipe(typed: Type, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_list_prints_a_header_to_stdout_and_a_note_to_stderr(
+    gatehouse: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["invoices", "list"]) == 0
     written = capsys.readouterr()
     assert (written.out.count("\n"), written.err) == (1, "There are no invoices.\n")
 
 
-def test_an_empty_month_of_one_tenant_is_closed_when_it_is_asked_for(typed: Type) -> None:
-    status, closed, warning = typed("invoices", "close", "--month", "2026-01", "--tenant", "dora")
+def test_an_empty_month_of_one_named_tenant_is_closed(gatehouse: Run) -> None:
+    status, closed, warning = gatehouse("invoices", "close", "--month", "2026-01", "--tenant", "dora")
     assert (status, invoice_rows(closed)) == (0, [("dora", "closed", "0.00 EUR")])
     assert "have no seller" in warning
 
@@ -168,33 +158,33 @@ def test_an_empty_month_of_one_tenant_is_closed_when_it_is_asked_for(typed: Type
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_what_cannot_be_done_is_told(typed: Type, arguments: tuple[str, ...], status: int, part: str) -> None:
-    answer = typed("invoices", *arguments)
+def test_errors_name_the_argument_or_the_cause(gatehouse: Run, arguments: tuple[str, ...], status: int, part: str) -> None:
+    answer = gatehouse("invoices", *arguments)
     assert answer[0] == status
     assert part in answer[1]["error"]["message"]
 
 
-def test_seller_allowance_and_economics_are_set_and_shown(typed: Type, tmp_path: Path) -> None:
+def test_seller_allowance_and_economics_are_set_and_shown(gatehouse: Run, tmp_path: Path) -> None:
     seller, hardware = tmp_path / "seller.json", tmp_path / "hardware.json"
-    seller.write_text(json.dumps({"name": "Box AG", "tax_basis_points": 1900}))
+    seller.write_text(json.dumps({"name": "Seller AG", "tax_basis_points": 1900}))
     hardware.write_text(json.dumps({"cost_micros": 36_000_000, "months": 36, "kwh_price_micros": 0, "power_w": 1}))
 
-    assert typed("invoices", "seller", "--file", str(seller))[1]["name"] == "Box AG"
-    assert typed("invoices", "seller")[1]["tax_basis_points"] == 1900
-    allowance = typed("invoices", "allowance", "bob", "--month", "2026-01", "--micros", "500000")[1]
+    assert gatehouse("invoices", "seller", "--file", str(seller))[1]["name"] == "Seller AG"
+    assert gatehouse("invoices", "seller")[1]["tax_basis_points"] == 1900
+    allowance = gatehouse("invoices", "allowance", "bob", "--month", "2026-01", "--micros", "500000")[1]
     assert (allowance["first_month"], allowance["monthly_micros"]) == ("2026-01", 500_000)
-    assert invoice_rows(typed("invoices", "draft", "--month", "2026-01", "--tenant", "bob")[1]) == [
+    assert invoice_rows(gatehouse("invoices", "draft", "--month", "2026-01", "--tenant", "bob")[1]) == [
         ("bob", "draft", "1.79 EUR")
     ]
-    status, refusal, _ = typed("economics")
+    status, refusal, _ = gatehouse("economics")
     assert (status, refusal["error"]["code"]) == (1, "not_found")
     assert "gatehouse economics --file JSON" in refusal["error"]["message"]
-    typed("economics", "--file", str(hardware))
-    figures = {figure["name"]: figure["value"] for figure in typed("economics")[1]["figures"]}
+    gatehouse("economics", "--file", str(hardware))
+    figures = {figure["name"]: figure["value"] for figure in gatehouse("economics")[1]["figures"]}
     assert figures["hardware_month"] == 1_000_000
 
 
-def test_economics_are_told_in_units_of_money(typed: Type, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_economics_are_printed_in_currency_units(gatehouse: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hardware = tmp_path / "hardware.json"
     hosted = [{"name": "hosted", "prompt": 150_000, "completion": 600_000}]
     hardware.write_text(

@@ -1,4 +1,4 @@
-"""Arguments of commands are looked up by id with one call, or by name or prefix among all; limits by their names."""
+"""Looking up tenants and keys by id, name or prefix, and options of limits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ONE, TWO = (new_id("key") for _ in range(2))
 TENANTS = [{"id": ALICE, "name": "alice"}, {"id": BOB, "name": LIKE_AN_ID}]
 KEYS = [{"id": ONE, "prefix": "gh_one", "tenant_id": ALICE}, {"id": TWO, "prefix": "key_odd", "tenant_id": BOB}]
 
-Ask = Callable[[Callable[[AdminClient], Awaitable[Any]]], Awaitable[tuple[Any, list[str]]]]
+LookUp = Callable[[Callable[[AdminClient], Awaitable[Any]]], Awaitable[tuple[Any, list[str]]]]
 
 
 def _answer(request: httpx.Request) -> httpx.Response:
@@ -39,8 +39,8 @@ def _answer(request: httpx.Request) -> httpx.Response:
 
 
 @pytest.fixture
-def ask() -> Ask:
-    """Run a look-up, and return what it found and the paths it asked for."""
+def look_up() -> LookUp:
+    """Run a look-up against a fake API; return its result and the paths that it requested."""
 
     async def run(work: Callable[[AdminClient], Awaitable[Any]]) -> tuple[Any, list[str]]:
         paths: list[str] = []
@@ -49,47 +49,47 @@ def ask() -> Ask:
             paths.append(request.url.raw_path.decode().partition("?")[0].removeprefix("/admin/v1"))
             return _answer(request)
 
-        async with httpx.AsyncClient(base_url="http://box", transport=httpx.MockTransport(answer)) as client:
+        async with httpx.AsyncClient(base_url="http://appliance", transport=httpx.MockTransport(answer)) as client:
             return await work(AdminClient(client)), paths
 
     return run
 
 
-async def test_a_tenant_is_found_by_its_id_with_one_call(ask: Ask) -> None:
-    assert await ask(lambda client: tenants.find_tenant(client, BOB)) == (TENANTS[1], [f"/tenants/{BOB}"])
+async def test_a_tenant_is_found_by_id_with_one_call(look_up: LookUp) -> None:
+    assert await look_up(lambda client: tenants.find_tenant(client, BOB)) == (TENANTS[1], [f"/tenants/{BOB}"])
 
 
-async def test_a_tenant_is_found_by_its_name(ask: Ask) -> None:
-    assert await ask(lambda client: tenants.find_tenant(client, "alice")) == (TENANTS[0], ["/tenants"])
+async def test_a_tenant_is_found_by_name(look_up: LookUp) -> None:
+    assert await look_up(lambda client: tenants.find_tenant(client, "alice")) == (TENANTS[0], ["/tenants"])
 
 
-async def test_a_name_may_look_like_an_id(ask: Ask) -> None:
+async def test_a_tenant_whose_name_looks_like_an_id_is_found_by_name(look_up: LookUp) -> None:
     paths = [f"/tenants/{LIKE_AN_ID}", "/tenants"]
-    assert await ask(lambda client: tenants.find_tenant(client, LIKE_AN_ID)) == (TENANTS[1], paths)
+    assert await look_up(lambda client: tenants.find_tenant(client, LIKE_AN_ID)) == (TENANTS[1], paths)
 
 
-async def test_a_key_is_found_by_its_id_with_one_call(ask: Ask) -> None:
-    assert await ask(lambda client: keys.find_key(client, TWO)) == (KEYS[1], [f"/keys/{TWO}"])
+async def test_a_key_is_found_by_id_with_one_call(look_up: LookUp) -> None:
+    assert await look_up(lambda client: keys.find_key(client, TWO)) == (KEYS[1], [f"/keys/{TWO}"])
 
 
 @pytest.mark.parametrize(("prefix", "wanted"), [("gh_one", ONE), ("key_odd", TWO)])
-async def test_a_key_is_found_by_its_prefix(ask: Ask, prefix: str, wanted: str) -> None:
-    found, _ = await ask(lambda client: keys.find_key(client, prefix))
+async def test_a_key_is_found_by_prefix(look_up: LookUp, prefix: str, wanted: str) -> None:
+    found, _ = await look_up(lambda client: keys.find_key(client, prefix))
     assert found["id"] == wanted
 
 
 @pytest.mark.parametrize("ending", ["/../{two}", "/rotate", "%2F{two}", "\udcff"])
-async def test_only_an_id_is_put_into_a_path(ask: Ask, ending: str) -> None:
+async def test_only_a_valid_id_becomes_part_of_a_path(look_up: LookUp, ending: str) -> None:
     with pytest.raises(CommandFailed, match="no key"):
-        await ask(lambda client: keys.find_key(client, ONE + ending.format(two=TWO)))
+        await look_up(lambda client: keys.find_key(client, ONE + ending.format(two=TWO)))
 
 
-async def test_only_an_absence_is_looked_for_elsewhere(ask: Ask) -> None:
+async def test_only_not_found_falls_back_to_a_search_by_name(look_up: LookUp) -> None:
     with pytest.raises(CommandFailed, match="draining"):
-        await ask(lambda client: tenants.find_tenant(client, BROKEN))
+        await look_up(lambda client: tenants.find_tenant(client, BROKEN))
 
 
-def test_limits_are_told_by_name_and_each_has_an_option() -> None:
+def test_every_limit_has_an_option_and_only_given_ones_are_sent() -> None:
     given: dict[str, str | None] = dict.fromkeys(LIMIT_NAMES)
     assert LimitOptions(**given).body() == {}
     given |= {"tokens_per_minute": "1000", "concurrent_requests": "NONE", "monthly_budget": "0"}

@@ -1,4 +1,4 @@
-"""`models verify` runs the engine's own code in another process: a whole model passes, a wrong one is named."""
+"""Model checks of `models verify` and `doctor`: the engine's own code in a subprocess, and messages about faults."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def reconfigure(model: Path, **changes: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def test_a_whole_model_passes_with_its_facts(model: Path) -> None:
+def test_a_complete_model_passes_and_its_facts_are_returned(model: Path) -> None:
     fractions: list[float] = []
     facts = check_model(model, progress=fractions.append)
     assert facts["architecture"] == "LlamaForCausalLM"
@@ -38,7 +38,7 @@ def test_a_whole_model_passes_with_its_facts(model: Path) -> None:
     assert fractions == sorted(fractions)
 
 
-def test_doctor_says_that_two_models_would_be_served_under_one_name(tmp_path: Path) -> None:
+def test_doctor_reports_two_models_with_the_same_name(tmp_path: Path) -> None:
     models = tuple(ModelSettings(str(tmp_path / folder)) for folder in ("a/one", "b/one", "two"))
     checks = doctor._model_names(Settings(data_dir=tmp_path, database_url="sqlite://", models=models))
     assert [(check.name, check.state, check.advice) for check in checks] == [
@@ -48,14 +48,14 @@ def test_doctor_says_that_two_models_would_be_served_under_one_name(tmp_path: Pa
     assert doctor._model_names(Settings(data_dir=tmp_path, database_url="sqlite://")) == []
 
 
-def test_doctor_does_not_say_twice_which_engine_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_unready_parts_without_repeating_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = {"gateway": "ok", "ledger": "cannot be written", "engine one": "engine of one is loading"}
     monkeypatch.setattr(httpx, "get", lambda *_, **__: httpx.Response(503, json={"parts": parts}))
     (check,) = doctor._readiness("http://gatehouse.test")
     assert (check.state, check.found) == ("wrong", "ledger cannot be written, engine of one is loading")
 
 
-def test_doctor_misses_a_gpu_for_the_one_model_that_must_have_it(tmp_path: Path) -> None:
+def test_doctor_reports_a_missing_gpu_if_one_model_needs_it(tmp_path: Path) -> None:
     for own, state in ({"device": "cuda"}, "wrong"), ({"device": "cpu"}, "ok"):
         models = (ModelSettings("plain"), ModelSettings("other", own))
         settings = Settings(data_dir=tmp_path, database_url="sqlite://", device="cpu", models=models)
@@ -63,24 +63,24 @@ def test_doctor_misses_a_gpu_for_the_one_model_that_must_have_it(tmp_path: Path)
         assert (check.name, check.state) == ("gpu", state)
 
 
-def test_the_checker_inherits_no_setting_of_ours(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[dict[str, str]] = []
+def test_the_checking_process_inherits_no_settings(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environments: list[dict[str, str]] = []
     real: Any = subprocess.Popen
 
-    def watched(_command: Any, *, env: dict[str, str], **options: Any) -> Any:
-        given.append(env)
+    def record_environment(_command: Any, *, env: dict[str, str], **options: Any) -> Any:
+        environments.append(env)
         return real(["echo", '{"ok": true}'], env=env, **options)
 
     monkeypatch.setenv("GATEHOUSE_ADMIN_TOKEN", "a secret")
-    monkeypatch.setattr(subprocess, "Popen", watched)
+    monkeypatch.setattr(subprocess, "Popen", record_environment)
     check_model(model)
     check_model(model, switched_off=["early_launch"])
 
-    assert [name for name in given[0] if name.startswith("GATEHOUSE_")] == []
-    assert [name for name in given[1] if name.startswith("GATEHOUSE_")] == ["GATEHOUSE_EARLY_LAUNCH"]
+    assert [name for name in environments[0] if name.startswith("GATEHOUSE_")] == []
+    assert [name for name in environments[1] if name.startswith("GATEHOUSE_")] == ["GATEHOUSE_EARLY_LAUNCH"]
 
 
-def test_tensors_that_the_configuration_does_not_ask_for_are_named(model: Path) -> None:
+def test_unexpected_tensors_are_named(model: Path) -> None:
     layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]
     reconfigure(model, num_hidden_layers=layers - 1)
     with pytest.raises(WeightsError, match=rf"layers\.{layers - 1}\."):
@@ -100,7 +100,7 @@ def test_tensors_that_the_configuration_does_not_ask_for_are_named(model: Path) 
         ),
     ],
 )
-def test_a_tokenizer_or_a_template_that_cannot_be_read_is_told(model: Path, name: str, content: str, message: str) -> None:
+def test_an_invalid_tokenizer_or_template_is_named(model: Path, name: str, content: str, message: str) -> None:
     (model / name).write_text(content)
     with pytest.raises(NotAModelDirectory, match=message):
         verify_model(model)
@@ -114,12 +114,12 @@ def test_a_model_without_a_chat_template_passes(model: Path) -> None:
 @pytest.mark.parametrize(
     ("template", "special", "fits"),
     [("{{ messages }}", True, True), ("{{ messages }}<image_soft_token>", True, False), ("{{ messages }}", False, False)],
-    ids=["never_written", "in_the_template", "plain_text"],
+    ids=["special_token_not_in_template", "special_token_in_template", "ordinary_token"],
 )
-def test_a_special_token_beyond_the_vocabulary_is_let_pass_if_no_conversation_holds_it(
+def test_a_special_token_beyond_the_vocabulary_is_accepted_if_the_template_never_writes_it(
     template: str, special: bool, fits: bool, model: Path
 ) -> None:
-    """As in Gemma 3 1B, whose tokenizer has the place of an image, of larger models, behind the last row of its embedding."""
+    """As in Gemma 3 1B, whose tokenizer has the image placeholder of larger models beyond the last row of the embedding."""
     beyond = verify_model(model)["vocab_size"]
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)

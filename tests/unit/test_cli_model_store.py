@@ -1,4 +1,4 @@
-"""Models in the data folder: added by link or copy, found by name, removed without touching what is not ours."""
+"""Models in the data folder: adding by link or copy, finding by name, and removing without touching the original."""
 
 from __future__ import annotations
 
@@ -20,43 +20,45 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_link_is_found_by_its_name(model: Path, tmp_path: Path) -> None:
+def test_a_linked_model_is_found_by_name(model: Path, tmp_path: Path) -> None:
     model_store.link(model, model_store.new_model_path("tiny", tmp_path))
     assert model_store.locate("tiny", tmp_path).resolve() == model
     assert [path.name for path in model_store.added_models(tmp_path)] == ["tiny"]
 
 
-def test_a_path_comes_before_a_name(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_existing_path_takes_precedence_over_an_added_name(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model_store.link(tmp_path, model_store.new_model_path("tiny", tmp_path))
     monkeypatch.chdir(model.parent)
     assert model_store.locate("tiny", tmp_path) == model
 
 
-def test_the_demo_is_found_by_the_name_that_the_list_shows(tmp_path: Path) -> None:
+def test_the_demo_model_is_found_by_its_listed_name(tmp_path: Path) -> None:
     assert model_store.locate("gatehouse-demo", tmp_path) == DEMO_MODEL
 
 
-def test_an_added_model_comes_before_the_demo(model: Path, tmp_path: Path) -> None:
+def test_an_added_model_takes_precedence_over_the_demo_model(model: Path, tmp_path: Path) -> None:
     model_store.link(model, model_store.new_model_path("gatehouse-demo", tmp_path))
     assert model_store.locate("gatehouse-demo", tmp_path).resolve() == model
 
 
-def test_a_copy_is_whole_and_reports_its_progress(model: Path, tmp_path: Path) -> None:
+def test_copying_copies_all_files_and_reports_progress(model: Path, tmp_path: Path) -> None:
     fractions: list[float] = []
-    place = model_store.new_model_path("copy", tmp_path)
-    model_store.copy(model, place, progress=fractions.append)
-    assert (place / "sub" / "part").read_text() == "12345"
+    destination = model_store.new_model_path("copy", tmp_path)
+    model_store.copy(model, destination, progress=fractions.append)
+    assert (destination / "sub" / "part").read_text() == "12345"
     assert fractions[-1] == 1.0
 
 
-def test_an_interrupted_copy_leaves_nothing(model: Path, tmp_path: Path) -> None:
+def test_an_interrupted_copy_leaves_no_files(model: Path, tmp_path: Path) -> None:
     def interrupt(fraction: float) -> None:
         raise KeyboardInterrupt
 
-    place = model_store.new_model_path("copy", tmp_path)
+    destination = model_store.new_model_path("copy", tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        model_store.copy(model, place, progress=interrupt)
-    assert not list(place.parent.iterdir())
+        model_store.copy(model, destination, progress=interrupt)
+    assert not list(destination.parent.iterdir())
 
 
 def test_a_taken_name_is_refused(model: Path, tmp_path: Path) -> None:
@@ -66,50 +68,50 @@ def test_a_taken_name_is_refused(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../up", ".hidden", "x" * 101, "a b"])
-def test_what_cannot_be_a_name_is_refused(name: str, tmp_path: Path) -> None:
+def test_an_invalid_name_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(CommandFailed) as refused:
         model_store.new_model_path(name, tmp_path)
     assert refused.value.status == 2
 
 
-def test_removing_a_link_leaves_the_model(model: Path, tmp_path: Path) -> None:
-    place = model_store.new_model_path("tiny", tmp_path)
-    model_store.link(model, place)
-    model_store.remove(place)
+def test_removing_a_link_keeps_the_original_model(model: Path, tmp_path: Path) -> None:
+    destination = model_store.new_model_path("tiny", tmp_path)
+    model_store.link(model, destination)
+    model_store.remove(destination)
     assert (model / "config.json").exists()
-    assert not place.is_symlink()
+    assert not destination.is_symlink()
 
 
-def message_of(model: str, tmp_path: Path) -> str:
+def error_message(model: str, tmp_path: Path) -> str:
     with pytest.raises(CommandFailed) as refused:
         model_store.locate_existing(model, tmp_path)
     return refused.value.message
 
 
-def test_a_mistyped_name_is_told_the_closest_model_or_all_that_were_added(
+def test_a_mistyped_name_gets_the_closest_or_all_added_models_as_suggestion(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert model_store.locate_existing("gatehouse-demo", tmp_path) == DEMO_MODEL
     neither = f"there is neither a folder {tmp_path}/{{0}} nor an added model named '{{0}}'"
-    assert message_of("gatehouse-dmeo", tmp_path) == f"{neither.format('gatehouse-dmeo')}; did you mean 'gatehouse-demo'?"
-    assert message_of("zzz", tmp_path) == f"{neither.format('zzz')}; no model has been added"
+    assert error_message("gatehouse-dmeo", tmp_path) == f"{neither.format('gatehouse-dmeo')}; did you mean 'gatehouse-demo'?"
+    assert error_message("zzz", tmp_path) == f"{neither.format('zzz')}; no model has been added"
     for name in ("tiny", "large"):
         model_store.link(model, model_store.new_model_path(name, tmp_path))
-    assert message_of("tinny", tmp_path).endswith("; did you mean 'tiny'?")
-    assert message_of("zzz", tmp_path).endswith("; the added models are large, tiny")
+    assert error_message("tinny", tmp_path).endswith("; did you mean 'tiny'?")
+    assert error_message("zzz", tmp_path).endswith("; the added models are large, tiny")
 
 
-def test_a_mistyped_folder_is_told_the_closest_one_beside_it(model: Path, tmp_path: Path) -> None:
+def test_a_mistyped_folder_gets_the_closest_sibling_as_suggestion(model: Path, tmp_path: Path) -> None:
     assert (
-        message_of(f"{model}y", tmp_path)
+        error_message(f"{model}y", tmp_path)
         == f"there is no folder {model}y, and nothing is downloaded; did you mean {str(model)!r}?"
     )
     nowhere = f"{tmp_path}/nowhere/tiny"
-    assert message_of(nowhere, tmp_path) == f"there is no folder {nowhere}, and nothing is downloaded"
+    assert error_message(nowhere, tmp_path) == f"there is no folder {nowhere}, and nothing is downloaded"
 
 
-def test_an_added_model_whose_folder_is_gone_says_so(model: Path, tmp_path: Path) -> None:
+def test_an_added_model_whose_folder_is_gone_is_reported(model: Path, tmp_path: Path) -> None:
     model_store.link(model, model_store.new_model_path("tiny", tmp_path))
     model.rename(model.parent / "moved")
-    assert message_of("tiny", tmp_path) == f"the added model 'tiny' is a link to {model}, which does not exist"
+    assert error_message("tiny", tmp_path) == f"the added model 'tiny' is a link to {model}, which does not exist"

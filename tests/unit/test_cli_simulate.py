@@ -1,4 +1,4 @@
-"""`gatehouse simulate`: tables, JSON, and errors that name the cause."""
+"""`gatehouse simulate`: reports as text and JSON, model folders, and invalid options and traces."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def trace(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def typed(capsys: pytest.CaptureFixture[str]) -> Any:
+def gatehouse_simulate(capsys: pytest.CaptureFixture[str]) -> Any:
     def run(*arguments: str | Path) -> CommandResult:
         capsys.readouterr()
         status = main(["simulate", *map(str, arguments)])
@@ -33,8 +33,8 @@ def typed(capsys: pytest.CaptureFixture[str]) -> Any:
     return run
 
 
-def test_the_report_is_printed_as_json(typed: Any, trace: Path) -> None:
-    answer = typed("--trace", trace, "--json", "--slo-ttft-ms", "500", "--slo-tpot-ms", "20", "--speed", "2")
+def test_the_report_is_printed_as_json(gatehouse_simulate: Any, trace: Path) -> None:
+    answer = gatehouse_simulate("--trace", trace, "--json", "--slo-ttft-ms", "500", "--slo-tpot-ms", "20", "--speed", "2")
     assert answer.status == 0
     report = answer.json()
     assert report["load"]["requests"] == 60
@@ -48,87 +48,94 @@ def test_the_report_is_printed_as_json(typed: Any, trace: Path) -> None:
     assert [tenant["tenant"] for tenant in report["tenants"]] == ["tenant-0", "tenant-1", "tenant-2"]
 
 
-def test_a_person_gets_figures_and_a_table_of_tenants(typed: Any, trace: Path) -> None:
-    answer = typed("--trace", trace, "--policy", "vtc", "--token-budget", "512", "--weights", "tenant-1=4")
+def test_text_output_has_figures_and_a_table_of_tenants(gatehouse_simulate: Any, trace: Path) -> None:
+    answer = gatehouse_simulate("--trace", trace, "--policy", "vtc", "--token-budget", "512", "--weights", "tenant-1=4")
     assert answer.status == 0
     assert "goodput.good_share\t1.0" in answer.out
     assert "\ntenant-1\t4\t20\t" in answer.out
 
 
-def test_a_scenario_needs_no_trace(typed: Any, tmp_path: Path) -> None:
+def test_a_scenario_runs_without_a_trace(gatehouse_simulate: Any, tmp_path: Path) -> None:
     lengths = tmp_path / "lengths.csv"
     lengths.write_text("input_tokens,output_tokens\n20,5\n")
-    report = typed("--scenario", "noisy-none", "--lengths", lengths, "--json", "--seed", "3").json()
+    report = gatehouse_simulate("--scenario", "noisy-none", "--lengths", lengths, "--json", "--seed", "3").json()
     assert report["victims"]["good_share"] == 1.0
 
 
-def test_a_scenario_takes_no_option_of_traces(typed: Any) -> None:
-    answer = typed("--scenario", "noisy-none", "--speed", "2")
+def test_a_scenario_refuses_options_of_traces(gatehouse_simulate: Any) -> None:
+    answer = gatehouse_simulate("--scenario", "noisy-none", "--speed", "2")
     assert answer.status == 2
     assert "require --trace" in answer.err
 
 
-def test_a_model_may_be_a_folder(typed: Any, trace: Path, tmp_path: Path) -> None:
-    folder = written(tmp_path / "mine", max_position_embeddings=4096)
-    report = typed("--trace", trace, "--model", folder, "--gpu", "h100", "--kv-cache-dtype", "fp8", "--json").json()
+def test_a_model_can_be_given_as_a_folder(gatehouse_simulate: Any, trace: Path, tmp_path: Path) -> None:
+    folder = make_model_folder(tmp_path / "mine", max_position_embeddings=4096)
+    report = gatehouse_simulate(
+        "--trace", trace, "--model", folder, "--gpu", "h100", "--kv-cache-dtype", "fp8", "--json"
+    ).json()
     assert report["setup"]["model"] == "mine"
     assert report["setup"]["max_model_len"] == 4096
 
 
-def test_an_engine_that_would_not_start_is_not_simulated(typed: Any, trace: Path) -> None:
-    answer = typed("--trace", trace, "--gpu", "a100", "--kv-cache-dtype", "fp8", "--json")
+def test_options_that_an_engine_refuses_are_refused(gatehouse_simulate: Any, trace: Path) -> None:
+    answer = gatehouse_simulate("--trace", trace, "--gpu", "a100", "--kv-cache-dtype", "fp8", "--json")
     assert answer.status == 2
     assert "--kv-cache-dtype fp8 needs a GPU of compute capability 8.9 or newer, this one has 8.0" in answer.out
 
 
-def written(folder: Path, **changes: Any) -> Path:
-    """The folder of a model of Llama-3.1-8B's size."""
+def make_model_folder(folder: Path, **changes: Any) -> Path:
+    """Write the config.json of a model of Llama-3.1-8B's size into a new `folder`; return the folder."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({**LLAMA_8B, **changes}))
     return folder
 
 
-def test_a_folder_is_simulated_in_the_format_of_its_checkpoint(typed: Any, trace: Path, tmp_path: Path) -> None:
+def test_a_folder_is_simulated_with_the_quantization_and_dtype_of_its_checkpoint(
+    gatehouse_simulate: Any, trace: Path, tmp_path: Path
+) -> None:
     awq = layouts.awq(group_size=128).settings
     folders = {
-        "plain": written(tmp_path / "plain"),
-        "awq": written(tmp_path / "awq", quantization_config=awq),
-        "wide": written(tmp_path / "wide", torch_dtype="float32"),
+        "plain": make_model_folder(tmp_path / "plain"),
+        "awq": make_model_folder(tmp_path / "awq", quantization_config=awq),
+        "wide": make_model_folder(tmp_path / "wide", torch_dtype="float32"),
     }
     blocks = {
-        name: typed("--trace", trace, "--model", each, "--json").json()["setup"]["kv_blocks"] for name, each in folders.items()
+        name: gatehouse_simulate("--trace", trace, "--model", each, "--json").json()["setup"]["kv_blocks"]
+        for name, each in folders.items()
     }
-    known = typed("--trace", trace, "--json").json()["setup"]["kv_blocks"]
+    known = gatehouse_simulate("--trace", trace, "--json").json()["setup"]["kv_blocks"]
     assert blocks["plain"] == pytest.approx(known, rel=1e-3)
     assert blocks["awq"] * 16 * 131_072 == pytest.approx(blocks["plain"] * 16 * 131_072 + 10.3e9, rel=0.01)
     assert blocks["wide"] < blocks["plain"] / 2, "keys and values take 32 bits, too"
 
 
-def test_weights_are_simulated_in_the_format_that_is_asked_for(typed: Any, trace: Path, tmp_path: Path) -> None:
-    """Which must be said where the checkpoint is decoded while it is read."""
-    decoded = written(tmp_path / "decoded", quantization_config=hub.fp8_blocks(block=(128, 128)).settings)
-    refused = typed("--trace", trace, "--model", decoded)
+def test_a_decoded_checkpoint_is_simulated_with_the_required_quantization_option(
+    gatehouse_simulate: Any, trace: Path, tmp_path: Path
+) -> None:
+    """A checkpoint that is decoded while it is read has no default quantization."""
+    decoded = make_model_folder(tmp_path / "decoded", quantization_config=hub.fp8_blocks(block=(128, 128)).settings)
+    refused = gatehouse_simulate("--trace", trace, "--model", decoded)
     assert refused.status == 2
     assert "--quantization must be chosen: the checkpoint is fp8 in blocks of 128 x 128" in refused.err
     for chosen in ("int8", "none"):
         folder, known = (
-            typed("--trace", trace, "--model", each, "--quantization", chosen, "--json").json()["setup"]
+            gatehouse_simulate("--trace", trace, "--model", each, "--quantization", chosen, "--json").json()["setup"]
             for each in (decoded, "llama-3.1-8b")
         )
         assert folder["quantization"] == known["quantization"] == chosen
         assert folder["kv_blocks"] == pytest.approx(known["kv_blocks"], rel=1e-3)
 
 
-def test_a_folder_that_no_engine_would_serve_on_that_card_is_refused_in_its_words(
-    typed: Any, trace: Path, tmp_path: Path
+def test_a_checkpoint_that_the_gpu_cannot_serve_is_refused_with_the_engine_s_message(
+    gatehouse_simulate: Any, trace: Path, tmp_path: Path
 ) -> None:
     fp8 = layouts.fp8(per_row=True, activations="dynamic", compressed=True).settings
-    folder = written(tmp_path / "fp8", quantization_config=fp8)
-    refused = typed("--trace", trace, "--model", folder, "--gpu", "a100")
+    folder = make_model_folder(tmp_path / "fp8", quantization_config=fp8)
+    refused = gatehouse_simulate("--trace", trace, "--model", folder, "--gpu", "a100")
     assert refused.status == 2
     assert "--gpu a100 cannot serve this checkpoint: quantization fp8 needs a GPU of compute capability 8.9" in refused.err
-    bloom = written(tmp_path / "bloom", architectures=["BloomForCausalLM"])
-    assert "BloomForCausalLM is not supported" in typed("--trace", trace, "--model", bloom).err
+    bloom = make_model_folder(tmp_path / "bloom", architectures=["BloomForCausalLM"])
+    assert "BloomForCausalLM is not supported" in gatehouse_simulate("--trace", trace, "--model", bloom).err
 
 
 @pytest.mark.parametrize(
@@ -152,33 +159,35 @@ def test_a_folder_that_no_engine_would_serve_on_that_card_is_refused_in_its_word
         (("--scenario", "noisy-none"), "give either --trace FILE or --scenario NAME"),
     ],
 )
-def test_a_wrong_option_is_named_as_it_is_typed(typed: Any, trace: Path, arguments: tuple[str, ...], named: str) -> None:
-    answer = typed("--trace", trace, *arguments, "--json")
+def test_an_invalid_option_is_named_as_typed(
+    gatehouse_simulate: Any, trace: Path, arguments: tuple[str, ...], named: str
+) -> None:
+    answer = gatehouse_simulate("--trace", trace, *arguments, "--json")
     assert answer.status == 2
     assert named in answer.json()["error"]["message"]
     assert answer.json()["error"]["code"] == "usage"
 
 
-def test_a_mistyped_model_is_told_the_closest_one(typed: Any, trace: Path, tmp_path: Path) -> None:
-    known = typed("--trace", trace, "--model", "LLama-3.1-8", "--json")
+def test_a_misgatehouse_simulate_model_is_told_the_closest_one(gatehouse_simulate: Any, trace: Path, tmp_path: Path) -> None:
+    known = gatehouse_simulate("--trace", trace, "--model", "LLama-3.1-8", "--json")
     assert known.json()["error"]["message"].endswith("not 'LLama-3.1-8'; did you mean 'llama-3.1-8b'?")
     (tmp_path / "my-model").mkdir()
-    folder = typed("--trace", trace, "--model", tmp_path / "my-modle", "--json")
+    folder = gatehouse_simulate("--trace", trace, "--model", tmp_path / "my-modle", "--json")
     assert folder.json()["error"]["message"].endswith(f"; did you mean {str(tmp_path / 'my-model')!r}?")
-    unlike = typed("--trace", trace, "--model", "nothing-alike-at-all", "--json")
+    unlike = gatehouse_simulate("--trace", trace, "--model", "nothing-alike-at-all", "--json")
     assert unlike.json()["error"]["message"].endswith("not 'nothing-alike-at-all'")
 
 
-def test_a_bad_row_is_named(typed: Any, trace: Path) -> None:
+def test_an_invalid_row_of_the_trace_is_named_by_line(gatehouse_simulate: Any, trace: Path) -> None:
     trace.write_text("arrival_s,input_tokens,output_tokens\n0,1,1\n1,many,1\n")
-    answer = typed("--trace", trace)
+    answer = gatehouse_simulate("--trace", trace)
     assert answer.status == 1
     assert answer.err == f"gatehouse: {trace}, line 3: input_tokens must be a whole number of tokens, not 'many'\n"
-    assert typed("--trace", trace, "--json").json()["error"]["code"] == "bad_trace"
+    assert gatehouse_simulate("--trace", trace, "--json").json()["error"]["code"] == "bad_trace"
 
 
-def test_a_folder_that_holds_no_model_is_named(typed: Any, trace: Path, tmp_path: Path) -> None:
-    answer = typed("--trace", trace, "--model", tmp_path, "--json")
+def test_a_folder_without_a_model_is_refused(gatehouse_simulate: Any, trace: Path, tmp_path: Path) -> None:
+    answer = gatehouse_simulate("--trace", trace, "--model", tmp_path, "--json")
     assert answer.status == 1
     assert answer.json()["error"] == {
         "message": f"{tmp_path} has no config.json; give the folder of a Hugging Face model",

@@ -1,4 +1,4 @@
-"""Tables on a terminal never truncate ids, which the next command needs, or anything else."""
+"""Tables on a terminal: nothing is truncated, least of all ids that the next command needs."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ COLUMNS = ("id", "tenant_id", "name", "created_at", "note")
 
 
 class Terminal:
-    """Prints tables on a terminal of a given width and returns what is read there."""
+    """Prints tables to a terminal of a given width and returns the text without colours."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         self._monkeypatch, self._capsys = monkeypatch, capsys
 
-    def shows(self, rows: list[dict[str, Any]], width: int) -> str:
+    def render(self, rows: list[dict[str, Any]], width: int) -> str:
         self._monkeypatch.setenv("COLUMNS", str(width))
         self._monkeypatch.setattr("sys.stdout.isatty", lambda: True)
         output.table(rows, COLUMNS, empty="none")
@@ -41,8 +41,8 @@ def terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("width", [40, 80, 100, 120, 200])
-def test_ids_are_whole_and_nothing_is_cut(terminal: Terminal, width: int) -> None:
-    shown = terminal.shows(KEYS, width)
+def test_nothing_is_truncated_at_any_width(terminal: Terminal, width: int) -> None:
+    shown = terminal.render(KEYS, width)
 
     assert ID in shown
     assert TENANT_ID in shown
@@ -51,19 +51,19 @@ def test_ids_are_whole_and_nothing_is_cut(terminal: Terminal, width: int) -> Non
     assert re.search(r"2026-11-24[ T]15:24:37|2026-11-24 .*\n.* 15:24:37Z", shown)
 
 
-def test_a_table_that_fits_is_one(terminal: Terminal) -> None:
-    head, row = terminal.shows(KEYS, 160).splitlines()
+def test_rows_that_fit_the_width_are_printed_as_a_table(terminal: Terminal) -> None:
+    head, row = terminal.render(KEYS, 160).splitlines()
 
     assert head.split() == ["id", "tenant", "id", "name", "created", "at", "note"]
     assert row.split()[0] == ID
 
 
-def test_rows_too_wide_for_a_table_are_told_field_by_field(terminal: Terminal) -> None:
-    shown = terminal.shows([*KEYS, *KEYS], 60)
+def test_rows_too_wide_for_a_table_are_printed_field_by_field(terminal: Terminal) -> None:
+    shown = terminal.render([*KEYS, *KEYS], 60)
 
     assert f"id          {ID}\n" in shown
     assert "note        -\n\n" in shown, "an empty line between two rows"
 
 
-def test_an_empty_list_is_a_sentence(terminal: Terminal) -> None:
-    assert terminal.shows([], 80) == "none\n"
+def test_an_empty_list_prints_its_placeholder(terminal: Terminal) -> None:
+    assert terminal.render([], 80) == "none\n"

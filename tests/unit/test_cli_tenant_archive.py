@@ -1,4 +1,4 @@
-"""`gatehouse tenants archive`, which cannot be undone: asks on a terminal, needs --yes elsewhere."""
+"""`gatehouse tenants archive`, which cannot be undone: confirmation at a terminal, --yes elsewhere."""
 
 from __future__ import annotations
 
@@ -7,41 +7,41 @@ import pytest
 from tests.support.typed_commands import Run
 
 
-def archived(typed: Run) -> list[bool]:
-    return [row["archived"] for row in typed("tenants", "list", "--archived", "--json").done()["data"]]
+def archived(gatehouse: Run) -> list[bool]:
+    return [row["archived"] for row in gatehouse("tenants", "list", "--archived", "--json").done()["data"]]
 
 
-def test_a_program_must_say_yes(typed: Run) -> None:
-    refused = typed("tenants", "archive", "bob")
+def test_without_a_terminal_archiving_needs_yes(gatehouse: Run) -> None:
+    refused = gatehouse("tenants", "archive", "bob")
     assert refused.status == 2
     assert "--yes" in refused.err
-    assert archived(typed) == [False]
-    assert typed("tenants", "archive", "bob", "--yes").status == 0
-    assert archived(typed) == [True]
+    assert archived(gatehouse) == [False]
+    assert gatehouse("tenants", "archive", "bob", "--yes").status == 0
+    assert archived(gatehouse) == [True]
 
 
-def test_on_a_terminal_it_is_told_what_happens_and_the_name_is_asked_for(typed: Run) -> None:
-    answer = typed("tenants", "archive", "bob", "--json", at_terminal="bob\n")
+def test_at_a_terminal_archiving_needs_the_typed_tenant_name(gatehouse: Run) -> None:
+    answer = gatehouse("tenants", "archive", "bob", "--json", at_terminal="bob\n")
     assert answer.status == 0
     assert "are refused" in answer.err
     assert "Type the name bob to confirm" in answer.err
     assert answer.out.startswith("{")
-    assert archived(typed) == [True]
+    assert archived(gatehouse) == [True]
 
 
 @pytest.mark.parametrize(("typing", "status"), [("Bob\n", 1), ("yes\n", 1), ("", 130)])
-def test_anything_but_the_name_changes_nothing(typed: Run, typing: str, status: int) -> None:
-    assert typed("tenants", "archive", "bob", at_terminal=typing).status == status
-    assert archived(typed) == [False]
+def test_another_input_than_the_tenant_name_archives_nothing(gatehouse: Run, typing: str, status: int) -> None:
+    assert gatehouse("tenants", "archive", "bob", at_terminal=typing).status == status
+    assert archived(gatehouse) == [False]
 
 
-def test_a_tenant_that_is_archived_already_is_not_asked_about(typed: Run) -> None:
-    typed("tenants", "archive", "bob", "--yes")
-    answer = typed("tenants", "archive", "bob", at_terminal="")
+def test_an_archived_tenant_needs_no_confirmation(gatehouse: Run) -> None:
+    gatehouse("tenants", "archive", "bob", "--yes")
+    answer = gatehouse("tenants", "archive", "bob", at_terminal="")
     assert (answer.status, answer.err) == (0, "")
 
 
-def test_a_tenant_that_is_not_there_is_not_asked_about(typed: Run) -> None:
-    answer = typed("tenants", "archive", "nobody", at_terminal="nobody\n")
+def test_an_unknown_tenant_fails_without_a_question(gatehouse: Run) -> None:
+    answer = gatehouse("tenants", "archive", "nobody", at_terminal="nobody\n")
     assert answer.status == 1
     assert "no tenant 'nobody'" in answer.err

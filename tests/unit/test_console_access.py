@@ -1,4 +1,4 @@
-"""Who may see and change what in the console, and what pages of other sites can do."""
+"""Access control of the console: sign-in, roles, CSRF tokens, cross-site requests, security headers and malformed requests."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from tests.support.console_fixtures import Browser, ConsoleApp
 PAGES = ("/", "/requests", "/tenants", "/tenants/new", "/keys", "/console/events")
 
 
-def changes(console: ConsoleApp) -> list[str]:
-    """Every path that changes something, about things that exist."""
+def state_changing_paths(console: ConsoleApp) -> list[str]:
+    """Return the paths of all state-changing requests, for a tenant and a key that exist."""
     tenant, key = console.cast.bob.tenant.id, console.cast.bob.key.id
     of_tenant = [f"/tenants/{tenant}{action}" for action in ("", "/suspend", "/resume", "/archive", "/keys")]
     of_key = [f"/keys/{key}{action}" for action in ("", "/rotate", "/revoke")]
     return ["/tenants", "/requests/cancel", *of_tenant, *of_key]
 
 
-def test_every_module_with_handlers_is_routed() -> None:
+def test_every_console_module_with_handlers_is_routed() -> None:
     written = [
         importlib.import_module(found.name) for found in pkgutil.iter_modules(appliance.console.__path__, "appliance.console.")
     ]
@@ -38,14 +38,14 @@ def test_every_module_with_handlers_is_routed() -> None:
 
 
 @pytest.mark.parametrize("path", PAGES)
-async def test_a_stranger_is_sent_to_the_sign_in_page_and_back(console: ConsoleApp, path: str) -> None:
+async def test_an_anonymous_request_is_redirected_to_the_sign_in_page_with_the_way_back(console: ConsoleApp, path: str) -> None:
     answer = await console.visitor().get(path)
 
     assert answer.status_code == 303
     assert answer.headers["location"] == ("/login" if path == "/" else f"/login?next={path.replace('/', '%2F')}")
 
 
-async def test_a_stranger_s_fragment_moves_the_whole_window_to_the_sign_in_page(console: ConsoleApp) -> None:
+async def test_an_anonymous_htmx_request_redirects_the_whole_window_to_the_sign_in_page(console: ConsoleApp) -> None:
     answer = await console.visitor().fragment("/requests")
 
     assert (answer.status_code, answer.headers["hx-redirect"]) == (401, "/login")
@@ -54,32 +54,32 @@ async def test_a_stranger_s_fragment_moves_the_whole_window_to_the_sign_in_page(
 @pytest.mark.parametrize(
     ("sent", "headers"),
     [
-        ("part", {"hx-request": "true", "hx-current-url": "http://box:8000/requests?q=gh_1&state="}),
-        ("form", {"referer": "http://box:8000/requests?q=gh_1&state="}),
+        ("part", {"hx-request": "true", "hx-current-url": "http://gatehouse.example:8000/requests?q=gh_1&state="}),
+        ("form", {"referer": "http://gatehouse.example:8000/requests?q=gh_1&state="}),
         ("form", {"hx-request": "true", "hx-current-url": "http://evil.example/requests?q=gh_1&state="}),
     ],
 )
-async def test_whose_session_has_ended_comes_back_to_the_page_that_was_shown(
+async def test_after_an_expired_session_sign_in_returns_to_the_page_that_was_open(
     console: ConsoleApp, sent: str, headers: dict[str, str]
 ) -> None:
     visitor = console.visitor()
 
     answer = await (visitor.get("/tenants/new", **headers) if sent == "part" else visitor.post_with(headers, "/tenants"))
 
-    way = answer.headers.get("hx-redirect") or answer.headers["location"]
-    assert way == "/login?next=%2Frequests%3Fq%3Dgh_1%26state%3D"
-    assert ("Your session had ended, so nothing was changed." in (await visitor.get(way)).text) is (sent == "form")
+    sign_in_url = answer.headers.get("hx-redirect") or answer.headers["location"]
+    assert sign_in_url == "/login?next=%2Frequests%3Fq%3Dgh_1%26state%3D"
+    assert ("Your session had ended, so nothing was changed." in (await visitor.get(sign_in_url)).text) is (sent == "form")
 
 
-@pytest.mark.parametrize("page", ["http://[", "//evil.example", "", "http://box\\evil/", "mailto:x"])
-async def test_a_page_that_cannot_be_gone_back_to_is_the_overview(console: ConsoleApp, page: str) -> None:
+@pytest.mark.parametrize("page", ["http://[", "//evil.example", "", "http://gatehouse.example\\evil/", "mailto:x"])
+async def test_an_unsafe_current_url_is_not_carried_to_the_sign_in_page(console: ConsoleApp, page: str) -> None:
     answer = await console.visitor().get("/tenants/new", **{"hx-request": "true", "hx-current-url": page})
 
     assert answer.headers["hx-redirect"] == "/login"
 
 
-async def test_a_stranger_changes_nothing(console: ConsoleApp) -> None:
-    for path in changes(console):
+async def test_an_anonymous_visitor_changes_nothing(console: ConsoleApp) -> None:
+    for path in state_changing_paths(console):
         answer = await console.visitor().post(path, name="mallory")
 
         assert (answer.status_code, answer.headers["location"]) == (303, "/login"), path
@@ -87,7 +87,7 @@ async def test_a_stranger_changes_nothing(console: ConsoleApp) -> None:
     assert not (await console.services.tenants.get(console.cast.bob.tenant.id, access=WHOLE_APPLIANCE)).suspended
 
 
-async def test_a_viewer_sees_every_page_but_no_button_that_changes_something(console: ConsoleApp) -> None:
+async def test_a_viewer_sees_every_page_without_buttons_that_change_something(console: ConsoleApp) -> None:
     vera = await console.vera()
     console.engine_side.add(console.cast.bob, "req_live")
 
@@ -106,11 +106,11 @@ async def test_a_viewer_sees_every_page_but_no_button_that_changes_something(con
             assert word not in answer.text, (path, word)
 
 
-async def test_a_viewer_is_refused_every_change(console: ConsoleApp) -> None:
+async def test_every_change_by_a_viewer_is_forbidden(console: ConsoleApp) -> None:
     vera = await console.vera()
     console.engine_side.add(console.cast.bob, "req_live")
 
-    for path in changes(console):
+    for path in state_changing_paths(console):
         answer = await vera.post(path, name="vera", request_id="req_live", confirm="bob")
 
         assert answer.status_code == 403, path
@@ -119,11 +119,11 @@ async def test_a_viewer_is_refused_every_change(console: ConsoleApp) -> None:
     assert (await console.services.keys.get(console.cast.bob.key.id, access=WHOLE_APPLIANCE)).revoked_at is None
 
 
-async def test_a_form_without_the_session_s_token_changes_nothing(console: ConsoleApp) -> None:
+async def test_a_form_without_csrf_token_changes_nothing(console: ConsoleApp) -> None:
     alice = await console.alice()
     alice.csrf_token = ""
 
-    for path in changes(console):
+    for path in state_changing_paths(console):
         answer = await alice.post(path, name="alice", confirm="bob")
 
         assert answer.status_code == 403, path
@@ -133,7 +133,7 @@ async def test_a_form_without_the_session_s_token_changes_nothing(console: Conso
     assert (tenant.name, tenant.suspended, tenant.archived) == ("bob", False, False)
 
 
-async def test_the_token_of_another_session_is_no_token(console: ConsoleApp) -> None:
+async def test_the_csrf_token_of_another_session_is_refused(console: ConsoleApp) -> None:
     alice, vera = await console.alice(), await console.vera()
     alice.csrf_token = vera.csrf_token
 
@@ -142,7 +142,7 @@ async def test_the_token_of_another_session_is_no_token(console: ConsoleApp) -> 
     assert answer.status_code == 403
 
 
-async def test_htmx_sends_the_token_in_a_header(console: ConsoleApp) -> None:
+async def test_the_csrf_token_may_be_sent_in_a_header(console: ConsoleApp) -> None:
     alice = await console.alice()
     headers = {"X-CSRF-Token": alice.csrf_token}
     alice.csrf_token = ""
@@ -160,7 +160,7 @@ async def test_htmx_sends_the_token_in_a_header(console: ConsoleApp) -> None:
         {"Sec-Fetch-Site": "cross-site", "Origin": "http://gatehouse.test"},
     ],
 )
-async def test_a_form_of_another_site_is_refused_even_with_the_token(console: ConsoleApp, headers: dict[str, str]) -> None:
+async def test_a_cross_site_form_is_refused_even_with_a_valid_csrf_token(console: ConsoleApp, headers: dict[str, str]) -> None:
     alice = await console.alice()
 
     answer = await alice.post_with(headers, f"/tenants/{console.cast.bob.tenant.id}/suspend")
@@ -172,7 +172,9 @@ async def test_a_form_of_another_site_is_refused_even_with_the_token(console: Co
 @pytest.mark.parametrize(
     ("origin", "status"), [("http://evil.test", 403), ("null", 403), ("http://[", 403), ("https://gatehouse.test", 303)]
 )
-async def test_without_fetch_metadata_the_host_of_the_origin_decides(console: ConsoleApp, origin: str, status: int) -> None:
+async def test_without_fetch_metadata_the_origin_must_have_the_host_of_the_request(
+    console: ConsoleApp, origin: str, status: int
+) -> None:
     alice = await console.alice()
     fields = {"csrf_token": alice.csrf_token}
 
@@ -182,7 +184,7 @@ async def test_without_fetch_metadata_the_host_of_the_origin_decides(console: Co
 
 
 @pytest.mark.parametrize("host", ["gatehouse.test:x", "gatehouse.test:99999", "a:b:c"])
-async def test_a_host_that_is_no_address_is_no_fault_of_ours(console: ConsoleApp, host: str) -> None:
+async def test_an_invalid_host_header_causes_no_server_error(console: ConsoleApp, host: str) -> None:
     alice = await console.alice()
     pages = {path: await alice.http.get(path, headers={"Host": host}) for path in ("/login", "/account", "/tenants/nothing")}
     unknown = await console.visitor().http.get("/keys?page=2", headers={"Host": host})
@@ -192,16 +194,14 @@ async def test_a_host_that_is_no_address_is_no_fault_of_ours(console: ConsoleApp
 
 
 @pytest.mark.parametrize("fields", [{"model": "a\0b"}, {"a\0b": "demo"}])
-async def test_a_form_with_the_character_that_no_database_compares_is_refused(
-    console: ConsoleApp, fields: dict[str, str]
-) -> None:
+async def test_a_form_with_a_null_character_is_refused(console: ConsoleApp, fields: dict[str, str]) -> None:
     answer = await (await console.alice()).post("/settings/models", limit_mode="enforce", **fields)
 
     assert answer.status_code == 400
     assert "U+0000" in answer.text
 
 
-async def test_a_sign_in_form_of_another_site_is_refused(console: ConsoleApp) -> None:
+async def test_a_cross_site_sign_in_is_refused(console: ConsoleApp) -> None:
     answer = await console.visitor().post_with(
         {"Sec-Fetch-Site": "cross-site"}, "/login", email="alice@example.com", password=ALICE_PASSWORD
     )
@@ -210,7 +210,7 @@ async def test_a_sign_in_form_of_another_site_is_refused(console: ConsoleApp) ->
     assert "set-cookie" not in answer.headers
 
 
-async def test_every_answer_carries_the_security_headers(console: ConsoleApp) -> None:
+async def test_every_response_has_the_security_headers(console: ConsoleApp) -> None:
     alice = await console.alice()
     answers = [
         await alice.get("/"),
@@ -229,29 +229,31 @@ async def test_every_answer_carries_the_security_headers(console: ConsoleApp) ->
         assert answer.headers["referrer-policy"] == "same-origin"
 
 
-async def test_pages_are_not_stored_and_static_files_are_kept(console: ConsoleApp) -> None:
+async def test_pages_are_never_cached_and_static_files_are_immutable(console: ConsoleApp) -> None:
     alice = await console.alice()
 
     for path in ("/", "/login", "/usage.csv", "/tenants/none", "/nowhere"):
         assert (await alice.get(path)).headers.get_list("cache-control") == ["no-store"], path
-    assert (await console.visitor().get("/")).headers.get_list("cache-control") == ["no-store"], "to the sign-in page"
+    assert (await console.visitor().get("/")).headers.get_list("cache-control") == ["no-store"], (
+        "the redirect to the sign-in page"
+    )
     assert "HX-Request" in (await alice.get("/requests")).headers["vary"]
     assert "immutable" in (await alice.get("/static/js/live.js")).headers["cache-control"]
 
 
 @pytest.mark.parametrize("path", ["/static/../appliance/app.py", "/static/%2e%2e/templates/pages/login.html", "/static/"])
-async def test_static_files_are_those_of_the_static_folder(console: ConsoleApp, path: str) -> None:
+async def test_path_traversal_out_of_the_static_folder_is_refused(console: ConsoleApp, path: str) -> None:
     assert (await (await console.alice()).get(path)).status_code in (303, 404)
 
 
-async def test_a_session_past_its_idle_limit_is_none(console: ConsoleApp, clock: FakeClock) -> None:
+async def test_a_session_past_its_idle_limit_has_ended(console: ConsoleApp, clock: FakeClock) -> None:
     alice = await console.alice()
     clock.advance(8 * 3600 + 1)
 
     assert (await alice.get("/tenants")).status_code == 303
 
 
-async def test_a_made_up_session_is_none(console: ConsoleApp) -> None:
+async def test_an_invented_session_cookie_is_refused(console: ConsoleApp) -> None:
     mallory: Browser = console.visitor()
     mallory.http.cookies.set("gatehouse_session", "x" * 43)
 
@@ -273,11 +275,11 @@ async def test_a_made_up_session_is_none(console: ConsoleApp) -> None:
         ("/\ud800", "/?"),
     ],
 )
-def test_the_way_on_after_signing_in_stays_on_this_site(target: str | None, expected: str) -> None:
+def test_the_redirect_after_signing_in_stays_on_this_site(target: str | None, expected: str) -> None:
     assert safe_next(target) == expected
 
 
-async def test_a_form_in_a_character_set_that_nobody_knows_is_refused(console: ConsoleApp) -> None:
+async def test_a_form_in_an_unknown_charset_is_a_bad_request(console: ConsoleApp) -> None:
     part = (
         "--b\r\nContent-Disposition: form-data; name=email\r\nContent-Type: text/plain; charset=klingon\r\n\r\nx\r\n--b--\r\n"
     )
@@ -289,15 +291,15 @@ async def test_a_form_in_a_character_set_that_nobody_knows_is_refused(console: C
 
 
 @pytest.mark.parametrize(("name", "status"), [("a" * 300, 404), ("%C3%A9" * 200, 404), ("a/" * 3000, 404), ("a%00b", 400)])
-async def test_a_static_file_that_cannot_exist_is_not_there(console: ConsoleApp, name: str, status: int) -> None:
+async def test_an_impossible_static_path_is_a_client_error(console: ConsoleApp, name: str, status: int) -> None:
     assert (await console.visitor().get(f"/static/{name}")).status_code == status
 
 
-async def test_signing_in_leads_to_an_address_with_any_letters(console: ConsoleApp) -> None:
+async def test_the_redirect_after_signing_in_percent_encodes_non_ascii_characters(console: ConsoleApp) -> None:
     answer = await console.visitor().post("/login", email="alice@example.com", password=ALICE_PASSWORD, next="/tenants?q=漢")
 
     assert (answer.status_code, answer.headers["location"]) == (303, "/tenants?q=%E6%BC%A2")
 
 
-async def test_a_form_that_is_far_too_large_is_refused(console: ConsoleApp) -> None:
+async def test_a_form_over_the_size_limit_is_refused_with_413(console: ConsoleApp) -> None:
     assert (await console.visitor().post("/login", email="a@b", password="x" * 100_000)).status_code == 413

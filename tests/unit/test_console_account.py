@@ -1,4 +1,4 @@
-"""The account page: changing the password, and signed-in devices."""
+"""The account page: changing the password, and listing and ending sessions."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ FIREFOX = "Mozilla/5.0 (X11; Linux x86_64; rv:140.0) Gecko/20100101 Firefox/140.
 IPHONE = "Mozilla/5.0 (iPhone; CPU iPhone OS 19_0 like Mac OS X) AppleWebKit/605.1.15 Version/19.0 Mobile/15E148 Safari/604.1"
 
 
-async def device(console: ConsoleApp, agent: str) -> Browser:
-    """Alice, signed in with a browser of this user agent."""
+async def sign_in_from(console: ConsoleApp, agent: str) -> Browser:
+    """Return a browser with this user agent in which Alice is signed in."""
     visitor = console.visitor()
     visitor.http.headers["user-agent"] = agent
     return await visitor.sign_in(EMAIL, ALICE_PASSWORD)
 
 
-async def change(browser: Browser, **fields: str) -> int:
+async def change_password(browser: Browser, **fields: str) -> int:
     given = {"current": ALICE_PASSWORD, "password": NEW, "again": NEW} | fields
     return (await browser.post("/account/password", **given)).status_code
 
@@ -50,15 +50,15 @@ async def change(browser: Browser, **fields: str) -> int:
         ("(;/)", "Unknown device"),
     ],
 )
-def test_a_user_agent_is_put_into_words(agent: str, words: str) -> None:
+def test_a_user_agent_is_described_as_browser_and_system(agent: str, words: str) -> None:
     assert device_of(agent) == words
 
 
-async def test_a_new_password_keeps_this_browser_signed_in_and_ends_every_other(console: ConsoleApp) -> None:
+async def test_changing_the_password_ends_every_session_but_that_of_this_browser(console: ConsoleApp) -> None:
     alice, other = await console.alice(), await console.alice()
     before = alice.http.cookies[COOKIE]
 
-    assert await change(alice) == 303
+    assert await change_password(alice) == 303
 
     assert alice.http.cookies[COOKIE] != before
     assert "Password changed." in (await alice.get("/account")).text
@@ -73,7 +73,7 @@ async def test_a_new_password_keeps_this_browser_signed_in_and_ends_every_other(
 async def test_the_password_stays_when_something_is_wrong(console: ConsoleApp, fields: dict[str, str]) -> None:
     alice, other = await console.alice(), await console.alice()
 
-    assert await change(alice, **fields) == 422
+    assert await change_password(alice, **fields) == 422
 
     assert (await other.get("/account")).status_code == 200
     await console.visitor().sign_in(EMAIL, ALICE_PASSWORD)
@@ -89,17 +89,17 @@ async def test_no_password_is_sent_back(console: ConsoleApp) -> None:
 async def test_guessing_the_password_in_a_stolen_session_is_slowed_down(console: ConsoleApp) -> None:
     alice = await console.alice()
     for _ in range(PER_ACCOUNT.burst):
-        assert await change(alice, current="wrong") == 422
+        assert await change_password(alice, current="wrong") == 422
 
     answer = await alice.post("/account/password", current=ALICE_PASSWORD, password=NEW, again=NEW)
 
     assert "Too many sign-in attempts" in answer.text
 
 
-async def test_every_device_is_listed_in_words_and_this_one_is_marked(console: ConsoleApp, clock: FakeClock) -> None:
-    await device(console, FIREFOX)
+async def test_every_session_is_listed_by_device_and_the_current_one_is_marked(console: ConsoleApp, clock: FakeClock) -> None:
+    await sign_in_from(console, FIREFOX)
     clock.advance(120)
-    phone = await device(console, IPHONE)
+    phone = await sign_in_from(console, IPHONE)
 
     page = (await phone.get("/account")).text
 
@@ -112,8 +112,8 @@ async def test_every_device_is_listed_in_words_and_this_one_is_marked(console: C
     assert "192.0.2.7" in rows[1]
 
 
-async def test_one_device_or_all_others_can_be_signed_out(console: ConsoleApp) -> None:
-    alice, first, second = await console.alice(), await device(console, FIREFOX), await device(console, IPHONE)
+async def test_one_session_or_all_others_can_be_ended(console: ConsoleApp) -> None:
+    alice, first, second = await console.alice(), await sign_in_from(console, FIREFOX), await sign_in_from(console, IPHONE)
     page = (await alice.get("/account")).text
     session = await console.services.sessions.resolve(first.http.cookies[COOKIE])
     assert session is not None
@@ -126,7 +126,7 @@ async def test_one_device_or_all_others_can_be_signed_out(console: ConsoleApp) -
     assert [(await each.get("/account")).status_code for each in (alice, first, second)] == [200, 303, 303]
 
 
-async def test_nobody_ends_a_session_of_somebody_else(console: ConsoleApp) -> None:
+async def test_a_session_of_another_member_cannot_be_ended(console: ConsoleApp) -> None:
     alice, vera = await console.alice(), await console.vera()
     session = await console.services.sessions.resolve(alice.http.cookies[COOKIE])
     assert session is not None
@@ -138,7 +138,7 @@ async def test_nobody_ends_a_session_of_somebody_else(console: ConsoleApp) -> No
     assert session.id not in (await vera.get("/account")).text
 
 
-async def test_the_account_is_only_for_who_is_signed_in(console: ConsoleApp) -> None:
+async def test_the_account_page_needs_a_session_and_its_forms_a_csrf_token(console: ConsoleApp) -> None:
     for path in ("/account", "/account/second-factor", "/account/second-factor/disable", "/account/recovery-codes"):
         assert (await console.visitor().get(path)).status_code == 303
     alice = await console.alice()
@@ -147,13 +147,13 @@ async def test_the_account_is_only_for_who_is_signed_in(console: ConsoleApp) -> 
         assert (await alice.post(path)).status_code == 403
 
 
-async def test_a_user_agent_is_shown_escaped(console: ConsoleApp) -> None:
-    alice = await device(console, "<script>alert(1)</script>")
+async def test_a_user_agent_is_escaped(console: ConsoleApp) -> None:
+    alice = await sign_in_from(console, "<script>alert(1)</script>")
 
     assert "<script>alert" not in (await alice.get("/account")).text
 
 
-async def test_the_page_says_how_long_a_password_is_to_be(console: ConsoleApp) -> None:
+async def test_the_page_states_the_minimum_password_length(console: ConsoleApp) -> None:
     page = await (await console.alice()).get("/account")
 
     assert f"At least {PASSWORD_CHARS_MIN} characters; without a second factor choose 15 or more." in page.text

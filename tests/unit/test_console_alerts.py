@@ -1,4 +1,4 @@
-"""Alert targets in the console: added with a secret shown once, tested, paused, rotated, removed and retried."""
+"""Alert targets in the console: adding, testing, pausing, rotating the secret, removing, and retrying deliveries."""
 
 from __future__ import annotations
 
@@ -16,29 +16,21 @@ from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import Browser, ConsoleApp
 
-PASSWORD = "a long password of tests"
 URL = "https://hooks.example.com/very-secret-path"
 CHECKED = dict.fromkeys(TENANT_EVENTS, "yes")
 FIELDS = {"kind": "webhook", "target": URL, "tenant_id": "", **CHECKED}
 _SECRET = re.compile(r'id="signing-secret">([^<]+)<')
 
 
-async def added(console: ConsoleApp, browser: Browser, **fields: str) -> Webhook:
-    """Return the webhook that the form makes."""
+async def add_webhook(console: ConsoleApp, browser: Browser, **fields: str) -> Webhook:
+    """Add a webhook through the form and return it."""
     answer = await browser.post_htmx("/alerts", **{**FIELDS, **fields})
     assert answer.status_code == 200, answer.text
     assert _SECRET.findall(answer.text)
     return (await console.services.alerts.webhooks.list(access=WHOLE_APPLIANCE)).data[-1]
 
 
-async def of_bob(console: ConsoleApp, role: str = "manager") -> Browser:
-    """Return the browser of somebody with a role in Bob's tenant."""
-    member = await console.services.members.create(f"{role}@example.com", PASSWORD, "member")
-    await console.services.memberships.add(console.cast.bob.tenant.id, member.id, role, access=WHOLE_APPLIANCE)
-    return await console.visitor().sign_in(member.email, PASSWORD)
-
-
-async def test_an_address_is_added_and_its_secret_shown_once(console: ConsoleApp) -> None:
+async def test_an_added_target_shows_its_signing_secret_once(console: ConsoleApp) -> None:
     alice = await console.alice()
     assert "No alert targets." in (await alice.get("/alerts")).text
     answer = await alice.post_htmx("/alerts", **FIELDS)
@@ -62,7 +54,9 @@ async def test_an_address_is_added_and_its_secret_shown_once(console: ConsoleApp
         (dict.fromkeys(TENANT_EVENTS, ""), "Choose at least one."),
     ],
 )
-async def test_a_wrong_address_is_named_and_loses_nothing(console: ConsoleApp, change: dict[str, str], sentence: str) -> None:
+async def test_an_invalid_target_is_refused_and_the_form_keeps_its_input(
+    console: ConsoleApp, change: dict[str, str], sentence: str
+) -> None:
     alice = await console.alice()
     fields = {**FIELDS, **change}
     answer = await alice.post_htmx("/alerts", **fields)
@@ -72,18 +66,18 @@ async def test_a_wrong_address_is_named_and_loses_nothing(console: ConsoleApp, c
     assert (await console.services.alerts.webhooks.list(access=WHOLE_APPLIANCE)).data == []
 
 
-async def test_a_tenant_hears_nothing_of_engines(console: ConsoleApp) -> None:
+async def test_a_tenant_cannot_subscribe_to_engine_events(console: ConsoleApp) -> None:
     alice = await console.alice()
-    all_of_them = dict.fromkeys(EVENTS, "yes")
-    answer = await alice.post_htmx("/alerts", **{**FIELDS, **all_of_them, "tenant_id": console.cast.bob.tenant.id})
+    all_events = dict.fromkeys(EVENTS, "yes")
+    answer = await alice.post_htmx("/alerts", **{**FIELDS, **all_events, "tenant_id": console.cast.bob.tenant.id})
     assert answer.status_code == 422
     assert "Engine events are sent for the whole appliance only" in answer.text
-    assert (await added(console, alice, **all_of_them)).events == EVENTS
+    assert (await add_webhook(console, alice, **all_events)).events == EVENTS
 
 
-async def test_a_test_is_written_and_its_delivery_listed_until_there_were_too_many(console: ConsoleApp) -> None:
+async def test_tests_of_a_target_are_listed_and_limited_per_hour(console: ConsoleApp) -> None:
     alice = await console.alice()
-    path = f"/alerts/{(await added(console, alice)).id}"
+    path = f"/alerts/{(await add_webhook(console, alice)).id}"
     assert (await alice.post(f"{path}/test")).headers["location"] == path
     page = (await alice.get(path)).text
     for text in ("Test queued", "pending", ">Test<"):
@@ -95,9 +89,9 @@ async def test_a_test_is_written_and_its_delivery_listed_until_there_were_too_ma
     assert f"A webhook takes {TESTS_PER_HOUR_MAX} tests an hour; try again in 1 h." in refused.text
 
 
-async def test_a_delivery_says_what_it_told(console: ConsoleApp, clock: FakeClock) -> None:
+async def test_a_delivery_shows_the_message_that_was_sent(console: ConsoleApp, clock: FakeClock) -> None:
     alice = await console.alice()
-    webhook = await added(console, alice)
+    webhook = await add_webhook(console, alice)
     key = {"scope": "key", "tenant_id": "tn_1", "tenant_name": "bob", "key_id": "key_1", "key_name": "<ci>", "model": "demo"}
     tokens = {"percent": 80, "day": "2026-11-21", "tokens_per_day": 10, "tokens": 9}
     async with console.services.db.writing() as connection:
@@ -108,9 +102,9 @@ async def test_a_delivery_says_what_it_told(console: ConsoleApp, clock: FakeCloc
     assert "The key &lt;ci&gt; of bob has reached 80 % of the token limit of 2026-11-21 for the model demo: 9 of 10." in page
 
 
-async def test_what_failed_says_why_and_is_sent_again(console: ConsoleApp) -> None:
+async def test_a_failed_delivery_shows_its_error_and_can_be_retried(console: ConsoleApp) -> None:
     alice = await console.alice()
-    webhook = await added(console, alice)
+    webhook = await add_webhook(console, alice)
     delivery = await console.services.alerts.outbox.send_test(webhook.id, access=WHOLE_APPLIANCE)
     async with console.services.db.writing() as connection:
         failed = {"next_attempt_at": None, "attempts": 14, "last_error": "answered 503"}
@@ -130,9 +124,9 @@ async def test_what_failed_says_why_and_is_sent_again(console: ConsoleApp) -> No
     assert '<span class="badge ok">active' in (await alice.get("/alerts")).text
 
 
-async def test_address_and_events_are_changed_or_named(console: ConsoleApp) -> None:
+async def test_target_and_events_are_saved_and_invalid_ones_refused(console: ConsoleApp) -> None:
     alice = await console.alice()
-    webhook = await added(console, alice)
+    webhook = await add_webhook(console, alice)
     path = f"/alerts/{webhook.id}"
     wrong = await alice.post(path, target="nonsense", **{"invoice.closed": "yes"})
     assert wrong.status_code == 422
@@ -143,9 +137,9 @@ async def test_address_and_events_are_changed_or_named(console: ConsoleApp) -> N
     assert (changed.target, changed.events) == ("https://other.example.com/", ("engine.down",))
 
 
-async def test_paused_it_takes_no_test_and_resumed_it_does(console: ConsoleApp) -> None:
+async def test_a_paused_target_takes_no_tests_until_it_is_resumed(console: ConsoleApp) -> None:
     alice = await console.alice()
-    path = f"/alerts/{(await added(console, alice)).id}"
+    path = f"/alerts/{(await add_webhook(console, alice)).id}"
     await alice.post(f"{path}/pause")
     page = (await alice.get(path)).text
     assert "paused" in page
@@ -155,11 +149,11 @@ async def test_paused_it_takes_no_test_and_resumed_it_does(console: ConsoleApp) 
     assert (await alice.post(f"{path}/test")).status_code == 303
 
 
-async def test_a_new_secret_is_shown_once_and_the_old_one_signs_for_as_long_as_was_chosen(
+async def test_a_rotated_secret_is_shown_once_and_the_old_one_signs_until_its_grace_period_ends(
     console: ConsoleApp, clock: FakeClock
 ) -> None:
     alice = await console.alice()
-    webhook = await added(console, alice)
+    webhook = await add_webhook(console, alice)
     (before,) = (await console.services.alerts.webhooks.read_endpoint(webhook.id)).secrets
     path = f"/alerts/{webhook.id}/rotate"
     assert "Old secret expires" in (await alice.fragment(path)).text
@@ -172,9 +166,9 @@ async def test_a_new_secret_is_shown_once_and_the_old_one_signs_for_as_long_as_w
     assert "Old secret valid until" in (await alice.get(f"/alerts/{webhook.id}")).text
 
 
-async def test_removed_it_is_gone_and_what_was_pending_is_given_up(console: ConsoleApp) -> None:
+async def test_a_removed_target_is_gone_and_its_pending_deliveries_are_cancelled(console: ConsoleApp) -> None:
     alice = await console.alice()
-    webhook = await added(console, alice)
+    webhook = await add_webhook(console, alice)
     await console.services.alerts.outbox.send_test(webhook.id, access=WHOLE_APPLIANCE)
     path = f"/alerts/{webhook.id}"
     assert "No more alerts are sent to this target" in (await alice.fragment(f"{path}/remove")).text
@@ -184,9 +178,9 @@ async def test_removed_it_is_gone_and_what_was_pending_is_given_up(console: Cons
         assert (await connection.execute(select(outbox.c.next_attempt_at))).scalars().all() == [None]
 
 
-async def test_a_viewer_of_the_appliance_reads_hosts_and_no_whole_addresses(console: ConsoleApp) -> None:
+async def test_a_viewer_of_the_appliance_sees_only_the_hosts_of_targets(console: ConsoleApp) -> None:
     alice, vera = await console.alice(), await console.vera()
-    webhook = await added(console, alice)
+    webhook = await add_webhook(console, alice)
     path = f"/alerts/{webhook.id}"
     for page in [await vera.get("/alerts"), await vera.get(path)]:
         assert page.status_code == 200
@@ -197,15 +191,15 @@ async def test_a_viewer_of_the_appliance_reads_hosts_and_no_whole_addresses(cons
         assert (await vera.post(f"{path}{verb}", **FIELDS)).status_code == 403, verb
 
 
-async def test_a_manager_has_the_alerts_of_his_tenant_and_sees_no_others(console: ConsoleApp) -> None:
-    alice, manager = await console.alice(), await of_bob(console)
+async def test_a_manager_sees_and_adds_only_targets_of_the_own_tenant(console: ConsoleApp) -> None:
+    alice, manager = await console.alice(), await console.member_of(console.cast.bob, "manager")
     bob, charlie = console.cast.bob.tenant, console.cast.charlie.tenant
-    of_appliance = await added(console, alice)
-    of_charlie = await added(console, alice, tenant_id=charlie.id, target="https://charlie.example.com/")
+    of_appliance = await add_webhook(console, alice)
+    of_charlie = await add_webhook(console, alice, tenant_id=charlie.id, target="https://charlie.example.com/")
     form = (await manager.fragment("/alerts/new")).text
     for text, there in (("bob", True), ("charlie", False), ("Whole appliance", False), ("Engine down", False)):
         assert (text in form) is there, text
-    own = await added(console, manager, tenant_id=bob.id, target="https://bob.example.com/")
+    own = await add_webhook(console, manager, tenant_id=bob.id, target="https://bob.example.com/")
     listed = (await manager.get("/alerts")).text
     assert [url in listed for url in (own.target, of_appliance.target, of_charlie.target)] == [True, False, False]
     for webhook in (of_appliance, of_charlie):
@@ -217,7 +211,7 @@ async def test_a_manager_has_the_alerts_of_his_tenant_and_sees_no_others(console
 
 
 @pytest.mark.parametrize("role", ["developer", "viewer"])
-async def test_others_of_a_tenant_have_no_alerts(console: ConsoleApp, role: str) -> None:
-    browser = await of_bob(console, role)
+async def test_developers_and_viewers_of_a_tenant_have_no_access_to_alerts(console: ConsoleApp, role: str) -> None:
+    browser = await console.member_of(console.cast.bob, role)
     assert (await browser.get("/alerts")).status_code == 403
     assert "/alerts" not in (await browser.get("/tenants")).text

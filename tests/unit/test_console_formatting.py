@@ -1,4 +1,4 @@
-"""Formatting of figures, parsing of form fields, and positions in charts."""
+"""Formatting of numbers and times, parsing of form fields, and geometry of charts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.clock import START
     ("micros", "text"),
     [(0, "0.00 EUR"), (12_500_000_000, "12,500.00 EUR"), (1_234_567, "1.234567 EUR"), (-500_000, "-0.50 EUR"), (None, "–")],
 )
-def test_budgets_group_their_thousands_as_counts_do(micros: int | None, text: str) -> None:
+def test_a_budget_has_two_decimals_or_more_and_grouped_thousands(micros: int | None, text: str) -> None:
     assert formatting.budget(micros, "EUR") == text
 
 
@@ -26,7 +26,7 @@ def test_budgets_group_their_thousands_as_counts_do(micros: int | None, text: st
     ("value", "text"),
     [(0, "0"), (99_999, "99,999"), (100_000, "100 k"), (1_036_020, "1.04 M"), (2_500_000_000, "2.5 G"), (None, "–")],
 )
-def test_counts_are_exact_until_they_are_long(value: int | None, text: str) -> None:
+def test_counts_below_100_000_are_exact_and_larger_ones_have_a_suffix(value: int | None, text: str) -> None:
     assert formatting.compact(value) == text
 
 
@@ -41,7 +41,7 @@ def test_counts_are_exact_until_they_are_long(value: int | None, text: str) -> N
         (1024**5, "1024 TiB"),
     ],
 )
-def test_bytes_are_in_binary_units(value: int, text: str) -> None:
+def test_byte_counts_use_binary_units(value: int, text: str) -> None:
     assert formatting.size(value) == text
 
 
@@ -60,16 +60,16 @@ def test_bytes_are_in_binary_units(value: int, text: str) -> None:
         (86400 * 5 + 3600 * 3, "5 d 3 h"),
     ],
 )
-def test_durations_read_at_a_glance(seconds: float | None, text: str) -> None:
+def test_a_duration_has_about_three_digits_in_its_largest_units(seconds: float | None, text: str) -> None:
     assert formatting.duration(seconds) == text
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(1, "1 s"), (59, "59 s"), (60, "1 m 00 s"), (86400, "1 d 0 h")])
-def test_an_age_has_no_decimals(seconds: int, text: str) -> None:
+def test_durations_in_whole_seconds_have_no_decimals(seconds: int, text: str) -> None:
     assert formatting.duration_s(seconds) == text
 
 
-def test_a_refusal_beside_a_field_does_not_repeat_the_field_s_name() -> None:
+def test_an_error_beside_its_field_omits_the_field_s_name() -> None:
     form = Form({})
     form.fail_with(InvalidValue("target must begin with https://", param="target"), ("target",))
     form.fail_with(InvalidValue("limits.weight must be 1", param="limits.weight"), ("weight",))
@@ -95,11 +95,11 @@ def test_a_refusal_beside_a_field_does_not_repeat_the_field_s_name() -> None:
         (None, "–"),
     ],
 )
-def test_a_cost_is_never_shown_as_nothing_when_it_is_something(picos: int | None, text: str) -> None:
+def test_a_nonzero_cost_is_never_shown_as_zero(picos: int | None, text: str) -> None:
     assert formatting.money(picos, "EUR") == text
 
 
-def test_a_tile_shows_two_decimals_from_one_unit_up() -> None:
+def test_short_costs_have_two_decimals_from_one_currency_unit_up() -> None:
     assert formatting.money_short(1_239_999_999_999, "EUR") == "1.24 EUR"
     assert formatting.money_short(999_999_400_000, "EUR") == "0.999999 EUR"
 
@@ -113,24 +113,24 @@ def test_a_tile_shows_two_decimals_from_one_unit_up() -> None:
         (1_500_000_000_000, "1.500000 EUR"),
     ],
 )
-def test_an_exact_amount_has_every_digit_and_no_useless_one(picos: int, text: str) -> None:
+def test_an_exact_amount_has_all_significant_digits_and_at_least_six_decimals(picos: int, text: str) -> None:
     assert formatting.money_exactly(picos, "EUR") == text
 
 
 @pytest.mark.parametrize("micros", [0, 1, 12_500_000, 250_000_000, 999_999_999_999_999])
-def test_an_amount_that_is_shown_in_a_form_is_read_back_the_same(micros: int) -> None:
+def test_an_amount_formatted_for_a_form_is_parsed_back_unchanged(micros: int) -> None:
     assert Form({"amount": formatting.units(micros)}).amount_micros("amount") == micros
 
 
 @pytest.mark.parametrize(
     ("typed", "micros"), [("1,5", 1_500_000), ("0,150", 150_000), ("1.500", 1_500_000), ("1500,125", 1_500_125_000)]
 )
-def test_an_amount_has_decimals_behind_a_point_or_a_comma(typed: str, micros: int) -> None:
+def test_an_amount_may_have_a_decimal_point_or_a_decimal_comma(typed: str, micros: int) -> None:
     assert Form({"amount": typed}).amount_micros("amount") == micros
 
 
 @pytest.mark.parametrize("typed", ["1,500", "12,000", "999,999"])
-def test_an_amount_that_may_be_thousands_is_not_guessed(typed: str) -> None:
+def test_an_amount_whose_comma_may_group_thousands_is_refused_as_ambiguous(typed: str) -> None:
     form = Form({"amount": typed})
     assert form.amount_micros("amount") is None
     assert typed.replace(",", "") in form.errors["amount"]
@@ -146,7 +146,7 @@ def test_an_amount_that_may_be_thousands_is_not_guessed(typed: str) -> None:
         (timedelta(days=-2), "in 2 d"),
     ],
 )
-def test_times_are_distances_with_the_exact_time_beside_them(age: timedelta, text: str) -> None:
+def test_relative_times_carry_the_exact_time(age: timedelta, text: str) -> None:
     shown = str(formatting.ago(START - age, START))
 
     assert f">{text}</time>" in shown
@@ -154,7 +154,7 @@ def test_times_are_distances_with_the_exact_time_beside_them(age: timedelta, tex
     assert "UTC" in shown
 
 
-def test_a_list_that_is_searched_says_the_minute_of_what_is_older_than_a_day() -> None:
+def test_lists_show_relative_times_for_a_day_and_then_the_local_minute() -> None:
     when = formatting.template_filters(BillingCalendar("Europe/Zurich"))["when"]
     moment = datetime(2026, 7, 1, 22, 30, 5, tzinfo=UTC)
 
@@ -164,14 +164,14 @@ def test_a_list_that_is_searched_says_the_minute_of_what_is_older_than_a_day() -
     assert 'title="2026-07-01 22:30:05 UTC' in older
 
 
-def test_the_live_clock_shows_the_billing_zone_and_names_it() -> None:
+def test_the_live_clock_shows_and_names_the_billing_zone() -> None:
     moment = datetime(2026, 7, 1, 22, 30, 5, tzinfo=UTC)
 
     assert formatting.clock_time(moment) == "22:30:05 UTC"
     assert formatting.template_filters(BillingCalendar("Europe/Zurich"))["clock_time"](moment) == "00:30:05 Europe/Zurich"
 
 
-def test_an_exact_time_names_the_day_of_the_billing_zone_only_where_it_is_another() -> None:
+def test_an_exact_time_repeats_the_date_in_the_billing_zone_only_if_it_differs() -> None:
     exact = formatting.template_filters(BillingCalendar("Europe/Zurich"))["exact_time"]
 
     assert exact(datetime(2026, 7, 1, 12, 0, tzinfo=UTC)) == "2026-07-01 12:00:00 UTC (14:00:00\N{NO-BREAK SPACE}Europe/Zurich)"
@@ -179,19 +179,19 @@ def test_an_exact_time_names_the_day_of_the_billing_zone_only_where_it_is_anothe
     assert late == "2026-07-01 22:30:00 UTC (2026-07-02 00:30:00 Europe/Zurich)"
 
 
-def test_percentages_and_rates_have_a_word_for_nothing() -> None:
+def test_missing_percentages_and_rates_are_shown_as_a_dash() -> None:
     assert (formatting.percent(0.374), formatting.percent(None)) == ("37 %", "–")
     assert (formatting.rate(12.34), formatting.rate(1234.5), formatting.rate(None)) == ("12.3", "1,234", "–")
 
 
-def test_parts_of_a_bar_adjoin_and_never_pass_its_end() -> None:
+def test_segments_of_a_stacked_bar_adjoin_and_end_at_its_width() -> None:
     segments = stack([("a", "A", 30), ("none", "None", 0), ("b", "B", 50), ("c", "C", 60)], 100)
 
     assert segments == [Segment("a", "A", 0, 30), Segment("b", "B", 30, 50), Segment("c", "C", 80, 20)]
     assert stack([("a", "A", 1)], 0) == []
 
 
-def test_a_timeline_has_the_phases_that_were_reached() -> None:
+def test_a_timeline_has_only_the_phases_that_were_reached() -> None:
     queue, prefill, decode = ("queue", "queue", 1.0), ("prefill", "prefill", 1.0), ("decode", "decode", 2.0)
     parts = [(part.name, part.width) for part in timeline([queue, prefill, decode])]
     assert parts == [("queue", 25), ("prefill", 25), ("decode", 50)]
@@ -199,19 +199,19 @@ def test_a_timeline_has_the_phases_that_were_reached() -> None:
     assert timeline([("queue", "queue", None)]) == []
 
 
-def test_a_sparkline_grows_from_the_right_and_rests_on_zero() -> None:
+def test_a_sparkline_is_aligned_right_with_zero_at_the_bottom() -> None:
     assert spark_points([], 3) == spark_area([], 3) == ""
     assert spark_points([0, 10], 3) == "120.0,39.0 240.0,1.0"
     assert spark_points([0, 0, 0, 0], 3) == "0.0,39.0 120.0,39.0 240.0,39.0"
     assert spark_area([5], 3) == "240.0,40 240.0,1.0 240,40"
 
 
-def test_names_are_separated_by_commas_and_may_hold_spaces() -> None:
+def test_a_list_of_names_is_split_at_commas_and_line_feeds_only() -> None:
     assert Form({"models": " a model, b\nb,, "}).names("models") == ("a model", "b")
     assert Form({"models": " , "}).names("models") is None
 
 
-def test_the_first_sentence_about_a_field_stays() -> None:
+def test_the_first_error_of_a_field_is_kept() -> None:
     form = Form({})
     form.text("name")
     form.fail("name", "another")
@@ -229,11 +229,11 @@ def test_the_first_sentence_about_a_field_stays() -> None:
         (-5, "-0.000005 EUR"),
     ],
 )
-def test_an_estimate_has_no_more_decimals_than_mean_something(micros: int | None, text: str) -> None:
+def test_an_estimate_has_two_decimals_or_up_to_six_below_one_unit(micros: int | None, text: str) -> None:
     assert formatting.estimate(micros, "EUR") == text
 
 
-def test_large_costs_group_their_thousands_as_budgets_do() -> None:
+def test_large_costs_have_grouped_thousands() -> None:
     picos = 1_234_567_890_000_000_000
 
     assert formatting.money(picos, "EUR") == "1,234,567.890000 EUR"

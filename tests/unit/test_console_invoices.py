@@ -1,4 +1,4 @@
-"""Invoices in the console: drafted, read in full, closed once, discarded."""
+"""Invoices in the console: drafting, reading, closing once, and discarding."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.support.factories import pending, posted
 MONTH, MONTH_NAME = f"{START:%Y-%m}", f"{START:%B %Y}"
 
 
-async def use(console: ConsoleApp, person: Person, *, completion: int = 100) -> None:
-    """Let `person` use 30 computed and 20 cached prompt tokens and 100 of output, for 1,230 micro-units in all."""
+async def bill_usage(console: ConsoleApp, person: Person, *, completion: int = 100) -> None:
+    """Post a request of 30 computed and 20 cached prompt tokens and `completion` of output: by default 1,230 micro-units."""
     prices = console.services.prices
     price = await prices.current("demo", START) or await prices.add(
         model="demo", currency="EUR", prompt=1_000_000, cached_prompt=0, completion=12_000_000, effective_from=START
@@ -30,90 +30,86 @@ async def use(console: ConsoleApp, person: Person, *, completion: int = 100) -> 
     await console.services.ledger.settle(posted(entry.request_id, prompt=50, cached=20, completion=completion))
 
 
-async def drafted(console: ConsoleApp, browser: Browser, person: Person) -> str:
-    """Return the address of the draft of the month."""
+async def draft(console: ConsoleApp, browser: Browser, person: Person) -> str:
+    """Draft the month's invoice of `person` and return its path."""
     answer = await browser.post("/invoices", tenant=person.tenant.id, month=MONTH)
     assert answer.status_code == 303, answer.text
     return str(answer.headers["location"])
 
 
-def over(clock: FakeClock) -> None:
-    """Let the month be over."""
+def end_month(clock: FakeClock) -> None:
+    """Advance the clock beyond the end of the month."""
     clock.advance(timedelta(days=40).total_seconds())
 
 
-async def test_a_draft_says_what_the_month_costs_so_far(console: ConsoleApp) -> None:
-    await use(console, console.cast.bob)
+async def test_a_draft_shows_the_month_s_costs_so_far(console: ConsoleApp) -> None:
+    await bill_usage(console, console.cast.bob)
     alice = await console.alice()
-    page = (await alice.get(await drafted(console, alice, console.cast.bob))).text
+    page = (await alice.get(await draft(console, alice, console.cast.bob))).text
     for text in (f"{MONTH_NAME} of bob", "draft", "Prompt tokens", "Cached prompt tokens", "0.001200 EUR", "0.001230 EUR"):
         assert text in page
     assert "/admin/v1/invoices/" in page
     assert MONTH_NAME in (await alice.get("/invoices")).text
 
 
-async def test_an_empty_list_and_an_empty_month_say_what_they_are(console: ConsoleApp) -> None:
+async def test_empty_lists_and_an_empty_invoice_have_a_placeholder(console: ConsoleApp) -> None:
     alice = await console.alice()
     assert "No invoices." in (await alice.get("/invoices")).text
-    assert "Nothing due." in (await alice.get(await drafted(console, alice, console.cast.charlie))).text
+    assert "Nothing due." in (await alice.get(await draft(console, alice, console.cast.charlie))).text
     assert "No matching invoices." in (await alice.get("/invoices?state=closed")).text
 
 
-async def test_a_month_that_is_not_over_is_not_closed_and_the_reason_stands_in_the_sheet(console: ConsoleApp) -> None:
-    await use(console, console.cast.bob)
+async def test_closing_before_the_end_of_the_month_is_refused_with_the_reason(console: ConsoleApp) -> None:
+    await bill_usage(console, console.cast.bob)
     alice = await console.alice()
-    address = await drafted(console, alice, console.cast.bob)
+    address = await draft(console, alice, console.cast.bob)
     answer = await alice.post(f"{address}/close")
     assert answer.status_code == 422
     assert "not over" in answer.text
 
 
-async def test_closing_is_offered_when_the_month_is_over_and_before_that_it_is_said_when(
-    console: ConsoleApp, clock: FakeClock
-) -> None:
-    await use(console, console.cast.bob)
+async def test_closing_is_offered_after_the_month_and_its_date_is_shown_before(console: ConsoleApp, clock: FakeClock) -> None:
+    await bill_usage(console, console.cast.bob)
     alice = await console.alice()
-    address = await drafted(console, alice, console.cast.bob)
+    address = await draft(console, alice, console.cast.bob)
     page = (await alice.get(address)).text
     assert f'href="{address}/close"' not in page
     assert f"It can be closed from 1 {START + timedelta(days=31):%B %Y} on" in page
-    over(clock)
+    end_month(clock)
     assert f'href="{address}/close"' in (await (await console.alice()).get(address)).text
 
 
-async def test_an_invoice_without_an_issuer_is_not_closed_without_a_word(console: ConsoleApp, clock: FakeClock) -> None:
-    await use(console, console.cast.bob)
-    over(clock)
+async def test_without_an_invoice_issuer_drafts_and_closing_show_a_warning(console: ConsoleApp, clock: FakeClock) -> None:
+    await bill_usage(console, console.cast.bob)
+    end_month(clock)
     alice = await console.alice()
-    address = await drafted(console, alice, console.cast.bob)
+    address = await draft(console, alice, console.cast.bob)
     warning = "No invoice issuer is entered"
 
     for path in (address, f"{address}/close"):
         page = (await alice.get(path)).text
         assert warning in page
         assert 'href="/settings/seller"' in page
-    await console.services.appliance_records.put("seller", Seller(name="Box AG").to_record())
+    await console.services.appliance_records.put("seller", Seller(name="Seller AG").to_record())
     for path in (address, f"{address}/close"):
         assert warning not in (await alice.get(path)).text
     await console.services.invoices.close(address.rpartition("/")[2], access=WHOLE_APPLIANCE)
     assert warning not in (await alice.get(address)).text
 
 
-async def test_a_tenant_is_not_told_that_the_issuer_is_not_entered(console: ConsoleApp) -> None:
-    await use(console, console.cast.bob)
-    address = await drafted(console, await console.alice(), console.cast.bob)
-    member = await console.services.members.create("manager@example.com", "the manager's long password", "member")
-    await console.services.memberships.add(console.cast.bob.tenant.id, member.id, "manager", access=WHOLE_APPLIANCE)
-    page = await (await console.visitor().sign_in("manager@example.com", "the manager's long password")).get(address)
+async def test_the_missing_issuer_warning_is_hidden_from_tenants(console: ConsoleApp) -> None:
+    await bill_usage(console, console.cast.bob)
+    address = await draft(console, await console.alice(), console.cast.bob)
+    page = await (await console.member_of(console.cast.bob, "manager")).get(address)
     assert page.status_code == 200
     assert "issuer" not in page.text
 
 
 async def test_a_closed_invoice_has_a_number_and_cannot_be_closed_again(console: ConsoleApp, clock: FakeClock) -> None:
-    await use(console, console.cast.bob)
-    over(clock)
+    await bill_usage(console, console.cast.bob)
+    end_month(clock)
     alice = await console.alice()
-    address = await drafted(console, alice, console.cast.bob)
+    address = await draft(console, alice, console.cast.bob)
     assert "gets the next number" in (await alice.fragment(f"{address}/close")).text
     assert (await alice.post(f"{address}/close")).headers["location"] == address
     page = (await alice.get(address)).text
@@ -123,17 +119,17 @@ async def test_a_closed_invoice_has_a_number_and_cannot_be_closed_again(console:
     assert (await alice.post(f"{address}/close")).status_code == 422
 
 
-async def test_a_draft_is_discarded_once_it_is_confirmed_and_can_be_drafted_again(console: ConsoleApp) -> None:
-    await use(console, console.cast.bob)
+async def test_a_draft_is_discarded_after_confirmation_and_can_be_drafted_again(console: ConsoleApp) -> None:
+    await bill_usage(console, console.cast.bob)
     alice = await console.alice()
-    address = await drafted(console, alice, console.cast.bob)
+    address = await draft(console, alice, console.cast.bob)
     assert f'href="{address}/discard"' in (await alice.get(address)).text
 
-    for asked in (await alice.get(f"{address}/discard"), await alice.fragment(f"{address}/discard")):
-        assert asked.status_code == 200
-        assert f"Discard {MONTH_NAME} of bob" in asked.text
-        assert f'method="post" action="{address}/discard"' in asked.text
-    assert (await alice.get(address)).status_code == 200  # it was only asked
+    for confirmation in (await alice.get(f"{address}/discard"), await alice.fragment(f"{address}/discard")):
+        assert confirmation.status_code == 200
+        assert f"Discard {MONTH_NAME} of bob" in confirmation.text
+        assert f'method="post" action="{address}/discard"' in confirmation.text
+    assert (await alice.get(address)).status_code == 200  # nothing is discarded before the confirmation
 
     answer = await alice.post(f"{address}/discard")
     assert (answer.status_code, answer.headers["location"]) == (303, "/invoices")
@@ -148,30 +144,30 @@ async def test_a_draft_is_discarded_once_it_is_confirmed_and_can_be_drafted_agai
         console.cast.bob.tenant.id,
         f'{{"month":"{MONTH}"}}',
     )
-    assert "0.001230 EUR" in (await alice.get(await drafted(console, alice, console.cast.bob))).text
+    assert "0.001230 EUR" in (await alice.get(await draft(console, alice, console.cast.bob))).text
 
 
-async def test_a_closed_invoice_is_not_discarded_and_it_is_said_why(console: ConsoleApp, clock: FakeClock) -> None:
-    over(clock)
+async def test_discarding_a_closed_invoice_is_refused_with_the_reason(console: ConsoleApp, clock: FakeClock) -> None:
+    end_month(clock)
     alice = await console.alice()
-    address = await drafted(console, alice, console.cast.bob)
+    address = await draft(console, alice, console.cast.bob)
     await alice.post(f"{address}/close")
     assert f'href="{address}/discard"' not in (await alice.get(address)).text
 
-    asked = await alice.get(f"{address}/discard")
-    assert asked.status_code == 409
-    told = await alice.fragment(f"{address}/discard")
-    assert "never changes" in told.headers["hx-trigger"]
+    confirmation = await alice.get(f"{address}/discard")
+    assert confirmation.status_code == 409
+    toast = await alice.fragment(f"{address}/discard")
+    assert "never changes" in toast.headers["hx-trigger"]
     refused = await alice.post(f"{address}/discard")
     assert refused.status_code == 422
-    for answer in (asked, refused):
+    for answer in (confirmation, refused):
         assert f"The invoice of {MONTH} is closed as" in answer.text
     assert (await alice.get(address)).status_code == 200
 
 
-async def test_a_draft_that_cannot_be_computed_is_discarded_too(console: ConsoleApp) -> None:
+async def test_a_draft_that_cannot_be_computed_can_be_discarded(console: ConsoleApp) -> None:
     alice = await console.alice()
-    address = await drafted(console, alice, console.cast.bob)
+    address = await draft(console, alice, console.cast.bob)
     for currency in ("EUR", "USD"):
         price = await console.services.prices.add(
             model="demo", currency=currency, prompt=1_000_000, cached_prompt=0, completion=0, effective_from=START
@@ -187,55 +183,53 @@ async def test_a_draft_that_cannot_be_computed_is_discarded_too(console: Console
     assert (await alice.post(f"{address}/discard")).status_code == 303
 
 
-async def test_a_draft_that_somebody_else_discarded_is_not_there(console: ConsoleApp) -> None:
+async def test_discarding_an_already_discarded_draft_is_not_found(console: ConsoleApp) -> None:
     alice = await console.alice()
-    address = await drafted(console, alice, console.cast.bob)
+    address = await draft(console, alice, console.cast.bob)
     await console.services.invoices.discard(address.rpartition("/")[2], access=WHOLE_APPLIANCE)
     for answer in (await alice.get(f"{address}/discard"), await alice.post(f"{address}/discard")):
         assert answer.status_code == 404
         assert "No such invoice." in answer.text
 
 
-async def test_a_wrong_month_is_said_above_the_list(console: ConsoleApp) -> None:
+async def test_an_invalid_month_is_reported_on_the_list(console: ConsoleApp) -> None:
     alice = await console.alice()
     answer = await alice.post("/invoices", tenant=console.cast.bob.tenant.id, month="soon")
     assert answer.status_code == 422
     assert "soon" in answer.text
 
 
-async def test_a_viewer_reads_and_a_member_of_another_tenant_does_not(console: ConsoleApp) -> None:
-    await use(console, console.cast.bob)
-    address = await drafted(console, await console.alice(), console.cast.bob)
+async def test_a_viewer_can_only_read_invoices_and_another_tenant_sees_none(console: ConsoleApp) -> None:
+    await bill_usage(console, console.cast.bob)
+    address = await draft(console, await console.alice(), console.cast.bob)
     vera = await console.vera()
     assert (await vera.get(address)).status_code == 200
     assert "/discard" not in (await vera.get(address)).text
     assert (await vera.get(f"{address}/discard")).status_code == 403
     for deed in ("close", "discard"):
         assert (await vera.post(f"{address}/{deed}")).status_code == 403
-    stranger = await console.services.members.create("mallory@example.com", "mallory's long password", "member")
-    await console.services.memberships.add(console.cast.charlie.tenant.id, stranger.id, "manager", access=WHOLE_APPLIANCE)
-    mallory = await console.visitor().sign_in("mallory@example.com", "mallory's long password")
+    mallory = await console.member_of(console.cast.charlie, "manager", email="mallory@example.com")
     assert (await mallory.get(address)).status_code == 404
     assert "bob" not in (await mallory.get("/invoices")).text
 
 
-async def test_list_and_page_say_the_same_sum_with_the_tax_by_its_name(console: ConsoleApp, clock: FakeClock) -> None:
+async def test_list_and_page_show_the_same_total_including_tax(console: ConsoleApp, clock: FakeClock) -> None:
     await console.services.appliance_records.put("seller", {"name": "Alice Ltd", "tax_label": "VAT", "tax_basis_points": 2000})
-    await use(console, console.cast.bob, completion=50_000_000)
-    over(clock)
+    await bill_usage(console, console.cast.bob, completion=50_000_000)
+    end_month(clock)
     alice = await console.alice()
-    address = await drafted(console, alice, console.cast.bob)
+    address = await draft(console, alice, console.cast.bob)
     await alice.post(f"{address}/close")
     for path in (address, "/invoices"):
         assert "720.00 EUR" in (await alice.get(path)).text
     assert "VAT 20 %" in (await alice.get(address)).text
 
 
-async def test_the_sums_stand_in_the_order_in_which_they_are_computed_as_on_the_pdf(console: ConsoleApp) -> None:
+async def test_sums_are_listed_in_order_of_computation_as_on_the_pdf(console: ConsoleApp) -> None:
     await console.services.appliance_records.put("seller", {"name": "Alice Ltd", "tax_label": "VAT", "tax_basis_points": 2000})
-    await use(console, console.cast.bob, completion=50_000_000)
+    await bill_usage(console, console.cast.bob, completion=50_000_000)
     alice = await console.alice()
-    page = (await alice.get(await drafted(console, alice, console.cast.bob))).text
+    page = (await alice.get(await draft(console, alice, console.cast.bob))).text
     sums = (
         "Lines",
         "600.000030 EUR",
@@ -247,14 +241,14 @@ async def test_the_sums_stand_in_the_order_in_which_they_are_computed_as_on_the_
         "120.00 EUR",
         "720.",
     )
-    places, after = [], page.index('class="sums"')
+    positions, after = [], page.index('class="sums"')
     for text in sums:
         after = page.index(text, after)
-        places.append(after)
-    assert places == sorted(places)
+        positions.append(after)
+    assert positions == sorted(positions)
 
 
-async def test_exact_shows_all_digits_and_a_free_allowance_counts_nothing(console: ConsoleApp) -> None:
+async def test_exact_costs_have_all_digits_and_the_free_allowance_has_no_token_count(console: ConsoleApp) -> None:
     bob = console.cast.bob
     prices = console.services.prices
     price = await prices.add(
@@ -265,16 +259,14 @@ async def test_exact_shows_all_digits_and_a_free_allowance_counts_nothing(consol
     await console.services.ledger.settle(posted(entry.request_id, prompt=1615, completion=0))
     await FreeAllowances(console.services.db, console.services.clock).set(bob.tenant.id, MONTH, 1000, access=WHOLE_APPLIANCE)
     alice = await console.alice()
-    page = (await alice.get(await drafted(console, alice, bob))).text
+    page = (await alice.get(await draft(console, alice, bob))).text
     assert ">0.0024225 EUR<" in page
     assert ">0.002423 EUR<" in page
     assert '<td data-label="Tokens" class="num">–</td>' in page
 
 
-async def test_the_drafts_of_a_month_are_made_for_all_tenants_that_have_something_to_bill(
-    console: ConsoleApp, clock: FakeClock
-) -> None:
-    await use(console, console.cast.bob)
+async def test_drafting_all_tenants_drafts_only_those_with_something_to_bill(console: ConsoleApp, clock: FakeClock) -> None:
+    await bill_usage(console, console.cast.bob)
     alice = await console.alice()
     assert (await alice.post("/invoices", tenant="all", month="soon")).status_code == 422
 
@@ -284,14 +276,14 @@ async def test_the_drafts_of_a_month_are_made_for_all_tenants_that_have_somethin
 
     made = (await console.services.invoices.list(access=WHOLE_APPLIANCE)).data
     assert [(head.tenant_id, head.month) for head in made] == [(console.cast.bob.tenant.id, MONTH)]
-    over(clock)
+    end_month(clock)
     await console.services.invoices.close(made[0].id, access=WHOLE_APPLIANCE)
     assert (await (await console.alice()).post("/invoices", tenant="all", month=MONTH)).status_code == 303
     assert len((await console.services.invoices.list(access=WHOLE_APPLIANCE)).data) == 1
     assert (await (await console.vera()).post("/invoices", tenant="all", month=MONTH)).status_code == 403
 
 
-async def test_a_month_in_which_nothing_is_left_to_bill_is_not_told_as_drafted(console: ConsoleApp) -> None:
+async def test_drafting_all_tenants_with_nothing_to_bill_says_so(console: ConsoleApp) -> None:
     alice = await console.alice()
 
     answer = await alice.post("/invoices", tenant="all", month=MONTH)
@@ -300,7 +292,7 @@ async def test_a_month_in_which_nothing_is_left_to_bill_is_not_told_as_drafted(c
     assert "Nothing was drafted: no tenant has anything left to bill in that month." in (await alice.get("/invoices")).text
 
 
-async def test_a_tenant_with_costs_in_two_currencies_keeps_no_other_from_its_draft(console: ConsoleApp) -> None:
+async def test_drafting_all_tenants_names_those_that_failed_and_drafts_the_others(console: ConsoleApp) -> None:
     bob, charlie = console.cast.bob, console.cast.charlie
     for currency in ("EUR", "USD"):
         price = await console.services.prices.add(
@@ -309,7 +301,7 @@ async def test_a_tenant_with_costs_in_two_currencies_keeps_no_other_from_its_dra
         entry = pending(bob, request_id=new_id("req"), price=price)
         await console.services.ledger.open(entry)
         await console.services.ledger.settle(posted(entry.request_id, prompt=50, cached=0, completion=0))
-    await use(console, charlie)
+    await bill_usage(console, charlie)
 
     answer = await (await console.alice()).post("/invoices", tenant="all", month=MONTH)
 
@@ -318,13 +310,13 @@ async def test_a_tenant_with_costs_in_two_currencies_keeps_no_other_from_its_dra
     assert [head.tenant_id for head in made] == [charlie.tenant.id]
 
 
-async def test_an_invoice_lists_its_corrections_with_their_reasons_and_those_of_no_other(console: ConsoleApp) -> None:
+async def test_an_invoice_lists_only_its_own_corrections_with_their_reasons(console: ConsoleApp) -> None:
     for person, note in ((console.cast.bob, "cut off by our restart"), (console.cast.charlie, "a word to charlie")):
-        await use(console, person)
+        await bill_usage(console, person)
         of_person = LedgerFilter(tenant_id=person.tenant.id)
         event = (await console.services.reports.ledger_page(1, None, of_person, access=WHOLE_APPLIANCE)).data[0]
         await console.services.corrections.add(event.id, Correction(note=note, completion_tokens=-3))
-    page = (await (await console.alice()).get(await drafted(console, await console.alice(), console.cast.bob))).text
+    page = (await (await console.alice()).get(await draft(console, await console.alice(), console.cast.bob))).text
     for text in ("Corrections in this invoice", "cut off by our restart", 'href="/requests/req_', "-0.000036 EUR"):
         assert text in page
     assert "a word to charlie" not in page

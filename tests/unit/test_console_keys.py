@@ -1,4 +1,4 @@
-"""Keys in the console: a secret is shown once, a revoked key stays revoked."""
+"""API keys in the console: creating, listing, changing, rotating and revoking; a secret is shown once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import pytest
 from appliance.base.errors import ExpiredApiKey, InvalidApiKey
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
-from tests.support.cast import ALICE_PASSWORD
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import Browser, ConsoleApp, open_console
 from tests.support.factories import pending, posted
@@ -22,18 +21,18 @@ from tests.support.spending import PICOS
 SECRET = re.compile(r"gh_[a-z0-9]{8}_[a-z0-9]{26}")
 
 
-async def create(console: ConsoleApp, browser: Browser, **fields: str) -> str:
-    """Return the secret of a new key of Bob's tenant."""
+async def create_key(console: ConsoleApp, browser: Browser, **fields: str) -> str:
+    """Create a key of Bob's tenant through the form and return its secret."""
     answer = await browser.post(f"/tenants/{console.cast.bob.tenant.id}/keys", **{"name": "reports", **fields})
     assert answer.status_code == 200, answer.text
     (secret,) = set(SECRET.findall(answer.text))
     return str(secret)
 
 
-async def test_the_secret_of_a_new_key_works_and_is_shown_in_that_answer_only(console: ConsoleApp) -> None:
+async def test_a_new_secret_works_and_is_shown_only_once(console: ConsoleApp) -> None:
     alice, tenant = await console.alice(), console.cast.bob.tenant
 
-    secret = await create(console, alice)
+    secret = await create_key(console, alice)
 
     principal = await console.services.keys.authenticate(secret, "192.0.2.1")
     assert (principal.tenant.id, principal.key.name) == (tenant.id, "reports")
@@ -43,7 +42,7 @@ async def test_the_secret_of_a_new_key_works_and_is_shown_in_that_answer_only(co
         assert secret not in page
 
 
-async def test_the_answer_with_the_secret_is_not_stored_and_has_a_ready_curl_line(console: ConsoleApp) -> None:
+async def test_the_page_with_a_new_secret_is_not_cached_and_has_a_curl_command(console: ConsoleApp) -> None:
     answer = await (await console.alice()).post(f"/tenants/{console.cast.bob.tenant.id}/keys", name="reports")
 
     assert answer.headers["cache-control"] == "no-store"
@@ -55,7 +54,7 @@ async def test_the_answer_with_the_secret_is_not_stored_and_has_a_ready_curl_lin
     ("changes", "address"),
     [({"external_url": "https://llm.example.com"}, "https://llm.example.com"), ({"host": "::1"}, "http://[::1]:8000")],
 )
-async def test_the_curl_line_names_the_address_that_clients_use(
+async def test_the_curl_command_has_the_external_base_url(
     console: ConsoleApp, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], address: str
 ) -> None:
     monkeypatch.setattr(console.services, "settings", dataclasses.replace(console.services.settings, **changes))
@@ -65,7 +64,7 @@ async def test_the_curl_line_names_the_address_that_clients_use(
     assert f"curl {address}/v1/chat/completions" in answer.text
 
 
-async def test_the_curl_line_names_no_model_that_the_key_may_not_use(console: ConsoleApp) -> None:
+async def test_the_curl_command_omits_models_that_the_key_may_not_use(console: ConsoleApp) -> None:
     answer = await (await console.alice()).post(
         f"/tenants/{console.cast.bob.tenant.id}/keys", name="reports", allowed_models="other"
     )
@@ -73,15 +72,15 @@ async def test_the_curl_line_names_no_model_that_the_key_may_not_use(console: Co
     assert '"model": "MODEL"' in answer.text
 
 
-async def test_a_key_that_runs_no_models_has_no_curl_line(console: ConsoleApp) -> None:
+async def test_a_key_without_inference_scope_has_no_curl_command(console: ConsoleApp) -> None:
     answer = await (await console.alice()).post(f"/tenants/{console.cast.bob.tenant.id}/keys", name="reports", scopes="usage")
 
     assert SECRET.search(answer.text)
     assert "/v1/chat/completions" not in answer.text
 
 
-async def test_a_key_takes_limits_a_last_day_and_restrictions(console: ConsoleApp) -> None:
-    secret = await create(
+async def test_a_key_is_created_with_expiry_limits_models_and_networks(console: ConsoleApp) -> None:
+    secret = await create_key(
         console,
         await console.alice(),
         expires_on="2027-03-31",
@@ -107,7 +106,7 @@ async def test_a_key_takes_limits_a_last_day_and_restrictions(console: ConsoleAp
         ("tokens_per_minute", "-5", "Enter a whole number, or leave this empty."),
     ],
 )
-async def test_a_wrong_field_comes_back_with_a_sentence_beside_it(
+async def test_an_invalid_field_has_its_error_beside_it_and_nothing_is_created(
     console: ConsoleApp, field: str, value: str, sentence: str
 ) -> None:
     alice, tenant = await console.alice(), console.cast.bob.tenant
@@ -120,7 +119,7 @@ async def test_a_wrong_field_comes_back_with_a_sentence_beside_it(
     assert len((await console.services.keys.list(tenant.id, access=WHOLE_APPLIANCE)).data) == 1
 
 
-async def test_a_key_is_saved(console: ConsoleApp) -> None:
+async def test_changes_of_a_key_are_saved(console: ConsoleApp) -> None:
     alice, key = await console.alice(), console.cast.bob.key
 
     answer = await alice.post(f"/keys/{key.id}", name="renamed", tokens_per_minute="1000")
@@ -130,7 +129,7 @@ async def test_a_key_is_saved(console: ConsoleApp) -> None:
     assert (saved.name, saved.limits) == ("renamed", Limits(tokens_per_minute=1000))
 
 
-async def test_lists_that_allow_nothing_stay_so_when_a_key_is_renamed(console: ConsoleApp) -> None:
+async def test_empty_allow_lists_stay_empty_when_a_key_is_renamed(console: ConsoleApp) -> None:
     alice, key = await console.alice(), console.cast.bob.key
     nothing = KeyChanges(allowed_models=[], allowed_networks=[])
     await console.services.keys.update(key.id, nothing, access=WHOLE_APPLIANCE)
@@ -143,7 +142,7 @@ async def test_lists_that_allow_nothing_stay_so_when_a_key_is_renamed(console: C
     assert (saved.name, saved.allowed_models, saved.allowed_networks) == ("renamed", (), ())
 
 
-async def test_a_last_day_that_was_not_touched_stays_the_exact_time(console: ConsoleApp) -> None:
+async def test_an_unchanged_expiry_date_keeps_its_exact_time(console: ConsoleApp) -> None:
     moment = datetime(2026, 12, 24, 18, 30, tzinfo=UTC)
     terms = KeyChanges(expires_at=moment)
     key, _ = await console.services.keys.create(console.cast.bob.tenant.id, "until Christmas", terms, access=WHOLE_APPLIANCE)
@@ -153,14 +152,14 @@ async def test_a_last_day_that_was_not_touched_stays_the_exact_time(console: Con
     assert (await console.services.keys.get(key.id, access=WHOLE_APPLIANCE)).expires_at == moment
 
 
-async def test_a_wrong_field_of_a_key_comes_back_on_its_page(console: ConsoleApp) -> None:
+async def test_invalid_changes_of_a_key_are_reported_on_its_page(console: ConsoleApp) -> None:
     answer = await (await console.alice()).post(f"/keys/{console.cast.bob.key.id}", name="", tokens_per_minute="x")
 
     assert answer.status_code == 422
     assert "2 fields have an error" in answer.text
 
 
-async def test_rotating_shows_the_new_secret_and_ends_the_old_one(console: ConsoleApp) -> None:
+async def test_rotating_shows_the_new_secret_and_revokes_the_old_one(console: ConsoleApp) -> None:
     alice, bob = await console.alice(), console.cast.bob
     assert "new secret" in (await alice.get(f"/keys/{bob.key.id}/rotate")).text
 
@@ -172,10 +171,10 @@ async def test_rotating_shows_the_new_secret_and_ends_the_old_one(console: Conso
         await console.services.keys.authenticate(bob.secret, "192.0.2.1")
 
 
-async def test_revoking_asks_first_and_then_refuses_the_key_at_once(console: ConsoleApp) -> None:
+async def test_revoking_needs_a_confirmation_and_takes_effect_immediately(console: ConsoleApp) -> None:
     alice, bob = await console.alice(), console.cast.bob
-    asked = await alice.fragment(f"/keys/{bob.key.id}/revoke")
-    assert "refused permanently" in asked.text
+    confirmation = await alice.fragment(f"/keys/{bob.key.id}/revoke")
+    assert "refused permanently" in confirmation.text
     await console.services.keys.authenticate(bob.secret, "192.0.2.1")
 
     answer = await alice.post(f"/keys/{bob.key.id}/revoke")
@@ -195,7 +194,7 @@ async def test_a_revoked_key_cannot_be_rotated_or_saved(console: ConsoleApp) -> 
 
 
 async def test_an_expired_key_is_shown_as_expired(console: ConsoleApp, clock: FakeClock) -> None:
-    await create(console, await console.alice(), expires_on="2026-11-21")
+    await create_key(console, await console.alice(), expires_on="2026-11-21")
     clock.advance(24 * 3600)
 
     page = (await (await console.alice()).get("/keys")).text
@@ -204,7 +203,7 @@ async def test_an_expired_key_is_shown_as_expired(console: ConsoleApp, clock: Fa
 
 
 @pytest.mark.parametrize("action", ["", "/rotate", "/revoke"])
-async def test_a_key_that_does_not_exist_is_not_here(console: ConsoleApp, action: str) -> None:
+async def test_an_unknown_key_is_not_found(console: ConsoleApp, action: str) -> None:
     alice = await console.alice()
 
     assert (await alice.get(f"/keys/key_nobody{action}")).status_code == 404
@@ -219,23 +218,22 @@ async def test_every_key_is_listed_with_its_tenant(console: ConsoleApp) -> None:
         assert f"/tenants/{person.tenant.id}" in page
 
 
-async def test_the_page_of_all_keys_leads_to_where_a_new_one_is_made(console: ConsoleApp) -> None:
+async def test_with_several_tenants_the_list_of_keys_links_to_the_choice_of_a_tenant(console: ConsoleApp) -> None:
     page = (await (await console.alice()).get("/keys")).text
 
     assert '<a class="button" href="/tenants">New key: choose a tenant</a>' in page
 
 
-async def test_the_page_of_all_keys_makes_a_new_one_for_whom_there_is_one_tenant(console: ConsoleApp) -> None:
-    member = await console.services.members.create("dora@example.com", ALICE_PASSWORD, "member")
-    await console.services.memberships.add(console.cast.bob.tenant.id, member.id, "developer", access=WHOLE_APPLIANCE)
+async def test_with_one_tenant_the_list_of_keys_links_to_the_form_of_a_new_key(console: ConsoleApp) -> None:
+    developer = await console.member_of(console.cast.bob, "developer")
 
-    page = (await (await console.visitor().sign_in(member.email, ALICE_PASSWORD)).get("/keys")).text
+    page = (await developer.get("/keys")).text
 
     assert f'href="/tenants/{console.cast.bob.tenant.id}/keys/new"' in page
     assert "choose a tenant" not in page
 
 
-async def test_keys_that_have_ended_are_listed_on_request_and_found_by_name_prefix_and_secret(console: ConsoleApp) -> None:
+async def test_ended_keys_are_listed_on_request_and_found_by_name_prefix_or_secret(console: ConsoleApp) -> None:
     alice, bob = await console.alice(), console.cast.bob
     await console.services.keys.revoke(bob.key.id, access=WHOLE_APPLIANCE)
     link = f"/keys/{bob.key.id}"
@@ -249,12 +247,12 @@ async def test_keys_that_have_ended_are_listed_on_request_and_found_by_name_pref
     assert "<html" not in nothing
 
 
-async def test_both_secrets_work_until_the_grace_of_a_rotation_is_over(console: ConsoleApp, clock: FakeClock) -> None:
+async def test_both_secrets_work_until_the_grace_period_of_a_rotation_ends(console: ConsoleApp, clock: FakeClock) -> None:
     alice, old = await console.alice(), console.cast.bob
     path = f"/keys/{old.key.id}/rotate"
-    asked = (await alice.fragment(path)).text
-    assert "Old key expires" in asked
-    assert '<option value="86400" selected>' in asked
+    confirmation = (await alice.fragment(path)).text
+    assert "Old key expires" in confirmation
+    assert '<option value="86400" selected>' in confirmation
     assert (await alice.post(path, grace_s="7")).status_code == 422
 
     answer = await alice.post(path, grace_s="3600")
@@ -272,9 +270,9 @@ async def test_both_secrets_work_until_the_grace_of_a_rotation_is_over(console: 
         await console.services.keys.authenticate(old.secret, "192.0.2.1")
 
 
-async def test_scopes_and_how_limits_hold_are_set_and_stay_where_a_form_does_not_carry_them(console: ConsoleApp) -> None:
+async def test_scopes_and_limit_mode_are_saved_and_kept_if_the_form_omits_them(console: ConsoleApp) -> None:
     alice = await console.alice()
-    secret = await create(console, alice, scopes="inference, usage", limit_mode="shadow")
+    secret = await create_key(console, alice, scopes="inference, usage", limit_mode="shadow")
     key = (await console.services.keys.authenticate(secret, "192.0.2.1")).key
     assert (key.scopes, key.limit_mode) == (("inference", "usage"), "shadow")
     page = (await alice.get(f"/keys/{key.id}")).text
@@ -297,7 +295,7 @@ async def test_scopes_and_how_limits_hold_are_set_and_stay_where_a_form_does_not
         assert "Choose one of" in answer.text
 
 
-async def test_keys_of_an_archived_tenant_say_so_and_have_no_buttons(console: ConsoleApp) -> None:
+async def test_keys_of_an_archived_tenant_are_marked_and_have_no_actions(console: ConsoleApp) -> None:
     bob = console.cast.bob
     await console.services.tenants.archive(bob.tenant.id, access=WHOLE_APPLIANCE)
     alice = await console.alice()
@@ -309,7 +307,7 @@ async def test_keys_of_an_archived_tenant_say_so_and_have_no_buttons(console: Co
     assert f'href="/keys/{console.cast.charlie.key.id}/revoke"' in (await alice.get("/keys")).text
 
 
-async def test_an_expired_key_can_be_revoked_and_is_not_offered_a_successor(console: ConsoleApp, clock: FakeClock) -> None:
+async def test_an_expired_key_can_be_revoked_but_not_rotated(console: ConsoleApp, clock: FakeClock) -> None:
     bob, alice = console.cast.bob, await console.alice()
     soon = KeyChanges(expires_at=clock.now() + timedelta(seconds=1))
     await console.services.keys.update(bob.key.id, soon, access=WHOLE_APPLIANCE)
@@ -321,7 +319,7 @@ async def test_an_expired_key_can_be_revoked_and_is_not_offered_a_successor(cons
         assert f'href="/keys/{bob.key.id}/rotate"' not in page
 
 
-async def test_a_key_of_a_suspended_tenant_can_be_rotated_and_revoked_before_the_tenant_comes_back(console: ConsoleApp) -> None:
+async def test_a_key_of_a_suspended_tenant_can_be_rotated_and_revoked(console: ConsoleApp) -> None:
     bob, alice = console.cast.bob, await console.alice()
     await console.services.tenants.update(bob.tenant.id, TenantChanges(suspended=True), access=WHOLE_APPLIANCE)
     for path in ("/keys", f"/tenants/{bob.tenant.id}", f"/keys/{bob.key.id}"):
@@ -337,12 +335,12 @@ async def test_a_key_of_a_suspended_tenant_can_be_rotated_and_revoked_before_the
         await console.services.keys.authenticate(bob.secret, "192.0.2.1")
 
 
-async def test_the_last_day_of_a_key_ends_at_midnight_of_the_billing_zone(
+async def test_an_expiry_date_ends_at_midnight_of_the_billing_zone(
     migrated_sqlite_file: Path, tmp_path: Path, clock: FakeClock
 ) -> None:
     async with open_console(migrated_sqlite_file, tmp_path, clock, time_zone="Asia/Tokyo") as console:
         alice = await console.alice()
-        secret = await create(console, alice, expires_on="2027-03-31")
+        secret = await create_key(console, alice, expires_on="2027-03-31")
         key = (await console.services.keys.authenticate(secret, "192.0.2.1")).key
         assert key.expires_at == datetime(2027, 3, 31, 14, 59, 59, tzinfo=UTC)
         page = (await alice.get(f"/keys/{key.id}")).text
@@ -350,9 +348,7 @@ async def test_the_last_day_of_a_key_ends_at_midnight_of_the_billing_zone(
         assert "Through this day, Asia/Tokyo." in page
 
 
-async def test_key_and_tenant_show_what_of_the_day_and_of_the_month_is_taken_in_their_currency(
-    console: ConsoleApp, clock: FakeClock
-) -> None:
+async def test_key_and_tenant_pages_show_daily_tokens_and_monthly_budget_used(console: ConsoleApp, clock: FakeClock) -> None:
     alice, bob = await console.alice(), console.cast.bob
     await console.services.tenants.update(
         bob.tenant.id, TenantChanges(currency="CHF", limits=Limits(tokens_per_day=100)), access=WHOLE_APPLIANCE

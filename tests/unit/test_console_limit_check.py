@@ -8,21 +8,21 @@ from appliance.tenancy.principals import Limits, Principal, TenantChanges
 from tests.support.console_fixtures import ConsoleApp
 
 
-async def limited(console: ConsoleApp, **limits: int) -> str:
-    """Limit Bob's tenant and return the address of its page."""
+async def limit_check_path(console: ConsoleApp, **limits: int) -> str:
+    """Set these limits for Bob's tenant and return the path of its limit check."""
     tenant = console.cast.bob.tenant
     await console.services.tenants.update(tenant.id, TenantChanges(limits=Limits(**limits)), access=WHOLE_APPLIANCE)
     return f"/tenants/{tenant.id}/check"
 
 
-async def test_without_limits_every_request_passes(console: ConsoleApp) -> None:
-    page = (await (await console.alice()).get(await limited(console))).text
+async def test_without_limits_every_request_is_admitted(console: ConsoleApp) -> None:
+    page = (await (await console.alice()).get(await limit_check_path(console))).text
     assert "Admitted: " in page
     assert "No limit applies to this request" in page
 
 
-async def test_a_request_above_a_limit_hears_what_its_client_would_hear(console: ConsoleApp) -> None:
-    path = await limited(console, tokens_per_minute=1000, monthly_budget=5_000_000)
+async def test_a_request_above_a_limit_shows_the_error_that_its_client_would_get(console: ConsoleApp) -> None:
+    path = await limit_check_path(console, tokens_per_minute=1000, monthly_budget=5_000_000)
     page = (await (await console.alice()).fragment(f"{path}?model=demo&prompt_tokens=2000")).text
     assert "Refused with 429 request_exceeds_limit" in page
     assert "refuses" in page
@@ -31,31 +31,31 @@ async def test_a_request_above_a_limit_hears_what_its_client_would_hear(console:
     assert "<html" not in page
 
 
-async def test_batch_work_is_asked_for_by_its_service_tier(console: ConsoleApp) -> None:
+async def test_the_service_tier_flex_checks_a_batch_request(console: ConsoleApp) -> None:
     await console.services.prices.add(
         model="demo", currency="EUR", prompt=1_000_000, cached_prompt=1_000_000, completion=1_000_000, batch_percent=50
     )
-    path = await limited(console, monthly_budget=1000)
+    path = await limit_check_path(console, monthly_budget=1000)
     alice = await console.alice()
-    asked = f"{path}?model=demo&prompt_tokens=1000&max_tokens=1000&service_tier"
+    query = f"{path}?model=demo&prompt_tokens=1000&max_tokens=1000&service_tier"
 
-    assert "Refused with 429 budget_exceeded" in (await alice.fragment(f"{asked}=default")).text
-    assert "Admitted: " in (await alice.fragment(f"{asked}=flex")).text
-    assert '<option value="flex" selected>' in (await alice.get(f"{asked}=flex")).text
-    refused = (await alice.fragment(f"{asked}=scale")).text
+    assert "Refused with 429 budget_exceeded" in (await alice.fragment(f"{query}=default")).text
+    assert "Admitted: " in (await alice.fragment(f"{query}=flex")).text
+    assert '<option value="flex" selected>' in (await alice.get(f"{query}=flex")).text
+    refused = (await alice.fragment(f"{query}=scale")).text
     assert "Choose one of auto, default, flex." in refused
     assert "ervice_tier must" not in refused
 
 
-async def test_a_limit_check_consumes_nothing(console: ConsoleApp) -> None:
-    path = await limited(console, requests_per_minute=1, tokens_per_minute=1000)
+async def test_repeated_checks_consume_no_limit(console: ConsoleApp) -> None:
+    path = await limit_check_path(console, requests_per_minute=1, tokens_per_minute=1000)
     alice = await console.alice()
     for _ in range(3):
         assert "Admitted: " in (await alice.fragment(f"{path}?model=demo&prompt_tokens=400&max_tokens=100")).text
 
 
-async def test_a_wait_for_running_requests_is_shown_as_an_estimate(console: ConsoleApp) -> None:
-    path = await limited(console, concurrent_requests=1)
+async def test_waiting_for_running_requests_is_shown_as_an_estimate(console: ConsoleApp) -> None:
+    path = await limit_check_path(console, concurrent_requests=1)
     person = console.cast.bob
     tenant = await console.services.tenants.get(person.tenant.id, access=WHOLE_APPLIANCE)
     running = AdmissionRequest(
@@ -67,8 +67,8 @@ async def test_a_wait_for_running_requests_is_shown_as_an_estimate(console: Cons
     assert "when running requests have probably ended" in page
 
 
-async def test_what_shadow_mode_would_refuse_passes_and_is_marked(console: ConsoleApp) -> None:
-    path = await limited(console, tokens_per_minute=10)
+async def test_in_shadow_mode_a_request_above_a_limit_is_admitted_and_marked(console: ConsoleApp) -> None:
+    path = await limit_check_path(console, tokens_per_minute=10)
     await console.services.tenants.update(
         console.cast.bob.tenant.id, TenantChanges(limit_mode="shadow"), access=WHOLE_APPLIANCE
     )
@@ -77,8 +77,8 @@ async def test_what_shadow_mode_would_refuse_passes_and_is_marked(console: Conso
     assert "would refuse (shadow)" in page
 
 
-async def test_a_number_that_is_none_and_a_model_that_is_not_there_are_said(console: ConsoleApp) -> None:
-    path = await limited(console)
+async def test_invalid_numbers_models_and_keys_are_reported(console: ConsoleApp) -> None:
+    path = await limit_check_path(console)
     alice = await console.alice()
     assert (
         "Prompt tokens: Enter a whole number, or leave this empty."
@@ -89,9 +89,7 @@ async def test_a_number_that_is_none_and_a_model_that_is_not_there_are_said(cons
     assert "Key: No such key, or it was revoked." in (await alice.fragment(f"{path}?model=demo&key=key_x")).text
 
 
-async def test_a_stranger_does_not_learn_of_the_tenant(console: ConsoleApp) -> None:
-    path = await limited(console)
-    stranger = await console.services.members.create("mallory@example.com", "mallory's long password", "member")
-    await console.services.memberships.add(console.cast.charlie.tenant.id, stranger.id, "manager", access=WHOLE_APPLIANCE)
-    mallory = await console.visitor().sign_in("mallory@example.com", "mallory's long password")
+async def test_the_check_of_another_tenant_is_not_found(console: ConsoleApp) -> None:
+    path = await limit_check_path(console)
+    mallory = await console.member_of(console.cast.charlie, "manager", email="mallory@example.com")
     assert (await mallory.get(path)).status_code == 404

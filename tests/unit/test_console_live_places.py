@@ -1,4 +1,4 @@
-"""The number of open live pages is limited, overall and per member, so that nobody can use them all."""
+"""The number of open live streams is limited, overall and per member."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ async def frames() -> AsyncGenerator[bytes, None]:
         yield b"x"
 
 
-async def test_one_member_does_not_take_the_places_of_everybody_else(
+async def test_the_limit_per_member_leaves_streams_to_other_members(
     console: ConsoleApp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live_stream, "STREAMS_OF_MEMBER_MAX", 2)
@@ -36,7 +36,9 @@ async def test_one_member_does_not_take_the_places_of_everybody_else(
     assert await anext(live_stream._counted_stream(console_state, "bob", frames())) == b"x"
 
 
-async def test_who_has_too_many_live_pages_is_told_to_wait(console: ConsoleApp, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_beyond_the_limit_of_a_member_gets_503_with_retry_after(
+    console: ConsoleApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(live_stream, "STREAMS_OF_MEMBER_MAX", 0)
 
     answer = await (await console.alice()).get("/console/events")

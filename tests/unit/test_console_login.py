@@ -1,4 +1,4 @@
-"""Signing in, signing out, and protection against guessing."""
+"""Signing in and out with a password, rate limits of sign-in attempts, and the colour scheme."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.console_fixtures import ConsoleApp
 EMAIL = "alice@example.com"
 
 
-async def test_the_right_password_opens_a_session_and_leads_to_the_page_that_was_asked_for(console: ConsoleApp) -> None:
+async def test_the_right_password_opens_a_session_and_redirects_to_the_requested_page(console: ConsoleApp) -> None:
     visitor = console.visitor()
 
     answer = await visitor.post("/login", email=" Alice@Example.com ", password=ALICE_PASSWORD, next="/requests?state=error")
@@ -29,7 +29,7 @@ async def test_the_right_password_opens_a_session_and_leads_to_the_page_that_was
     assert (await visitor.get("/requests")).status_code == 200
 
 
-async def test_the_session_cookie_cannot_be_read_by_scripts_or_sent_by_other_sites(console: ConsoleApp) -> None:
+async def test_the_session_cookie_is_http_only_and_same_site(console: ConsoleApp) -> None:
     answer = await console.visitor().post("/login", email=EMAIL, password=ALICE_PASSWORD)
 
     cookie = answer.headers["set-cookie"]
@@ -39,7 +39,7 @@ async def test_the_session_cookie_cannot_be_read_by_scripts_or_sent_by_other_sit
     assert "Path=/" in cookie
 
 
-async def test_over_https_the_cookie_is_secure_and_bound_to_the_host(console: ConsoleApp) -> None:
+async def test_over_https_the_session_cookie_is_secure_and_bound_to_the_host(console: ConsoleApp) -> None:
     visitor = console.visitor("https://gatehouse.test")
 
     answer = await visitor.post("/login", email=EMAIL, password=ALICE_PASSWORD)
@@ -55,7 +55,7 @@ async def test_over_https_the_cookie_is_secure_and_bound_to_the_host(console: Co
     ("email", "password"),
     [(EMAIL, "wrong"), ("nobody@example.com", "wrong"), ("", ""), (EMAIL, ""), ("x" * 2000, "y"), (EMAIL, "y" * 2000)],
 )
-async def test_every_wrong_pair_gets_the_same_answer(console: ConsoleApp, email: str, password: str) -> None:
+async def test_all_wrong_credentials_get_the_same_response(console: ConsoleApp, email: str, password: str) -> None:
     answer = await console.visitor().post("/login", email=email, password=password)
 
     assert answer.status_code == 401
@@ -63,7 +63,7 @@ async def test_every_wrong_pair_gets_the_same_answer(console: ConsoleApp, email:
     assert "set-cookie" not in answer.headers
 
 
-async def test_what_was_typed_comes_back_without_the_password_and_escaped(console: ConsoleApp) -> None:
+async def test_after_a_failure_the_form_keeps_the_escaped_email_but_no_password(console: ConsoleApp) -> None:
     answer = await console.visitor().post("/login", email='"><script>x</script>', password="topsecret-typo")
 
     assert "<script>x" not in answer.text
@@ -71,17 +71,17 @@ async def test_what_was_typed_comes_back_without_the_password_and_escaped(consol
     assert "topsecret-typo" not in answer.text
 
 
-async def test_a_password_that_is_reset_after_it_was_checked_opens_no_session(
+async def test_a_password_reset_during_the_sign_in_opens_no_session(
     console: ConsoleApp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     challenge = console.services.second_factors.challenge
 
-    async def after_a_reset(member_id: str, **options: Any) -> str | None:
+    async def challenge_then_reset(member_id: str, **options: Any) -> str | None:
         stamp = await challenge(member_id, **options)
         await console.services.members.reset_password(EMAIL, "what the owner gave")
         return stamp
 
-    monkeypatch.setattr(console.services.second_factors, "challenge", after_a_reset)
+    monkeypatch.setattr(console.services.second_factors, "challenge", challenge_then_reset)
     answer = await console.visitor().post("/login", email=EMAIL, password=ALICE_PASSWORD)
 
     assert answer.status_code == 401
@@ -89,7 +89,7 @@ async def test_a_password_that_is_reset_after_it_was_checked_opens_no_session(
     assert "set-cookie" not in answer.headers
 
 
-async def test_signing_in_makes_a_new_session_and_ends_the_old_one(console: ConsoleApp) -> None:
+async def test_signing_in_replaces_the_session_of_the_browser(console: ConsoleApp) -> None:
     alice = await console.alice()
     before = alice.http.cookies["gatehouse_session"]
 
@@ -99,7 +99,7 @@ async def test_signing_in_makes_a_new_session_and_ends_the_old_one(console: Cons
     assert await console.services.sessions.resolve(before) is None
 
 
-async def test_a_session_id_that_the_visitor_chose_is_not_taken_over(console: ConsoleApp) -> None:
+async def test_a_session_token_chosen_by_the_client_is_not_adopted(console: ConsoleApp) -> None:
     visitor = console.visitor()
     chosen = "c" * 43
 
@@ -124,13 +124,13 @@ async def test_signing_out_ends_the_session_on_the_server(console: ConsoleApp) -
     assert "Signed out." in (await alice.get("/login")).text
 
 
-async def test_whoever_is_signed_in_does_not_see_the_form(console: ConsoleApp) -> None:
+async def test_the_sign_in_page_redirects_a_signed_in_member(console: ConsoleApp) -> None:
     answer = await (await console.alice()).get("/login?next=%2Fkeys")
 
     assert (answer.status_code, answer.headers["location"]) == (303, "/keys")
 
 
-async def test_guessing_one_account_is_slowed_down_and_the_right_password_does_not_help(
+async def test_attempts_per_account_are_rate_limited_even_with_the_right_password(
     console: ConsoleApp, clock: FakeClock
 ) -> None:
     visitor = console.visitor()
@@ -145,7 +145,7 @@ async def test_guessing_one_account_is_slowed_down_and_the_right_password_does_n
 
 
 @pytest.mark.parametrize(("email", "password"), [("x" * 1001, "wrong"), (EMAIL, "y" * 1025)])
-async def test_what_is_too_long_to_be_right_counts_as_an_attempt(console: ConsoleApp, email: str, password: str) -> None:
+async def test_credentials_that_are_too_long_count_as_an_attempt(console: ConsoleApp, email: str, password: str) -> None:
     visitor = console.visitor()
     statuses = [
         (await visitor.post("/login", email=email, password=password)).status_code for _ in range(PER_ADDRESS.burst + 1)
@@ -158,14 +158,14 @@ async def test_what_is_too_long_to_be_right_counts_as_an_attempt(console: Consol
     assert len(entries.data) == PER_ADDRESS.burst
 
 
-async def test_the_longest_password_that_may_be_chosen_signs_in(console: ConsoleApp) -> None:
+async def test_a_password_of_the_maximum_length_signs_in(console: ConsoleApp) -> None:
     longest = "long password, ".ljust(PASSWORD_CHARS_MAX, "!")
     await console.services.members.reset_password(EMAIL, longest)
 
     assert (await console.visitor().post("/login", email=EMAIL, password=longest)).status_code == 303
 
 
-def test_one_address_cannot_try_many_accounts(clock: FakeClock) -> None:
+def test_attempts_per_address_are_rate_limited_over_all_accounts(clock: FakeClock) -> None:
     attempts = LoginAttempts(clock)
     for number in range(PER_ADDRESS.burst):
         attempts.count(address="192.0.2.1", account=f"{number}@example.com")
@@ -178,7 +178,7 @@ def test_one_address_cannot_try_many_accounts(clock: FakeClock) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tried_from", "and_from", "is_other"),
+    ("first", "second", "are_separate"),
     [
         ("2001:db8:1:2::1", "2001:db8:1:2:ffff::9", False),
         ("fe80::1%eth0", "fe80::2%eth0", False),
@@ -188,16 +188,18 @@ def test_one_address_cannot_try_many_accounts(clock: FakeClock) -> None:
         ("unknown", "2001:db8:1:2::1", True),
     ],
 )
-def test_the_addresses_of_one_sender_count_as_one(clock: FakeClock, tried_from: str, and_from: str, is_other: bool) -> None:
+def test_ipv6_addresses_of_one_network_count_as_one_address(
+    clock: FakeClock, first: str, second: str, are_separate: bool
+) -> None:
     attempts = LoginAttempts(clock)
     for _ in range(PER_ADDRESS.burst):
-        attempts.count_address(address=tried_from)
+        attempts.count_address(address=first)
 
-    with nullcontext() if is_other else pytest.raises(RateLimitExceeded):
-        attempts.count_address(address=and_from)
+    with nullcontext() if are_separate else pytest.raises(RateLimitExceeded):
+        attempts.count_address(address=second)
 
 
-def test_a_proven_password_forgives_the_account_s_attempts(clock: FakeClock) -> None:
+def test_a_successful_sign_in_resets_the_attempts_of_its_account(clock: FakeClock) -> None:
     attempts = LoginAttempts(clock)
     for _ in range(PER_ACCOUNT.burst):
         attempts.count(address="192.0.2.1", account=EMAIL)
@@ -207,7 +209,7 @@ def test_a_proven_password_forgives_the_account_s_attempts(clock: FakeClock) -> 
     attempts.count(address="192.0.2.1", account=EMAIL)
 
 
-def test_attempts_are_remembered_of_a_bounded_number_of_visitors(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_remembered_attempts_is_bounded(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("appliance.console.login_attempts.ENTRIES_MAX", 4)
     attempts = LoginAttempts(clock)
 
@@ -218,7 +220,7 @@ def test_attempts_are_remembered_of_a_bounded_number_of_visitors(clock: FakeCloc
 
 
 @pytest.mark.parametrize(("theme", "attribute"), [("dark", 'data-theme="dark"'), ("light", 'data-theme="light"')])
-async def test_the_chosen_colours_are_in_the_page_from_the_server(console: ConsoleApp, theme: str, attribute: str) -> None:
+async def test_the_chosen_colour_scheme_is_rendered_by_the_server(console: ConsoleApp, theme: str, attribute: str) -> None:
     alice = await console.alice()
 
     answer = await alice.post("/theme", theme=theme, next="/keys")
@@ -227,7 +229,7 @@ async def test_the_chosen_colours_are_in_the_page_from_the_server(console: Conso
     assert attribute in (await alice.get("/keys")).text
 
 
-async def test_colours_that_do_not_exist_change_nothing(console: ConsoleApp) -> None:
+async def test_an_unknown_colour_scheme_is_ignored(console: ConsoleApp) -> None:
     alice = await console.alice()
 
     await alice.post("/theme", theme='"><script>', next="//evil.test")
@@ -236,10 +238,12 @@ async def test_colours_that_do_not_exist_change_nothing(console: ConsoleApp) -> 
     assert "data-theme" not in page
 
 
-async def test_colours_chosen_beside_a_form_with_an_error_show_the_page_of_the_form_again(console: ConsoleApp) -> None:
+async def test_changing_the_colour_scheme_on_a_form_error_returns_to_the_page_of_the_form(console: ConsoleApp) -> None:
     alice = await console.alice()
 
-    answer = await alice.post_with({"referer": "http://box/account?from=mail"}, "/account/password", current="wrong")
+    answer = await alice.post_with(
+        {"referer": "http://gatehouse.example/account?from=mail"}, "/account/password", current="wrong"
+    )
 
     assert answer.status_code == 422
     assert 'name="next" value="/account?from=mail"' in answer.text

@@ -1,4 +1,4 @@
-"""The console of a member of one tenant only, and of a member with an initial password."""
+"""The console of members who belong to one tenant only, and of members with a temporary password."""
 
 from __future__ import annotations
 
@@ -10,30 +10,15 @@ from appliance.console import live_stream
 from appliance.console.context import Console
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.browser_rules import PLAIN_COOKIE
-from appliance.tenancy.members import Member
 from tests.support.clock import FakeClock
-from tests.support.console_fixtures import Browser, ConsoleApp
+from tests.support.console_fixtures import MEMBER_PASSWORD, ConsoleApp
 
-PASSWORD = "a long password of tests"
-FROM_OTHERS = "made-by-somebody-else"
-
-
-async def member_of(console: ConsoleApp, tenant_id: str, role: str) -> Member:
-    """Return a new member with a password of his own."""
-    member = await console.services.members.create(f"{role}@example.com", PASSWORD, "member")
-    await console.services.memberships.add(tenant_id, member.id, role, access=WHOLE_APPLIANCE)
-    return member
-
-
-async def browser_of(console: ConsoleApp, role: str) -> Browser:
-    """Return the browser of a new member of Bob's tenant, signed in."""
-    member = await member_of(console, console.cast.bob.tenant.id, role)
-    return await console.visitor().sign_in(member.email, PASSWORD)
+TEMPORARY_PASSWORD = "made-by-somebody-else"
 
 
 @pytest.mark.parametrize("role", ["manager", "developer", "viewer"])
-async def test_who_belongs_to_a_tenant_sees_it_and_nothing_else(console: ConsoleApp, role: str) -> None:
-    browser = await browser_of(console, role)
+async def test_a_member_of_one_tenant_sees_only_that_tenant(console: ConsoleApp, role: str) -> None:
+    browser = await console.member_of(console.cast.bob, role)
     bob, charlie = console.cast.bob, console.cast.charlie
 
     overview = await browser.get("/")
@@ -50,8 +35,10 @@ async def test_who_belongs_to_a_tenant_sees_it_and_nothing_else(console: Console
 
 
 @pytest.mark.parametrize(("role", "may"), [("manager", True), ("developer", True), ("viewer", False)])
-async def test_who_may_make_keys_is_offered_it(console: ConsoleApp, role: str, may: bool) -> None:
-    browser = await browser_of(console, role)
+async def test_managers_and_developers_can_create_and_revoke_keys_but_viewers_cannot(
+    console: ConsoleApp, role: str, may: bool
+) -> None:
+    browser = await console.member_of(console.cast.bob, role)
     tenant = f"/tenants/{console.cast.bob.tenant.id}"
     key = f"/keys/{console.cast.bob.key.id}"
 
@@ -64,8 +51,8 @@ async def test_who_may_make_keys_is_offered_it(console: ConsoleApp, role: str, m
     assert (await browser.post(f"{tenant}/suspend")).status_code == 403
 
 
-async def test_a_request_of_another_tenant_is_neither_seen_nor_cancelled(console: ConsoleApp) -> None:
-    browser = await browser_of(console, "developer")
+async def test_requests_of_another_tenant_are_hidden_and_cannot_be_cancelled(console: ConsoleApp) -> None:
+    browser = await console.member_of(console.cast.bob, "developer")
     console.engine_side.add(console.cast.bob, "req_bobs")
     console.engine_side.add(console.cast.charlie, "req_charlies")
 
@@ -79,17 +66,17 @@ async def test_a_request_of_another_tenant_is_neither_seen_nor_cancelled(console
     assert console.engine_side.aborted == ["req_bobs"]
 
 
-async def test_a_viewer_of_a_tenant_cancels_nothing(console: ConsoleApp) -> None:
-    browser = await browser_of(console, "viewer")
+async def test_a_viewer_of_a_tenant_cannot_cancel_requests(console: ConsoleApp) -> None:
+    browser = await console.member_of(console.cast.bob, "viewer")
     console.engine_side.add(console.cast.bob, "req_bobs")
 
     assert "Cancel" not in (await browser.get("/requests")).text
     assert (await browser.post("/requests/cancel", request_id="req_bobs")).status_code == 403
 
 
-async def test_one_sample_is_rendered_for_each_that_may_see_different_things(console: ConsoleApp, clock: FakeClock) -> None:
+async def test_one_sample_is_rendered_once_per_set_of_permissions(console: ConsoleApp, clock: FakeClock) -> None:
     console_state = Console(console.services)
-    alice, bobs = await console.alice(), await browser_of(console, "viewer")
+    alice, bobs = await console.alice(), await console.member_of(console.cast.bob, "viewer")
     console.engine_side.add(console.cast.bob, "req_bobs")
     console.engine_side.add(console.cast.charlie, "req_charlies")
     seen = []
@@ -107,15 +94,15 @@ async def test_one_sample_is_rendered_for_each_that_may_see_different_things(con
     stream = live_stream._frames(console_state, "requests", token=token)
     await anext(stream)
     await stream.aclose()
-    assert len(console_state.frames) == 1, "the frames of the sample before are let go"
+    assert len(console_state.frames) == 1, "frames of the previous sample are dropped"
 
 
-async def test_a_role_that_ends_ends_the_live_page_at_the_next_look(
+async def test_losing_the_role_ends_the_live_stream_at_the_next_sample(
     console: ConsoleApp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live_stream, "SESSION_CHECK_TICKS", 1)
-    dora = await console.services.members.create("dora@example.com", PASSWORD, "viewer")
-    browser = await console.visitor().sign_in(dora.email, PASSWORD)
+    dora = await console.services.members.create("dora@example.com", MEMBER_PASSWORD, "viewer")
+    browser = await console.visitor().sign_in(dora.email, MEMBER_PASSWORD)
     stream = live_stream._frames(Console(console.services), "overview", token=browser.http.cookies[PLAIN_COOKIE])
     await anext(stream)
     await console.services.members.change(dora.id, role="member")
@@ -125,11 +112,11 @@ async def test_a_role_that_ends_ends_the_live_page_at_the_next_look(
     await stream.aclose()
 
 
-async def test_a_password_made_by_somebody_else_is_good_for_choosing_another(console: ConsoleApp) -> None:
-    member = await console.services.members.create("dora@example.com", FROM_OTHERS, "member", temporary=True)
+async def test_a_temporary_password_gives_access_only_to_changing_it(console: ConsoleApp) -> None:
+    member = await console.services.members.create("dora@example.com", TEMPORARY_PASSWORD, "member", temporary=True)
     await console.services.memberships.add(console.cast.bob.tenant.id, member.id, "manager", access=WHOLE_APPLIANCE)
     browser = console.visitor()
-    assert (await browser.post("/login", email=member.email, password=FROM_OTHERS)).status_code == 303
+    assert (await browser.post("/login", email=member.email, password=TEMPORARY_PASSWORD)).status_code == 303
 
     for path in ("/", "/tenants", f"/tenants/{console.cast.bob.tenant.id}", "/console/events"):
         answer = await browser.get(path)
@@ -139,9 +126,9 @@ async def test_a_password_made_by_somebody_else_is_good_for_choosing_another(con
     assert not [words for words in ("Second factor", "Signed-in devices") if words in page.text]
     browser.csrf_token = re.findall(r'name="csrf_token" value="([^"]+)"', page.text)[0]
     assert (await browser.post(f"/keys/{console.cast.bob.key.id}/revoke")).headers["location"] == "/account"
-    same = {"current": FROM_OTHERS, "password": FROM_OTHERS, "again": FROM_OTHERS}
+    same = {"current": TEMPORARY_PASSWORD, "password": TEMPORARY_PASSWORD, "again": TEMPORARY_PASSWORD}
     assert (await browser.post("/account/password", **same)).status_code == 422
-    own = {"current": FROM_OTHERS, "password": PASSWORD, "again": PASSWORD}
+    own = {"current": TEMPORARY_PASSWORD, "password": MEMBER_PASSWORD, "again": MEMBER_PASSWORD}
     assert (await browser.post("/account/password", **own)).status_code == 303
     assert (await browser.get("/tenants")).status_code == 200
     assert (await console.services.keys.get(console.cast.bob.key.id, access=WHOLE_APPLIANCE)).revoked_at is None

@@ -1,4 +1,4 @@
-"""All drafts of a month closed in one go in the console, as confirmed and by those who may bill."""
+"""Closing all drafts of a month at once in the console: confirmation, failures of single drafts, and permissions."""
 
 from __future__ import annotations
 
@@ -10,35 +10,33 @@ from appliance.tenancy.access import WHOLE_APPLIANCE, Access
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import Browser, ConsoleApp
 from tests.support.factories import pending
-from tests.unit.test_console_invoices import MONTH, drafted, over, use
+from tests.unit.test_console_invoices import MONTH, bill_usage, draft, end_month
 
 CLOSING = f"/invoices/months/{MONTH}/close"
 
 
-async def confirmed(browser: Browser) -> str:
-    """Return what the form for closing the month sends back."""
+async def confirmation_token(browser: Browser) -> str:
+    """Return the value by which the form for closing the month confirms the sums that it showed."""
     page = (await browser.get(CLOSING)).text
     return page.partition('name="confirmed" value="')[2].partition('"')[0]
 
 
-async def test_all_drafts_of_a_month_are_closed_after_their_number_and_sums_are_confirmed(
-    console: ConsoleApp, clock: FakeClock
-) -> None:
-    await use(console, console.cast.bob, completion=1_000_000)
-    await use(console, console.cast.charlie, completion=2_000_000)
+async def test_after_confirmation_all_drafts_of_a_month_are_closed(console: ConsoleApp, clock: FakeClock) -> None:
+    await bill_usage(console, console.cast.bob, completion=1_000_000)
+    await bill_usage(console, console.cast.charlie, completion=2_000_000)
     alice = await console.alice()
-    addresses = [await drafted(console, alice, person) for person in (console.cast.charlie, console.cast.bob)]
+    addresses = [await draft(console, alice, person) for person in (console.cast.charlie, console.cast.bob)]
     link = f'href="{CLOSING}"'
     assert link not in (await alice.get("/invoices")).text
-    over(clock)
+    end_month(clock)
     alice = await console.alice()
     assert link in (await alice.get("/invoices")).text
     assert link in (await alice.get("/invoices?state=closed")).text
 
-    asked = (await alice.fragment(CLOSING)).text
+    confirmation = (await alice.fragment(CLOSING)).text
     for text in ("2 invoices in EUR", "<b>36.00 EUR</b>", "Close 2 invoices", "No invoice issuer is entered"):
-        assert text in asked
-    answer = await alice.post(CLOSING, confirmed=await confirmed(alice))
+        assert text in confirmation
+    answer = await alice.post(CLOSING, confirmed=await confirmation_token(alice))
 
     assert (answer.status_code, answer.headers["location"]) == (303, "/invoices?state=closed")
     pages = [(await alice.get(address)).text for address in addresses]
@@ -48,15 +46,15 @@ async def test_all_drafts_of_a_month_are_closed_after_their_number_and_sums_are_
     assert (await alice.get(CLOSING)).status_code == 404
 
 
-async def test_no_other_sums_are_closed_than_those_confirmed(console: ConsoleApp, clock: FakeClock) -> None:
-    await use(console, console.cast.bob, completion=1_000_000)
-    address = await drafted(console, await console.alice(), console.cast.bob)
-    over(clock)
+async def test_nothing_is_closed_if_the_sums_have_changed_since_the_confirmation(console: ConsoleApp, clock: FakeClock) -> None:
+    await bill_usage(console, console.cast.bob, completion=1_000_000)
+    address = await draft(console, await console.alice(), console.cast.bob)
+    end_month(clock)
     alice = await console.alice()
-    seen = await confirmed(alice)
+    seen = await confirmation_token(alice)
     entry = pending(console.cast.charlie, request_id=new_id("req"))
     await console.services.ledger.open(entry)
-    await drafted(console, alice, console.cast.charlie)
+    await draft(console, alice, console.cast.charlie)
 
     answer = await alice.post(CLOSING, confirmed=seen)
 
@@ -64,17 +62,17 @@ async def test_no_other_sums_are_closed_than_those_confirmed(console: ConsoleApp
     assert f'href="{address}/close"' in (await alice.get(address)).text
 
 
-async def test_a_draft_that_cannot_be_closed_stays_with_its_reason_while_the_others_are_closed(
+async def test_a_draft_that_cannot_be_closed_is_reported_and_the_others_are_closed(
     console: ConsoleApp, clock: FakeClock
 ) -> None:
-    await use(console, console.cast.bob)
-    over(clock)
-    await use(console, console.cast.bob)
+    await bill_usage(console, console.cast.bob)
+    end_month(clock)
+    await bill_usage(console, console.cast.bob)
     alice = await console.alice()
     later = f"{clock.now():%Y-%m}"
     for person in (console.cast.bob, console.cast.charlie):
         assert (await alice.post("/invoices", tenant=person.tenant.id, month=later)).status_code == 303
-    over(clock)
+    end_month(clock)
     alice = await console.alice()
     page = (await alice.get(f"/invoices/months/{later}/close")).text
     seen = page.partition('name="confirmed" value="')[2].partition('"')[0]
@@ -87,37 +85,35 @@ async def test_a_draft_that_cannot_be_closed_stays_with_its_reason_while_the_oth
     assert "Close 1 invoice<" in answer.text
 
 
-async def test_a_draft_that_is_discarded_while_its_month_is_closed_keeps_no_other_from_being_closed(
+async def test_a_draft_discarded_while_the_month_is_closed_does_not_stop_the_others(
     console: ConsoleApp, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     addresses = []
     for person in (console.cast.bob, console.cast.charlie):
-        await use(console, person)
-        addresses.append(await drafted(console, await console.alice(), person))
-    over(clock)
+        await bill_usage(console, person)
+        addresses.append(await draft(console, await console.alice(), person))
+    end_month(clock)
     alice, invoices = await console.alice(), console.services.invoices
-    seen, close = await confirmed(alice), invoices.close
+    seen, close = await confirmation_token(alice), invoices.close
 
-    async def close_after_another(invoice_id: str, *, access: Access) -> Invoice:
+    async def discard_then_close(invoice_id: str, *, access: Access) -> Invoice:
         if addresses[0].endswith(invoice_id):
             await invoices.discard(invoice_id, access=WHOLE_APPLIANCE)
         return await close(invoice_id, access=access)
 
-    monkeypatch.setattr(invoices, "close", close_after_another)
+    monkeypatch.setattr(invoices, "close", discard_then_close)
     answer = await alice.post(CLOSING, confirmed=seen)
 
     assert (answer.status_code, answer.headers.get("location")) == (303, "/invoices?state=closed")
     assert [head.state for head in (await invoices.list(access=WHOLE_APPLIANCE)).data] == ["closed"]
 
 
-async def test_only_who_may_bill_closes_a_month(console: ConsoleApp, clock: FakeClock) -> None:
-    await use(console, console.cast.bob)
-    address = await drafted(console, await console.alice(), console.cast.bob)
-    member = await console.services.members.create("manager@example.com", "the manager's long password", "member")
-    await console.services.memberships.add(console.cast.bob.tenant.id, member.id, "manager", access=WHOLE_APPLIANCE)
-    over(clock)
-    seen = await confirmed(await console.alice())
-    manager = await console.visitor().sign_in("manager@example.com", "the manager's long password")
+async def test_only_billing_roles_can_close_a_month(console: ConsoleApp, clock: FakeClock) -> None:
+    await bill_usage(console, console.cast.bob)
+    address = await draft(console, await console.alice(), console.cast.bob)
+    end_month(clock)
+    seen = await confirmation_token(await console.alice())
+    manager = await console.member_of(console.cast.bob, "manager")
 
     for browser in (manager, await console.vera()):
         assert (await browser.get(CLOSING)).status_code == 403

@@ -1,4 +1,4 @@
-"""The overview and its live stream."""
+"""The overview page, its live stream, and error pages of the console."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ async def overview(console: ConsoleApp) -> str:
     return (await (await console.alice()).get("/")).text
 
 
-async def test_without_a_gpu_the_page_says_that_the_engine_runs_on_the_processor(console: ConsoleApp) -> None:
+async def test_without_a_gpu_the_overview_names_the_cpu(console: ConsoleApp) -> None:
     page = await overview(console)
 
     assert "No NVIDIA GPU" in page
     assert "The engine runs on the CPU (A processor)" in page
 
 
-async def test_the_processor_s_name_does_not_repeat_what_it_is(console: ConsoleApp) -> None:
+async def test_a_device_name_that_begins_with_cpu_is_not_shown_twice(console: ConsoleApp) -> None:
     console.engine_side.info = make_engine_info(device_name="CPU, 3 threads")
 
     assert "The engine runs on the CPU (3 threads)" in await overview(console)
 
 
 @pytest.mark.parametrize(("threads", "words"), [(3, " (3 threads)"), (2, "")])
-async def test_several_engines_on_the_processor_are_not_told_as_the_first_one(
+async def test_several_engines_on_the_cpu_show_the_device_only_if_it_is_the_same(
     console: ConsoleApp, threads: int, words: str
 ) -> None:
     console.engine_side.info = make_engine_info(device_name="CPU, 3 threads")
@@ -63,7 +63,7 @@ async def test_several_engines_on_the_processor_are_not_told_as_the_first_one(
     assert f"No NVIDIA GPU. The engines run on the CPU{words}</dd>" in await overview(console)
 
 
-async def test_an_engine_that_is_being_started_again_is_not_called_up(console: ConsoleApp) -> None:
+async def test_a_restarting_engine_has_no_uptime_but_a_start_time_and_its_error(console: ConsoleApp) -> None:
     console.engine_side.state, console.engine_side.error = "restarting", "the process ended with signal 9"
 
     page = await overview(console)
@@ -73,7 +73,7 @@ async def test_an_engine_that_is_being_started_again_is_not_called_up(console: C
     assert '<p class="notice warn">The process ended with signal 9.</p>' in page
 
 
-async def test_a_gpu_that_cannot_be_read_is_an_error_and_not_an_absence(console: ConsoleApp) -> None:
+async def test_an_unreadable_gpu_is_an_error_and_not_a_missing_gpu(console: ConsoleApp) -> None:
     console.engine_side.gpu_error = "GPU cannot be read: driver gone"
 
     page = await overview(console)
@@ -82,7 +82,7 @@ async def test_a_gpu_that_cannot_be_read_is_an_error_and_not_an_absence(console:
     assert "No NVIDIA GPU" not in page
 
 
-async def test_gpu_memory_is_split_into_weights_kv_other_and_free(console: ConsoleApp) -> None:
+async def test_the_memory_of_one_gpu_is_split_into_weights_kv_other_and_free(console: ConsoleApp) -> None:
     console.engine_side.gpus, console.engine_side.gpu_error = [GPU], None
     console.engine_side.info = make_engine_info(device="cuda")
 
@@ -101,7 +101,7 @@ async def test_gpu_memory_is_split_into_weights_kv_other_and_free(console: Conso
     assert "4.0 GiB of 16.0 GiB" in page
 
 
-async def test_with_several_gpus_only_what_is_used_is_claimed(console: ConsoleApp) -> None:
+async def test_with_several_gpus_only_the_used_memory_of_each_is_shown(console: ConsoleApp) -> None:
     console.engine_side.gpus = [GPU, dataclasses.replace(GPU, index=1, power_w=None, utilization=None, temperature_c=None)]
     console.engine_side.gpu_error = None
     console.engine_side.info = make_engine_info(device="cuda")
@@ -122,7 +122,7 @@ async def test_with_several_gpus_only_what_is_used_is_claimed(console: ConsoleAp
         ("none (stored as int8 in groups of 128)", "weights 1.0 GiB (stored as int8 in groups of 128)"),
     ],
 )
-async def test_the_format_of_the_weights_is_shown_and_that_of_a_checkpoint_that_was_decoded(
+async def test_the_weight_format_and_the_format_of_a_decoded_checkpoint_are_shown(
     quantization: str, shown: str, console: ConsoleApp
 ) -> None:
     console.engine_side.info = dataclasses.replace(make_engine_info(), quantization=quantization)
@@ -130,7 +130,7 @@ async def test_the_format_of_the_weights_is_shown_and_that_of_a_checkpoint_that_
     assert shown in [fact.strip() for fact in re.split(r"[·>\n]", facts)]
 
 
-async def test_memory_is_told_part_by_part_as_it_was_taken_and_as_it_was_predicted(console: ConsoleApp) -> None:
+async def test_measured_and_predicted_memory_are_shown_part_by_part(console: ConsoleApp) -> None:
     console.engine_side.info = dataclasses.replace(make_engine_info(), memory_note="the context is 512 tokens: it needs more")
 
     page = " ".join((await overview(console)).split())
@@ -142,7 +142,7 @@ async def test_memory_is_told_part_by_part_as_it_was_taken_and_as_it_was_predict
     assert "the context is 512 tokens: it needs more" in page
 
 
-async def test_the_api_tells_the_same_memory(console: ConsoleApp) -> None:
+async def test_the_system_api_reports_the_same_memory(console: ConsoleApp) -> None:
     (engine,) = system_shape(await console.services.sampler.sample(), "1").engine
 
     assert [(part.name, part.predicted_bytes, part.measured_bytes) for part in engine.memory] == [
@@ -154,7 +154,7 @@ async def test_the_api_tells_the_same_memory(console: ConsoleApp) -> None:
     assert engine.memory_note is None
 
 
-async def test_memory_of_captured_graphs_is_told_with_their_number(console: ConsoleApp) -> None:
+async def test_the_memory_of_captured_graphs_is_shown_with_their_number(console: ConsoleApp) -> None:
     graphs = MemoryPart(name="graphs", predicted_bytes=GIB, measured_bytes=64 << 20, num_predicted=91, num_measured=9)
     console.engine_side.info = dataclasses.replace(make_engine_info(), memory=[graphs])
 
@@ -164,13 +164,13 @@ async def test_memory_of_captured_graphs_is_told_with_their_number(console: Cons
     assert '<dt>Graphs</dt><dd>64.0 MiB of 9 <small class="muted">1.0 GiB of 91</small></dd>' in await overview(console)
 
 
-async def test_an_engine_that_is_not_there_yet_has_no_memory_to_tell(console: ConsoleApp) -> None:
+async def test_an_engine_without_facts_has_no_memory_section(console: ConsoleApp) -> None:
     console.engine_side.info = None
 
     assert "Device memory" not in await overview(console)
 
 
-async def test_the_page_shows_the_engine_its_blocks_and_the_host(console: ConsoleApp) -> None:
+async def test_the_overview_shows_kv_blocks_latencies_and_the_host(console: ConsoleApp) -> None:
     page = await overview(console)
 
     for text in (
@@ -190,7 +190,9 @@ async def test_the_page_shows_the_engine_its_blocks_and_the_host(console: Consol
     ("state", "error", "text"),
     [("failed", "no such file: model.safetensors", "model.safetensors"), ("loading", None, "loading")],
 )
-async def test_an_engine_that_is_not_ready_says_why(console: ConsoleApp, state: str, error: str | None, text: str) -> None:
+async def test_an_engine_that_is_not_ready_shows_its_state_or_error(
+    console: ConsoleApp, state: str, error: str | None, text: str
+) -> None:
     console.engine_side.state, console.engine_side.error = state, error
     console.engine_side.info = console.engine_side.status = None
 
@@ -199,7 +201,7 @@ async def test_an_engine_that_is_not_ready_says_why(console: ConsoleApp, state: 
     assert text in page
 
 
-async def test_a_database_that_takes_no_writes_is_said_at_the_top(console: ConsoleApp) -> None:
+async def test_a_database_that_refuses_writes_is_reported_at_the_top(console: ConsoleApp) -> None:
     console.engine_side.database_ok = False
 
     assert "The database accepts no writes" in await overview(console)
@@ -220,9 +222,9 @@ async def test_today_s_totals_come_from_the_ledger(console: ConsoleApp, clock: F
     assert entry.request_id in page
 
 
-async def test_costs_of_another_currency_stand_beside_and_are_not_added(console: ConsoleApp, clock: FakeClock) -> None:
-    before = PriceBook(console.services.db, clock, currency="USD")  # as the appliance was set when the price was made
-    price = await before.add(model="demo", currency="USD", prompt=10**12, cached_prompt=0, completion=0)
+async def test_costs_in_another_currency_are_shown_separately(console: ConsoleApp, clock: FakeClock) -> None:
+    dollar_prices = PriceBook(console.services.db, clock, currency="USD")  # the price was added under another setting
+    price = await dollar_prices.add(model="demo", currency="USD", prompt=10**12, cached_prompt=0, completion=0)
     entry = pending(console.cast.bob, price=price, admitted_at=clock.now())
     await console.services.ledger.open(entry)
     await console.services.ledger.settle(posted(entry.request_id, prompt=3, completion=1))
@@ -234,9 +236,7 @@ async def test_costs_of_another_currency_stand_beside_and_are_not_added(console:
     assert "3.00 USD" in page
 
 
-async def test_prompt_tokens_per_second_survive_an_engine_that_begins_again_at_zero(
-    console: ConsoleApp, clock: FakeClock
-) -> None:
+async def test_the_prompt_token_rate_is_never_negative_after_an_engine_restart(console: ConsoleApp, clock: FakeClock) -> None:
     side, sampler = console.engine_side, console.services.sampler
     sampler.history.clear()
     for total in (0, 100, 400, 50):
@@ -247,14 +247,14 @@ async def test_prompt_tokens_per_second_survive_an_engine_that_begins_again_at_z
     assert prompt_history("demo", list(sampler.history)) == [50.0, 150.0, 0.0]
 
 
-async def frames(console: ConsoleApp, view: str, *, token: str) -> Any:
-    """Return the stream of frames as the live stream sends them."""
+async def open_stream(console: ConsoleApp, view: str, *, token: str) -> Any:
+    """Return the frames of the live stream of `view`, for the session of `token`."""
     return live_stream._frames(Console(console.services), view, token=token)
 
 
-async def test_the_stream_sends_the_current_state_and_then_each_new_sample(console: ConsoleApp, clock: FakeClock) -> None:
+async def test_the_stream_sends_the_current_state_and_then_every_new_sample(console: ConsoleApp, clock: FakeClock) -> None:
     token = (await console.alice()).http.cookies["gatehouse_session"]
-    stream = await frames(console, "overview", token=token)
+    stream = await open_stream(console, "overview", token=token)
 
     first = (await anext(stream)).decode()
     console.engine_side.tokens_per_second = 77.7
@@ -271,11 +271,11 @@ async def test_the_stream_sends_the_current_state_and_then_each_new_sample(conso
     assert "77.7" in second
 
 
-async def test_the_stream_of_requests_has_buttons_for_those_who_may_use_them(console: ConsoleApp) -> None:
+async def test_the_stream_of_requests_has_buttons_only_for_members_who_may_cancel(console: ConsoleApp) -> None:
     console.engine_side.add(console.cast.bob, "req_live")
 
     for browser, changing in ((await console.alice(), True), (await console.vera(), False)):
-        stream = await frames(console, "requests", token=browser.http.cookies["gatehouse_session"])
+        stream = await open_stream(console, "requests", token=browser.http.cookies["gatehouse_session"])
         frame = (await anext(stream)).decode()
         await stream.aclose()
 
@@ -283,7 +283,7 @@ async def test_the_stream_of_requests_has_buttons_for_those_who_may_use_them(con
         assert ("Cancel" in frame) is changing
 
 
-async def test_one_sample_is_rendered_once_for_all_watchers(console: ConsoleApp, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_sample_is_rendered_once_for_all_streams(console: ConsoleApp, monkeypatch: pytest.MonkeyPatch) -> None:
     token = (await console.alice()).http.cookies["gatehouse_session"]
     console_state, rendered = Console(console.services), 0
 
@@ -301,22 +301,20 @@ async def test_one_sample_is_rendered_once_for_all_watchers(console: ConsoleApp,
     assert rendered == 1
 
 
-async def test_the_stream_of_an_ended_session_says_so_and_ends(console: ConsoleApp) -> None:
+async def test_the_stream_of_an_ended_session_sends_signed_out_and_ends(console: ConsoleApp) -> None:
     token = (await console.alice()).http.cookies["gatehouse_session"]
     await console.services.sessions.close(token)
 
-    sent = [frame async for frame in await frames(console, "overview", token=token)]
+    sent = [frame async for frame in await open_stream(console, "overview", token=token)]
 
     assert sent == [b"event: signed-out\ndata: sign in again\n\n"]
 
 
-async def test_a_view_that_does_not_exist_is_refused(console: ConsoleApp) -> None:
+async def test_an_unknown_view_is_a_bad_request(console: ConsoleApp) -> None:
     assert (await (await console.alice()).get("/console/events?view=secrets")).status_code == 400
 
 
-async def test_more_streams_than_are_served_are_refused_with_a_wait(
-    console: ConsoleApp, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_streams_beyond_the_limit_get_503_with_retry_after(console: ConsoleApp, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_stream, "STREAMS_MAX", 0)
 
     answer = await (await console.alice()).get("/console/events")
@@ -324,19 +322,19 @@ async def test_more_streams_than_are_served_are_refused_with_a_wait(
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "10")
 
 
-async def test_without_scripts_a_page_says_that_it_is_as_of_its_load(console: ConsoleApp) -> None:
+async def test_without_scripts_a_page_says_that_it_shows_the_state_at_load(console: ConsoleApp) -> None:
     page = (await (await console.alice()).get("/")).text
     assert "<span data-live-text>As of page load</span>" in page
 
 
-async def test_a_fault_is_a_page_that_tells_nothing_but_where_to_look(
+async def test_an_internal_error_shows_only_a_reference_to_the_log(
     console: ConsoleApp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def broken(*_: object, **__: object) -> None:
+    async def raise_internal_error(*_: object, **__: object) -> None:
         raise RuntimeError("the secret inner detail")
 
     alice = await console.alice()
-    monkeypatch.setattr(type(console.services.past_requests), "page", broken)
+    monkeypatch.setattr(type(console.services.past_requests), "page", raise_internal_error)
 
     page, fragment = await alice.get("/requests"), await alice.fragment("/requests")
 
@@ -346,23 +344,23 @@ async def test_a_fault_is_a_page_that_tells_nothing_but_where_to_look(
     assert "secret inner detail" not in page.text + fragment.text + str(fragment.headers)
 
 
-async def test_after_a_fault_nobody_is_told_that_nothing_was_changed(
+async def test_an_internal_error_after_a_commit_does_not_claim_that_nothing_changed(
     console: ConsoleApp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alice, revoke = await console.alice(), console.services.keys.revoke
 
-    async def broken_after_it(key_id: str, **options: Any) -> None:
+    async def revoke_then_raise(key_id: str, **options: Any) -> None:
         await revoke(key_id, **options)
         raise RuntimeError("after COMMIT")
 
-    monkeypatch.setattr(console.services.keys, "revoke", broken_after_it)
+    monkeypatch.setattr(console.services.keys, "revoke", revoke_then_raise)
     answer = await alice.post(f"/keys/{console.cast.bob.key.id}/revoke")
 
     assert answer.status_code == 500
     assert "Check whether the change was made before you send it again." in answer.text
 
 
-async def test_a_path_that_is_nowhere_is_a_page_for_a_browser_and_an_error_object_for_a_program(console: ConsoleApp) -> None:
+async def test_an_unknown_path_is_a_page_for_browsers_and_an_error_object_for_api_clients(console: ConsoleApp) -> None:
     visitor = console.visitor()
 
     page = await visitor.get("/nothing/here", Accept="text/html,application/xhtml+xml,*/*;q=0.8")
@@ -375,7 +373,7 @@ async def test_a_path_that_is_nowhere_is_a_page_for_a_browser_and_an_error_objec
 
 
 @pytest.mark.parametrize(("path", "status"), [("/nothing/here", 404), ("/tenants/tn_x/nothing", 404), ("/logout", 405)])
-async def test_who_is_signed_in_keeps_the_menu_on_a_path_that_is_nowhere(console: ConsoleApp, path: str, status: int) -> None:
+async def test_error_pages_keep_the_menu_for_signed_in_members(console: ConsoleApp, path: str, status: int) -> None:
     browser = "text/html,application/xhtml+xml,*/*;q=0.8"
     page = await (await console.alice()).get(path, Accept=browser)
     visitor = await console.visitor().get(path, Accept=browser)
@@ -387,7 +385,7 @@ async def test_who_is_signed_in_keeps_the_menu_on_a_path_that_is_nowhere(console
     assert (error_pages.NOT_FOUND if status == 404 else error_pages.WRONG_METHOD) in page.text
 
 
-async def test_a_wrong_method_is_told_which_are_right_and_paths_of_programs_have_no_pages(console: ConsoleApp) -> None:
+async def test_a_wrong_method_gets_405_with_allow_and_api_paths_have_no_error_pages(console: ConsoleApp) -> None:
     alice = await console.alice()
     page = await alice.get("/logout", Accept="text/html")
     readable = await alice.http.post("/usage", headers={"accept": "text/html"})
@@ -398,15 +396,15 @@ async def test_a_wrong_method_is_told_which_are_right_and_paths_of_programs_have
     assert program.json()["error"]["code"] == "not_found"
 
 
-async def test_a_path_that_is_nowhere_is_told_while_the_database_is_away(
+async def test_an_unknown_path_gets_503_while_the_database_is_unreachable(
     console: ConsoleApp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alice = await console.alice()
 
-    async def away(_token: str) -> None:
+    async def raise_pool_timeout(_token: str) -> None:
         raise PoolTimeout
 
-    monkeypatch.setattr(console.services.sessions, "resolve", away)
+    monkeypatch.setattr(console.services.sessions, "resolve", raise_pool_timeout)
     page = await alice.get("/nothing/here", Accept="text/html")
 
     assert page.status_code == 503
@@ -414,9 +412,9 @@ async def test_a_path_that_is_nowhere_is_told_while_the_database_is_away(
     assert '<a class="button primary" href="">Try again</a>' in page.text
 
 
-async def test_the_stream_ends_when_the_appliance_is_shutting_down(console: ConsoleApp) -> None:
+async def test_the_stream_ends_when_the_appliance_shuts_down(console: ConsoleApp) -> None:
     token = (await console.alice()).http.cookies["gatehouse_session"]
-    stream = await frames(console, "overview", token=token)
+    stream = await open_stream(console, "overview", token=token)
     await anext(stream)
 
     console.engine_side.draining = True
@@ -425,7 +423,7 @@ async def test_the_stream_ends_when_the_appliance_is_shutting_down(console: Cons
     assert [frame async for frame in stream] == []
 
 
-async def test_the_page_says_who_holds_seats_and_blocks_and_who_waits(console: ConsoleApp) -> None:
+async def test_the_overview_shows_running_waiting_and_kv_blocks_by_tenant(console: ConsoleApp) -> None:
     console.engine_side.tenants = [tenant(f"team {number}", waiting=number, blocks=100 - number) for number in range(10)]
     page = await overview(console)
 
@@ -437,7 +435,7 @@ async def test_the_page_says_who_holds_seats_and_blocks_and_who_waits(console: C
     assert "all others: 370 of 1000 blocks" in page
 
 
-async def test_without_requests_the_page_says_that_nobody_is_served(console: ConsoleApp) -> None:
+async def test_without_requests_the_overview_omits_all_optional_figures(console: ConsoleApp) -> None:
     page = await overview(console)
 
     assert "No running or waiting requests." in page
@@ -446,24 +444,22 @@ async def test_without_requests_the_page_says_that_nobody_is_served(console: Con
     assert "slow path" not in page
 
 
-async def test_an_engine_that_falls_back_to_its_plain_way_is_shown_with_the_reason(console: ConsoleApp) -> None:
+async def test_steps_that_fell_back_to_the_slow_path_are_shown_with_the_reason(console: ConsoleApp) -> None:
     console.engine_side.status = engine_status(fallback_steps_total=1200, fallback_reason="a step in flight failed: <boom>")
     page = await overview(console)
 
     assert "1,200 steps fell back to the slow path; the last because a step in flight failed: &lt;boom&gt;" in page
 
 
-@pytest.mark.parametrize(("scored", "told"), [(0, "3 logit_bias"), (1200, "1,200 prompt_logprobs, 3 logit_bias")])
-async def test_steps_that_a_request_took_out_of_the_fast_path_are_shown_by_reason(
-    console: ConsoleApp, scored: int, told: str
-) -> None:
+@pytest.mark.parametrize(("scored", "text"), [(0, "3 logit_bias"), (1200, "1,200 prompt_logprobs, 3 logit_bias")])
+async def test_slow_path_steps_because_of_a_request_are_counted_by_reason(console: ConsoleApp, scored: int, text: str) -> None:
     console.engine_side.status = engine_status(plain_steps_total={"prompt_logprobs": scored, "logit_bias": 3})
     page = await overview(console)
 
-    assert f"Steps on the slow path because of a request in them: {told}</p>" in page
+    assert f"Steps on the slow path because of a request in them: {text}</p>" in page
 
 
-async def test_the_host_tier_and_speculation_are_shown_where_they_are_on(console: ConsoleApp) -> None:
+async def test_host_memory_blocks_and_draft_acceptance_are_shown_when_in_use(console: ConsoleApp) -> None:
     console.engine_side.status = engine_status(
         host_blocks_total=4000, host_blocks_used=1200, draft_tokens_total=200, accepted_draft_tokens_total=150
     )

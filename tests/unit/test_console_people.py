@@ -1,4 +1,4 @@
-"""Members in the console: invited with a password shown once, changed, disabled, and reset."""
+"""Members of the appliance in the console: inviting, changing roles, disabling, and resetting passwords and second factors."""
 
 from __future__ import annotations
 
@@ -9,23 +9,22 @@ import pytest
 
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.support.clock import FakeClock
-from tests.support.console_fixtures import Browser, ConsoleApp
+from tests.support.console_fixtures import MEMBER_PASSWORD, Browser, ConsoleApp
 
 _PASSWORD = re.compile(r'id="member-password">([^<]+)<')
-OWN_PASSWORD = "a long password of tests"
 
 
-async def invited(console: ConsoleApp, browser: Browser, email: str = "dora@example.com", role: str = "billing") -> str:
-    """Return the password that an invitation shows."""
+async def invite(console: ConsoleApp, browser: Browser, email: str = "dora@example.com", role: str = "billing") -> str:
+    """Invite a member through the form and return the password that is shown."""
     answer = await browser.post_htmx("/members", email=email, role=role)
     assert answer.status_code == 200, answer.text
     (password,) = _PASSWORD.findall(answer.text)
     return str(password)
 
 
-async def test_who_is_invited_signs_in_with_the_password_that_was_shown_and_chooses_another(console: ConsoleApp) -> None:
+async def test_an_invited_member_signs_in_with_the_shown_password_and_must_change_it(console: ConsoleApp) -> None:
     alice = await console.alice()
-    password = await invited(console, alice)
+    password = await invite(console, alice)
     assert password not in (await alice.get("/members")).text
     dora = console.visitor()
     assert (await dora.post("/login", email="dora@example.com", password=password)).status_code == 303
@@ -34,10 +33,10 @@ async def test_who_is_invited_signs_in_with_the_password_that_was_shown_and_choo
     assert (member.role, member.password_temporary) == ("billing", True)
 
 
-async def test_the_list_says_role_second_factor_state_tenants_and_when_last_seen(console: ConsoleApp, clock: FakeClock) -> None:
+async def test_the_list_shows_role_second_factor_state_tenants_and_last_activity(console: ConsoleApp, clock: FakeClock) -> None:
     alice = await console.alice()
-    await invited(console, alice)
-    bob = await console.services.members.create("bob@example.com", OWN_PASSWORD, "member")
+    await invite(console, alice)
+    bob = await console.services.members.create("bob@example.com", MEMBER_PASSWORD, "member")
     await console.services.memberships.add(console.cast.bob.tenant.id, bob.id, "manager", access=WHOLE_APPLIANCE)
     factors = console.services.second_factors
     assert await factors.enabled_of([bob.id]) == frozenset()
@@ -59,7 +58,7 @@ async def test_the_list_says_role_second_factor_state_tenants_and_when_last_seen
         ({"email": "dora@example.com", "role": "king"}, "Choose one of"),
     ],
 )
-async def test_a_wrong_invitation_is_named_and_loses_nothing(
+async def test_an_invalid_invitation_is_refused_and_the_form_keeps_its_input(
     console: ConsoleApp, fields: dict[str, str], sentence: str
 ) -> None:
     alice = await console.alice()
@@ -71,8 +70,8 @@ async def test_a_wrong_invitation_is_named_and_loses_nothing(
     assert (await console.services.members.list()).data == before
 
 
-async def test_who_has_a_role_on_the_appliance_sees_all_tenants_whatever_a_tenant_gives_beside_it(console: ConsoleApp) -> None:
-    vera = await console.services.members.create("viewer@example.com", OWN_PASSWORD, "viewer")
+async def test_a_member_with_an_appliance_role_is_listed_with_all_tenants_and_extra_roles(console: ConsoleApp) -> None:
+    vera = await console.services.members.create("viewer@example.com", MEMBER_PASSWORD, "viewer")
     await console.services.memberships.add(console.cast.bob.tenant.id, vera.id, "manager", access=WHOLE_APPLIANCE)
 
     page = (await (await console.alice()).get("/members")).text
@@ -80,7 +79,7 @@ async def test_who_has_a_role_on_the_appliance_sees_all_tenants_whatever_a_tenan
     assert 'title="all, manager of bob"' in page
 
 
-async def test_a_member_gets_another_role_is_disabled_and_enabled_again(console: ConsoleApp) -> None:
+async def test_a_member_s_role_can_be_changed_and_the_account_disabled_and_enabled(console: ConsoleApp) -> None:
     alice, vera = await console.alice(), await console.vera()
     member = await console.services.members.get_by_email("vera@example.com")
     path = f"/members/{member.id}"
@@ -94,7 +93,7 @@ async def test_a_member_gets_another_role_is_disabled_and_enabled_again(console:
 
 
 @pytest.mark.parametrize("change", [{"role": "viewer"}, {"role": "owner", "disabled": "yes"}])
-async def test_the_last_owner_stays_one(console: ConsoleApp, change: dict[str, str]) -> None:
+async def test_the_last_owner_cannot_be_demoted_or_disabled(console: ConsoleApp, change: dict[str, str]) -> None:
     alice = await console.alice()
     owner = await console.services.members.get_by_email("alice@example.com")
     answer = await alice.post(f"/members/{owner.id}", **change)
@@ -103,7 +102,7 @@ async def test_the_last_owner_stays_one(console: ConsoleApp, change: dict[str, s
     assert await console.services.members.get(owner.id) == owner
 
 
-async def test_a_lost_password_is_replaced_by_one_that_is_shown_once(console: ConsoleApp) -> None:
+async def test_resetting_a_password_ends_sessions_and_shows_a_new_one_once(console: ConsoleApp) -> None:
     alice, vera = await console.alice(), await console.vera()
     member = await console.services.members.get_by_email("vera@example.com")
     path = f"/members/{member.id}/password"
@@ -113,7 +112,7 @@ async def test_a_lost_password_is_replaced_by_one_that_is_shown_once(console: Co
     assert (await console.visitor().post("/login", email=member.email, password=password)).status_code == 303
 
 
-async def test_a_lost_second_factor_is_reset(console: ConsoleApp, clock: FakeClock) -> None:
+async def test_an_owner_can_reset_a_second_factor(console: ConsoleApp, clock: FakeClock) -> None:
     alice = await console.alice()
     member = await console.services.members.get_by_email("vera@example.com")
     factors = console.services.second_factors
@@ -127,7 +126,7 @@ async def test_a_lost_second_factor_is_reset(console: ConsoleApp, clock: FakeClo
     assert await factors.enabled_of([member.id]) == frozenset()
 
 
-async def test_a_viewer_reads_the_list_and_changes_nobody(console: ConsoleApp) -> None:
+async def test_a_viewer_can_only_read_the_list_of_members(console: ConsoleApp) -> None:
     vera = await console.vera()
     member = await console.services.members.get_by_email("alice@example.com")
     page = (await vera.get("/members")).text

@@ -1,4 +1,4 @@
-"""The price book in the console: prices are added, never changed; errors appear beside their field."""
+"""The price book in the console: adding and withdrawing prices, and which prices a tenant sees."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.factories import price
 FIELDS = {"model": "demo", "currency": "EUR", "prompt": "0.50", "cached_prompt": "", "completion": "1,50"}
 
 
-async def test_a_price_is_added_in_units_of_money_and_counts_from_now(console: ConsoleApp, clock: FakeClock) -> None:
+async def test_a_price_is_entered_in_currency_units_and_applies_immediately(console: ConsoleApp, clock: FakeClock) -> None:
     alice = await console.alice()
     answer = await alice.post("/prices", **FIELDS, tier_batch="50", batch_percent="40")
     assert (answer.status_code, answer.headers["location"]) == (303, "/prices")
@@ -44,7 +44,7 @@ async def test_a_price_is_added_in_units_of_money_and_counts_from_now(console: C
         ({"tier_standard": "1000"}, "Enter a number between 0 and 100."),
     ],
 )
-async def test_what_is_wrong_is_said_beside_the_field_and_nothing_is_added(
+async def test_an_invalid_field_is_reported_and_no_price_added(
     console: ConsoleApp, clock: FakeClock, change: dict[str, str], sentence: str
 ) -> None:
     answer = await (await console.alice()).post("/prices", **{**FIELDS, **change})
@@ -53,7 +53,7 @@ async def test_what_is_wrong_is_said_beside_the_field_and_nothing_is_added(
     assert await console.services.prices.current("demo", clock.now()) is None
 
 
-async def test_a_price_cannot_begin_in_the_past_of_another(console: ConsoleApp, clock: FakeClock) -> None:
+async def test_a_price_cannot_start_before_the_current_one(console: ConsoleApp, clock: FakeClock) -> None:
     alice = await console.alice()
     await alice.post("/prices", **FIELDS)
     answer = await alice.post("/prices", **{**FIELDS, "effective_from": "2020-01-01"})
@@ -61,7 +61,7 @@ async def test_a_price_cannot_begin_in_the_past_of_another(console: ConsoleApp, 
     assert "past" in answer.text
 
 
-async def test_a_price_to_come_is_withdrawn_after_a_question(console: ConsoleApp) -> None:
+async def test_a_future_price_can_be_withdrawn_after_confirmation_and_a_current_one_cannot(console: ConsoleApp) -> None:
     alice = await console.alice()
     await alice.post("/prices", **FIELDS)
     await alice.post("/prices", **{**FIELDS, "prompt": "7.77", "effective_from": "2190-01-01"})
@@ -78,7 +78,7 @@ async def test_a_price_to_come_is_withdrawn_after_a_question(console: ConsoleApp
     assert (refused.status_code, "stays" in refused.text) == (422, True)
 
 
-async def test_the_form_begins_with_the_price_in_force(console: ConsoleApp) -> None:
+async def test_the_form_is_prefilled_with_the_current_price(console: ConsoleApp) -> None:
     alice = await console.alice()
     await alice.post("/prices", **FIELDS)
     form = (await alice.fragment("/prices/new?model=demo")).text
@@ -86,7 +86,7 @@ async def test_the_form_begins_with_the_price_in_force(console: ConsoleApp) -> N
     assert 'value="1.50"' in form
 
 
-async def test_each_book_leads_to_the_form_of_its_own_currency(console: ConsoleApp) -> None:
+async def test_each_price_list_links_to_a_form_prefilled_in_its_currency(console: ConsoleApp) -> None:
     alice = await console.alice()
     await alice.post("/prices", **FIELDS)
     await alice.post("/prices", **{**FIELDS, "currency": "CHF", "prompt": "0.77", "completion": "2.88", "tier_batch": "70"})
@@ -97,7 +97,7 @@ async def test_each_book_leads_to_the_form_of_its_own_currency(console: ConsoleA
         assert f'value="{value}"' in francs
     for value in ("EUR", "0.50", "1.50"):
         assert f'value="{value}"' in euros
-    assert '<details class="more" open>' in francs  # a discount that is in force is in sight
+    assert '<details class="more" open>' in francs  # current discounts are visible
     assert '<details class="more" open>' not in euros
     await alice.post("/prices", **{**FIELDS, "currency": "GBP", "rejected_draft": "0.05"})
     assert '<details class="more" open>' in (await alice.fragment("/prices/new?model=demo&currency=GBP")).text
@@ -106,7 +106,7 @@ async def test_each_book_leads_to_the_form_of_its_own_currency(console: ConsoleA
     assert 'value="0.50"' not in other
 
 
-async def test_a_model_without_a_price_leads_to_the_form_of_that_price(console: ConsoleApp) -> None:
+async def test_a_model_without_a_price_links_to_the_form_for_owners_only(console: ConsoleApp) -> None:
     alice, vera = await console.alice(), await console.vera()
     link = '<a href="/prices/new?model=demo&amp;currency=EUR"'
     for page in ("/prices", f"/tenants/{console.cast.bob.tenant.id}"):
@@ -114,20 +114,20 @@ async def test_a_model_without_a_price_leads_to_the_form_of_that_price(console: 
         assert link not in (await vera.get(page)).text
 
 
-async def test_a_viewer_reads_and_adds_nothing(console: ConsoleApp) -> None:
+async def test_a_viewer_can_only_read_prices(console: ConsoleApp) -> None:
     vera = await console.vera()
     assert "No prices." in (await vera.get("/prices")).text
     assert (await vera.post("/prices", **FIELDS)).status_code == 403
 
 
-def test_a_book_says_what_is_in_force_what_was_and_what_comes() -> None:
+def test_prices_are_marked_as_past_in_force_or_future() -> None:
     prices = [price(at=START + timedelta(days=day)) for day in (-10, -1, 5)]
     ((model, currency, book),) = group_prices(prices, START)
     assert (model, currency) == ("demo", "EUR")
     assert [state for _, state in book] == ["future", "in force", "past"]
 
 
-async def test_a_model_without_a_price_in_a_tenants_currency_is_named_until_it_has_one(console: ConsoleApp) -> None:
+async def test_a_model_without_a_price_in_the_tenant_s_currency_is_warned_about(console: ConsoleApp) -> None:
     alice = await console.alice()
     sentence = "<b>demo</b> has no price in EUR: its requests cost nothing"
     pages = ("/prices", f"/tenants/{console.cast.bob.tenant.id}")
@@ -136,7 +136,7 @@ async def test_a_model_without_a_price_in_a_tenants_currency_is_named_until_it_h
     assert not any([sentence in (await alice.get(page)).text for page in pages])
 
 
-async def test_a_tenant_sees_the_prices_that_apply_to_it_and_no_others(console: ConsoleApp, clock: FakeClock) -> None:
+async def test_a_tenant_sees_only_the_prices_that_apply_to_it(console: ConsoleApp, clock: FakeClock) -> None:
     bob, prices, now = console.cast.bob.tenant, console.services.prices, clock.now()
     tiers = {"batch": 80}
     for model, currency, prompt, start in (
@@ -155,9 +155,7 @@ async def test_a_tenant_sees_the_prices_that_apply_to_it_and_no_others(console: 
             effective_from=start,
         )
     await console.services.tenants.update(bob.id, TenantChanges(tier="batch"), access=WHOLE_APPLIANCE)
-    member = await console.services.members.create("viewer@example.com", "the viewer's long password", "member")
-    await console.services.memberships.add(bob.id, member.id, "viewer", access=WHOLE_APPLIANCE)
-    viewer = await console.visitor().sign_in("viewer@example.com", "the viewer's long password")
+    viewer = await console.member_of(console.cast.bob, "viewer")
 
     page = (await viewer.get(f"/tenants/{bob.id}")).text
 

@@ -1,4 +1,4 @@
-"""Requests in the console: in flight, history, one in detail, cancelling."""
+"""Requests in the console: those in flight, the history with its search, the page of one request, and cancelling."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def settle(
     batch: bool = False,
     decode_s: float = 4.0,
 ) -> str:
-    """Return the id of a request of `person` that ended 4.5 seconds after it was admitted."""
+    """Post a request of `person` that ended 4.5 seconds after its admission; return its id."""
     admitted_at = START - timedelta(seconds=age_s)
     price = await console.services.prices.current("demo", START)
     entry = pending(person, request_id=new_id("req"), admitted_at=admitted_at, model=model, price=price, batch=batch)
@@ -49,7 +49,7 @@ async def settle(
     return entry.request_id
 
 
-async def test_requests_in_flight_show_state_place_and_figures(console: ConsoleApp, clock: FakeClock) -> None:
+async def test_requests_in_flight_show_state_queue_position_and_figures(console: ConsoleApp, clock: FakeClock) -> None:
     bob = console.cast.bob
     console.engine_side.add(bob, "req_waiting", state="queued", queue_position=2)
     console.engine_side.add(bob, "req_running", completion_tokens=321, ttft_s=0.25, decode_s=8.0, kv_blocks=23)
@@ -61,13 +61,13 @@ async def test_requests_in_flight_show_state_place_and_figures(console: ConsoleA
         assert text in page
 
 
-async def test_blocks_that_the_engine_has_not_told_of_yet_are_not_none(console: ConsoleApp) -> None:
+async def test_kv_blocks_that_are_not_reported_yet_are_shown_as_unknown(console: ConsoleApp) -> None:
     console.engine_side.add(console.cast.bob, "req_running", completion_tokens=16)
     page = (await (await console.alice()).get("/requests")).text
     assert 'data-label="KV blocks" class="num">–</td>' in page
 
 
-async def test_the_first_request_is_not_asked_for_while_one_is_in_flight(console: ConsoleApp) -> None:
+async def test_the_hint_about_a_first_request_is_hidden_while_one_is_in_flight(console: ConsoleApp) -> None:
     alice = await console.alice()
     assert "No requests yet." in (await alice.get("/requests")).text
     console.engine_side.add(console.cast.bob, "req_first")
@@ -76,7 +76,7 @@ async def test_the_first_request_is_not_asked_for_while_one_is_in_flight(console
         assert "curl" not in answer.text
 
 
-async def test_batch_work_has_a_badge_in_flight_and_in_the_history(console: ConsoleApp) -> None:
+async def test_batch_requests_have_a_badge_in_flight_and_in_the_history(console: ConsoleApp) -> None:
     bob = console.cast.bob
     console.engine_side.add(bob, "req_flex", batch=True)
     console.engine_side.add(bob, "req_plain")
@@ -89,7 +89,7 @@ async def test_batch_work_has_a_badge_in_flight_and_in_the_history(console: Cons
     assert marked == rows
 
 
-async def test_a_request_of_a_process_that_died_has_ended_in_page_and_interface_alike(console: ConsoleApp) -> None:
+async def test_page_and_api_explain_a_request_of_a_crashed_process_alike(console: ConsoleApp) -> None:
     entry = pending(console.cast.bob)
     await console.services.ledger.open(entry)
 
@@ -116,7 +116,7 @@ async def test_the_phases_of_a_request_add_up_to_its_total(console: ConsoleApp, 
     assert re.findall(r"</span>(.*? <b>.*?)</b>", legend) == [phase.replace("|", " <b>") for phase in phases]
 
 
-async def test_a_first_visit_says_how_to_send_a_request(console: ConsoleApp) -> None:
+async def test_without_requests_the_page_shows_how_to_send_one(console: ConsoleApp) -> None:
     page = (await (await console.alice()).get("/requests")).text
 
     assert "No requests in flight" in page
@@ -124,7 +124,7 @@ async def test_a_first_visit_says_how_to_send_a_request(console: ConsoleApp) -> 
     assert "curl http://127.0.0.1:8000/v1/chat/completions" in page
 
 
-async def test_the_history_is_narrowed_by_tenant_end_and_text(console: ConsoleApp) -> None:
+async def test_the_history_can_be_filtered_by_tenant_end_state_and_text(console: ConsoleApp) -> None:
     of_bob = await settle(console, console.cast.bob, reason="length")
     of_charlie = await settle(console, console.cast.charlie, model="other-model")
     alice = await console.alice()
@@ -146,7 +146,7 @@ async def test_the_history_is_narrowed_by_tenant_end_and_text(console: ConsoleAp
         assert {request_id for request_id in (of_bob, of_charlie) if request_id in rows} == expected, query
 
 
-async def test_the_filters_stand_in_the_form_again(console: ConsoleApp) -> None:
+async def test_the_form_keeps_its_filters(console: ConsoleApp) -> None:
     page = (await (await console.alice()).get(f"/requests?q=%22x&state=error&tenant={console.cast.bob.tenant.id}")).text
 
     assert 'value="&#34;x"' in page
@@ -155,7 +155,7 @@ async def test_the_filters_stand_in_the_form_again(console: ConsoleApp) -> None:
     assert "No request matches" in page
 
 
-async def test_the_history_is_paged_and_keeps_its_filters(console: ConsoleApp, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pages_of_the_history_keep_its_filters(console: ConsoleApp, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("appliance.console.history.PAGE_ROWS", 2)
     ids = [await settle(console, console.cast.bob, age_s=age) for age in (1, 2, 3)]
     alice = await console.alice()
@@ -170,7 +170,9 @@ async def test_the_history_is_paged_and_keeps_its_filters(console: ConsoleApp, m
     assert 'href="/requests?state=stop">Newest' in second
 
 
-async def test_a_search_looks_so_far_back_says_so_and_goes_on(console: ConsoleApp, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_search_covers_a_limited_number_of_requests_per_page_and_can_be_continued(
+    console: ConsoleApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for module in ("metering.past_requests", "console.history"):
         monkeypatch.setattr(f"appliance.{module}.SEARCHED_MAX", 2)
     models = ["demo", "rare", "demo", "demo", "rare"]
@@ -198,7 +200,7 @@ def next_address(page: str) -> str:
     return page.partition('" rel="next"')[0].rpartition('href="')[2].replace("&amp;", "&") if 'rel="next"' in page else ""
 
 
-async def test_htmx_gets_the_history_alone_and_a_restored_page_is_whole(console: ConsoleApp) -> None:
+async def test_htmx_gets_only_the_history_but_a_whole_page_on_history_restore(console: ConsoleApp) -> None:
     alice = await console.alice()
 
     assert "<html" not in (await alice.fragment("/requests")).text
@@ -206,7 +208,7 @@ async def test_htmx_gets_the_history_alone_and_a_restored_page_is_whole(console:
     assert "<html" in restored.text
 
 
-async def test_a_request_in_detail_shows_where_the_time_went_and_what_it_cost(console: ConsoleApp) -> None:
+async def test_the_page_of_a_request_explains_its_time_and_its_cost(console: ConsoleApp) -> None:
     await console.services.prices.add(
         model="demo", currency="EUR", prompt=1_000_000, cached_prompt=100_000, completion=3_000_000, effective_from=START
     )
@@ -222,7 +224,7 @@ async def test_a_request_in_detail_shows_where_the_time_went_and_what_it_cost(co
         assert cost in page
 
 
-async def test_a_live_request_in_detail_can_be_cancelled_by_a_plain_form(console: ConsoleApp) -> None:
+async def test_a_live_request_can_be_cancelled_without_scripts(console: ConsoleApp) -> None:
     entry = pending(console.cast.bob, request_id="req_live")
     await console.services.ledger.open(entry)
     console.engine_side.add(console.cast.bob, "req_live")
@@ -238,7 +240,7 @@ async def test_a_live_request_in_detail_can_be_cancelled_by_a_plain_form(console
     assert "Cancelled." in (await alice.get("/requests")).text
 
 
-async def test_cancelling_by_htmx_says_so_in_a_toast(console: ConsoleApp) -> None:
+async def test_cancelling_by_htmx_shows_a_toast(console: ConsoleApp) -> None:
     console.engine_side.add(console.cast.bob, "req_live")
 
     answer = await (await console.alice()).post_htmx("/requests/cancel", request_id="req_live")
@@ -247,7 +249,7 @@ async def test_cancelling_by_htmx_says_so_in_a_toast(console: ConsoleApp) -> Non
     assert "Cancelled." in answer.headers["hx-trigger"]
 
 
-async def test_cancelling_what_has_ended_is_told_and_harmless(console: ConsoleApp) -> None:
+async def test_cancelling_an_ended_request_is_not_found(console: ConsoleApp) -> None:
     alice = await console.alice()
 
     assert (await alice.post("/requests/cancel", request_id="req_gone")).status_code == 404
@@ -255,20 +257,20 @@ async def test_cancelling_what_has_ended_is_told_and_harmless(console: ConsoleAp
     assert (answer.status_code, "gatehouse:toast" in answer.headers["hx-trigger"]) == (404, True)
 
 
-async def test_what_has_ended_is_no_more_offered_to_cancel_while_it_is_settled(console: ConsoleApp) -> None:
-    entry = pending(console.cast.bob, request_id="req_over")
+async def test_a_request_being_settled_has_no_active_cancel_button(console: ConsoleApp) -> None:
+    entry = pending(console.cast.bob, request_id="req_ended")
     await console.services.ledger.open(entry)
-    console.engine_side.add(console.cast.bob, "req_over", state="finished", finish_reason="stop")
+    console.engine_side.add(console.cast.bob, "req_ended", state="finished", finish_reason="stop")
     alice = await console.alice()
 
     assert '<button class="small" disabled form="cancel"' in (await alice.get("/requests")).text
-    assert "Cancel</button>" not in (await alice.get("/requests/req_over")).text
+    assert "Cancel</button>" not in (await alice.get("/requests/req_ended")).text
 
 
-async def test_cancelling_what_is_being_settled_is_told_and_not_noted_as_an_abort(console: ConsoleApp) -> None:
-    console.engine_side.add(console.cast.bob, "req_over", state="finished", finish_reason="stop")
+async def test_cancelling_a_request_being_settled_is_refused_and_not_logged(console: ConsoleApp) -> None:
+    console.engine_side.add(console.cast.bob, "req_ended", state="finished", finish_reason="stop")
 
-    answer = await (await console.alice()).post_htmx("/requests/cancel", request_id="req_over")
+    answer = await (await console.alice()).post_htmx("/requests/cancel", request_id="req_ended")
 
     assert (answer.status_code, console.engine_side.aborted) == (404, [])
     assert "has already finished" in answer.headers["hx-trigger"]
@@ -276,11 +278,11 @@ async def test_cancelling_what_is_being_settled_is_told_and_not_noted_as_an_abor
     assert noted.data == []
 
 
-async def test_a_request_that_does_not_exist_is_not_here(console: ConsoleApp) -> None:
+async def test_an_unknown_request_is_not_found(console: ConsoleApp) -> None:
     assert (await (await console.alice()).get("/requests/req_nothing")).status_code == 404
 
 
-async def test_a_request_in_flight_is_not_in_the_history_too(console: ConsoleApp) -> None:
+async def test_a_request_in_flight_is_not_listed_in_the_history(console: ConsoleApp) -> None:
     request_id = await settle(console, console.cast.bob)
     console.engine_side.add(console.cast.bob, request_id, state="finished")
 
@@ -289,7 +291,7 @@ async def test_a_request_in_flight_is_not_in_the_history_too(console: ConsoleApp
     assert request_id not in rows
 
 
-async def test_of_a_long_queue_the_head_is_shown_and_the_rest_counted(console: ConsoleApp) -> None:
+async def test_of_many_requests_in_flight_the_first_100_are_shown_and_the_rest_counted(console: ConsoleApp) -> None:
     for number in range(130):
         console.engine_side.add(console.cast.bob, f"req_{number:08d}", state="queued", queue_position=number)
 
@@ -301,7 +303,7 @@ async def test_of_a_long_queue_the_head_is_shown_and_the_rest_counted(console: C
     assert "30 more are in flight" in page
 
 
-async def test_a_bill_says_what_each_million_cost_after_discount_and_why_the_request_ended(console: ConsoleApp) -> None:
+async def test_a_bill_shows_discounted_prices_per_million_and_the_cause_of_the_end(console: ConsoleApp) -> None:
     await console.services.prices.add(
         model="demo", currency="EUR", prompt=1_000_000, cached_prompt=100_000, completion=3_000_000, rejected_draft=500_000
     )
@@ -326,7 +328,7 @@ async def test_a_bill_says_what_each_million_cost_after_discount_and_why_the_req
     assert "0.000075 EUR" in page, "100 tokens of output at a quarter of the price"
 
 
-async def test_corrections_stand_beside_what_they_correct(console: ConsoleApp) -> None:
+async def test_corrections_are_shown_with_the_cost_before_and_after(console: ConsoleApp) -> None:
     await console.services.prices.add(model="demo", currency="EUR", prompt=1_000_000, cached_prompt=0, completion=3_000_000)
     request_id = await settle(console, console.cast.bob)
     alice = await console.alice()
@@ -340,7 +342,7 @@ async def test_corrections_stand_beside_what_they_correct(console: ConsoleApp) -
         assert text in page, text
 
 
-async def test_the_cost_after_corrections_counts_also_those_that_are_not_shown(
+async def test_the_corrected_cost_includes_corrections_that_are_not_shown(
     console: ConsoleApp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(request_bill, "CORRECTIONS_SHOWN_MAX", 2)
@@ -358,7 +360,7 @@ async def test_the_cost_after_corrections_counts_also_those_that_are_not_shown(
 
 
 @pytest.mark.parametrize(("basis_points", "words"), [(10_000, None), (5_000, "50 %"), (5_050, "50.5 %"), (3_333, "33.33 %")])
-async def test_a_discount_reads_as_on_the_invoice(console: ConsoleApp, basis_points: int, words: str | None) -> None:
+async def test_a_discount_is_formatted_as_on_the_invoice(console: ConsoleApp, basis_points: int, words: str | None) -> None:
     request_id = await settle(console, console.cast.bob)
     event = await console.services.reports.event(request_id, access=WHOLE_APPLIANCE)
     assert request_bill.discount(msgspec.structs.replace(event, price_basis_points=basis_points)) == words

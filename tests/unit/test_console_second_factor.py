@@ -1,4 +1,4 @@
-"""Signing in with a second factor, and setting it up, removing and replacing it: what each step requires and ends."""
+"""Second factor: signing in with a code, enrolment, recovery codes, disabling, and password resets in between."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.clock import FakeClock
 from tests.support.console_fixtures import Browser, ConsoleApp
 
 EMAIL = "alice@example.com"
-COOKIE, STEP = "gatehouse_session", "gatehouse_code"
+COOKIE, TICKET_COOKIE = "gatehouse_session", "gatehouse_code"
 _TICKET = re.compile(r'name="ticket" value="([^"]+)"')
 _SECRET = re.compile(r'<code class="wrap">([A-Z2-7 ]+)</code>')
 _CODES = re.compile(r'id="recovery-codes"[^>]*>([^<]+)<')
@@ -31,7 +31,7 @@ _CSRF = re.compile(r'name="csrf_token" value="([^"]+)"')
 
 
 @dataclass
-class App:
+class Authenticator:
     """An authenticator app, and the recovery codes on paper beside it."""
 
     totp: pyotp.TOTP
@@ -39,30 +39,30 @@ class App:
     clock: FakeClock
 
     def code(self) -> str:
-        """The next code that has not been shown before."""
+        """Advance to the next time step and return its code."""
         self.clock.advance(STEP_S)
         return self.totp.at(self.clock.now())
 
 
 async def enrolment_fields(browser: Browser, clock: FakeClock) -> tuple[pyotp.TOTP, dict[str, str]]:
-    """What the sheet of the setup takes, filled in."""
+    """Open the enrolment form; return the authenticator for its secret and valid form fields."""
     sheet = (await browser.fragment("/account/second-factor")).text
     totp = pyotp.TOTP(_SECRET.findall(sheet)[0].replace(" ", ""))
     ticket = html.unescape(_TICKET.findall(sheet)[0])
     return totp, {"ticket": ticket, "code": totp.at(clock.now()), "password": ALICE_PASSWORD}
 
 
-async def enrol(browser: Browser, clock: FakeClock) -> App:
-    """Set the second factor up in this browser, which has a new session then."""
+async def enrol(browser: Browser, clock: FakeClock) -> Authenticator:
+    """Enable the second factor in this browser, which gets a new session by that."""
     totp, fields = await enrolment_fields(browser, clock)
     answer = await browser.post("/account/second-factor", **fields)
     assert answer.status_code == 200, answer.text
     browser.csrf_token = _CSRF.findall((await browser.get("/account")).text)[0]
-    return App(totp, _CODES.findall(answer.text)[0].split(), clock)
+    return Authenticator(totp, _CODES.findall(answer.text)[0].split(), clock)
 
 
-async def half_way(console: ConsoleApp, target: str = "/keys") -> Browser:
-    """A browser that has proven Alice's password and nothing else."""
+async def password_checked(console: ConsoleApp, target: str = "/keys") -> Browser:
+    """Return a browser in which Alice's password was accepted and the code is still missing."""
     visitor = console.visitor()
     answer = await visitor.post("/login", email=EMAIL, password=ALICE_PASSWORD, next=target)
     assert (answer.status_code, answer.headers["location"]) == (303, "/login/code")
@@ -73,9 +73,21 @@ def signed_in(answer: Response) -> bool:
     return COOKIE in answer.cookies
 
 
-async def test_password_and_code_together_open_a_session(console: ConsoleApp, clock: FakeClock) -> None:
+def reset_password_after(console: ConsoleApp, monkeypatch: pytest.MonkeyPatch, service: Any, method: str) -> None:
+    """Let somebody reset Alice's password whenever `method` of `service` has returned."""
+    original = getattr(service, method)
+
+    async def call_then_reset(*args: Any, **options: Any) -> Any:
+        result = await original(*args, **options)
+        await console.services.members.reset_password(EMAIL, "another long password")
+        return result
+
+    monkeypatch.setattr(service, method, call_then_reset)
+
+
+async def test_password_and_code_open_a_session(console: ConsoleApp, clock: FakeClock) -> None:
     app = await enrol(await console.alice(), clock)
-    visitor = await half_way(console, "/requests?state=error")
+    visitor = await password_checked(console, "/requests?state=error")
 
     answer = await visitor.post("/login/code", code=app.code())
 
@@ -85,20 +97,20 @@ async def test_password_and_code_together_open_a_session(console: ConsoleApp, cl
     assert session.method == "password+totp"
 
 
-async def test_between_password_and_code_nothing_is_open(console: ConsoleApp, clock: FakeClock) -> None:
+async def test_the_password_alone_opens_no_session(console: ConsoleApp, clock: FakeClock) -> None:
     await enrol(await console.alice(), clock)
     before = len((await console.services.sessions.list()).data)
 
-    visitor = await half_way(console)
+    visitor = await password_checked(console)
 
-    assert set(visitor.http.cookies) == {STEP}
+    assert set(visitor.http.cookies) == {TICKET_COOKIE}
     assert len((await console.services.sessions.list()).data) == before
     for path in ("/", "/keys", "/account", "/console/events"):
         assert (await visitor.get(path)).status_code == 303
     assert (await visitor.get("/login/code")).status_code == 200
 
 
-async def test_the_ticket_cannot_be_read_by_scripts_and_goes_when_it_has_served(console: ConsoleApp, clock: FakeClock) -> None:
+async def test_the_ticket_cookie_is_http_only_and_removed_after_use(console: ConsoleApp, clock: FakeClock) -> None:
     app = await enrol(await console.alice(), clock)
     visitor = console.visitor("https://gatehouse.test")
 
@@ -111,9 +123,9 @@ async def test_the_ticket_cannot_be_read_by_scripts_and_goes_when_it_has_served(
     assert (await visitor.get("/keys")).status_code == 200
 
 
-async def test_a_code_in_another_browser_than_the_password_s_opens_nothing(console: ConsoleApp, clock: FakeClock) -> None:
+async def test_a_code_entered_in_another_browser_opens_no_session(console: ConsoleApp, clock: FakeClock) -> None:
     app = await enrol(await console.alice(), clock)
-    await half_way(console)
+    await password_checked(console)
 
     answer = await console.visitor().post("/login/code", code=app.code())
 
@@ -121,10 +133,10 @@ async def test_a_code_in_another_browser_than_the_password_s_opens_nothing(conso
     assert not signed_in(answer)
 
 
-async def test_a_ticket_that_is_too_old_or_was_changed_leads_to_the_beginning(console: ConsoleApp, clock: FakeClock) -> None:
+async def test_an_expired_or_forged_ticket_redirects_to_the_sign_in_page(console: ConsoleApp, clock: FakeClock) -> None:
     app = await enrol(await console.alice(), clock)
-    late, forger = await half_way(console), await half_way(console)
-    forger.http.cookies.set(STEP, forger.http.cookies[STEP][:-6] + "AAAAAA", domain="gatehouse.test")
+    late, forger = await password_checked(console), await password_checked(console)
+    forger.http.cookies.set(TICKET_COOKIE, forger.http.cookies[TICKET_COOKIE][:-6] + "AAAAAA", domain="gatehouse.test")
     assert (await forger.post("/login/code", code=app.code())).headers["location"] == "/login"
     clock.advance(SIGN_IN_LIFE_S)
 
@@ -134,51 +146,46 @@ async def test_a_ticket_that_is_too_old_or_was_changed_leads_to_the_beginning(co
     assert "The sign-in expired" in (await late.get("/login")).text
 
 
-async def test_a_new_password_ends_sign_ins_that_are_half_way(console: ConsoleApp, clock: FakeClock) -> None:
+async def test_a_password_reset_ends_sign_ins_that_wait_for_the_code(console: ConsoleApp, clock: FakeClock) -> None:
     app = await enrol(await console.alice(), clock)
-    visitor = await half_way(console)
+    visitor = await password_checked(console)
     await console.services.members.reset_password(EMAIL, "another long password")
 
     assert (await visitor.post("/login/code", code=app.code())).status_code == 401
 
 
-async def test_a_new_password_while_the_code_is_checked_opens_no_session(
+async def test_a_password_reset_during_the_code_check_opens_no_session(
     console: ConsoleApp, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app = await enrol(await console.alice(), clock)
-    visitor, check = await half_way(console), console.services.second_factors.check
+    visitor = await password_checked(console)
+    reset_password_after(console, monkeypatch, console.services.second_factors, "check")
 
-    async def before_a_reset(*args: Any, **options: Any) -> str:
-        kind = await check(*args, **options)
-        await console.services.members.reset_password(EMAIL, "another long password")
-        return kind
-
-    monkeypatch.setattr(console.services.second_factors, "check", before_a_reset)
     answer = await visitor.post("/login/code", code=app.code())
 
     assert (answer.status_code, answer.headers["location"]) == (303, "/login")
     assert not signed_in(answer)
 
 
-async def test_a_new_password_while_the_first_is_checked_ends_the_sign_in_before_the_code(
+async def test_a_password_reset_during_the_password_check_refuses_the_sign_in(
     console: ConsoleApp, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await enrol(await console.alice(), clock)
     challenge = console.services.second_factors.challenge
 
-    async def after_a_reset(*args: Any, **options: Any) -> str | None:
+    async def reset_then_challenge(*args: Any, **options: Any) -> str | None:
         await console.services.members.reset_password(EMAIL, "another long password")
         return await challenge(*args, **options)
 
-    monkeypatch.setattr(console.services.second_factors, "challenge", after_a_reset)
+    monkeypatch.setattr(console.services.second_factors, "challenge", reset_then_challenge)
     answer = await console.visitor().post("/login", email=EMAIL, password=ALICE_PASSWORD)
 
     assert answer.status_code == 401
 
 
-async def test_a_wrong_code_is_refused_and_kept_nowhere(console: ConsoleApp, clock: FakeClock) -> None:
+async def test_a_wrong_code_is_refused_and_logged_without_the_code(console: ConsoleApp, clock: FakeClock) -> None:
     await enrol(await console.alice(), clock)
-    visitor = await half_way(console)
+    visitor = await password_checked(console)
 
     answer = await visitor.post("/login/code", code="nonsense <b>")
 
@@ -193,30 +200,30 @@ async def test_a_wrong_code_is_refused_and_kept_nowhere(console: ConsoleApp, clo
     assert "code" in row.after
 
 
-async def test_guessing_codes_is_slowed_down_over_all_browsers(console: ConsoleApp, clock: FakeClock) -> None:
+async def test_code_attempts_per_member_are_rate_limited_over_all_browsers(console: ConsoleApp, clock: FakeClock) -> None:
     app = await enrol(await console.alice(), clock)
     for _ in range(PER_MEMBER_CODES.burst):
-        assert (await (await half_way(console)).post("/login/code", code="000000")).status_code == 401
-    visitor = await half_way(console)
+        assert (await (await password_checked(console)).post("/login/code", code="000000")).status_code == 401
+    visitor = await password_checked(console)
 
     refused = await visitor.post("/login/code", code=app.code())
 
     assert refused.status_code == 429
     assert int(refused.headers["retry-after"]) == PER_MEMBER_CODES.refill_s - STEP_S
     clock.advance(PER_MEMBER_CODES.refill_s)
-    assert signed_in(await (await half_way(console)).post("/login/code", code=app.code()))
+    assert signed_in(await (await password_checked(console)).post("/login/code", code=app.code()))
 
 
-async def test_a_recovery_code_takes_the_place_of_a_code_once(console: ConsoleApp, clock: FakeClock) -> None:
+async def test_a_recovery_code_replaces_a_code_once(console: ConsoleApp, clock: FakeClock) -> None:
     app = await enrol(await console.alice(), clock)
 
-    assert signed_in(await (await half_way(console)).post("/login/code", code=app.recovery[0]))
-    assert (await (await half_way(console)).post("/login/code", code=app.recovery[0])).status_code == 401
+    assert signed_in(await (await password_checked(console)).post("/login/code", code=app.recovery[0]))
+    assert (await (await password_checked(console)).post("/login/code", code=app.recovery[0])).status_code == 401
 
 
-async def test_a_code_from_another_site_is_refused(console: ConsoleApp, clock: FakeClock) -> None:
+async def test_a_cross_site_code_is_refused(console: ConsoleApp, clock: FakeClock) -> None:
     app = await enrol(await console.alice(), clock)
-    visitor = await half_way(console)
+    visitor = await password_checked(console)
 
     answer = await visitor.post_with({"Sec-Fetch-Site": "cross-site"}, "/login/code", code=app.code())
 
@@ -225,9 +232,7 @@ async def test_a_code_from_another_site_is_refused(console: ConsoleApp, clock: F
 
 
 @pytest.mark.parametrize("wrong", ["code", "password", "ticket"])
-async def test_setting_up_needs_code_password_and_the_sheet_of_this_member(
-    console: ConsoleApp, clock: FakeClock, wrong: str
-) -> None:
+async def test_enrolment_needs_a_valid_code_password_and_ticket(console: ConsoleApp, clock: FakeClock, wrong: str) -> None:
     alice = await console.alice()
     sheet = (await alice.fragment("/account/second-factor")).text
     totp = pyotp.TOTP(_SECRET.findall(sheet)[0].replace(" ", ""))
@@ -243,7 +248,7 @@ async def test_setting_up_needs_code_password_and_the_sheet_of_this_member(
     assert same_secret == (wrong != "ticket")
 
 
-async def test_setting_up_gives_this_browser_a_new_session_and_ends_the_others(console: ConsoleApp, clock: FakeClock) -> None:
+async def test_enrolment_renews_this_session_and_ends_all_others(console: ConsoleApp, clock: FakeClock) -> None:
     alice, other = await console.alice(), await console.alice()
     before = alice.http.cookies[COOKIE]
 
@@ -259,7 +264,9 @@ async def test_setting_up_gives_this_browser_a_new_session_and_ends_the_others(c
 
 
 @pytest.mark.parametrize("proof", ["password", "code", "recovery"])
-async def test_disabling_takes_the_password_or_a_code(console: ConsoleApp, clock: FakeClock, proof: str) -> None:
+async def test_disabling_needs_the_password_a_code_or_a_recovery_code(
+    console: ConsoleApp, clock: FakeClock, proof: str
+) -> None:
     alice = await console.alice()
     app = await enrol(alice, clock)
     typed = {"password": ALICE_PASSWORD, "code": app.code(), "recovery": app.recovery[9]}[proof]
@@ -275,7 +282,7 @@ async def test_disabling_takes_the_password_or_a_code(console: ConsoleApp, clock
     assert (await (await console.alice()).get("/account")).status_code == 200
 
 
-async def test_new_recovery_codes_take_a_proof_and_replace_the_old(console: ConsoleApp, clock: FakeClock) -> None:
+async def test_new_recovery_codes_need_a_proof_and_replace_the_old_ones(console: ConsoleApp, clock: FakeClock) -> None:
     alice = await console.alice()
     app = await enrol(alice, clock)
 
@@ -285,11 +292,11 @@ async def test_new_recovery_codes_take_a_proof_and_replace_the_old(console: Cons
     assert refused.status_code == 422
     fresh = _CODES.findall(answer.text)[0].split()
     assert not set(fresh) & set(app.recovery)
-    assert (await (await half_way(console)).post("/login/code", code=app.recovery[0])).status_code == 401
-    assert signed_in(await (await half_way(console)).post("/login/code", code=fresh[0]))
+    assert (await (await password_checked(console)).post("/login/code", code=app.recovery[0])).status_code == 401
+    assert signed_in(await (await password_checked(console)).post("/login/code", code=fresh[0]))
 
 
-async def test_guessing_a_proof_in_a_stolen_session_is_slowed_down(console: ConsoleApp, clock: FakeClock) -> None:
+async def test_attempts_to_prove_identity_in_a_session_are_rate_limited(console: ConsoleApp, clock: FakeClock) -> None:
     alice = await console.alice()
     await enrol(alice, clock)
 
@@ -299,7 +306,7 @@ async def test_guessing_a_proof_in_a_stolen_session_is_slowed_down(console: Cons
     assert "Too many sign-in attempts" not in pages[-2].text
 
 
-async def test_changes_of_the_second_factor_need_the_session_s_own_token(console: ConsoleApp, clock: FakeClock) -> None:
+async def test_changes_of_the_second_factor_need_a_csrf_token(console: ConsoleApp, clock: FakeClock) -> None:
     alice = await console.alice()
     await enrol(alice, clock)
     alice.csrf_token = "forged"
@@ -308,7 +315,7 @@ async def test_changes_of_the_second_factor_need_the_session_s_own_token(console
         assert (await alice.post(path, proof=ALICE_PASSWORD)).status_code == 403
 
 
-async def test_the_qr_code_has_no_styles_that_the_policy_forbids(console: ConsoleApp) -> None:
+async def test_the_qr_code_complies_with_the_content_security_policy(console: ConsoleApp) -> None:
     sheet = (await (await console.alice()).fragment("/account/second-factor")).text
 
     assert '<svg xmlns="http://www.w3.org/2000/svg"' in sheet
@@ -316,34 +323,22 @@ async def test_the_qr_code_has_no_styles_that_the_policy_forbids(console: Consol
     assert "<script" not in sheet
 
 
-async def test_with_another_secret_key_the_page_says_what_is_wrong_and_what_the_operator_does(
+async def test_with_another_secret_key_the_page_names_cause_and_remedies(
     console: ConsoleApp, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app = await enrol(await console.alice(), clock)
     monkeypatch.setattr(console.services.second_factors, "_sealer", Sealer(b"q" * 32, SEALING_PURPOSE))
-    answer = await (await half_way(console)).post("/login/code", code=app.code())
+    answer = await (await password_checked(console)).post("/login/code", code=app.code())
     assert answer.status_code == 503
     for words in ("secret.key", "restore that file from a backup", "gatehouse admin reset-second-factor"):
         assert words in answer.text
 
 
-def before_a_reset(console: ConsoleApp, monkeypatch: pytest.MonkeyPatch, part: Any, step: str) -> None:
-    """Let somebody reset Alice's password right after `step` of `part` has returned."""
-    done = getattr(part, step)
-
-    async def then_reset(*args: Any, **options: Any) -> Any:
-        result = await done(*args, **options)
-        await console.services.members.reset_password(EMAIL, "another long password")
-        return result
-
-    monkeypatch.setattr(part, step, then_reset)
-
-
-async def test_a_new_password_while_the_old_one_is_checked_sets_no_second_factor_up(
+async def test_a_password_reset_during_enrolment_enables_no_second_factor(
     console: ConsoleApp, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alice = await console.alice()
-    before_a_reset(console, monkeypatch, console.services.members, "prove_password")
+    reset_password_after(console, monkeypatch, console.services.members, "prove_password")
 
     answer = await alice.post("/account/second-factor", **(await enrolment_fields(alice, clock))[1])
 
@@ -351,11 +346,11 @@ async def test_a_new_password_while_the_old_one_is_checked_sets_no_second_factor
     assert await console.services.second_factors.challenge(console.cast.alice.id) is None
 
 
-async def test_a_new_password_right_after_setting_up_opens_no_session(
+async def test_a_password_reset_right_after_enrolment_opens_no_session(
     console: ConsoleApp, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alice = await console.alice()
-    before_a_reset(console, monkeypatch, console.services.second_factors, "enable")
+    reset_password_after(console, monkeypatch, console.services.second_factors, "enable")
 
     answer = await alice.post("/account/second-factor", **(await enrolment_fields(alice, clock))[1])
 
@@ -365,13 +360,13 @@ async def test_a_new_password_right_after_setting_up_opens_no_session(
 
 @pytest.mark.parametrize("proof", ["password", "code"])
 @pytest.mark.parametrize("path", ["/account/second-factor/disable", "/account/recovery-codes"])
-async def test_a_new_password_while_a_proof_is_checked_changes_nothing_of_the_second_factor(
+async def test_a_password_reset_during_the_proof_leaves_the_second_factor_unchanged(
     console: ConsoleApp, clock: FakeClock, monkeypatch: pytest.MonkeyPatch, path: str, proof: str
 ) -> None:
     alice = await console.alice()
     app = await enrol(alice, clock)
-    before_a_reset(console, monkeypatch, console.services.members, "prove_password")
-    before_a_reset(console, monkeypatch, console.services.second_factors, "check")
+    reset_password_after(console, monkeypatch, console.services.members, "prove_password")
+    reset_password_after(console, monkeypatch, console.services.second_factors, "check")
 
     answer = await alice.post(path, proof=ALICE_PASSWORD if proof == "password" else app.code())
 
@@ -380,37 +375,39 @@ async def test_a_new_password_while_a_proof_is_checked_changes_nothing_of_the_se
     assert await console.services.second_factors.challenge(console.cast.alice.id) is not None
 
 
-async def test_a_new_password_right_after_disabling_opens_no_session(
+async def test_a_password_reset_right_after_disabling_opens_no_session(
     console: ConsoleApp, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alice = await console.alice()
     app = await enrol(alice, clock)
-    before_a_reset(console, monkeypatch, console.services.second_factors, "disable")
+    reset_password_after(console, monkeypatch, console.services.second_factors, "disable")
 
     answer = await alice.post("/account/second-factor/disable", proof=app.code())
 
     assert not signed_in(answer)
 
 
-async def test_a_second_factor_that_is_set_up_while_the_password_is_checked_asks_for_its_code(
+async def test_a_second_factor_enabled_during_the_password_check_is_required(
     console: ConsoleApp, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alice, factors = await console.alice(), console.services.second_factors
     challenge = factors.challenge
 
-    async def before_it_is_set_up(*args: Any, **options: Any) -> str | None:
+    async def challenge_then_enrol(*args: Any, **options: Any) -> str | None:
         stamp = await challenge(*args, **options)
         await enrol(alice, clock)
         return stamp
 
-    monkeypatch.setattr(factors, "challenge", before_it_is_set_up)
+    monkeypatch.setattr(factors, "challenge", challenge_then_enrol)
     answer = await console.visitor().post("/login", email=EMAIL, password=ALICE_PASSWORD)
 
     assert answer.status_code == 401
     assert not signed_in(answer)
 
 
-async def test_a_password_that_looks_like_a_recovery_code_is_a_proof(console: ConsoleApp, clock: FakeClock) -> None:
+async def test_a_password_with_the_shape_of_a_recovery_code_is_accepted_as_password(
+    console: ConsoleApp, clock: FakeClock
+) -> None:
     alice = await console.alice()
     await enrol(alice, clock)
     password_hash = PasswordHasher().hash("sunshine22")

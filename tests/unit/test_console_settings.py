@@ -1,4 +1,4 @@
-"""Settings of the appliance in the console: waits of tiers, limits of models, the invoice sender, costs."""
+"""Settings in the console: admission waits of tiers, limits of models, the invoice issuer, and server costs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COSTS = {"cost_micros": "36000", "months": "36", "kwh_price_micros": "0.30", "po
 HOSTED = "Hosted large; 2; 6; 0.5\nHosted small; 0,10; 0,30"
 
 
-async def test_how_long_tiers_wait_is_saved_and_shown(console: ConsoleApp) -> None:
+async def test_admission_waits_of_tiers_are_saved_and_shown(console: ConsoleApp) -> None:
     alice = await console.alice()
     assert (await alice.post("/settings/tiers", **WAITS)).headers["location"] == "/settings"
     assert [tier.admission_wait_ms for tier in await console.services.tiers.list()] == [0, 2500, 60000]
@@ -26,18 +26,20 @@ async def test_how_long_tiers_wait_is_saved_and_shown(console: ConsoleApp) -> No
 
 
 @pytest.mark.parametrize(
-    ("wrong", "sentence"), [("", "Fill this in."), ("60001", "Enter a number between 0 and 60,000."), ("-1", "whole number")]
+    ("invalid", "sentence"), [("", "Fill this in."), ("60001", "Enter a number between 0 and 60,000."), ("-1", "whole number")]
 )
-async def test_a_wait_that_is_wrong_changes_no_tier_and_loses_nothing(console: ConsoleApp, wrong: str, sentence: str) -> None:
+async def test_an_invalid_wait_changes_no_tier_and_the_form_keeps_its_input(
+    console: ConsoleApp, invalid: str, sentence: str
+) -> None:
     alice, before = await console.alice(), await console.services.tiers.list()
-    answer = await alice.post("/settings/tiers", **{**WAITS, "wait_batch": wrong})
+    answer = await alice.post("/settings/tiers", **{**WAITS, "wait_batch": invalid})
     assert answer.status_code == 422
     assert sentence in answer.text
     assert 'value="2,500"' in answer.text
     assert await console.services.tiers.list() == before
 
 
-async def test_a_model_has_limits_for_everybody_until_all_are_emptied(console: ConsoleApp) -> None:
+async def test_limits_of_a_model_are_saved_and_removed_when_all_are_empty(console: ConsoleApp) -> None:
     alice = await console.alice()
     fields = {"model": "demo/large", "limit_mode": "shadow", "tokens_per_minute": "5,000"}
     assert (await alice.post("/settings/models", **fields)).headers["location"] == "/settings"
@@ -63,7 +65,7 @@ async def test_a_model_has_limits_for_everybody_until_all_are_emptied(console: C
         ({"requests_per_minute": "99999999999999999999"}, "Enter a number between 0 and"),
     ],
 )
-async def test_wrong_limits_of_a_model_are_named(console: ConsoleApp, change: dict[str, str], sentence: str) -> None:
+async def test_invalid_limits_of_a_model_are_reported(console: ConsoleApp, change: dict[str, str], sentence: str) -> None:
     alice = await console.alice()
     answer = await alice.post("/settings/models", **{"model": "demo", "limit_mode": "enforce", "tokens_per_day": "7", **change})
     assert answer.status_code == 422
@@ -71,7 +73,7 @@ async def test_wrong_limits_of_a_model_are_named(console: ConsoleApp, change: di
     assert await console.services.model_policies.list() == []
 
 
-async def test_who_writes_the_invoices_is_saved_and_stands_there(console: ConsoleApp) -> None:
+async def test_the_invoice_issuer_is_saved_and_shown(console: ConsoleApp) -> None:
     alice = await console.alice()
     assert "no issuer" in (await alice.get("/settings")).text
     assert (await alice.post("/settings/seller", **SELLER)).headers["location"] == "/settings"
@@ -95,7 +97,9 @@ async def test_who_writes_the_invoices_is_saved_and_stands_there(console: Consol
         ({"tax_id": "x" * 201}, "1 to 200 characters"),
     ],
 )
-async def test_a_wrong_seller_is_named_and_loses_nothing(console: ConsoleApp, change: dict[str, str], sentence: str) -> None:
+async def test_an_invalid_invoice_issuer_is_refused_and_the_form_keeps_its_input(
+    console: ConsoleApp, change: dict[str, str], sentence: str
+) -> None:
     alice = await console.alice()
     answer = await alice.post("/settings/seller", **{**SELLER, "phone": "0117 496", **change})
     assert answer.status_code == 422
@@ -104,9 +108,7 @@ async def test_a_wrong_seller_is_named_and_loses_nothing(console: ConsoleApp, ch
     assert await read_seller(console.services.appliance_records) is None
 
 
-async def test_what_the_appliance_costs_leads_to_the_cost_of_a_million_tokens_and_to_break_even(
-    console: ConsoleApp, clock: FakeClock
-) -> None:
+async def test_server_costs_give_the_cost_per_million_tokens_and_the_break_even(console: ConsoleApp, clock: FakeClock) -> None:
     entry = pending(console.cast.bob, admitted_at=clock.now())
     await console.services.ledger.open(entry)
     await console.services.ledger.settle(posted(entry.request_id, prompt=600_000, completion=400_000))
@@ -138,7 +140,9 @@ async def test_what_the_appliance_costs_leads_to_the_cost_of_a_million_tokens_an
         ({"hosted": "large; -2; 6"}, "Line 1: enter a name"),
     ],
 )
-async def test_wrong_costs_are_named_and_lose_nothing(console: ConsoleApp, change: dict[str, str], sentence: str) -> None:
+async def test_invalid_server_costs_are_refused_and_the_form_keeps_its_input(
+    console: ConsoleApp, change: dict[str, str], sentence: str
+) -> None:
     alice = await console.alice()
     answer = await alice.post("/settings/economics", **{**COSTS, "hosted": HOSTED, **change})
     assert answer.status_code == 422
@@ -147,7 +151,7 @@ async def test_wrong_costs_are_named_and_lose_nothing(console: ConsoleApp, chang
     assert await console.services.economics.hardware() is None
 
 
-async def test_a_viewer_reads_the_settings_and_billing_changes_money_alone(console: ConsoleApp) -> None:
+async def test_a_viewer_changes_no_settings_and_billing_only_issuer_and_costs(console: ConsoleApp) -> None:
     vera = await console.vera()
     page = await vera.get("/settings")
     assert page.status_code == 200
@@ -162,5 +166,5 @@ async def test_a_viewer_reads_the_settings_and_billing_changes_money_alone(conso
         assert (await vera.post(path, **fields)).status_code == (303 if path in money else 403)
 
 
-def test_an_amount_below_zero_keeps_its_digits() -> None:
+def test_negative_amounts_keep_their_digits() -> None:
     assert [units(micros) for micros in (-1_500_000, -1, 0)] == ["-1.50", "-0.000001", "0.00"]

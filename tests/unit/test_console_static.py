@@ -1,4 +1,4 @@
-"""Static files: vendored code as published, and templates that comply with the content policy."""
+"""Static files and templates: hashes of vendored libraries, content security policy, and CSRF tokens in forms."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ def vendored() -> dict[str, str]:
     return dict(rows)
 
 
-def test_vendored_files_are_those_that_were_published() -> None:
+def test_vendored_files_have_the_recorded_hashes() -> None:
     assert {path.name for path in VENDOR.iterdir()} == {*vendored(), "README.md"}
     for name, expected in vendored().items():
         assert hashlib.sha256((VENDOR / name).read_bytes()).hexdigest() == expected, name
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.name)
-def test_templates_hold_nothing_that_the_content_policy_forbids(path: Path) -> None:
+def test_templates_have_no_inline_code_or_styles(path: Path) -> None:
     assert not INLINE.findall(path.read_text("utf-8"))
 
 
-def test_every_style_and_script_is_linked_and_nothing_else_lies_there() -> None:
+def test_every_style_sheet_and_script_is_linked() -> None:
     assert {path.stem for path in (STATIC_DIR / "css").iterdir()} == set(STYLES)
     assert {path.stem for path in (STATIC_DIR / "js").iterdir()} == set(SCRIPTS)
 
 
 @pytest.mark.parametrize("path", sorted((STATIC_DIR / "js").iterdir()), ids=lambda path: path.name)
-def test_scripts_stay_short_and_without_eval(path: Path) -> None:
+def test_scripts_are_short_and_use_no_eval(path: Path) -> None:
     text = path.read_text("utf-8")
 
     assert len(text.splitlines()) <= 45
     assert not re.search(r"\beval\b|new Function|innerHTML|document\.write", text)
 
 
-def test_the_address_of_a_file_changes_with_its_content() -> None:
+def test_the_url_of_a_static_file_contains_its_hash() -> None:
     digest = hashlib.sha256((STATIC_DIR / "logo.svg").read_bytes()).hexdigest()
 
     assert asset("logo.svg") == f"/static/logo.svg?v={digest[:12]}"
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.name)
-def test_every_form_that_changes_something_carries_the_session_s_token(path: Path) -> None:
+def test_every_post_form_has_a_csrf_token(path: Path) -> None:
     forms = re.findall(r'<form[^>]*method="post".*?</form>', path.read_text("utf-8"), re.DOTALL)
 
     for form in forms:
@@ -60,21 +60,21 @@ def test_every_form_that_changes_something_carries_the_session_s_token(path: Pat
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.name)
-def test_a_form_in_the_dialog_is_sent_once_however_often_its_button_is_pressed(path: Path) -> None:
+def test_every_htmx_form_disables_its_button_while_submitting(path: Path) -> None:
     forms = re.findall(r"<form[^>]*hx-post=[^>]*>", path.read_text("utf-8"))
 
     for form in forms:
         assert 'hx-disable="find button[type=submit]"' in form, form[:120]
 
 
-def test_every_form_in_the_dialog_is_made_by_one_macro() -> None:
+def test_every_dialog_form_is_made_by_one_macro() -> None:
     by_hand = [path.name for path in TEMPLATES if 'hx-target="closest .sheet"' in path.read_text("utf-8")]
 
     assert by_hand == ["fields.html"]
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.name)
-def test_a_button_that_acts_on_requests_looks_like_one(path: Path) -> None:
+def test_buttons_that_act_have_no_quiet_style(path: Path) -> None:
     buttons = re.findall(r'<button[^>]*class="quiet[^"]*".*?>([^<>]*)<', path.read_text("utf-8"))
 
     assert not set(buttons) & {"Filter", "Cancel", "Apply"}

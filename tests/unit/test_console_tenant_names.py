@@ -1,4 +1,4 @@
-"""Names of all visible tenants on pages, also beyond the first page of the list."""
+"""Names of tenants on pages, with more tenants than a page of the list has."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from tests.support.factories import pending, posted
 LAST = "tn_zzz"
 
 
-async def crowd(console: ConsoleApp) -> None:
-    """Let there be one tenant more than a page of the list has, the last of them LAST."""
+async def fill_first_page(console: ConsoleApp) -> None:
+    """Add tenants until there is one more than a page of the list has; the last one is LAST."""
     async with console.services.db.writing() as connection:
         bob = (await connection.execute(select(tenants).where(tenants.c.id == console.cast.bob.tenant.id))).mappings().one()
-        there = len((await connection.execute(select(tenants.c.id))).all())
-        ids = [f"tn_{number:04}" for number in range(PAGE_ROWS_MAX - there)] + [LAST]
+        existing = len((await connection.execute(select(tenants.c.id))).all())
+        ids = [f"tn_{number:04}" for number in range(PAGE_ROWS_MAX - existing)] + [LAST]
         await connection.execute(insert(tenants), [{**bob, "id": one, "name": f"Team {one}"} for one in ids])
 
 
-async def test_the_tenant_behind_the_first_page_has_a_name_too(console: ConsoleApp) -> None:
-    await crowd(console)
+async def test_names_include_tenants_beyond_the_first_page(console: ConsoleApp) -> None:
+    await fill_first_page(console)
 
     found = await tenants_by_name(console.services, WHOLE_APPLIANCE)
 
@@ -35,15 +35,15 @@ async def test_the_tenant_behind_the_first_page_has_a_name_too(console: ConsoleA
     assert (await tenant_names(console.services, WHOLE_APPLIANCE))[LAST] == f"Team {LAST}"
 
 
-async def test_somebody_of_one_tenant_is_told_of_no_other(console: ConsoleApp) -> None:
+async def test_a_member_of_one_tenant_gets_only_its_name(console: ConsoleApp) -> None:
     bob = console.cast.bob.tenant
     member = Access(role=Role.MEMBER, actor=SYSTEM, tenants={bob.id: TenantRole.VIEWER})
 
     assert await tenant_names(console.services, member) == {bob.id: bob.name}
 
 
-async def test_it_can_be_chosen_and_is_named_where_it_is_shown(console: ConsoleApp) -> None:
-    await crowd(console)
+async def test_a_tenant_beyond_the_first_page_can_be_chosen_in_filters_and_is_shown_by_name(console: ConsoleApp) -> None:
+    await fill_first_page(console)
     entry = pending(console.cast.bob, tenant_id=LAST)
     await console.services.ledger.open(entry)
     await console.services.ledger.settle(posted(entry.request_id))

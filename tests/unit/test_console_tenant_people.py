@@ -1,4 +1,4 @@
-"""A tenant's members on its page: only its managers and the appliance's owners invite, change and remove them."""
+"""Members on a tenant's page: its managers and the appliance's owners add, change and remove them."""
 
 from __future__ import annotations
 
@@ -7,28 +7,20 @@ import re
 import pytest
 
 from appliance.tenancy.access import WHOLE_APPLIANCE
-from tests.support.console_fixtures import Browser, ConsoleApp
+from tests.support.console_fixtures import MEMBER_PASSWORD, ConsoleApp
 
-PASSWORD = "a long password of tests"
 _SHOWN = re.compile(r'id="member-password">([^<]+)<')
 
 
-async def manager_of(console: ConsoleApp, role: str = "manager") -> Browser:
-    """Return the browser of somebody with a role in Bob's tenant, signed in."""
-    member = await console.services.members.create(f"{role}@example.com", PASSWORD, "member")
-    await console.services.memberships.add(console.cast.bob.tenant.id, member.id, role, access=WHOLE_APPLIANCE)
-    return await console.visitor().sign_in(member.email, PASSWORD)
-
-
 async def roles_in(console: ConsoleApp, tenant_id: str) -> dict[str, str]:
-    """Return the roles in a tenant by address."""
+    """Return the role of each member of a tenant by e-mail address."""
     return {
         one.email: one.role.value
         for one in (await console.services.memberships.of_tenant(tenant_id, access=WHOLE_APPLIANCE)).data
     }
 
 
-async def test_an_owner_lets_somebody_new_in_whose_password_is_shown_once(console: ConsoleApp) -> None:
+async def test_an_owner_invites_a_new_member_whose_password_is_shown_once(console: ConsoleApp) -> None:
     browser, path = await console.alice(), f"/tenants/{console.cast.bob.tenant.id}"
     assert "Add a person to bob" in (await browser.fragment(f"{path}/members/new")).text
     answer = await browser.post_htmx(f"{path}/members", email="Dora@example.com", role="developer")
@@ -36,20 +28,20 @@ async def test_an_owner_lets_somebody_new_in_whose_password_is_shown_once(consol
     assert f'href="{path}"' in answer.text
     page = (await browser.get(path)).text
     assert "dora@example.com" in page
-    assert '<span class="badge warn">invited</span>' in page  # until a password of her own
+    assert '<span class="badge warn">invited</span>' in page  # until she chooses a password
     assert password not in page
     assert (await console.visitor().post("/login", email="dora@example.com", password=password)).status_code == 303
 
 
-async def test_a_manager_adds_whom_the_appliance_knows_and_nobody_else(console: ConsoleApp) -> None:
-    browser, path = await manager_of(console), f"/tenants/{console.cast.bob.tenant.id}"
+async def test_a_manager_can_add_only_existing_members_of_the_appliance(console: ConsoleApp) -> None:
+    browser, path = await console.member_of(console.cast.bob, "manager"), f"/tenants/{console.cast.bob.tenant.id}"
     answer = await browser.post_htmx(f"{path}/members", email="dora@example.com", role="developer")
     assert answer.status_code == 422
     assert "ask an owner of the appliance" in answer.text
     assert (await browser.post(f"{path}/members", email="vera@example.com", role="viewer")).status_code == 303
 
 
-async def test_who_signs_in_already_is_added_without_a_new_password(console: ConsoleApp) -> None:
+async def test_an_existing_member_is_added_once_without_a_new_password(console: ConsoleApp) -> None:
     alice, bob = await console.alice(), console.cast.bob.tenant
     answer = await alice.post(f"/tenants/{bob.id}/members", email="vera@example.com", role="viewer")
     assert answer.headers["location"] == f"/tenants/{bob.id}"
@@ -67,7 +59,9 @@ async def test_who_signs_in_already_is_added_without_a_new_password(console: Con
         ({"email": "dora@example.com", "role": "owner"}, "Choose one of manager, developer, viewer."),
     ],
 )
-async def test_a_wrong_invitation_is_named_and_adds_nobody(console: ConsoleApp, fields: dict[str, str], sentence: str) -> None:
+async def test_an_invalid_invitation_is_refused_and_adds_nobody(
+    console: ConsoleApp, fields: dict[str, str], sentence: str
+) -> None:
     alice, bob = await console.alice(), console.cast.bob.tenant
     before = await roles_in(console, bob.id)
     answer = await alice.post_htmx(f"/tenants/{bob.id}/members", **fields)
@@ -77,9 +71,9 @@ async def test_a_wrong_invitation_is_named_and_adds_nobody(console: ConsoleApp, 
     assert await roles_in(console, bob.id) == before
 
 
-async def test_a_role_is_changed_and_a_membership_ended(console: ConsoleApp) -> None:
-    browser, bob = await manager_of(console), console.cast.bob.tenant
-    dora = await console.services.members.create("dora@example.com", PASSWORD, "member")
+async def test_a_manager_changes_a_role_and_ends_a_membership(console: ConsoleApp) -> None:
+    browser, bob = await console.member_of(console.cast.bob, "manager"), console.cast.bob.tenant
+    dora = await console.services.members.create("dora@example.com", MEMBER_PASSWORD, "member")
     await console.services.memberships.add(bob.id, dora.id, "viewer", access=WHOLE_APPLIANCE)
     path = f"/tenants/{bob.id}/members/{dora.id}"
     assert "dora@example.com" in (await browser.fragment(path)).text
@@ -91,8 +85,8 @@ async def test_a_role_is_changed_and_a_membership_ended(console: ConsoleApp) -> 
     assert (await browser.get(path)).status_code == 404
 
 
-async def test_whoever_removes_himself_is_not_led_to_what_he_may_no_longer_see(console: ConsoleApp) -> None:
-    browser, bob = await manager_of(console), console.cast.bob.tenant
+async def test_a_manager_who_leaves_the_tenant_is_redirected_to_the_list(console: ConsoleApp) -> None:
+    browser, bob = await console.member_of(console.cast.bob, "manager"), console.cast.bob.tenant
     member = await console.services.members.get_by_email("manager@example.com")
     answer = await browser.post(f"/tenants/{bob.id}/members/{member.id}/remove")
     assert answer.headers["location"] == "/tenants"
@@ -100,8 +94,8 @@ async def test_whoever_removes_himself_is_not_led_to_what_he_may_no_longer_see(c
 
 
 @pytest.mark.parametrize("role", ["developer", "viewer"])
-async def test_others_of_the_tenant_read_who_belongs_to_it_and_change_nobody(console: ConsoleApp, role: str) -> None:
-    browser, bob = await manager_of(console, role), console.cast.bob.tenant
+async def test_developers_and_viewers_can_only_read_the_members(console: ConsoleApp, role: str) -> None:
+    browser, bob = await console.member_of(console.cast.bob, role), console.cast.bob.tenant
     member = await console.services.members.get_by_email(f"{role}@example.com")
     page = (await browser.get(f"/tenants/{bob.id}")).text
     assert member.email in page
@@ -113,9 +107,9 @@ async def test_others_of_the_tenant_read_who_belongs_to_it_and_change_nobody(con
         assert answer.status_code == 403
 
 
-async def test_a_manager_changes_nobody_of_another_tenant(console: ConsoleApp) -> None:
-    browser, charlie = await manager_of(console), console.cast.charlie.tenant
-    dora = await console.services.members.create("dora@example.com", PASSWORD, "member")
+async def test_a_manager_cannot_change_members_of_another_tenant(console: ConsoleApp) -> None:
+    browser, charlie = await console.member_of(console.cast.bob, "manager"), console.cast.charlie.tenant
+    dora = await console.services.members.create("dora@example.com", MEMBER_PASSWORD, "member")
     await console.services.memberships.add(charlie.id, dora.id, "viewer", access=WHOLE_APPLIANCE)
     for tenant_id in (charlie.id, console.cast.bob.tenant.id):
         for path in (dora.id, f"{dora.id}/remove"):

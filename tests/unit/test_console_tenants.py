@@ -1,4 +1,4 @@
-"""Tenants in the console: list, create, limits, suspension, archive."""
+"""Tenants in the console: listing, creating, limits, suspending and archiving."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.console_fixtures import ConsoleApp
 NEW = {"name": "Acme", "tier": "standard", "weight": "2"}
 
 
-async def test_the_list_names_every_tenant_and_its_limits(console: ConsoleApp) -> None:
+async def test_the_list_shows_every_tenant_with_its_limits(console: ConsoleApp) -> None:
     limits = Limits(tokens_per_minute=60_000, monthly_budget=12_500_000)
     await console.services.tenants.create("limited", TenantChanges(limits=limits), access=WHOLE_APPLIANCE)
 
@@ -35,7 +35,7 @@ async def test_names_are_escaped(console: ConsoleApp) -> None:
     assert "<script>alert" not in page
 
 
-async def test_a_tenant_is_created_with_its_limits_and_the_next_page_says_so(console: ConsoleApp) -> None:
+async def test_a_tenant_is_created_with_its_limits_and_confirmed_once(console: ConsoleApp) -> None:
     alice = await console.alice()
 
     answer = await alice.post(
@@ -50,7 +50,7 @@ async def test_a_tenant_is_created_with_its_limits_and_the_next_page_says_so(con
     assert "Tenant created" not in (await alice.get(answer.headers["location"])).text
 
 
-async def test_htmx_is_moved_to_the_new_tenant(console: ConsoleApp) -> None:
+async def test_htmx_is_redirected_to_the_new_tenant(console: ConsoleApp) -> None:
     answer = await (await console.alice()).post_htmx("/tenants", **NEW)
 
     assert answer.status_code == 200
@@ -76,7 +76,7 @@ async def test_htmx_is_moved_to_the_new_tenant(console: ConsoleApp) -> None:
         ("monthly_budget", "-1", "Enter an amount like"),
     ],
 )
-async def test_a_wrong_field_comes_back_with_a_sentence_beside_it(
+async def test_an_invalid_field_has_its_error_beside_it_and_nothing_is_created(
     console: ConsoleApp, field: str, value: str, sentence: str
 ) -> None:
     alice = await console.alice()
@@ -101,7 +101,7 @@ async def test_a_wrong_field_comes_back_with_a_sentence_beside_it(
     ("fields", "opened"),
     [({"weight": "0"}, False), ({"weight": "0", "tokens_per_day": "5"}, True), ({"monthly_budget": "-1"}, True)],
 )
-async def test_limits_open_again_where_something_was_typed_in_them(
+async def test_after_an_error_the_limits_are_expanded_if_they_were_filled_in(
     console: ConsoleApp, fields: dict[str, str], opened: bool
 ) -> None:
     given = {"name": "Acme", "tier": "standard", "weight": "1", **fields}
@@ -111,7 +111,7 @@ async def test_limits_open_again_where_something_was_typed_in_them(
     assert ('<details class="more" open>' in page) == opened
 
 
-async def test_what_was_typed_is_not_lost(console: ConsoleApp) -> None:
+async def test_after_an_error_the_form_keeps_its_input(console: ConsoleApp) -> None:
     answer = await (await console.alice()).post("/tenants", **{**NEW, "tokens_per_minute": "many", "monthly_budget": "77.25"})
 
     assert 'value="Acme"' in answer.text
@@ -119,7 +119,7 @@ async def test_what_was_typed_is_not_lost(console: ConsoleApp) -> None:
     assert 'value="77.25"' in answer.text
 
 
-async def test_limits_are_saved_and_an_empty_field_takes_a_limit_away(console: ConsoleApp) -> None:
+async def test_limits_are_saved_and_an_empty_field_removes_a_limit(console: ConsoleApp) -> None:
     alice, tenant = await console.alice(), console.cast.bob.tenant
     path = f"/tenants/{tenant.id}"
     fields = {"name": "bob", "tier": "interactive", "weight": "3"}
@@ -145,7 +145,7 @@ async def test_limits_are_saved_and_an_empty_field_takes_a_limit_away(console: C
         (None, "", "none", ()),
     ],
 )
-async def test_models_are_what_the_field_says_and_one_that_was_not_touched_stays(
+async def test_the_model_list_is_saved_as_typed_and_kept_when_unchanged(
     console: ConsoleApp, stored: tuple[str, ...] | None, shown: str, typed: str, saved: tuple[str, ...] | None
 ) -> None:
     alice, path = await console.alice(), f"/tenants/{console.cast.bob.tenant.id}"
@@ -160,7 +160,7 @@ async def test_models_are_what_the_field_says_and_one_that_was_not_touched_stays
     assert (value, tenant.weight, tenant.allowed_models) == (shown, 7, saved)
 
 
-async def test_a_name_from_before_it_was_refused_stays_when_something_else_is_saved(console: ConsoleApp) -> None:
+async def test_a_stored_name_that_is_no_longer_valid_is_kept_when_other_fields_change(console: ConsoleApp) -> None:
     bob, old = console.cast.bob.tenant.id, "b\u200bob"
     async with console.services.db.writing() as connection:
         await connection.execute(update(tenants).where(tenants.c.id == bob).values(name=old))
@@ -171,7 +171,7 @@ async def test_a_name_from_before_it_was_refused_stays_when_something_else_is_sa
     assert (answer.status_code, saved.name, saved.weight) == (303, old, 7)
 
 
-async def test_a_name_that_is_taken_is_said_on_the_tenant_s_page(console: ConsoleApp) -> None:
+async def test_renaming_to_a_taken_name_is_reported_on_the_tenant_s_page(console: ConsoleApp) -> None:
     tenant = console.cast.bob.tenant
 
     answer = await (await console.alice()).post(f"/tenants/{tenant.id}", name="charlie", tier="standard", weight="1")
@@ -180,7 +180,7 @@ async def test_a_name_that_is_taken_is_said_on_the_tenant_s_page(console: Consol
     assert "There is a tenant named &#39;charlie&#39; already." in answer.text
 
 
-async def test_the_page_shows_how_full_each_limit_is(console: ConsoleApp) -> None:
+async def test_the_page_shows_the_usage_of_each_limit(console: ConsoleApp) -> None:
     bob = console.cast.bob
     alice = await console.alice()
     await alice.post(
@@ -196,8 +196,8 @@ async def test_the_page_shows_how_full_each_limit_is(console: ConsoleApp) -> Non
     )
     principal = await console.services.keys.authenticate(bob.secret, "192.0.2.1")
     assert principal.tenant.limits.monthly_budget == 1_000_000
-    asked = AdmissionRequest(principal=principal, model="demo", prompt_tokens=100, max_output_tokens=50, price=None)
-    await console.services.admission.admit(asked)
+    admission_request = AdmissionRequest(principal=principal, model="demo", prompt_tokens=100, max_output_tokens=50, price=None)
+    await console.services.admission.admit(admission_request)
 
     page = (await alice.get(f"/tenants/{bob.tenant.id}")).text
 
@@ -205,7 +205,7 @@ async def test_the_page_shows_how_full_each_limit_is(console: ConsoleApp) -> Non
         assert text in page
 
 
-async def test_a_list_of_keys_that_is_cut_says_so(console: ConsoleApp, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_truncated_list_of_keys_links_to_all_keys(console: ConsoleApp, monkeypatch: pytest.MonkeyPatch) -> None:
     bob, alice = console.cast.bob.tenant, await console.alice()
     for _ in range(2):
         assert "The first" not in (await alice.get(f"/tenants/{bob.id}")).text
@@ -215,7 +215,7 @@ async def test_a_list_of_keys_that_is_cut_says_so(console: ConsoleApp, monkeypat
     assert 'The first 1 are shown; <a href="/keys">Keys</a> lists all.' in (await alice.get(f"/tenants/{bob.id}")).text
 
 
-async def test_the_page_of_a_tenant_leads_to_its_requests_usage_and_audit(console: ConsoleApp) -> None:
+async def test_the_page_links_to_the_tenant_s_requests_usage_and_audit_log(console: ConsoleApp) -> None:
     bob, alice = console.cast.bob, await console.alice()
 
     page = (await alice.get(f"/tenants/{bob.tenant.id}")).text
@@ -230,7 +230,7 @@ async def test_the_page_of_a_tenant_leads_to_its_requests_usage_and_audit(consol
     assert f'href="/requests?q={bob.key.prefix}"' in (await alice.get(f"/keys/{bob.key.id}")).text
 
 
-async def test_suspending_refuses_the_tenant_s_keys_until_it_is_resumed(console: ConsoleApp) -> None:
+async def test_a_tenant_can_be_suspended_and_resumed(console: ConsoleApp) -> None:
     alice, tenant = await console.alice(), console.cast.bob.tenant
 
     await alice.post(f"/tenants/{tenant.id}/suspend")
@@ -242,7 +242,7 @@ async def test_suspending_refuses_the_tenant_s_keys_until_it_is_resumed(console:
     assert not (await console.services.tenants.get(tenant.id, access=WHOLE_APPLIANCE)).suspended
 
 
-async def test_archiving_needs_the_name_to_be_typed(console: ConsoleApp) -> None:
+async def test_archiving_needs_the_typed_name_as_confirmation(console: ConsoleApp) -> None:
     alice, tenant = await console.alice(), console.cast.bob.tenant
     path = f"/tenants/{tenant.id}/archive"
 
@@ -258,7 +258,7 @@ async def test_archiving_needs_the_name_to_be_typed(console: ConsoleApp) -> None
     assert f"/tenants/{tenant.id}" in (await alice.get("/tenants?archived=yes")).text
 
 
-async def test_tenants_are_found_by_a_part_of_their_name(console: ConsoleApp) -> None:
+async def test_tenants_can_be_searched_by_a_part_of_their_name(console: ConsoleApp) -> None:
     alice = await console.alice()
 
     found = (await alice.fragment("/tenants?q=BO")).text
@@ -269,7 +269,7 @@ async def test_tenants_are_found_by_a_part_of_their_name(console: ConsoleApp) ->
     assert "No tenant matches." in (await alice.get("/tenants?q=_")).text
 
 
-async def test_an_archived_tenant_has_no_form_and_takes_no_change(console: ConsoleApp) -> None:
+async def test_an_archived_tenant_cannot_be_changed(console: ConsoleApp) -> None:
     alice, tenant = await console.alice(), console.cast.bob.tenant
     await console.services.tenants.archive(tenant.id, access=WHOLE_APPLIANCE)
 
@@ -280,7 +280,7 @@ async def test_an_archived_tenant_has_no_form_and_takes_no_change(console: Conso
 
 
 @pytest.mark.parametrize("path", ["/tenants/tn_nobody", "/tenants/tn_nobody/archive", "/tenants/tn_nobody/keys/new"])
-async def test_a_tenant_that_does_not_exist_is_not_here(console: ConsoleApp, path: str) -> None:
+async def test_an_unknown_tenant_is_not_found(console: ConsoleApp, path: str) -> None:
     alice = await console.alice()
 
     assert (await alice.get(path)).status_code == 404
@@ -290,18 +290,18 @@ async def test_a_tenant_that_does_not_exist_is_not_here(console: ConsoleApp, pat
     assert "<html" not in fragment.text
 
 
-async def test_the_form_of_a_new_tenant_is_a_page_and_a_fragment_for_the_dialog(console: ConsoleApp) -> None:
+async def test_the_form_of_a_new_tenant_is_served_as_page_and_as_fragment(console: ConsoleApp) -> None:
     alice = await console.alice()
 
     assert "<html" in (await alice.get("/tenants/new")).text
     assert "<html" not in (await alice.fragment("/tenants/new")).text
 
 
-async def test_a_cursor_of_another_list_is_refused_as_a_page(console: ConsoleApp) -> None:
+async def test_an_invalid_cursor_is_a_bad_request(console: ConsoleApp) -> None:
     assert (await (await console.alice()).get("/tenants?cursor=bm9wZQ")).status_code == 400
 
 
-async def test_a_budget_says_that_it_needs_a_price(console: ConsoleApp) -> None:
+async def test_the_budget_field_explains_that_only_priced_models_count(console: ConsoleApp) -> None:
     page = (await (await console.alice()).get("/tenants/new")).text
 
     assert "Counts only models that have a price" in page

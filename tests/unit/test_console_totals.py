@@ -1,4 +1,4 @@
-"""Totals in page headers use days and months of the billing time zone, as budgets and invoices do."""
+"""Totals and limit levels on pages: days and months of the billing time zone, and only what the reader may see."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from tests.support.factories import pending, posted
 from tests.support.ledgers import num_running, poll_until
 
 LAST_OF_MONTH = datetime(2026, 12, 31, 12, 0, tzinfo=UTC)
-HALF_A_DAY_S = 11.5 * 3600
+UNTIL_NEW_YEAR_S = 11.5 * 3600  # half past midnight of January 1 in Zurich
 
 
 @pytest.fixture
-async def late(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[tuple[ConsoleApp, FakeClock]]:
-    """An appliance in Zurich on the last day of December, and its clock."""
+async def new_year(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[tuple[ConsoleApp, FakeClock]]:
+    """A console of the time zone Europe/Zurich at noon UTC of December 31, and its clock."""
     clock = FakeClock(LAST_OF_MONTH)
     async with open_console(migrated_sqlite_file, tmp_path, clock, time_zone="Europe/Zurich") as console:
         await console.services.prices.add(model="demo", currency="EUR", prompt=1_000_000, cached_prompt=0, completion=0)
         yield console, clock
 
 
-async def use(console: ConsoleApp, clock: FakeClock, tokens: int, currency: str | None = None) -> None:
+async def bill_usage(console: ConsoleApp, clock: FakeClock, tokens: int, currency: str | None = None) -> None:
     price = await console.services.prices.current("demo", clock.now(), currency=currency)
     entry = pending(console.cast.bob, request_id=new_id("req"), admitted_at=clock.now(), price=price)
     await console.services.ledger.open(entry)
@@ -47,11 +47,11 @@ def admission_request(who: Principal, tokens: int = 1) -> AdmissionRequest:
     return AdmissionRequest(principal=who, model="demo", prompt_tokens=tokens, max_output_tokens=0, price=None)
 
 
-async def test_the_list_of_tenants_tells_what_each_cost_this_month(late: tuple[ConsoleApp, FakeClock]) -> None:
-    console, clock = late
-    await use(console, clock, 5_000)
-    clock.advance(HALF_A_DAY_S)
-    await use(console, clock, 2_500_000)
+async def test_the_list_of_tenants_shows_the_cost_of_each_this_month(new_year: tuple[ConsoleApp, FakeClock]) -> None:
+    console, clock = new_year
+    await bill_usage(console, clock, 5_000)
+    clock.advance(UNTIL_NEW_YEAR_S)
+    await bill_usage(console, clock, 2_500_000)
     seen = Access(actor=SYSTEM, role=Role.MEMBER, tenants={console.cast.charlie.tenant.id: TenantRole.VIEWER})
     ids = [console.cast.bob.tenant.id, console.cast.charlie.tenant.id]
 
@@ -66,11 +66,11 @@ async def test_the_list_of_tenants_tells_what_each_cost_this_month(late: tuple[C
     assert page.count('data-label="This month" class="num unfolds whole">–</td>') == page.count('data-label="This month"') - 1
 
 
-async def test_the_day_and_the_month_begin_at_midnight_of_the_billing_zone(late: tuple[ConsoleApp, FakeClock]) -> None:
-    console, clock = late
-    await use(console, clock, 1000)
-    clock.advance(HALF_A_DAY_S)  # half past midnight of January 1 in Zurich
-    await use(console, clock, 7)
+async def test_day_and_month_begin_at_midnight_of_the_billing_zone(new_year: tuple[ConsoleApp, FakeClock]) -> None:
+    console, clock = new_year
+    await bill_usage(console, clock, 1000)
+    clock.advance(UNTIL_NEW_YEAR_S)
+    await bill_usage(console, clock, 7)
 
     bob = console.cast.bob.tenant.id
     for totals in (
@@ -81,17 +81,17 @@ async def test_the_day_and_the_month_begin_at_midnight_of_the_billing_zone(late:
         assert (totals.requests, totals.tokens, totals.cost_picos) == (1, 7, 7_000_000)
 
 
-async def test_a_tenants_page_begins_with_the_cost_in_the_currency_that_it_is_billed_in(
-    late: tuple[ConsoleApp, FakeClock],
+async def test_a_tenant_s_page_shows_costs_in_its_billing_currency(
+    new_year: tuple[ConsoleApp, FakeClock],
 ) -> None:
-    console, clock = late
+    console, clock = new_year
     await console.services.prices.add(model="demo", currency="CHF", prompt=2_000_000, cached_prompt=0, completion=0)
     bob = console.cast.bob.tenant.id
     await console.services.tenants.update(bob, TenantChanges(currency="CHF"), access=WHOLE_APPLIANCE)
     alice = await console.alice()
 
     before = (await alice.get(f"/tenants/{bob}")).text
-    await use(console, clock, 1_250_000, "CHF")
+    await bill_usage(console, clock, 1_250_000, "CHF")
     after = (await alice.get(f"/tenants/{bob}")).text
 
     for page, amount in ((before, "0.000000"), (after, "2.50")):
@@ -99,9 +99,9 @@ async def test_a_tenants_page_begins_with_the_cost_in_the_currency_that_it_is_bi
             assert f'<dt>Cost {period}, CHF</dt><dd class="money">{amount}</dd>' in page
 
 
-async def test_sums_are_of_what_the_reader_may_see(late: tuple[ConsoleApp, FakeClock]) -> None:
-    console, clock = late
-    await use(console, clock, 7)
+async def test_totals_cover_only_what_the_reader_may_see(new_year: tuple[ConsoleApp, FakeClock]) -> None:
+    console, clock = new_year
+    await bill_usage(console, clock, 7)
     bob, charlie = console.cast.bob.tenant.id, console.cast.charlie.tenant.id
     stranger = Access(role=Role.MEMBER, actor=SYSTEM, tenants={charlie: TenantRole.MANAGER})
 
@@ -113,9 +113,9 @@ async def test_sums_are_of_what_the_reader_may_see(late: tuple[ConsoleApp, FakeC
         assert totals == UsageTotals()
 
 
-async def test_levels_count_what_the_reader_may_see(late: tuple[ConsoleApp, FakeClock]) -> None:
-    console, clock = late
-    await use(console, clock, 7)
+async def test_limit_levels_cover_only_what_the_reader_may_see(new_year: tuple[ConsoleApp, FakeClock]) -> None:
+    console, clock = new_year
+    await bill_usage(console, clock, 7)
     bob, limits = console.cast.bob, Limits(tokens_per_day=100)
     tenant, key = replace(bob.tenant, limits=limits), replace(bob.key, limits=limits)
     stranger = Access(role=Role.MEMBER, actor=SYSTEM, tenants={console.cast.charlie.tenant.id: TenantRole.MANAGER})
@@ -128,10 +128,10 @@ async def test_levels_count_what_the_reader_may_see(late: tuple[ConsoleApp, Fake
         assert [level.text for found in levels for level in found] == [text, text]
 
 
-async def test_levels_are_of_the_limits_as_they_stand_whatever_the_last_request_met(
-    late: tuple[ConsoleApp, FakeClock],
+async def test_limit_levels_refer_to_the_current_limits_not_to_those_of_the_last_request(
+    new_year: tuple[ConsoleApp, FakeClock],
 ) -> None:
-    console, _clock = late
+    console, _clock = new_year
     old, new = Limits(tokens_per_minute=100), Limits(tokens_per_minute=200, requests_per_minute=5, concurrent_requests=9)
     bob = Principal(tenant=replace(console.cast.bob.tenant, limits=old), key=replace(console.cast.bob.key, limits=old))
     held = await console.services.admission.admit(admission_request(bob, 30))
@@ -143,8 +143,8 @@ async def test_levels_are_of_the_limits_as_they_stand_whatever_the_last_request_
     held.void()
 
 
-async def test_who_looks_at_levels_lets_nobody_in(late: tuple[ConsoleApp, FakeClock]) -> None:
-    console, _clock = late
+async def test_reading_limit_levels_admits_no_waiting_request(new_year: tuple[ConsoleApp, FakeClock]) -> None:
+    console, _clock = new_year
     limits = Limits(concurrent_requests=1)
     bob = Principal(tenant=replace(console.cast.bob.tenant, limits=limits), key=replace(console.cast.bob.key, limits=limits))
     admission = console.services.admission
@@ -161,9 +161,9 @@ async def test_who_looks_at_levels_lets_nobody_in(late: tuple[ConsoleApp, FakeCl
     await asyncio.wait(waiting)
 
 
-async def test_an_exact_time_stands_in_utc_and_in_the_billing_zone(late: tuple[ConsoleApp, FakeClock]) -> None:
-    console, clock = late
-    clock.advance(HALF_A_DAY_S)
+async def test_an_exact_time_is_shown_in_utc_and_in_the_billing_zone(new_year: tuple[ConsoleApp, FakeClock]) -> None:
+    console, clock = new_year
+    clock.advance(UNTIL_NEW_YEAR_S)
     key, _ = await console.services.keys.create(console.cast.bob.tenant.id, name="new year", access=WHOLE_APPLIANCE)
     page = (await (await console.alice()).get(f"/keys/{key.id}")).text.replace("\N{NO-BREAK SPACE}", " ")
     assert "2026-12-31 23:30:00 UTC (2027-01-01 00:30:00 Europe/Zurich)" in page

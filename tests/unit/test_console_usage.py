@@ -1,4 +1,4 @@
-"""The usage page: totals, bars and rows of a period, and the same as a file."""
+"""The usage page and its CSV export: totals, bars, rows, shares, currencies and periods."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.console_fixtures import ConsoleApp, open_console
 from tests.support.factories import pending, posted
 
 
-async def use(
+async def bill_usage(
     console: ConsoleApp,
     person: Person,
     *,
@@ -38,18 +38,18 @@ async def use(
     await console.services.ledger.settle(posted(entry.request_id, prompt=50, cached=20, completion=completion))
 
 
-async def priced(console: ConsoleApp) -> None:
+async def add_price(console: ConsoleApp) -> None:
     await console.services.prices.add(
         model="demo", currency="EUR", prompt=1_000_000, cached_prompt=0, completion=2_000_000, effective_from=START
     )
 
 
-async def test_the_page_adds_up_the_period_and_names_every_tenant(console: ConsoleApp) -> None:
-    await priced(console)
-    await use(console, console.cast.bob)
-    await use(console, console.cast.bob, days_ago=3)
-    await use(console, console.cast.charlie, completion=1000)
-    await use(console, console.cast.charlie, days_ago=40, completion=9000)
+async def test_the_page_shows_totals_of_the_period_and_a_row_per_tenant(console: ConsoleApp) -> None:
+    await add_price(console)
+    await bill_usage(console, console.cast.bob)
+    await bill_usage(console, console.cast.bob, days_ago=3)
+    await bill_usage(console, console.cast.charlie, completion=1000)
+    await bill_usage(console, console.cast.charlie, days_ago=40, completion=9000)
 
     page = (await (await console.alice()).get("/usage")).text
 
@@ -58,18 +58,20 @@ async def test_the_page_adds_up_the_period_and_names_every_tenant(console: Conso
     assert "40 %" in page  # 60 of 150 prompt tokens were cached
     for person in (console.cast.bob, console.cast.charlie):
         assert f'href="/tenants/{person.tenant.id}" title="{person.tenant.name}"' in page
-    assert page.index('title="charlie"') < page.index('title="bob"')  # the dearest first
+    assert page.index('title="charlie"') < page.index('title="bob"')  # highest cost first
 
 
-async def test_a_period_without_usage_says_so(console: ConsoleApp) -> None:
+async def test_a_period_without_usage_has_a_placeholder(console: ConsoleApp) -> None:
     page = (await (await console.alice()).get("/usage?period=last-month")).text
     assert "No usage in this period." in page
 
 
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("measure", MEASURES)
-async def test_every_choice_has_a_page_and_a_fragment(console: ConsoleApp, group: str, measure: str) -> None:
-    await use(console, console.cast.bob)
+async def test_every_combination_of_choices_is_served_as_page_and_as_fragment(
+    console: ConsoleApp, group: str, measure: str
+) -> None:
+    await bill_usage(console, console.cast.bob)
     alice = await console.alice()
     for period in PERIODS:
         address = f"/usage?period={period}&group={group}&measure={measure}"
@@ -80,9 +82,9 @@ async def test_every_choice_has_a_page_and_a_fragment(console: ConsoleApp, group
         assert part.text.strip() in whole.text
 
 
-async def test_shares_are_of_all_that_was_used_and_the_bars_say_how_high_they_are(console: ConsoleApp) -> None:
+async def test_rows_have_shares_of_the_total_and_the_chart_its_peak(console: ConsoleApp) -> None:
     for person in (console.cast.bob, console.cast.bob, console.cast.bob, console.cast.charlie):
-        await use(console, person)
+        await bill_usage(console, person)
 
     page = (await (await console.alice()).fragment("/usage?measure=requests")).text
 
@@ -90,29 +92,29 @@ async def test_shares_are_of_all_that_was_used_and_the_bars_say_how_high_they_ar
     assert '<span class="muted">peak 4</span>' in page
 
 
-async def in_francs(console: ConsoleApp) -> None:
-    """Let Charlie use the model in francs, and Bob in the appliance's currency."""
+async def bill_usage_in_two_currencies(console: ConsoleApp) -> None:
+    """Bill Charlie in CHF and Bob in the appliance's currency, EUR."""
     for currency in ("EUR", "CHF"):
         await console.services.prices.add(
             model="demo", currency=currency, prompt=0, cached_prompt=0, completion=2_000_000, effective_from=START
         )
     await console.services.tenants.update(console.cast.charlie.tenant.id, TenantChanges(currency="CHF"), access=WHOLE_APPLIANCE)
-    await use(console, console.cast.bob)
-    await use(console, console.cast.charlie, completion=1_000_000, currency="CHF")
+    await bill_usage(console, console.cast.bob)
+    await bill_usage(console, console.cast.charlie, completion=1_000_000, currency="CHF")
 
 
-async def test_a_cost_in_another_currency_has_no_share_and_the_page_says_which_currency_is_drawn(console: ConsoleApp) -> None:
-    await in_francs(console)
+async def test_shares_and_bars_of_costs_cover_only_the_appliance_s_currency(console: ConsoleApp) -> None:
+    await bill_usage_in_two_currencies(console)
     part = (await (await console.alice()).fragment("/usage?measure=cost")).text
 
-    assert re.findall(r'of-all muted">([^<]+)<', part) == ["100 %", "–"]  # Bob's in euros first, however many francs there are
+    assert re.findall(r'of-all muted">([^<]+)<', part) == ["100 %", "–"]  # EUR first, however large the cost in CHF
     assert part.index('title="bob"') < part.index('title="charlie"')
     assert "<dt>Cost, EUR</dt>" in part
     assert "Bars and shares are of costs in EUR, without those in CHF." in part
 
 
-async def test_the_costs_of_a_tenant_in_another_currency_are_drawn_in_it(console: ConsoleApp) -> None:
-    await in_francs(console)
+async def test_the_costs_of_one_tenant_are_shown_in_its_currency(console: ConsoleApp) -> None:
+    await bill_usage_in_two_currencies(console)
     part = (await (await console.alice()).fragment(f"/usage?measure=cost&tenant={console.cast.charlie.tenant.id}")).text
 
     assert re.findall(r'of-all muted">([^<]+)<', part) == ["100 %"]
@@ -121,21 +123,19 @@ async def test_the_costs_of_a_tenant_in_another_currency_are_drawn_in_it(console
     assert "EUR" not in part
 
 
-async def test_nothing_has_been_used_in_the_currency_in_which_all_are_billed(console: ConsoleApp) -> None:
+async def test_without_usage_the_cost_is_shown_in_the_reader_s_billing_currency(console: ConsoleApp) -> None:
     assert "<dt>Cost, EUR</dt>" in (await (await console.alice()).get("/usage")).text
-    member = await console.services.members.create("manager@example.com", "the manager's long password", "member")
-    await console.services.memberships.add(console.cast.charlie.tenant.id, member.id, "manager", access=WHOLE_APPLIANCE)
     await console.services.tenants.update(console.cast.charlie.tenant.id, TenantChanges(currency="CHF"), access=WHOLE_APPLIANCE)
-    manager = await console.visitor().sign_in("manager@example.com", "the manager's long password")
+    manager = await console.member_of(console.cast.charlie, "manager")
     assert "<dt>Cost, CHF</dt>" in (await manager.get("/usage")).text
     assert "<dt>Cost, EUR</dt>" in (await (await console.alice()).get("/usage")).text
 
 
-async def test_the_rows_begin_with_the_largest_in_what_is_shown(console: ConsoleApp) -> None:
-    await priced(console)
-    await use(console, console.cast.bob, completion=500)
+async def test_rows_are_sorted_by_the_chosen_measure(console: ConsoleApp) -> None:
+    await add_price(console)
+    await bill_usage(console, console.cast.bob, completion=500)
     for _ in range(3):
-        await use(console, console.cast.charlie, completion=1)
+        await bill_usage(console, console.cast.charlie, completion=1)
     alice = await console.alice()
 
     first = {}
@@ -146,17 +146,17 @@ async def test_the_rows_begin_with_the_largest_in_what_is_shown(console: Console
     assert first == {"tokens": "bob", "cost": "bob", "requests": "charlie"}
 
 
-async def test_wrong_choices_are_as_if_they_were_not_there(console: ConsoleApp) -> None:
-    await use(console, console.cast.bob)
+async def test_invalid_choices_are_ignored(console: ConsoleApp) -> None:
+    await bill_usage(console, console.cast.bob)
     alice = await console.alice()
     plain = await alice.fragment("/usage")
     odd = await alice.fragment("/usage?period=century&group=planet&measure=love")
     assert plain.text == odd.text
 
 
-async def test_the_file_has_the_exact_numbers_and_no_formula(console: ConsoleApp) -> None:
-    await priced(console)
-    await use(console, console.cast.bob)
+async def test_the_csv_file_has_exact_numbers_and_no_formulas(console: ConsoleApp) -> None:
+    await add_price(console)
+    await bill_usage(console, console.cast.bob)
     await console.services.tenants.update(
         console.cast.bob.tenant.id, TenantChanges(name="=HYPERLINK(1)"), access=WHOLE_APPLIANCE
     )
@@ -169,16 +169,16 @@ async def test_the_file_has_the_exact_numbers_and_no_formula(console: ConsoleApp
     assert (rows[0]["prompt_tokens"], rows[0]["cached_tokens"], rows[0]["currency"]) == ("50", "20", "EUR")
 
 
-async def test_a_model_is_no_formula_either(console: ConsoleApp) -> None:
-    await use(console, console.cast.bob, model="=HYPERLINK(1)")
+async def test_a_model_name_in_the_csv_file_is_no_formula(console: ConsoleApp) -> None:
+    await bill_usage(console, console.cast.bob, model="=HYPERLINK(1)")
     (row,) = csv.DictReader(io.StringIO((await (await console.alice()).get("/usage.csv?group=model")).text))
     assert (row["model"], row["name"]) == ("'=HYPERLINK(1)", "'=HYPERLINK(1)")
 
 
-async def test_a_file_that_would_be_cut_is_refused(console: ConsoleApp, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_csv_file_with_too_many_rows_is_refused(console: ConsoleApp, monkeypatch: pytest.MonkeyPatch) -> None:
     alice = await console.alice()
     for person in (console.cast.bob, console.cast.charlie):
-        await use(console, person)
+        await bill_usage(console, person)
     monkeypatch.setattr("appliance.console.usage.CSV_ROWS_MAX", 1)
 
     refused, whole = [await alice.get(f"/usage.csv?tenant={tenant}") for tenant in ("", console.cast.bob.tenant.id)]
@@ -187,8 +187,8 @@ async def test_a_file_that_would_be_cut_is_refused(console: ConsoleApp, monkeypa
     assert len(list(csv.DictReader(io.StringIO(whole.text)))) == 1
 
 
-async def test_keys_are_shown_by_name_with_their_prefix_and_tenant(console: ConsoleApp) -> None:
-    await use(console, console.cast.bob)
+async def test_rows_by_key_show_name_prefix_and_tenant(console: ConsoleApp) -> None:
+    await bill_usage(console, console.cast.bob)
     bob, alice = console.cast.bob, await console.alice()
     await console.services.keys.revoke(bob.key.id, access=WHOLE_APPLIANCE)
     part = html.unescape((await alice.fragment("/usage?group=key")).text)
@@ -198,15 +198,15 @@ async def test_keys_are_shown_by_name_with_their_prefix_and_tenant(console: Cons
     assert (row["key"], row["name"]) == (bob.key.id, bob.key.name)
 
 
-async def test_a_tenant_narrows_all_of_the_page(console: ConsoleApp) -> None:
-    await use(console, console.cast.bob)
-    await use(console, console.cast.charlie)
+async def test_the_tenant_filter_applies_to_the_whole_page(console: ConsoleApp) -> None:
+    await bill_usage(console, console.cast.bob)
+    await bill_usage(console, console.cast.charlie)
     part = (await (await console.alice()).fragment(f"/usage?tenant={console.cast.bob.tenant.id}")).text
     assert "<dd>1</dd>" in part
     assert 'title="charlie"' not in part
 
 
-def test_a_day_of_the_billing_zone_has_the_hours_that_its_clocks_show() -> None:
+def test_a_day_of_the_billing_zone_may_have_25_hours() -> None:
     berlin = BillingCalendar("Europe/Berlin")
     start, end = bounds("today", datetime(2026, 10, 25, 12, tzinfo=UTC), berlin)
     assert (end - start) == timedelta(hours=25)
@@ -214,10 +214,12 @@ def test_a_day_of_the_billing_zone_has_the_hours_that_its_clocks_show() -> None:
     assert berlin.day_of(start) == date(2026, 9, 26)
 
 
-async def test_the_hours_of_a_zone_half_an_hour_off_have_their_bars(migrated_sqlite_file: Path, tmp_path: Path) -> None:
+async def test_hourly_bars_follow_a_time_zone_with_a_half_hour_offset(migrated_sqlite_file: Path, tmp_path: Path) -> None:
     async with open_console(migrated_sqlite_file, tmp_path, FakeClock(), time_zone="Asia/Kolkata") as console:
-        await use(console, console.cast.bob)  # at 17:30 there
-        await use(console, console.cast.bob, days_ago=17.25 / 24)  # at 00:15: its hour of UTC began the day before
+        await bill_usage(console, console.cast.bob)  # 17:30 in Kolkata
+        await bill_usage(
+            console, console.cast.bob, days_ago=17.25 / 24
+        )  # 00:15 in Kolkata: its UTC hour began on the day before
         part = (await (await console.alice()).fragment("/usage?period=today&measure=requests")).text
     bars = dict(re.findall(r"<title>(\d\d:\d\d): (\d+)</title>", part))
     assert {label: value for label, value in bars.items() if value != "0"} == {"00:00": "1", "17:30": "1"}
@@ -229,14 +231,14 @@ async def test_the_hours_of_a_zone_half_an_hour_off_have_their_bars(migrated_sql
     ("period", "first", "last"),
     [("month", "2026-03-01", "2026-03-31"), ("last-month", "2026-02-01", "2026-02-28"), ("7d", "2026-03-25", "2026-03-31")],
 )
-def test_periods_begin_and_end_with_whole_days(period: str, first: str, last: str) -> None:
+def test_periods_consist_of_whole_days(period: str, first: str, last: str) -> None:
     calendar = BillingCalendar("Europe/Berlin")
     start, end = bounds(period, datetime(2026, 3, 31, 21, 59, tzinfo=UTC), calendar)
     assert str(calendar.day_of(start)) == first
     assert str(calendar.day_of(end - timedelta(seconds=1))) == last
 
 
-def test_bars_stand_side_by_side_and_a_small_one_can_be_seen() -> None:
+def test_bars_adjoin_and_small_ones_have_a_minimum_height() -> None:
     bars = columns([("a", 0), ("b", 1), ("c", 1000), ("d", -5)])
     assert [(bar.height, bar.y) for bar in bars] == [(0.0, 100.0), (1.0, 99.0), (100.0, 0.0), (0.0, 100.0)]
     assert [bar.x for bar in bars] == [0.0, 25.0, 50.0, 75.0]

@@ -1,4 +1,4 @@
-"""The repository: file sizes, names, notes, the tree in the README, and consistent versions."""
+"""Files of the repository: sizes, names, docstrings, README tree, version, decision index and links."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ TEST_LINES_MAX = 700
 BYTES_MAX = 300 * 1024
 # The demo model's weights and its vocabulary, screenshots, and a line of text for each kernel and configuration.
 LARGE_ALLOWED = ("engine/demo/", "docs/images/", "bench/results/compiled_kernels.jsonl", "bench/results/engine_peers.jsonl")
-EMPTY_NAMES = {"utils", "util", "helpers", "helper", "manager", "common", "misc", "v2"}
+MEANINGLESS_NAMES = {"utils", "util", "helpers", "helper", "manager", "common", "misc", "v2"}
 # Spelled in two parts, so that this file does not hold what it forbids.
 UNFINISHED = re.compile("TO" + "DO|FIX" + "ME|XX" + "X|raise NotImplemented" + "Error")
-NAMELESS = "/wo" + "rk/"
+DEVELOPMENT_PATH = "/wo" + "rk/"
 
 
 def tracked() -> list[str]:
@@ -28,7 +28,7 @@ def sources(*suffixes: str) -> list[str]:
     return [name for name in tracked() if name.endswith(suffixes) and not name.startswith("web/static/vendor/")]
 
 
-def test_no_file_is_too_long_to_read() -> None:
+def test_no_file_is_too_long() -> None:
     lengths = {name: len((REPO / name).read_text("utf-8").splitlines()) for name in sources(".py", ".css", ".js", ".html")}
     long = {
         name: lines for name, lines in lengths.items() if lines > (TEST_LINES_MAX if name.startswith("tests/") else LINES_MAX)
@@ -36,31 +36,31 @@ def test_no_file_is_too_long_to_read() -> None:
     assert not long
 
 
-def test_no_module_has_an_empty_name() -> None:
-    assert not [name for name in sources(".py") if Path(name).stem in EMPTY_NAMES]
+def test_no_module_has_a_meaningless_name() -> None:
+    assert not [name for name in sources(".py") if Path(name).stem in MEANINGLESS_NAMES]
 
 
-def test_every_module_says_what_it_is_for() -> None:
+def test_every_module_has_a_docstring() -> None:
     silent = [name for name in sources(".py") if not re.match(r'(#.*\n)*"""\S', (REPO / name).read_text("utf-8") or '"""x')]
     assert not silent
 
 
-def test_nothing_is_left_unfinished() -> None:
+def test_no_file_is_marked_as_unfinished() -> None:
     found = [name for name in sources(".py", ".js", ".css", ".html") if UNFINISHED.search((REPO / name).read_text("utf-8"))]
     assert not found
 
 
-def test_nothing_names_the_machine_it_was_written_on() -> None:
+def test_no_file_names_a_path_of_the_development_machine() -> None:
     texts = sources(".py", ".js", ".css", ".html", ".md", ".toml", ".txt", ".yaml", ".json", "run")
-    assert not [name for name in texts if NAMELESS in (REPO / name).read_text("utf-8")]
+    assert not [name for name in texts if DEVELOPMENT_PATH in (REPO / name).read_text("utf-8")]
 
 
-def test_nothing_is_large_but_the_demo_model_pictures_and_two_records() -> None:
+def test_only_listed_files_are_large() -> None:
     large = {name: (REPO / name).stat().st_size for name in tracked() if (REPO / name).stat().st_size > BYTES_MAX}
     assert not [name for name in large if not name.startswith(LARGE_ALLOWED)]
 
 
-def test_the_tree_in_the_readme_is_the_tree() -> None:
+def test_the_tree_in_the_readme_lists_every_folder() -> None:
     readme = (REPO / "README.md").read_text("utf-8")
     match = re.search(r"^## The tree\n.*?```\w*\n(.*?)```", readme, re.DOTALL | re.MULTILINE)
     assert match, "README.md has no tree under the heading `## The tree`"
@@ -68,14 +68,14 @@ def test_the_tree_in_the_readme_is_the_tree() -> None:
     assert written == {name.split("/")[0] for name in tracked() if "/" in name and not name.startswith(".")}
 
 
-def test_the_version_is_the_newest_of_the_changelog() -> None:
+def test_the_version_is_the_newest_in_the_changelog() -> None:
     version = tomllib.loads((REPO / "pyproject.toml").read_text("utf-8"))["project"]["version"]
     newest = re.search(r"^## (\S+)", (REPO / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
     assert newest
     assert newest[1] == version
 
 
-def test_the_index_of_decisions_lists_each_by_its_title() -> None:
+def test_the_index_of_decisions_lists_every_decision_by_title() -> None:
     folder = REPO / "docs/adr"
     index = (folder / "README.md").read_text("utf-8")
     entries = {}
@@ -87,7 +87,7 @@ def test_the_index_of_decisions_lists_each_by_its_title() -> None:
     assert index.count("](0") == len(entries)
 
 
-def test_links_between_documents_lead_to_files() -> None:
+def test_links_between_documents_are_valid() -> None:
     broken = []
     for name in sources(".md"):
         for link in re.findall(r"\]\(([^)#\s:]+)(?:#[^)]*)?\)", (REPO / name).read_text("utf-8")):

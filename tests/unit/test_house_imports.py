@@ -1,4 +1,4 @@
-"""Permitted imports between packages, read from the source, so that a wrong one fails without being executed."""
+"""Permitted imports between packages, read from the source."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENGINE_TENSORS = {
     "engine", "build", "resolved_options", "loop", "main", "verify", "device", "weights", "runner", "layers", "models",
     "sampling", "quantization", "grammar.masks", "memory.device", "memory.forecast", "offline.llm", "demo",
 }  # fmt: skip
-PURE_AFTER_ALL = {"sampling.randomness"}
+PURE_EXCEPTIONS = {"sampling.randomness"}
 PROTOCOL = {"engine.protocol", "engine.transport"}
 # From text to token ids and back, the same for the gateway and for an offline script.
 TEXT = {"engine.text.chat_template", "engine.text.detokenizer", "engine.text.bad_words", "engine.text.length"}
@@ -71,14 +71,14 @@ def within(name: str, area: str) -> bool:
 
 
 def is_pure(module: str) -> bool:
-    return module in PURE_AFTER_ALL or not any(within(module, tensors) for tensors in ENGINE_TENSORS)
+    return module in PURE_EXCEPTIONS or not any(within(module, tensors) for tensors in ENGINE_TENSORS)
 
 
 def area_of(module: str) -> str:
     return max((area for area in ALLOWED if within(module, area)), key=len, default="")
 
 
-def test_areas_import_only_what_lies_below_them() -> None:
+def test_areas_import_only_permitted_areas() -> None:
     wrong = [
         f"{module} imports {name}"
         for module, path in modules("appliance", "engine", "kernels")
@@ -90,7 +90,7 @@ def test_areas_import_only_what_lies_below_them() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_pure_half_of_the_engine_imports_no_tensor_library() -> None:
+def test_the_pure_half_of_the_engine_imports_no_tensors() -> None:
     wrong = [
         f"{module} imports {name}"
         for module, path in modules("engine")
@@ -108,10 +108,10 @@ def part_of(name: str) -> str:
 
 
 @pytest.mark.parametrize("top", ["engine", "kernels"])
-def test_no_part_imports_itself_by_way_of_others(top: str) -> None:
+def test_packages_have_no_import_cycles(top: str) -> None:
     needed: dict[str, set[str]] = {}
     for module, path in modules(top):
-        if module != top:  # the root only names what its parts offer
+        if module != top:  # the root only re-exports
             found = {part_of(name) for name in imports(path) if within(name, top)}
             needed.setdefault(part_of(module), set()).update(found - {part_of(module), top})
     try:
@@ -121,8 +121,8 @@ def test_no_part_imports_itself_by_way_of_others(top: str) -> None:
 
 
 @cache
-def names_of(path: Path) -> set[str]:
-    """What a module defines or imports at its top, on any branch."""
+def top_level_names(path: Path) -> set[str]:
+    """Return the names that a module defines or imports, on any branch."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -134,7 +134,7 @@ def names_of(path: Path) -> set[str]:
     return found
 
 
-def test_the_modules_of_limits_can_be_read_in_the_order_that_their_package_says() -> None:
+def test_modules_of_limits_import_only_earlier_ones_of_the_documented_order() -> None:
     package = "appliance.metering.limits"
     paths = {name.removeprefix(f"{package}."): path for name, path in modules(package.replace(".", "/")) if name != package}
     order = ast.get_docstring(ast.parse((REPO / package.replace(".", "/") / "__init__.py").read_text("utf-8"))) or ""
@@ -146,24 +146,24 @@ def test_the_modules_of_limits_can_be_read_in_the_order_that_their_package_says(
         assert [each for each in needed if line_of[each] > line_of[name]] == [], f"what {name} imports comes after it"
 
 
-def test_benches_import_what_is_there() -> None:
-    """Nothing else reads them all: types are not checked there, and CI measures nothing."""
+def test_benches_import_only_existing_names() -> None:
+    """CI neither type-checks nor runs all benches."""
     paths = dict(modules(*OURS))
 
-    def is_there(name: str) -> bool:
+    def exists(name: str) -> bool:
         module, _, defined = name.rpartition(".")
-        return name in paths or (module in paths and defined in names_of(paths[module]))
+        return name in paths or (module in paths and defined in top_level_names(paths[module]))
 
     wrong = [
         f"{module} imports {name}"
         for module, path in modules("bench")
         for name in imports(path)
-        if name.split(".")[0] in OURS and not is_there(name)
+        if name.split(".")[0] in OURS and not exists(name)
     ]
     assert not wrong, "\n".join(wrong)
 
 
-def test_references_know_no_implementation() -> None:
+def test_reference_kernels_import_no_implementation() -> None:
     wrong = [
         f"{module} imports {name}"
         for module, path in modules("kernels/reference")
@@ -174,7 +174,7 @@ def test_references_know_no_implementation() -> None:
 
 
 @pytest.mark.parametrize("part", ["kernels.triton.gate", "kernels.reference"])
-def test_serving_knows_nothing_of_what_kernels_are_tested_with(part: str) -> None:
+def test_serving_code_imports_no_test_support_of_kernels(part: str) -> None:
     wrong = [
         f"{module} imports {name}"
         for module, path in modules("engine", "kernels")
@@ -185,7 +185,7 @@ def test_serving_knows_nothing_of_what_kernels_are_tested_with(part: str) -> Non
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_appliance_names_no_tensor_library() -> None:
+def test_the_appliance_imports_no_tensor_library() -> None:
     wrong = [
         f"{module} imports {name}"
         for module, path in modules("appliance", "migrations")
@@ -195,7 +195,7 @@ def test_the_appliance_names_no_tensor_library() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_installer_uses_the_standard_library_alone() -> None:
+def test_the_installer_imports_only_the_standard_library() -> None:
     wrong = [
         f"{module} imports {name}"
         for module, path in modules("installer")
@@ -206,13 +206,13 @@ def test_the_installer_uses_the_standard_library_alone() -> None:
 
 
 @pytest.mark.parametrize("start", ["appliance.cli.main", "appliance.app", *sorted(PROTOCOL), *sorted(TEXT)])
-def test_a_process_of_the_gateway_never_loads_torch(start: str) -> None:
+def test_importing_the_gateway_loads_no_tensor_library(start: str) -> None:
     program = f"import sys, {start}; print(sorted({{'torch', 'triton', 'transformers'}} & set(sys.modules)))"
     answer = subprocess.run([sys.executable, "-c", program], cwd=REPO, capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "[]"
 
 
-def test_the_folder_named_kernels_is_no_module_of_transformers() -> None:
+def test_our_kernels_package_is_not_taken_for_that_of_transformers() -> None:
     # transformers looks for a package `kernels` of its own; ours has the name and must not be taken for it. That it is not, is
     # shown by every model that transformers makes for the tests of the engine.
     assert (REPO / "kernels" / "__init__.py").read_text("utf-8").count("=") == 0

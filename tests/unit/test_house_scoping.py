@@ -1,6 +1,6 @@
-"""Who asks is said where it is read: a method that returns a row of a tenant cannot be called without an access.
+"""Tenant isolation by signature: a method that returns a row of a tenant has a required parameter `access`.
 
-Read from the signatures, so that a method that is added is caught before any handler calls it.
+Signatures are inspected, so that a new method is checked before any handler calls it.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ ROWS = (
     "UsageEvent", "UsageRow", "RequestRow", "AuditEntry", "LiveRequest", "Generation",
 )  # fmt: skip
 
-# Methods that are not told who asks, and why nobody needs to be.
-NOT_TOLD = {
-    "Outbox.claim": "the deliverer's: whatever is due, of everybody",
-    "Webhooks.read_endpoint": "the deliverer's: secrets, which no handler may have",
+# Methods without `access`, and why they need none.
+EXEMPT = {
+    "Outbox.claim": "called by the deliverer, which sends messages of all tenants",
+    "Webhooks.read_endpoint": "called by the deliverer; returns secrets, which no handler may read",
     "Corrections.add": "corrections are an action of the appliance alone: no role in a tenant has it",
-    "Generations.start": "the request that its own key has just made",
+    "Generations.start": "the key of the request has just been authenticated",
 }
 
 
@@ -48,14 +48,14 @@ def modules() -> Iterator[ModuleType]:
 
 
 def stores() -> Iterator[type]:
-    """Return the classes that hold a database, or what is live: values have rows too, but read none."""
+    """Yield the classes that have a database or live requests."""
     for module in modules():
         for kind in vars(module).values():
-            if isinstance(kind, type) and kind.__module__ == module.__name__ and {"_db", "_generations"} & assigned(kind):
+            if isinstance(kind, type) and kind.__module__ == module.__name__ and {"_db", "_generations"} & assigned_names(kind):
                 yield kind
 
 
-def assigned(kind: type) -> set[str]:
+def assigned_names(kind: type) -> set[str]:
     start = vars(kind).get("__init__")
     return set(start.__code__.co_names) if inspect.isfunction(start) else set()
 
@@ -71,7 +71,7 @@ def returns_a_row(function: Any) -> bool:
     return bool(set(re.findall(r"\w+", str(function.__annotations__.get("return", "")))) & set(ROWS))
 
 
-def asks_who(function: Any) -> bool:
+def requires_access(function: Any) -> bool:
     access = inspect.signature(function).parameters.get("access")
     return access is not None and access.default is inspect.Parameter.empty and access.annotation == "Access"
 
@@ -80,9 +80,9 @@ def readers() -> dict[str, Any]:
     return {name: function for kind in stores() for name, function in methods(kind) if returns_a_row(function)}
 
 
-def test_whoever_reads_a_tenants_row_says_who_asks() -> None:
+def test_every_method_that_returns_a_tenant_s_row_requires_access() -> None:
     found = readers()
-    silent = [name for name, function in found.items() if not asks_who(function) and name not in NOT_TOLD]
+    silent = [name for name, function in found.items() if not requires_access(function) and name not in EXEMPT]
 
     assert not silent, f"give these a required `access: Access`: {silent}"
     assert {name.split(".")[0] for name in found} >= {
@@ -91,12 +91,12 @@ def test_whoever_reads_a_tenants_row_says_who_asks() -> None:
     }  # fmt: skip
 
 
-def test_no_exception_is_kept_that_nobody_needs() -> None:
+def test_every_exemption_is_needed() -> None:
     found = readers()
-    assert all(name in found and not asks_who(found[name]) for name in NOT_TOLD)
+    assert all(name in found and not requires_access(found[name]) for name in EXEMPT)
 
 
-def test_a_method_that_forgets_to_ask_is_caught() -> None:
+def test_a_method_without_required_access_is_detected() -> None:
     class Forgetful:
         async def get(self, key_id: str) -> ApiKey:
             raise NotFound("nothing")
@@ -107,11 +107,11 @@ def test_a_method_that_forgets_to_ask_is_caught() -> None:
         def count(self) -> int:
             raise NotFound("nothing")
 
-    caught = [name for name, function in methods(Forgetful) if returns_a_row(function) and not asks_who(function)]
+    caught = [name for name, function in methods(Forgetful) if returns_a_row(function) and not requires_access(function)]
     assert caught == ["Forgetful.get", "Forgetful.list"]
 
 
-def test_a_row_is_there_for_those_who_may_see_it_and_for_nobody_else(cast: Cast) -> None:
+def test_a_row_of_another_tenant_is_reported_as_not_found(cast: Cast) -> None:
     key = cast.bob.key
     viewer = Access(role=Role.MEMBER, actor=SYSTEM, tenants={key.tenant_id: TenantRole.VIEWER})
     stranger = Access(role=Role.MEMBER, actor=SYSTEM, tenants={cast.charlie.tenant.id: TenantRole.MANAGER})
@@ -119,9 +119,9 @@ def test_a_row_is_there_for_those_who_may_see_it_and_for_nobody_else(cast: Cast)
     assert viewer.row(key, Action.READ, what="key", param="key_id") is key
     with pytest.raises(RoleNotAllowed):
         viewer.row(key, Action.KEYS, what="key", param="key_id")
-    said = []
+    errors_seen = []
     for found in (key, None):
         with pytest.raises(NotFound) as refused:
             stranger.row(found, Action.READ, what="key", param="key_id")
-        said.append((refused.value.message, refused.value.param))
-    assert said[0] == said[1], "a row that may not be seen is told of like one that is not there"
+        errors_seen.append((refused.value.message, refused.value.param))
+    assert errors_seen[0] == errors_seen[1], "a hidden row and a missing row give the same error"

@@ -1,4 +1,4 @@
-"""The operators' table of settings agrees with the code."""
+"""The table of settings in docs/operations.md agrees with the code."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ IN_WORDS = {
 }
 
 
-def table() -> dict[str, str]:
-    """Return every key of the table with what stands under `default`."""
+def documented_defaults() -> dict[str, str]:
+    """Return the text of the column `default` by setting."""
     found: dict[str, str] = {}
     section = GUIDE.read_text("utf-8").partition("## Settings")[2].partition("\n## ")[0]
     for line in filter(lambda line: line.startswith("|"), section.splitlines()):
@@ -43,14 +43,14 @@ def table() -> dict[str, str]:
     return found
 
 
-def value(written: str) -> object:
-    """Return the default that the words of the table mean."""
+def parsed_default(written: str) -> object:
+    """Return the value that a documented default means."""
     if written in IN_WORDS:
         return IN_WORDS[written]
     number, _, unit = written.partition(" ")
     return float(number) * UNITS.get(unit, 1) if re.fullmatch(r"[\d.]+", number) and number.count(".") < 2 else written
 
 
-def test_every_setting_is_in_the_table_with_its_default() -> None:
+def test_every_setting_is_documented_with_its_default() -> None:
     defaults = {field.name: field.default for field in dataclasses.fields(Settings)}
-    assert {key: value(written) for key, written in table().items()} == defaults
+    assert {key: parsed_default(written) for key, written in documented_defaults().items()} == defaults

@@ -1,4 +1,4 @@
-"""Linter, formatter and type checker run as tests, so that one command checks everything."""
+"""Linter, formatter and type checker, run as tests so that one command checks everything."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 REPO = Path(__file__).resolve().parents[2]
 CACHE = REPO / ".mypy_cache"
-"""Of who runs mypy himself, as before a commit. In a clone that is used once to write one takes a seventh of the time."""
+"""Exists if mypy was run by hand. In a clone that is used once, writing a cache takes a seventh of the time."""
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ CACHE = REPO / ".mypy_cache"
     [("ruff", "check", "--quiet", "."), ("ruff", "format", "--check", "."), ("mypy", "--no-error-summary")],
     ids=" ".join,
 )
-def test_the_tool_finds_nothing(tool: tuple[str, ...]) -> None:
+def test_the_tool_reports_nothing(tool: tuple[str, ...]) -> None:
     without_cache = ["--cache-dir", os.devnull] if tool[0] == "mypy" and not CACHE.exists() else []
     answer = subprocess.run(
         [sys.executable, "-m", *tool, *without_cache], cwd=REPO, capture_output=True, text=True, check=False

@@ -268,18 +268,18 @@ async def test_a_slow_reader_of_several_answers_gets_everything(
 async def test_a_read_of_the_ledger_knows_of_requests_that_ended_but_are_not_settled(
     serving: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[list[str]] = []
+    ended: list[list[str]] = []
     settle = serving.ledger.settle
 
     async def settle_seen(settlement: Settlement, on_recorded: Callable[[], object]) -> None:
-        told.append(list(serving.admission._loader._ended))
+        ended.append(list(serving.admission._loader._ended))
         await settle(settlement, on_recorded)
 
     monkeypatch.setattr(serving.ledger, "settle", settle_seen)
     generation = await serving.start(cast.bob, TEXT)
     await generation.outcome
     await poll_until(lambda: not serving.admission._loader._ended)
-    assert told == [[generation.request_id]]
+    assert ended == [[generation.request_id]]
 
 
 async def test_every_answer_is_reserved_and_counts_as_waiting(serving: Serving, database: Database, clock: FakeClock) -> None:

@@ -122,7 +122,7 @@ async def test_an_aborted_request_is_billed_once_its_prompt_is_computed_or_a_tok
         (20, [13], 0, 2),
         (20, [14], 0, 3),
         (20, [13, 30], 0, 1 + 1 + 3),  # the answers share the block that the prompt fills
-        (20, [14], 7, 7),  # as the engine has told meanwhile
+        (20, [14], 7, 7),  # as reported by the engine meanwhile
     ],
 )
 async def test_a_past_request_shows_the_kv_blocks_of_its_tokens(

@@ -149,8 +149,8 @@ async def test_the_next_token_of_an_answer_changes_no_other_field() -> None:
     queue.put_token(1, 6)
     queue.put_token(1, 7)
 
-    said = [first, replace(first, token_ids=[6], num_output_tokens=4), replace(first, token_ids=[7], num_output_tokens=5)]
-    assert await queue.take() == said
+    expected = [first, replace(first, token_ids=[6], num_output_tokens=4), replace(first, token_ids=[7], num_output_tokens=5)]
+    assert await queue.take() == expected
     assert queue.open_answers == {0, 1}
 
 
@@ -192,8 +192,8 @@ async def test_events_are_merged_per_answer() -> None:
 
     assert len(events) == EVENTS_MAX
     for index in (0, 1):
-        said = [token for one in events if one.index == index for token in one.token_ids]
-        assert said == [number for number in range(1, EVENTS_MAX * 2 + 1) if number % 2 == index]
+        tokens = [token for one in events if one.index == index for token in one.token_ids]
+        assert tokens == [number for number in range(1, EVENTS_MAX * 2 + 1) if number % 2 == index]
 
 
 async def test_one_answer_of_several_can_be_aborted() -> None:

@@ -112,7 +112,7 @@ async def test_a_request_waits_for_admission_as_long_as_its_tier_allows(
     assert waits_s == [1.5]
 
 
-@pytest.mark.parametrize(("seats", "places"), [(64, 1 + 64), (None, 1)], ids=["told", "not told"])
+@pytest.mark.parametrize(("seats", "places"), [(64, 1 + 64), (None, 1)], ids=["seats known", "seats unknown"])
 async def test_the_seats_of_the_engine_add_to_the_requests_that_may_be_open(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     seats: int | None, places: int,

@@ -1,4 +1,4 @@
-"""Engine processes are started, monitored and restarted, and clients are told about it."""
+"""Engine processes are started, monitored and restarted, and streams of a failed engine get an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One sampler serves every live page: the newest reading at once, never a stale one, without delays."""
+"""System sampling and metrics: subscribers, history, GPU readings, bounded tenant labels, and engine gauges."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def sampler(clock: FakeClock, tmp_path: Path) -> SystemSampler:
     )
 
 
-async def test_a_slow_subscriber_gets_the_newest_reading(sampler: SystemSampler, clock: FakeClock) -> None:
+async def test_a_slow_subscriber_skips_to_the_newest_sample(sampler: SystemSampler, clock: FakeClock) -> None:
     await sampler.sample()
     snapshots = sampler.subscribe()
     await anext(snapshots)
@@ -48,7 +48,7 @@ async def test_a_slow_subscriber_gets_the_newest_reading(sampler: SystemSampler,
     await snapshots.aclose()
 
 
-async def test_subscribers_are_limited_and_leave_room_when_they_go(sampler: SystemSampler) -> None:
+async def test_the_number_of_subscribers_is_limited_until_one_leaves(sampler: SystemSampler) -> None:
     await sampler.sample()
     first = sampler.subscribe()
     await anext(first)
@@ -75,11 +75,11 @@ async def test_host_figures_are_plausible(sampler: SystemSampler) -> None:
     assert 0 <= host.cpu_percent <= 100
 
 
-def test_a_machine_without_a_driver_says_so_in_plain_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent() -> None:
+def test_without_a_driver_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raise_library_not_found() -> None:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
 
-    monkeypatch.setattr(pynvml, "nvmlInit", absent)
+    monkeypatch.setattr(pynvml, "nvmlInit", raise_library_not_found)
     probe = GpuProbe()
     probe.open()
 
@@ -87,13 +87,13 @@ def test_a_machine_without_a_driver_says_so_in_plain_words(monkeypatch: pytest.M
     assert probe.error == "no NVIDIA GPU"
 
 
-def test_a_lost_gpu_is_an_error_and_no_crash(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lost(*_arguments: Any) -> None:
+def test_a_lost_gpu_is_reported_as_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raise_gpu_is_lost(*_arguments: Any) -> None:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
 
     monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
     monkeypatch.setattr(pynvml, "nvmlShutdown", lambda: None)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lost)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", raise_gpu_is_lost)
     probe = GpuProbe()
     probe.open()
 
@@ -102,8 +102,8 @@ def test_a_lost_gpu_is_an_error_and_no_crash(monkeypatch: pytest.MonkeyPatch) ->
     probe.close()
 
 
-def test_a_gpu_is_read_with_what_it_reports_and_none_for_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unsupported(*_arguments: Any) -> None:
+def test_values_that_a_gpu_does_not_report_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raise_not_supported(*_arguments: Any) -> None:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
 
     answers: dict[str, Any] = {
@@ -113,8 +113,8 @@ def test_a_gpu_is_read_with_what_it_reports_and_none_for_the_rest(monkeypatch: p
         "nvmlDeviceGetMemoryInfo": lambda _: SimpleNamespace(total=80 << 30, used=1 << 30),
         "nvmlDeviceGetName": lambda _: "Card",
         "nvmlDeviceGetPowerUsage": lambda _: 250_000,
-        "nvmlDeviceGetUtilizationRates": unsupported,
-        "nvmlDeviceGetTemperature": unsupported,
+        "nvmlDeviceGetUtilizationRates": raise_not_supported,
+        "nvmlDeviceGetTemperature": raise_not_supported,
     }
     for name, answer in answers.items():
         monkeypatch.setattr(pynvml, name, answer)
@@ -124,7 +124,7 @@ def test_a_gpu_is_read_with_what_it_reports_and_none_for_the_rest(monkeypatch: p
     assert (reading.name, reading.power_w, reading.utilization, reading.temperature_c) == ("Card", 250.0, None, None)
 
 
-def test_labels_of_tenants_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_tenant_labels_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("appliance.telemetry.metrics.TENANTS_MAX", 2)
     metrics = Metrics()
     for number in range(4):
@@ -144,7 +144,7 @@ def test_each_scrape_says_whether_the_ledger_can_record_usage() -> None:
     assert "gatehouse_ledger_up 0.0\n" in metrics.render().decode()
 
 
-async def test_who_holds_seats_and_blocks_is_measured_with_bounded_labels(
+async def test_engine_usage_by_tenant_is_exported_with_bounded_labels(
     clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("appliance.telemetry.metrics.TENANTS_MAX", 1)
@@ -161,7 +161,7 @@ async def test_who_holds_seats_and_blocks_is_measured_with_bounded_labels(
     assert f'gatehouse_tenant_kv_blocks{{model="demo",tenant="{OTHER_TENANTS}"}} 11.0' in text
 
 
-async def test_the_host_tier_and_speculation_are_measured(clock: FakeClock) -> None:
+async def test_host_memory_blocks_speculation_and_slow_path_steps_are_exported(clock: FakeClock) -> None:
     totals = {"swapped_in_blocks_total": 3, "swapped_out_blocks_total": 4, "draft_tokens_total": 50, "fallback_steps_total": 6}
     plain = {"prompt_logprobs": 4, "logit_bias": 5}
     status = engine_status(
@@ -187,7 +187,7 @@ async def test_the_host_tier_and_speculation_are_measured(clock: FakeClock) -> N
         assert line in text
 
 
-async def test_the_system_says_who_holds_what(clock: FakeClock) -> None:
+async def test_the_system_api_reports_engine_usage_by_tenant(clock: FakeClock) -> None:
     status = engine_status(host_blocks_total=100, host_blocks_used=7, draft_tokens_total=50, accepted_draft_tokens_total=30)
     sampler = EngineSide(clock, status=status, tenants=[tenant("bob", running=3, waiting=2, blocks=40)]).sampler(3600.0)
     (engine,) = system_shape(await sampler.sample(), "test").engine
@@ -199,7 +199,7 @@ async def test_the_system_says_who_holds_what(clock: FakeClock) -> None:
     assert (engine.fallback_steps_total, engine.fallback_reason) == (0, None)
 
 
-async def test_the_system_says_why_an_engine_fell_back_to_its_plain_way(clock: FakeClock) -> None:
+async def test_the_system_api_reports_slow_path_steps_with_their_reason(clock: FakeClock) -> None:
     reason, plain = "a step in flight failed: RuntimeError: boom", {"typical_p": 4}
     status = engine_status(fallback_steps_total=2, fallback_reason=reason, plain_steps_total=plain)
     (engine,) = system_shape(await EngineSide(clock, status=status).sampler(3600.0).sample(), "test").engine
