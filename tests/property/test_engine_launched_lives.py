@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 
 from engine.protocol import FinishReason
-from tests.support.launched_fuzz import LaunchedFuzz, run_launched_life, run_life_of_many_answers
+from tests.support.launched_fuzz import LaunchedFuzz, run_launched_script, run_script_of_many_answers
 
 NUM_LIVES = int(os.environ.get("GATEHOUSE_SCRIPTS", "20"))
 
@@ -24,14 +24,14 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("first", range(0, NUM_LIVES, 10))
-@pytest.mark.parametrize("run_life", [run_launched_life, run_life_of_many_answers])
+@pytest.mark.parametrize("run_life", [run_launched_script, run_script_of_many_answers])
 def test_whatever_happens_each_answer_has_its_own_tokens(run_life: Callable[[int], LaunchedFuzz], first: int) -> None:
     lives = [run_life(seed) for seed in range(first, min(first + 10, NUM_LIVES))]
     assert sum(len(life.ended) for life in lives) > 100
 
 
 def test_lives_contain_what_they_are_to_test() -> None:
-    lives = [run_launched_life(seed) for seed in range(12)]
+    lives = [run_launched_script(seed) for seed in range(12)]
     assert sum(life.engine.fallbacks.count for life in lives) > 0
     assert sum(life.scheduler.totals.preemptions for life in lives) > 0
     assert sum(life.scheduler.totals.accepted_draft_tokens for life in lives) > 0
