@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ from appliance.api.queries import parse_timestamp
 from appliance.serving.live_requests import LiveRequest
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.browser_rules import PLAIN_COOKIE, SECURE_COOKIE
-from tests.support.api_app import ApiApp, open_api_app
+from tests.support.api_app import ApiApp
 from tests.support.cast import Person
 from tests.support.console_fixtures import EngineSide
 
@@ -35,12 +33,6 @@ WRITES = [
     ("POST", "/keys/key_x/rotate"), ("PATCH", "/keys/key_x"), ("DELETE", "/keys/key_x"), ("DELETE", "/requests/req_x"),
 ]  # fmt: skip
 READS = ["/tenants", "/usage", "/costs", "/ledger", "/prices", "/requests", "/system"]
-
-
-@pytest.fixture
-async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiApp]:
-    async with open_api_app(migrated_sqlite_file, tmp_path) as opened:
-        yield opened
 
 
 async def new_tenant(api: ApiApp, **fields: Any) -> dict[str, Any]:

@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from appliance.tenancy.access import WHOLE_APPLIANCE
-from tests.support.api_app import ApiApp, open_api_app
-from tests.support.cast import ALICE_PASSWORD, quick_hasher
+from tests.support.api_app import ApiApp
+from tests.support.cast import ALICE_PASSWORD
 
 FIELDS = {
     "id", "at", "actor", "action", "target", "tenant_id", "before", "after", "request_id", "address", "previous_hash", "hash",
 }  # fmt: skip
-
-
-@pytest.fixture
-async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiApp]:
-    async with open_api_app(migrated_sqlite_file, tmp_path) as opened:
-        yield opened
 
 
 async def make(api: ApiApp, name: str) -> tuple[str, str]:
@@ -107,7 +99,6 @@ async def test_a_manager_sees_the_own_tenant_and_a_viewer_of_the_tenant_nothing(
     bob, _ = await make(api, "bob")
     charlie, _ = await make(api, "charlie")
     services = api.services
-    services.members._hasher = quick_hasher()
     seen: dict[str, Any] = {}
     for role in ("manager", "viewer"):
         member = await services.members.create(f"{role}@example.com", ALICE_PASSWORD, "member")

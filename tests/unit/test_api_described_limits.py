@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -20,7 +19,7 @@ from appliance.base.errors import BadRequest
 from appliance.serving.endings import with_client_field_name
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from engine.grammar.spec import GrammarError, grammar_spec
-from tests.support.api_app import ApiApp, open_api_app
+from tests.support.api_app import ApiApp
 
 Place = tuple[str | int, ...]
 Schema = dict[str, Any]
@@ -188,12 +187,6 @@ def with_value(body: Any, path: Place, value: Any, schema: Schema, schemas: dict
 def names_field(param: str | None, path: Place) -> bool:
     """Return whether the error names the field, or for items and unnamed fields what they are in."""
     return param is not None and f"{dotted(path)}.".startswith(param.split("[")[0] + ".")
-
-
-@pytest.fixture
-async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiApp]:
-    async with open_api_app(migrated_sqlite_file, tmp_path) as opened:
-        yield opened
 
 
 NUMBERS = count(1)

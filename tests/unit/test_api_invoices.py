@@ -5,16 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import AsyncIterator
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 import pytest
 from pypdf import PdfReader
 
 from appliance.metering.ledger.epochs import begin_epoch
-from tests.support.api_app import ApiApp, open_api_app
+from tests.support.api_app import ApiApp
 from tests.support.billing import Tokens, add_price, post_event
 from tests.support.cast import Person, make_person
 from tests.support.tenant_isolation import PopulatedTenant, make_populated_tenant, session_headers
@@ -23,12 +21,6 @@ INVOICE_FIELDS = {"id", "number", "tenant_id", "month", "state", "lines", "total
 LINE_FIELDS = {"model", "kind", "tokens", "requests", "exact_picos", "rounded_micros"}
 SELLER = {"name": "Box AG", "address": ["Weg 1"], "tax_basis_points": 1900, "tax_label": "VAT", "payment_terms_days": 14}
 HARDWARE = {"cost_micros": 36_000_000_000, "months": 36, "kwh_price_micros": 300_000, "power_w": 1000}
-
-
-@pytest.fixture
-async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiApp]:
-    async with open_api_app(migrated_sqlite_file, tmp_path) as opened:
-        yield opened
 
 
 @pytest.fixture

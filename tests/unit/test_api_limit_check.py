@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,15 +11,15 @@ import pytest
 from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import Principal
-from tests.support.api_app import ApiApp, open_api_app
+from tests.support.api_app import ApiApp
 
 
 @pytest.fixture
-async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiApp]:
-    async with open_api_app(migrated_sqlite_file, tmp_path) as opened:
-        opened.services.models._models["demo"] = cast(Any, SimpleNamespace(name="demo", max_model_len=1024))
-        yield opened
-        opened.services.models._models.clear()
+def api(api: ApiApp) -> Iterator[ApiApp]:
+    """The application with the model `demo`, which has no engine."""
+    api.services.models._models["demo"] = cast(Any, SimpleNamespace(name="demo", max_model_len=1024))
+    yield api
+    api.services.models._models.clear()
 
 
 async def tenant(api: ApiApp, name: str = "bob", **fields: Any) -> str:

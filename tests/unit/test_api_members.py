@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import event
 
-from tests.support.api_app import ApiApp, open_api_app
-from tests.support.cast import quick_hasher
+from tests.support.api_app import ApiApp
 from tests.support.tenant_isolation import session_headers
 
 MEMBER_FIELDS = {"id", "email", "role", "disabled", "memberships", "created_at"}
 MEMBERSHIP_FIELDS = {"tenant_id", "member_id", "email", "role", "disabled", "created_at"}
 DORA = "dora@example.com"
-
-
-@pytest.fixture
-async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiApp]:
-    async with open_api_app(migrated_sqlite_file, tmp_path) as opened:
-        opened.services.members._hasher = quick_hasher()
-        yield opened
 
 
 @pytest.fixture

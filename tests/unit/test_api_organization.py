@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,7 +17,7 @@ from appliance.metering.ledger.epochs import begin_epoch
 from appliance.metering.usage import UsageFilter
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.audit_chain import AuditEntry
-from tests.support.api_app import ApiApp, open_api_app
+from tests.support.api_app import ApiApp
 from tests.support.cast import Person, make_person
 from tests.support.clock import START, FakeClock
 from tests.support.factories import pending, posted
@@ -30,11 +28,10 @@ MIDNIGHT = START.replace(hour=0)
 
 
 @pytest.fixture
-async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiApp]:
+def api(api: ApiApp) -> ApiApp:
     """The application, at noon of START whatever the day of the test."""
-    async with open_api_app(migrated_sqlite_file, tmp_path) as opened:
-        opened.services.clock = FakeClock()
-        yield opened
+    api.services.clock = FakeClock()
+    return api
 
 
 async def ask(api: ApiApp, path: str, status: int = 200, **query: Any) -> Any:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 from appliance.tenancy.browser_rules import CSRF_HEADER, PLAIN_COOKIE
 from appliance.tenancy.members import Member
-from tests.support.api_app import ApiApp, open_api_app
-from tests.support.cast import quick_hasher
+from tests.support.api_app import ApiApp
 
 PASSWORD = "a password of tests"
 WEBHOOK = {"kind": "webhook", "target": "https://hooks.example.com/alerts"}
@@ -28,13 +25,6 @@ class Objects(NamedTuple):
     price: str
     webhook: str
     delivery: str
-
-
-@pytest.fixture
-async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiApp]:
-    async with open_api_app(migrated_sqlite_file, tmp_path) as opened:
-        opened.services.members._hasher = quick_hasher()
-        yield opened
 
 
 @pytest.mark.parametrize(

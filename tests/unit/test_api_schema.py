@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any, cast
 
 import httpx
@@ -16,15 +15,9 @@ from litestar.routes import HTTPRoute
 
 from appliance.api import descriptions, openapi
 from appliance.api.descriptions import administration, billing, inference, machine, organization, parameters
-from tests.support.api_app import ApiApp, open_api_app
+from tests.support.api_app import ApiApp
 
 METHODS = {"GET", "POST", "PUT", "PATCH", "DELETE"}
-
-
-@pytest.fixture
-async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiApp]:
-    async with open_api_app(migrated_sqlite_file, tmp_path) as opened:
-        yield opened
 
 
 async def test_every_path_of_the_interface_is_described(api: ApiApp) -> None:

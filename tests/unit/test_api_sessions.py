@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
-
 import pyotp
-import pytest
 
 from appliance.tenancy.browser_rules import CSRF_HEADER, PLAIN_COOKIE
 from appliance.tenancy.id_tokens import Identity
 from appliance.tenancy.members import Member
-from tests.support.api_app import ApiApp, open_api_app
-from tests.support.cast import quick_hasher
+from tests.support.api_app import ApiApp
 
 PASSWORD = "a password of tests"
 FIREFOX = "Mozilla/5.0 (X11; Linux x86_64; rv:140.0) Gecko/20100101 Firefox/140.0"
-
-
-@pytest.fixture
-async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiApp]:
-    async with open_api_app(migrated_sqlite_file, tmp_path) as opened:
-        opened.services.members._hasher = quick_hasher()
-        yield opened
 
 
 async def browser(api: ApiApp, member: Member) -> tuple[str, dict[str, str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,16 +11,10 @@ import pytest
 from appliance.api.http_server import server_config
 from appliance.base.settings import SettingsError, load_settings
 from appliance.tenancy.browser_rules import SECURE_COOKIE
-from tests.support.api_app import ApiApp, open_api_app
+from tests.support.api_app import ApiApp
 
 PROXY, FRONT_PROXY = "10.0.0.5", "10.0.1.9"
 OFFICE, ELSEWHERE = "192.0.2.7", "203.0.113.4"
-
-
-@pytest.fixture
-async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiApp]:
-    async with open_api_app(migrated_sqlite_file, tmp_path) as opened:
-        yield opened
 
 
 def peer_of(api: ApiApp, peer: str, trusted: str | None) -> httpx.AsyncClient:

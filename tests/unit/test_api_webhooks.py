@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,23 +12,14 @@ from appliance.metering.alerts.outbox import TENANT_EVENTS
 from appliance.metering.alerts.send_limits import TESTS_PER_HOUR_MAX
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.support.alerts import TARGET
-from tests.support.api_app import ApiApp, open_api_app
-from tests.support.cast import quick_hasher
+from tests.support.api_app import ApiApp
 from tests.support.tenant_isolation import session_headers
 
 NEW = {"kind": "webhook", "target": TARGET}
 
 
-@pytest.fixture
-async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiApp]:
-    """The application over an empty database."""
-    async with open_api_app(migrated_sqlite_file, tmp_path) as opened:
-        yield opened
-
-
 async def person(api: ApiApp, tenant_id: str, role: str) -> dict[str, str]:
     """Return the headers of a new member of a tenant."""
-    api.services.members._hasher = quick_hasher()
     member = await api.services.members.create(f"{role}@{tenant_id}.example", "a password of tests", "member")
     await api.services.memberships.add(tenant_id, member.id, role, access=WHOLE_APPLIANCE)
     return await session_headers(api.services, member)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -16,16 +15,10 @@ from appliance.console.requests import _find
 from appliance.metering.ledger import rows
 from appliance.metering.ledger.records import PendingEntry
 from appliance.tenancy.access import WHOLE_APPLIANCE
-from tests.support.api_app import ApiApp, open_api_app
+from tests.support.api_app import ApiApp
 from tests.support.cast import make_cast
 from tests.support.clock import FakeClock
 from tests.support.factories import pending
-
-
-@pytest.fixture
-async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiApp]:
-    async with open_api_app(migrated_sqlite_file, tmp_path) as opened:
-        yield opened
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from appliance.tenancy.memberships import Memberships
 from appliance.tenancy.principals import KeyChanges, TenantChanges
 from appliance.tenancy.roles import Role, TenantRole
 from appliance.tenancy.tenants import Tenants
-from tests.support.cast import PEPPER, Cast, quick_hasher
+from tests.support.cast import PEPPER, Cast
 from tests.support.clock import FakeClock
 from tests.support.ledgers import euro_invoices
 
@@ -37,7 +37,7 @@ async def calls(database: Database, clock: FakeClock, cast: Cast) -> dict[str, t
     keys, tenants, people = (
         Keys(database, clock, PEPPER),
         Tenants(database, clock),
-        Members(database, clock, hasher=quick_hasher()),
+        Members(database, clock),
     )
     belongings, allowances = Memberships(database, clock), FreeAllowances(database, clock)
     invoices = euro_invoices(database, clock, BillingCalendar())

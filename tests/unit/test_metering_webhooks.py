@@ -20,7 +20,7 @@ from appliance.tenancy.memberships import Memberships
 from appliance.tenancy.roles import Action, Role, TenantRole
 from appliance.tenancy.tenants import Tenants
 from tests.support.alerts import LOOPBACK, TARGET, AlertParts, alert_parts
-from tests.support.cast import Cast, quick_hasher
+from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 
 
@@ -67,7 +67,7 @@ async def test_e_mail_has_no_secret_and_needs_a_mail_server(alerts: AlertParts, 
 
 
 async def test_a_manager_sends_mail_to_people_of_the_tenant_alone(alerts: AlertParts, cast: Cast, clock: FakeClock) -> None:
-    members, tenant_id = Members(alerts.db, clock, hasher=quick_hasher()), cast.bob.tenant.id
+    members, tenant_id = Members(alerts.db, clock), cast.bob.tenant.id
     people = Memberships(alerts.db, clock)
     for email in ("bella@example.com", "gone@example.com"):
         member = await members.create(email, "a long password", Role.MEMBER)
@@ -90,7 +90,7 @@ async def test_a_manager_sends_mail_to_people_of_the_tenant_alone(alerts: AlertP
 
 @pytest.mark.parametrize("leaves", ["removed", "disabled"])
 async def test_who_leaves_gets_no_more_mail(alerts: AlertParts, cast: Cast, clock: FakeClock, leaves: str) -> None:
-    members, tenant_id = Members(alerts.db, clock, hasher=quick_hasher()), cast.bob.tenant.id
+    members, tenant_id = Members(alerts.db, clock), cast.bob.tenant.id
     people = Memberships(alerts.db, clock)
     bella = await members.create("bella@example.com", "a long password", Role.MEMBER)
     for person in (bella.id, cast.alice.id):

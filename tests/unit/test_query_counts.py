@@ -16,7 +16,6 @@ from appliance.base.tables import requests, usage_events
 from appliance.metering.ledger import rollups
 from appliance.tenancy.members import Member
 from tests.support.api_app import ApiApp, open_api_app_on
-from tests.support.cast import quick_hasher
 from tests.support.tenant_isolation import PopulatedTenant, Route, make_populated_tenant, routes_of, session_headers
 
 FEW, MANY = 1, 6
@@ -122,7 +121,6 @@ async def use(api: ApiApp, people: Sequence[PopulatedTenant]) -> None:
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)  # they are the same statements on the other
 async def test_no_answer_asks_the_database_more_often_when_there_is_more_to_show(api: ApiApp) -> None:
-    api.services.members._hasher = quick_hasher()
     owner = await api.services.members.create("alice@example.com", "a password of tests", "owner")
     first = await make_populated_tenant(api.services, "tenant-0")
     few = await counts(api, owner, first)

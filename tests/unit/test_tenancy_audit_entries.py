@@ -24,7 +24,7 @@ from appliance.tenancy.members import Members
 from appliance.tenancy.principals import KeyChanges, TenantChanges
 from appliance.tenancy.sessions import Sessions
 from appliance.tenancy.tenants import Tenants
-from tests.support.cast import PEPPER, Cast, quick_hasher
+from tests.support.cast import PEPPER, Cast
 from tests.support.clock import FakeClock
 from tests.support.factories import pending
 from tests.support.ledgers import euro_prices, running_ledger, utc_recover
@@ -83,7 +83,7 @@ async def test_changes_of_a_key_are_audited(database: Database, clock: FakeClock
 
 
 async def test_changes_of_members_and_sessions_are_audited(database: Database, clock: FakeClock) -> None:
-    members, sessions = Members(database, clock, hasher=quick_hasher()), Sessions(database, clock)
+    members, sessions = Members(database, clock), Sessions(database, clock)
     with acting(ALICE):
         made = await members.create("dora@example.com", "dora's long password", "viewer")
         token, _ = await sessions.open(made.id, "Firefox", "10.0.0.9")

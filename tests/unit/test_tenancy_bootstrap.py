@@ -18,14 +18,14 @@ from appliance.tenancy.keys import Keys
 from appliance.tenancy.members import Members
 from appliance.tenancy.secrets import read_or_create_pepper
 from appliance.tenancy.tenants import Tenants
-from tests.support.cast import PEPPER, quick_hasher
+from tests.support.cast import PEPPER
 from tests.support.clock import FakeClock
 
 
 async def start(database: Database, clock: FakeClock, settings: Settings) -> FirstStart | None:
     return await bootstrap(
         settings,
-        Members(database, clock, hasher=quick_hasher()),
+        Members(database, clock),
         AdminTokens(database, clock),
         Tenants(database, clock),
         Keys(database, clock, PEPPER),
@@ -43,7 +43,7 @@ async def test_the_first_start_returns_secrets_that_work(database: Database, clo
     assert first.email == "admin@localhost"
     assert first.password is not None
     assert first.admin_token is not None
-    member = (await Members(database, clock, hasher=quick_hasher()).prove_password(first.email, first.password)).member
+    member = (await Members(database, clock).prove_password(first.email, first.password)).member
     assert member.role == "owner"
     assert (await AdminTokens(database, clock).authenticate(first.admin_token)).role == "owner"
     principal = await Keys(database, clock, PEPPER).authenticate(first.api_key, "127.0.0.1")
@@ -70,7 +70,7 @@ async def test_what_the_operator_has_set_is_used_and_not_shown(database: Databas
     first = await start(database, clock, settings)
     assert first is not None
     assert (first.email, first.password, first.admin_token) == ("alice@example.com", None, None)
-    await Members(database, clock, hasher=quick_hasher()).prove_password("alice@example.com", "alice's password")
+    await Members(database, clock).prove_password("alice@example.com", "alice's password")
     await AdminTokens(database, clock).authenticate("alice's token")
 
 
@@ -100,7 +100,7 @@ async def test_secrets_that_nobody_was_shown_are_replaced_at_the_next_start(
     assert shown.password is not None
     assert unseen.admin_token is not None
     assert shown.admin_token is not None
-    members, tokens = Members(database, clock, hasher=quick_hasher()), AdminTokens(database, clock)
+    members, tokens = Members(database, clock), AdminTokens(database, clock)
     await members.prove_password(shown.email, shown.password)
     await tokens.authenticate(shown.admin_token)
     await Keys(database, clock, PEPPER).authenticate(shown.api_key, "127.0.0.1")

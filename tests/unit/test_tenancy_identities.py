@@ -17,7 +17,7 @@ from appliance.tenancy.audit import AuditLog
 from appliance.tenancy.id_tokens import Identity
 from appliance.tenancy.identities import Identities, unlink_by_email
 from appliance.tenancy.members import Members
-from tests.support.cast import Cast, quick_hasher
+from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.oidc_provider import ISSUER
 
@@ -105,7 +105,7 @@ async def test_a_link_can_be_forgotten(database: Database, clock: FakeClock, ide
 async def test_a_link_that_is_forgotten_is_one_members_alone_and_an_entry_says_which(
     database: Database, clock: FakeClock, identities: Identities, cast: Cast
 ) -> None:
-    people = Members(database, clock, hasher=quick_hasher())
+    people = Members(database, clock)
     dora = await people.create("dora@example.com", "long enough")
     for identity in (ALICE, dataclasses.replace(ALICE, subject="dora-9", email=dora.email)):
         await identities.member_of(identity)

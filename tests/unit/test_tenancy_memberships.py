@@ -17,7 +17,7 @@ from appliance.tenancy.members import Members
 from appliance.tenancy.memberships import Memberships
 from appliance.tenancy.roles import Role, TenantRole
 from appliance.tenancy.sessions import Sessions
-from tests.support.cast import ALICE_PASSWORD, Cast, quick_hasher
+from tests.support.cast import ALICE_PASSWORD, Cast
 from tests.support.clock import FakeClock
 
 DORA = "dora@example.com"
@@ -25,7 +25,7 @@ DORA = "dora@example.com"
 
 @pytest.fixture
 def people(database: Database, clock: FakeClock) -> Members:
-    return Members(database, clock, hasher=quick_hasher())
+    return Members(database, clock)
 
 
 @pytest.fixture

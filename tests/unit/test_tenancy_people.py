@@ -21,7 +21,7 @@ from appliance.tenancy.audit import AuditLog
 from appliance.tenancy.members import Members
 from appliance.tenancy.roles import ALLOWED, ALLOWED_IN_TENANT, Action, Role, TenantRole, not_allowed
 from appliance.tenancy.sessions import Sessions
-from tests.support.cast import ALICE_PASSWORD, Cast, quick_hasher
+from tests.support.cast import ALICE_PASSWORD, Cast
 from tests.support.clock import FakeClock
 
 ALICE = "alice@example.com"
@@ -29,7 +29,7 @@ ALICE = "alice@example.com"
 
 @pytest.fixture
 def people(database: Database, clock: FakeClock) -> Members:
-    return Members(database, clock, hasher=quick_hasher())
+    return Members(database, clock)
 
 
 @pytest.fixture

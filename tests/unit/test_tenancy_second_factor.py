@@ -26,7 +26,7 @@ from appliance.tenancy.second_factor import (
     reset_by_email,
 )
 from appliance.tenancy.sessions import Sessions
-from tests.support.cast import ALICE_PASSWORD, PEPPER, Cast, quick_hasher
+from tests.support.cast import ALICE_PASSWORD, PEPPER, Cast
 from tests.support.clock import FakeClock
 
 
@@ -93,7 +93,7 @@ async def test_a_code_of_two_steps_away_is_not(factors: SecondFactors, cast: Cas
 async def test_what_one_member_does_with_the_second_factor_leaves_the_others_alone(
     database: Database, factors: SecondFactors, cast: Cast, clock: FakeClock
 ) -> None:
-    people = Members(database, clock, hasher=quick_hasher())
+    people = Members(database, clock)
     dora, emil = [await people.create(f"{name}@example.com", "long enough", "viewer") for name in ("dora", "emil")]
     doors, whole = Sessions(database, clock), [cast.alice.id, dora.id, emil.id]
     alices, _ = await enrolled(factors, cast, clock)
