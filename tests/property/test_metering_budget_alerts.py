@@ -23,9 +23,10 @@ from appliance.tenancy.keys import Keys
 from appliance.tenancy.model_policies import ModelPolicies
 from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
 from appliance.tenancy.tenants import Tenants
-from tests.support.alerts import TARGET, AlertParts, alert_parts, settled_event
+from tests.support.alerts import TARGET, AlertParts, alert_parts
 from tests.support.cast import PEPPER, Cast, Person
 from tests.support.clock import START, FakeClock
+from tests.support.factories import adjustment
 from tests.support.ledgers import FailingDatabase, euro_budget_alerts
 
 STEPS = 40
@@ -126,7 +127,7 @@ class Life:
         for _ in range(chance.randrange(1, 6)):
             at = self.clock.now() + timedelta(days=chance.choice((0, 0, chance.randrange(-100, 15))))
             cost, tokens = chance.choice(units) * 10**12, chance.choice(units)
-            event = settled_event(chance.choice(self.people), cost, at, tokens=tokens)
+            event = adjustment(chance.choice(self.people), at=at, cost_picos=cost, completion_tokens=tokens)
             currency = chance.choice(("EUR", "EUR", "EUR", "CHF"))
             made.append(msgspec.structs.replace(event, model=chance.choice(MODELS), currency=currency))
         return made

@@ -314,11 +314,11 @@ async def open_console(
     await services.ledger.start()
     await services.sampler.start()
     idle = _IDLE[time_zone]
-    standing = idle.pop() if idle else ReusedApp(services, _create)
-    standing.serve(services)
+    reused = idle.pop() if idle else ReusedApp(services, _create)
+    reused.serve(services)
     try:
-        yield ConsoleApp(app=standing.app, services=services, engine_side=engine_side, cast=people)
-        idle.append(standing)
+        yield ConsoleApp(app=reused.app, services=services, engine_side=engine_side, cast=people)
+        idle.append(reused)
     finally:
         await services.sampler.stop()
         await services.ledger.stop()

@@ -402,7 +402,7 @@ async def test_a_session_reads_but_writes_only_with_its_token_from_its_own_pages
 async def test_only_the_cookie_of_the_connections_own_scheme_counts(api: ApiApp, scheme: str, expected: list[int]) -> None:
     member = await api.services.members.create("alice@example.com", "a password of tests", "owner")
     token, _ = await api.services.sessions.open(member.id, "test", "127.0.0.1")
-    address = f"{scheme}://box/admin/v1/tenants"
+    address = f"{scheme}://appliance.test/admin/v1/tenants"
     plain, secure = [{"authorization": "", "cookie": f"{name}={token}"} for name in (PLAIN_COOKIE, SECURE_COOKIE)]
 
     statuses = [(await api.client.get(address, headers=headers)).status_code for headers in (plain, secure)]

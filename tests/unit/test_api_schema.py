@@ -39,7 +39,7 @@ async def test_the_document_is_built_once_and_not_in_the_event_loop(monkeypatch:
 
     monkeypatch.setattr(openapi, "_build", build)
     app = Litestar(openapi_config=openapi.openapi_config("1"))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=cast(Any, app)), base_url="http://box") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=cast(Any, app)), base_url="http://appliance.test") as client:
         answers = await asyncio.gather(*(client.get("/schema/openapi.json") for _ in range(3)))
 
     assert [answer.json() for answer in answers] == [{}, {}, {}]
@@ -388,7 +388,7 @@ def _arrays(value: Any) -> Iterator[dict[str, Any]]:
 
 async def metrics_status(api: ApiApp, address: str, headers: dict[str, str] | None = None) -> int:
     transport = httpx.ASGITransport(app=cast(Any, api.app), client=(address, 50000))
-    async with httpx.AsyncClient(transport=transport, base_url="http://box") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://appliance.test") as client:
         return (await client.get("/metrics", headers=headers)).status_code
 
 

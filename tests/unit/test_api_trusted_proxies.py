@@ -23,7 +23,7 @@ def peer_of(api: ApiApp, peer: str, trusted: str | None) -> httpx.AsyncClient:
     config = server_config(cast(Any, api.app), settings.trusted_proxies)
     config.load()
     transport = httpx.ASGITransport(app=cast(Any, config.loaded_app), client=(peer, 40000))
-    return httpx.AsyncClient(transport=transport, base_url="http://box")
+    return httpx.AsyncClient(transport=transport, base_url="http://appliance.test")
 
 
 async def key_of_the_office(api: ApiApp) -> dict[str, str]:

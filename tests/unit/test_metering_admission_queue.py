@@ -7,7 +7,6 @@ import dataclasses
 import random
 from typing import Any
 
-import msgspec
 import pytest
 
 from appliance.base.errors import BudgetExceeded, Draining, RateLimitExceeded, RequestExceedsLimit
@@ -16,7 +15,6 @@ from appliance.metering.limits.allowances import Ahead
 from appliance.metering.limits.waiter_queue import WaiterQueue
 from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
-from tests.support.cast import Person
 from tests.support.clock import START, FakeClock
 from tests.support.factories import adjustment, price, principal
 from tests.support.ledgers import num_running
@@ -480,11 +478,10 @@ async def test_a_correction_that_returns_tokens_wakes_waiters(queue: Queue) -> N
     (await queue.submit(bob, 30)).result().settle(30)
     await queue.submit(bob, 50)
     waiting = await queue.submit(bob, 40)
-    made = adjustment(Person(tenant=bob.tenant, key=bob.key, secret=""), posting=1, cost_picos=0)
-    queue.admission.correct(msgspec.structs.replace(made, prompt_tokens=-19))
+    queue.admission.correct(adjustment(bob, prompt_tokens=-19))
     await queue.timer.settle()
     assert not waiting.done()
-    queue.admission.correct(msgspec.structs.replace(made, prompt_tokens=-1))
+    queue.admission.correct(adjustment(bob, prompt_tokens=-1))
     await queue.timer.settle()
     assert waiting.result()
 

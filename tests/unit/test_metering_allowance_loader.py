@@ -10,7 +10,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import structlog
 from sqlalchemy import text
@@ -34,7 +33,7 @@ from appliance.metering.limits.sums import PeriodSums
 from appliance.metering.limits.windows import Moment
 from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
-from tests.support.cast import Cast, Person
+from tests.support.cast import Cast
 from tests.support.clock import START, FakeClock
 from tests.support.empty_sums import EmptySums
 from tests.support.factories import adjustment, pending, posted, principal, voided
@@ -145,8 +144,7 @@ async def test_one_read_runs_at_a_time(admission: Admission, slow: SlowSums) -> 
 async def test_a_correction_during_a_read_is_applied_only_to_that_read(admission: Admission, slow: SlowSums) -> None:
     bob, charlie = principal(), principal(Limits(tokens_per_day=100))
     (first,) = await begin(admission, asking(bob))
-    made = adjustment(Person(tenant=charlie.tenant, key=charlie.key, secret=""), posting=1, cost_picos=0)
-    admission.correct(msgspec.structs.replace(made, completion_tokens=50))
+    admission.correct(adjustment(charlie, completion_tokens=50))
     slow.go_on.set()
     await first
     assert (await admission.admit(asking(charlie, tokens=100))).reserved_tokens == 100

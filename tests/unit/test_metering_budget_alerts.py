@@ -20,9 +20,10 @@ from appliance.metering.limits.owners import ALL_TENANTS, Owner
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import Limits, TenantChanges
 from appliance.tenancy.tenants import Tenants
-from tests.support.alerts import TARGET, AlertParts, alert_parts, settled_event
+from tests.support.alerts import TARGET, AlertParts, alert_parts
 from tests.support.cast import Cast, Person
 from tests.support.clock import START, FakeClock
+from tests.support.factories import adjustment, settled_event
 from tests.support.ledgers import FailingDatabase, poll_until
 from tests.support.spending import UNIT, Spender, alert_period_and_percent, record_statements, running_spender, set_budget
 
@@ -299,7 +300,7 @@ async def test_of_a_month_of_which_the_alerts_may_be_forgotten_nothing_is_told_a
 
 async def settle_directly(spender: Spender, person: Person, costs: Sequence[int]) -> None:
     """Settle corrections with these costs as whoever writes them does: sums first, then the alerts, in one transaction."""
-    events = [settled_event(person, cost, spender.alerts.clock.now()) for cost in costs]
+    events = [adjustment(person, cost_picos=cost, at=spender.alerts.clock.now()) for cost in costs]
     async with spender.alerts.db.writing() as connection:
         await connection.run_sync(rollups.add, BillingCalendar(), events)
         await connection.run_sync(spender.budgets.on_settled, events)
@@ -317,7 +318,7 @@ def tracker_of_tokens(headroom: int | None = None) -> ThresholdTracker:
 
 def used(tracker: ThresholdTracker, person: Person, tokens: int) -> object | None:
     """Add tokens used today; return the check that they make due, or None."""
-    checks = list(tracker.add_usage(settled_event(person, 0, START, tokens=tokens), START.date()))
+    checks = list(tracker.add_usage(settled_event(person, completion_tokens=tokens), START.date()))
     return tracker.pending_checks[TODAY] if checks else None
 
 

@@ -230,7 +230,7 @@ async def test_tokens_returned_by_a_correction_are_usable_at_once_and_counted_on
 
 @pytest.mark.parametrize("seen", [False, True])
 async def test_a_correction_while_the_sums_are_read_is_counted_once(clock: FakeClock, cast: Cast, seen: bool) -> None:
-    adjustment = factories.adjustment(cast.bob, posting=2, cost_picos=-3 * 10**6)
+    adjustment = factories.adjustment(cast.bob, cost_picos=-3 * 10**6)
 
     class Meanwhile:
         """Sums of a snapshot from before the correction, or after; it is told of before they are here."""
@@ -261,5 +261,5 @@ async def test_the_sums_of_an_event_and_its_corrections_are_found_by_indexes(dat
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 async def test_the_corrections_of_an_event_are_found_by_its_request(database: Database, cast: Cast) -> None:
-    query = _corrections_of(factories.adjustment(cast.bob, posting=2, cost_picos=1))
+    query = _corrections_of(factories.adjustment(cast.bob, cost_picos=1))
     assert await query_plan(database, query) == ["SEARCH usage_events USING INDEX ix_usage_events_adjustments (request_id=?)"]
