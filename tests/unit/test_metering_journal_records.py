@@ -1,4 +1,4 @@
-"""Records of the journal: each comes back as it was, also where another version has written it."""
+"""Journal records survive encoding and decoding, also between versions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.clock import START, FakeClock
 
 
 def test_an_entry_survives_encoding_and_decoding(clock: FakeClock) -> None:
-    entry = pending_of_nobody(clock)
+    entry = complete_entry(clock)
     journaled = JournaledEntry(epoch_id="epoch", currency="EUR", billing_day=START.date(), entry=entry)
     assert decode(encode(journaled)) == journaled
 
@@ -28,7 +28,7 @@ def test_a_settlement_survives_encoding_and_decoding() -> None:
     assert decode(encode(settlement)) == settlement
 
 
-def pending_of_nobody(clock: FakeClock) -> PendingEntry:
+def complete_entry(clock: FakeClock) -> PendingEntry:
     """An entry with a price and every field set."""
     price = Price(
         id="price", model="démo", effective_from=clock.now(), currency="EUR", prompt=1, cached_prompt=2, completion=3,
@@ -51,11 +51,11 @@ def test_records_of_the_first_version_can_be_read() -> None:
     entry = decode(first)
     assert isinstance(entry, JournaledEntry)
     assert encode(entry) == first.replace(b'"currency":null}}', b'"currency":null,"batch":false}}')
-    assert not entry.entry.batch, "nothing was batch work before there was any"
+    assert not entry.entry.batch, "the first version had no batch work"
 
 
 def test_an_earlier_version_reads_later_records_ignoring_unknown_fields() -> None:
-    journaled = JournaledEntry(epoch_id="epoch", currency="EUR", billing_day=START.date(), entry=pending_of_nobody(FakeClock()))
+    journaled = JournaledEntry(epoch_id="epoch", currency="EUR", billing_day=START.date(), entry=complete_entry(FakeClock()))
     later = encode(journaled).replace(b'"batch":true', b'"batch":true,"from_later":{"x":[1]}')
     assert b"from_later" in later
     assert decode(later) == journaled
