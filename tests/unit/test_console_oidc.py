@@ -167,7 +167,7 @@ async def test_when_the_provider_is_away_a_page_says_so_and_the_password_works(
     back = await way_back(visitor, fake) if when == "back" else "/login/oidc?next=%2Fkeys"
     if when == "there":
         console.services.oidc = fake.client(name="Example ID")
-    fake.down = 0
+    fake.failure_status = 0
 
     answer = await visitor.get(back)
 

@@ -320,7 +320,7 @@ async def test_a_cancelled_waiter_takes_nothing_and_wakes_those_behind(queue: Qu
 async def test_a_request_cancelled_while_being_admitted_gives_everything_back(queue: Queue) -> None:
     bob = principal(Limits(concurrent_requests=1))
     running, waiting = await queue.submit(bob, 1), await queue.submit(bob, 1)
-    running.result().settle(1)  # admits the one that waits, whose task has not heard of it yet
+    running.result().settle(1)  # admits the waiting request, whose task has not resumed yet
     waiting.cancel()
     await queue.timer.settle()
     assert waiting.cancelled()

@@ -181,7 +181,7 @@ async def test_an_owner_that_cannot_be_read_does_not_affect_others(admission: Ad
     bob, charlie = principal(), principal()
     first = await begin(admission, asking(principal()))
     slow.broken = {Owner("key", bob.key.id)}
-    tasks = await begin(admission, asking(bob), asking(charlie), asking(key_of(bob, "another key of his")))
+    tasks = await begin(admission, asking(bob), asking(charlie), asking(key_of(bob, "another key")))
     slow.go_on.set()
     answers = await asyncio.gather(*first, *tasks, return_exceptions=True)
     assert [isinstance(answer, Reservation) for answer in answers] == [True, False, True, True]
@@ -261,7 +261,7 @@ async def test_an_unexpected_error_with_one_owner_does_not_affect_its_batch(
         enter(allowance, at)
 
     first = await begin(admission, asking(principal()))
-    tasks = await begin(admission, *(asking(who) for who in (bob, principal(), key_of(bob, "another key of his"))))
+    tasks = await begin(admission, *(asking(who) for who in (bob, principal(), key_of(bob, "another key"))))
     with monkeypatch.context() as bug:
         bug.setattr(Allowance, "enter", broken)
         slow.go_on.set()
@@ -341,15 +341,17 @@ async def test_an_owner_read_alone_is_not_read_again_when_that_fails(admission: 
     bob = principal()
     slow.go_on.set()
     await admission.admit(asking(bob))
-    slow.broken = {Owner("key", "another key of his")}
+    slow.broken = {Owner("key", "another key")}
     with pytest.raises(OSError, match="disk"):
-        await admission.admit(asking(key_of(bob, "another key of his")))
+        await admission.admit(asking(key_of(bob, "another key")))
     assert [len(read) for read in slow.reads] == [2, 1]
 
 
-@pytest.mark.parametrize(("error", "told"), [(ZeroDivisionError(), 1), (OSError("the disk is away"), 0)], ids=["bug", "disk"])
+@pytest.mark.parametrize(
+    ("error", "num_logs"), [(ZeroDivisionError(), 1), (OSError("the disk is away"), 0)], ids=["bug", "disk"]
+)
 async def test_an_unexpected_error_of_a_read_is_logged_with_its_owner_and_an_outage_is_not(
-    admission: Admission, slow: SlowSums, monkeypatch: pytest.MonkeyPatch, error: Exception, told: int
+    admission: Admission, slow: SlowSums, monkeypatch: pytest.MonkeyPatch, error: Exception, num_logs: int
 ) -> None:
     bob = principal()
     slow.go_on.set()
@@ -360,8 +362,8 @@ async def test_an_unexpected_error_of_a_read_is_logged_with_its_owner_and_an_out
 
     monkeypatch.setattr(slow, "read", failing)
     with structlog.testing.capture_logs() as logs, pytest.raises(type(error)):
-        await admission.admit(asking(key_of(bob, "another key of his")))
-    assert [(line["event"], line["owner_id"]) for line in logs] == [("allowance_load_failed", "another key of his")] * told
+        await admission.admit(asking(key_of(bob, "another key")))
+    assert [(line["event"], line["owner_id"]) for line in logs] == [("allowance_load_failed", "another key")] * num_logs
 
 
 async def test_a_running_request_counts_once_when_the_first_load_of_its_owner_failed(

@@ -165,14 +165,14 @@ async def test_concurrent_corrections_never_take_back_more_than_was_recorded(
 
 
 async def test_on_settled_gets_a_correction_in_its_transaction(database: Database, clock: FakeClock, event: UsageEvent) -> None:
-    heard: list[UsageEvent] = []
+    settled: list[UsageEvent] = []
 
     def hear(_connection: object, events: Any) -> None:
-        heard.extend(events)
+        settled.extend(events)
 
     corrections = Corrections(database, clock, calendar=BillingCalendar("Asia/Tokyo"), on_settled=hear)
     made = await corrections.add(event.id, Correction(note="too much", completion_tokens=-1))
-    assert heard == [made]
+    assert settled == [made]
 
 
 async def test_an_addition_of_a_thousand_times_the_event_needs_confirmation(
@@ -232,8 +232,8 @@ async def test_tokens_returned_by_a_correction_are_usable_at_once_and_counted_on
 async def test_a_correction_while_the_sums_are_read_is_counted_once(clock: FakeClock, cast: Cast, seen: bool) -> None:
     adjustment = factories.adjustment(cast.bob, cost_picos=-3 * 10**6)
 
-    class Meanwhile:
-        """Sums of a snapshot from before the correction, or after; it is told of before they are here."""
+    class SumsDuringCorrection:
+        """Sums of a snapshot taken before the correction, or after; admission gets the correction before the sums."""
 
         async def read(
             self, currencies: Mapping[Owner, str], at: Moment, ended: Callable[[], Collection[str]]
@@ -246,7 +246,7 @@ async def test_a_correction_while_the_sums_are_read_is_counted_once(clock: FakeC
         async def outputs(self, key_id: str, model: str, before: datetime) -> list[int]:
             return []
 
-    admission = utc_admission(clock, Meanwhile())
+    admission = utc_admission(clock, SumsDuringCorrection())
     dry_run = await admission.dry_run(asking(cast, factories.price(), budget=15))
     assert [each.level for each in dry_run.decisions if each.kind == "budget"] == [3 * 10**6]
 

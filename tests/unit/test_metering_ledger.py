@@ -116,18 +116,18 @@ async def test_settling_with_other_figures_raises(database: Database, clock: Fak
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
         await ledger.open(entry)
         first = await settle(ledger, posted(entry.request_id, completion=5))
-        more, told = posted(entry.request_id, completion=6), []
+        more, recorded = posted(entry.request_id, completion=6), []
         same = msgspec.structs.replace(posted(entry.request_id, completion=5), finish_reason="disconnected")
         for other in (more, voided(entry.request_id), same):
             with pytest.raises(LedgerBroken, match="other figures"):
-                await ledger.settle(other, lambda: told.append("there will be no other rows"))
-        assert len(told) == 3
+                await ledger.settle(other, lambda: recorded.append("there will be no other rows"))
+        assert len(recorded) == 3
         assert ledger.healthy
         assert ledger.unrecorded_usage_tokens == 16 + 15
     assert await all_events(database) == [first]
 
 
-async def test_of_several_settlements_in_one_round_the_first_counts_and_different_ones_raise(
+async def test_the_first_of_several_settlements_in_one_round_counts_and_different_ones_raise(
     database: Database, clock: FakeClock, cast: Cast
 ) -> None:
     gated, entry = FailingDatabase.around(database), pending(cast.bob)
@@ -324,21 +324,21 @@ async def test_on_recorded_is_called_exactly_once_whatever_the_outcome(
 ) -> None:
     gated = FailingDatabase.around(database)
     entry = pending(cast.bob)
-    heard: list[str] = []
+    recorded: list[str] = []
     async with running_ledger(gated, clock, cast.epoch_id) as ledger:
         await ledger.open(entry)
         gated.gate = asyncio.Event()
-        settling = asyncio.create_task(ledger.settle(posted(entry.request_id), lambda: heard.append("written")))
+        settling = asyncio.create_task(ledger.settle(posted(entry.request_id), lambda: recorded.append("written")))
         await poll_until(lambda: gated.held == 1)
-        assert heard == [], "the rows are not there yet"
+        assert recorded == [], "the rows are not there yet"
         gated.gate.set()
         await settling
-        assert heard == ["written"]
+        assert recorded == ["written"]
         with pytest.raises(LedgerBroken):
-            await ledger.settle(posted(entry.request_id, completion=99), lambda: heard.append("refused"))
-        assert heard == ["written", "refused"]
-        await ledger.settle(posted(entry.request_id), lambda: heard.append("there already"))
-    assert heard == ["written", "refused", "there already"]
+            await ledger.settle(posted(entry.request_id, completion=99), lambda: recorded.append("refused"))
+        assert recorded == ["written", "refused"]
+        await ledger.settle(posted(entry.request_id), lambda: recorded.append("there already"))
+    assert recorded == ["written", "refused", "there already"]
 
 
 async def test_settled_and_voided_entries_are_not_kept_in_memory(database: Database, clock: FakeClock, cast: Cast) -> None:

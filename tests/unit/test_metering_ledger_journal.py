@@ -57,7 +57,7 @@ def database_url(tmp_path: Path, migrated_sqlite_file: Path) -> str:
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let nobody give a slow disk up after a second, unless that is what a test is about."""
+    """Raise the journal's time limit, so that a slow disk does not fail tests that are not about it."""
     monkeypatch.setattr(writer_module, "CATCH_UP_S", 60.0)
     monkeypatch.setattr(writer_module, "JOURNAL_TIMEOUT_S", 60.0)
 
@@ -76,7 +76,7 @@ async def journaling(database: Database, clock: FakeClock, epoch_id: str, path: 
 
 
 async def start_again(database: Database, clock: FakeClock, path: Path) -> dict[str, UsageEvent]:
-    """What the next start makes of database and journal, by request."""
+    """Start again over database and journal. → events by request"""
     epoch_id = await begin_epoch(database, clock, "next")
     journal = Journal(path)
     await replay(database, journal, clock, BillingCalendar())
@@ -86,7 +86,7 @@ async def start_again(database: Database, clock: FakeClock, path: Path) -> dict[
 
 
 def _contents(path: Path) -> list[bytes]:
-    """What stands in the two files of a journal."""
+    """The content of the two files of a journal."""
     return [file.read_bytes().strip(b"\0") for file in path.parent.glob(f"{path.name}-*")]
 
 

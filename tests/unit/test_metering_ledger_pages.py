@@ -1,4 +1,4 @@
-"""Pages of the ledger: in order and to the end, only what is asked for, and to each tenant its own."""
+"""Pages of the ledger: ordered and complete, filtered, and limited to what the reader may see."""
 
 from __future__ import annotations
 

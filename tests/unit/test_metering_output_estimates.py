@@ -35,7 +35,7 @@ async def ledger(database: Database, clock: FakeClock, cast: Cast) -> AsyncItera
 
 
 async def answered(ledger: Ledger, clock: FakeClock, person: Person, lengths: list[int], model: str = "demo") -> None:
-    """Serve requests whose answers are so long, one after the other."""
+    """Serve requests with answers of these lengths, one after the other."""
     for length in lengths:
         clock.advance(1)
         entry = pending(person, model=model, admitted_at=clock.now())
@@ -58,7 +58,7 @@ async def test_a_start_reads_the_last_answers_of_a_key_and_a_model(
     assert await sums.outputs(bob, "third", now) == []
 
 
-async def test_after_a_restart_requests_soon_reserve_what_they_would_have_before(
+async def test_after_a_restart_requests_reserve_what_they_would_have_before(
     database: Database, clock: FakeClock, cast: Cast, ledger: Ledger
 ) -> None:
     await answered(ledger, clock, cast.bob, [40] * OUTPUTS_MIN)
@@ -77,7 +77,7 @@ async def admit(admission: Admission, who: Principal, model: str = "demo") -> Re
 
 
 class SlowHistory(EmptySums):
-    """A ledger that gives the lengths of answers when it is told to, and an error instead of None."""
+    """A ledger that returns the lengths of answers when the test lets it, and raises instead of returning None."""
 
     def __init__(self, *histories: Sequence[int] | None) -> None:
         self.histories = list(histories)
