@@ -1,4 +1,4 @@
-"""`/admin/v1/audit`: visibility by role, filters, and immutability."""
+"""`/admin/v1/audit`: who can read it, its filters, and its immutability."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def actions(api: ApiApp, **query: Any) -> list[str]:
     return [row["action"] for row in (await api.call("GET", "/audit", params=query))["data"]]
 
 
-async def test_an_entry_has_its_shape_and_its_author(api: ApiApp) -> None:
+async def test_an_entry_has_all_its_fields_and_the_acting_token(api: ApiApp) -> None:
     headers = await api.as_role("admin")
     answer = await api.client.post("/admin/v1/tenants", json={"name": "bob"}, headers=headers)
     (row,) = (await api.call("GET", "/audit", params={"action": "tenant.create"}))["data"]
@@ -39,7 +39,7 @@ async def test_an_entry_has_its_shape_and_its_author(api: ApiApp) -> None:
     assert (row["before"], row["after"]["name"]) == (None, "bob")
 
 
-async def test_a_change_tells_only_what_differs(api: ApiApp) -> None:
+async def test_an_update_entry_has_only_the_changed_values(api: ApiApp) -> None:
     tenant_id, _ = await make(api, "bob")
     await api.call("PATCH", f"/tenants/{tenant_id}", json={"limits": {"tokens_per_minute": 5}, "weight": 1})
     (row,) = (await api.call("GET", "/audit", params={"action": "tenant.update"}))["data"]
@@ -47,7 +47,7 @@ async def test_a_change_tells_only_what_differs(api: ApiApp) -> None:
     assert row["after"] == {"limits": {"tokens_per_minute": 5}}
 
 
-async def test_a_command_says_which_user_of_the_machine_acts_and_nobody_else_can(api: ApiApp) -> None:
+async def test_only_the_command_line_can_name_the_acting_user(api: ApiApp) -> None:
     operator = {"x-gatehouse-operator": "zo%C3%AB"}
     await api.call("POST", "/tenants", status=201, json={"name": "bob"}, headers={**api.client.headers, **operator})
     await api.call("POST", "/tenants", status=201, json={"name": "eve"}, headers={**await api.as_role("owner"), **operator})
@@ -57,7 +57,7 @@ async def test_a_command_says_which_user_of_the_machine_acts_and_nobody_else_can
     assert actors[0]["name"] != "zoë"
 
 
-async def test_the_list_is_paged_and_narrowed(api: ApiApp) -> None:
+async def test_the_list_is_paged_and_filtered(api: ApiApp) -> None:
     bob, key = await make(api, "bob")
     charlie, _ = await make(api, "charlie")
     await api.call("DELETE", f"/keys/{key}")
@@ -80,22 +80,22 @@ async def test_the_list_is_paged_and_narrowed(api: ApiApp) -> None:
     ("query", "param"),
     [({"start": "now"}, "start"), ({"cursor": "x"}, "cursor"), ({"limit": "0"}, "limit"), ({"who": "x"}, "who")],
 )
-async def test_bad_input_names_its_parameter(api: ApiApp, query: dict[str, str], param: str) -> None:
+async def test_an_invalid_parameter_is_named(api: ApiApp, query: dict[str, str], param: str) -> None:
     assert (await api.call("GET", "/audit", status=400, params=query))["error"]["param"] == param
 
 
 @pytest.mark.parametrize("role", ["owner", "admin", "billing", "viewer"])
-async def test_every_role_of_the_appliance_reads_it(api: ApiApp, role: str) -> None:
+async def test_every_role_of_the_appliance_can_read_it(api: ApiApp, role: str) -> None:
     assert (await api.client.get("/admin/v1/audit", headers=await api.as_role(role))).status_code == 200
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE"])
-async def test_there_is_no_way_to_change_it(api: ApiApp, method: str) -> None:
+async def test_no_method_can_change_it(api: ApiApp, method: str) -> None:
     for path in ("/admin/v1/audit", "/admin/v1/audit/1"):
         assert (await api.client.request(method, path, json={})).status_code in (404, 405)
 
 
-async def test_a_manager_sees_the_own_tenant_and_a_viewer_of_the_tenant_nothing(api: ApiApp) -> None:
+async def test_a_manager_can_read_entries_of_the_own_tenant_and_a_viewer_none(api: ApiApp) -> None:
     bob, _ = await make(api, "bob")
     charlie, _ = await make(api, "charlie")
     services = api.services
@@ -113,12 +113,12 @@ async def test_a_manager_sees_the_own_tenant_and_a_viewer_of_the_tenant_nothing(
     assert charlie not in json.dumps(page)
 
 
-async def test_the_hash_of_an_entry_can_be_computed_from_what_is_shown(api: ApiApp) -> None:
+async def test_the_hash_of_an_entry_can_be_computed_from_its_fields(api: ApiApp) -> None:
     await make(api, "bob")
     rows = (await api.call("GET", "/audit", params={"limit": 100}))["data"][::-1]
     previous = "0" * 64
     for row in rows:
-        told = {
+        hashed = {
             "id": int(row["id"]), "at": row["at"], "action": row["action"], "tenant_id": row["tenant_id"],
             "actor_kind": row["actor"]["kind"], "actor_id": row["actor"]["id"], "actor_name": row["actor"]["name"],
             "target_kind": row["target"]["kind"], "target_id": row["target"]["id"],
@@ -127,7 +127,7 @@ async def test_the_hash_of_an_entry_can_be_computed_from_what_is_shown(api: ApiA
             "request_id": row["request_id"], "address": row["address"],
         }  # fmt: skip
         assert row["previous_hash"] == previous
-        assert row["hash"] == hashlib.sha256((previous + canonical_json(told)).encode()).hexdigest()
+        assert row["hash"] == hashlib.sha256((previous + canonical_json(hashed)).encode()).hexdigest()
         previous = row["hash"]
 
 

@@ -47,7 +47,7 @@ async def refusal(api: ApiApp, method: str, path: str, status: int, **options: A
 
 
 @pytest.mark.parametrize("ending", ["", ".json", ".csv", ".pdf", ".odt"])
-async def test_no_cache_keeps_an_invoice(api: ApiApp, bob: Person, ending: str) -> None:
+async def test_invoices_are_never_cached(api: ApiApp, bob: Person, ending: str) -> None:
     draft = await drafted(api, bob)
     answer = await api.client.get(f"/admin/v1/invoices/{draft['id']}{ending}")
     assert answer.headers.get_list("cache-control") == ["no-store"]
@@ -75,7 +75,7 @@ async def test_an_invoice_is_drafted_closed_and_read(api: ApiApp, bob: Person) -
     assert (head["id"], head["total_micros"]) == (closed["id"], closed["total_micros"])
 
 
-async def test_an_invoice_comes_as_csv_and_pdf(api: ApiApp, bob: Person) -> None:
+async def test_an_invoice_can_be_downloaded_as_csv_and_pdf(api: ApiApp, bob: Person) -> None:
     draft = await drafted(api, bob)
     answer = await api.client.get(f"/admin/v1/invoices/{draft['id']}.csv")
     rows = list(csv.DictReader(io.StringIO(answer.text)))
@@ -85,7 +85,7 @@ async def test_an_invoice_comes_as_csv_and_pdf(api: ApiApp, bob: Person) -> None
     assert [(row["kind"], row["exact_picos"], row["rounded_micros"]) for row in rows] == [
         ("prompt", "3000000000000", "3000000")
     ]
-    assert rows[0]["model"] == "'=demo"  # no formula for a spreadsheet
+    assert rows[0]["model"] == "'=demo"  # escaped, so that spreadsheets see no formula
     assert page.headers["content-type"] == "application/pdf"
     assert page.headers["content-disposition"] == f'inline; filename="draft-2026-01-{bob.tenant.id}.pdf"'
     assert "DRAFT" in PdfReader(io.BytesIO(page.content)).pages[0].extract_text()
@@ -99,14 +99,14 @@ async def test_the_events_behind_an_invoice_are_listed(api: ApiApp, bob: Person)
     assert await refusal(api, "GET", f"/invoices/{draft['id']}/events?cursor=x", 400) == ("invalid_value", "cursor")
 
 
-async def test_a_draft_that_nobody_wants_is_discarded_and_can_be_drafted_again(api: ApiApp, bob: Person) -> None:
+async def test_a_discarded_draft_can_be_drafted_again(api: ApiApp, bob: Person) -> None:
     draft = await drafted(api, bob)
     assert (await api.client.delete(f"/admin/v1/invoices/{draft['id']}")).status_code == 204
     assert await refusal(api, "GET", f"/invoices/{draft['id']}", 404) == ("not_found", "invoice_id")
     assert (await drafted(api, bob))["lines"] == draft["lines"]
 
 
-async def test_what_cannot_be_done_is_a_conflict_that_says_why(api: ApiApp, bob: Person) -> None:
+async def test_impossible_transitions_are_conflicts_with_their_reason(api: ApiApp, bob: Person) -> None:
     draft = await drafted(api, bob)
     later = await drafted(api, bob, "2026-02")
     assert await refusal(api, "POST", f"/invoices/{later['id']}/close", 409) == ("month_out_of_order", "month")
@@ -146,7 +146,7 @@ async def test_what_cannot_be_done_is_a_conflict_that_says_why(api: ApiApp, bob:
         ("PUT", "/economics", {**HARDWARE, "hosted": [{"name": "a", "prompt": -1, "completion": 0}]}, 400, "hosted.prompt"),
     ],
 )
-async def test_what_is_wrong_is_named(
+async def test_an_invalid_field_or_id_is_named(
     api: ApiApp, bob: Person, method: str, path: str, body: Any, status: int, param: str | None
 ) -> None:
     answer = await refusal(api, method, path.format(bob=bob.tenant.id), status, json=body)
@@ -154,7 +154,9 @@ async def test_what_is_wrong_is_named(
 
 
 @pytest.mark.parametrize(("role", "status"), [("owner", 200), ("admin", 200), ("billing", 200), ("viewer", 403)])
-async def test_those_who_bill_close_and_a_viewer_reads(api: ApiApp, bob: Person, role: str, status: int) -> None:
+async def test_roles_with_billing_close_invoices_and_a_viewer_only_reads(
+    api: ApiApp, bob: Person, role: str, status: int
+) -> None:
     headers = await api.as_role(role)
     draft = await drafted(api, bob)
     writes = [
@@ -168,7 +170,7 @@ async def test_those_who_bill_close_and_a_viewer_reads(api: ApiApp, bob: Person,
 
 
 @pytest.mark.parametrize(("role", "reads"), [("manager", 200), ("developer", 403), ("viewer", 403)])
-async def test_a_manager_reads_the_invoices_of_his_own_tenant_alone(api: ApiApp, role: str, reads: int) -> None:
+async def test_only_a_manager_reads_invoices_and_only_of_the_own_tenant(api: ApiApp, role: str, reads: int) -> None:
     own, other = await make_populated_tenant(api.services, "bob"), await make_populated_tenant(api.services, "charlie")
     headers = await session_headers(api.services, own.people[role])
 
@@ -192,7 +194,7 @@ async def test_a_manager_reads_the_invoices_of_his_own_tenant_alone(api: ApiApp,
         assert (await refusal(api, method, path, 403, headers=headers, json={}))[0] == "role_not_allowed"
 
 
-async def test_economics_say_where_each_figure_comes_from(api: ApiApp) -> None:
+async def test_each_figure_of_the_economics_has_its_source(api: ApiApp) -> None:
     hosted = [{"name": "hosted", "prompt": 150_000, "completion": 600_000}]
     entered = await api.call("PUT", "/economics", json={**HARDWARE, "hosted": hosted})
     read = await api.call("GET", "/economics")
@@ -202,10 +204,10 @@ async def test_economics_say_where_each_figure_comes_from(api: ApiApp) -> None:
     assert (values["hardware_month"], values["energy_month"], values["total_month"]) == (10**9, 219 * 10**6, 1_219 * 10**6)
     assert all(figure["source"] for figure in read["figures"])
     assert (read["hardware"]["power_w"], read["hardware"]["currency"]) == (1000, "EUR")
-    assert read["break_even"][0]["break_even_tokens_month"] is None  # nothing was used: there is no mix of tokens
+    assert read["break_even"][0]["break_even_tokens_month"] is None  # without usage there is no mix of tokens
 
 
-async def test_a_sum_beyond_64_bits_is_told_to_the_last_digit(api: ApiApp, bob: Person) -> None:
+async def test_a_sum_beyond_64_bits_is_exact(api: ApiApp, bob: Person) -> None:
     services = api.services
     dear = await add_price(services.db, prompt=10**12)
     epoch_id = await begin_epoch(services.db, services.clock, "test")

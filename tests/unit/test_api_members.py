@@ -1,4 +1,4 @@
-"""The administrators' API of members, and of limits that belong to no tenant."""
+"""The administrators' API of members and memberships, and of tiers and limits of models."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def with_own_password(api: ApiApp, made: dict[str, Any]) -> dict[str, str]
     return await as_member(api, made["email"])
 
 
-async def test_somebody_is_let_in_changed_and_shut_out(api: ApiApp) -> None:
+async def test_a_member_is_created_changed_and_disabled(api: ApiApp) -> None:
     made = await api.call("POST", "/members", status=201, json={"email": DORA, "role": "viewer"})
 
     assert set(made) == MEMBER_FIELDS | {"password"}
@@ -69,7 +69,7 @@ async def test_a_new_password_ends_the_sessions_of_the_old_one(api: ApiApp) -> N
     await api.call("GET", "/me", status=401, headers=headers)
 
 
-async def test_the_last_owner_is_kept_and_the_answer_says_why(api: ApiApp) -> None:
+async def test_the_last_owner_cannot_be_demoted_or_disabled(api: ApiApp) -> None:
     made = await api.call("POST", "/members", status=201, json={"email": DORA, "role": "owner"})
     for change in ({"role": "admin"}, {"disabled": True}):
         assert await refusal(api, "PATCH", f"/members/{made['id']}", 409, json=change) == ("last_owner", "member_id")
@@ -87,11 +87,11 @@ async def test_the_last_owner_is_kept_and_the_answer_says_why(api: ApiApp) -> No
     ],
     ids=str,
 )
-async def test_a_wrong_field_is_named(api: ApiApp, bob: str, path: str, body: dict[str, Any], param: str) -> None:
+async def test_an_invalid_field_is_named(api: ApiApp, bob: str, path: str, body: dict[str, Any], param: str) -> None:
     assert (await refusal(api, "POST", path.format(bob=bob), 400, json=body))[1] == param
 
 
-async def test_a_manager_invites_promotes_and_removes_in_the_own_tenant(api: ApiApp, bob: str) -> None:
+async def test_a_manager_adds_changes_and_removes_members_of_the_own_tenant(api: ApiApp, bob: str) -> None:
     invited = await api.call("POST", f"/tenants/{bob}/members", status=201, json={"email": DORA, "role": "manager"})
 
     assert set(invited) == MEMBERSHIP_FIELDS | {"password"}
@@ -120,7 +120,7 @@ async def test_a_manager_invites_promotes_and_removes_in_the_own_tenant(api: Api
     }
 
 
-async def test_an_owner_sees_who_belongs_where(api: ApiApp, bob: str) -> None:
+async def test_a_member_is_listed_with_its_memberships(api: ApiApp, bob: str) -> None:
     invited = await api.call("POST", f"/tenants/{bob}/members", status=201, json={"email": DORA, "role": "manager"})
     member = await api.call("GET", f"/members/{invited['member_id']}")
 
@@ -128,7 +128,7 @@ async def test_an_owner_sees_who_belongs_where(api: ApiApp, bob: str) -> None:
     assert member in (await api.call("GET", "/members"))["data"]
 
 
-async def test_a_member_of_two_tenants_sees_both_and_acts_by_the_role_in_each(api: ApiApp, bob: str) -> None:
+async def test_a_member_of_two_tenants_has_the_role_of_each(api: ApiApp, bob: str) -> None:
     other = (await api.call("POST", "/tenants", status=201, json={"name": "emil"}))["id"]
     await api.call("POST", "/tenants", status=201, json={"name": "charlie"})
     made = await api.call("POST", f"/tenants/{bob}/members", status=201, json={"email": DORA, "role": "developer"})
@@ -146,7 +146,7 @@ async def test_a_member_of_two_tenants_sees_both_and_acts_by_the_role_in_each(ap
     assert (await refusal(api, "DELETE", f"/keys/{theirs['id']}", 403, headers=headers))[0] == "role_not_allowed"
 
 
-async def test_a_forged_tenant_in_a_filter_gives_what_a_missing_one_gives(api: ApiApp, bob: str) -> None:
+async def test_filtering_by_another_tenant_returns_the_same_as_by_an_unknown_one(api: ApiApp, bob: str) -> None:
     other = (await api.call("POST", "/tenants", status=201, json={"name": "charlie"}))["id"]
     made = await api.call("POST", f"/tenants/{bob}/members", status=201, json={"email": DORA, "role": "manager"})
     headers = await with_own_password(api, made)
@@ -172,8 +172,8 @@ async def test_a_key_is_rotated_with_a_grace_period(api: ApiApp, bob: str) -> No
     assert await refusal(api, "POST", f"/keys/{fresh['id']}/rotate", 400, json={"grace": 1}) == ("unknown_parameter", "grace")
 
 
-async def test_a_tenant_is_made_with_everything_that_it_can_have(api: ApiApp) -> None:
-    given = {
+async def test_a_tenant_is_created_with_every_setting(api: ApiApp) -> None:
+    settings = {
         "name": "dora",
         "model_limits": {"m": {"tokens_per_minute": 5}},
         "limit_mode": "shadow",
@@ -182,11 +182,11 @@ async def test_a_tenant_is_made_with_everything_that_it_can_have(api: ApiApp) ->
         "billing": {"name": "Dora AG", "address": "Gasse 1\n8000 Zürich"},
         "alert_percents": [50, 100],
     }
-    made = await api.call("POST", "/tenants", status=201, json=given)
+    made = await api.call("POST", "/tenants", status=201, json=settings)
 
     limits = made.pop("model_limits")
-    assert {name: made[name] for name in given if name != "model_limits"} == {
-        name: value for name, value in given.items() if name != "model_limits"
+    assert {name: made[name] for name in settings if name != "model_limits"} == {
+        name: value for name, value in settings.items() if name != "model_limits"
     }
     assert {name: value for name, value in limits["m"].items() if value is not None} == {"tokens_per_minute": 5}
     cleared = await api.call(
@@ -210,14 +210,14 @@ async def test_a_tenant_is_made_with_everything_that_it_can_have(api: ApiApp) ->
     ],
     ids=str,
 )
-async def test_a_wrong_field_of_a_tenant_is_named(api: ApiApp, bob: str, body: dict[str, Any], param: str) -> None:
+async def test_an_invalid_field_of_a_tenant_is_named(api: ApiApp, bob: str, body: dict[str, Any], param: str) -> None:
     error = (await api.call("PATCH", f"/tenants/{bob}", status=400, json=body))["error"]
 
     assert error["param"] == param
     assert param in error["message"]
 
 
-async def test_a_tier_is_changed(api: ApiApp) -> None:
+async def test_a_tier_can_be_changed(api: ApiApp) -> None:
     assert (await api.call("PATCH", "/tiers/batch", json={"admission_wait_ms": 2500}))["admission_wait_ms"] == 2500
     tiers = (await api.call("GET", "/tiers"))["data"]
     assert [(tier["name"], tier["admission_wait_ms"]) for tier in tiers] == [
@@ -232,7 +232,7 @@ async def test_a_tier_is_changed(api: ApiApp) -> None:
     assert (await refusal(api, "PATCH", "/tiers/gold", 404, json={"admission_wait_ms": 1}))[0] == "not_found"
 
 
-async def test_a_model_is_limited_and_freed(api: ApiApp) -> None:
+async def test_limits_of_a_model_are_set_and_removed(api: ApiApp) -> None:
     path = "/model-limits/org/large"
     made = await api.call("PUT", path, json={"limits": {"tokens_per_minute": 7}, "limit_mode": "shadow"})
 
@@ -246,7 +246,7 @@ async def test_a_model_is_limited_and_freed(api: ApiApp) -> None:
     assert (await refusal(api, "DELETE", path, 404))[0] == "not_found"
 
 
-async def test_short_lists_are_paged_as_all_lists(api: ApiApp, bob: str) -> None:
+async def test_short_lists_are_paged_like_all_lists(api: ApiApp, bob: str) -> None:
     for model in ("b", "a", "c"):
         await api.call("PUT", f"/model-limits/{model}", json={"limits": {"tokens_per_minute": 7}})
     for month in ("2026-12", "2026-11"):
@@ -283,7 +283,7 @@ def counted(api: ApiApp) -> Iterator[list[str]]:
         event.remove(engine, "before_cursor_execute", note)
 
 
-async def test_a_list_takes_the_same_queries_however_long_it_is(api: ApiApp, bob: str) -> None:
+async def test_the_number_of_queries_of_a_list_does_not_depend_on_its_length(api: ApiApp, bob: str) -> None:
     paths = ("/members", f"/tenants/{bob}/members", "/tenants", f"/tenants/{bob}/keys", "/tiers", "/model-limits")
     counts: dict[str, list[int]] = {path: [] for path in paths}
     for many in (1, 20):
@@ -293,7 +293,7 @@ async def test_a_list_takes_the_same_queries_however_long_it_is(api: ApiApp, bob
             await api.call("POST", "/tenants", status=201, json={"name": email})
             await api.call("POST", f"/tenants/{bob}/keys", status=201, json={"name": email})
         for path in paths:
-            await api.call("GET", path)  # what is read once is read
+            await api.call("GET", path)  # fills caches
             with counted(api) as statements:
                 await api.call("GET", path)
             counts[path].append(len(statements))

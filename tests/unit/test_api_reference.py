@@ -1,4 +1,4 @@
-"""The API reference introduces itself, and says who may call an operation and which conflicts it can meet."""
+"""The API reference describes itself, and lists for each operation the credentials and the errors of its state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REQUEST = {"tenant_id": "tn_unknown", "model": "tiny", "prompt_tokens": 1}
 
 
 class Objects(NamedTuple):
-    """Ids of objects whose state refuses changes."""
+    """Ids of objects in states that do not allow changes."""
 
     archived: str
     key: str
@@ -42,7 +42,7 @@ class Objects(NamedTuple):
         ("POST", "/admin/v1/limits/check", REQUEST, 404),
     ],
 )
-async def test_the_reference_lists_the_status(
+async def test_the_reference_lists_conflicts_that_operations_return(
     api: ApiApp, method: str, path: str, json: dict[str, Any] | None, status: int
 ) -> None:
     objects = (await create_objects(api))._asdict()
@@ -54,7 +54,7 @@ async def test_the_reference_lists_the_status(
     assert str(status) in documented_responses(document, method, path)
 
 
-async def test_the_reference_introduces_itself_and_each_group_of_operations(api: ApiApp) -> None:
+async def test_the_reference_describes_itself_and_each_group_of_operations(api: ApiApp) -> None:
     document = (await api.client.get("/schema/openapi.json")).json()
     described = {tag["name"] for tag in document["tags"] if tag["description"]}
 
@@ -64,7 +64,7 @@ async def test_the_reference_introduces_itself_and_each_group_of_operations(api:
     }
 
 
-async def test_reports_of_usage_may_be_read_with_an_api_key_and_the_reference_says_so(api: ApiApp) -> None:
+async def test_usage_reports_are_documented_as_readable_with_an_api_key(api: ApiApp) -> None:
     tenant = await api.call("POST", "/tenants", status=201, json={"name": "alice"})
     key = await api.call("POST", f"/tenants/{tenant['id']}/keys", status=201, json={"name": "reports", "scopes": ["usage"]})
     headers = {"authorization": f"Bearer {key['key']}"}
@@ -77,7 +77,7 @@ async def test_reports_of_usage_may_be_read_with_an_api_key_and_the_reference_sa
     assert paths["/v1/organization/projects"]["get"]["security"] == [{"administrator": []}]
 
 
-async def test_a_body_that_may_be_left_out_is_optional_in_the_reference(api: ApiApp) -> None:
+async def test_an_optional_body_is_documented_as_optional(api: ApiApp) -> None:
     active = await api.call("POST", "/tenants", status=201, json={"name": "active"})
     key = await api.call("POST", f"/tenants/{active['id']}/keys", status=201, json={"name": "rotated"})
     webhook = await api.call("POST", "/webhooks", status=201, json=WEBHOOK)
@@ -90,7 +90,7 @@ async def test_a_body_that_may_be_left_out_is_optional_in_the_reference(api: Api
     assert paths["/admin/v1/tenants"]["post"]["requestBody"]["required"] is True
 
 
-async def test_sessions_of_somebody_else_are_a_documented_404(api: ApiApp) -> None:
+async def test_sessions_of_another_member_are_a_documented_404(api: ApiApp) -> None:
     create = api.services.members.create
     alice, bob = await create("alice@example.com", PASSWORD, "owner"), await create("bob@example.com", PASSWORD, "member")
     headers = await browser(api, bob)
@@ -113,7 +113,7 @@ async def test_webhooks_of_another_tenant_are_a_documented_404(api: ApiApp) -> N
     assert "404" in documented_responses(document, "GET", "/admin/v1/webhooks")
 
 
-async def test_metrics_need_no_token_or_that_of_an_administrator(api: ApiApp) -> None:
+async def test_metrics_are_documented_with_optional_credentials(api: ApiApp) -> None:
     paths = (await api.client.get("/schema/openapi.json")).json()["paths"]
 
     assert paths["/metrics"]["get"]["security"] == [{}, {"administrator": []}]

@@ -19,7 +19,7 @@ SECRET = "gha_secret-that-must-not-be-logged"
 
 @pytest.fixture(params=[True, False], ids=["json", "console"])
 def logged(request: pytest.FixtureRequest) -> Iterator[io.StringIO]:
-    """What the appliance logs, in both forms; afterwards the suite's own logging is back."""
+    """The appliance's log in both formats; the logging of the test suite is restored afterwards."""
     written = io.StringIO()
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
@@ -30,7 +30,7 @@ def logged(request: pytest.FixtureRequest) -> Iterator[io.StringIO]:
     structlog.reset_defaults()
 
 
-async def test_a_traceback_shows_no_key(
+async def test_a_logged_traceback_contains_no_secret(
     migrated_sqlite_file: Path, tmp_path: Path, logged: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stderr", logged)
