@@ -33,6 +33,11 @@ class ApiApp:
         assert answer.status_code == status, answer.text
         return answer.json()
 
+    async def refusal(self, method: str, path: str, status: int, **options: Any) -> tuple[str, str | None]:
+        """Call the administrators' API with a request that it refuses with `status`; return code and parameter of the error."""
+        error = (await self.call(method, path, status=status, **options))["error"]
+        return error["code"], error["param"]
+
     async def as_role(self, role: str) -> dict[str, str]:
         """Return the headers of an administrator of this role."""
         _, secret = await self.services.admin_tokens.create(f"token of a {role}", role)

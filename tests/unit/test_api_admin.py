@@ -40,11 +40,6 @@ async def new_tenant(api: ApiApp, **fields: Any) -> dict[str, Any]:
     return tenant
 
 
-async def refusal(api: ApiApp, method: str, path: str, status: int, **options: Any) -> tuple[str, str | None]:
-    error = (await api.call(method, path, status=status, **options))["error"]
-    return error["code"], error["param"]
-
-
 async def test_a_tenant_is_created_read_changed_and_archived(api: ApiApp) -> None:
     tenant = await new_tenant(api, limits={"tokens_per_minute": 1000}, tier="batch", weight=3)
     path = f"/tenants/{tenant['id']}"
@@ -158,26 +153,26 @@ async def test_each_field_of_a_tenant_can_be_changed_alone(api: ApiApp, name: st
     ids=str,
 )
 async def test_an_invalid_field_is_named(api: ApiApp, body: dict[str, Any], code: str, param: str) -> None:
-    assert await refusal(api, "POST", "/tenants", 400, json=body) == (code, param)
+    assert await api.refusal("POST", "/tenants", 400, json=body) == (code, param)
 
 
 async def test_an_update_with_an_unknown_field_is_refused_entirely(api: ApiApp) -> None:
     tenant = await new_tenant(api)
     path = f"/tenants/{tenant['id']}"
 
-    assert await refusal(api, "PATCH", path, 400, json={"name": "new", "nme": "x"}) == ("unknown_parameter", "nme")
+    assert await api.refusal("PATCH", path, 400, json={"name": "new", "nme": "x"}) == ("unknown_parameter", "nme")
     assert (await api.call("GET", path))["name"] == tenant["name"]
 
 
 async def test_a_name_in_use_is_a_conflict(api: ApiApp) -> None:
     await new_tenant(api)
 
-    assert (await refusal(api, "POST", "/tenants", 409, json={"name": "Bob & Söhne"}))[0] == "name_taken"
+    assert (await api.refusal("POST", "/tenants", 409, json={"name": "Bob & Söhne"}))[0] == "name_taken"
 
 
 @pytest.mark.parametrize("path", ["/tenants/tn_x", "/tenants/tn_x/keys", "/requests/req_x"])
 async def test_unknown_ids_are_not_found(api: ApiApp, path: str) -> None:
-    assert (await refusal(api, "GET", path, 404))[0] == "not_found"
+    assert (await api.refusal("GET", path, 404))[0] == "not_found"
 
 
 @pytest.mark.parametrize(("state", "aborts"), [("decode", 1), ("finished", 0)])
@@ -223,16 +218,16 @@ async def test_lists_are_paged_by_cursor(api: ApiApp) -> None:
     ("query", "param"), [("limit=0", "limit"), ("limit=x", "limit"), ("limit=99999", "limit"), ("cursor=zzz", "cursor")]
 )
 async def test_an_invalid_limit_or_cursor_is_named(api: ApiApp, query: str, param: str) -> None:
-    assert await refusal(api, "GET", f"/tenants?{query}", 400) == ("invalid_value", param)
+    assert await api.refusal("GET", f"/tenants?{query}", 400) == ("invalid_value", param)
 
 
 @pytest.mark.parametrize("path", ["/tenants/%00", "/ledger?tenant_id=a%00", "/requests/%00"])
 async def test_a_nul_character_in_a_parameter_is_refused(api: ApiApp, path: str) -> None:
-    assert (await refusal(api, "GET", path, 400))[0] == "invalid_value"
+    assert (await api.refusal("GET", path, 400))[0] == "invalid_value"
 
 
 async def test_an_unknown_query_parameter_is_named(api: ApiApp) -> None:
-    assert await refusal(api, "GET", "/ledger?tenant=x", 400) == ("unknown_parameter", "tenant")
+    assert await api.refusal("GET", "/ledger?tenant=x", 400) == ("unknown_parameter", "tenant")
 
 
 @pytest.mark.parametrize(
@@ -246,7 +241,7 @@ async def test_an_unknown_query_parameter_is_named(api: ApiApp) -> None:
     ],
 )
 async def test_a_repeated_parameter_of_one_value_is_named(api: ApiApp, query: str, param: str) -> None:
-    assert await refusal(api, "GET", f"/{query}", 400) == ("invalid_value", param)
+    assert await api.refusal("GET", f"/{query}", 400) == ("invalid_value", param)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +259,7 @@ async def test_a_parameter_of_several_values_can_be_repeated(api: ApiApp, query:
     ],
 )
 async def test_an_invalid_parameter_of_a_report_is_named(api: ApiApp, query: str) -> None:
-    assert await refusal(api, "GET", f"/usage?{query}", 400) == ("invalid_value", query.partition("=")[0])
+    assert await api.refusal("GET", f"/usage?{query}", 400) == ("invalid_value", query.partition("=")[0])
 
 
 @pytest.mark.parametrize(
@@ -287,7 +282,7 @@ async def test_a_price_has_the_appliances_currency_by_default(api: ApiApp) -> No
 async def test_an_empty_currency_of_a_price_is_refused(api: ApiApp) -> None:
     body = {"model": "m", "prompt": 10, "completion": 30, "currency": ""}
 
-    assert await refusal(api, "POST", "/prices", 400, json=body) == ("invalid_value", "currency")
+    assert await api.refusal("POST", "/prices", 400, json=body) == ("invalid_value", "currency")
 
 
 async def test_the_system_lists_processes_gpus_and_database(api: ApiApp) -> None:
@@ -339,7 +334,7 @@ async def test_event_streams_of_programs_do_not_use_up_those_of_the_console(
 ) -> None:
     monkeypatch.setattr(system, "STREAMS_MAX", 0)
 
-    assert (await refusal(api, "GET", "/events", 503))[0] == "overloaded"
+    assert (await api.refusal("GET", "/events", 503))[0] == "overloaded"
     live_page = api.services.sampler.subscribe()
     await anext(live_page)
     await live_page.aclose()
@@ -348,7 +343,7 @@ async def test_event_streams_of_programs_do_not_use_up_those_of_the_console(
 @pytest.mark.parametrize("path", READS)
 async def test_reading_requires_a_valid_token(api: ApiApp, path: str) -> None:
     for headers in ({"authorization": ""}, {"authorization": "Bearer gha_wrong"}):
-        assert (await refusal(api, "GET", path, 401, headers=headers))[0] == "invalid_api_key"
+        assert (await api.refusal("GET", path, 401, headers=headers))[0] == "invalid_api_key"
 
 
 async def test_an_api_key_is_not_accepted_as_an_administrator_token(api: ApiApp) -> None:
@@ -357,7 +352,7 @@ async def test_an_api_key_is_not_accepted_as_an_administrator_token(api: ApiApp)
     headers = {"authorization": f"Bearer {made['key']}"}
 
     for path in READS:
-        await refusal(api, "GET", path, 401, headers=headers)
+        await api.refusal("GET", path, 401, headers=headers)
 
 
 @pytest.mark.parametrize("role", ["viewer", "billing"])
@@ -366,7 +361,7 @@ async def test_read_only_roles_can_read_everything_and_change_nothing(api: ApiAp
     for path in READS:
         await api.call("GET", path, headers=headers)
     for method, path in WRITES:
-        assert (await refusal(api, method, path, 403, headers=headers))[0] == "role_not_allowed"
+        assert (await api.refusal(method, path, 403, headers=headers))[0] == "role_not_allowed"
 
 
 async def test_a_future_price_can_be_withdrawn(api: ApiApp) -> None:

@@ -11,6 +11,7 @@ import pytest
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.support.api_app import ApiApp
 from tests.support.cast import ALICE_PASSWORD
+from tests.support.tenant_isolation import session_headers
 
 FIELDS = {
     "id", "at", "actor", "action", "target", "tenant_id", "before", "after", "request_id", "address", "previous_hash", "hash",
@@ -103,8 +104,7 @@ async def test_a_manager_can_read_entries_of_the_own_tenant_and_a_viewer_none(ap
     for role in ("manager", "viewer"):
         member = await services.members.create(f"{role}@example.com", ALICE_PASSWORD, "member")
         await services.memberships.add(bob, member.id, role, access=WHOLE_APPLIANCE)
-        token, _ = await services.sessions.open(member.id, "test", "127.0.0.1")
-        answer = await api.client.get("/admin/v1/audit", headers={"authorization": "", "cookie": f"gatehouse_session={token}"})
+        answer = await api.client.get("/admin/v1/audit", headers=await session_headers(services, member))
         seen[role] = (answer.status_code, answer.json())
     assert seen["viewer"][0] == 403
     status, page = seen["manager"]

@@ -6,7 +6,6 @@ import gc
 import gzip
 import tracemalloc
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,7 +18,7 @@ from appliance.api.bodies import decode_body
 from appliance.api.sampling import sampling_params
 from appliance.api.schemas import PARTS_MAX, STOP_TOKEN_IDS_MAX, ChatCompletionRequest, check_messages, check_supported
 from appliance.base.errors import InvalidValue, UnknownParameter, UnsupportedParameter
-from tests.support.api_app import open_api_app
+from tests.support.api_app import ApiApp
 
 
 @pytest.mark.parametrize(
@@ -178,9 +177,7 @@ def test_cache_options_of_openai_are_accepted_and_ignored() -> None:
 
 
 @pytest.mark.parametrize("path", ["/admin/v1/tenants", "/login"])
-async def test_a_client_that_disconnects_while_sending_is_not_logged_as_an_error(
-    migrated_sqlite_file: Path, tmp_path: Path, path: str
-) -> None:
+async def test_a_client_that_disconnects_while_sending_is_not_logged_as_an_error(api: ApiApp, path: str) -> None:
     events: list[Any] = [{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}]
     sent: list[Any] = []
 
@@ -190,15 +187,14 @@ async def test_a_client_that_disconnects_while_sending_is_not_logged_as_an_error
     async def send(message: Any) -> None:
         sent.append(message)
 
-    async with open_api_app(migrated_sqlite_file, tmp_path) as api:
-        headers = {"host": "a", "content-type": "application/x-www-form-urlencoded", **await api.as_role("owner")}
-        scope: Any = {
-            "type": "http", "http_version": "1.1", "method": "POST", "scheme": "http", "path": path, "raw_path": path.encode(),
-            "query_string": b"", "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
-            "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80), "state": {},
-        }  # fmt: skip
-        with structlog.testing.capture_logs() as logs:
-            await api.app(scope, receive, send)
+    headers = {"host": "a", "content-type": "application/x-www-form-urlencoded", **await api.as_role("owner")}
+    scope: Any = {
+        "type": "http", "http_version": "1.1", "method": "POST", "scheme": "http", "path": path, "raw_path": path.encode(),
+        "query_string": b"", "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+        "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80), "state": {},
+    }  # fmt: skip
+    with structlog.testing.capture_logs() as logs:
+        await api.app(scope, receive, send)
 
     assert sent[0]["status"] == 400
     assert [entry for entry in logs if entry["log_level"] not in ("debug", "info")] == []

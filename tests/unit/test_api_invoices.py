@@ -41,11 +41,6 @@ async def drafted(api: ApiApp, person: Person, month: str = "2026-01") -> dict[s
     return invoice
 
 
-async def refusal(api: ApiApp, method: str, path: str, status: int, **options: Any) -> tuple[str, str | None]:
-    error = (await api.call(method, path, status=status, **options))["error"]
-    return error["code"], error["param"]
-
-
 @pytest.mark.parametrize("ending", ["", ".json", ".csv", ".pdf", ".odt"])
 async def test_invoices_are_never_cached(api: ApiApp, bob: Person, ending: str) -> None:
     draft = await drafted(api, bob)
@@ -89,38 +84,38 @@ async def test_an_invoice_can_be_downloaded_as_csv_and_pdf(api: ApiApp, bob: Per
     assert page.headers["content-type"] == "application/pdf"
     assert page.headers["content-disposition"] == f'inline; filename="draft-2026-01-{bob.tenant.id}.pdf"'
     assert "DRAFT" in PdfReader(io.BytesIO(page.content)).pages[0].extract_text()
-    assert await refusal(api, "GET", f"/invoices/{draft['id']}.docx", 404) == ("not_found", "invoice_id")
+    assert await api.refusal("GET", f"/invoices/{draft['id']}.docx", 404) == ("not_found", "invoice_id")
 
 
 async def test_the_events_behind_an_invoice_are_listed(api: ApiApp, bob: Person) -> None:
     draft = await drafted(api, bob)
     (event,) = (await api.call("GET", f"/invoices/{draft['id']}/events"))["data"]
     assert (event["tenant_id"], event["cost_picos"]) == (bob.tenant.id, draft["usage_picos"])
-    assert await refusal(api, "GET", f"/invoices/{draft['id']}/events?cursor=x", 400) == ("invalid_value", "cursor")
+    assert await api.refusal("GET", f"/invoices/{draft['id']}/events?cursor=x", 400) == ("invalid_value", "cursor")
 
 
 async def test_a_discarded_draft_can_be_drafted_again(api: ApiApp, bob: Person) -> None:
     draft = await drafted(api, bob)
     assert (await api.client.delete(f"/admin/v1/invoices/{draft['id']}")).status_code == 204
-    assert await refusal(api, "GET", f"/invoices/{draft['id']}", 404) == ("not_found", "invoice_id")
+    assert await api.refusal("GET", f"/invoices/{draft['id']}", 404) == ("not_found", "invoice_id")
     assert (await drafted(api, bob))["lines"] == draft["lines"]
 
 
 async def test_impossible_transitions_are_conflicts_with_their_reason(api: ApiApp, bob: Person) -> None:
     draft = await drafted(api, bob)
     later = await drafted(api, bob, "2026-02")
-    assert await refusal(api, "POST", f"/invoices/{later['id']}/close", 409) == ("month_out_of_order", "month")
+    assert await api.refusal("POST", f"/invoices/{later['id']}/close", 409) == ("month_out_of_order", "month")
     await api.call("POST", f"/invoices/{draft['id']}/close")
     for method, path in (("POST", f"/invoices/{draft['id']}/close"), ("DELETE", f"/invoices/{draft['id']}")):
-        assert await refusal(api, method, path, 409) == ("invoice_closed", "invoice_id")
+        assert await api.refusal(method, path, 409) == ("invoice_closed", "invoice_id")
     again = {"month": draft["month"]}
-    assert await refusal(api, "POST", f"/tenants/{bob.tenant.id}/invoices", 409, json=again) == ("invoice_closed", "month")
+    assert await api.refusal("POST", f"/tenants/{bob.tenant.id}/invoices", 409, json=again) == ("invoice_closed", "month")
     allowances = f"/tenants/{bob.tenant.id}/allowances"
     late = {"first_month": "2026-01", "monthly_micros": 1}
-    assert await refusal(api, "POST", allowances, 409, json=late) == ("invoice_closed", "first_month")
+    assert await api.refusal("POST", allowances, 409, json=late) == ("invoice_closed", "first_month")
     this_month = f"{api.services.clock.now():%Y-%m}"
     running = await drafted(api, bob, this_month)
-    assert await refusal(api, "POST", f"/invoices/{running['id']}/close", 409) == ("month_not_over", "month")
+    assert await api.refusal("POST", f"/invoices/{running['id']}/close", 409) == ("month_not_over", "month")
 
 
 @pytest.mark.parametrize(
@@ -149,7 +144,7 @@ async def test_impossible_transitions_are_conflicts_with_their_reason(api: ApiAp
 async def test_an_invalid_field_or_id_is_named(
     api: ApiApp, bob: Person, method: str, path: str, body: Any, status: int, param: str | None
 ) -> None:
-    answer = await refusal(api, method, path.format(bob=bob.tenant.id), status, json=body)
+    answer = await api.refusal(method, path.format(bob=bob.tenant.id), status, json=body)
     assert param is None or answer[1] == param
 
 
@@ -191,7 +186,7 @@ async def test_only_a_manager_reads_invoices_and_only_of_the_own_tenant(api: Api
         ("GET", "/seller"),
         ("GET", "/economics"),
     ):
-        assert (await refusal(api, method, path, 403, headers=headers, json={}))[0] == "role_not_allowed"
+        assert (await api.refusal(method, path, 403, headers=headers, json={}))[0] == "role_not_allowed"
 
 
 async def test_each_figure_of_the_economics_has_its_source(api: ApiApp) -> None:

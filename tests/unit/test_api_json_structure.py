@@ -6,7 +6,6 @@ import asyncio
 import json
 import random
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from appliance.api.schemas import MESSAGES_MAX, PARTS_MAX, ChatCompletionRequest
 from appliance.base.errors import RequestTooLarge
 from appliance.serving.fair_semaphore import FairSemaphore
 from engine.sampling_params import GUIDED_CHARS_MAX
-from tests.support.api_app import open_api_app
+from tests.support.api_app import ApiApp
 from tests.support.loop_iterations import count_iterations
 
 
@@ -73,25 +72,21 @@ async def test_exactly_the_limit_of_structural_characters_is_accepted() -> None:
         await check_structure(within + b",")
 
 
-async def test_a_refused_body_is_not_decoded(
-    migrated_sqlite_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_refused_body_is_not_decoded(api: ApiApp, monkeypatch: pytest.MonkeyPatch) -> None:
     def decode(*_given: object) -> None:
         raise AssertionError("the body was decoded")
 
     monkeypatch.setattr(tenants, "decode_body", decode)
-    async with open_api_app(migrated_sqlite_file, tmp_path) as api:
-        refused = await api.call("POST", "/tenants", status=413, content=b"[" * (STRUCTURE_MAX + 1))
+    refused = await api.call("POST", "/tenants", status=413, content=b"[" * (STRUCTURE_MAX + 1))
     assert refused["error"]["code"] == "request_too_large"
 
 
 async def test_the_largest_valid_chat_is_within_the_limit() -> None:
     part = {"type": "text", "text": 'a document, [with] {"commas": 1, "and": "brackets"}, \\" and \\\\ escapes' * 5}
     messages = [{"role": "user", "content": [part] * (PARTS_MAX // MESSAGES_MAX)} for _ in range(MESSAGES_MAX)]
-    schema: dict[str, Any] = {"type": "object", "properties": {}}
-    while len(json.dumps(schema)) < GUIDED_CHARS_MAX - 4000:
-        start = len(schema["properties"])
-        schema["properties"].update({f"p{start + index}": {"type": "string"} for index in range(100)})
+    num_properties = (GUIDED_CHARS_MAX - 100) // len('"p00000": {"type": "string"}, ')
+    schema = {"type": "object", "properties": {f"p{number:05}": {"type": "string"} for number in range(num_properties)}}
+    assert GUIDED_CHARS_MAX - 200 < len(json.dumps(schema)) <= GUIDED_CHARS_MAX
     chat = {
         "model": "m",
         "messages": messages,
@@ -144,15 +139,11 @@ async def test_long_bodies_are_counted_one_at_a_time_and_tenants_take_turns(monk
     assert changes == len(floods), "the slices of several bodies were interleaved"
 
 
-async def test_chat_completions_are_counted_too(migrated_sqlite_file: Path, tmp_path: Path) -> None:
-    async with open_api_app(migrated_sqlite_file, tmp_path) as api:
-        tenant = await api.call("POST", "/tenants", status=201, json={"name": "alice"})
-        key = await api.call("POST", f"/tenants/{tenant['id']}/keys", status=201, json={"name": "key"})
-        refused = await api.client.post(
-            "/v1/chat/completions",
-            content=b"[" * (STRUCTURE_MAX + 1),
-            headers={"authorization": f"Bearer {key['key']}"},
-        )
+async def test_chat_completions_are_counted_too(api: ApiApp) -> None:
+    tenant = await api.call("POST", "/tenants", status=201, json={"name": "alice"})
+    key = await api.call("POST", f"/tenants/{tenant['id']}/keys", status=201, json={"name": "key"})
+    headers = {"authorization": f"Bearer {key['key']}"}
+    refused = await api.client.post("/v1/chat/completions", content=b"[" * (STRUCTURE_MAX + 1), headers=headers)
     assert refused.status_code == 413
     assert refused.json()["error"]["code"] == "request_too_large"
 

@@ -39,11 +39,6 @@ async def event(api: ApiApp) -> dict[str, Any]:
     return posted
 
 
-async def refused(api: ApiApp, path: str, status: int, **options: Any) -> tuple[str, str | None]:
-    error = (await api.call("POST", path, status=status, **options))["error"]
-    return error["code"], error["param"]
-
-
 async def test_a_price_is_returned_with_all_its_terms(api: ApiApp) -> None:
     terms = {
         **PRICE,
@@ -63,11 +58,11 @@ async def test_a_price_can_begin_in_the_future_but_not_twice_or_in_the_past(api:
     now = api.services.clock.now()
     later = {**PRICE, "effective_from": rfc3339(now + timedelta(days=30))}
     first = await api.call("POST", "/prices", status=201, json=later)
-    assert await refused(api, "/prices", 400, json={**later, "prompt": 1}) == ("invalid_value", "effective_from")
+    assert await api.refusal("POST", "/prices", 400, json={**later, "prompt": 1}) == ("invalid_value", "effective_from")
     error = (await api.call("POST", "/prices", status=400, json=later))["error"]
     assert first["id"] in error["message"]
     past = {**PRICE, "effective_from": rfc3339(now - timedelta(days=1))}
-    assert await refused(api, "/prices", 400, json=past) == ("invalid_value", "effective_from")
+    assert await api.refusal("POST", "/prices", 400, json=past) == ("invalid_value", "effective_from")
 
 
 @pytest.mark.parametrize(
@@ -75,7 +70,7 @@ async def test_a_price_can_begin_in_the_future_but_not_twice_or_in_the_past(api:
     [("prompt", -1), ("rejected_draft", 10**13), ("batch_percent", 101), ("currency", "euro"), ("tier_percents", {"gold": 1})],
 )
 async def test_an_invalid_field_of_a_price_is_named(api: ApiApp, field: str, value: Any) -> None:
-    assert await refused(api, "/prices", 400, json={**PRICE, field: value}) == ("invalid_value", field)
+    assert await api.refusal("POST", "/prices", 400, json={**PRICE, field: value}) == ("invalid_value", field)
 
 
 async def test_an_event_has_its_day_posting_and_rate(event: dict[str, Any]) -> None:
@@ -103,15 +98,18 @@ async def test_a_correction_is_a_separate_event_included_in_sums(api: ApiApp, ev
 
 async def test_an_invalid_field_of_a_correction_is_named(api: ApiApp, event: dict[str, Any]) -> None:
     path = f"/ledger/{event['id']}/corrections"
-    assert await refused(api, path, 400, json={"note": "x", "completion_tokens": -6}) == ("invalid_value", "completion_tokens")
-    assert await refused(api, path, 400, json={"completion_tokens": -1}) == ("invalid_value", "note")
+    assert await api.refusal("POST", path, 400, json={"note": "x", "completion_tokens": -6}) == (
+        "invalid_value",
+        "completion_tokens",
+    )
+    assert await api.refusal("POST", path, 400, json={"completion_tokens": -1}) == ("invalid_value", "note")
     huge = {"note": "x", "completion_tokens": 20_000_000}
-    assert await refused(api, path, 400, json=huge) == ("invalid_value", "confirm")
+    assert await api.refusal("POST", path, 400, json=huge) == ("invalid_value", "confirm")
     await api.call("POST", path, status=201, json={**huge, "confirm": True})
-    assert await refused(api, path, 400, json={"note": "x", "tokens": 1}) == ("unknown_parameter", "tokens")
+    assert await api.refusal("POST", path, 400, json={"note": "x", "tokens": 1}) == ("unknown_parameter", "tokens")
     for missing in ("999", "x", "1" * 30):
         body = {"note": "x", "completion_tokens": -1}
-        assert (await refused(api, f"/ledger/{missing}/corrections", 404, json=body))[0] == "not_found"
+        assert (await api.refusal("POST", f"/ledger/{missing}/corrections", 404, json=body))[0] == "not_found"
 
 
 async def test_only_roles_with_billing_can_correct(api: ApiApp, event: dict[str, Any]) -> None:

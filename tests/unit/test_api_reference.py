@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from appliance.tenancy.browser_rules import CSRF_HEADER, PLAIN_COOKIE
-from appliance.tenancy.members import Member
 from tests.support.api_app import ApiApp
+from tests.support.tenant_isolation import session_headers
 
 PASSWORD = "a password of tests"
 WEBHOOK = {"kind": "webhook", "target": "https://hooks.example.com/alerts"}
@@ -93,7 +92,7 @@ async def test_an_optional_body_is_documented_as_optional(api: ApiApp) -> None:
 async def test_sessions_of_another_member_are_a_documented_404(api: ApiApp) -> None:
     create = api.services.members.create
     alice, bob = await create("alice@example.com", PASSWORD, "owner"), await create("bob@example.com", PASSWORD, "member")
-    headers = await browser(api, bob)
+    headers = await session_headers(api.services, bob)
     document = (await api.client.get("/schema/openapi.json")).json()
 
     for method in ("GET", "DELETE"):
@@ -105,7 +104,7 @@ async def test_webhooks_of_another_tenant_are_a_documented_404(api: ApiApp) -> N
     own, other = [await api.call("POST", "/tenants", status=201, json={"name": name}) for name in ("own", "other")]
     bob = await api.services.members.create("bob@example.com", PASSWORD, "member")
     await api.call("POST", f"/tenants/{own['id']}/members", status=201, json={"email": bob.email, "role": "manager"})
-    headers = await browser(api, bob)
+    headers = await session_headers(api.services, bob)
     document = (await api.client.get("/schema/openapi.json")).json()
 
     await api.call("GET", "/webhooks", params={"tenant_id": own["id"]}, headers=headers)
@@ -123,12 +122,6 @@ async def test_metrics_are_documented_with_optional_credentials(api: ApiApp) -> 
 async def test_no_description_contains_the_indentation_of_its_docstring(api: ApiApp) -> None:
     schemas = (await api.client.get("/schema/openapi.json")).json()["components"]["schemas"]
     assert [name for name, schema in schemas.items() if "\n " in schema["description"]] == []
-
-
-async def browser(api: ApiApp, member: Member) -> dict[str, str]:
-    """Return the headers of a browser in which `member` is signed in."""
-    token, session = await api.services.sessions.open(member.id, "Firefox", "192.0.2.7", method="password")
-    return {"authorization": "", "cookie": f"{PLAIN_COOKIE}={token}", CSRF_HEADER: session.csrf_token}
 
 
 async def create_objects(api: ApiApp) -> Objects:

@@ -39,7 +39,7 @@ from tests.support.empty_sums import EmptySums
 from tests.support.factories import adjustment, pending, posted, principal, voided
 from tests.support.ledgers import FailingDatabase, euro_prices, num_running, utc_admission, utc_ledger, utc_sums
 from tests.support.query_plans import query_plan
-from tests.support.spending import record_statements
+from tests.support.sql_statements import record_statements
 
 STATEMENTS_MAX = 5
 """Statements of one read: levels, daily sums, the last posting, events; on PostgreSQL first SET TRANSACTION READ ONLY."""

@@ -25,7 +25,8 @@ from tests.support.cast import Cast, Person
 from tests.support.clock import START, FakeClock
 from tests.support.factories import adjustment, settled_event
 from tests.support.ledgers import FailingDatabase, poll_until
-from tests.support.spending import UNIT, Spender, alert_period_and_percent, record_statements, running_spender, set_budget
+from tests.support.spending import UNIT, Spender, alert_period_and_percent, running_spender, set_budget
+from tests.support.sql_statements import record_statements
 
 
 @pytest.fixture

@@ -21,15 +21,8 @@ from appliance.tenancy.tenants import Tenants
 from tests.support.alerts import TARGET, alert_parts
 from tests.support.cast import PEPPER, Cast, Person
 from tests.support.clock import FakeClock
-from tests.support.spending import (
-    PICOS,
-    UNIT,
-    Spender,
-    alert_period_and_percent,
-    record_statements,
-    running_spender,
-    set_budget,
-)
+from tests.support.spending import PICOS, UNIT, Spender, alert_period_and_percent, running_spender, set_budget
+from tests.support.sql_statements import record_statements
 
 OWNERS = ("tenant", "tenant for a model", "key", "key for a model", "model")
 _OWNER_FIELDS = {"scope", "tenant_id", "tenant_name", "key_id", "key_name", "model"}

@@ -20,7 +20,7 @@ from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.factories import pending, posted, voided
 from tests.support.ledgers import euro_prices, running_ledger, settle, utc_corrections
-from tests.support.spending import record_statements
+from tests.support.sql_statements import record_statements
 
 
 async def test_the_ledger_pages_in_order_and_shows_each_tenant_its_own(

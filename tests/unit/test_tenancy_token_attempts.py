@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from sqlalchemy.exc import OperationalError
@@ -15,7 +14,7 @@ from appliance.tenancy import token_attempts
 from appliance.tenancy.admin_tokens import AdminTokens
 from appliance.tenancy.attempts import Allowance, Attempts
 from appliance.tenancy.token_attempts import PER_ADDRESS
-from tests.support.api_app import open_api_app
+from tests.support.api_app import ApiApp
 from tests.support.clock import FakeClock
 
 STRANGER, ALICE = "192.0.2.7", "192.0.2.9"
@@ -129,14 +128,14 @@ async def test_an_ipv6_site_counts_as_one_address_and_memory_is_bounded(
 
 
 @pytest.mark.parametrize("path", ["/admin/v1/tenants", "/v1/organization/projects"])
-async def test_the_refusal_has_a_retry_after_header(migrated_sqlite_file: Path, tmp_path: Path, path: str) -> None:
-    async with open_api_app(migrated_sqlite_file, tmp_path) as api:
-        wrong = {"authorization": "Bearer gha_wrong"}
-        answers = [await api.client.get(path, headers=wrong) for _ in range(PER_ADDRESS.burst + 1)]
-        assert [answer.status_code for answer in answers] == [401] * PER_ADDRESS.burst + [429]
-        assert answers[-1].json()["error"]["code"] == "rate_limit_exceeded"
-        assert answers[-1].headers["retry-after"] == "1"
-        assert (await api.client.get(path)).status_code == 200, "the operator on this machine is accepted"
+async def test_the_refusal_has_a_retry_after_header(api: ApiApp, path: str) -> None:
+    wrong = {"authorization": "Bearer gha_wrong"}
+    answers = [await api.client.get(path, headers=wrong) for _ in range(PER_ADDRESS.burst + 1)]
+
+    assert [answer.status_code for answer in answers] == [401] * PER_ADDRESS.burst + [429]
+    assert answers[-1].json()["error"]["code"] == "rate_limit_exceeded"
+    assert answers[-1].headers["retry-after"] == "1"
+    assert (await api.client.get(path)).status_code == 200, "the operator on this machine is accepted"
 
 
 def test_the_least_recently_used_key_of_attempts_is_forgotten_first(clock: FakeClock) -> None:
