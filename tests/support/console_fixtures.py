@@ -93,7 +93,7 @@ def make_engine_info(*, device: str = "cpu", device_name: str = "A processor") -
     )
 
 
-def tenant(name: str, *, running: int = 1, waiting: int = 0, blocks: int = 0, service_s: float = 0.0) -> TenantReading:
+def tenant_reading(name: str, *, running: int = 1, waiting: int = 0, blocks: int = 0, service_s: float = 0.0) -> TenantReading:
     """A tenant's use of the engine."""
     return TenantReading(
         tenant_id=f"tn_{name}",

@@ -31,7 +31,7 @@ async def bob(api: ApiApp) -> Person:
     price = await add_price(services.db, prompt=3_000_000)
     epoch_id = await begin_epoch(services.db, services.clock, "test")
     tokens = Tokens(prompt=1_000_000, completion=0)
-    await post_event(services.db, person, date(2026, 1, 15), tokens, epoch_id=epoch_id, of=price, model="=demo")
+    await post_event(services.db, person, date(2026, 1, 15), tokens, epoch_id=epoch_id, price=price, model="=demo")
     return person
 
 
@@ -208,6 +208,6 @@ async def test_a_sum_beyond_64_bits_is_exact(api: ApiApp, bob: Person) -> None:
     epoch_id = await begin_epoch(services.db, services.clock, "test")
     for _ in range(3):
         tokens = Tokens(prompt=9_000_000, completion=0)
-        await post_event(services.db, bob, date(2026, 3, 1), tokens, epoch_id=epoch_id, of=dear)
+        await post_event(services.db, bob, date(2026, 3, 1), tokens, epoch_id=epoch_id, price=dear)
     draft = await drafted(api, bob, "2026-03")
     assert draft["lines"][0]["exact_picos"] == draft["usage_picos"] == 27 * 10**18

@@ -18,7 +18,7 @@ from appliance.telemetry.gpu import GpuReading
 from appliance.tenancy.access import Access
 from engine.protocol import MemoryPart
 from tests.support.clock import FakeClock
-from tests.support.console_fixtures import GIB, ConsoleApp, engine_status, make_engine_info, tenant
+from tests.support.console_fixtures import GIB, ConsoleApp, engine_status, make_engine_info, tenant_reading
 from tests.support.factories import pending, posted
 
 GPU = GpuReading(
@@ -426,7 +426,9 @@ async def test_the_stream_ends_when_the_appliance_is_shutting_down(console: Cons
 
 
 async def test_the_page_says_who_holds_seats_and_blocks_and_who_waits(console: ConsoleApp) -> None:
-    console.engine_side.tenants = [tenant(f"team {number}", waiting=number, blocks=100 - number) for number in range(10)]
+    console.engine_side.tenants = [
+        tenant_reading(f"team {number}", waiting=number, blocks=100 - number) for number in range(10)
+    ]
     page = await overview(console)
 
     assert "10 running, 45 waiting" in page

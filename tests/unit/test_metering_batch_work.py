@@ -186,9 +186,9 @@ class Books:
 async def books(database: Database, clock: FakeClock, cast: Cast) -> Books:
     made = Books(database, clock, cast)
     price, same = await add_price(database), dataclasses.replace(await add_price(database), batch_percent=100)
-    await made.post(Tokens(prompt=100, cached=40, completion=7), of=price)
-    await made.post(Tokens(prompt=10, completion=1), of=price, basis_points=5000, batch=True)
-    await made.post(Tokens(prompt=3, completion=0), of=same, batch=True)
+    await made.post(Tokens(prompt=100, cached=40, completion=7), price=price)
+    await made.post(Tokens(prompt=10, completion=1), price=price, basis_points=5000, batch=True)
+    await made.post(Tokens(prompt=3, completion=0), price=same, batch=True)
     return made
 
 
@@ -211,7 +211,7 @@ async def test_batch_work_has_invoice_lines_of_its_own_even_at_the_same_price(bo
 async def test_a_correction_of_batch_work_is_invoiced_as_an_ordinary_adjustment(books: Books) -> None:
     before = await books.invoices.draft(books.bob.tenant.id, "2026-10", access=WHOLE_APPLIANCE)
     price = await add_price(books._database)
-    await books.post(Tokens(prompt=-1, completion=0), of=price, basis_points=5000, batch=True, is_correction=True)
+    await books.post(Tokens(prompt=-1, completion=0), price=price, basis_points=5000, batch=True, is_correction=True)
     after = await books.invoices.get(before.head.id, access=WHOLE_APPLIANCE)
 
     assert list(after.lines[:-1]) == list(before.lines)

@@ -352,7 +352,7 @@ async def test_a_sum_that_is_off_by_one_is_found(
 async def test_sums_by_day_move_to_a_time_zone_that_differs_only_in_summer(database: Database, cast: Cast) -> None:
     london = BillingCalendar("Europe/London")
     for day in (date(2026, 1, 10), date(2026, 7, 10)):
-        await post_event(database, cast.bob, day, Tokens(), epoch_id=cast.epoch_id, of=None)
+        await post_event(database, cast.bob, day, Tokens(), epoch_id=cast.epoch_id, price=None)
     await rollups.rebuild(database, BillingCalendar())
     assert await rollups.align_days(database, london)
     async with database.reading() as connection:

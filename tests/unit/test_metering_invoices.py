@@ -62,7 +62,7 @@ class Books:
         self.bob = cast.bob
 
     async def post(self, day: date, tokens: Tokens | None = None, *, person: Person | None = None, **options: object) -> int:
-        settled = {"of": self.price, **options}
+        settled = {"price": self.price, **options}
         return await post_event(
             self.database, person or self.bob, day, tokens or Tokens(), epoch_id=self.cast.epoch_id, **settled  # type: ignore[arg-type]
         )  # fmt: skip
@@ -86,7 +86,7 @@ def line_values(invoice: Invoice) -> list[tuple[str | None, str, str, int, int]]
 async def test_a_draft_has_a_line_for_each_model_kind_and_unit_price(books: Books) -> None:
     dearer = await add_price(books.database, prompt=2_000_000)
     await books.post(OCTOBER, Tokens(prompt=100, cached=40, completion=7))
-    await books.post(OCTOBER, Tokens(prompt=10, completion=1), of=dearer)
+    await books.post(OCTOBER, Tokens(prompt=10, completion=1), price=dearer)
     await books.post(OCTOBER, Tokens(prompt=10, completion=1), basis_points=5000)
     await books.post(OCTOBER, Tokens(prompt=5, completion=0), model="another")
 
@@ -480,7 +480,7 @@ async def test_a_manager_reads_invoices_and_allowances_and_cannot_change_them(bo
 
 async def test_costs_in_two_currencies_cannot_be_closed(books: Books) -> None:
     await books.post(OCTOBER)
-    await books.post(OCTOBER, of=None, currency="USD")  # costs nothing in any currency
+    await books.post(OCTOBER, price=None, currency="USD")  # costs nothing in any currency
     assert (await books.draft("2026-10")).currency == "EUR"
     await books.post(OCTOBER, currency="USD")
     with pytest.raises(CurrenciesMixed, match="EUR and USD"):
@@ -506,7 +506,7 @@ async def test_a_draft_that_cannot_be_computed_is_listed_with_its_problem(books:
 async def test_lines_keep_costs_beyond_64_bits(books: Books) -> None:
     dear = await add_price(books.database, prompt=10**12)
     for _ in range(3):
-        await books.post(OCTOBER, Tokens(prompt=9_000_000, completion=0), of=dear)
+        await books.post(OCTOBER, Tokens(prompt=9_000_000, completion=0), price=dear)
 
     closed = await books.close("2026-10")
     assert closed.lines[0].exact_picos == 27 * 10**18 > 2**63

@@ -138,8 +138,8 @@ async def test_events_corrected_to_zero_in_another_currency_do_not_prevent_closi
 ) -> None:
     price = await add_price(database)
     day, epoch_id = OCTOBER.date(), cast.epoch_id
-    cost = await post_event(database, cast.bob, day, Tokens(), epoch_id=epoch_id, of=price)
-    await post_event(database, cast.bob, day, Tokens(prompt=7), epoch_id=epoch_id, of=price, currency="USD")
+    cost = await post_event(database, cast.bob, day, Tokens(), epoch_id=epoch_id, price=price)
+    await post_event(database, cast.bob, day, Tokens(prompt=7), epoch_id=epoch_id, price=price, currency="USD")
     invoices, corrections = euro_invoices(database, clock, BillingCalendar("UTC")), utc_corrections(database, clock)
     foreign = (await all_events(database))[1]
 
