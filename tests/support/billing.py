@@ -71,7 +71,7 @@ async def post_event(
     is_correction: bool = False,
     currency: str = "EUR",
 ) -> int:
-    """Write a settled event of `day` with the next posting and return its cost. A correction is for the tenant's first event."""
+    """Write a settled event of `day` and return its cost. A correction corrects the tenant's first event."""
     cost = tokens.cost(price, basis_points)
     noon = datetime.combine(day, time(12), tzinfo=UTC)
     async with database.writing() as connection:

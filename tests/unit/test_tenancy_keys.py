@@ -171,43 +171,6 @@ async def test_a_key_read_during_its_revocation_is_not_cached(keys: Keys, cast: 
             await keys.authenticate(secret, LOCALHOST)
 
 
-async def test_rotation_creates_a_successor_and_refuses_the_old_key(keys: Keys, cast: Cast) -> None:
-    limited = await keys.update(
-        cast.bob.key.id, KeyChanges(limits={"tokens_per_minute": 5}, allowed_networks=["10.0.0.0/8"]), access=WHOLE_APPLIANCE
-    )
-    successor, secret = await keys.rotate(cast.bob.key.id, access=WHOLE_APPLIANCE)
-    assert successor.id != limited.id
-    assert (successor.name, successor.limits, successor.allowed_networks) == (
-        limited.name,
-        limited.limits,
-        limited.allowed_networks,
-    )
-    with pytest.raises(InvalidApiKey):
-        await keys.authenticate(cast.bob.secret, "10.1.1.1")
-    assert (await keys.authenticate(secret, "10.1.1.1")).key.id == successor.id
-    with pytest.raises(Conflict):
-        await keys.rotate(cast.bob.key.id, access=WHOLE_APPLIANCE)
-
-
-async def test_a_key_of_an_archived_tenant_cannot_be_rotated(
-    keys: Keys, cast: Cast, database: Database, clock: FakeClock
-) -> None:
-    await Tenants(database, clock).archive(cast.bob.tenant.id, access=WHOLE_APPLIANCE)
-    with pytest.raises(Conflict, match="archived"):
-        await keys.rotate(cast.bob.key.id, access=WHOLE_APPLIANCE)
-    assert len((await keys.list(cast.bob.tenant.id, access=WHOLE_APPLIANCE)).data) == 1
-
-
-async def test_of_two_concurrent_rotations_one_succeeds(keys: Keys, cast: Cast) -> None:
-    answers = await asyncio.gather(
-        keys.rotate(cast.bob.key.id, access=WHOLE_APPLIANCE),
-        keys.rotate(cast.bob.key.id, access=WHOLE_APPLIANCE),
-        return_exceptions=True,
-    )
-    assert sum(isinstance(answer, Conflict) for answer in answers) == 1
-    assert len((await keys.list(cast.bob.tenant.id, access=WHOLE_APPLIANCE)).data) == 2
-
-
 async def test_a_key_expires_exactly_at_its_expiry(keys: Keys, cast: Cast, clock: FakeClock) -> None:
     _key, secret = await keys.create(
         cast.bob.tenant.id, "brief", KeyChanges(expires_at=clock.now() + timedelta(seconds=10)), access=WHOLE_APPLIANCE
@@ -419,22 +382,6 @@ async def test_the_cache_of_keys_is_bounded(keys: Keys, cast: Cast, monkeypatch:
         assert len(keys._cache) == 1
 
 
-async def test_a_refused_rotation_states_its_reason(keys: Keys, cast: Cast, clock: FakeClock) -> None:
-    soon = KeyChanges(expires_at=clock.now() + timedelta(seconds=9))
-    brief, _ = await keys.create(cast.bob.tenant.id, "x", soon, access=WHOLE_APPLIANCE)
-    revoked, _ = await keys.create(cast.bob.tenant.id, name="x", access=WHOLE_APPLIANCE)
-    await keys.revoke(revoked.id, access=WHOLE_APPLIANCE)
-    successor, _ = await keys.rotate(cast.bob.key.id, grace_s=60, access=WHOLE_APPLIANCE)
-    clock.advance(9)
-    for key, reason in (
-        (brief, "an expired key"),
-        (revoked, "a revoked key"),
-        (cast.bob.key, f"rotated already; rotate its successor {successor.id}"),
-    ):
-        with pytest.raises(Conflict, match=reason):
-            await keys.rotate(key.id, access=WHOLE_APPLIANCE)
-
-
 async def test_models_and_scopes_are_checked_at_tenant_and_key(
     database: Database, clock: FakeClock, keys: Keys, cast: Cast
 ) -> None:
@@ -448,3 +395,22 @@ async def test_models_and_scopes_are_checked_at_tenant_and_key(
             principal.check_model(model)
     with pytest.raises(ScopeNotAllowed):
         principal.check_scope("admin")
+
+
+async def test_active_keys_are_limited_per_tenant(
+    keys: Keys, cast: Cast, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keys_module, "KEYS_OF_TENANT_MAX", 2)
+    brief, _ = await keys.create(
+        cast.bob.tenant.id, "brief", KeyChanges(expires_at=clock.now() + timedelta(seconds=1)), access=WHOLE_APPLIANCE
+    )
+    for work in (
+        keys.create(cast.bob.tenant.id, name="third", access=WHOLE_APPLIANCE),
+        keys.rotate(brief.id, grace_s=60, access=WHOLE_APPLIANCE),
+    ):
+        with pytest.raises(InvalidValue, match="at most 2 active keys"):
+            await work
+    await keys.rotate(cast.bob.key.id, access=WHOLE_APPLIANCE)
+    clock.advance(1)
+    await keys.create(cast.bob.tenant.id, name="third", access=WHOLE_APPLIANCE)
+    await keys.create(cast.charlie.tenant.id, name="of another tenant", access=WHOLE_APPLIANCE)

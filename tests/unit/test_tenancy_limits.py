@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import pytest
 
 from appliance.base.db import Database
-from appliance.base.errors import Conflict, ExpiredApiKey, InvalidApiKey, InvalidValue, NotFound
-from appliance.tenancy import keys as keys_module
+from appliance.base.errors import InvalidValue, NotFound
 from appliance.tenancy import model_policies
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.fields import LIMIT_MAX
-from appliance.tenancy.keys import GRACE_S_MAX, Keys
+from appliance.tenancy.keys import Keys
 from appliance.tenancy.model_policies import ModelPolicies
 from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
 from appliance.tenancy.tenants import Tenants
@@ -195,84 +193,6 @@ async def test_a_key_has_limits_for_single_models_and_passes_them_to_its_success
     assert (known.limit_mode, known.scopes) == ("shadow", ("usage",))
     successor, _ = await keys.rotate(key.id, access=WHOLE_APPLIANCE)
     assert (successor.model_limits, successor.limit_mode) == (known.model_limits, "shadow")
-
-
-async def test_during_the_grace_period_both_secrets_are_valid(keys: Keys, cast: Cast, clock: FakeClock) -> None:
-    successor, secret = await keys.rotate(cast.bob.key.id, grace_s=60, access=WHOLE_APPLIANCE)
-    old = await keys.get(cast.bob.key.id, access=WHOLE_APPLIANCE)
-
-    assert (old.replaced_by, old.revoked_at) == (successor.id, None)
-    assert old.expires_at == clock.now() + timedelta(seconds=60)
-    assert (successor.expires_at, successor.replaced_by) == (None, None)
-    clock.advance(59.999)
-    assert (await keys.authenticate(cast.bob.secret, LOCALHOST)).key.id == old.id
-    assert (await keys.authenticate(secret, LOCALHOST)).key.id == successor.id
-    clock.advance(0.001)
-    with pytest.raises(ExpiredApiKey):
-        await keys.authenticate(cast.bob.secret, LOCALHOST)
-    assert (await keys.authenticate(secret, LOCALHOST)).key.id == successor.id
-
-
-async def test_a_grace_period_does_not_extend_the_life_of_a_key(keys: Keys, cast: Cast, clock: FakeClock) -> None:
-    end = clock.now() + timedelta(seconds=30)
-    key, _ = await keys.create(cast.bob.tenant.id, "brief", KeyChanges(expires_at=end), access=WHOLE_APPLIANCE)
-    successor, _ = await keys.rotate(key.id, grace_s=60, access=WHOLE_APPLIANCE)
-
-    assert (await keys.get(key.id, access=WHOLE_APPLIANCE)).expires_at == end
-    assert successor.expires_at == end
-    for changes in (KeyChanges(expires_at=None), KeyChanges(expires_at=end + timedelta(days=1))):
-        with pytest.raises(Conflict) as refused:
-            await keys.update(key.id, changes, access=WHOLE_APPLIANCE)
-        assert refused.value.param == "expires_at"
-    assert (await keys.update(key.id, KeyChanges(name="old"), access=WHOLE_APPLIANCE)).expires_at == end
-
-
-async def test_a_key_in_its_grace_period_can_still_be_revoked(keys: Keys, cast: Cast) -> None:
-    await keys.rotate(cast.bob.key.id, grace_s=60, access=WHOLE_APPLIANCE)
-    await keys.revoke(cast.bob.key.id, access=WHOLE_APPLIANCE)
-
-    with pytest.raises(InvalidApiKey):
-        await keys.authenticate(cast.bob.secret, LOCALHOST)
-
-
-async def test_a_key_is_rotated_once_and_never_after_its_end(keys: Keys, cast: Cast, clock: FakeClock) -> None:
-    successor, _ = await keys.rotate(cast.bob.key.id, grace_s=60, access=WHOLE_APPLIANCE)
-    with pytest.raises(Conflict, match=f"rotated already; rotate its successor {successor.id}"):
-        await keys.rotate(cast.bob.key.id, grace_s=60, access=WHOLE_APPLIANCE)
-    expired, _ = await keys.create(
-        cast.bob.tenant.id, "brief", KeyChanges(expires_at=clock.now() + timedelta(seconds=1)), access=WHOLE_APPLIANCE
-    )
-    clock.advance(1)
-    with pytest.raises(Conflict, match="expired"):
-        await keys.rotate(expired.id, access=WHOLE_APPLIANCE)
-
-
-async def test_active_keys_are_limited_per_tenant(
-    keys: Keys, cast: Cast, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(keys_module, "KEYS_OF_TENANT_MAX", 2)
-    brief, _ = await keys.create(
-        cast.bob.tenant.id, "brief", KeyChanges(expires_at=clock.now() + timedelta(seconds=1)), access=WHOLE_APPLIANCE
-    )
-    for work in (
-        keys.create(cast.bob.tenant.id, name="third", access=WHOLE_APPLIANCE),
-        keys.rotate(brief.id, grace_s=60, access=WHOLE_APPLIANCE),
-    ):
-        with pytest.raises(InvalidValue, match="at most 2 active keys"):
-            await work
-    await keys.rotate(cast.bob.key.id, access=WHOLE_APPLIANCE)
-    clock.advance(1)
-    await keys.create(cast.bob.tenant.id, name="third", access=WHOLE_APPLIANCE)
-    await keys.create(cast.charlie.tenant.id, name="of another tenant", access=WHOLE_APPLIANCE)
-
-
-@pytest.mark.parametrize("grace_s", [-1, GRACE_S_MAX + 1, 1.5, True])
-async def test_an_invalid_grace_period_is_refused_with_its_bounds(keys: Keys, cast: Cast, grace_s: Any) -> None:
-    with pytest.raises(InvalidValue, match=f"from 0 to {GRACE_S_MAX}") as refused:
-        await keys.rotate(cast.bob.key.id, grace_s=grace_s, access=WHOLE_APPLIANCE)
-
-    assert refused.value.param == "grace_s"
-    assert (await keys.get(cast.bob.key.id, access=WHOLE_APPLIANCE)).replaced_by is None
 
 
 async def test_a_changed_tier_applies_to_the_next_request(database: Database, clock: FakeClock) -> None:
