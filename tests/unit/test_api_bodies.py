@@ -54,8 +54,8 @@ def test_a_compressed_body_or_byte_order_mark_is_named(body: bytes, fault: str) 
     ],
 )
 def test_a_value_that_is_not_a_whole_number_is_refused_by_name(field: str, value: str, message: str) -> None:
-    given = {"model": '"m"', "prompt": "1", "completion": "1", field: value}
-    body = "{" + ", ".join(f'"{name}": {text}' for name, text in given.items()) + "}"
+    fields = {"model": '"m"', "prompt": "1", "completion": "1", field: value}
+    body = "{" + ", ".join(f'"{name}": {text}' for name, text in fields.items()) + "}"
     with pytest.raises(InvalidValue) as refused:
         decode_body(body.encode(), NewPriceBody)
 
@@ -76,8 +76,8 @@ def test_a_value_that_is_not_a_whole_number_is_refused_by_name(field: str, value
     ],
 )
 def test_a_value_of_the_wrong_type_is_refused_in_terms_of_json(field: str, value: str, message: str) -> None:
-    given = {"model": '"m"', "messages": "[]", field: value}
-    body = "{" + ", ".join(f'"{name}": {text}' for name, text in given.items()) + "}"
+    fields = {"model": '"m"', "messages": "[]", field: value}
+    body = "{" + ", ".join(f'"{name}": {text}' for name, text in fields.items()) + "}"
     with pytest.raises(InvalidValue) as refused:
         check_messages(decode_body(body.encode(), ChatCompletionRequest).messages)
 

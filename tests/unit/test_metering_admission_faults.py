@@ -34,10 +34,10 @@ async def queue(clock: FakeClock) -> AsyncIterator[Queue]:
 def failing(real: Callable[..., Any], fails: Callable[..., bool] = lambda *_given: True) -> Callable[..., Any]:
     """Return `real`, raising BugError where `fails` returns true."""
 
-    def broken(*given: Any, **named: Any) -> Any:
-        if fails(*given):
+    def broken(*arguments: Any, **options: Any) -> Any:
+        if fails(*arguments):
             raise BugError
-        return real(*given, **named)
+        return real(*arguments, **options)
 
     return broken
 

@@ -350,7 +350,7 @@ async def test_the_observer_gets_the_duration_and_outcome_of_each_wait(clock: Fa
     waits, bob = Waits(), principal(Limits(concurrent_requests=1))
     queue = Queue(clock, waits=waits)
     running = await queue.submit(bob, 1)
-    assert waits.records == [], "nobody waited for the first"
+    assert waits.records == [], "the first request did not wait"
     clock.advance(100.0)
 
     admitted = await queue.submit(bob, 1, wait_s=60.0)
@@ -417,9 +417,9 @@ async def test_a_tenant_with_many_keys_that_fills_all_places_does_not_keep_other
         assert (await queue.submit(who, 1)).done()
     flood = [await queue.submit(key, 1) for _ in range(2) for key in keys]
     assert [task.done() for task in flood] == [False] * 6 + [True] * 2
-    for who, waits in ((bob, 3), (charlie, 2)):  # 6 + 3 + 3 and 9 + 2 + 2 are twice the places, as nearly as may be
-        asked = [await queue.submit(who, 1) for _ in range(5)]
-        assert [task.done() for task in asked] == [False] * waits + [True] * (5 - waits)
+    for who, waits in ((bob, 3), (charlie, 2)):  # 6 + 3 + 3 and 9 + 2 + 2: about twice WAITERS_MAX
+        tasks = [await queue.submit(who, 1) for _ in range(5)]
+        assert [task.done() for task in tasks] == [False] * waits + [True] * (5 - waits)
     assert isinstance((await queue.submit(keys[0], 1)).exception(), RateLimitExceeded)
 
 
@@ -432,8 +432,8 @@ async def test_a_tenant_that_fills_the_queue_of_a_model_does_not_keep_others_fro
     await queue.submit(hog, 60, policy=policy)
     flood = [await queue.submit(hog, 1, policy=policy) for _ in range(5)]
     assert [task.done() for task in flood] == [False] * 4 + [True]
-    asked = [await queue.submit(bob, 1, policy=policy) for _ in range(3)]
-    assert [task.done() for task in asked] == [False, False, True]
+    tasks = [await queue.submit(bob, 1, policy=policy) for _ in range(3)]
+    assert [task.done() for task in tasks] == [False, False, True]
 
 
 async def test_a_limit_lowered_during_a_wait_applies_and_refuses_a_request_that_can_no_longer_fit(
@@ -514,27 +514,27 @@ async def test_a_request_that_waited_while_limits_of_its_model_were_set_counts_t
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_need_ahead_of_a_position_is_the_sum_over_the_waiters_before_it(seed: int) -> None:
-    draw, waiter_queue, standing = random.Random(seed), WaiterQueue[str](), dict[int, tuple[int, bool]]()
+    draw, waiter_queue, waiting = random.Random(seed), WaiterQueue[str](), dict[int, tuple[int, bool]]()
     for _ in range(400):
         seq, tokens, wants_window = draw.randrange(30), draw.randrange(100), draw.random() < 0.2
-        if draw.random() < 0.4 and standing:
-            gone = draw.choice(sorted(standing))
-            waiter_queue.leave(gone)
-            del standing[gone]
+        if draw.random() < 0.4 and waiting:
+            left = draw.choice(sorted(waiting))
+            waiter_queue.leave(left)
+            del waiting[left]
         else:
             waiter_queue.join(seq, f"who {seq}", tokens, wants_window=wants_window)
-            standing[seq] = (tokens, wants_window)
-        for asked in (seq, None):
-            before = [need for each, need in sorted(standing.items()) if asked is None or each < asked]
+            waiting[seq] = (tokens, wants_window)
+        for position in (seq, None):
+            before = [need for each, need in sorted(waiting.items()) if position is None or each < position]
             expected = Ahead(
                 requests=len(before), tokens=sum(need[0] for need in before), wants_window=any(need[1] for need in before)
             )
-            assert waiter_queue.ahead(asked) == expected
-        assert list(waiter_queue) == [f"who {each}" for each in sorted(standing)]
+            assert waiter_queue.ahead(position) == expected
+        assert list(waiter_queue) == [f"who {each}" for each in sorted(waiting)]
 
 
-class Tries:
-    """Counts how often admission is tried, in all and at most in one turn of the event loop."""
+class AdmissionAttempts:
+    """Counts attempts of admission: in total, and the most in one iteration of the event loop."""
 
     def __init__(self, queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num = self.most = self._of_turn = 0
@@ -562,7 +562,7 @@ async def test_waiters_leaving_together_cause_one_round_of_retries(queue: Queue,
     bob = principal(Limits(concurrent_requests=1))
     await queue.submit(bob, 1)
     waiting = [await queue.submit(bob, 1) for _ in range(admission_queue.WAITERS_PER_QUEUE_MAX)]
-    tries = Tries(queue, monkeypatch)
+    tries = AdmissionAttempts(queue, monkeypatch)
     for task in waiting[: admission_queue.WAITERS_PER_QUEUE_MAX // 2]:
         task.cancel()
     for _ in range(40):
@@ -593,7 +593,7 @@ async def test_a_full_queue_is_retried_in_several_turns(queue: Queue, monkeypatc
     bob = principal(Limits(concurrent_requests=200))
     running = [await queue.submit(bob, 1) for _ in range(200)]
     waiting = [await queue.submit(bob, 1) for _ in range(admission_queue.WAITERS_PER_QUEUE_MAX)]
-    tries = Tries(queue, monkeypatch)
+    tries = AdmissionAttempts(queue, monkeypatch)
     for task in running:
         task.result().settle(1)
     for _ in range(60):

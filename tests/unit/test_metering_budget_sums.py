@@ -5,8 +5,6 @@ from __future__ import annotations
 from datetime import date
 
 import pytest
-from sqlalchemy import text
-from sqlalchemy.dialects import sqlite
 
 from appliance.base.db import Database
 from appliance.metering.alerts.budgets import usage_query
@@ -15,6 +13,7 @@ from appliance.metering.calendar import BillingCalendar
 from appliance.metering.limits.owner_sums import IN_LIST_MAX, sums_query
 from appliance.metering.limits.owners import ALL_TENANTS, LimitScope, Owner
 from tests.support.clock import START
+from tests.support.query_plans import query_plan
 
 MONTH, DAY = Period("budget", date(2026, 10, 1)), Period("tokens_per_day", date(2026, 10, 25))
 _DAY_OF = "USING PRIMARY KEY (bucket=? AND start_at=? AND"
@@ -41,11 +40,8 @@ async def test_a_budget_check_reads_only_the_sums_of_its_owners(
     database: Database, scopes: tuple[LimitScope, ...], period: Period
 ) -> None:
     query = usage_query(BillingCalendar("Europe/Berlin"), period, rules_of(*scopes))
-    compiled = str(query.compile(dialect=sqlite.dialect(), compile_kwargs={"literal_binds": True})).replace(":", r"\:")
-    async with database.reading() as connection:
-        lines = [str(row[3]) for row in (await connection.execute(text(f"EXPLAIN QUERY PLAN {compiled}"))).all()]
-    read = [line.removesuffix(" LEFT-JOIN") for line in lines if "usage_" in line]
-    assert read == [READ[scope] for scope in scopes], lines
+    read = [line.removesuffix(" LEFT-JOIN") for line in await query_plan(database, query, "usage_")]
+    assert read == [READ[scope] for scope in scopes]
 
 
 def test_the_days_of_a_month_are_those_of_the_billing_zone() -> None:

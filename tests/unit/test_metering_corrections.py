@@ -199,7 +199,7 @@ async def test_the_largest_correction_can_be_reversed_and_the_ledger_still_recon
     assert sum(each.cost_picos for each in await all_events(database)) == event.cost_picos
 
 
-def asking(cast: Cast, cost: Price, *, budget: int) -> AdmissionRequest:
+def one_token_request(cast: Cast, cost: Price, *, budget: int) -> AdmissionRequest:
     """Return a request of Bob's for one token, whose tenant may spend `budget` micro-units this month."""
     tenant = dataclasses.replace(cast.bob.tenant, limits=Limits(monthly_budget=budget, tokens_per_day=100))
     bob = Principal(tenant=tenant, key=cast.bob.key)
@@ -212,19 +212,19 @@ async def test_tokens_returned_by_a_correction_are_usable_at_once_and_counted_on
     cost = await euro_prices(database, clock).add(model="demo", currency="EUR", prompt=10**6, cached_prompt=0, completion=10**6)
     admission = utc_admission(clock, utc_sums(database))
     corrections = utc_corrections(database, clock, on_committed=admission.correct)
-    entry, asked = factories.pending(cast.bob, price=cost), asking(cast, cost, budget=15)
+    entry, request = factories.pending(cast.bob, price=cost), one_token_request(cast, cost, budget=15)
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
         await ledger.open(entry)
         event = await settle(ledger, factories.posted(entry.request_id, prompt=10, completion=5))
     with pytest.raises(BudgetExceeded):
-        await admission.admit(asked)
+        await admission.admit(request)
 
     await corrections.add(event.id, Correction(note="slow", completion_tokens=-2))
 
-    dry_run = await admission.dry_run(asked)
+    dry_run = await admission.dry_run(request)
     left = {decision.kind: decision.level for decision in dry_run.decisions if decision.scope == "tenant"}
     assert left == {"budget": 2 * 10**6, "tokens_per_day": 100 - 13}
-    again = await utc_admission(clock, utc_sums(database)).dry_run(asked)
+    again = await utc_admission(clock, utc_sums(database)).dry_run(request)
     assert again.decisions == dry_run.decisions
 
 
@@ -247,7 +247,7 @@ async def test_a_correction_while_the_sums_are_read_is_counted_once(clock: FakeC
             return []
 
     admission = utc_admission(clock, SumsDuringCorrection())
-    dry_run = await admission.dry_run(asking(cast, factories.price(), budget=15))
+    dry_run = await admission.dry_run(one_token_request(cast, factories.price(), budget=15))
     assert [each.level for each in dry_run.decisions if each.kind == "budget"] == [3 * 10**6]
 
 

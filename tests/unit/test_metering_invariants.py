@@ -37,9 +37,9 @@ PRICE = {"prompt": 1_500_000, "cached_prompt": 150_000, "completion": 6_000_000}
 
 def on_databases(names: str, *cases: Any) -> pytest.MarkDecorator:
     """Run the cases of a test alternately on SQLite and PostgreSQL; both read what is compared by the same statement."""
-    given = [case if isinstance(case, tuple) else (case,) for case in cases]
-    values = [pytest.param("sqlite", *case) for case in given[::2]]
-    values += [pytest.param("postgresql", *case, marks=pytest.mark.postgres) for case in given[1::2]]
+    rows = [case if isinstance(case, tuple) else (case,) for case in cases]
+    values = [pytest.param("sqlite", *case) for case in rows[::2]]
+    values += [pytest.param("postgresql", *case, marks=pytest.mark.postgres) for case in rows[1::2]]
     return pytest.mark.parametrize(f"database_url, {names}", values, indirect=["database_url"])
 
 

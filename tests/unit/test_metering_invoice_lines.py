@@ -101,7 +101,7 @@ def test_amounts_owed_in_two_currencies_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("free", "now", "given"),
+    ("allowance", "usage_micros", "deducted_micros"),
     [
         (MonthAllowance(monthly_micros=5), 3, -3),
         (MonthAllowance(monthly_micros=5), 5, -5),
@@ -115,11 +115,11 @@ def test_amounts_owed_in_two_currencies_are_refused() -> None:
     ],
 )
 def test_an_allowance_deducts_at_most_the_cost_of_the_month_and_its_own_amount(
-    free: MonthAllowance, now: int, given: int | None
+    allowance: MonthAllowance, usage_micros: int, deducted_micros: int | None
 ) -> None:
-    lines = allowance_lines([line(now), dataclasses.replace(line(100), month="2026-09")], {MONTH: free})
+    lines = allowance_lines([line(usage_micros), dataclasses.replace(line(100), month="2026-09")], {MONTH: allowance})
     found = [(line.month, line.tokens, line.requests, line.rounded_micros, line.exact_picos) for line in lines]
-    assert found == ([] if given is None else [(MONTH, 0, 0, given, given * 10**6)])
+    assert found == ([] if deducted_micros is None else [(MONTH, 0, 0, deducted_micros, deducted_micros * 10**6)])
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_an_allowance_deducts_at_most_the_cost_of_the_month_and_its_own_amount(
         (1_005_000, 1900, "EUR", 1_010_000, 190_000),  # 0.1919
         (1_005_000, 750, "EUR", 1_010_000, 80_000),  # 0.07575
         (1_000_000, 50, "EUR", 1_000_000, 10_000),  # a half is rounded up
-        (-1_000_000, 50, "EUR", -1_000_000, -10_000),  # and what is given back is the negative of what was asked for
+        (-1_000_000, 50, "EUR", -1_000_000, -10_000),  # a refund is the negative of the same charge
         (-1_005_000, 1900, "EUR", -1_010_000, -190_000),
         (499_999, 1000, "JPY", 0, 0),
         (14_500_000, 1000, "JPY", 15_000_000, 2_000_000),

@@ -120,7 +120,7 @@ async def test_settling_with_other_figures_raises(database: Database, clock: Fak
         same = msgspec.structs.replace(posted(entry.request_id, completion=5), finish_reason="disconnected")
         for other in (more, voided(entry.request_id), same):
             with pytest.raises(LedgerBroken, match="other figures"):
-                await ledger.settle(other, lambda: recorded.append("there will be no other rows"))
+                await ledger.settle(other, lambda: recorded.append("refused"))
         assert len(recorded) == 3
         assert ledger.healthy
         assert ledger.unrecorded_usage_tokens == 16 + 15
@@ -337,8 +337,8 @@ async def test_on_recorded_is_called_exactly_once_whatever_the_outcome(
         with pytest.raises(LedgerBroken):
             await ledger.settle(posted(entry.request_id, completion=99), lambda: recorded.append("refused"))
         assert recorded == ["written", "refused"]
-        await ledger.settle(posted(entry.request_id), lambda: recorded.append("there already"))
-    assert recorded == ["written", "refused", "there already"]
+        await ledger.settle(posted(entry.request_id), lambda: recorded.append("already written"))
+    assert recorded == ["written", "refused", "already written"]
 
 
 async def test_settled_and_voided_entries_are_not_kept_in_memory(database: Database, clock: FakeClock, cast: Cast) -> None:

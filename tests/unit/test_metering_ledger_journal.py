@@ -225,7 +225,7 @@ async def test_a_settlement_is_written_to_the_tables_if_the_journal_times_out_an
         for entry, timeout_s, stuck_s in ((first, 0.01, None), (second, 60.0, -60.0)):
             monkeypatch.setattr(writer_module, "JOURNAL_TIMEOUT_S", timeout_s)
             with monkeypatch.context() as hanging:
-                hanging.setattr(journal, "_waiting", deaf)  # nobody takes what waits, whatever queue the thread looks at
+                hanging.setattr(journal, "_waiting", deaf)  # the thread never sees waiting records
                 hanging.setattr(journal, "_writing_since_s", stuck_s)  # long ago
                 async with asyncio.timeout(DEADLINE_S):
                     await ledger.settle(posted(entry.request_id))
@@ -367,7 +367,7 @@ async def test_a_hanging_disk_refuses_requests_and_leaves_nothing_pending(
     journal = Journal(tmp_path / "j")
     ledger = utc_ledger(database, clock, cast.epoch_id, journal=journal, open_timeout_s=0.05)
     await ledger.start()
-    journal._thread = Thread()  # nobody takes what waits
+    journal._thread = Thread()  # a thread that was never started: waiting records are not written
     with pytest.raises(Overloaded, match="nothing was started"):
         await ledger.open(pending(cast.bob))
     journal._thread = None

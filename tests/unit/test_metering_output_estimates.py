@@ -190,8 +190,8 @@ async def test_a_request_that_waited_until_its_key_was_evicted_is_counted(
     admission = utc_admission(clock, EmptySums())
     bob, others = principal(Limits(concurrent_requests=1)), [principal() for _ in range(3)]
     first = await admit(admission, bob)
-    asked = AdmissionRequest(principal=bob, model="other", prompt_tokens=5, max_output_tokens=None, price=None)
-    waiting = asyncio.ensure_future(admission.admit(asked, 60))
+    request = AdmissionRequest(principal=bob, model="other", prompt_tokens=5, max_output_tokens=None, price=None)
+    waiting = asyncio.ensure_future(admission.admit(request, 60))
     await turns()
     for who in others:
         (await admit(admission, who)).void()
@@ -216,12 +216,12 @@ async def test_a_shutdown_waits_for_no_history(clock: FakeClock) -> None:
 async def test_the_end_of_a_long_history_is_found_by_an_index(database: Database, clock: FakeClock, cast: Cast) -> None:
     query = outputs_query(cast.bob.key.id, "demo", clock.now())
     async with database.writing() as connection:
-        asked = str(query.compile(dialect=connection.dialect, compile_kwargs={"literal_binds": True}))
+        compiled = str(query.compile(dialect=connection.dialect, compile_kwargs={"literal_binds": True}))
         if database.kind == "postgresql":  # an empty table is read whole, or by whichever index has the right order
-            for other_way in ("enable_seqscan", "enable_sort"):
-                await connection.execute(text(f"SET LOCAL {other_way} = off"))
+            for other_plan in ("enable_seqscan", "enable_sort"):
+                await connection.execute(text(f"SET LOCAL {other_plan} = off"))
             await connection.execute(text("DROP INDEX ix_usage_events_admitted_at"))
-        plan = (await connection.execute(text(f"EXPLAIN {'QUERY PLAN ' * (database.kind == 'sqlite')}{asked}"))).all()
+        plan = (await connection.execute(text(f"EXPLAIN {'QUERY PLAN ' * (database.kind == 'sqlite')}{compiled}"))).all()
         await connection.rollback()
     assert "ix_usage_events_key_id_admitted_at" in f"{plan}"
-    assert f"LIMIT {OUTPUTS_READ_MAX}" in " ".join(asked.split()), "however long it is, only its end is looked at"
+    assert f"LIMIT {OUTPUTS_READ_MAX}" in " ".join(compiled.split()), "only the end of the history is read"

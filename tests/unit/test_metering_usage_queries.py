@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from sqlalchemy import Select, insert, text
-from sqlalchemy.dialects import sqlite
 
 from appliance.base.db import Database
 from appliance.base.tables import usage_box_rollups, usage_rollups
@@ -43,6 +42,7 @@ from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.keys import Keys
 from tests.support.cast import PEPPER, Cast
 from tests.support.clock import FakeClock
+from tests.support.query_plans import query_plan
 
 START = datetime(2026, 10, 24, 9, 41, 12, 345, tzinfo=UTC)
 FIRST_HOUR = START.replace(minute=0, second=0, microsecond=0)
@@ -65,14 +65,6 @@ def row_key_of(scope: ReportScope) -> RowKey:
     return RowKey(START.replace(minute=0) + timedelta(hours=30), (*(f"{name}_1" for name in scope.key_columns), "EUR"))
 
 
-async def plan_lines(database: Database, query: Select[Any]) -> list[str]:
-    """Return the lines of SQLite's plan for a query."""
-    compiled = query.compile(dialect=sqlite.dialect(), compile_kwargs={"literal_binds": True})
-    async with database.reading() as connection:
-        rows = (await connection.execute(text("EXPLAIN QUERY PLAN " + str(compiled).replace(":", r"\:")))).all()
-    return [str(row[3]) for row in rows]
-
-
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 @pytest.mark.parametrize("columns", GROUPINGS, ids=lambda columns: "+".join(columns) or "nothing")
 async def test_a_page_reads_only_its_own_index_ranges(database: Database, columns: tuple[str, ...]) -> None:
@@ -80,7 +72,7 @@ async def test_a_page_reads_only_its_own_index_ranges(database: Database, column
     for filters in NARROWED:
         scope = ReportScope(columns=columns, filters=filters)
         for after in (None, row_key_of(scope)):
-            read = [line for line in await plan_lines(database, page(segments, scope, after)) if "usage_" in line]
+            read = await query_plan(database, page(segments, scope, after), "usage_")
             assert read
             assert [line for line in read if not line.startswith("SEARCH")] == [], (filters, after)
 
@@ -92,7 +84,7 @@ async def test_days_of_a_few_owners_are_read_without_rows_of_others(database: Da
     for filters in FEW:
         scope = ReportScope(columns=columns, filters=filters)
         for query in (page_query(segments, scope, 51, None), report_query(segments, scope), totals_query(segments, scope)):
-            read = [line for line in await plan_lines(database, query) if "usage_rollups" in line]
+            read = await query_plan(database, query, "usage_rollups")
             assert read
             assert [line for line in read if "start_at=?" not in line or "tenant_id=?" not in line] == [], filters
 
@@ -106,7 +98,7 @@ async def test_a_page_of_a_few_owners_over_any_period_is_read_without_rows_of_ot
     for filters in FEW:
         scope = ReportScope(columns=columns, filters=filters)
         for after in (None, row_key_of(scope)):
-            read = [line for line in await plan_lines(database, page(segments, scope, after)) if "usage_rollups" in line]
+            read = await query_plan(database, page(segments, scope, after), "usage_rollups")
             assert read
             assert [line for line in read if "tenant_id=?" not in line] == [], (filters, after)
 
@@ -208,7 +200,7 @@ async def test_sums_of_many_keys_are_read_by_their_tenants(database: Database) -
     segments = split_period(START, START + timedelta(days=30), "day", BillingCalendar("Europe/Berlin"))
     scope = ReportScope(columns=("key_id",), filters={"key_id": {f"key_{number}" for number in range(OWNERS_MAX + 1)}})
     for query in (report_query(segments, scope), totals_query(segments, scope), page_query(segments, scope, 51, None)):
-        lines = await plan_lines(database, query)
+        lines = await query_plan(database, query, "")
         assert any("api_keys" in line for line in lines)
         assert [line for line in lines if "usage_rollups" in line and "tenant_id=?" not in line] == []
 

@@ -82,9 +82,11 @@ async def test_a_manager_can_send_mail_only_to_members_of_the_tenant(alerts: Ale
             await alerts.webhooks.create(**mail, target=stranger)  # type: ignore[arg-type]
         with pytest.raises(InvalidValue, match="member of the tenant"):
             await alerts.webhooks.update(made.id, WebhookChanges(target=stranger), access=manager)
-    given, _ = await alerts.webhooks.create(kind="email", tenant_id=tenant_id, target="ops@example.com", access=WHOLE_APPLIANCE)
-    assert (await alerts.webhooks.update(given.id, WebhookChanges(target="ops@example.com"), access=manager)) == given
-    hers = await alerts.webhooks.update(given.id, WebhookChanges(target="bella@example.com"), access=manager)
+    by_owner, _ = await alerts.webhooks.create(
+        kind="email", tenant_id=tenant_id, target="ops@example.com", access=WHOLE_APPLIANCE
+    )
+    assert (await alerts.webhooks.update(by_owner.id, WebhookChanges(target="ops@example.com"), access=manager)) == by_owner
+    hers = await alerts.webhooks.update(by_owner.id, WebhookChanges(target="bella@example.com"), access=manager)
     assert hers.target == "bella@example.com"
 
 
