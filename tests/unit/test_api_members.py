@@ -263,7 +263,7 @@ async def test_short_lists_are_paged_like_all_lists(api: ApiApp, bob: str) -> No
 async def test_the_number_of_queries_of_a_list_does_not_depend_on_its_length(api: ApiApp, bob: str) -> None:
     paths = ("/members", f"/tenants/{bob}/members", "/tenants", f"/tenants/{bob}/keys", "/tiers", "/model-limits")
     counts: dict[str, list[int]] = {path: [] for path in paths}
-    for many in (1, 20):
+    for many in (1, 5):
         for number in range(many):
             email = f"m{many}-{number}@example.com"
             await api.call("POST", f"/tenants/{bob}/members", status=201, json={"email": email, "role": "viewer"})

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from appliance.base.db import Database
-from appliance.metering.alerts.budgets import ALERTS_PER_TRANSACTION
+from appliance.metering.alerts import budgets
 from appliance.metering.alerts.outbox import Delivery
 from appliance.metering.alerts.webhooks import Webhook
 from appliance.metering.limits import owner_sums
@@ -346,8 +346,11 @@ async def test_a_check_of_many_owners_is_one_statement_per_period(harness: Harne
     assert len([statement for statement in statements if "alert_percents" in statement or "model_policies" in statement]) == 3
 
 
-async def test_a_sweep_enqueues_more_alerts_than_fit_a_transaction_and_the_next_sweep_none(harness: Harness) -> None:
-    count = ALERTS_PER_TRANSACTION // 2 + 1
+async def test_a_sweep_enqueues_more_alerts_than_fit_a_transaction_and_the_next_sweep_none(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budgets, "ALERTS_PER_TRANSACTION", 4)
+    count = 3  # models, each with two alerts
     for number in range(count):
         await harness.models.put(f"m{number}", Limits(tokens_per_day=10))
         await harness.spender.spend(harness.bob, 1, model=f"m{number}")

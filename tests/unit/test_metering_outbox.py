@@ -12,8 +12,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from appliance.base.db import Database
 from appliance.base.errors import Conflict, NotFound, RateLimitExceeded
 from appliance.metering.alerts import outbox as outbox_module
+from appliance.metering.alerts import send_limits
 from appliance.metering.alerts.outbox import ATTEMPTS_MAX, LEASE_S, Delivery, Outbox, retry_delay_s
-from appliance.metering.alerts.send_limits import RETRIES_PER_HOUR_MAX, TESTS_PER_HOUR_MAX
+from appliance.metering.alerts.send_limits import TESTS_PER_HOUR_MAX
 from appliance.metering.alerts.webhooks import WebhookChanges
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.support.alerts import TARGET, AlertParts, alert_parts
@@ -277,20 +278,23 @@ async def test_tests_of_removed_webhooks_count_for_new_webhooks_of_the_same_owne
     await alerts.outbox.send_test(made_again, access=WHOLE_APPLIANCE)
 
 
-async def test_manual_retries_are_limited_per_owner_and_hour(alerts: AlertParts, cast: Cast, clock: FakeClock) -> None:
+async def test_manual_retries_are_limited_per_owner_and_hour(
+    alerts: AlertParts, cast: Cast, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(send_limits, "RETRIES_PER_HOUR_MAX", 6)
     webhook_ids = [await add_webhook(alerts, cast.bob.tenant.id) for _ in range(2)]
     await alerts.enqueue(tenant_id=cast.bob.tenant.id)
     bobs = await alerts.messages()
     appliance_webhook = await add_webhook(alerts)
     test_message = await alerts.outbox.send_test(appliance_webhook, access=WHOLE_APPLIANCE)
-    for attempt in range(RETRIES_PER_HOUR_MAX):
+    for attempt in range(6):
         message = bobs[attempt % 2]
         await alerts.outbox.retry(message.webhook_id, message.id, access=WHOLE_APPLIANCE)
         clock.advance(1)
     assert {message.webhook_id for message in bobs} == set(webhook_ids)
     with pytest.raises(RateLimitExceeded) as refused:
         await alerts.outbox.retry(bobs[0].webhook_id, bobs[0].id, access=WHOLE_APPLIANCE)
-    assert refused.value.retry_after_s == 3600 - RETRIES_PER_HOUR_MAX
+    assert refused.value.retry_after_s == 3600 - 6
     await alerts.outbox.retry(appliance_webhook, test_message.id, access=WHOLE_APPLIANCE)
     clock.advance(refused.value.retry_after_s)
     await alerts.outbox.retry(bobs[0].webhook_id, bobs[0].id, access=WHOLE_APPLIANCE)

@@ -35,12 +35,14 @@ async def ledger(database: Database, clock: FakeClock, cast: Cast) -> AsyncItera
 
 
 async def answered(ledger: Ledger, clock: FakeClock, person: Person, lengths: list[int], model: str = "demo") -> None:
-    """Serve requests with answers of these lengths, one after the other."""
-    for length in lengths:
+    """Serve requests with answers of these lengths, admitted one after the other."""
+    entries = []
+    for _ in lengths:
         clock.advance(1)
-        entry = pending(person, model=model, admitted_at=clock.now())
-        await ledger.open(entry)
-        await ledger.settle(posted(entry.request_id, completion=length))
+        entries.append(pending(person, model=model, admitted_at=clock.now()))
+    await asyncio.gather(*(ledger.open(entry) for entry in entries))
+    settlements = [posted(entry.request_id, completion=length) for entry, length in zip(entries, lengths, strict=True)]
+    await asyncio.gather(*(ledger.settle(settlement) for settlement in settlements))
 
 
 async def test_a_start_reads_the_last_answers_of_a_key_and_a_model(
