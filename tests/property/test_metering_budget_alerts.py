@@ -1,5 +1,5 @@
-"""Every threshold that is reached is told at once and never again to whoever may hear of it, whoever's limit it is and whatever
-the order of settlements, corrections, changed limits, failing commits and restarts. The twin is a list of events."""
+"""Every threshold that is reached alerts each webhook of its owner and the appliance once, in any order of settlements,
+corrections, changed limits, failing commits and restarts. The plain twin is a list of events."""
 
 from __future__ import annotations
 
@@ -236,9 +236,7 @@ async def everybody(database: Database, clock: FakeClock, cast: Cast) -> list[Pe
 
 
 @pytest.mark.parametrize(("database_url", "seed"), EACH_SEED_ON_ONE_DATABASE, indirect=["database_url"])
-async def test_every_crossing_is_told_to_each_who_listens_once(
-    database: Database, clock: FakeClock, cast: Cast, seed: int
-) -> None:
+async def test_every_crossing_alerts_each_subscriber_once(database: Database, clock: FakeClock, cast: Cast, seed: int) -> None:
     life = Life(database, clock, await everybody(database, clock, cast), seed)
     for owner in life.owners:
         owner.currency = "CHF" if owner.tenant == cast.charlie.tenant.id else "EUR"

@@ -54,7 +54,7 @@ class Twin:
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-async def test_every_event_is_on_one_invoice_or_in_the_open_rest(
+async def test_every_event_is_on_exactly_one_invoice_or_still_open(
     database: Database, clock: FakeClock, cast: Cast, seed: int
 ) -> None:
     chance = random.Random(seed)
@@ -102,9 +102,7 @@ async def test_every_event_is_on_one_invoice_or_in_the_open_rest(
     assert numbers == [f"2026-{count:04d}" for count in range(1, len(numbers) + 1)]
 
 
-async def test_an_allowance_takes_from_each_month_what_it_cost_and_no_more(
-    database: Database, clock: FakeClock, cast: Cast
-) -> None:
+async def test_an_allowance_deducts_at_most_the_cost_of_each_month(database: Database, clock: FakeClock, cast: Cast) -> None:
     chance = random.Random(7)
     price = await add_price(database)
     invoices, allowances = euro_invoices(database, clock, BillingCalendar("UTC")), FreeAllowances(database, clock)

@@ -178,7 +178,7 @@ async def walked(story: Story, question: dict[str, Any], limit: int) -> list[Usa
         cursor = page.next_cursor
 
 
-async def test_pages_joined_together_are_the_whole_report(story: Story) -> None:
+async def test_concatenated_pages_equal_the_whole_report(story: Story) -> None:
     events = await all_events(story.database)
     lengths = []
     for _ in range(QUESTIONS):
@@ -192,7 +192,7 @@ async def test_pages_joined_together_are_the_whole_report(story: Story) -> None:
     assert 0 in lengths
 
 
-async def test_what_is_settled_between_two_pages_doubles_and_loses_no_row(story: Story) -> None:
+async def test_settlements_between_two_pages_neither_repeat_nor_lose_rows(story: Story) -> None:
     for _ in range(QUESTIONS // 6):
         question, limit = story.question(), story.chance.choice([3, 7, 20])
         before = {place_of(row) for row in await story.reports.usage(**question, access=WHOLE_APPLIANCE)}
@@ -214,7 +214,7 @@ async def test_what_is_settled_between_two_pages_doubles_and_loses_no_row(story:
         assert before <= set(shown), question
 
 
-async def test_a_cursor_goes_on_in_the_period_of_its_report(story: Story) -> None:
+async def test_a_cursor_continues_in_the_period_of_its_report(story: Story) -> None:
     day = timedelta(days=1)
     report: dict[str, Any] = {"bucket": "minute", "group_by": ["key"], "limit": 10}
     whole = await story.reports.usage(story.middle - day, story.middle + day, "minute", ["key"], access=WHOLE_APPLIANCE)
@@ -234,7 +234,7 @@ async def test_a_cursor_of_another_report_is_refused(story: Story) -> None:
         assert refused.value.param == "cursor"
 
 
-async def test_a_cursor_of_a_report_on_others_is_refused(story: Story) -> None:
+async def test_a_cursor_of_a_report_with_other_filters_is_refused(story: Story) -> None:
     period = (story.middle - timedelta(days=1), story.middle + timedelta(days=1))
     tenant_id, key_id = story.owners[0]
     asked = [UsageFilter(), UsageFilter(tenant_ids=[tenant_id]), UsageFilter(key_ids=[key_id]), UsageFilter(models=MODELS[:2])]
@@ -252,7 +252,7 @@ async def test_a_cursor_of_a_report_on_others_is_refused(story: Story) -> None:
             assert refused.value.param == "cursor"
 
 
-async def test_a_cursor_is_blamed_for_a_period_that_is_none(story: Story) -> None:
+async def test_a_cursor_with_an_invalid_period_is_refused(story: Story) -> None:
     period = (story.middle - timedelta(days=1), story.middle + timedelta(days=1))
     cursor = (await story.reports.usage_page(*period, "hour", limit=1, access=WHOLE_APPLIANCE)).next_cursor
     assert cursor is not None
@@ -265,7 +265,7 @@ async def test_a_cursor_is_blamed_for_a_period_that_is_none(story: Story) -> Non
         assert refused.value.param == "cursor"
 
 
-async def test_the_sums_of_the_appliance_are_those_of_its_owners_and_can_be_built_again(story: Story) -> None:
+async def test_the_sums_of_the_appliance_match_its_owners_and_can_be_rebuilt(story: Story) -> None:
     async def appliance_sums() -> set[tuple[Any, ...]]:
         async with story.database.reading() as connection:
             rows = (await connection.execute(select(usage_box_rollups))).all()

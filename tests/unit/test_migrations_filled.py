@@ -240,16 +240,14 @@ def same(before: Rows, after: Rows) -> bool:
     return True
 
 
-def test_every_version_before_the_newest_is_filled_here() -> None:
+def test_every_older_version_has_test_data_here() -> None:
     scripts = ScriptDirectory(str(Path(__file__).parents[2] / "migrations"))
     versions = {script.revision for script in scripts.walk_revisions()}
     assert set(FILLED) == versions - {migrations.head_revision()}
 
 
 @pytest.mark.parametrize("version", FILLED)
-def test_a_filled_version_goes_to_the_newest_and_back_and_no_row_is_lost_or_changed(
-    version: str, empty_database_url: str
-) -> None:
+def test_upgrade_and_downgrade_keep_every_row_of_each_version(version: str, empty_database_url: str) -> None:
     url = empty_database_url
     FILLED[version](url)
     before = everything(url)
@@ -263,7 +261,7 @@ def test_a_filled_version_goes_to_the_newest_and_back_and_no_row_is_lost_or_chan
     assert everything(url, anew=True) == newest
 
 
-def test_what_was_written_for_good_before_the_database_kept_it_is_kept_from_then_on(empty_database_url: str) -> None:
+def test_final_rows_of_older_versions_are_immutable_after_the_upgrade(empty_database_url: str) -> None:
     fill_second(empty_database_url)
     migrations.upgrade(empty_database_url)
     for statement in (
@@ -278,7 +276,7 @@ def test_what_was_written_for_good_before_the_database_kept_it_is_kept_from_then
             connection.execute(text(statement))
 
 
-async def test_what_the_first_version_wrote_comes_through_whole(filled_url: str) -> None:
+async def test_data_of_the_first_version_is_complete_after_the_upgrade(filled_url: str) -> None:
     before = contents(filled_url)
     migrations.upgrade(filled_url)
     after = contents(filled_url)
@@ -295,7 +293,7 @@ async def test_what_the_first_version_wrote_comes_through_whole(filled_url: str)
     assert [finding.name for finding in findings if finding.state != "holds"] == ["pending"]
 
 
-async def test_the_upgraded_database_serves_at_once(filled_url: str) -> None:
+async def test_the_upgraded_database_can_be_used_at_once(filled_url: str) -> None:
     migrations.upgrade(filled_url)
     async with Database.open(filled_url) as database:
         epoch_id = await begin_epoch(database, SystemClock(), "next")
@@ -305,14 +303,14 @@ async def test_the_upgraded_database_serves_at_once(filled_url: str) -> None:
         )
         found = [(row.tenant_id, row.requests, row.completion_tokens) for row in rows]
         assert found == [("tn_bob", 1, 7), ("tn_bob", 1, 7), ("tn_charlie", 1, 7)]
-        # The first version knew days of UTC alone; those events keep their day, and the sums move to where it begins elsewhere.
+        # The first version had only days in UTC: its events keep their day, and the sums move to where it begins in this zone.
         assert await rollups.align_days(database, BillingCalendar("Europe/Berlin"))
         assert not await rollups.align_days(database, BillingCalendar("Europe/Berlin"))
     findings = await check_ledger(filled_url, running=False, time_zone="Europe/Berlin")
     assert [finding.name for finding in findings if finding.state != "holds"] == []
 
 
-async def test_the_way_back_keeps_what_the_first_version_knew(filled_url: str) -> None:
+async def test_a_downgrade_to_the_first_version_keeps_its_data(filled_url: str) -> None:
     before = contents(filled_url)
     migrations.upgrade(filled_url)
     await use_what_is_new(filled_url)
@@ -329,9 +327,7 @@ async def test_the_way_back_keeps_what_the_first_version_knew(filled_url: str) -
 
 
 @pytest.mark.parametrize("version", ["0003", "0002", "0001"])
-async def test_the_way_back_and_forth_does_not_forget_which_work_was_batch_work_and_what_it_paid(
-    version: str, filled_url: str
-) -> None:
+async def test_a_downgrade_and_upgrade_keep_batch_marks_and_prices(version: str, filled_url: str) -> None:
     migrations.upgrade(filled_url)
     await do_batch_work(filled_url)
     before = everything(filled_url)
