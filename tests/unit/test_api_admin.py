@@ -15,6 +15,7 @@ from appliance.serving.live_requests import LiveRequest
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.browser_rules import PLAIN_COOKIE, SECURE_COOKIE
 from tests.support.api_app import ApiApp
+from tests.support.case_ids import case_id
 from tests.support.cast import Person
 from tests.support.console_fixtures import EngineSide
 
@@ -112,6 +113,7 @@ async def test_a_keys_expiry_and_limits_can_be_changed(api: ApiApp) -> None:
         ("allowed_networks", ["10.0.0.0/8"]),
         ("limits", {"tokens_per_minute": 7}),
     ],
+    ids=case_id,
 )
 async def test_each_field_of_a_key_can_be_changed_alone(api: ApiApp, name: str, value: Any) -> None:
     tenant = await new_tenant(api)
@@ -132,6 +134,7 @@ async def test_each_field_of_a_key_can_be_changed_alone(api: ApiApp, name: str, 
         ("allowed_models", ["m"]),
         ("suspended", True),
     ],
+    ids=case_id,
 )
 async def test_each_field_of_a_tenant_can_be_changed_alone(api: ApiApp, name: str, value: Any) -> None:
     tenant = await new_tenant(api)

@@ -10,6 +10,7 @@ import pytest
 
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.support.api_app import ApiApp
+from tests.support.case_ids import case_id
 from tests.support.cast import ALICE_PASSWORD
 from tests.support.tenant_isolation import session_headers
 
@@ -80,6 +81,7 @@ async def test_the_list_is_paged_and_filtered(api: ApiApp) -> None:
 @pytest.mark.parametrize(
     ("query", "param"),
     [({"start": "now"}, "start"), ({"cursor": "x"}, "cursor"), ({"limit": "0"}, "limit"), ({"who": "x"}, "who")],
+    ids=case_id,
 )
 async def test_an_invalid_parameter_is_named(api: ApiApp, query: dict[str, str], param: str) -> None:
     assert (await api.call("GET", "/audit", status=400, params=query))["error"]["param"] == param

@@ -20,6 +20,7 @@ from appliance.serving.endings import with_client_field_name
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from engine.grammar.spec import GrammarError, grammar_spec
 from tests.support.api_app import ApiApp
+from tests.support.case_ids import case_id
 
 FieldPath = tuple[str | int, ...]
 Schema = dict[str, Any]
@@ -369,6 +370,7 @@ async def test_query_parameters_are_refused_exactly_beyond_the_described_limits(
         ("patch /admin/v1/tiers/{name}", "name", {"admission_wait_ms": 0}),
         ("post /v1/organization/projects/{project_id}/rate_limits/{rate_limit_id}", "rate_limit_id", {}),
     ],
+    ids=case_id,
 )
 async def test_path_parameters_beyond_the_described_limits_are_not_found(
     api: ApiApp, operation: str, name: str, body: Schema

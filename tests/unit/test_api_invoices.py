@@ -14,6 +14,7 @@ from pypdf import PdfReader
 from appliance.metering.ledger.epochs import begin_epoch
 from tests.support.api_app import ApiApp
 from tests.support.billing import Tokens, add_price, post_event
+from tests.support.case_ids import case_id
 from tests.support.cast import Person, make_person
 from tests.support.tenant_isolation import PopulatedTenant, make_populated_tenant, session_headers
 
@@ -140,6 +141,7 @@ async def test_impossible_transitions_are_conflicts_with_their_reason(api: ApiAp
         ("PUT", "/economics", {**HARDWARE, "currency": ""}, 400, "currency"),
         ("PUT", "/economics", {**HARDWARE, "hosted": [{"name": "a", "prompt": -1, "completion": 0}]}, 400, "hosted.prompt"),
     ],
+    ids=case_id,
 )
 async def test_an_invalid_field_or_id_is_named(
     api: ApiApp, bob: Person, method: str, path: str, body: Any, status: int, param: str | None

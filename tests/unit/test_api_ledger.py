@@ -14,6 +14,7 @@ from appliance.tenancy.keys import Keys
 from appliance.tenancy.tenants import Tenants
 from tests.support import factories
 from tests.support.api_app import ApiApp
+from tests.support.case_ids import case_id
 from tests.support.cast import PEPPER, Person
 from tests.support.ledgers import utc_ledger
 
@@ -68,6 +69,7 @@ async def test_a_price_can_begin_in_the_future_but_not_twice_or_in_the_past(api:
 @pytest.mark.parametrize(
     ("field", "value"),
     [("prompt", -1), ("rejected_draft", 10**13), ("batch_percent", 101), ("currency", "euro"), ("tier_percents", {"gold": 1})],
+    ids=case_id,
 )
 async def test_an_invalid_field_of_a_price_is_named(api: ApiApp, field: str, value: Any) -> None:
     assert await api.refusal("POST", "/prices", 400, json={**PRICE, field: value}) == ("invalid_value", field)

@@ -12,6 +12,7 @@ from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import Principal
 from tests.support.api_app import ApiApp
+from tests.support.case_ids import case_id
 
 
 @pytest.fixture
@@ -119,7 +120,7 @@ async def test_an_unknown_model_is_reported(api: ApiApp) -> None:
     assert (answer["allowed"], answer["decisions"], answer["wait_s"], answer["reserved_tokens"]) == (False, [], None, 0)
 
 
-@pytest.mark.parametrize("changes", [{}, {"allowed_models": ["demo"]}, {"suspended": True}])
+@pytest.mark.parametrize("changes", [{}, {"allowed_models": ["demo"]}, {"suspended": True}], ids=case_id)
 async def test_unknown_model_names_reach_neither_limits_nor_prices(
     api: ApiApp, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

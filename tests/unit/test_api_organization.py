@@ -21,6 +21,7 @@ from appliance.metering.usage import UsageFilter
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.audit_chain import AuditEntry
 from tests.support.api_app import ApiApp
+from tests.support.case_ids import case_id
 from tests.support.cast import Person, make_person
 from tests.support.clock import START, FakeClock
 from tests.support.factories import pending, posted
@@ -173,6 +174,7 @@ async def test_costs_in_two_currencies_are_not_added(api: ApiApp) -> None:
         ("/audit_logs", {"effective_at[gte]": "-1"}, "effective_at[gte]"),
         ("/admin_api_keys", {"order": "up"}, "order"),
     ],
+    ids=case_id,
 )
 async def test_an_invalid_parameter_is_named(api: ApiApp, path: str, query: dict[str, str], param: str) -> None:
     assert (await read(api, path, 400, **query))["error"]["param"] == param

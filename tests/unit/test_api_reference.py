@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.support.api_app import ApiApp
+from tests.support.case_ids import case_id
 from tests.support.tenant_isolation import session_headers
 
 PASSWORD = "a password of tests"
@@ -40,6 +41,7 @@ class Objects(NamedTuple):
         ("POST", "/v1/organization/projects/{active}/api_keys/{rotated}", {"expires_in_seconds": 60}, 409),
         ("POST", "/admin/v1/limits/check", REQUEST, 404),
     ],
+    ids=case_id,
 )
 async def test_the_reference_lists_conflicts_that_operations_return(
     api: ApiApp, method: str, path: str, json: dict[str, Any] | None, status: int

@@ -21,6 +21,7 @@ from appliance.metering.limits.windows import Moment
 from appliance.metering.prices import Price
 from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
+from tests.support.case_ids import case_id
 from tests.support.clock import FakeClock
 from tests.support.factories import price, principal
 from tests.support.ledgers import num_running, utc_admission
@@ -80,6 +81,7 @@ async def test_200_concurrent_requests_are_admitted_exactly_up_to_the_capacity(a
         (Limits(concurrent_requests=5, tokens_per_day=100), Limits(concurrent_requests=0)),
         (Limits(tokens_per_minute=100, requests_per_minute=5, concurrent_requests=5), Limits(tokens_per_day=1)),
     ],
+    ids=case_id,
 )
 async def test_a_refusal_consumes_nothing(admission: Admission, tenant: Limits, key: Limits) -> None:
     bob = principal(tenant, key)
@@ -472,7 +474,7 @@ async def test_concurrent_long_answers_are_expected_to_be_as_long_as_single_ones
     assert held == [900] * 30
 
 
-@pytest.mark.parametrize("limits", [Limits(tokens_per_day=1000), Limits(monthly_budget=1000)])
+@pytest.mark.parametrize("limits", [Limits(tokens_per_day=1000), Limits(monthly_budget=1000)], ids=case_id)
 async def test_concurrent_requests_exceed_a_limit_of_the_day_or_month_by_one_request_at_most(
     clock: FakeClock, limits: Limits
 ) -> None:

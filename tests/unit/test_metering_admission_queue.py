@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from appliance.metering.limits.allowances import Ahead
 from appliance.metering.limits.waiter_queue import WaiterQueue
 from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
+from tests.support.case_ids import case_id
 from tests.support.clock import START, FakeClock
 from tests.support.factories import adjustment, price, principal
 from tests.support.ledgers import num_running
@@ -22,7 +24,7 @@ from tests.support.waiting_requests import Queue, Waits, limited
 
 
 @pytest.fixture
-async def queue(clock: FakeClock):  # type: ignore[no-untyped-def]
+async def queue(clock: FakeClock) -> AsyncIterator[Queue]:
     opened = Queue(clock)
     yield opened
     await opened.close()
@@ -124,6 +126,7 @@ async def test_without_patience_a_request_does_not_wait_for_running_ones(queue: 
 @pytest.mark.parametrize(
     ("limits", "error"),
     [(Limits(tokens_per_minute=10), RequestExceedsLimit), (Limits(concurrent_requests=0), RequestExceedsLimit)],
+    ids=case_id,
 )
 async def test_a_request_that_never_fits_does_not_wait(queue: Queue, limits: Limits, error: type[Exception]) -> None:
     assert isinstance((await queue.submit(principal(limits), 11)).exception(), error)

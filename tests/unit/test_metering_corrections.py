@@ -28,6 +28,7 @@ from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.audit import AuditLog
 from appliance.tenancy.principals import Limits, Principal
 from tests.support import factories
+from tests.support.case_ids import case_id
 from tests.support.cast import Cast
 from tests.support.clock import START, FakeClock
 from tests.support.ledgers import all_events, euro_prices, running_ledger, settle, utc_admission, utc_corrections, utc_sums
@@ -125,6 +126,7 @@ async def test_a_cost_alone_can_be_refunded_up_to_what_was_billed(
         ({"completion_tokens": -1, "note": "x" * (NOTE_CHARS_MAX + 1)}, "note"),
         ({"completion_tokens": -1, "note": "a\x00b"}, "note"),
     ],
+    ids=case_id,
 )
 async def test_an_invalid_correction_is_refused_naming_the_field_and_changes_nothing(
     database: Database, clock: FakeClock, event: UsageEvent, fields: dict[str, Any], param: str

@@ -23,6 +23,7 @@ from appliance.metering.past_requests import PastRequests
 from appliance.metering.prices import Price, PriceBook
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.support import factories
+from tests.support.case_ids import case_id
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.factories import pending, posted, voided
@@ -280,7 +281,9 @@ async def test_a_cancelled_caller_does_not_stop_the_settlement(database: Databas
 
 
 @pytest.mark.parametrize(
-    "error", [OperationalError("COMMIT", {}, Exception()), PoolTimeout("no connection is free"), OSError("no route to host")]
+    "error",
+    [OperationalError("COMMIT", {}, Exception()), PoolTimeout("no connection is free"), OSError("no route to host")],
+    ids=case_id,
 )
 async def test_a_round_that_fails_on_the_database_is_written_later(
     database: Database, clock: FakeClock, cast: Cast, monkeypatch: pytest.MonkeyPatch, error: Exception
@@ -375,6 +378,7 @@ _OF_TABLES_AWAY.sqlstate, _OF_ANOTHER_FAULT.sqlstate = "42P01", "42601"  # type:
         (InterfaceError("COMMIT", {}, Exception()), False),
         (OSError("disk full"), False),
     ],
+    ids=case_id,
 )
 def test_errors_are_attributed_to_the_row_or_to_the_database(error: Exception, is_bad: bool) -> None:
     assert is_bad_row(error) == is_bad

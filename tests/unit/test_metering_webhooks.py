@@ -20,6 +20,7 @@ from appliance.tenancy.memberships import Memberships
 from appliance.tenancy.roles import Action, Role, TenantRole
 from appliance.tenancy.tenants import Tenants
 from tests.support.alerts import LOOPBACK, TARGET, AlertParts, alert_parts
+from tests.support.case_ids import case_id
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 
@@ -162,6 +163,7 @@ async def test_an_invalid_grace_period_is_refused(alerts: AlertParts, grace_s: o
         ({"tenant_id": "tn_unknown"}, "tenant_id"),
         ({"tenant_id": "tn\u0000"}, "tenant_id"),
     ],
+    ids=case_id,
 )
 async def test_an_invalid_field_is_refused_by_name(alerts: AlertParts, changes: dict[str, object], param: str) -> None:
     with pytest.raises((InvalidValue, NotFound)) as refused:

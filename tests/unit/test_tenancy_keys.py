@@ -35,6 +35,7 @@ from appliance.tenancy.model_policies import ModelPolicies
 from appliance.tenancy.principals import ApiKey, KeyChanges, Limits, Tenant, TenantChanges
 from appliance.tenancy.tenants import Tenants
 from appliance.tenancy.tiers import Tiers
+from tests.support.case_ids import case_id
 from tests.support.cast import PEPPER, Cast
 from tests.support.clock import FakeClock
 
@@ -265,6 +266,7 @@ async def test_a_key_is_accepted_only_from_its_allowed_networks(
         ({"expires_at": FakeClock().now()}, "expires_at"),
         ({"expires_at": (FakeClock().now() + timedelta(days=1)).replace(tzinfo=None)}, "expires_at"),
     ],
+    ids=case_id,
 )
 async def test_an_invalid_field_is_named_in_create_and_update(
     keys: Keys, cast: Cast, changes: dict[str, Any], param: str

@@ -16,6 +16,7 @@ from appliance.tenancy.model_policies import ModelPolicies
 from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
 from appliance.tenancy.tenants import Tenants
 from appliance.tenancy.tiers import ADMISSION_WAIT_MS_MAX, Tiers
+from tests.support.case_ids import case_id
 from tests.support.cast import PEPPER, Cast
 from tests.support.clock import FakeClock
 from tests.support.factories import pending, posted
@@ -78,6 +79,7 @@ async def test_models_without_any_limit_are_not_stored(tenants: Tenants, keys: K
         ("alert_percents", [], ()),
         ("alert_percents", None, None),
     ],
+    ids=case_id,
 )
 async def test_each_field_of_a_tenant_can_be_changed_alone(
     tenants: Tenants, cast: Cast, field: str, value: object, stored: object
@@ -116,6 +118,7 @@ async def test_each_field_of_a_tenant_can_be_changed_alone(
         ("weight", 0, "weight", "1 to 1000"),
         ("tier", "gold", "tier", "interactive"),
     ],
+    ids=case_id,
 )
 async def test_an_invalid_field_of_a_tenant_is_refused_with_its_bounds(
     tenants: Tenants, cast: Cast, field: str, value: object, param: str, words: str

@@ -20,6 +20,7 @@ from appliance.tenancy.oidc import (
     ProviderUnavailable,
     provider_from_settings,
 )
+from tests.support.case_ids import case_id
 from tests.support.clock import FakeClock
 from tests.support.oidc_provider import CLIENT_ID, ISSUER, TOKEN_LIFE_S, FakeProvider, ec_key, rsa_key
 
@@ -75,6 +76,7 @@ async def test_a_valid_response_identifies_the_member(fake: FakeProvider) -> Non
         ({"sub": "alice-7\u200b"}, "no valid subject"),
         ({"picture": "x" * TOKEN_CHARS_MAX}, "no ID token"),
     ],
+    ids=case_id,
 )
 async def test_an_id_token_with_an_invalid_claim_is_refused(fake: FakeProvider, claims: dict[str, Any], reason: str) -> None:
     fake.claims = claims
@@ -106,7 +108,9 @@ async def test_an_id_token_not_signed_by_a_key_of_the_provider_is_refused(fake: 
         await identify(fake)
 
 
-@pytest.mark.parametrize("claims", [{"aud": [CLIENT_ID]}, {"aud": [CLIENT_ID, "other"], "azp": CLIENT_ID}, {"azp": CLIENT_ID}])
+@pytest.mark.parametrize(
+    "claims", [{"aud": [CLIENT_ID]}, {"aud": [CLIENT_ID, "other"], "azp": CLIENT_ID}, {"azp": CLIENT_ID}], ids=case_id
+)
 async def test_an_id_token_for_several_audiences_requires_us_as_authorized_party(
     fake: FakeProvider, claims: dict[str, Any]
 ) -> None:
@@ -293,6 +297,7 @@ async def test_an_unavailable_provider_is_not_contacted_again_during_a_pause(
         {"jwks_uri": "https://["},
         {"padding": "x" * ANSWER_BYTES_MAX},
     ],
+    ids=case_id,
 )
 async def test_an_invalid_discovery_document_is_refused(fake: FakeProvider, metadata: dict[str, Any]) -> None:
     fake.metadata = metadata

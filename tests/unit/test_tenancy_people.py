@@ -21,6 +21,7 @@ from appliance.tenancy.audit import AuditLog
 from appliance.tenancy.members import Members
 from appliance.tenancy.roles import ALLOWED, ALLOWED_IN_TENANT, Action, Role, TenantRole, not_allowed
 from appliance.tenancy.sessions import Sessions
+from tests.support.case_ids import case_id
 from tests.support.cast import ALICE_PASSWORD, Cast
 from tests.support.clock import FakeClock
 
@@ -204,6 +205,7 @@ async def test_a_proven_password_opens_no_session_once_it_was_reset(
         ({"password": "\ud800" * 10}, "password"),
         ({"role": "king"}, "role"),
     ],
+    ids=case_id,
 )
 async def test_an_invalid_field_of_a_member_is_named(people: Members, changes: dict[str, str], param: str) -> None:
     fields = {"email": "x@y", "password": "long enough", "role": "viewer"} | changes

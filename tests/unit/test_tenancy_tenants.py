@@ -13,6 +13,7 @@ from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.fields import LIMIT_MAX
 from appliance.tenancy.principals import LIMIT_NAMES, Limits, TenantChanges
 from appliance.tenancy.tenants import Tenants
+from tests.support.case_ids import case_id
 from tests.support.clock import FakeClock
 
 ALL_LIMITS = Limits(tokens_per_minute=1, requests_per_minute=2, concurrent_requests=3, tokens_per_day=4, monthly_budget=5)
@@ -49,6 +50,7 @@ async def test_a_tenant_is_read_as_it_was_created(tenants: Tenants, clock: FakeC
         ({"allowed_models": "demo"}, "allowed_models"),
         ({"allowed_models": ["demo", 3]}, "allowed_models"),
     ],
+    ids=case_id,
 )
 async def test_an_invalid_field_is_named_in_create_and_update(tenants: Tenants, changes: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidValue) as refused:
