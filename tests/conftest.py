@@ -22,8 +22,9 @@ from tests.support.alternate_databases import skipped_cases
 from tests.support.cast import Cast, make_cast, quick_hasher
 from tests.support.clock import FakeClock
 from tests.support.compiled_statements import share_compiled_statements
-from tests.support.databases import Cluster, is_required, postgresql_binaries, running_cluster
+from tests.support.databases import Cluster, postgresql_binaries, running_cluster
 from tests.support.deselection import deselect
+from tests.support.required_parts import is_required
 from tests.support.row_templates import make_from_template
 
 YOUNG_OBJECTS_MAX = 20_000  # threshold of a collection: tests create more objects than a server, and pauses do not matter

@@ -18,7 +18,7 @@ from playwright.async_api import Browser, BrowserContext, ConsoleMessage, Error,
 from appliance.base.clock import SystemClock
 from tests.support.cast import ALICE_PASSWORD
 from tests.support.console_fixtures import ConsoleApp, open_console
-from tests.support.databases import is_required
+from tests.support.required_parts import is_required
 
 SAMPLE_INTERVAL_S = 0.15
 DEADLINE_MS = 60_000

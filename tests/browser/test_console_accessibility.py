@@ -18,7 +18,7 @@ from appliance.tenancy.principals import Limits, TenantChanges
 from tests.browser.conftest import Site
 from tests.support.cast import Person
 from tests.support.clock import START
-from tests.support.console_fixtures import tenant as tenant_load
+from tests.support.console_fixtures import tenant_reading
 from tests.support.factories import pending, posted
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
@@ -48,7 +48,8 @@ async def pages(site: Site) -> list[str]:
     await console.services.ledger.settle(posted(entry.request_id))
     console.engine_side.add(person, "req_live_with_a_long_id", batch=True, completion_tokens=7, ttft_s=0.2, decode_s=1.0)
     console.engine_side.add(person, "req_queued_with_a_long_id", state="queued", queue_position=0)
-    console.engine_side.tenants = [tenant_load(LONG_NAME, waiting=3, blocks=200), *(tenant_load(f"team {n}") for n in range(9))]
+    teams = [tenant_reading(f"team {number}") for number in range(9)]
+    console.engine_side.tenants = [tenant_reading(LONG_NAME, waiting=3, blocks=200), *teams]
     await console.services.sampler.sample()
     address = "https://hooks.example.com/services/a-long-path-of-a-program-that-hears-of-budgets"
     webhook, _ = await console.services.alerts.webhooks.create(kind="webhook", target=address, access=WHOLE_APPLIANCE)

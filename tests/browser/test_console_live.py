@@ -9,7 +9,7 @@ from playwright.async_api import Locator, Page, expect
 
 from appliance.console import live_board
 from tests.browser.conftest import Site
-from tests.support.console_fixtures import engine_status, tenant
+from tests.support.console_fixtures import engine_status, tenant_reading
 from tests.support.factories import pending, posted
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
@@ -108,7 +108,7 @@ async def test_a_request_in_flight_does_not_move_until_it_ends(site: Site, width
 
 async def test_the_overview_does_not_move_while_tenants_come_and_go(site: Site) -> None:
     side = site.console.engine_side
-    side.tenants = [tenant(name) for name in ("alice", "bob", "charlie")]
+    side.tenants = [tenant_reading(name) for name in ("alice", "bob", "charlie")]
     page = await site.alice()
     rows, host = page.locator(".shares tbody tr"), page.get_by_label("Host")
     await expect(rows).to_have_count(3)
@@ -117,7 +117,7 @@ async def test_the_overview_does_not_move_while_tenants_come_and_go(site: Site) 
     side.tenants = []
     await expect(page.get_by_text("No running or waiting requests.")).to_be_visible()
     assert await host.evaluate("part => part.offsetTop") == top
-    side.tenants = [tenant("bob")]
+    side.tenants = [tenant_reading("bob")]
     await expect(rows).to_have_count(1)
     assert await host.evaluate("part => part.offsetTop") == top
 

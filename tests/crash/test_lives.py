@@ -8,7 +8,8 @@ from itertools import cycle
 import pytest
 
 from tests.crash.lives import RANDOM, Crash, live
-from tests.support.databases import is_required, postgresql_binaries
+from tests.support.databases import postgresql_binaries
+from tests.support.required_parts import is_required
 
 CRASHES = (
     Crash("serving", "pending record: after COMMIT", "both"),

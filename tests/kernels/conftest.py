@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.databases import is_required
 from tests.support.deselection import deselect
 from tests.support.kernel_cases import poisoned
 from tests.support.kernel_device import interpret_without_gpu
 from tests.support.pairwise_cases import skipped_cases
 from tests.support.quick_interpreter import replace_language_once
+from tests.support.required_parts import is_required
 from tests.support.triton_jobs import OLD_INTERPRETER, TritonJobs, locked_versions
 
 FOLDER = Path(__file__).parent

@@ -30,7 +30,7 @@ from bench.gpu.rows import GOALS_CARD, Row, Target, fill_ratios, verdict
 from bench.gpu.targets import BY_NAME as TARGET_OF
 from bench.gpu.targets import HOST_CALLS, TARGETS, error_row, invariance_row
 from engine.triton_toolchain import toolchain_problem
-from tests.support.databases import is_required
+from tests.support.required_parts import is_required
 from tests.support.triton_versions import REPO, TritonVersion, installed
 
 LIMIT_S = 900

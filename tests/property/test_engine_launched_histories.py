@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 
 from engine.protocol import FinishReason
-from tests.support.launched_fuzz import LaunchedFuzz, run_launched_life, run_life_of_many_answers
+from tests.support.launched_fuzz import LaunchedFuzz, run_launched_script, run_script_of_many_answers
 
 NUM_HISTORIES = int(os.environ.get("GATEHOUSE_SCRIPTS", "20"))
 
@@ -24,7 +24,7 @@ def _silent_log(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("first", range(0, NUM_HISTORIES, 10))
-@pytest.mark.parametrize("run_history", [run_launched_life, run_life_of_many_answers])
+@pytest.mark.parametrize("run_history", [run_launched_script, run_script_of_many_answers])
 def test_every_answer_has_the_tokens_it_has_alone_after_random_events_and_failures(
     run_history: Callable[[int], LaunchedFuzz], first: int
 ) -> None:
@@ -33,7 +33,7 @@ def test_every_answer_has_the_tokens_it_has_alone_after_random_events_and_failur
 
 
 def test_random_histories_contain_all_events_under_test() -> None:
-    histories = [run_launched_life(seed) for seed in range(12)]
+    histories = [run_launched_script(seed) for seed in range(12)]
     assert sum(history.engine.fallbacks.count for history in histories) > 0
     assert sum(history.scheduler.totals.preemptions for history in histories) > 0
     assert sum(history.scheduler.totals.accepted_draft_tokens for history in histories) > 0

@@ -9,7 +9,6 @@ import random
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 
-import msgspec
 import pytest
 
 from appliance.base.errors import Refused
@@ -21,7 +20,6 @@ from appliance.metering.limits.token_bucket import UNITS_PER_TOKEN
 from appliance.metering.limits.windows import Moment
 from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
-from tests.support.cast import Person
 from tests.support.clock import START, FakeClock
 from tests.support.empty_sums import EmptySums
 from tests.support.factories import adjustment, principal
@@ -141,11 +139,11 @@ class Harness:
         await self.books.pause()
         who, tokens = self.somebody(), self.chance.randrange(-50, 50)
         self.books.posting += 1
-        made = adjustment(Person(tenant=who.tenant, key=who.key, secret=""), posting=self.books.posting, cost_picos=0)
+        made = adjustment(who, posting=self.books.posting, completion_tokens=tokens)
         for owner in owners_of(made.tenant_id, made.key_id, made.model):
             self.books.corrected[owner] += tokens
         await self.books.pause()
-        self.admission.correct(msgspec.structs.replace(made, completion_tokens=tokens))
+        self.admission.correct(made)
 
     def check(self) -> None:
         """What runs stands at each of its owners, once, and no limit is passed."""

@@ -1,5 +1,5 @@
-"""Every threshold that is reached is told at once and never again to whoever may hear of it, whoever's limit it is and whatever
-the order of settlements, corrections, changed limits, failing commits and restarts. The twin is a list of events."""
+"""Every threshold that is reached alerts each webhook of its owner and the appliance once, in any order of settlements,
+corrections, changed limits, failing commits and restarts. The plain twin is a list of events."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from appliance.tenancy.keys import Keys
 from appliance.tenancy.model_policies import ModelPolicies
 from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
 from appliance.tenancy.tenants import Tenants
-from tests.support.alerts import TARGET, AlertParts, alert_parts, settled_event
+from tests.support.alerts import TARGET, AlertParts, alert_parts
 from tests.support.cast import PEPPER, Cast, Person
 from tests.support.clock import START, FakeClock
+from tests.support.factories import adjustment
 from tests.support.ledgers import FailingDatabase, euro_budget_alerts
 
 STEPS = 40
@@ -126,7 +127,7 @@ class Life:
         for _ in range(chance.randrange(1, 6)):
             at = self.clock.now() + timedelta(days=chance.choice((0, 0, chance.randrange(-100, 15))))
             cost, tokens = chance.choice(units) * 10**12, chance.choice(units)
-            event = settled_event(chance.choice(self.people), cost, at, tokens=tokens)
+            event = adjustment(chance.choice(self.people), at=at, cost_picos=cost, completion_tokens=tokens)
             currency = chance.choice(("EUR", "EUR", "EUR", "CHF"))
             made.append(msgspec.structs.replace(event, model=chance.choice(MODELS), currency=currency))
         return made
@@ -235,9 +236,7 @@ async def everybody(database: Database, clock: FakeClock, cast: Cast) -> list[Pe
 
 
 @pytest.mark.parametrize(("database_url", "seed"), EACH_SEED_ON_ONE_DATABASE, indirect=["database_url"])
-async def test_every_crossing_is_told_to_each_who_listens_once(
-    database: Database, clock: FakeClock, cast: Cast, seed: int
-) -> None:
+async def test_every_crossing_alerts_each_subscriber_once(database: Database, clock: FakeClock, cast: Cast, seed: int) -> None:
     life = Life(database, clock, await everybody(database, clock, cast), seed)
     for owner in life.owners:
         owner.currency = "CHF" if owner.tenant == cast.charlie.tenant.id else "EUR"

@@ -54,7 +54,7 @@ class Twin:
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-async def test_every_event_is_on_one_invoice_or_in_the_open_rest(
+async def test_every_event_is_on_exactly_one_invoice_or_still_open(
     database: Database, clock: FakeClock, cast: Cast, seed: int
 ) -> None:
     chance = random.Random(seed)
@@ -70,8 +70,8 @@ async def test_every_event_is_on_one_invoice_or_in_the_open_rest(
             is_correction = bool(twin.has_usage) and chance.random() < 0.2
             cost = await post_event(
                 database, person, _day(chance, month), _tokens(chance, signed=is_correction), epoch_id=cast.epoch_id,
-                of=chance.choice(prices), model=chance.choice(["a", "b"]), basis_points=chance.choice([10_000, 5_000, 3_333]),
-                is_correction=is_correction,
+                price=chance.choice(prices), model=chance.choice(["a", "b"]),
+                basis_points=chance.choice([10_000, 5_000, 3_333]), is_correction=is_correction,
             )  # fmt: skip
             twin.post(month, cost)
             total[person.tenant.id] += cost
@@ -102,9 +102,7 @@ async def test_every_event_is_on_one_invoice_or_in_the_open_rest(
     assert numbers == [f"2026-{count:04d}" for count in range(1, len(numbers) + 1)]
 
 
-async def test_an_allowance_takes_from_each_month_what_it_cost_and_no_more(
-    database: Database, clock: FakeClock, cast: Cast
-) -> None:
+async def test_an_allowance_deducts_at_most_the_cost_of_each_month(database: Database, clock: FakeClock, cast: Cast) -> None:
     chance = random.Random(7)
     price = await add_price(database)
     invoices, allowances = euro_invoices(database, clock, BillingCalendar("UTC")), FreeAllowances(database, clock)
@@ -118,7 +116,7 @@ async def test_an_allowance_takes_from_each_month_what_it_cost_and_no_more(
             of = chance.choice([earlier for earlier in MONTHS if earlier <= month])
             tokens = _tokens(chance, signed=of < month)
             await post_event(
-                database, cast.bob, _day(chance, of), tokens, epoch_id=cast.epoch_id, of=price, is_correction=of < month
+                database, cast.bob, _day(chance, of), tokens, epoch_id=cast.epoch_id, price=price, is_correction=of < month
             )
         closed = await invoices.close(
             (await invoices.draft(tenant_id, month, access=WHOLE_APPLIANCE)).head.id, access=WHOLE_APPLIANCE

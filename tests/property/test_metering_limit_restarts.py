@@ -135,7 +135,7 @@ def make_harness(database: Database, clock: FakeClock, cast: Cast) -> Harness:
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_no_series_of_kills_grants_more_than_a_run_without_any(
+async def test_repeated_kills_grant_no_more_than_a_run_without_any(
     database: Database, clock: FakeClock, cast: Cast, seed: int
 ) -> None:
     chance = random.Random(seed)
@@ -177,7 +177,7 @@ async def test_usage_beyond_a_reservation_is_charged_at_the_end_of_the_request_n
     await harness.ledger.stop()
 
 
-async def test_an_orderly_stop_keeps_even_a_debt_of_an_hour(database: Database, clock: FakeClock, cast: Cast) -> None:
+async def test_an_orderly_stop_saves_even_a_debt_of_an_hour(database: Database, clock: FakeClock, cast: Cast) -> None:
     harness = make_harness(database, clock, cast)
     await harness.start()
     await harness.ask(100, 0)
@@ -253,7 +253,7 @@ async def test_nothing_is_written_after_a_stop(database: Database, clock: FakeCl
     assert not [task for task in asyncio.all_tasks() if task.get_name() == "limit levels"]
 
 
-async def test_levels_for_one_model_and_over_all_models_are_kept_apart(database: Database) -> None:
+async def test_levels_for_one_model_and_over_all_models_are_saved_separately(database: Database) -> None:
     owners = [Owner("tenant", "a"), Owner("tenant", "a", "demo"), Owner("tenant", "a", "other")]
     saved: Levels = {
         owner: {"tokens": SavedLevel(capacity=number, units=number, saved_at=START)} for number, owner in enumerate(owners, 1)
@@ -264,7 +264,7 @@ async def test_levels_for_one_model_and_over_all_models_are_kept_apart(database:
         assert await read_levels(connection, owners) == saved
 
 
-def test_a_level_is_saved_to_the_last_unit() -> None:
+def test_a_level_is_saved_exactly() -> None:
     bucket = TokenBucket(7, 0.0)
     assert bucket.take(7, 0.0)
     again = TokenBucket(7, 1.000001, units=bucket.units(1.000001))

@@ -61,7 +61,7 @@ def round_up(value: int, by: int) -> int:
 
 
 @pytest.mark.parametrize("seed", range(8))
-async def test_a_burst_is_never_underestimated_whatever_came_before(clock: FakeClock, seed: int) -> None:
+async def test_a_burst_is_never_underestimated_after_any_history(clock: FakeClock, seed: int) -> None:
     chance, seen, bob = random.Random(seed), Seen(), principal()
     history = [chance.choice([1, 30, 4000]) for _ in range(chance.choice([0, 15, 30, 150]))]
     admission, arrives = utc_admission(clock, History(history)), chance.choice([1, 20, 60, 200])

@@ -28,7 +28,7 @@ from tests.support.reconciliation import ZONE, History, reconcile
 REQUESTS = 1_200
 
 
-async def test_every_view_of_the_ledger_comes_to_the_same_sums(database: Database, database_url: str) -> None:
+async def test_every_view_of_the_ledger_has_the_same_sums(database: Database, database_url: str) -> None:
     history, totals = await reconcile(database, database_url, REQUESTS, seed=20261121)
     assert totals["requests"] > REQUESTS * 0.9
     assert min(history.closed, history.recovered, history.steps_back, len(history.prices) - 4) > 0

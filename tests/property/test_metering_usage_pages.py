@@ -31,14 +31,14 @@ from tests.support.ledgers import all_events
 ZONE = "Europe/Berlin"
 CLOCKS_GO_BACK = datetime(2026, 10, 25, 1, tzinfo=UTC)
 CLOCKS_GO_FORWARD = datetime(2026, 3, 29, 1, tzinfo=UTC)
-EVENTS, QUESTIONS = 300, 18
+EVENTS, NUM_QUERIES = 300, 18
 MODELS = ("demo", "other", "qwen/größer\u200b", "模" * 200)
-Place = tuple[Any, ...]
+RowKey = tuple[Any, ...]
 
 
 @dataclass(kw_only=True)
-class Story:
-    """Events around a day on which clocks are changed, of three tenants and their keys."""
+class UsageHistory:
+    """Random events of three tenants and their keys around a day on which clocks are changed."""
 
     database: Database
     cast: Cast
@@ -100,8 +100,8 @@ class Story:
         async with self.database.writing() as connection:
             await connection.run_sync(rollups.add, self.calendar, new)
 
-    def question(self) -> dict[str, Any]:
-        """Return what a report can be asked for."""
+    def query(self) -> dict[str, Any]:
+        """Return the arguments of a random report."""
         chance = self.chance
         start, end = sorted([self.moment(), self.moment()])
         keys = [key_id for _tenant_id, key_id in self.owners]
@@ -120,7 +120,7 @@ class Story:
 
 
 @pytest.fixture(params=[CLOCKS_GO_BACK, CLOCKS_GO_FORWARD], ids=["25 hours", "23 hours"])
-async def story(request: pytest.FixtureRequest, database: Database, clock: FakeClock, cast: Cast) -> Story:
+async def history(request: pytest.FixtureRequest, database: Database, clock: FakeClock, cast: Cast) -> UsageHistory:
     """Events on both sides of the change."""
     keys = Keys(database, clock, PEPPER)
     dora = await make_person(database, clock, "dora")
@@ -128,34 +128,34 @@ async def story(request: pytest.FixtureRequest, database: Database, clock: FakeC
     for number in range(3):
         key, _secret = await keys.create(cast.bob.tenant.id, name=f"key {number}", access=WHOLE_APPLIANCE)
         owners.append((cast.bob.tenant.id, key.id))
-    made = Story(database=database, cast=cast, chance=random.Random(11), middle=request.param, owners=owners)
+    made = UsageHistory(database=database, cast=cast, chance=random.Random(11), middle=request.param, owners=owners)
     await made.write(EVENTS)
     return made
 
 
-def plain(events: Sequence[UsageEvent], calendar: BillingCalendar, question: dict[str, Any]) -> dict[Place, list[int]]:
-    """Return the report as plainly as it can be made."""
+def plain_report(events: Sequence[UsageEvent], calendar: BillingCalendar, query: dict[str, Any]) -> dict[RowKey, list[int]]:
+    """The plain twin of the report: one loop over all events."""
 
-    def wanted(value: str, values: Collection[str] | None) -> bool:
+    def matches(value: str, values: Collection[str] | None) -> bool:
         return values is None or value in values
 
-    filters: UsageFilter = question["filters"]
-    sums: dict[Place, list[int]] = {}
+    filters: UsageFilter = query["filters"]
+    sums: dict[RowKey, list[int]] = {}
     for event in events:
-        asked = question["start"] <= event.admitted_at < question["end"] and event.status in ("posted", "recovered")
-        asked = asked and wanted(event.tenant_id, filters.tenant_ids)
-        if not (asked and wanted(event.key_id, filters.key_ids) and wanted(event.model, filters.models)):
+        is_inside = query["start"] <= event.admitted_at < query["end"] and event.status in ("posted", "recovered")
+        is_inside = is_inside and matches(event.tenant_id, filters.tenant_ids)
+        if not (is_inside and matches(event.key_id, filters.key_ids) and matches(event.model, filters.models)):
             continue
         names = {"tenant": event.tenant_id, "key": event.key_id, "model": event.model}
-        shown = [names[name] if name in question["group_by"] else None for name in GROUPS]
+        shown = [names[name] if name in query["group_by"] else None for name in GROUPS]
         counts = [int(event.kind == "usage"), event.prompt_tokens, event.cached_tokens, event.completion_tokens]
         counts += [event.rejected_tokens, event.cost_picos]
-        place = (bucket_start(event.admitted_at, question["bucket"], calendar), *shown, event.currency)
-        sums[place] = [one + other for one, other in zip(sums.get(place, [0] * 6), counts, strict=True)]
+        key = (bucket_start(event.admitted_at, query["bucket"], calendar), *shown, event.currency)
+        sums[key] = [one + other for one, other in zip(sums.get(key, [0] * 6), counts, strict=True)]
     return sums
 
 
-def place_of(row: UsageRow) -> Place:
+def key_of(row: UsageRow) -> RowKey:
     return row.start, row.tenant_id, row.key_id, row.model, row.currency
 
 
@@ -164,12 +164,12 @@ def counts_of(row: UsageRow) -> list[int]:
     return [*counts, row.cost_picos]
 
 
-async def walked(story: Story, question: dict[str, Any], limit: int) -> list[UsageRow]:
+async def read_pages(history: UsageHistory, query: dict[str, Any], limit: int) -> list[UsageRow]:
     """Return the rows of all pages; every page but the last is full, and only the last may be empty."""
     rows: list[UsageRow] = []
     cursor = None
     while True:
-        page = await story.reports.usage_page(**question, limit=limit, cursor=cursor, access=WHOLE_APPLIANCE)
+        page = await history.reports.usage_page(**query, limit=limit, cursor=cursor, access=WHOLE_APPLIANCE)
         rows += page.data
         assert len(page.data) == limit or not page.has_more
         assert page.has_more == (page.next_cursor is not None)
@@ -178,73 +178,78 @@ async def walked(story: Story, question: dict[str, Any], limit: int) -> list[Usa
         cursor = page.next_cursor
 
 
-async def test_pages_joined_together_are_the_whole_report(story: Story) -> None:
-    events = await all_events(story.database)
+async def test_concatenated_pages_equal_the_whole_report(history: UsageHistory) -> None:
+    events = await all_events(history.database)
     lengths = []
-    for _ in range(QUESTIONS):
-        question, limit = story.question(), story.chance.choice([1, 2, 3, 7, 50, 1000])
-        whole = await story.reports.usage(**question, access=WHOLE_APPLIANCE)
-        assert {place_of(row): counts_of(row) for row in whole} == plain(events, story.calendar, question), question
-        assert await walked(story, question, limit) == whole, (question, limit)
-        assert await story.reports.usage(**question, rows_max=limit, access=WHOLE_APPLIANCE) == whole[:limit], question
+    for _ in range(NUM_QUERIES):
+        query, limit = history.query(), history.chance.choice([1, 2, 3, 7, 50, 1000])
+        whole = await history.reports.usage(**query, access=WHOLE_APPLIANCE)
+        assert {key_of(row): counts_of(row) for row in whole} == plain_report(events, history.calendar, query), query
+        assert await read_pages(history, query, limit) == whole, (query, limit)
+        assert await history.reports.usage(**query, rows_max=limit, access=WHOLE_APPLIANCE) == whole[:limit], query
         lengths.append(len(whole))
     assert max(lengths) > 100
     assert 0 in lengths
 
 
-async def test_what_is_settled_between_two_pages_doubles_and_loses_no_row(story: Story) -> None:
-    for _ in range(QUESTIONS // 6):
-        question, limit = story.question(), story.chance.choice([3, 7, 20])
-        before = {place_of(row) for row in await story.reports.usage(**question, access=WHOLE_APPLIANCE)}
-        shown: list[Place] = []
+async def test_settlements_between_two_pages_neither_repeat_nor_lose_rows(history: UsageHistory) -> None:
+    for _ in range(NUM_QUERIES // 6):
+        query, limit = history.query(), history.chance.choice([3, 7, 20])
+        before = {key_of(row) for row in await history.reports.usage(**query, access=WHOLE_APPLIANCE)}
+        shown: list[RowKey] = []
         cursor = None
         while True:
-            whole = await story.reports.usage(**question, access=WHOLE_APPLIANCE)
-            page = await story.reports.usage_page(**question, limit=limit, cursor=cursor, access=WHOLE_APPLIANCE)
+            whole = await history.reports.usage(**query, access=WHOLE_APPLIANCE)
+            page = await history.reports.usage_page(**query, limit=limit, cursor=cursor, access=WHOLE_APPLIANCE)
             # Each row is what the report says at the moment of its page, and they go on without a gap.
             begin = whole.index(page.data[0]) if page.data else len(whole)
             assert page.data == whole[begin : begin + limit]
-            assert not {place_of(row) for row in whole[:begin]} & before - set(shown), question
-            shown += [place_of(row) for row in page.data]
+            assert not {key_of(row) for row in whole[:begin]} & before - set(shown), query
+            shown += [key_of(row) for row in page.data]
             cursor = page.next_cursor
             if cursor is None:
                 break
-            await story.write(5)
-        assert len(set(shown)) == len(shown), question
-        assert before <= set(shown), question
+            await history.write(5)
+        assert len(set(shown)) == len(shown), query
+        assert before <= set(shown), query
 
 
-async def test_a_cursor_goes_on_in_the_period_of_its_report(story: Story) -> None:
+async def test_a_cursor_continues_in_the_period_of_its_report(history: UsageHistory) -> None:
     day = timedelta(days=1)
     report: dict[str, Any] = {"bucket": "minute", "group_by": ["key"], "limit": 10}
-    whole = await story.reports.usage(story.middle - day, story.middle + day, "minute", ["key"], access=WHOLE_APPLIANCE)
-    first = await story.reports.usage_page(story.middle - day, story.middle + day, **report, access=WHOLE_APPLIANCE)
-    second = await story.reports.usage_page(
-        story.middle, story.middle + 2 * day, **report, cursor=first.next_cursor, access=WHOLE_APPLIANCE
+    whole = await history.reports.usage(history.middle - day, history.middle + day, "minute", ["key"], access=WHOLE_APPLIANCE)
+    first = await history.reports.usage_page(history.middle - day, history.middle + day, **report, access=WHOLE_APPLIANCE)
+    second = await history.reports.usage_page(
+        history.middle, history.middle + 2 * day, **report, cursor=first.next_cursor, access=WHOLE_APPLIANCE
     )
     assert first.data + second.data == whole[:20]
 
 
-async def test_a_cursor_of_another_report_is_refused(story: Story) -> None:
-    period = (story.middle - timedelta(days=1), story.middle + timedelta(days=1))
-    page = await story.reports.usage_page(*period, "hour", ["tenant"], limit=1, access=WHOLE_APPLIANCE)
+async def test_a_cursor_of_another_report_is_refused(history: UsageHistory) -> None:
+    period = (history.middle - timedelta(days=1), history.middle + timedelta(days=1))
+    page = await history.reports.usage_page(*period, "hour", ["tenant"], limit=1, access=WHOLE_APPLIANCE)
     for bucket, groups in (("minute", ["tenant"]), ("hour", ["model"]), ("hour", ["tenant", "model"]), ("hour", [])):
         with pytest.raises(InvalidValue) as refused:
-            await story.reports.usage_page(*period, bucket, groups, limit=1, cursor=page.next_cursor, access=WHOLE_APPLIANCE)
+            await history.reports.usage_page(*period, bucket, groups, limit=1, cursor=page.next_cursor, access=WHOLE_APPLIANCE)
         assert refused.value.param == "cursor"
 
 
-async def test_a_cursor_of_a_report_on_others_is_refused(story: Story) -> None:
-    period = (story.middle - timedelta(days=1), story.middle + timedelta(days=1))
-    tenant_id, key_id = story.owners[0]
-    asked = [UsageFilter(), UsageFilter(tenant_ids=[tenant_id]), UsageFilter(key_ids=[key_id]), UsageFilter(models=MODELS[:2])]
-    for question in asked:
-        page = await story.reports.usage_page(*period, "hour", ["key"], question, limit=1, access=WHOLE_APPLIANCE)
-        for other in asked:
-            again = story.reports.usage_page(
+async def test_a_cursor_of_a_report_with_other_filters_is_refused(history: UsageHistory) -> None:
+    period = (history.middle - timedelta(days=1), history.middle + timedelta(days=1))
+    tenant_id, key_id = history.owners[0]
+    all_filters = [
+        UsageFilter(),
+        UsageFilter(tenant_ids=[tenant_id]),
+        UsageFilter(key_ids=[key_id]),
+        UsageFilter(models=MODELS[:2]),
+    ]
+    for filters in all_filters:
+        page = await history.reports.usage_page(*period, "hour", ["key"], filters, limit=1, access=WHOLE_APPLIANCE)
+        for other in all_filters:
+            again = history.reports.usage_page(
                 *period, "hour", ["key"], other, limit=1, cursor=page.next_cursor, access=WHOLE_APPLIANCE
             )
-            if other == question:
+            if other == filters:
                 assert (await again).data
                 continue
             with pytest.raises(InvalidValue) as refused:
@@ -252,30 +257,30 @@ async def test_a_cursor_of_a_report_on_others_is_refused(story: Story) -> None:
             assert refused.value.param == "cursor"
 
 
-async def test_a_cursor_is_blamed_for_a_period_that_is_none(story: Story) -> None:
-    period = (story.middle - timedelta(days=1), story.middle + timedelta(days=1))
-    cursor = (await story.reports.usage_page(*period, "hour", limit=1, access=WHOLE_APPLIANCE)).next_cursor
+async def test_a_cursor_with_an_invalid_period_is_refused(history: UsageHistory) -> None:
+    period = (history.middle - timedelta(days=1), history.middle + timedelta(days=1))
+    cursor = (await history.reports.usage_page(*period, "hour", limit=1, access=WHOLE_APPLIANCE)).next_cursor
     assert cursor is not None
     padded = cursor + "=" * (-len(cursor) % 4)
-    name, start, end, *place = json.loads(base64.urlsafe_b64decode(padded))
+    name, start, end, *key = json.loads(base64.urlsafe_b64decode(padded))
     for reversed_or_empty in ([end, start], [start, start]):
-        forged = encode_cursor(name, [*reversed_or_empty, *place])
+        forged = encode_cursor(name, [*reversed_or_empty, *key])
         with pytest.raises(InvalidValue) as refused:
-            await story.reports.usage_page(*period, "hour", limit=1, cursor=forged, access=WHOLE_APPLIANCE)
+            await history.reports.usage_page(*period, "hour", limit=1, cursor=forged, access=WHOLE_APPLIANCE)
         assert refused.value.param == "cursor"
 
 
-async def test_the_sums_of_the_appliance_are_those_of_its_owners_and_can_be_built_again(story: Story) -> None:
+async def test_the_sums_of_the_appliance_match_its_owners_and_can_be_rebuilt(history: UsageHistory) -> None:
     async def appliance_sums() -> set[tuple[Any, ...]]:
-        async with story.database.reading() as connection:
+        async with history.database.reading() as connection:
             rows = (await connection.execute(select(usage_appliance_rollups))).all()
         return {tuple(row) for row in rows}
 
     for _ in range(10):
-        await story.write(7)
+        await history.write(7)
     written = await appliance_sums()
     assert len(written) > 50
-    await rollups.rebuild(story.database, story.calendar)
+    await rollups.rebuild(history.database, history.calendar)
     assert await appliance_sums() == written
-    async with story.database.reading() as connection:
-        assert await rollups.mismatched_levels(connection, story.database.kind, story.calendar) == []
+    async with history.database.reading() as connection:
+        assert await rollups.mismatched_levels(connection, history.database.kind, history.calendar) == []

@@ -112,7 +112,7 @@ async def test_every_bucket_and_grouping_equals_the_plain_sum(database: Database
                 assert all(row.end - row.start == timedelta(seconds=bucket_s) for row in rows)
 
 
-async def test_a_period_takes_its_start_and_leaves_its_end(database: Database, events: list[UsageEvent]) -> None:
+async def test_a_period_includes_its_start_and_excludes_its_end(database: Database, events: list[UsageEvent]) -> None:
     midnight = START - timedelta(hours=12)
     rows = await UsageReports(database, calendar=BillingCalendar()).usage(
         midnight, midnight + timedelta(minutes=1), "minute", access=WHOLE_APPLIANCE
@@ -123,7 +123,7 @@ async def test_a_period_takes_its_start_and_leaves_its_end(database: Database, e
     assert {row.start for row in rows} == {midnight}
 
 
-async def test_a_tenant_sees_its_own_sums_alone(database: Database, cast: Cast, events: list[UsageEvent]) -> None:
+async def test_a_report_filtered_by_tenant_has_only_its_sums(database: Database, cast: Cast, events: list[UsageEvent]) -> None:
     reports, bobs_usage = UsageReports(database, calendar=BillingCalendar()), UsageFilter(tenant_ids=[cast.bob.tenant.id])
     rows = await reports.usage(
         START - timedelta(days=1), START + timedelta(days=3), "day", ["tenant"], bobs_usage, access=WHOLE_APPLIANCE
@@ -135,7 +135,7 @@ async def test_a_tenant_sees_its_own_sums_alone(database: Database, cast: Cast, 
     )
 
 
-async def test_whoever_belongs_to_a_tenant_sees_no_sums_of_others_whatever_is_asked_for(
+async def test_a_member_sees_no_sums_of_other_tenants_with_any_filter(
     database: Database, cast: Cast, events: list[UsageEvent]
 ) -> None:
     reports, bob, charlie = UsageReports(database, calendar=BillingCalendar()), cast.bob, cast.charlie
@@ -149,7 +149,7 @@ async def test_whoever_belongs_to_a_tenant_sees_no_sums_of_others_whatever_is_as
         assert {row.tenant_id for row in (*sums, *rows)} == ({bob.tenant.id} if number < 3 else set())
 
 
-async def test_before_all_sums_there_is_nothing_to_report(database: Database) -> None:
+async def test_a_period_before_all_sums_is_empty(database: Database) -> None:
     reports, start, end = UsageReports(database, calendar=BillingCalendar()), EPOCH - timedelta(days=2), EPOCH
     assert (
         await reports.usage(start, end, access=WHOLE_APPLIANCE)
@@ -159,7 +159,7 @@ async def test_before_all_sums_there_is_nothing_to_report(database: Database) ->
     assert await reports.usage_page(start, end, access=WHOLE_APPLIANCE) == Page(data=[], next_cursor=None)
 
 
-async def test_a_whole_report_has_as_many_rows_as_it_may_and_a_part_has_the_first(
+async def test_a_whole_report_is_limited_in_rows_and_a_part_has_its_first_rows(
     database: Database, events: list[UsageEvent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reports = UsageReports(database, calendar=BillingCalendar())
@@ -175,7 +175,7 @@ async def test_a_whole_report_has_as_many_rows_as_it_may_and_a_part_has_the_firs
     assert await reports.usage(*question, rows_max=len(rows) - 1, access=WHOLE_APPLIANCE) == rows[:-1]
 
 
-async def test_of_a_report_that_is_too_long_hardly_more_is_read_than_may_be_shown(
+async def test_a_report_that_is_too_long_reads_hardly_more_rows_than_the_limit(
     database: Database, events: list[UsageEvent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reports, period = UsageReports(database, calendar=BillingCalendar()), (START - timedelta(days=1), START + timedelta(days=3))
@@ -195,7 +195,7 @@ async def test_of_a_report_that_is_too_long_hardly_more_is_read_than_may_be_show
     assert read_rows == [4, 4, 3]
 
 
-async def test_totals_are_the_plain_sums_of_the_period_that_was_asked_for(database: Database, events: list[UsageEvent]) -> None:
+async def test_totals_equal_the_plain_sums_of_the_period(database: Database, events: list[UsageEvent]) -> None:
     reports, start, end = UsageReports(database, calendar=BillingCalendar()), START - timedelta(days=1, seconds=7), START
     inside = [event for event in events if start <= event.admitted_at < end]
     rows = await reports.totals(start, end, ["tenant"], access=WHOLE_APPLIANCE)
@@ -218,7 +218,7 @@ async def test_totals_are_the_plain_sums_of_the_period_that_was_asked_for(databa
         ({"end": START.replace(tzinfo=None) + timedelta(days=1)}, "end"),
     ],
 )
-async def test_a_bad_question_names_its_field(database: Database, changes: dict[str, object], param: str) -> None:
+async def test_an_invalid_query_names_its_field(database: Database, changes: dict[str, object], param: str) -> None:
     question: dict[str, object] = {"start": START, "end": START + timedelta(days=1), "bucket": "day", "group_by": []}
     with pytest.raises(InvalidValue) as refused:
         await UsageReports(database, calendar=BillingCalendar()).usage(**(question | changes), access=WHOLE_APPLIANCE)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Access: for any roles and memberships, a member reads what the two tables of roles grant, and no more."""
+"""Access: with any roles and memberships a member can do exactly what the two tables of roles grant."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ def expected(access: Access, action: Action) -> set[str | None]:
 
 
 @given(accesses, actions)
-def test_a_narrowed_query_gives_what_the_tables_of_roles_give(access: Access, action: Action) -> None:
+def test_a_restricted_query_returns_what_the_tables_of_roles_grant(access: Access, action: Action) -> None:
     assert read(access, action) == expected(access, action)
 
 
 @given(accesses, actions)
-def test_both_ways_to_narrow_are_the_same(access: Access, action: Action) -> None:
+def test_both_forms_of_restriction_return_the_same_rows(access: Access, action: Action) -> None:
     query = select(_rows.c.tenant_id).where(*access.conditions(_rows.c.tenant_id, action))
     with _engine.connect() as connection:
         assert set(connection.execute(query).scalars()) == read(access, action)
 
 
 @given(accesses, actions, tenant_ids)
-def test_what_is_read_is_what_may_be_asked_for_by_name(access: Access, action: Action, tenant_id: str) -> None:
+def test_readable_tenants_are_those_allowed_by_name(access: Access, action: Action, tenant_id: str) -> None:
     covered = tenant_id in read(access, action)
 
     assert access.may(action, tenant_id) is covered
@@ -65,7 +65,7 @@ def test_what_is_read_is_what_may_be_asked_for_by_name(access: Access, action: A
 
 
 @given(strangers, actions, tenant_ids)
-def test_a_stranger_reads_nothing_and_hears_that_there_is_nothing(access: Access, action: Action, tenant_id: str) -> None:
+def test_a_stranger_reads_nothing_and_gets_not_found(access: Access, action: Action, tenant_id: str) -> None:
     assume(tenant_id not in access.tenants)
     assert not access.sees(tenant_id)
     assert tenant_id not in read(access, action)
@@ -76,7 +76,7 @@ def test_a_stranger_reads_nothing_and_hears_that_there_is_nothing(access: Access
 
 
 @given(strangers, actions)
-def test_who_has_no_role_on_the_appliance_gets_nothing_of_the_appliance(access: Access, action: Action) -> None:
+def test_without_a_role_on_the_appliance_its_rows_are_refused(access: Access, action: Action) -> None:
     assert not access.sees_all
     assert not access.may(action)
     assert None not in read(access, action)
@@ -85,7 +85,7 @@ def test_who_has_no_role_on_the_appliance_gets_nothing_of_the_appliance(access: 
 
 
 @given(st.sampled_from((Role.VIEWER, Role.MEMBER)), st.sampled_from((TenantRole.DEVELOPER, TenantRole.VIEWER)), actions)
-def test_who_sees_a_tenant_but_may_not_do_it_hears_why(role: Role, held: TenantRole, action: Action) -> None:
+def test_a_refused_action_in_a_visible_tenant_states_the_reason(role: Role, held: TenantRole, action: Action) -> None:
     access = Access(role=role, actor=ACTOR, tenants={"tn_bob": held})
     assume(not access.may(action, "tn_bob"))
     named = f"{held} of this tenant" if role is Role.MEMBER else role
@@ -94,7 +94,7 @@ def test_who_sees_a_tenant_but_may_not_do_it_hears_why(role: Role, held: TenantR
 
 
 @given(accesses, actions)
-def test_what_is_allowed_nowhere_is_refused_before_anything_is_listed(access: Access, action: Action) -> None:
+def test_an_action_allowed_nowhere_is_refused_before_listing(access: Access, action: Action) -> None:
     if expected(access, action):
         access.require_somewhere(action)
         return
@@ -103,7 +103,7 @@ def test_what_is_allowed_nowhere_is_refused_before_anything_is_listed(access: Ac
 
 
 @given(accesses, actions, st.sampled_from(TENANTS[:3]), st.sampled_from(TenantRole))
-def test_a_membership_adds_rights_in_its_own_tenant_alone(
+def test_a_membership_adds_rights_only_in_its_own_tenant(
     access: Access, action: Action, tenant_id: str, role: TenantRole
 ) -> None:
     assume(tenant_id not in access.tenants)
@@ -114,14 +114,14 @@ def test_a_membership_adds_rights_in_its_own_tenant_alone(
 
 
 @given(memberships, st.tuples(st.integers(0, 3), st.integers(0, 3)), actions)
-def test_a_greater_role_takes_nothing_away(held: dict[str, TenantRole], ranks: tuple[int, int], action: Action) -> None:
+def test_a_higher_role_removes_no_right(held: dict[str, TenantRole], ranks: tuple[int, int], action: Action) -> None:
     order = (Role.MEMBER, Role.VIEWER, Role.ADMIN, Role.OWNER)
     less, more = (Access(role=order[rank], actor=ACTOR, tenants=held) for rank in sorted(ranks))
 
     assert read(less, action) <= read(more, action)
 
 
-def test_no_tenant_role_covers_what_belongs_to_the_appliance() -> None:
+def test_no_tenant_role_includes_actions_of_the_appliance() -> None:
     of_the_appliance = {Action.READ_APPLIANCE, Action.WRITE, Action.BILLING, Action.MEMBERS}
 
     assert not any(of_the_appliance & covered for covered in ALLOWED_IN_TENANT.values())

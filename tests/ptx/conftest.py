@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.support import triton_versions
-from tests.support.databases import is_required
+from tests.support.required_parts import is_required
 from tests.support.triton_jobs import locked_versions
 
 if TYPE_CHECKING:

@@ -16,17 +16,15 @@ from sqlalchemy import select
 
 from appliance.base.clock import Clock
 from appliance.base.db import Database
-from appliance.base.ids import new_id
 from appliance.base.sealing import Sealer
 from appliance.base.tables import outbox as outbox_table
 from appliance.metering.alerts import outbox as outbox_module
 from appliance.metering.alerts.outbox import Delivery, Outbox
 from appliance.metering.alerts.targets import TargetPolicy
 from appliance.metering.alerts.webhooks import SEALING_PURPOSE, Endpoint, Webhooks
-from appliance.metering.ledger.records import UsageEvent
 from appliance.serving.alerting.delivery import AlertDelivery, Sender
 from appliance.telemetry.metrics import Metrics
-from tests.support.cast import PEPPER, Person
+from tests.support.cast import PEPPER
 
 LOOPBACK = TargetPolicy((ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128")))
 DEADLINE_S = 60.0
@@ -103,32 +101,6 @@ def alert_parts(database: Database, clock: Clock, *, target_policy: TargetPolicy
     """Return the components over `database`."""
     webhooks = Webhooks(database, clock, Sealer(PEPPER, SEALING_PURPOSE), target_policy=target_policy, mail=mail)
     return AlertParts(db=database, clock=clock, outbox=Outbox(database, clock), webhooks=webhooks)
-
-
-def settled_event(person: Person, cost_picos: int, at: datetime, *, tokens: int = 0, kind: str = "adjustment") -> UsageEvent:
-    """Return a settled event that is in no table."""
-    return UsageEvent(
-        id=0,
-        request_id=new_id("req"),
-        tenant_id=person.tenant.id,
-        key_id=person.key.id,
-        model="demo",
-        endpoint="/v1/chat/completions",
-        kind=kind,
-        status="posted",
-        finish_reason="stop",
-        reserved_tokens=0,
-        prompt_tokens=0,
-        cached_tokens=0,
-        completion_tokens=tokens,
-        estimated=False,
-        price_id=None,
-        cost_picos=cost_picos,
-        currency="EUR",
-        admitted_at=at,
-        settled_at=at,
-        billing_day=at.date(),
-    )
 
 
 @dataclass(slots=True)

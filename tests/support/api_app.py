@@ -33,6 +33,11 @@ class ApiApp:
         assert answer.status_code == status, answer.text
         return answer.json()
 
+    async def refusal(self, method: str, path: str, status: int, **options: Any) -> tuple[str, str | None]:
+        """Call the administrators' API with a request that it refuses with `status`; return code and parameter of the error."""
+        error = (await self.call(method, path, status=status, **options))["error"]
+        return error["code"], error["param"]
+
     async def as_role(self, role: str) -> dict[str, str]:
         """Return the headers of an administrator of this role."""
         _, secret = await self.services.admin_tokens.create(f"token of a {role}", role)
@@ -58,11 +63,11 @@ async def open_api_app(migrated_sqlite_file: Path, folder: Path) -> AsyncIterato
 async def open_api_app_on(database_url: str, folder: Path) -> AsyncIterator[ApiApp]:
     """Yield an application, possibly reused, over the migrated database at this URL."""
     async with _started(database_url, folder) as appliance:
-        standing = _IDLE.pop() if _IDLE else ReusedApp(appliance.services, _create)
-        standing.serve(appliance.services)
-        async with _with_client(standing.app, appliance.services) as api:
+        reused = _IDLE.pop() if _IDLE else ReusedApp(appliance.services, _create)
+        reused.serve(appliance.services)
+        async with _with_client(reused.app, appliance.services) as api:
             yield api
-        _IDLE.append(standing)
+        _IDLE.append(reused)
 
 
 @asynccontextmanager
@@ -80,5 +85,5 @@ async def _started(database_url: str, folder: Path) -> AsyncIterator[Appliance]:
 async def _with_client(app: Litestar, services: Services) -> AsyncIterator[ApiApp]:
     headers = {"authorization": f"Bearer {services.control_token}"}
     transport = httpx.ASGITransport(app=cast(Any, app))
-    async with httpx.AsyncClient(transport=transport, base_url="http://box", headers=headers) as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://appliance.test", headers=headers) as client:
         yield ApiApp(app, services, client)

@@ -13,8 +13,8 @@ from appliance.base.ids import new_id
 from appliance.base.money import cost_picos, discounted
 from appliance.base.tables import prices, usage_events
 from appliance.metering.prices import Price
+from tests.support import factories
 from tests.support.cast import Person
-from tests.support.factories import price
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +26,14 @@ class Tokens:
     completion: int = 5
     rejected: int = 0
 
-    def cost(self, of: Price | None, basis_points: int = 10_000) -> int:
+    def cost(self, price: Price | None, basis_points: int = 10_000) -> int:
         """Return the exact cost in pico-units at `basis_points` of the price."""
-        if of is None:
+        if price is None:
             return 0
-        units = [discounted(unit, basis_points) for unit in (of.prompt, of.cached_prompt, of.completion, of.rejected_draft)]
+        units = [
+            discounted(unit, basis_points)
+            for unit in (price.prompt, price.cached_prompt, price.completion, price.rejected_draft)
+        ]
         return cost_picos(
             prompt_tokens=self.prompt,
             cached_tokens=self.cached,
@@ -45,7 +48,7 @@ class Tokens:
 
 async def add_price(database: Database, model: str = "demo", *, prompt: int = 1_000_000) -> Price:
     """Add a price to the price book, in effect since 2020, and return it."""
-    made = price(prompt)
+    made = factories.price(prompt)
     columns = {name: getattr(made, name) for name in ("id", "effective_from", "currency", "prompt", "cached_prompt")}
     columns |= {"model": model, "completion": made.completion, "batch_percent": 50, "created_at": made.created_at}
     columns["effective_from"] = datetime(2020, 1, 1, tzinfo=UTC).replace(microsecond=int(made.id[-4:], 36) % 1_000_000)
@@ -61,15 +64,15 @@ async def post_event(
     tokens: Tokens,
     *,
     epoch_id: str,
-    of: Price | None,
+    price: Price | None,
     model: str = "demo",
     basis_points: int = 10_000,
     batch: bool = False,
     is_correction: bool = False,
     currency: str = "EUR",
 ) -> int:
-    """Write a settled event of `day` with the next posting and return its cost. A correction is of the tenant's first event."""
-    cost = tokens.cost(of, basis_points)
+    """Write a settled event of `day` and return its cost. A correction corrects the tenant's first event."""
+    cost = tokens.cost(price, basis_points)
     noon = datetime.combine(day, time(12), tzinfo=UTC)
     async with database.writing() as connection:
         posting = await take(connection, POSTING)
@@ -93,7 +96,7 @@ async def post_event(
                 rejected_tokens=tokens.rejected,
                 estimated=False,
                 batch=batch,
-                price_id=None if of is None else of.id,
+                price_id=None if price is None else price.id,
                 price_basis_points=basis_points,
                 cost_picos=cost,
                 currency=currency,

@@ -37,16 +37,16 @@ def cache_between_commands() -> Iterator[None]:
 
 
 def _reused(create: Callable[[app.Appliance], Litestar]) -> Callable[[app.Appliance], Litestar]:
-    standing: list[ReusedApp] = []
+    reused: list[ReusedApp] = []
 
     def made(services: Services) -> Litestar:
         return create(cast(app.Appliance, SimpleNamespace(services=services)))
 
     def create_app(appliance: app.Appliance) -> Litestar:
-        if not standing:
-            standing.append(ReusedApp(appliance.services, made))
-        standing[0].serve(appliance.services)
-        return standing[0].app
+        if not reused:
+            reused.append(ReusedApp(appliance.services, made))
+        reused[0].serve(appliance.services)
+        return reused[0].app
 
     return create_app
 

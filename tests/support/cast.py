@@ -58,7 +58,7 @@ async def make_person(database: Database, clock: Clock, name: str, limits: Limit
 
 async def make_cast(database: Database, clock: Clock) -> Cast:
     """Create the cast in `database`."""
-    members = Members(database, clock, hasher=quick_hasher())
+    members = Members(database, clock)
     return Cast(
         alice=await members.create("alice@example.com", ALICE_PASSWORD, "owner"),
         bob=await make_person(database, clock, "bob"),

@@ -54,7 +54,7 @@ from appliance.tenancy.tenants import Tenants
 from appliance.tenancy.tickets import PROVIDER_SIGN_IN_LIFE_S, SIGN_IN_LIFE_S, Tickets
 from appliance.tenancy.tiers import Tiers
 from engine.protocol import EngineInfo, EngineStatus, MemoryPart
-from tests.support.cast import ALICE_PASSWORD, PEPPER, Cast, Person, make_cast, quick_hasher
+from tests.support.cast import ALICE_PASSWORD, PEPPER, Cast, Person, make_cast
 from tests.support.ledgers import euro_invoices, euro_prices, utc_admission, utc_corrections, utc_ledger, utc_sums
 from tests.support.reused_app import ReusedApp
 from tests.support.row_templates import make_from_template
@@ -94,7 +94,7 @@ def make_engine_info(*, device: str = "cpu", device_name: str = "A processor") -
     )
 
 
-def tenant(name: str, *, running: int = 1, waiting: int = 0, blocks: int = 0, service_s: float = 0.0) -> TenantReading:
+def tenant_reading(name: str, *, running: int = 1, waiting: int = 0, blocks: int = 0, service_s: float = 0.0) -> TenantReading:
     """A tenant's use of the engine."""
     return TenantReading(
         tenant_id=f"tn_{name}",
@@ -323,11 +323,11 @@ async def open_console(
     await services.ledger.start()
     await services.sampler.start()
     idle = _IDLE[time_zone]
-    standing = idle.pop() if idle else ReusedApp(services, _create)
-    standing.serve(services)
+    reused = idle.pop() if idle else ReusedApp(services, _create)
+    reused.serve(services)
     try:
-        yield ConsoleApp(app=standing.app, services=services, engine_side=engine_side, cast=people)
-        idle.append(standing)
+        yield ConsoleApp(app=reused.app, services=services, engine_side=engine_side, cast=people)
+        idle.append(reused)
     finally:
         await services.sampler.stop()
         await services.ledger.stop()
@@ -336,7 +336,7 @@ async def open_console(
 
 async def _make_people(database: Database, clock: Clock) -> Cast:
     people = await make_cast(database, clock)
-    await Members(database, clock, hasher=quick_hasher()).create("vera@example.com", VIEWER_PASSWORD, "viewer")
+    await Members(database, clock).create("vera@example.com", VIEWER_PASSWORD, "viewer")
     return people
 
 
@@ -364,7 +364,7 @@ def _services(
         "db": database,
         "tenants": Tenants(database, clock),
         "keys": Keys(database, clock, PEPPER),
-        "members": Members(database, clock, hasher=quick_hasher()),
+        "members": Members(database, clock),
         "memberships": Memberships(database, clock),
         "sessions": Sessions(database, clock),
         "second_factors": SecondFactors(database, clock, PEPPER),

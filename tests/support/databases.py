@@ -37,11 +37,6 @@ def postgresql_binaries() -> Path | None:
     return Path(on_path).resolve().parent if on_path else None
 
 
-def is_required(part: str) -> bool:
-    """Return whether GATEHOUSE_REQUIRE names `part`: its absence is then a failure instead of a reason to skip."""
-    return part in os.environ.get("GATEHOUSE_REQUIRE", "").split(",")
-
-
 class Cluster:
     """A running throw-away PostgreSQL server."""
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -16,13 +15,12 @@ import pytest
 from hypothesis import strategies as st
 
 from appliance.serving.event_queue import next_token_event
-from engine.grammar.lark import to_lark
-from engine.grammar.matcher import CompiledGrammar, answer_grammar, token_trie
-from engine.grammar.spec import GrammarSpec
+from engine.grammar.matcher import token_trie
 from engine.grammar.vocabulary import Vocabulary
 from engine.loop import Engine
 from engine.protocol import FinishReason, TokenEvent, TokenLogprob
 from tests.support.engines import evict_all, generation_request, preempt_all, run_to_end, small_engine
+from tests.support.grammars import ImmediateCompiler
 from tests.support.tiny_models import EOS, VOCAB_SIZE
 
 MAX_LEN = 64
@@ -52,30 +50,13 @@ SAMPLING_OPTIONS: dict[str, dict[str, Any]] = {
     "typical, without words": {"typical_p": 0.8, "bad_words_token_ids": [[5], [6, 7]], "temperature": 1.0, "top_k": 30},
 }
 LETTERS = Vocabulary((b"",) * 3 + tuple(bytes([byte]) for byte in range(3, VOCAB_SIZE)), (EOS,))
-
-
-class LetterGrammars:
-    """Compiles grammars synchronously, for single-letter tokens."""
-
-    def __init__(self) -> None:
-        self._trie = token_trie(LETTERS)
-
-    def submit(self, spec: GrammarSpec, tenant_id: str) -> Future[CompiledGrammar]:
-        done: Future[CompiledGrammar] = Future()
-        done.set_result(CompiledGrammar(self._trie, answer_grammar(to_lark(spec), first_space=False), spec))
-        return done
-
-    def close(self) -> None:
-        """There is nothing to close."""
-
-
-GRAMMARS = LetterGrammars()
+LETTER_GRAMMARS = ImmediateCompiler(token_trie(LETTERS))
 
 
 def with_grammars(engine: Engine) -> Engine:
     """The engine, with grammars for its letters."""
     assert engine._grammars is not None
-    engine._grammars._compiler = GRAMMARS
+    engine._grammars._compiler = LETTER_GRAMMARS
     return engine
 
 

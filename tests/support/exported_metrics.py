@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from appliance.telemetry.gpu import GpuReading
 from appliance.telemetry.metrics import Metrics
 from tests.support.clock import FakeClock
-from tests.support.console_fixtures import EngineSide, tenant
+from tests.support.console_fixtures import EngineSide, tenant_reading
 
 CREATED = "_created"  # the client library adds to each counter and histogram a gauge with the time when its series began
 SUFFIXES = {"histogram": ("_bucket", "_sum", "_count")}
@@ -38,7 +38,7 @@ async def exported_metrics() -> dict[str, ExportedMetric]:
     gpu = GpuReading(
         index=0, name="Card", memory_total_bytes=80, memory_used_bytes=1, utilization=None, power_w=None, temperature_c=None
     )
-    sampler, metrics = EngineSide(FakeClock(), gpus=[gpu], tenants=[tenant("bob")]).sampler(3600.0), Metrics()
+    sampler, metrics = EngineSide(FakeClock(), gpus=[gpu], tenants=[tenant_reading("bob")]).sampler(3600.0), Metrics()
     metrics.attach(lambda: sampler.latest)
     await sampler.sample()
     _count_everything(metrics)

@@ -43,16 +43,16 @@ def voided(request_id: str) -> Settlement:
     return Settlement(request_id=request_id, status="voided", finish_reason="refused")
 
 
-def adjustment(person: Person, *, posting: int, cost_picos: int, at: datetime = START) -> UsageEvent:
-    """Return a correction of an event of `person` that is in no table."""
-    return UsageEvent(
-        id=posting,
+def settled_event(person: Person | Principal, *, at: datetime = START, **changes: Any) -> UsageEvent:
+    """Return a posted event of `person` without tokens or cost that is in no table."""
+    event = UsageEvent(
+        id=1,
         request_id=new_id("req"),
         tenant_id=person.tenant.id,
         key_id=person.key.id,
         model="demo",
         endpoint="/v1/chat/completions",
-        kind="adjustment",
+        kind="usage",
         status="posted",
         finish_reason="stop",
         reserved_tokens=0,
@@ -61,15 +61,20 @@ def adjustment(person: Person, *, posting: int, cost_picos: int, at: datetime = 
         completion_tokens=0,
         estimated=False,
         price_id=None,
-        cost_picos=cost_picos,
+        cost_picos=0,
         currency="EUR",
         admitted_at=at,
         settled_at=at,
         billing_day=at.date(),
-        posting=posting,
-        corrects_id=1,
-        note="too much",
+        posting=1,
     )
+    return msgspec.structs.replace(event, **changes)
+
+
+def adjustment(person: Person | Principal, *, at: datetime = START, **changes: Any) -> UsageEvent:
+    """Return a correction of an event of `person` that is in no table."""
+    correction = {"id": 2, "posting": 2, "kind": "adjustment", "corrects_id": 1, "note": "too much"}
+    return settled_event(person, at=at, **correction | changes)
 
 
 def price(prompt: int = 1_000_000, cached: int = 100_000, completion: int = 3_000_000, *, at: datetime = START) -> Price:

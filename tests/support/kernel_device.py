@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from tests.support.databases import is_required
+from tests.support.required_parts import is_required
 
 VARIABLE = "TRITON_INTERPRET"
 

@@ -1,4 +1,4 @@
-"""An engine whose steps are launched ahead on a device without a model, and random lives of its requests.
+"""An engine whose steps are launched ahead on a fake device without a model, and random scripts of requests for it.
 
 The device has what each slot of each block holds, and draws the next token from all slots of a request up to the last one. A
 block that is stale, lost, not yet written or another tenant's therefore changes a token, as it would with a model. A device
@@ -46,7 +46,7 @@ STEPS_TO_DRAIN_MAX = 6000
 
 
 class Content(NamedTuple):
-    """What a slot holds: whose, which token, and a hash of all tokens up to it."""
+    """What a slot holds: the tenant, the token, and a hash of all tokens up to it."""
 
     owner: str
     token_id: int
@@ -76,7 +76,7 @@ def prefix_of(token_ids: Sequence[int]) -> int:
 
 
 def expected_answer(submitted: GenerationRequest, index: int) -> list[int]:
-    """The tokens of an answer that nothing disturbs."""
+    """The tokens of an answer when nothing fails and nothing is aborted."""
     sampling = submitted.sampling
     prefix, answer = prefix_of(submitted.prompt_token_ids), list[int]()
     assert sampling.max_tokens is not None
@@ -89,7 +89,7 @@ def expected_answer(submitted: GenerationRequest, index: int) -> list[int]:
 
 
 class PartlyRightDrafter(RandomDrafter):
-    """Drafts of random length that are right up to a random place."""
+    """Drafts of random length that are right up to a random position."""
 
     def draft(self, request: Request, *, limit: int, num_running: int) -> Draft:
         assert UNKNOWN_TOKEN not in request.token_ids, "drafting needs the last token"
@@ -122,8 +122,8 @@ class FakePendingStep:
 
 
 class FakeDevice:
-    """An `AheadRunner`. `culprits`: ids of requests that fail however they are computed. `fault_rate`: share of steps that fail
-    in the fast way."""
+    """An `AheadRunner`. `culprits`: ids of requests that fail however they are computed. `fault_rate`: share of launched
+    steps that fail."""
 
     stage = "run"
 
@@ -155,12 +155,12 @@ class FakeDevice:
             if self._has_failed_to_move and self._rng.random() < 0.5:
                 break
         if self._has_failed_to_move:
-            raise RuntimeError("not now")  # the engine tries again, once
+            raise RuntimeError("blocks could not be moved")  # the engine tries again, once
 
     def run(self, items: Sequence[ScheduledRequest]) -> list[StepOutput]:
-        assert all(UNKNOWN_TOKEN not in item.request.token_ids for item in items), "the plain way knows every token"
+        assert all(UNKNOWN_TOKEN not in item.request.token_ids for item in items), "the plain runner needs every token"
         if self.culprits & {item.request.request_id for item in items}:
-            raise RuntimeError("boom")
+            raise RuntimeError("this request cannot be computed")
         outputs = self._compute(items, is_garbage=[False] * len(items))
         return [StepOutput([output]) if isinstance(output, int) else output for output in outputs if output is not None]
 
@@ -241,34 +241,34 @@ class FakeDevice:
 class LaunchedFuzz:
     """Submits, aborts, preempts and steps in any order; `check` must hold after each."""
 
-    def __init__(self, world: SchedulerSetup, rng: random.Random, *, is_synchronous: bool, fault_rate: float) -> None:
+    def __init__(self, setup: SchedulerSetup, rng: random.Random, *, is_synchronous: bool, fault_rate: float) -> None:
         self.rng = rng
-        self.world = world
+        self.setup = setup
         self.now_s = 0.0
-        limits = world.limits
-        pool = BlockPool(world.num_blocks, protected_percent=world.protected_percent)
-        quantum_ps = COSTS.prefill_ps(0, world.quantum_tokens)
+        limits = setup.limits
+        pool = BlockPool(setup.num_blocks, protected_percent=setup.protected_percent)
+        quantum_ps = COSTS.prefill_ps(0, setup.quantum_tokens)
         settings = FairSettings(quantum_ps=quantum_ps, hysteresis_ps=2 * quantum_ps, cap_ps=4 * quantum_ps)
-        self.drafter = PartlyRightDrafter(rng) if world.drafts else None
+        self.drafter = PartlyRightDrafter(rng) if setup.drafts else None
         self.scheduler = Scheduler(
             limits,
             pool,
             clock=lambda: self.now_s,
             costs=COSTS,
-            prefix_cache=PrefixCache(pool, world.block_size) if world.caches else None,
-            host_tier=HostTier(world.host_blocks) if world.host_blocks else None,
+            prefix_cache=PrefixCache(pool, setup.block_size) if setup.caches else None,
+            host_tier=HostTier(setup.host_blocks) if setup.host_blocks else None,
             drafter=self.drafter,
             policy=partial(FairPolicy, settings=settings),
         )
-        self.device = FakeDevice(world.block_size, rng, is_synchronous=is_synchronous, fault_rate=fault_rate)
+        self.device = FakeDevice(setup.block_size, rng, is_synchronous=is_synchronous, fault_rate=fault_rate)
         info = EngineInfo(
             model="fake", architecture="Fake", max_model_len=limits.max_model_len, vocab_size=VOCAB_SIZE,
-            eos_token_ids=[STOP_TOKEN], block_size=world.block_size, num_kv_blocks=world.num_blocks, dtype="none",
-            device="none", device_name="none", kernels="none", num_parameters=0, max_num_seqs=world.max_num_seqs,
+            eos_token_ids=[STOP_TOKEN], block_size=setup.block_size, num_kv_blocks=setup.num_blocks, dtype="none",
+            device="none", device_name="none", kernels="none", num_parameters=0, max_num_seqs=setup.max_num_seqs,
             weights_bytes=0, kv_bytes=0, load_s=0.0,
         )  # fmt: skip
         self.engine = Engine(self.scheduler, self.device, info, unused_grammars(), clock=lambda: self.now_s)
-        self.meter = GapMeter(quantum_ps, settings.cap_ps, math.lcm(*(weight for _, weight in world.tenants)))
+        self.meter = GapMeter(quantum_ps, settings.cap_ps, math.lcm(*(weight for _, weight in setup.tenants)))
         self._plan = self.scheduler.schedule
         self.scheduler.schedule = self._metered_plan  # type: ignore[method-assign]
         self.submitted: dict[str, GenerationRequest] = {}
@@ -293,7 +293,7 @@ class LaunchedFuzz:
         return batch
 
     def submit(self, tenant: int, prompt: list[int], max_tokens: int, *, n: int, min_tokens: int = 0) -> None:
-        tenant_id, weight = self.world.tenants[tenant % len(self.world.tenants)]
+        tenant_id, weight = self.setup.tenants[tenant % len(self.setup.tenants)]
         rng, name = self.rng, str(len(self.submitted))
         weight = rng.choice((1, 2, 4)) if rng.random() < 0.05 else weight
         if rng.random() < 0.03:
@@ -319,16 +319,16 @@ class LaunchedFuzz:
         assert self.engine.submit(request) == []
 
     def next_turn(self) -> None:
-        """A request of the same tenant that goes on with an answer that has ended."""
-        turns = [(self.submitted[name], index) for name, index in self.ended]
-        if not turns:
+        """Submit a chat turn: a request of the same tenant whose prompt continues an answer that has ended."""
+        answered = [(self.submitted[name], index) for name, index in self.ended]
+        if not answered:
             return
-        before, index = self.rng.choice(turns)
-        text = before.prompt_token_ids + self.delivered[before.request_id, index]
+        previous, index = self.rng.choice(answered)
+        text = previous.prompt_token_ids + self.delivered[previous.request_id, index]
         prompt = [*text, *(self.rng.randrange(STOP_TOKEN) for _ in range(self.rng.randint(1, 3)))]
-        max_tokens = min(self.rng.choice((1, 3, 20)), self.world.limits.max_model_len - len(prompt))
+        max_tokens = min(self.rng.choice((1, 3, 20)), self.setup.limits.max_model_len - len(prompt))
         if max_tokens > 0:
-            self.submit([name for name, _ in self.world.tenants].index(before.tenant_id), prompt, max_tokens, n=1)
+            self.submit([name for name, _ in self.setup.tenants].index(previous.tenant_id), prompt, max_tokens, n=1)
 
     def preempt(self) -> None:
         running = [request for request in self.scheduler.running if request.block_table]
@@ -375,13 +375,13 @@ class LaunchedFuzz:
             assert last.decode_s == self.now_s - self.first_token_s[last.request_id, last.index]
         elif last.finish_reason is FinishReason.ERROR:
             assert last.request_id in self.device.culprits
-            assert last.error == "the engine failed while computing this request: RuntimeError: boom"
+            assert last.error == "the engine failed while computing this request: RuntimeError: this request cannot be computed"
             assert last.error_param is None
         elif last.finish_reason is FinishReason.DEADLINE:
             assert not found
 
     def _check_scores(self, submitted: GenerationRequest, last: TokenEvent) -> None:
-        """Each token has one score, those that were computed again too."""
+        """Check that each token has exactly one score, even if it was computed more than once."""
         answer, prompt, sampling = (last.request_id, last.index), submitted.prompt_token_ids, submitted.sampling
         text = prompt + self.delivered[answer]
         scores = [score_after(prefix_of(text[:end])) for end in range(1, len(text))]
@@ -404,13 +404,13 @@ class LaunchedFuzz:
             assert totals.accepted_draft_tokens <= self.drafter.num_accepted
 
     def drain(self) -> None:
-        """Step until idle: every answer must end, and leave no block behind."""
+        """Step until idle: every answer must end, and every block must be free."""
         for _ in range(STEPS_TO_DRAIN_MAX):
             if not self.engine.has_requests:
                 break
             self.step()
             self.check()
-        assert not self.engine.has_requests, "somebody starves"
+        assert not self.engine.has_requests, "a request starves"
         self.engine.check_when_idle()
         assert self.scheduler.pool.num_used == 0
         assert self.scheduler.accounts.aggregate.num_decoding == 0
@@ -427,55 +427,55 @@ class LaunchedFuzz:
         assert self.scheduler.totals.prompt_tokens == prompt_tokens, "a prompt counts once, when it is complete"
 
 
-def run_launched_life(seed: int, *, num_actions: int = 120) -> LaunchedFuzz:
-    """One random life to its end."""
+def run_launched_script(seed: int, *, num_actions: int = 120) -> LaunchedFuzz:
+    """Run one random script to its end."""
     rng = random.Random(seed)
-    world = replace(random_setup(rng), global_prefix=())
-    life = LaunchedFuzz(world, rng, is_synchronous=rng.random() < 0.3, fault_rate=rng.choice((0.0, 0.0, 0.1, 0.4)))
-    longest = world.limits.max_model_len
+    setup = replace(random_setup(rng), global_prefix=())
+    fuzz = LaunchedFuzz(setup, rng, is_synchronous=rng.random() < 0.3, fault_rate=rng.choice((0.0, 0.0, 0.1, 0.4)))
+    longest = setup.limits.max_model_len
     for _ in range(num_actions):
         action = rng.random()
-        if action < 0.35 and longest > 1 and len(life.submitted) - len(life.ended) < 40:
+        if action < 0.35 and longest > 1 and len(fuzz.submitted) - len(fuzz.ended) < 40:
             length = rng.randint(1, longest - 1) if rng.random() < 0.3 else rng.randint(1, max(1, longest // 4))
             max_tokens = min(longest - length, rng.choice((1, 2, 3, 5, 20, longest)))
             min_tokens = rng.choice((0, 0, 0, min(3, max_tokens)))
             num_answers = rng.choice((1, 1, 1, 2, 3))
-            life.submit(rng.randrange(64), random_prompt(rng, length), max_tokens, n=num_answers, min_tokens=min_tokens)
+            fuzz.submit(rng.randrange(64), random_prompt(rng, length), max_tokens, n=num_answers, min_tokens=min_tokens)
         elif action < 0.38:
-            life.abort()
+            fuzz.abort()
         elif action < 0.41:
-            life.preempt()
+            fuzz.preempt()
         elif action < 0.47:
-            life.next_turn()
+            fuzz.next_turn()
         elif action < 0.472:
-            life.record(life.engine.abort_all())
+            fuzz.record(fuzz.engine.abort_all())
         else:
-            life.step()
-        life.check()
-    life.drain()
-    return life
+            fuzz.step()
+        fuzz.check()
+    fuzz.drain()
+    return fuzz
 
 
-def run_life_of_many_answers(seed: int, *, num_actions: int = 120) -> LaunchedFuzz:
-    """One life in which most prompts have several short answers, blocks are few and the device fails often."""
+def run_script_of_many_answers(seed: int, *, num_actions: int = 120) -> LaunchedFuzz:
+    """Run one script in which most prompts have several short answers, blocks are few and the device fails often."""
     rng = random.Random(seed)
-    world = SchedulerSetup(
+    setup = SchedulerSetup(
         num_blocks=rng.randint(6, 14), block_size=4, max_num_seqs=6, spare_budget=16, caches=rng.random() < 0.5
     )
-    life = LaunchedFuzz(world, rng, is_synchronous=False, fault_rate=0.3)
+    fuzz = LaunchedFuzz(setup, rng, is_synchronous=False, fault_rate=0.3)
     for _ in range(num_actions):
         action = rng.random()
-        if action < 0.35 and len(life.submitted) - len(life.ended) < 20:
+        if action < 0.35 and len(fuzz.submitted) - len(fuzz.ended) < 20:
             prompt = [rng.randrange(STOP_TOKEN) for _ in range(rng.randint(2, 12))]
-            life.submit(rng.randrange(2), prompt, rng.choice((2, 2, 3, 4, 5)), n=rng.choice((1, 2, 3)))
+            fuzz.submit(rng.randrange(2), prompt, rng.choice((2, 2, 3, 4, 5)), n=rng.choice((1, 2, 3)))
         elif action < 0.40:
-            life.abort()
+            fuzz.abort()
         elif action < 0.42:
-            life.preempt()
+            fuzz.preempt()
         elif action < 0.50:
-            life.next_turn()
+            fuzz.next_turn()
         else:
-            life.step()
-        life.check()
-    life.drain()
-    return life
+            fuzz.step()
+        fuzz.check()
+    fuzz.drain()
+    return fuzz

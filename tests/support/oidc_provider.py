@@ -23,7 +23,7 @@ ISSUER = "https://id.example.com"
 CLIENT_ID = "gatehouse"
 CLIENT_SECRET = "a client's secret: with / and %"
 TOKEN_LIFE_S = 300
-Cheat = Literal["unsigned", "shared_secret", "foreign_key"]
+Forgery = Literal["unsigned", "shared_secret", "foreign_key"]
 
 
 @lru_cache
@@ -40,8 +40,8 @@ def ec_key(name: str) -> ECKey:
 class FakeProvider:
     """Serves discovery document, keys, authorization, tokens and user info. Every sign-in is `person`'s.
 
-    `claims` replaces claims of the ID token, None removes one; `tokens` does the same with the token response. `cheat` signs
-    wrongly. `down` is the status of every response, 0 for a failed connection; 200 responds with HTML instead of JSON.
+    `claims` replaces claims of the ID token, None removes one; `tokens` does the same with the token response. `forgery` signs
+    ID tokens wrongly. `failure_status` is the status of every response; 0 is a failed connection, 200 HTML instead of JSON.
     """
 
     def __init__(self, clock: Clock, *, issuer: str = ISSUER, external_url: str = "http://gatehouse.test") -> None:
@@ -52,8 +52,8 @@ class FakeProvider:
         self.claims: dict[str, Any] = {}
         self.tokens: dict[str, Any] = {}
         self.metadata: dict[str, Any] = {}
-        self.cheat: Cheat | None = None
-        self.down: int | None = None
+        self.forgery: Forgery | None = None
+        self.failure_status: int | None = None
         self.includes_key_id = True
         self.email_in_token = True
         self.user_info: dict[str, Any] = {}
@@ -82,12 +82,12 @@ class FakeProvider:
     def handle(self, request: httpx.Request) -> httpx.Response:
         """Answer one request."""
         self.requests.append(f"{request.method} {request.url.path}")
-        if self.down is not None:
-            if self.down == 0:
+        if self.failure_status is not None:
+            if self.failure_status == 0:
                 raise httpx.ConnectError("nobody is there", request=request)
-            if self.down == 200:
+            if self.failure_status == 200:
                 return httpx.Response(200, text="<h1>Oops</h1>")
-            return httpx.Response(self.down, content=self._answer(request).content)
+            return httpx.Response(self.failure_status, content=self._answer(request).content)
         return self._answer(request)
 
     def _answer(self, request: httpx.Request) -> httpx.Response:
@@ -167,13 +167,13 @@ class FakeProvider:
         person = self.person if self.email_in_token else {"sub": self.person["sub"]}
         claims = {"iss": self.issuer, "aud": CLIENT_ID, "iat": now, "exp": now + TOKEN_LIFE_S, "nonce": nonce, **person}
         claims = {name: value for name, value in {**claims, **self.claims}.items() if value is not None}
-        if self.cheat == "unsigned":
+        if self.forgery == "unsigned":
             return f"{_encode_json({'alg': 'none'})}.{_encode_json(claims)}."
-        if self.cheat == "shared_secret":  # signed with the public key as if it were a shared secret
+        if self.forgery == "shared_secret":  # signed with the public key as if it were a shared secret
             head = f"{_encode_json({'alg': 'HS256', 'kid': self._signing_key.kid})}.{_encode_json(claims)}"
             secret = self._signing_key.as_pem(private=False)
             return f"{head}.{_base64url(hmac.new(secret, head.encode(), hashlib.sha256).digest())}"
-        key = rsa_key("foreign") if self.cheat == "foreign_key" else self._signing_key
+        key = rsa_key("foreign") if self.forgery == "foreign_key" else self._signing_key
         algorithm = "RS256" if isinstance(key, RSAKey) else "ES256"
         named = {"kid": self._signing_key.kid} if self.includes_key_id else {}
         return jwt.encode({"alg": algorithm, **named}, claims, key, algorithms=[algorithm])

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Select
+from sqlalchemy import SelectBase
 from sqlalchemy.dialects import sqlite
 
 from appliance.base.db import Database
 
 
-async def query_plan(database: Database, query: Select[Any]) -> list[str]:
-    """Return the lines of SQLite's plan for `query` that read usage events.
+async def query_plan(database: Database, query: SelectBase, text: str = "usage_events") -> list[str]:
+    """Return the lines of SQLite's plan for `query` that contain `text`.
 
     Parameters are not inlined, as in production: the planner uses a partial index only if its condition is in the text.
     """
@@ -21,4 +21,4 @@ async def query_plan(database: Database, query: Select[Any]) -> list[str]:
         rows: Sequence[Any] = (
             await connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {compiled}", ("",) * compiled.count("?"))
         ).all()
-    return [str(row[3]) for row in rows if "usage_events" in str(row[3])]
+    return [line for line in (str(row[3]) for row in rows) if text in line]

@@ -66,10 +66,10 @@ class SchedulerSetup:
 class FakeCache:
     """Content of device and host blocks: (owner, tokens up to here) of each written slot, in place of keys and values."""
 
-    def __init__(self, world: SchedulerSetup) -> None:
-        self._size = world.block_size
-        self._global_prefix = world.global_prefix
-        self._caches = world.caches
+    def __init__(self, setup: SchedulerSetup) -> None:
+        self._size = setup.block_size
+        self._global_prefix = setup.global_prefix
+        self._caches = setup.caches
         self._device: dict[int, Content] = {}
         self._host: dict[int, Content] = {}
 
@@ -202,32 +202,32 @@ class GapMeter:
 class SchedulerFuzz:
     """Operations on a scheduler (add, fork, abort, preempt, fail, expire, step), in any order; `check` must hold after each."""
 
-    def __init__(self, world: SchedulerSetup, rng: random.Random) -> None:
-        self.world = world
+    def __init__(self, setup: SchedulerSetup, rng: random.Random) -> None:
+        self.setup = setup
         self.rng = rng
-        self.limits = world.limits
+        self.limits = setup.limits
         self.now_s = 0.0
-        quantum_ps = COSTS.prefill_ps(0, world.quantum_tokens)
+        quantum_ps = COSTS.prefill_ps(0, setup.quantum_tokens)
         settings = FairSettings(quantum_ps=quantum_ps, hysteresis_ps=2 * quantum_ps, cap_ps=4 * quantum_ps)
-        pool = BlockPool(world.num_blocks, protected_percent=world.protected_percent)
-        prefix_cache = PrefixCache(pool, world.block_size) if world.caches else None
-        if prefix_cache is not None and world.global_prefix:
-            prefix_cache.share_globally(world.global_prefix)
-        self.drafter = RandomDrafter(rng) if world.drafts else None
+        pool = BlockPool(setup.num_blocks, protected_percent=setup.protected_percent)
+        prefix_cache = PrefixCache(pool, setup.block_size) if setup.caches else None
+        if prefix_cache is not None and setup.global_prefix:
+            prefix_cache.share_globally(setup.global_prefix)
+        self.drafter = RandomDrafter(rng) if setup.drafts else None
         self.scheduler = Scheduler(
             self.limits,
             pool,
             clock=lambda: self.now_s,
             costs=COSTS,
             prefix_cache=prefix_cache,
-            host_tier=HostTier(world.host_blocks) if world.host_blocks else None,
+            host_tier=HostTier(setup.host_blocks) if setup.host_blocks else None,
             drafter=self.drafter,
             policy=partial(FairPolicy, settings=settings),
         )
         assert isinstance(self.scheduler.policy, FairPolicy)
         self.policy = self.scheduler.policy
-        self.cache = FakeCache(world)
-        self.meter = GapMeter(quantum_ps, settings.cap_ps, math.lcm(*(weight for _, weight in world.tenants)))
+        self.cache = FakeCache(setup)
+        self.meter = GapMeter(quantum_ps, settings.cap_ps, math.lcm(*(weight for _, weight in setup.tenants)))
         self.live: dict[Request, None] = {}
         self.ended: dict[Request, TokenEvent] = {}
         self.delivered: dict[Request, int] = {}
@@ -251,7 +251,7 @@ class SchedulerFuzz:
         self, tenant: int, token_ids: list[int], max_total_tokens: int, *, priority: Priority = Priority.STANDARD,
         deadline_s: float | None = None, num_answers: int = 1,
     ) -> list[Request]:  # fmt: skip
-        tenant_id, weight = self.world.tenants[tenant % len(self.world.tenants)]
+        tenant_id, weight = self.setup.tenants[tenant % len(self.setup.tenants)]
         self.num_prompts += 1
         requests: list[Request] = []
         for index in range(num_answers):
@@ -434,34 +434,34 @@ def random_prompt(rng: random.Random, length: int) -> list[int]:
 def run_random_script(seed: int, num_actions: int = 120) -> SchedulerFuzz:
     """Run one script to the end. Some tenants flood, others send requests now and then."""
     rng = random.Random(seed)
-    life = SchedulerFuzz(random_setup(rng), rng)
-    longest = life.limits.max_model_len
+    fuzz = SchedulerFuzz(random_setup(rng), rng)
+    longest = fuzz.limits.max_model_len
     floods = rng.sample(range(64), rng.randint(1, 64))
     mixed = rng.random() < 0.3
     for _ in range(num_actions):
         action = rng.random()
-        if action < 0.45 and longest > 1 and len(life.live) < 60:
+        if action < 0.45 and longest > 1 and len(fuzz.live) < 60:
             tenant = rng.choice(floods) if rng.random() < 0.8 else rng.randrange(64)
             length = rng.randint(1, longest - 1) if rng.random() < 0.3 else rng.randint(1, max(1, longest // 4))
-            life.add(
+            fuzz.add(
                 tenant,
                 random_prompt(rng, length),
                 min(longest, length + rng.choice((1, 2, 5, 20, longest))),
                 priority=rng.choice(list(Priority)) if mixed else Priority.STANDARD,
-                deadline_s=life.now_s + rng.randint(0, 20) if rng.random() < 0.1 else None,
+                deadline_s=fuzz.now_s + rng.randint(0, 20) if rng.random() < 0.1 else None,
                 num_answers=rng.choice((1, 1, 1, 2, 3)),
             )
-        elif action < 0.48 and life.live:
-            life.abort(rng.choice(list(life.live)))
+        elif action < 0.48 and fuzz.live:
+            fuzz.abort(rng.choice(list(fuzz.live)))
         elif action < 0.5:
-            life.preempt()
+            fuzz.preempt()
         elif action < 0.52:
-            life.expire()
+            fuzz.expire()
         else:
-            life.step(fails=rng.random() < 0.02)
-        life.check()
-    life.drain()
-    return life
+            fuzz.step(fails=rng.random() < 0.02)
+        fuzz.check()
+    fuzz.drain()
+    return fuzz
 
 
 def main() -> None:

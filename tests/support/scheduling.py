@@ -92,7 +92,7 @@ def drain(scheduler: Scheduler, steps_max: int = 1000) -> None:
         if not scheduler.has_requests:
             return
         step(scheduler)
-    raise AssertionError("somebody starves")
+    raise AssertionError("a request starves")
 
 
 def planned_tokens(batch: ScheduledBatch) -> list[tuple[str, int]]:

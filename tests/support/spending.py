@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from datetime import datetime
 from typing import Any
-
-from sqlalchemy import Engine, event
 
 from appliance.base.clock import Clock
 from appliance.base.db import Database
@@ -96,18 +94,3 @@ async def set_budget(database: Database, clock: Clock, person: Person, units: in
     """Set a tenant's monthly budget."""
     limits = {"monthly_budget": None if units is None else units * UNIT}
     await Tenants(database, clock).update(person.tenant.id, TenantChanges(limits=limits, **changes), access=WHOLE_APPLIANCE)
-
-
-@contextmanager
-def record_statements() -> Iterator[Sequence[str]]:
-    """Yield a list to which every SQL statement of any engine is appended."""
-    seen: list[str] = []
-
-    def note(_connection: Any, _cursor: Any, statement: str, _parameters: Any, _context: Any, _many: bool) -> None:
-        seen.append(statement)
-
-    event.listen(Engine, "before_cursor_execute", note)
-    try:
-        yield seen
-    finally:
-        event.remove(Engine, "before_cursor_execute", note)

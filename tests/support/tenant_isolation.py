@@ -19,7 +19,7 @@ from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.browser_rules import CSRF_HEADER, PLAIN_COOKIE
 from appliance.tenancy.members import Member
 from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
-from tests.support.cast import Person, quick_hasher
+from tests.support.cast import Person
 from tests.support.factories import pending, posted
 from tests.support.ledgers import running_ledger
 
@@ -115,7 +115,6 @@ class PopulatedTenant:
 
 async def make_populated_tenant(services: Services, name: str) -> PopulatedTenant:
     """Create a tenant `name` with a key, a billed request, and a member of each role."""
-    services.members._hasher = quick_hasher()
     tenant = await services.tenants.create(
         name, TenantChanges(limits=Limits(tokens_per_minute=1000), billing={"name": name}), access=WHOLE_APPLIANCE
     )

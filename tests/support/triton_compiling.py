@@ -84,7 +84,7 @@ def compile_failure(kernel: Any) -> str:
     return "nothing failed"
 
 
-def when_asked() -> dict[str, Any]:
+def when_compiled_together() -> dict[str, Any]:
     with compiled_together(REPORTS.append):
         launch(fill_kernel)
         launch(fill_kernel)
@@ -104,7 +104,7 @@ def when_found_on_disk() -> dict[str, Any]:
     return {"last": REPORTS[-1]}
 
 
-def when_asked_again_meanwhile() -> dict[str, Any]:
+def when_requested_again_during_compilation() -> dict[str, Any]:
     """A model's second layer requests kernels that are being compiled for the first."""
     fill_kernel.device_caches.clear()
     describe, described = fill_kernel._pack_args, []
@@ -123,11 +123,11 @@ def when_asked_again_meanwhile() -> dict[str, Any]:
     return {"described": len(described), "last": REPORTS[-1], "launched": list(CARD.launched)}
 
 
-def when_one_is_wrong() -> dict[str, Any]:
+def when_a_kernel_does_not_compile() -> dict[str, Any]:
     return {"error": compile_failure(wrong_kernel), "again": compile_failure(wrong_kernel)}
 
 
-def when_it_cannot_be_loaded() -> dict[str, Any]:
+def when_a_binary_cannot_be_loaded() -> dict[str, Any]:
     fill_kernel.device_caches.clear()
     CARD.fault = "no memory"
     try:
@@ -136,7 +136,7 @@ def when_it_cannot_be_loaded() -> dict[str, Any]:
         CARD.fault = ""
 
 
-def when_one_never_ends() -> dict[str, Any]:
+def when_a_compilation_hangs() -> dict[str, Any]:
     """A compilation that hangs does not keep the process from exiting: its thread is abandoned."""
     fill_kernel.device_caches.clear()
     launch(fill_kernel, SIZES[2:])  # which sets `compile`
@@ -168,7 +168,7 @@ def when_another_thread_launches() -> dict[str, Any]:
     return {"launched": list(CARD.launched), "last": REPORTS[-1]}
 
 
-def when_another_thread_launches_what_is_being_compiled() -> dict[str, Any]:
+def when_another_thread_launches_a_kernel_being_compiled() -> dict[str, Any]:
     CARD.launched.clear()
     fill_kernel.device_caches.clear()
     with compiled_together(REPORTS.append):
@@ -179,7 +179,7 @@ def when_another_thread_launches_what_is_being_compiled() -> dict[str, Any]:
     return {"launched": list(CARD.launched), "last": REPORTS[-1]}
 
 
-def when_two_wait_for_each_other() -> dict[str, Any]:
+def when_two_compilations_wait_for_each_other() -> dict[str, Any]:
     barrier = threading.Barrier(2, timeout=BARRIER_S)
     fill_kernel.device_caches.clear()
     launch(fill_kernel, SIZES[2:])  # which sets `compile`
@@ -195,7 +195,7 @@ def when_two_wait_for_each_other() -> dict[str, Any]:
     return {"last": REPORTS[-1]}
 
 
-def when_all_parse_at_once() -> dict[str, Any]:
+def when_kernels_are_parsed_concurrently() -> dict[str, Any]:
     """Garbage collection while a tree is built lets other threads run: two concurrent parses would fail within a few rounds."""
     fill_kernel.device_caches.clear()
     launch(fill_kernel, SIZES[2:])

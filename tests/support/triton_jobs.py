@@ -19,7 +19,7 @@ from steps.locks import read_lock
 
 from kernels.triton.gate.declared import module_names
 from tests.support import triton_versions
-from tests.support.databases import is_required
+from tests.support.required_parts import is_required
 from tests.support.triton_versions import RECORD, REPO, TritonVersion
 
 PROCESSES = 2  # at low priority, they leave the processors to the tests

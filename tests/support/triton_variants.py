@@ -17,7 +17,6 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -33,9 +32,7 @@ from triton.runtime.jit import JITFunction
 from engine.build import CachedModels, build_engine
 from engine.config.model import ModelConfig
 from engine.config.pooling import MODES, PoolingConfig
-from engine.grammar.lark import to_lark
-from engine.grammar.matcher import CompiledGrammar, answer_grammar, token_trie
-from engine.grammar.spec import GrammarSpec
+from engine.grammar.matcher import token_trie
 from engine.grammar.vocabulary import NO_BYTES
 from engine.loop import Engine
 from engine.models.loading import LoadedDecoder
@@ -56,7 +53,7 @@ from kernels.ops import HostTokens
 from kernels.triton import card_properties, early_launch
 from tests.support.engines import FREE_ROWS, generation_request
 from tests.support.fake_gpu_driver import FakeGpuDriver
-from tests.support.grammars import BYTES
+from tests.support.grammars import BYTES, ImmediateCompiler
 from tests.support.kernel_tables import replace_table
 
 MULTIPROCESSORS = {80: 108, 89: 142, 90: 132, 100: 148}  # of an A100, an L40S, an H200 and a B200
@@ -183,21 +180,6 @@ class TokensForHost(TokenReturn):
 @cache
 def padded_byte_trie(vocab_size: int) -> Any:
     return token_trie(replace(BYTES, tokens=(*BYTES.tokens, *[NO_BYTES] * (vocab_size - BYTES.size))))
-
-
-class GrammarCompiler:
-    """Compiles grammars over single bytes synchronously, as there is no tokenizer."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self._trie = padded_byte_trie(vocab_size)
-
-    def submit(self, spec: GrammarSpec, tenant_id: str) -> Future[CompiledGrammar]:
-        compiled: Future[CompiledGrammar] = Future()
-        compiled.set_result(CompiledGrammar(self._trie, answer_grammar(to_lark(spec), first_space=False), spec))
-        return compiled
-
-    def close(self) -> None:
-        """There is nothing to close."""
 
 
 class NullKernel:
@@ -348,7 +330,7 @@ def engine_of(folder: Path, case: Case) -> Iterator[Engine]:
         stack.enter_context(mock.patch("engine.models.loading.load_weights", write_weights))
         stack.enter_context(mock.patch("engine.quantization.scheme.stored_names", return_value=stored_names(case)))
         stack.enter_context(mock.patch("engine.resolved_options.resolve_step_mode", mode_without_graphs))
-        grammars = GrammarCompiler((MODEL | case.model)["vocab_size"])
+        grammars = ImmediateCompiler(padded_byte_trie((MODEL | case.model)["vocab_size"]))
         stack.enter_context(mock.patch("engine.build.LazyCompiler", return_value=grammars))
         stack.enter_context(mock.patch("engine.runner.runner_choice.DirectCalls", GraphStandIn))
         stack.enter_context(mock.patch("engine.runner.slot_steps.TokenReturn", TokensForHost))

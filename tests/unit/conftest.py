@@ -1,4 +1,4 @@
-"""Fixtures for unit tests of the console and commands."""
+"""Fixtures for unit tests of the API, the console and commands."""
 
 from __future__ import annotations
 
@@ -17,11 +17,19 @@ from hypothesis import settings
 
 from appliance.cli import model_check
 from tests.support import cached_commands
+from tests.support.api_app import ApiApp, open_api_app
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import ConsoleApp, open_console
 from tests.support.typed_commands import Run, command_runner
 
 settings.load_profile("ci")  # the same examples in every run, and no verdict on how long one took
+
+
+@pytest.fixture
+async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiApp]:
+    """The whole application without engines, over an empty database, with a client that is authorised as the owner."""
+    async with open_api_app(migrated_sqlite_file, tmp_path) as opened:
+        yield opened
 
 
 @pytest.fixture

@@ -1,11 +1,9 @@
-"""The administrators' API: response shapes and roles."""
+"""The administrators' API: response shapes, invalid input, and roles."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +14,8 @@ from appliance.api.queries import parse_timestamp
 from appliance.serving.live_requests import LiveRequest
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.browser_rules import PLAIN_COOKIE, SECURE_COOKIE
-from tests.support.api_app import ApiApp, open_api_app
+from tests.support.api_app import ApiApp
+from tests.support.case_ids import case_id
 from tests.support.cast import Person
 from tests.support.console_fixtures import EngineSide
 
@@ -37,23 +36,12 @@ WRITES = [
 READS = ["/tenants", "/usage", "/costs", "/ledger", "/prices", "/requests", "/system"]
 
 
-@pytest.fixture
-async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiApp]:
-    async with open_api_app(migrated_sqlite_file, tmp_path) as opened:
-        yield opened
-
-
 async def new_tenant(api: ApiApp, **fields: Any) -> dict[str, Any]:
     tenant: dict[str, Any] = await api.call("POST", "/tenants", status=201, json={"name": "Bob & Söhne", **fields})
     return tenant
 
 
-async def refusal(api: ApiApp, method: str, path: str, status: int, **options: Any) -> tuple[str, str | None]:
-    error = (await api.call(method, path, status=status, **options))["error"]
-    return error["code"], error["param"]
-
-
-async def test_a_tenant_is_made_read_changed_and_archived(api: ApiApp) -> None:
+async def test_a_tenant_is_created_read_changed_and_archived(api: ApiApp) -> None:
     tenant = await new_tenant(api, limits={"tokens_per_minute": 1000}, tier="batch", weight=3)
     path = f"/tenants/{tenant['id']}"
 
@@ -71,7 +59,7 @@ async def test_a_tenant_is_made_read_changed_and_archived(api: ApiApp) -> None:
     assert tenant["id"] in [row["id"] for row in listed]
 
 
-async def test_a_keys_secret_is_shown_when_it_is_made_and_never_again(api: ApiApp) -> None:
+async def test_the_secret_of_a_key_is_shown_only_at_creation(api: ApiApp) -> None:
     tenant = await new_tenant(api)
     made = await api.call("POST", f"/tenants/{tenant['id']}/keys", status=201, json={"name": "first"})
     (listed,) = (await api.call("GET", f"/tenants/{tenant['id']}/keys"))["data"]
@@ -125,6 +113,7 @@ async def test_a_keys_expiry_and_limits_can_be_changed(api: ApiApp) -> None:
         ("allowed_networks", ["10.0.0.0/8"]),
         ("limits", {"tokens_per_minute": 7}),
     ],
+    ids=case_id,
 )
 async def test_each_field_of_a_key_can_be_changed_alone(api: ApiApp, name: str, value: Any) -> None:
     tenant = await new_tenant(api)
@@ -145,6 +134,7 @@ async def test_each_field_of_a_key_can_be_changed_alone(api: ApiApp, name: str, 
         ("allowed_models", ["m"]),
         ("suspended", True),
     ],
+    ids=case_id,
 )
 async def test_each_field_of_a_tenant_can_be_changed_alone(api: ApiApp, name: str, value: Any) -> None:
     tenant = await new_tenant(api)
@@ -165,31 +155,31 @@ async def test_each_field_of_a_tenant_can_be_changed_alone(api: ApiApp, name: st
     ],
     ids=str,
 )
-async def test_a_wrong_field_is_named(api: ApiApp, body: dict[str, Any], code: str, param: str) -> None:
-    assert await refusal(api, "POST", "/tenants", 400, json=body) == (code, param)
+async def test_an_invalid_field_is_named(api: ApiApp, body: dict[str, Any], code: str, param: str) -> None:
+    assert await api.refusal("POST", "/tenants", 400, json=body) == (code, param)
 
 
-async def test_an_unknown_field_of_a_change_is_refused_and_changes_nothing(api: ApiApp) -> None:
+async def test_an_update_with_an_unknown_field_is_refused_entirely(api: ApiApp) -> None:
     tenant = await new_tenant(api)
     path = f"/tenants/{tenant['id']}"
 
-    assert await refusal(api, "PATCH", path, 400, json={"name": "new", "nme": "x"}) == ("unknown_parameter", "nme")
+    assert await api.refusal("PATCH", path, 400, json={"name": "new", "nme": "x"}) == ("unknown_parameter", "nme")
     assert (await api.call("GET", path))["name"] == tenant["name"]
 
 
-async def test_a_name_that_is_taken_is_a_conflict(api: ApiApp) -> None:
+async def test_a_name_in_use_is_a_conflict(api: ApiApp) -> None:
     await new_tenant(api)
 
-    assert (await refusal(api, "POST", "/tenants", 409, json={"name": "Bob & Söhne"}))[0] == "name_taken"
+    assert (await api.refusal("POST", "/tenants", 409, json={"name": "Bob & Söhne"}))[0] == "name_taken"
 
 
 @pytest.mark.parametrize("path", ["/tenants/tn_x", "/tenants/tn_x/keys", "/requests/req_x"])
-async def test_what_does_not_exist_is_not_found(api: ApiApp, path: str) -> None:
-    assert (await refusal(api, "GET", path, 404))[0] == "not_found"
+async def test_unknown_ids_are_not_found(api: ApiApp, path: str) -> None:
+    assert (await api.refusal("GET", path, 404))[0] == "not_found"
 
 
 @pytest.mark.parametrize(("state", "aborts"), [("decode", 1), ("finished", 0)])
-async def test_an_abort_is_noted_only_of_what_still_ran(
+async def test_an_abort_is_audited_only_if_the_request_was_running(
     api: ApiApp, monkeypatch: pytest.MonkeyPatch, state: str, aborts: int
 ) -> None:
     tenant = await new_tenant(api)
@@ -200,17 +190,17 @@ async def test_an_abort_is_noted_only_of_what_still_ran(
     )
     live = EngineSide(api.services.clock).add(person, "req_live", state=state)
 
-    async def ended(_id: str, **_access: Any) -> LiveRequest:
+    async def abort_and_wait(_id: str, **_access: Any) -> LiveRequest:
         return live
 
     monkeypatch.setattr(api.services.generations, "find", lambda _id, **_access: live)
-    monkeypatch.setattr(api.services.generations, "abort_and_wait", ended)
+    monkeypatch.setattr(api.services.generations, "abort_and_wait", abort_and_wait)
     assert (await api.call("DELETE", "/requests/req_live"))["id"] == "req_live"
-    noted = await api.call("GET", "/audit", params={"action": "request.abort"})
-    assert len(noted["data"]) == aborts
+    entries = await api.call("GET", "/audit", params={"action": "request.abort"})
+    assert len(entries["data"]) == aborts
 
 
-async def test_lists_are_paged_by_cursor_to_the_end(api: ApiApp) -> None:
+async def test_lists_are_paged_by_cursor(api: ApiApp) -> None:
     made = [(await new_tenant(api, name=f"tenant {number}"))["id"] for number in range(5)]
     seen: list[str] = []
     cursor = None
@@ -230,17 +220,17 @@ async def test_lists_are_paged_by_cursor_to_the_end(api: ApiApp) -> None:
 @pytest.mark.parametrize(
     ("query", "param"), [("limit=0", "limit"), ("limit=x", "limit"), ("limit=99999", "limit"), ("cursor=zzz", "cursor")]
 )
-async def test_wrong_paging_is_named(api: ApiApp, query: str, param: str) -> None:
-    assert await refusal(api, "GET", f"/tenants?{query}", 400) == ("invalid_value", param)
+async def test_an_invalid_limit_or_cursor_is_named(api: ApiApp, query: str, param: str) -> None:
+    assert await api.refusal("GET", f"/tenants?{query}", 400) == ("invalid_value", param)
 
 
 @pytest.mark.parametrize("path", ["/tenants/%00", "/ledger?tenant_id=a%00", "/requests/%00"])
-async def test_the_character_that_no_database_compares_is_refused(api: ApiApp, path: str) -> None:
-    assert (await refusal(api, "GET", path, 400))[0] == "invalid_value"
+async def test_a_nul_character_in_a_parameter_is_refused(api: ApiApp, path: str) -> None:
+    assert (await api.refusal("GET", path, 400))[0] == "invalid_value"
 
 
 async def test_an_unknown_query_parameter_is_named(api: ApiApp) -> None:
-    assert await refusal(api, "GET", "/ledger?tenant=x", 400) == ("unknown_parameter", "tenant")
+    assert await api.refusal("GET", "/ledger?tenant=x", 400) == ("unknown_parameter", "tenant")
 
 
 @pytest.mark.parametrize(
@@ -253,14 +243,14 @@ async def test_an_unknown_query_parameter_is_named(api: ApiApp) -> None:
         ("audit?limit=1&limit=2", "limit"),
     ],
 )
-async def test_a_parameter_of_one_value_that_is_given_twice_is_named(api: ApiApp, query: str, param: str) -> None:
-    assert await refusal(api, "GET", f"/{query}", 400) == ("invalid_value", param)
+async def test_a_repeated_parameter_of_one_value_is_named(api: ApiApp, query: str, param: str) -> None:
+    assert await api.refusal("GET", f"/{query}", 400) == ("invalid_value", param)
 
 
 @pytest.mark.parametrize(
     "query", ["usage?group_by=tenant&group_by=key&key_id=a&key_id=b&model=a&model=b", "audit?actor=a&actor=b"]
 )
-async def test_a_parameter_of_several_values_may_be_given_several_times(api: ApiApp, query: str) -> None:
+async def test_a_parameter_of_several_values_can_be_repeated(api: ApiApp, query: str) -> None:
     await api.call("GET", f"/{query}")
 
 
@@ -271,8 +261,8 @@ async def test_a_parameter_of_several_values_may_be_given_several_times(api: Api
         *("group_by=colour", "group_by=", "group_by=model,"),
     ],
 )
-async def test_wrong_report_queries_are_named(api: ApiApp, query: str) -> None:
-    assert await refusal(api, "GET", f"/usage?{query}", 400) == ("invalid_value", query.partition("=")[0])
+async def test_an_invalid_parameter_of_a_report_is_named(api: ApiApp, query: str) -> None:
+    assert await api.refusal("GET", f"/usage?{query}", 400) == ("invalid_value", query.partition("=")[0])
 
 
 @pytest.mark.parametrize(
@@ -280,11 +270,11 @@ async def test_wrong_report_queries_are_named(api: ApiApp, query: str) -> None:
     ["2026-01-31T12:00:00Z", "2026-01-31t12:00:00.000z", "2026-01-31 12:00:00Z", "2026-01-31T13:00:00+01:00",
      "2026-01-31t13:00:00 01:00"],
 )  # fmt: skip
-def test_a_time_is_understood_in_every_form_of_rfc_3339(text: str) -> None:
+def test_a_time_is_accepted_in_every_form_of_rfc_3339(text: str) -> None:
     assert parse_timestamp(text, "start") == datetime(2026, 1, 31, 12, tzinfo=UTC)
 
 
-async def test_a_price_is_added_with_the_appliances_currency(api: ApiApp) -> None:
+async def test_a_price_has_the_appliances_currency_by_default(api: ApiApp) -> None:
     price = await api.call("POST", "/prices", status=201, json={"model": "m", "prompt": 10, "completion": 30})
 
     assert set(price) >= PRICE_FIELDS
@@ -292,13 +282,13 @@ async def test_a_price_is_added_with_the_appliances_currency(api: ApiApp) -> Non
     assert (await api.call("GET", "/prices"))["data"] == [price]
 
 
-async def test_an_empty_currency_of_a_price_is_not_the_appliances(api: ApiApp) -> None:
+async def test_an_empty_currency_of_a_price_is_refused(api: ApiApp) -> None:
     body = {"model": "m", "prompt": 10, "completion": 30, "currency": ""}
 
-    assert await refusal(api, "POST", "/prices", 400, json=body) == ("invalid_value", "currency")
+    assert await api.refusal("POST", "/prices", 400, json=body) == ("invalid_value", "currency")
 
 
-async def test_the_system_says_what_there_is(api: ApiApp) -> None:
+async def test_the_system_lists_processes_gpus_and_database(api: ApiApp) -> None:
     system = await api.call("GET", "/system")
 
     assert set(system) >= SYSTEM_FIELDS
@@ -307,8 +297,8 @@ async def test_the_system_says_what_there_is(api: ApiApp) -> None:
     assert system["gpus"] or system["gpu_error"]
 
 
-async def test_events_begin_with_the_newest_reading(api: ApiApp) -> None:
-    api.services.generations.draining = True  # the stream ends with its first beat, so that the test can read it whole
+async def test_the_event_stream_begins_with_the_latest_reading(api: ApiApp) -> None:
+    api.services.generations.draining = True  # ends the stream after its first event, so that it can be read completely
     await api.services.sampler.sample()
     answer = await api.client.get("/admin/v1/events")
 
@@ -317,8 +307,8 @@ async def test_events_begin_with_the_newest_reading(api: ApiApp) -> None:
     assert "\r" not in answer.text
 
 
-async def test_events_end_soon_after_the_token_is_revoked(api: ApiApp) -> None:
-    token, secret = await api.services.admin_tokens.create("a program's", "viewer")
+async def test_the_event_stream_ends_soon_after_its_token_is_revoked(api: ApiApp) -> None:
+    token, secret = await api.services.admin_tokens.create("a program", "viewer")
     reading = asyncio.create_task(
         api.client.get("/admin/v1/events", headers={"authorization": f"Bearer {secret}"})  # returns when the stream ends
     )
@@ -334,7 +324,7 @@ async def test_events_end_soon_after_the_token_is_revoked(api: ApiApp) -> None:
 
 
 @pytest.mark.parametrize("body", [b'{"name": "\\ud800"}', b'{"name": "\\ud800\\u0041"}', b'{"name": "\xff"}', b"\xff"])
-async def test_a_body_that_is_no_utf8_is_told_so(api: ApiApp, body: bytes) -> None:
+async def test_a_body_that_is_not_utf8_is_refused_with_that_reason(api: ApiApp, body: bytes) -> None:
     answer = await api.call("POST", "/tenants", status=400, content=body)
 
     assert "not valid UTF-8 JSON" in answer["error"]["message"]
@@ -342,40 +332,42 @@ async def test_a_body_that_is_no_utf8_is_told_so(api: ApiApp, body: bytes) -> No
     assert "position" not in answer["error"]["message"]
 
 
-async def test_programs_leave_places_of_live_streams_to_the_console(api: ApiApp, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_event_streams_of_programs_do_not_use_up_those_of_the_console(
+    api: ApiApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(system, "STREAMS_MAX", 0)
 
-    assert (await refusal(api, "GET", "/events", 503))[0] == "overloaded"
+    assert (await api.refusal("GET", "/events", 503))[0] == "overloaded"
     live_page = api.services.sampler.subscribe()
     await anext(live_page)
     await live_page.aclose()
 
 
 @pytest.mark.parametrize("path", READS)
-async def test_nobody_reads_without_a_token(api: ApiApp, path: str) -> None:
+async def test_reading_requires_a_valid_token(api: ApiApp, path: str) -> None:
     for headers in ({"authorization": ""}, {"authorization": "Bearer gha_wrong"}):
-        assert (await refusal(api, "GET", path, 401, headers=headers))[0] == "invalid_api_key"
+        assert (await api.refusal("GET", path, 401, headers=headers))[0] == "invalid_api_key"
 
 
-async def test_a_tenants_key_is_no_administrator(api: ApiApp) -> None:
+async def test_an_api_key_is_not_accepted_as_an_administrator_token(api: ApiApp) -> None:
     tenant = await new_tenant(api)
     made = await api.call("POST", f"/tenants/{tenant['id']}/keys", status=201, json={"name": "k"})
     headers = {"authorization": f"Bearer {made['key']}"}
 
     for path in READS:
-        await refusal(api, "GET", path, 401, headers=headers)
+        await api.refusal("GET", path, 401, headers=headers)
 
 
 @pytest.mark.parametrize("role", ["viewer", "billing"])
-async def test_who_may_not_write_reads_everything_and_changes_nothing(api: ApiApp, role: str) -> None:
+async def test_read_only_roles_can_read_everything_and_change_nothing(api: ApiApp, role: str) -> None:
     headers = await api.as_role(role)
     for path in READS:
         await api.call("GET", path, headers=headers)
     for method, path in WRITES:
-        assert (await refusal(api, method, path, 403, headers=headers))[0] == "role_not_allowed"
+        assert (await api.refusal(method, path, 403, headers=headers))[0] == "role_not_allowed"
 
 
-async def test_a_price_to_come_is_withdrawn(api: ApiApp) -> None:
+async def test_a_future_price_can_be_withdrawn(api: ApiApp) -> None:
     body = {"model": "m", "prompt": 10, "completion": 30}
     now = await api.call("POST", "/prices", status=201, json=body)
     later = await api.call("POST", "/prices", status=201, json={**body, "effective_from": "2190-01-01T00:00:00Z"})
@@ -387,14 +379,14 @@ async def test_a_price_to_come_is_withdrawn(api: ApiApp) -> None:
     assert (await api.call("GET", "/prices"))["data"] == [now]
 
 
-async def test_only_roles_with_billing_set_prices(api: ApiApp) -> None:
+async def test_only_roles_with_billing_can_add_prices(api: ApiApp) -> None:
     body = {"model": "m", "prompt": 1, "completion": 1}
 
     await api.call("POST", "/prices", status=403, json=body, headers=await api.as_role("viewer"))
     await api.call("POST", "/prices", status=201, json=body, headers=await api.as_role("billing"))
 
 
-async def test_a_session_reads_but_writes_only_with_its_token_from_its_own_pages(api: ApiApp) -> None:
+async def test_a_session_can_write_only_with_its_csrf_token_from_the_same_site(api: ApiApp) -> None:
     member = await api.services.members.create("alice@example.com", "a password of tests", "owner")
     token, session = await api.services.sessions.open(member.id, "test", "127.0.0.1")
     cookie = {"authorization": "", "cookie": f"{PLAIN_COOKIE}={token}"}
@@ -407,10 +399,10 @@ async def test_a_session_reads_but_writes_only_with_its_token_from_its_own_pages
 
 
 @pytest.mark.parametrize(("scheme", "expected"), [("http", [200, 401]), ("https", [401, 200])])
-async def test_only_the_cookie_of_the_connections_own_scheme_counts(api: ApiApp, scheme: str, expected: list[int]) -> None:
+async def test_only_the_session_cookie_of_the_scheme_in_use_is_accepted(api: ApiApp, scheme: str, expected: list[int]) -> None:
     member = await api.services.members.create("alice@example.com", "a password of tests", "owner")
     token, _ = await api.services.sessions.open(member.id, "test", "127.0.0.1")
-    address = f"{scheme}://box/admin/v1/tenants"
+    address = f"{scheme}://appliance.test/admin/v1/tenants"
     plain, secure = [{"authorization": "", "cookie": f"{name}={token}"} for name in (PLAIN_COOKIE, SECURE_COOKIE)]
 
     statuses = [(await api.client.get(address, headers=headers)).status_code for headers in (plain, secure)]

@@ -1,28 +1,22 @@
-"""`/admin/v1/audit`: visibility by role, filters, and immutability."""
+"""`/admin/v1/audit`: who can read it, its filters, and its immutability."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from appliance.tenancy.access import WHOLE_APPLIANCE
-from tests.support.api_app import ApiApp, open_api_app
-from tests.support.cast import ALICE_PASSWORD, quick_hasher
+from tests.support.api_app import ApiApp
+from tests.support.case_ids import case_id
+from tests.support.cast import ALICE_PASSWORD
+from tests.support.tenant_isolation import session_headers
 
 FIELDS = {
     "id", "at", "actor", "action", "target", "tenant_id", "before", "after", "request_id", "address", "previous_hash", "hash",
 }  # fmt: skip
-
-
-@pytest.fixture
-async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiApp]:
-    async with open_api_app(migrated_sqlite_file, tmp_path) as opened:
-        yield opened
 
 
 async def make(api: ApiApp, name: str) -> tuple[str, str]:
@@ -36,7 +30,7 @@ async def actions(api: ApiApp, **query: Any) -> list[str]:
     return [row["action"] for row in (await api.call("GET", "/audit", params=query))["data"]]
 
 
-async def test_an_entry_has_its_shape_and_its_author(api: ApiApp) -> None:
+async def test_an_entry_has_all_its_fields_and_the_acting_token(api: ApiApp) -> None:
     headers = await api.as_role("admin")
     answer = await api.client.post("/admin/v1/tenants", json={"name": "bob"}, headers=headers)
     (row,) = (await api.call("GET", "/audit", params={"action": "tenant.create"}))["data"]
@@ -47,7 +41,7 @@ async def test_an_entry_has_its_shape_and_its_author(api: ApiApp) -> None:
     assert (row["before"], row["after"]["name"]) == (None, "bob")
 
 
-async def test_a_change_tells_only_what_differs(api: ApiApp) -> None:
+async def test_an_update_entry_has_only_the_changed_values(api: ApiApp) -> None:
     tenant_id, _ = await make(api, "bob")
     await api.call("PATCH", f"/tenants/{tenant_id}", json={"limits": {"tokens_per_minute": 5}, "weight": 1})
     (row,) = (await api.call("GET", "/audit", params={"action": "tenant.update"}))["data"]
@@ -55,7 +49,7 @@ async def test_a_change_tells_only_what_differs(api: ApiApp) -> None:
     assert row["after"] == {"limits": {"tokens_per_minute": 5}}
 
 
-async def test_a_command_says_which_user_of_the_machine_acts_and_nobody_else_can(api: ApiApp) -> None:
+async def test_only_the_command_line_can_name_the_acting_user(api: ApiApp) -> None:
     operator = {"x-gatehouse-operator": "zo%C3%AB"}
     await api.call("POST", "/tenants", status=201, json={"name": "bob"}, headers={**api.client.headers, **operator})
     await api.call("POST", "/tenants", status=201, json={"name": "eve"}, headers={**await api.as_role("owner"), **operator})
@@ -65,7 +59,7 @@ async def test_a_command_says_which_user_of_the_machine_acts_and_nobody_else_can
     assert actors[0]["name"] != "zoë"
 
 
-async def test_the_list_is_paged_and_narrowed(api: ApiApp) -> None:
+async def test_the_list_is_paged_and_filtered(api: ApiApp) -> None:
     bob, key = await make(api, "bob")
     charlie, _ = await make(api, "charlie")
     await api.call("DELETE", f"/keys/{key}")
@@ -87,33 +81,32 @@ async def test_the_list_is_paged_and_narrowed(api: ApiApp) -> None:
 @pytest.mark.parametrize(
     ("query", "param"),
     [({"start": "now"}, "start"), ({"cursor": "x"}, "cursor"), ({"limit": "0"}, "limit"), ({"who": "x"}, "who")],
+    ids=case_id,
 )
-async def test_bad_input_names_its_parameter(api: ApiApp, query: dict[str, str], param: str) -> None:
+async def test_an_invalid_parameter_is_named(api: ApiApp, query: dict[str, str], param: str) -> None:
     assert (await api.call("GET", "/audit", status=400, params=query))["error"]["param"] == param
 
 
 @pytest.mark.parametrize("role", ["owner", "admin", "billing", "viewer"])
-async def test_every_role_of_the_appliance_reads_it(api: ApiApp, role: str) -> None:
+async def test_every_role_of_the_appliance_can_read_it(api: ApiApp, role: str) -> None:
     assert (await api.client.get("/admin/v1/audit", headers=await api.as_role(role))).status_code == 200
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE"])
-async def test_there_is_no_way_to_change_it(api: ApiApp, method: str) -> None:
+async def test_no_method_can_change_it(api: ApiApp, method: str) -> None:
     for path in ("/admin/v1/audit", "/admin/v1/audit/1"):
         assert (await api.client.request(method, path, json={})).status_code in (404, 405)
 
 
-async def test_a_manager_sees_the_own_tenant_and_a_viewer_of_the_tenant_nothing(api: ApiApp) -> None:
+async def test_a_manager_can_read_entries_of_the_own_tenant_and_a_viewer_none(api: ApiApp) -> None:
     bob, _ = await make(api, "bob")
     charlie, _ = await make(api, "charlie")
     services = api.services
-    services.members._hasher = quick_hasher()
     seen: dict[str, Any] = {}
     for role in ("manager", "viewer"):
         member = await services.members.create(f"{role}@example.com", ALICE_PASSWORD, "member")
         await services.memberships.add(bob, member.id, role, access=WHOLE_APPLIANCE)
-        token, _ = await services.sessions.open(member.id, "test", "127.0.0.1")
-        answer = await api.client.get("/admin/v1/audit", headers={"authorization": "", "cookie": f"gatehouse_session={token}"})
+        answer = await api.client.get("/admin/v1/audit", headers=await session_headers(services, member))
         seen[role] = (answer.status_code, answer.json())
     assert seen["viewer"][0] == 403
     status, page = seen["manager"]
@@ -122,12 +115,12 @@ async def test_a_manager_sees_the_own_tenant_and_a_viewer_of_the_tenant_nothing(
     assert charlie not in json.dumps(page)
 
 
-async def test_the_hash_of_an_entry_can_be_computed_from_what_is_shown(api: ApiApp) -> None:
+async def test_the_hash_of_an_entry_can_be_computed_from_its_fields(api: ApiApp) -> None:
     await make(api, "bob")
     rows = (await api.call("GET", "/audit", params={"limit": 100}))["data"][::-1]
     previous = "0" * 64
     for row in rows:
-        told = {
+        hashed = {
             "id": int(row["id"]), "at": row["at"], "action": row["action"], "tenant_id": row["tenant_id"],
             "actor_kind": row["actor"]["kind"], "actor_id": row["actor"]["id"], "actor_name": row["actor"]["name"],
             "target_kind": row["target"]["kind"], "target_id": row["target"]["id"],
@@ -136,7 +129,7 @@ async def test_the_hash_of_an_entry_can_be_computed_from_what_is_shown(api: ApiA
             "request_id": row["request_id"], "address": row["address"],
         }  # fmt: skip
         assert row["previous_hash"] == previous
-        assert row["hash"] == hashlib.sha256((previous + canonical_json(told)).encode()).hexdigest()
+        assert row["hash"] == hashlib.sha256((previous + canonical_json(hashed)).encode()).hexdigest()
         previous = row["hash"]
 
 

@@ -1,4 +1,4 @@
-"""A body with invalid text is rejected with the name of the offending field."""
+"""Decoding of request bodies: errors name the field and use the words of JSON; the work for one body is bounded."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import gc
 import gzip
 import tracemalloc
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,7 +18,7 @@ from appliance.api.bodies import decode_body
 from appliance.api.sampling import sampling_params
 from appliance.api.schemas import PARTS_MAX, STOP_TOKEN_IDS_MAX, ChatCompletionRequest, check_messages, check_supported
 from appliance.base.errors import InvalidValue, UnknownParameter, UnsupportedParameter
-from tests.support.api_app import open_api_app
+from tests.support.api_app import ApiApp
 
 
 @pytest.mark.parametrize(
@@ -31,7 +30,7 @@ from tests.support.api_app import open_api_app
         (b'{"model": "\xff"}', None),
     ],
 )
-def test_half_a_surrogate_pair_is_refused_by_the_name_of_its_field(body: bytes, param: str | None) -> None:
+def test_invalid_unicode_is_refused_naming_the_field(body: bytes, param: str | None) -> None:
     with pytest.raises(InvalidValue, match="not valid UTF-8 JSON") as refused:
         decode_body(body, ChatCompletionRequest)
 
@@ -41,7 +40,7 @@ def test_half_a_surrogate_pair_is_refused_by_the_name_of_its_field(body: bytes, 
 @pytest.mark.parametrize(
     ("body", "fault"), [(gzip.compress(b"{}"), "it is compressed"), (b"\xef\xbb\xbf{}", "it begins with a byte order mark")]
 )
-def test_what_stands_before_the_json_is_told(body: bytes, fault: str) -> None:
+def test_a_compressed_body_or_byte_order_mark_is_named(body: bytes, fault: str) -> None:
     with pytest.raises(InvalidValue, match=f"not valid UTF-8 JSON: {fault}"):
         decode_body(body, ChatCompletionRequest)
 
@@ -54,9 +53,9 @@ def test_what_stands_before_the_json_is_told(body: bytes, fault: str) -> None:
         ("cached_prompt", "true", "cached_prompt must be a whole number or null"),
     ],
 )
-def test_what_is_no_whole_number_is_refused_in_the_words_for_one_out_of_range(field: str, value: str, message: str) -> None:
-    given = {"model": '"m"', "prompt": "1", "completion": "1", field: value}
-    body = "{" + ", ".join(f'"{name}": {text}' for name, text in given.items()) + "}"
+def test_a_value_that_is_not_a_whole_number_is_refused_by_name(field: str, value: str, message: str) -> None:
+    fields = {"model": '"m"', "prompt": "1", "completion": "1", field: value}
+    body = "{" + ", ".join(f'"{name}": {text}' for name, text in fields.items()) + "}"
     with pytest.raises(InvalidValue) as refused:
         decode_body(body.encode(), NewPriceBody)
 
@@ -76,9 +75,9 @@ def test_what_is_no_whole_number_is_refused_in_the_words_for_one_out_of_range(fi
         ("messages", '[{"role": "user", "content": null}]', "messages[0].content must be a string or a list of text parts"),
     ],
 )
-def test_a_value_of_another_type_is_refused_in_the_words_of_json(field: str, value: str, message: str) -> None:
-    given = {"model": '"m"', "messages": "[]", field: value}
-    body = "{" + ", ".join(f'"{name}": {text}' for name, text in given.items()) + "}"
+def test_a_value_of_the_wrong_type_is_refused_in_terms_of_json(field: str, value: str, message: str) -> None:
+    fields = {"model": '"m"', "messages": "[]", field: value}
+    body = "{" + ", ".join(f'"{name}": {text}' for name, text in fields.items()) + "}"
     with pytest.raises(InvalidValue) as refused:
         check_messages(decode_body(body.encode(), ChatCompletionRequest).messages)
 
@@ -92,7 +91,7 @@ def test_a_value_of_another_type_is_refused_in_the_words_of_json(field: str, val
         ("logit_bias", '{"7": "x"}', "each value of logit_bias must be a number"),
     ],
 )
-def test_a_value_within_a_field_is_not_taken_for_the_field(field: str, value: str, message: str) -> None:
+def test_a_wrong_value_inside_an_object_is_described_as_such(field: str, value: str, message: str) -> None:
     with pytest.raises(InvalidValue) as refused:
         decode_body(f'{{"model": "m", "messages": [], "{field}": {value}}}'.encode(), ChatCompletionRequest)
 
@@ -108,7 +107,7 @@ def test_a_value_within_a_field_is_not_taken_for_the_field(field: str, value: st
         (b"model=m", "the body is not valid UTF-8 JSON: invalid character (byte 0)"),
     ],
 )
-def test_a_body_that_is_no_object_is_refused_as_a_whole(body: bytes, message: str) -> None:
+def test_a_body_that_is_not_an_object_is_refused_without_a_field(body: bytes, message: str) -> None:
     with pytest.raises(InvalidValue) as refused:
         decode_body(body, ChatCompletionRequest)
 
@@ -127,9 +126,7 @@ def test_a_body_that_is_no_object_is_refused_as_a_whole(body: bytes, message: st
         ("best_of", "2", "best_of with this value is not supported by this version"),
     ],
 )
-def test_a_field_of_which_no_value_is_supported_is_refused_without_a_word_on_its_value(
-    field: str, value: str, message: str
-) -> None:
+def test_an_unsupported_field_is_refused_by_name(field: str, value: str, message: str) -> None:
     body = decode_body(f'{{"model": "m", "messages": [], "{field}": {value}}}'.encode(), ChatCompletionRequest)
     with pytest.raises(UnsupportedParameter) as refused:
         check_supported(body)
@@ -138,7 +135,7 @@ def test_a_field_of_which_no_value_is_supported_is_refused_without_a_word_on_its
 
 
 @pytest.mark.parametrize("annotations", ["null", "[]", '[{"type": "url_citation"}]'])
-def test_an_answer_of_openai_may_come_back_as_a_message_with_its_annotations(annotations: str) -> None:
+def test_an_assistant_message_of_openai_is_accepted_with_its_annotations(annotations: str) -> None:
     text = f'[{{"role": "assistant", "content": "hello", "refusal": null, "annotations": {annotations}}}]'
     body = decode_body(f'{{"model": "m", "messages": {text}}}'.encode(), ChatCompletionRequest)
     assert check_messages(body.messages) == [{"role": "assistant", "content": "hello"}]
@@ -147,7 +144,7 @@ def test_an_answer_of_openai_may_come_back_as_a_message_with_its_annotations(ann
 @pytest.mark.parametrize(
     ("field", "value"), [("tools", "[]"), ("functions", "[]"), ("tools", "null"), ("tool_choice", '"auto"')]
 )
-def test_a_field_that_asks_for_nothing_is_taken(field: str, value: str) -> None:
+def test_an_unsupported_field_with_a_neutral_value_is_accepted(field: str, value: str) -> None:
     check_supported(decode_body(f'{{"model": "m", "messages": [], "{field}": {value}}}'.encode(), ChatCompletionRequest))
 
 
@@ -160,7 +157,7 @@ def test_a_field_that_asks_for_nothing_is_taken(field: str, value: str) -> None:
         ('{"text": "a"}', InvalidValue, "messages[0].content[1].type"),
     ],
 )
-def test_a_field_of_a_content_part_that_nobody_reads_is_refused_by_name(part: str, kind: type[Exception], param: str) -> None:
+def test_an_unknown_field_of_a_content_part_is_refused_by_name(part: str, kind: type[Exception], param: str) -> None:
     message = f'{{"role": "user", "content": [{{"type": "text", "text": "x"}}, {part}]}}'
     body = decode_body(f'{{"model": "m", "messages": [{message}]}}'.encode(), ChatCompletionRequest)
     with pytest.raises(kind) as refused:
@@ -169,7 +166,7 @@ def test_a_field_of_a_content_part_that_nobody_reads_is_refused_by_name(part: st
     assert getattr(refused.value, "param", None) == param
 
 
-def test_what_openai_says_of_its_cache_is_taken_without_effect() -> None:
+def test_cache_options_of_openai_are_accepted_and_ignored() -> None:
     content = '[{"type": "text", "text": "x", "prompt_cache_breakpoint": {"mode": "explicit"}, "image_url": null}]'
     messages = f'[{{"role": "user", "content": {content}}}]'
     text = f'{{"model": "m", "messages": {messages}, "prompt_cache_options": {{"mode": "explicit"}}}}'
@@ -180,9 +177,7 @@ def test_what_openai_says_of_its_cache_is_taken_without_effect() -> None:
 
 
 @pytest.mark.parametrize("path", ["/admin/v1/tenants", "/login"])
-async def test_who_leaves_before_the_body_is_whole_is_no_fault_of_ours(
-    migrated_sqlite_file: Path, tmp_path: Path, path: str
-) -> None:
+async def test_a_client_that_disconnects_while_sending_is_not_logged_as_an_error(api: ApiApp, path: str) -> None:
     events: list[Any] = [{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}]
     sent: list[Any] = []
 
@@ -192,21 +187,20 @@ async def test_who_leaves_before_the_body_is_whole_is_no_fault_of_ours(
     async def send(message: Any) -> None:
         sent.append(message)
 
-    async with open_api_app(migrated_sqlite_file, tmp_path) as api:
-        headers = {"host": "a", "content-type": "application/x-www-form-urlencoded", **await api.as_role("owner")}
-        scope: Any = {
-            "type": "http", "http_version": "1.1", "method": "POST", "scheme": "http", "path": path, "raw_path": path.encode(),
-            "query_string": b"", "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
-            "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80), "state": {},
-        }  # fmt: skip
-        with structlog.testing.capture_logs() as logs:
-            await api.app(scope, receive, send)
+    headers = {"host": "a", "content-type": "application/x-www-form-urlencoded", **await api.as_role("owner")}
+    scope: Any = {
+        "type": "http", "http_version": "1.1", "method": "POST", "scheme": "http", "path": path, "raw_path": path.encode(),
+        "query_string": b"", "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+        "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80), "state": {},
+    }  # fmt: skip
+    with structlog.testing.capture_logs() as logs:
+        await api.app(scope, receive, send)
 
     assert sent[0]["status"] == 400
     assert [entry for entry in logs if entry["log_level"] not in ("debug", "info")] == []
 
 
-class Deep(msgspec.Struct, forbid_unknown_fields=True):
+class DeepBody(msgspec.Struct, forbid_unknown_fields=True):
     """A body with a field that takes anything."""
 
     model: str = ""
@@ -219,60 +213,60 @@ def test_a_field_that_is_nested_too_deeply_is_named(start: str, end: str) -> Non
     deep = start * 3000 + "1" + end * 3000
     body = f'{{"model": "a \\" [[[", "metadata": {{"tools": [[["x"]]]}}, "tools": {deep}}}'
     with pytest.raises(InvalidValue, match="tools is nested too deeply") as refused:
-        decode_body(body.encode(), Deep)
+        decode_body(body.encode(), DeepBody)
     assert refused.value.param == "tools"
 
 
-def test_of_deep_fields_the_deepest_is_named_as_it_is_meant() -> None:
+def test_of_several_nested_fields_the_deepest_is_named() -> None:
     body = '{"metadata": ' + "[" * 300 + "]" * 300 + ', "t\\u006fols": ' + "[" * 3000 + "]" * 3000 + "}"
     with pytest.raises(InvalidValue, match="tools is nested too deeply"):
-        decode_body(body.encode(), Deep)
+        decode_body(body.encode(), DeepBody)
 
 
 @pytest.mark.parametrize("text", [b"a", b"\\n"])
-def test_a_long_text_takes_no_memory_to_step_over(text: bytes) -> None:
+def test_skipping_a_long_text_copies_nothing(text: bytes) -> None:
     body = b'{"model": "' + text * 2_000_000 + b'", "tools": ' + b"[" * 3000 + b"]" * 3000 + b"}"
     tracemalloc.start()
     with pytest.raises(InvalidValue, match="nested too deeply"):
-        decode_body(body, Deep)
-    most = tracemalloc.get_traced_memory()[1]
+        decode_body(body, DeepBody)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert most < 3 * len(body)
+    assert peak_bytes < 3 * len(body)
 
 
-def test_the_search_for_a_deep_field_ends_soon() -> None:
+def test_the_search_for_the_nested_field_is_bounded() -> None:
     body = b'{"metadata": [' + b"[]," * 200_000 + b'1], "tools": ' + b"[" * 3000 + b"]" * 3000 + b"}"
     with pytest.raises(InvalidValue, match="the body is nested too deeply"):
-        decode_body(body, Deep)
+        decode_body(body, DeepBody)
 
 
-def test_the_last_of_two_values_counts() -> None:
-    assert decode_body(b'{"model": "a", "model": "b"}', Deep).model == "b"
+def test_the_last_of_two_values_of_a_field_is_used() -> None:
+    assert decode_body(b'{"model": "a", "model": "b"}', DeepBody).model == "b"
 
 
 @pytest.mark.parametrize("end", [b"]}", b"]"])
-def test_no_collection_looks_through_a_body_while_it_is_read(end: bytes) -> None:
+def test_garbage_collection_does_not_run_while_a_body_is_decoded(end: bytes) -> None:
     body = b'{"model": "m", "tools": [' + b",".join([b"[[]]"] * 50_000) + end
-    begun: list[str] = []
+    phases: list[str] = []
 
     def note(phase: str, _info: dict[str, int]) -> None:
-        begun.append(phase)
+        phases.append(phase)
 
     gc.callbacks.append(note)
     try:
         if end == b"]}":
-            decode_body(body, Deep)
+            decode_body(body, DeepBody)
         else:
             with pytest.raises(InvalidValue, match="not valid UTF-8 JSON"):
-                decode_body(body, Deep)
+                decode_body(body, DeepBody)
     finally:
         gc.callbacks.remove(note)
 
-    assert begun.count("start") <= 2, "what follows the reading may collect, the reading itself may not"
+    assert phases.count("start") <= 2, "garbage may be collected after decoding, not during it"
     assert gc.isenabled()
 
 
-def test_the_parts_of_all_messages_have_a_limit() -> None:
+def test_content_parts_are_limited_over_all_messages() -> None:
     half = ",".join(['{"type": "text", "text": ""}'] * (PARTS_MAX // 2))
     body = '{"model": "m", "messages": [{"role": "user", "content": [%s]}, {"role": "user", "content": [%s]}]}'
     assert len(check_messages(decode_body((body % (half, half)).encode(), ChatCompletionRequest).messages)) == 2
@@ -283,10 +277,10 @@ def test_the_parts_of_all_messages_have_a_limit() -> None:
     assert refused.value.param == "messages"
 
 
-def test_too_many_stop_token_ids_are_refused_without_a_look_at_each() -> None:
+def test_too_many_stop_token_ids_are_refused_before_they_are_read() -> None:
     class Unread(list[int]):
         def __iter__(self) -> Iterator[int]:
-            raise AssertionError("they were counted already")
+            raise AssertionError("the ids were read")
 
     body = decode_body(b'{"model": "m", "messages": []}', ChatCompletionRequest)
     body.stop_token_ids = Unread([1] * (STOP_TOKEN_IDS_MAX + 1))

@@ -1,19 +1,10 @@
-"""Every administrators' path checks credentials and parameters before its handler runs."""
+"""Every path of the administrators' API checks credentials and query parameters before its handler runs."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
-
 import pytest
 
-from tests.support.api_app import ApiApp, open_api_app
-
-
-@pytest.fixture
-async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiApp]:
-    async with open_api_app(migrated_sqlite_file, tmp_path) as opened:
-        yield opened
+from tests.support.api_app import ApiApp
 
 
 @pytest.mark.parametrize(
@@ -25,13 +16,13 @@ async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiAp
         ("DELETE", "/requests/req_x"),
     ],
 )
-async def test_whatever_takes_no_query_refuses_one_by_name(api: ApiApp, method: str, path: str) -> None:
+async def test_operations_without_query_parameters_refuse_them_by_name(api: ApiApp, method: str, path: str) -> None:
     error = (await api.call(method, f"{path}?expand=keys", status=400))["error"]
 
     assert (error["code"], error["param"]) == ("unknown_parameter", "expand")
 
 
-async def test_a_credential_for_the_other_interface_is_told_which_one_it_is_for(api: ApiApp) -> None:
+async def test_a_credential_of_the_other_api_is_refused_with_a_hint(api: ApiApp) -> None:
     tenant = await api.call("POST", "/tenants", status=201, json={"name": "Bob"})
     key = await api.call("POST", f"/tenants/{tenant['id']}/keys", status=201, json={"name": "k"})
 
@@ -44,7 +35,7 @@ async def test_a_credential_for_the_other_interface_is_told_which_one_it_is_for(
     assert "send an API key, gh_" in await refusal_message("/v1/models", "gha_first")
 
 
-async def test_nobody_unknown_is_told_of_parameters(api: ApiApp) -> None:
+async def test_credentials_are_checked_before_parameters(api: ApiApp) -> None:
     answer = await api.client.get("/admin/v1/system?expand=keys", headers={"authorization": "Bearer gha_unknown"})
 
     assert answer.status_code == 401

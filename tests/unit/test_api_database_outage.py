@@ -1,9 +1,9 @@
-"""An unavailable, locked, full or read-only database is not reported as a bug: clients are asked to retry."""
+"""An unavailable, locked, full or read-only database is a 503 with retry-after, not a bug."""
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import psycopg
@@ -12,26 +12,20 @@ from sqlalchemy.exc import InterfaceError, InternalError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from appliance.base.database_errors import as_outage
-from tests.support.api_app import ApiApp, open_api_app
+from tests.support.api_app import ApiApp
 from tests.support.console_fixtures import ConsoleApp
 
 
-@pytest.fixture
-async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiApp]:
-    async with open_api_app(migrated_sqlite_file, tmp_path) as opened:
-        yield opened
-
-
 def sqlite_error(path: Path, statement: str) -> OperationalError:
-    """Return what SQLAlchemy makes of SQLite's refusal of `statement` while somebody else holds the file for himself."""
+    """Return SQLAlchemy's error for a `statement` that SQLite refuses because another connection has locked the file."""
     holder = sqlite3.connect(path, isolation_level=None)
     holder.execute("BEGIN EXCLUSIVE")
-    asking = sqlite3.connect(path, timeout=0, isolation_level=None)
+    blocked = sqlite3.connect(path, timeout=0, isolation_level=None)
     try:
         with pytest.raises(sqlite3.OperationalError) as refused:
-            asking.execute(statement)
+            blocked.execute(statement)
     finally:
-        asking.close()
+        blocked.close()
         holder.close()
     return OperationalError(statement, (), refused.value)
 
@@ -46,12 +40,14 @@ def failing(error: Exception) -> Callable[..., Awaitable[None]]:
 @pytest.mark.parametrize(
     "error",
     [
-        pytest.param(OperationalError("SELECT 1", (), psycopg.OperationalError("connection refused")), id="away"),
-        pytest.param(PoolTimeout("QueuePool limit reached"), id="no connection free"),
-        pytest.param(InternalError("INSERT", (), psycopg.errors.ReadOnlySqlTransaction("cannot INSERT")), id="a standby"),
+        pytest.param(OperationalError("SELECT 1", (), psycopg.OperationalError("connection refused")), id="connection refused"),
+        pytest.param(PoolTimeout("QueuePool limit reached"), id="pool exhausted"),
+        pytest.param(
+            InternalError("INSERT", (), psycopg.errors.ReadOnlySqlTransaction("cannot INSERT")), id="read-only standby"
+        ),
     ],
 )
-async def test_a_key_that_cannot_be_looked_up_now_is_told_to_come_back(
+async def test_a_failed_lookup_of_a_key_is_a_503_with_retry_after(
     api: ApiApp, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     monkeypatch.setattr(api.services.keys, "_read", failing(error))
@@ -62,7 +58,7 @@ async def test_a_key_that_cannot_be_looked_up_now_is_told_to_come_back(
     assert str(error) not in answer.text
 
 
-async def test_a_page_that_meets_a_locked_database_says_so(
+async def test_a_page_over_a_locked_database_says_it_is_unavailable(
     console: ConsoleApp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alice = await console.alice()
@@ -73,11 +69,11 @@ async def test_a_page_that_meets_a_locked_database_says_so(
     assert "The database is temporarily unavailable; try again in a moment" in answer.text
 
 
-@pytest.mark.parametrize(("method", "told"), [("GET", False), ("HEAD", False), ("POST", True), ("DELETE", True)])
-def test_only_who_may_have_changed_something_is_told_to_look(method: str, told: bool) -> None:
+@pytest.mark.parametrize(("method", "has_advice"), [("GET", False), ("HEAD", False), ("POST", True), ("DELETE", True)])
+def test_only_changing_methods_are_told_to_check_the_result(method: str, has_advice: bool) -> None:
     outage = as_outage(PoolTimeout("QueuePool limit reached"), method)
     assert outage is not None
-    assert ("check whether the change was made" in outage.message) == told
+    assert ("check whether the change was made" in outage.message) == has_advice
 
 
 @pytest.mark.parametrize(
@@ -88,18 +84,18 @@ def test_only_who_may_have_changed_something_is_told_to_look(method: str, told: 
         ("3B001", False), ("54023", False), ("55000", False),
     ],
 )  # fmt: skip
-def test_postgresql_says_by_its_code_whether_it_is_a_moment_or_a_bug(state: str, outage: bool) -> None:
+def test_sqlstates_of_postgresql_distinguish_outages_from_bugs(state: str, outage: bool) -> None:
     error = OperationalError("SELECT 1", (), psycopg.errors.lookup(state)("what it says"))
     assert (as_outage(error, "GET") is not None) == outage
 
 
-def test_a_connection_that_broke_is_an_outage_and_one_that_was_misused_is_not() -> None:
+def test_a_broken_connection_is_an_outage_and_a_misused_one_is_not() -> None:
     closed = psycopg.InterfaceError("the connection is closed")
     assert as_outage(InterfaceError("SELECT 1", (), closed, connection_invalidated=True), "GET") is not None
     assert as_outage(InterfaceError("SELECT 1", (), psycopg.InterfaceError("no result")), "GET") is None
 
 
-def test_a_statement_that_is_wrong_is_no_outage(tmp_path: Path) -> None:
+def test_an_invalid_statement_is_not_an_outage(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "empty.db") as connection, pytest.raises(sqlite3.OperationalError) as refused:
         connection.execute("SELECT * FROM nothing")
 

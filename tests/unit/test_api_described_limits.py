@@ -1,13 +1,12 @@
-"""The limits in the API description are those that are enforced: each is sent, and what lies just beyond it, and compared."""
+"""The limits in the API description are enforced: values at each limit are accepted, and values just beyond it refused."""
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -20,9 +19,10 @@ from appliance.base.errors import BadRequest
 from appliance.serving.endings import with_client_field_name
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from engine.grammar.spec import GrammarError, grammar_spec
-from tests.support.api_app import ApiApp, open_api_app
+from tests.support.api_app import ApiApp
+from tests.support.case_ids import case_id
 
-Place = tuple[str | int, ...]
+FieldPath = tuple[str | int, ...]
 Schema = dict[str, Any]
 EXAMPLES = {
     "date-time": ("2099-01-31T12:00:00Z", "tomorrow"),
@@ -35,22 +35,22 @@ EXAMPLES = {
     "^(tenant|key|model)(,(tenant|key|model))*$": ("tenant,model", "tenant,nobody"),
     "^rl-": ("rl-*", "*"),
 }
-"""By format or pattern: what it accepts, and what it does not."""
+"""By format or pattern: a value that it accepts, and one that it does not."""
 TEXTS: dict[str, Callable[[int], str]] = {
     "target": lambda length: "https://example.com/".ljust(length, "a")[:length],
     "billing.address": lambda length: ("a" * 99 + "\n") * (length // 100) + "b" * (length % 100),
     **dict.fromkeys(("email", "billing.email"), lambda length: "@example.com".rjust(length, "a")[:length]),
 }
-"""Texts of a length, by field, where any letters would not do."""
-NOT_ANY_TEXT = ("target", "cursor")
-"""Fields of which the shortest text is of the right length and no more."""
+"""Texts of a given length for fields that do not accept arbitrary letters."""
+RESTRICTED_TEXTS = ("target", "cursor")
+"""Fields whose shortest text has the right length but is not accepted."""
 EXAMPLES_OF_ITEMS: dict[str, Any] = {"allowed_networks": "10.0.0.0/8", "messages": {"role": "user", "content": "hello"}}
-"""What a list holds whose items have more rules than the document can tell."""
+"""Items of lists whose items have more rules than the document can express."""
 OPAQUE = ("cursor",)
-"""Parameters of which no value but a real one is accepted."""
+"""Parameters that accept only values that the API has issued."""
 NEVER_ACCEPTED = ("user_ids",)
-NOT_ALONE = {"top_logprobs": {"logprobs": True}}
-"""Fields that need another."""
+REQUIRED_WITH = {"top_logprobs": {"logprobs": True}}
+"""Fields that require another one."""
 
 WITHOUT_LIMITS = {
     "ChatCompletionRequest": {
@@ -76,14 +76,14 @@ LIMITS = {
     "string": {"maxLength", "enum", "pattern", "format"},
     "array": {"maxItems"},
 }
-"""By type: the keywords of which one at least limits a value."""
+"""By type: keywords of which at least one must limit a value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
     """A value at a limit or beyond it, and the field that has the limit."""
 
-    path: Place
+    path: FieldPath
     value: Any
     accepted: bool
 
@@ -92,8 +92,8 @@ def resolved(schema: Schema, schemas: dict[str, Schema]) -> Schema:
     return schemas[schema["$ref"].rsplit("/", 1)[1]] if "$ref" in schema else schema
 
 
-def trials(schema: Schema, schemas: dict[str, Schema], path: Place = ()) -> Iterator[Trial]:
-    """Yield what tries the limits of `schema`, and of all fields and items in it."""
+def trials(schema: Schema, schemas: dict[str, Schema], path: FieldPath = ()) -> Iterator[Trial]:
+    """Yield trials of the limits of `schema` and of all fields and items in it."""
     schema = resolved(schema, schemas)
     for option in schema.get("anyOf", ()):
         yield from trials(option, schemas, path)
@@ -108,7 +108,7 @@ def trials(schema: Schema, schemas: dict[str, Schema], path: Place = ()) -> Iter
     yield from (Trial(path, value, accepted) for value, accepted in own_trials(schema, schemas, path))
 
 
-def dotted(path: Place) -> str:
+def dotted(path: FieldPath) -> str:
     return ".".join(part for part in path if isinstance(part, str))
 
 
@@ -119,8 +119,8 @@ def names(schema: Schema, number: int) -> list[str]:
     return [str(index) for index in range(1, number + 1)]
 
 
-def own_trials(schema: Schema, schemas: dict[str, Schema], path: Place) -> Iterator[tuple[Any, bool]]:
-    """Yield values that try the limits of `schema` alone, with whether it accepts them; the least that it accepts first."""
+def own_trials(schema: Schema, schemas: dict[str, Schema], path: FieldPath) -> Iterator[tuple[Any, bool]]:
+    """Yield values at and beyond the limits of `schema` itself, and whether it accepts them; the least accepted one first."""
     field = next((part for part in reversed(path) if isinstance(part, str)), "")
     text = TEXTS.get(dotted(path), "a".__mul__)
     step = 1 if schema.get("type") == "integer" else 0.01
@@ -132,7 +132,7 @@ def own_trials(schema: Schema, schemas: dict[str, Schema], path: Place) -> Itera
         yield from ((schema["maximum"], True), (schema["maximum"] + step, False))
     if "maxLength" in schema:
         least, most = schema.get("minLength", 0), schema["maxLength"]
-        if field not in NOT_ANY_TEXT and "format" not in schema:
+        if field not in RESTRICTED_TEXTS and "format" not in schema:
             yield text(least), True
         yield from ((text(most), True), (text(most + 1), False))
         if least:
@@ -167,8 +167,8 @@ def example(schema: Schema, schemas: dict[str, Schema], field: str) -> Any:
     return next((value for value, accepted in own_trials(schema, schemas, (field,)) if accepted), "x")
 
 
-def with_value(body: Any, path: Place, value: Any, schema: Schema, schemas: dict[str, Schema], field: str = "") -> Any:
-    """Return `body` with `value` at `path`; what leads there is made as `schema` has it."""
+def with_value(body: Any, path: FieldPath, value: Any, schema: Schema, schemas: dict[str, Schema], field: str = "") -> Any:
+    """Return `body` with `value` at `path`; missing containers on the way are created from `schema`."""
     if not path:
         return value
     schema = resolved(schema, schemas)
@@ -185,15 +185,9 @@ def with_value(body: Any, path: Place, value: Any, schema: Schema, schemas: dict
     return body
 
 
-def names_field(param: str | None, path: Place) -> bool:
-    """Return whether the error names the field, or for items and unnamed fields what they are in."""
+def names_field(param: str | None, path: FieldPath) -> bool:
+    """Return whether the error names the field, or the field that contains the item or unnamed value."""
     return param is not None and f"{dotted(path)}.".startswith(param.split("[")[0] + ".")
-
-
-@pytest.fixture
-async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiApp]:
-    async with open_api_app(migrated_sqlite_file, tmp_path) as opened:
-        yield opened
 
 
 NUMBERS = count(1)
@@ -229,7 +223,7 @@ BODIES: dict[str, Callable[[], Schema]] = {
 
 
 async def ids_in(api: ApiApp) -> dict[str, str]:
-    """Make one object of each kind and return the ids by the name of the path parameter."""
+    """Create one object of each kind and return their ids by path parameter."""
     services = api.services
     tenant = await services.tenants.create(name="bob", access=WHOLE_APPLIANCE)
     key, _ = await services.keys.create(tenant.id, name="key", access=WHOLE_APPLIANCE)
@@ -249,7 +243,7 @@ async def document_of(api: ApiApp) -> Schema:
     return found
 
 
-async def test_every_operation_with_a_body_is_tried(api: ApiApp) -> None:
+async def test_every_operation_with_a_body_is_covered_here(api: ApiApp) -> None:
     paths = (await document_of(api))["paths"]
     found = {f"{method} {path}" for path, each in paths.items() for method, one in each.items() if "requestBody" in one}
     doubled = {name for name in found if name.split(" ")[1].startswith(("/organization", "/chat"))}
@@ -276,7 +270,7 @@ def bodies_in(schema: Schema, schemas: dict[str, Schema]) -> set[str]:
     return found
 
 
-async def test_every_field_of_a_body_has_its_limits_in_the_document(api: ApiApp) -> None:
+async def test_every_field_of_a_body_has_its_limits_in_the_description(api: ApiApp) -> None:
     document = await document_of(api)
     schemas, without = document["components"]["schemas"], {}
     for operations in document["paths"].values():
@@ -291,14 +285,14 @@ async def test_every_field_of_a_body_has_its_limits_in_the_document(api: ApiApp)
 
 
 @pytest.mark.parametrize("operation", BODIES)
-async def test_bodies_are_refused_beyond_the_limits_of_the_document_and_not_before(api: ApiApp, operation: str) -> None:
+async def test_bodies_are_refused_exactly_beyond_the_described_limits(api: ApiApp, operation: str) -> None:
     document, ids = await document_of(api), await ids_in(api)
     method, path = operation.split(" ")
     schemas = document["components"]["schemas"]
     schema = document["paths"][path][method]["requestBody"]["content"]["application/json"]["schema"]
-    api.services.alerts.webhooks._mail = True  # else no webhook may be of the kind `email`
+    api.services.alerts.webhooks._mail = True  # else webhooks of the kind `email` are refused
     tried = list(trials(schema, schemas))
-    assert tried, "a body of fields without any limit"
+    assert tried, "no field of the body has a limit"
     for trial in tried:
         whole = BODIES[operation]()
         if "tenant_id" in whole:
@@ -312,7 +306,7 @@ async def test_bodies_are_refused_beyond_the_limits_of_the_document_and_not_befo
         assert trial.accepted or answer.status_code == 400, f"{trial.path}: {str(trial.value)[:80]}: {answer.text[:200]}"
 
 
-async def test_chats_are_refused_beyond_the_limits_of_the_document_and_not_before(api: ApiApp) -> None:
+async def test_chats_are_refused_exactly_beyond_the_described_limits(api: ApiApp) -> None:
     schemas = (await document_of(api))["components"]["schemas"]
     schema = schemas["ChatCompletionRequest"]
     model = cast(
@@ -323,7 +317,7 @@ async def test_chats_are_refused_beyond_the_limits_of_the_document_and_not_befor
         whole: Schema = {
             "model": "m",
             "messages": [{"role": "user", "content": "hello"}],
-            **NOT_ALONE.get(str(trial.path[0]), {}),
+            **REQUIRED_WITH.get(str(trial.path[0]), {}),
         }
         if trial.path[0] == "response_format":
             whole["response_format"] = {"type": "json_schema", "json_schema": {"name": "n"}}
@@ -339,12 +333,12 @@ async def test_chats_are_refused_beyond_the_limits_of_the_document_and_not_befor
             grammar_spec(sampling_params(read, model, prompt_tokens=1))
         except BadRequest as error:
             param = error.param or "nothing"
-        except GrammarError as error:  # of the engine, at its first glance
+        except GrammarError as error:  # raised by the engine's first check
             _, param = with_client_field_name(str(error), error.param, field_names(read))
         assert names_field(param, trial.path) != trial.accepted, f"{trial.path}: {str(trial.value)[:80]}: {param}"
 
 
-async def test_parameters_are_refused_beyond_the_limits_of_the_document_and_not_before(api: ApiApp) -> None:
+async def test_query_parameters_are_refused_exactly_beyond_the_described_limits(api: ApiApp) -> None:
     document, ids = await document_of(api), await ids_in(api)
     tried = 0
     for path, operations in document["paths"].items():
@@ -376,8 +370,9 @@ async def test_parameters_are_refused_beyond_the_limits_of_the_document_and_not_
         ("patch /admin/v1/tiers/{name}", "name", {"admission_wait_ms": 0}),
         ("post /v1/organization/projects/{project_id}/rate_limits/{rate_limit_id}", "rate_limit_id", {}),
     ],
+    ids=case_id,
 )
-async def test_path_parameters_beyond_the_limits_of_the_document_name_nothing(
+async def test_path_parameters_beyond_the_described_limits_are_not_found(
     api: ApiApp, operation: str, name: str, body: Schema
 ) -> None:
     document, ids = await document_of(api), await ids_in(api)

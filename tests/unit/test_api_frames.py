@@ -1,4 +1,4 @@
-"""Stream frames: comments while idle, an error when the stream fails, and durations in clients' formats."""
+"""Frames of streams: comments while idle, errors, long responses in pieces, and headers in the formats of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def framer(**options: Any) -> ChunkFramer:
     return ChunkFramer(request_id="req_1", created=1, model="tiny", prompt_tokens=2, **{**defaults, **options})
 
 
-async def answer_until_left(answer: PiecewiseResponse, receive: Any, send: Any) -> None:
-    """Send `answer` as a route does that has read its request."""
+async def send_until_disconnect(answer: PiecewiseResponse, receive: Any, send: Any) -> None:
+    """Send `answer` as a route does once it has read the request."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         scope["state"]["exchange"].cancel_on_disconnect(receive)
@@ -60,7 +60,7 @@ def payload(frame: bytes) -> dict[str, Any]:
     return decoded
 
 
-async def test_silence_is_filled_with_comments(serving: Serving, cast: Cast) -> None:
+async def test_an_idle_stream_sends_comments(serving: Serving, cast: Cast) -> None:
     generation = await serving.start(cast.bob, [STALL, 5])
     frames = chat_frames(generation, framer(), ping_after_s=0.01)
     await anext(frames)
@@ -71,7 +71,7 @@ async def test_silence_is_filled_with_comments(serving: Serving, cast: Cast) -> 
     await frames.aclose()  # type: ignore[attr-defined]
 
 
-async def test_a_stream_that_cannot_go_on_ends_with_the_error_and_without_done(serving: Serving, cast: Cast) -> None:
+async def test_a_failed_stream_ends_with_an_error_event_and_without_done(serving: Serving, cast: Cast) -> None:
     generation = await serving.start(cast.bob, "the quick fox", max_tokens=1000)
     frames = chat_frames(generation, framer())
     await anext(frames)
@@ -82,7 +82,9 @@ async def test_a_stream_that_cannot_go_on_ends_with_the_error_and_without_done(s
     assert not any(DONE in frame for frame in sent)
 
 
-async def test_a_bug_while_sending_is_told_in_the_stream(serving: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_bug_while_sending_is_an_error_event_in_the_stream(
+    serving: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
+) -> None:
     generation = await serving.start(cast.bob, "the quick fox")
     broken = framer()
     monkeypatch.setattr(broken, "text", None)
@@ -92,10 +94,10 @@ async def test_a_bug_while_sending_is_told_in_the_stream(serving: Serving, cast:
     assert not any(DONE in frame for frame in sent)
 
 
-async def test_a_stream_that_ends_well_ends_with_done(serving: Serving, cast: Cast) -> None:
+async def test_a_complete_stream_ends_with_done(serving: Serving, cast: Cast) -> None:
     generation = await serving.start(cast.bob, "the quick fox")
     sent = b"".join([frame async for frame in chat_frames(generation, framer(include_usage=True))])
-    chunks = [json.loads(part.removeprefix(b"data: ")) for part in sent.removesuffix(DONE).split(b"\n\n") if part]
+    chunks = parsed(sent)
 
     assert sent.endswith(DONE)
     assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks[:-1]) == "the quick fox"
@@ -104,11 +106,11 @@ async def test_a_stream_that_ends_well_ends_with_done(serving: Serving, cast: Ca
 
 
 def parsed(sent: bytes) -> list[dict[str, Any]]:
-    """Return the chunks of a stream that ended well."""
+    """Return the chunks of a complete stream."""
     return [json.loads(part.removeprefix(b"data: ")) for part in sent.removesuffix(DONE).split(b"\n\n") if part]
 
 
-async def test_a_stream_of_several_answers_tells_them_apart_and_ends_each_once(serving: Serving, cast: Cast) -> None:
+async def test_a_stream_of_several_answers_has_their_indices_and_ends_each_once(serving: Serving, cast: Cast) -> None:
     prompt = [*serving.ids("fox"), *serving.ids("a") * 30]
     generation = await serving.start(cast.bob, prompt, n=2, stop=["fox"], max_tokens=len(prompt) - 1)
     options = {"num_answers": 2, "include_usage": True, "continuous_usage": True}
@@ -121,13 +123,15 @@ async def test_a_stream_of_several_answers_tells_them_apart_and_ends_each_once(s
     ends = {choice["index"]: choice["finish_reason"] for choice in choices if choice["finish_reason"]}
     assert ends == {0: "stop", 1: "length"}
     assert len([choice for choice in choices if choice["finish_reason"]]) == 2
-    said = ["".join(choice["delta"].get("content", "") for choice in choices if choice["index"] == index) for index in (0, 1)]
-    assert said == ["", serving.text(prompt[1:])]
+    contents = [
+        "".join(choice["delta"].get("content", "") for choice in choices if choice["index"] == index) for index in (0, 1)
+    ]
+    assert contents == ["", serving.text(prompt[1:])]
     assert counts == sorted(counts)
     assert counts[-1] == (await generation.outcome).usage.completion_tokens == len(serving.ids("fox")) + len(prompt) - 1
 
 
-def test_the_log_probability_of_a_last_token_without_text_of_its_own_is_told() -> None:
+def test_the_log_probability_of_a_last_token_without_text_is_sent() -> None:
     half = NamedLogprob(token="\ufffd", token_bytes=b"\xe2", logprob=-1.0)
     joined = Chunk(text="", completion_tokens=1, cached_tokens=0, logprobs=[half], finish_reason="length")
     (choice,) = payload(framer(num_answers=2, logprobs=True).text(joined))["choices"]
@@ -136,7 +140,7 @@ def test_the_log_probability_of_a_last_token_without_text_of_its_own_is_told() -
     assert [entry["bytes"] for entry in choice["logprobs"]["content"]] == [[0xE2]]
 
 
-def test_of_a_whole_answer_the_collector_has_no_more_to_look_through_for_its_log_probabilities() -> None:
+def test_log_probabilities_of_a_response_are_not_tracked_by_the_garbage_collector() -> None:
     answer = CompletionBuilder(2, logprobs=True)
     top = tuple(NamedLogprob(token=text, token_bytes=text.encode(), logprob=-1.0) for text in ("é", "b"))
     tracked = len(gc.get_objects())
@@ -153,14 +157,14 @@ def test_of_a_whole_answer_the_collector_has_no_more_to_look_through_for_its_log
     assert len(text) == length
     body = json.loads(text)
     names = {"é": [0xC3, 0xA9], "b": [0x62]}
-    rivals = [{"token": text, "logprob": -1.0, "bytes": numbers} for text, numbers in names.items()]
-    said = {"token": "é", "logprob": -0.5, "bytes": names["é"], "top_logprobs": rivals}
-    assert [choice["logprobs"] for choice in body["choices"]] == [{"content": [said] * 500, "refusal": None}] * 2
+    top_logprobs = [{"token": text, "logprob": -1.0, "bytes": numbers} for text, numbers in names.items()]
+    expected = {"token": "é", "logprob": -0.5, "bytes": names["é"], "top_logprobs": top_logprobs}
+    assert [choice["logprobs"] for choice in body["choices"]] == [{"content": [expected] * 500, "refusal": None}] * 2
     assert [choice["message"]["content"] for choice in body["choices"]] == ["é" * 500] * 2
 
 
 @pytest.mark.parametrize(("logprobs", "texts"), [(False, ["a\0", ""]), (True, ["a\0", ""]), (True, ["", ""])])
-def test_the_parts_of_an_answer_have_the_length_that_is_said(logprobs: bool, texts: list[str]) -> None:
+def test_the_stated_length_of_a_response_is_that_of_its_parts(logprobs: bool, texts: list[str]) -> None:
     answer = CompletionBuilder(2, logprobs=logprobs)
     for index, text in enumerate(texts):
         entries = [NamedLogprob(token="\0", token_bytes=b"\0", logprob=-0.5)] * len(text)
@@ -172,11 +176,11 @@ def test_the_parts_of_an_answer_have_the_length_that_is_said(logprobs: bool, tex
     assert len(whole) == length
     choices = json.loads(whole)["choices"]
     assert [choice["message"]["content"] for choice in choices] == texts
-    told = [choice["logprobs"] and len(choice["logprobs"]["content"]) for choice in choices]
-    assert told == ([len(text) for text in texts] if logprobs else [None, None])
+    num_logprobs = [choice["logprobs"] and len(choice["logprobs"]["content"]) for choice in choices]
+    assert num_logprobs == ([len(text) for text in texts] if logprobs else [None, None])
 
 
-async def test_a_long_answer_leaves_in_pieces_and_others_run_between_them() -> None:
+async def test_a_long_response_is_sent_in_pieces_between_which_other_tasks_run() -> None:
     parts = [b"a" * 3000] * 2000
     sent: list[dict[str, Any]] = []
 
@@ -190,17 +194,17 @@ async def test_a_long_answer_leaves_in_pieces_and_others_run_between_them() -> N
     assert dict(sent[0]["headers"])[b"content-length"] == b"6000000"
     assert b"".join(bodies) == b"".join(parts)
     assert max(map(len, bodies)) < PIECE_BYTES + 3000
-    assert turns.count >= len(bodies) - 2 > 80, "the last of them is empty"
+    assert turns.count >= len(bodies) - 2 > 80, "the last message is empty"
     assert [message["more_body"] for message in sent[1:]] == [True] * (len(bodies) - 1) + [False]
 
 
-async def test_a_long_answer_is_put_together_no_further_when_its_client_has_left() -> None:
+async def test_a_long_response_is_not_built_further_after_a_disconnect() -> None:
     left = asyncio.Event()
-    made: list[int] = []
+    built: list[int] = []
 
     def parts() -> Iterator[bytes]:
         for number in range(100):
-            made.append(number)
+            built.append(number)
             yield b"a" * PIECE_BYTES
 
     async def send(message: Any) -> None:
@@ -211,8 +215,8 @@ async def test_a_long_answer_is_put_together_no_further_when_its_client_has_left
         await left.wait()
         return {"type": "http.disconnect"}
 
-    await answer_until_left(long_json_response(parts(), 100 * PIECE_BYTES), receive, send)
-    assert len(made) < 5
+    await send_until_disconnect(long_json_response(parts(), 100 * PIECE_BYTES), receive, send)
+    assert len(built) < 5
 
 
 def named(tokens: int) -> Chunk:
@@ -220,7 +224,7 @@ def named(tokens: int) -> Chunk:
     return Chunk(text="a" * tokens, completion_tokens=tokens, cached_tokens=0, logprobs=[entry] * tokens)
 
 
-def test_log_probabilities_of_a_slow_reader_are_joined_to_pieces_of_a_bounded_size() -> None:
+def test_chunks_for_a_slow_reader_are_merged_up_to_a_limit_of_log_probabilities() -> None:
     queue = ChunkQueue(4)
     for _ in range(1000):
         queue.put(named(1))
@@ -232,12 +236,12 @@ def test_log_probabilities_of_a_slow_reader_are_joined_to_pieces_of_a_bounded_si
     assert len(pieces) < 50
 
 
-async def test_nothing_is_encoded_of_the_backlog_of_a_client_that_has_left(serving: Serving, cast: Cast) -> None:
+async def test_the_backlog_of_a_disconnected_client_is_not_encoded(serving: Serving, cast: Cast) -> None:
     generation = await serving.start(cast.bob, [STALL, 5])
     encoded: list[Chunk] = []
-    making = framer(logprobs=True)
-    text = making.text
-    making.text = lambda chunk: encoded.append(chunk) or text(chunk)  # type: ignore[method-assign, func-returns-value]
+    recording_framer = framer(logprobs=True)
+    text = recording_framer.text
+    recording_framer.text = lambda chunk: encoded.append(chunk) or text(chunk)  # type: ignore[method-assign, func-returns-value]
     blocked, left = asyncio.Event(), asyncio.Event()
 
     async def send(message: Any) -> None:
@@ -249,11 +253,11 @@ async def test_nothing_is_encoded_of_the_backlog_of_a_client_that_has_left(servi
         await left.wait()
         return {"type": "http.disconnect"}
 
-    sending = asyncio.create_task(answer_until_left(EventStream(chat_frames(generation, making)), receive, send))
+    sending = asyncio.create_task(send_until_disconnect(EventStream(chat_frames(generation, recording_framer)), receive, send))
     await blocked.wait()
     for _ in range(10):
         generation.chunks.put(named(20))
-    left.set()  # which wakes the sender first
+    left.set()  # wakes the sender
     await sending
     generation.end_early("disconnected")
     await generation.outcome
@@ -261,14 +265,14 @@ async def test_nothing_is_encoded_of_the_backlog_of_a_client_that_has_left(servi
     assert encoded == []
 
 
-def test_a_backlog_is_cut_where_a_piece_would_have_too_many_log_probabilities() -> None:
+def test_a_backlog_is_split_by_its_number_of_log_probabilities() -> None:
     ready = [named(size) for size in (3, 5, 1, 20, 0, 8)]
     sizes = [[len(chunk.logprobs) for chunk in piece] for piece in sse._split(ready)]
     assert sizes == [[3, 5], [1], [20], [0, 8]]
     assert len(sse._split([named(0)] * 1000)) == 1
 
 
-async def test_others_run_between_the_pieces_of_a_backlog(serving: Serving, cast: Cast) -> None:
+async def test_other_tasks_run_between_the_pieces_of_a_backlog(serving: Serving, cast: Cast) -> None:
     generation = await serving.start(cast.bob, [STALL, 5])
     frames = chat_frames(generation, framer(logprobs=True))
     await anext(frames)
@@ -285,28 +289,28 @@ async def test_others_run_between_the_pieces_of_a_backlog(serving: Serving, cast
     await frames.aclose()  # type: ignore[attr-defined]
 
 
-async def test_every_frame_of_a_stream_says_its_service_tier_when_the_request_said_one(serving: Serving, cast: Cast) -> None:
-    said: dict[str | None, list[dict[str, Any]]] = {}
+async def test_every_frame_has_the_service_tier_if_the_request_named_one(serving: Serving, cast: Cast) -> None:
+    frames: dict[str | None, list[dict[str, Any]]] = {}
     for tier in ("flex", None):
         generation = await serving.start(cast.bob, "the quick fox")
         sent = b"".join([frame async for frame in chat_frames(generation, framer(service_tier=tier, include_usage=True))])
-        said[tier] = [json.loads(part.removeprefix(b"data: ")) for part in sent.removesuffix(DONE).split(b"\n\n") if part]
+        frames[tier] = parsed(sent)
 
-    assert {frame["service_tier"] for frame in said["flex"]} == {"flex"}
-    assert said["flex"][-1]["usage"] is not None
-    assert [{**frame, "service_tier": "flex"} for frame in said[None]] == said["flex"]
-    assert not any("service_tier" in frame for frame in said[None])
+    assert {frame["service_tier"] for frame in frames["flex"]} == {"flex"}
+    assert frames["flex"][-1]["usage"] is not None
+    assert [{**frame, "service_tier": "flex"} for frame in frames[None]] == frames["flex"]
+    assert not any("service_tier" in frame for frame in frames[None])
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(0, "0s"), (0.25, "250ms"), (1, "1s"), (1.5, "1.5s"), (60, "1m0s"), (360, "6m0s"), (3661, "1h1m1s"), (59.9996, "1m0s")],
 )
-def test_durations_look_like_those_of_this_interface(seconds: float, text: str) -> None:
+def test_durations_are_formatted_as_in_openais_api(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
-def test_rate_limit_headers_are_always_there() -> None:
+def test_rate_limit_headers_are_always_complete() -> None:
     headers = rate_limit_headers(RateLimitState(requests=RateLimit(limit=10, remaining=3, reset_s=42.0), tokens=None))
 
     assert len(headers) == 6
@@ -315,7 +319,7 @@ def test_rate_limit_headers_are_always_there() -> None:
     assert headers["x-ratelimit-limit-tokens"] == str(UNLIMITED)
 
 
-async def test_the_end_of_an_answer_leaves_with_its_last_frame(serving: Serving, cast: Cast) -> None:
+async def test_the_end_of_a_response_is_sent_with_its_last_frame(serving: Serving, cast: Cast) -> None:
     generation = await serving.start(cast.bob, "the quick fox")
     sent: list[dict[str, Any]] = []
 

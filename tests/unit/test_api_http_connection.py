@@ -1,4 +1,4 @@
-"""A connection that sends too much or too little is closed; one that is used correctly stays open."""
+"""Limits of an HTTP connection: oversized heads and silent peers are closed, and correct use stays open."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ GET = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
 POST = b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 10\r\n\r\n"
 
 
-class Wire(asyncio.Transport):
-    """The peer's end: what it was sent, and whether it was hung up on."""
+class RecordingTransport(asyncio.Transport):
+    """Records what is sent to the peer, and whether the connection was closed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,12 +35,12 @@ class Wire(asyncio.Transport):
         self.closed = False
 
     def write(self, data: Any) -> None:
-        """Keep it."""
+        """Record the data."""
         self.writes.append(bytes(data))
         self.sent += bytes(data)
 
     def close(self) -> None:
-        """Note it."""
+        """Record that the connection was closed."""
         self.closed = True
 
     abort = close
@@ -56,7 +56,7 @@ class Wire(asyncio.Transport):
 
 
 class Timers:
-    """The loop's timers, run when the test says so; everything else is the real loop."""
+    """Timers of the event loop that run when the test advances them; everything else is the real loop."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -64,17 +64,17 @@ class Timers:
         self._loop = asyncio.get_running_loop()
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the real loop has."""
+        """Delegate to the real loop."""
         return getattr(self._loop, name)
 
     def call_later(self, delay_s: float, callback: Callable[..., None]) -> asyncio.TimerHandle:
-        """Keep it until `advance`."""
+        """Schedule the callback for `advance`."""
         handle = asyncio.TimerHandle(self.now_s + delay_s, callback, (), self._loop)
         self.pending.append((self.now_s + delay_s, callback, handle))
         return handle
 
     def advance(self, seconds: float) -> None:
-        """Run what is due."""
+        """Run the callbacks that are due."""
         self.now_s += seconds
         due = [timer for timer in self.pending if timer[0] <= self.now_s]
         self.pending = [timer for timer in self.pending if timer[0] > self.now_s]
@@ -91,18 +91,18 @@ async def answer(_scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
-async def opened(app: Any = answer) -> tuple[LimitedConnection, Wire, Timers]:
+async def opened(app: Any = answer) -> tuple[LimitedConnection, RecordingTransport, Timers]:
     """Return a connection just accepted."""
     config = uvicorn.Config(app, http=LimitedConnection, ws="none", lifespan="off", log_config=None, timeout_keep_alive=75)
     config.load()
-    wire, timers = Wire(), Timers()
+    wire, timers = RecordingTransport(), Timers()
     connection = LimitedConnection(config, ServerState(), {}, cast("asyncio.AbstractEventLoop", timers))
     connection.connection_made(wire)
     return connection, wire, timers
 
 
-async def answered(wire: Wire) -> None:
-    """Return when the app has answered once."""
+async def answered(wire: RecordingTransport) -> None:
+    """Wait until the application has answered once."""
     async with asyncio.timeout(60):
         while b"HTTP/1.1 200" not in wire.sent:  # noqa: ASYNC110 - a transport has no event
             await asyncio.sleep(0)
@@ -121,7 +121,7 @@ HUGE = b"x" * (HEAD_BYTES_MAX + 1)
     ],
 )
 @pytest.mark.parametrize("piece", [1000, 10**6])
-async def test_a_head_over_the_limit_is_refused_and_the_connection_closed(head: bytes, piece: int) -> None:
+async def test_a_head_beyond_the_limit_is_a_431_and_closes_the_connection(head: bytes, piece: int) -> None:
     connection, wire, _timers = await opened()
     for start in range(0, len(head), piece):
         if not wire.closed:
@@ -135,7 +135,7 @@ async def test_a_head_over_the_limit_is_refused_and_the_connection_closed(head: 
 
 
 @pytest.mark.parametrize("start", [b"GET / HTTP/1.1\nhost: a\n\n", b"\x16\x03\x01\x02\x00", POST.replace(b"10", b"-1")])
-async def test_what_is_no_request_is_refused_in_the_shape_of_every_error(start: bytes) -> None:
+async def test_an_invalid_request_is_a_400_in_the_common_error_shape(start: bytes) -> None:
     connection, wire, _timers = await opened()
     connection.data_received(start)
 
@@ -149,17 +149,17 @@ async def test_what_is_no_request_is_refused_in_the_shape_of_every_error(start: 
     assert wire.closed
 
 
-OFFERS = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAAB\r\n"
+UPGRADE_OFFER = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAAB\r\n"
 
 
 @pytest.mark.parametrize("piece", [1, 10**6])
 @pytest.mark.parametrize(
     "body", [b"content-length: 5\r\n\r\nhello", b"transfer-encoding: chunked\r\n\r\n2\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n"]
 )
-async def test_a_client_that_offers_another_protocol_is_answered_in_this_one(body: bytes, piece: int) -> None:
+async def test_an_offered_protocol_upgrade_is_ignored(body: bytes, piece: int) -> None:
     bodies: list[bytes] = []
 
-    async def keeps_bodies(scope: Any, receive: Any, send: Any) -> None:
+    async def record_body(scope: Any, receive: Any, send: Any) -> None:
         received, more = b"", True
         while more:
             message = await receive()
@@ -168,33 +168,35 @@ async def test_a_client_that_offers_another_protocol_is_answered_in_this_one(bod
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
         await send({"type": "http.response.body", "body": b""})
 
-    connection, wire, _timers = await opened(keeps_bodies)
+    connection, wire, _timers = await opened(record_body)
     for path in (b"/first", b"/second"):
         wire.sent = b""
-        said = b"POST %s HTTP/1.1\r\nhost: a\r\n" % path + OFFERS + body
-        for start in range(0, len(said), piece):
-            connection.data_received(said[start : start + piece])
+        request = b"POST %s HTTP/1.1\r\nhost: a\r\n" % path + UPGRADE_OFFER + body
+        for start in range(0, len(request), piece):
+            connection.data_received(request[start : start + piece])
         await answered(wire)
     assert bodies == [b"/first hello", b"/second hello"]
     assert not wire.closed
 
 
-async def test_many_offers_at_once_are_answered_in_their_order() -> None:
+async def test_many_pipelined_requests_with_upgrade_offers_are_answered_in_order() -> None:
     paths: list[str] = []
 
-    async def keeps_paths(scope: Any, receive: Any, send: Any) -> None:
+    async def record_path(scope: Any, receive: Any, send: Any) -> None:
         paths.append(scope["path"])
         await answer(scope, receive, send)
 
-    connection, wire, _timers = await opened(keeps_paths)
-    connection.data_received(b"".join(b"GET /%d HTTP/1.1\r\nhost: a\r\n" % number + OFFERS + b"\r\n" for number in range(1200)))
+    connection, wire, _timers = await opened(record_path)
+    connection.data_received(
+        b"".join(b"GET /%d HTTP/1.1\r\nhost: a\r\n" % number + UPGRADE_OFFER + b"\r\n" for number in range(1200))
+    )
     async with asyncio.timeout(60):
         while wire.sent.count(b"HTTP/1.1 200") < 1200:  # noqa: ASYNC110 - a transport has no event
             await asyncio.sleep(0)
     assert paths == [f"/{number}" for number in range(1200)]
 
 
-async def test_the_head_of_each_request_is_counted_alone_and_bodies_not_at_all() -> None:
+async def test_the_limit_applies_to_each_head_without_bodies() -> None:
     connection, wire, _timers = await opened()
     head = b"POST / HTTP/1.1\r\nhost: a\r\nlong: " + b"x" * 40_000 + b"\r\ncontent-length: 200000\r\n\r\n"
     for _ in range(3):
@@ -206,7 +208,7 @@ async def test_the_head_of_each_request_is_counted_alone_and_bodies_not_at_all()
     assert not wire.closed
 
 
-async def test_a_head_that_does_not_end_in_time_ends_the_connection_however_often_bytes_come() -> None:
+async def test_an_incomplete_head_closes_the_connection_after_its_deadline() -> None:
     connection, wire, timers = await opened()
     connection.data_received(b"GET / HTTP/1.1\r\nhost: a\r\n")
     timers.advance(HEAD_DEADLINE_S - 1)
@@ -217,14 +219,14 @@ async def test_a_head_that_does_not_end_in_time_ends_the_connection_however_ofte
     assert wire.closed
 
 
-async def test_a_peer_that_never_says_anything_is_hung_up_on() -> None:
+async def test_a_silent_connection_is_closed_after_the_deadline() -> None:
     _connection, wire, timers = await opened()
     timers.advance(HEAD_DEADLINE_S)
 
     assert wire.closed
 
 
-async def test_empty_lines_between_requests_do_not_hold_a_connection() -> None:
+async def test_empty_lines_between_requests_do_not_keep_a_connection_open() -> None:
     connection, wire, timers = await opened()
     connection.data_received(GET)
     await answered(wire)
@@ -234,7 +236,7 @@ async def test_empty_lines_between_requests_do_not_hold_a_connection() -> None:
     assert wire.closed
 
 
-async def test_a_body_may_be_slow_but_not_silent() -> None:
+async def test_a_slow_body_is_accepted_and_a_stalled_one_closes_the_connection() -> None:
     connection, wire, timers = await opened()
     connection.data_received(POST)
     for _ in range(5):
@@ -246,7 +248,7 @@ async def test_a_body_may_be_slow_but_not_silent() -> None:
     assert wire.closed
 
 
-async def test_a_body_that_we_do_not_read_is_not_the_peer_s_silence() -> None:
+async def test_a_body_paused_by_flow_control_does_not_time_out() -> None:
     connection, wire, timers = await opened()
     connection.data_received(POST)
     connection.flow.pause_reading()
@@ -255,7 +257,7 @@ async def test_a_body_that_we_do_not_read_is_not_the_peer_s_silence() -> None:
     assert not wire.closed
 
 
-async def test_an_answer_may_take_as_long_as_it_needs() -> None:
+async def test_a_slow_response_does_not_time_out() -> None:
     may_end = asyncio.Event()
 
     async def slow(scope: Any, receive: Any, send: Any) -> None:
@@ -270,13 +272,13 @@ async def test_an_answer_may_take_as_long_as_it_needs() -> None:
     await answered(wire)
 
 
-async def test_a_client_that_leaves_with_a_second_request_in_line_has_left_the_first_too() -> None:
+async def test_a_disconnect_with_a_pipelined_request_also_ends_the_first() -> None:
     received: list[str] = []
 
-    async def never_answering(_scope: Any, receive: Any, _send: Any) -> None:
+    async def receive_twice(_scope: Any, receive: Any, _send: Any) -> None:
         received.extend([(await receive())["type"], (await receive())["type"]])
 
-    connection, _wire, _timers = await opened(never_answering)
+    connection, _wire, _timers = await opened(receive_twice)
     connection.data_received(GET + GET)
     connection.connection_lost(None)
     async with asyncio.timeout(60):
@@ -284,14 +286,14 @@ async def test_a_client_that_leaves_with_a_second_request_in_line_has_left_the_f
     assert received == ["http.disconnect", "http.disconnect"]
 
 
-async def test_files_are_left_for_the_appliance_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connections_beyond_the_limit_of_open_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_connection, "_connections_max", lambda: 0)
     _connection, wire, _timers = await opened()
 
     assert wire.closed
 
 
-def test_as_many_files_may_be_open_as_the_system_allows() -> None:
+def test_the_limit_of_open_files_is_raised_to_the_hard_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
     try:
@@ -302,13 +304,13 @@ def test_as_many_files_may_be_open_as_the_system_allows() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-async def test_a_head_leaves_together_with_what_comes_right_behind_it() -> None:
-    async def says_hello(_scope: Any, _receive: Any, send: Any) -> None:
+async def test_a_head_is_sent_together_with_a_body_that_follows_at_once() -> None:
+    async def send_two_parts(_scope: Any, _receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"10")]})
         await send({"type": "http.response.body", "body": b"hello", "more_body": True})
         await send({"type": "http.response.body", "body": b"there"})
 
-    connection, wire, _timers = await opened(says_hello)
+    connection, wire, _timers = await opened(send_two_parts)
     connection.data_received(GET)
     await answered(wire)
 
@@ -316,15 +318,15 @@ async def test_a_head_leaves_together_with_what_comes_right_behind_it() -> None:
     assert wire.writes[0].startswith(b"HTTP/1.1 200 ")
 
 
-async def test_a_head_does_not_wait_for_a_body_that_is_not_there_yet() -> None:
+async def test_a_head_is_sent_before_a_delayed_body() -> None:
     body = asyncio.Event()
 
-    async def takes_long(_scope: Any, _receive: Any, send: Any) -> None:
+    async def send_delayed_body(_scope: Any, _receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"5")]})
         await body.wait()
         await send({"type": "http.response.body", "body": b"hello"})
 
-    connection, wire, _timers = await opened(takes_long)
+    connection, wire, _timers = await opened(send_delayed_body)
     connection.data_received(GET)
     await answered(wire)
     assert wire.sent.endswith(b"\r\n\r\n")
@@ -336,12 +338,12 @@ async def test_a_head_does_not_wait_for_a_body_that_is_not_there_yet() -> None:
     assert wire.writes[1:] == [b"hello"]
 
 
-async def test_a_head_that_nothing_follows_leaves_before_the_connection_is_closed() -> None:
-    async def says_nothing(_scope: Any, _receive: Any, send: Any) -> None:
+async def test_a_head_without_a_body_is_sent_before_the_connection_is_closed() -> None:
+    async def send_no_body(_scope: Any, _receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 204, "headers": [(b"connection", b"close")]})
         await send({"type": "http.response.body", "body": b""})
 
-    connection, wire, _timers = await opened(says_nothing)
+    connection, wire, _timers = await opened(send_no_body)
     connection.data_received(GET)
     await until_closed(wire)
 
@@ -350,21 +352,21 @@ async def test_a_head_that_nothing_follows_leaves_before_the_connection_is_close
 
 
 async def stream(_scope: Any, _receive: Any, send: Any) -> None:
-    """Answer in pieces whose number nobody knows before."""
+    """Answer with a stream of unknown length."""
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
     for piece in (b"data: 1\n\n", b"data: 2\n\n"):
         await send({"type": "http.response.body", "body": piece, "more_body": True})
     await send({"type": "http.response.body", "body": b""})
 
 
-async def until_closed(wire: Wire) -> None:
-    """Return when the connection was closed."""
+async def until_closed(wire: RecordingTransport) -> None:
+    """Wait until the connection is closed."""
     async with asyncio.timeout(60):
         while not wire.closed:  # noqa: ASYNC110 - a transport has no event
             await asyncio.sleep(0)
 
 
-async def test_a_client_of_http_1_0_gets_a_stream_without_chunks_that_ends_with_the_connection() -> None:
+async def test_an_http_1_0_stream_is_not_chunked_and_ends_with_the_connection() -> None:
     connection, wire, _timers = await opened(stream)
     connection.data_received(b"GET / HTTP/1.0\r\nconnection: keep-alive\r\n\r\n")
     await until_closed(wire)
@@ -375,7 +377,7 @@ async def test_a_client_of_http_1_0_gets_a_stream_without_chunks_that_ends_with_
     assert body == b"data: 1\n\ndata: 2\n\n"
 
 
-async def test_a_client_of_http_1_0_gets_the_length_that_is_known() -> None:
+async def test_an_http_1_0_response_of_known_length_has_its_content_length() -> None:
     connection, wire, _timers = await opened()
     connection.data_received(b"GET / HTTP/1.0\r\n\r\n")
     await until_closed(wire)
@@ -384,7 +386,7 @@ async def test_a_client_of_http_1_0_gets_the_length_that_is_known() -> None:
     assert wire.sent.endswith(b"\r\n\r\n")
 
 
-async def test_a_client_of_http_1_1_gets_a_stream_in_chunks() -> None:
+async def test_an_http_1_1_stream_is_chunked() -> None:
     connection, wire, _timers = await opened(stream)
     connection.data_received(GET)
     async with asyncio.timeout(60):

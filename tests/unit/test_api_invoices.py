@@ -5,17 +5,16 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import AsyncIterator
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 import pytest
 from pypdf import PdfReader
 
 from appliance.metering.ledger.epochs import begin_epoch
-from tests.support.api_app import ApiApp, open_api_app
+from tests.support.api_app import ApiApp
 from tests.support.billing import Tokens, add_price, post_event
+from tests.support.case_ids import case_id
 from tests.support.cast import Person, make_person
 from tests.support.tenant_isolation import PopulatedTenant, make_populated_tenant, session_headers
 
@@ -26,12 +25,6 @@ HARDWARE = {"cost_micros": 36_000_000_000, "months": 36, "kwh_price_micros": 300
 
 
 @pytest.fixture
-async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiApp]:
-    async with open_api_app(migrated_sqlite_file, tmp_path) as opened:
-        yield opened
-
-
-@pytest.fixture
 async def bob(api: ApiApp) -> Person:
     """Bob, who used a million prompt tokens on a day of January and has a currency unit of them free."""
     services = api.services
@@ -39,7 +32,7 @@ async def bob(api: ApiApp) -> Person:
     price = await add_price(services.db, prompt=3_000_000)
     epoch_id = await begin_epoch(services.db, services.clock, "test")
     tokens = Tokens(prompt=1_000_000, completion=0)
-    await post_event(services.db, person, date(2026, 1, 15), tokens, epoch_id=epoch_id, of=price, model="=demo")
+    await post_event(services.db, person, date(2026, 1, 15), tokens, epoch_id=epoch_id, price=price, model="=demo")
     return person
 
 
@@ -49,13 +42,8 @@ async def drafted(api: ApiApp, person: Person, month: str = "2026-01") -> dict[s
     return invoice
 
 
-async def refusal(api: ApiApp, method: str, path: str, status: int, **options: Any) -> tuple[str, str | None]:
-    error = (await api.call(method, path, status=status, **options))["error"]
-    return error["code"], error["param"]
-
-
 @pytest.mark.parametrize("ending", ["", ".json", ".csv", ".pdf", ".odt"])
-async def test_no_cache_keeps_an_invoice(api: ApiApp, bob: Person, ending: str) -> None:
+async def test_invoices_are_never_cached(api: ApiApp, bob: Person, ending: str) -> None:
     draft = await drafted(api, bob)
     answer = await api.client.get(f"/admin/v1/invoices/{draft['id']}{ending}")
     assert answer.headers.get_list("cache-control") == ["no-store"]
@@ -83,7 +71,7 @@ async def test_an_invoice_is_drafted_closed_and_read(api: ApiApp, bob: Person) -
     assert (head["id"], head["total_micros"]) == (closed["id"], closed["total_micros"])
 
 
-async def test_an_invoice_comes_as_csv_and_pdf(api: ApiApp, bob: Person) -> None:
+async def test_an_invoice_can_be_downloaded_as_csv_and_pdf(api: ApiApp, bob: Person) -> None:
     draft = await drafted(api, bob)
     answer = await api.client.get(f"/admin/v1/invoices/{draft['id']}.csv")
     rows = list(csv.DictReader(io.StringIO(answer.text)))
@@ -93,42 +81,42 @@ async def test_an_invoice_comes_as_csv_and_pdf(api: ApiApp, bob: Person) -> None
     assert [(row["kind"], row["exact_picos"], row["rounded_micros"]) for row in rows] == [
         ("prompt", "3000000000000", "3000000")
     ]
-    assert rows[0]["model"] == "'=demo"  # no formula for a spreadsheet
+    assert rows[0]["model"] == "'=demo"  # escaped, so that spreadsheets see no formula
     assert page.headers["content-type"] == "application/pdf"
     assert page.headers["content-disposition"] == f'inline; filename="draft-2026-01-{bob.tenant.id}.pdf"'
     assert "DRAFT" in PdfReader(io.BytesIO(page.content)).pages[0].extract_text()
-    assert await refusal(api, "GET", f"/invoices/{draft['id']}.docx", 404) == ("not_found", "invoice_id")
+    assert await api.refusal("GET", f"/invoices/{draft['id']}.docx", 404) == ("not_found", "invoice_id")
 
 
 async def test_the_events_behind_an_invoice_are_listed(api: ApiApp, bob: Person) -> None:
     draft = await drafted(api, bob)
     (event,) = (await api.call("GET", f"/invoices/{draft['id']}/events"))["data"]
     assert (event["tenant_id"], event["cost_picos"]) == (bob.tenant.id, draft["usage_picos"])
-    assert await refusal(api, "GET", f"/invoices/{draft['id']}/events?cursor=x", 400) == ("invalid_value", "cursor")
+    assert await api.refusal("GET", f"/invoices/{draft['id']}/events?cursor=x", 400) == ("invalid_value", "cursor")
 
 
-async def test_a_draft_that_nobody_wants_is_discarded_and_can_be_drafted_again(api: ApiApp, bob: Person) -> None:
+async def test_a_discarded_draft_can_be_drafted_again(api: ApiApp, bob: Person) -> None:
     draft = await drafted(api, bob)
     assert (await api.client.delete(f"/admin/v1/invoices/{draft['id']}")).status_code == 204
-    assert await refusal(api, "GET", f"/invoices/{draft['id']}", 404) == ("not_found", "invoice_id")
+    assert await api.refusal("GET", f"/invoices/{draft['id']}", 404) == ("not_found", "invoice_id")
     assert (await drafted(api, bob))["lines"] == draft["lines"]
 
 
-async def test_what_cannot_be_done_is_a_conflict_that_says_why(api: ApiApp, bob: Person) -> None:
+async def test_impossible_transitions_are_conflicts_with_their_reason(api: ApiApp, bob: Person) -> None:
     draft = await drafted(api, bob)
     later = await drafted(api, bob, "2026-02")
-    assert await refusal(api, "POST", f"/invoices/{later['id']}/close", 409) == ("month_out_of_order", "month")
+    assert await api.refusal("POST", f"/invoices/{later['id']}/close", 409) == ("month_out_of_order", "month")
     await api.call("POST", f"/invoices/{draft['id']}/close")
     for method, path in (("POST", f"/invoices/{draft['id']}/close"), ("DELETE", f"/invoices/{draft['id']}")):
-        assert await refusal(api, method, path, 409) == ("invoice_closed", "invoice_id")
+        assert await api.refusal(method, path, 409) == ("invoice_closed", "invoice_id")
     again = {"month": draft["month"]}
-    assert await refusal(api, "POST", f"/tenants/{bob.tenant.id}/invoices", 409, json=again) == ("invoice_closed", "month")
+    assert await api.refusal("POST", f"/tenants/{bob.tenant.id}/invoices", 409, json=again) == ("invoice_closed", "month")
     allowances = f"/tenants/{bob.tenant.id}/allowances"
     late = {"first_month": "2026-01", "monthly_micros": 1}
-    assert await refusal(api, "POST", allowances, 409, json=late) == ("invoice_closed", "first_month")
+    assert await api.refusal("POST", allowances, 409, json=late) == ("invoice_closed", "first_month")
     this_month = f"{api.services.clock.now():%Y-%m}"
     running = await drafted(api, bob, this_month)
-    assert await refusal(api, "POST", f"/invoices/{running['id']}/close", 409) == ("month_not_over", "month")
+    assert await api.refusal("POST", f"/invoices/{running['id']}/close", 409) == ("month_not_over", "month")
 
 
 @pytest.mark.parametrize(
@@ -153,16 +141,19 @@ async def test_what_cannot_be_done_is_a_conflict_that_says_why(api: ApiApp, bob:
         ("PUT", "/economics", {**HARDWARE, "currency": ""}, 400, "currency"),
         ("PUT", "/economics", {**HARDWARE, "hosted": [{"name": "a", "prompt": -1, "completion": 0}]}, 400, "hosted.prompt"),
     ],
+    ids=case_id,
 )
-async def test_what_is_wrong_is_named(
+async def test_an_invalid_field_or_id_is_named(
     api: ApiApp, bob: Person, method: str, path: str, body: Any, status: int, param: str | None
 ) -> None:
-    answer = await refusal(api, method, path.format(bob=bob.tenant.id), status, json=body)
+    answer = await api.refusal(method, path.format(bob=bob.tenant.id), status, json=body)
     assert param is None or answer[1] == param
 
 
 @pytest.mark.parametrize(("role", "status"), [("owner", 200), ("admin", 200), ("billing", 200), ("viewer", 403)])
-async def test_those_who_bill_close_and_a_viewer_reads(api: ApiApp, bob: Person, role: str, status: int) -> None:
+async def test_roles_with_billing_close_invoices_and_a_viewer_only_reads(
+    api: ApiApp, bob: Person, role: str, status: int
+) -> None:
     headers = await api.as_role(role)
     draft = await drafted(api, bob)
     writes = [
@@ -176,7 +167,7 @@ async def test_those_who_bill_close_and_a_viewer_reads(api: ApiApp, bob: Person,
 
 
 @pytest.mark.parametrize(("role", "reads"), [("manager", 200), ("developer", 403), ("viewer", 403)])
-async def test_a_manager_reads_the_invoices_of_his_own_tenant_alone(api: ApiApp, role: str, reads: int) -> None:
+async def test_only_a_manager_reads_invoices_and_only_of_the_own_tenant(api: ApiApp, role: str, reads: int) -> None:
     own, other = await make_populated_tenant(api.services, "bob"), await make_populated_tenant(api.services, "charlie")
     headers = await session_headers(api.services, own.people[role])
 
@@ -197,10 +188,10 @@ async def test_a_manager_reads_the_invoices_of_his_own_tenant_alone(api: ApiApp,
         ("GET", "/seller"),
         ("GET", "/economics"),
     ):
-        assert (await refusal(api, method, path, 403, headers=headers, json={}))[0] == "role_not_allowed"
+        assert (await api.refusal(method, path, 403, headers=headers, json={}))[0] == "role_not_allowed"
 
 
-async def test_economics_say_where_each_figure_comes_from(api: ApiApp) -> None:
+async def test_each_figure_of_the_economics_has_its_source(api: ApiApp) -> None:
     hosted = [{"name": "hosted", "prompt": 150_000, "completion": 600_000}]
     entered = await api.call("PUT", "/economics", json={**HARDWARE, "hosted": hosted})
     read = await api.call("GET", "/economics")
@@ -210,15 +201,15 @@ async def test_economics_say_where_each_figure_comes_from(api: ApiApp) -> None:
     assert (values["hardware_month"], values["energy_month"], values["total_month"]) == (10**9, 219 * 10**6, 1_219 * 10**6)
     assert all(figure["source"] for figure in read["figures"])
     assert (read["hardware"]["power_w"], read["hardware"]["currency"]) == (1000, "EUR")
-    assert read["break_even"][0]["break_even_tokens_month"] is None  # nothing was used: there is no mix of tokens
+    assert read["break_even"][0]["break_even_tokens_month"] is None  # without usage there is no mix of tokens
 
 
-async def test_a_sum_beyond_64_bits_is_told_to_the_last_digit(api: ApiApp, bob: Person) -> None:
+async def test_a_sum_beyond_64_bits_is_exact(api: ApiApp, bob: Person) -> None:
     services = api.services
     dear = await add_price(services.db, prompt=10**12)
     epoch_id = await begin_epoch(services.db, services.clock, "test")
     for _ in range(3):
         tokens = Tokens(prompt=9_000_000, completion=0)
-        await post_event(services.db, bob, date(2026, 3, 1), tokens, epoch_id=epoch_id, of=dear)
+        await post_event(services.db, bob, date(2026, 3, 1), tokens, epoch_id=epoch_id, price=dear)
     draft = await drafted(api, bob, "2026-03")
     assert draft["lines"][0]["exact_picos"] == draft["usage_picos"] == 27 * 10**18

@@ -1,5 +1,4 @@
-"""The cost of parsing a body is bounded before parsing, by its structure outside of strings; long bodies are parsed one by
-one."""
+"""The cost of parsing a body is bounded before it is parsed, and long bodies are parsed one at a time, tenants in turn."""
 
 from __future__ import annotations
 
@@ -7,7 +6,6 @@ import asyncio
 import json
 import random
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,12 +18,12 @@ from appliance.api.schemas import MESSAGES_MAX, PARTS_MAX, ChatCompletionRequest
 from appliance.base.errors import RequestTooLarge
 from appliance.serving.fair_semaphore import FairSemaphore
 from engine.sampling_params import GUIDED_CHARS_MAX
-from tests.support.api_app import open_api_app
+from tests.support.api_app import ApiApp
 from tests.support.loop_iterations import count_iterations
 
 
 def _count(text: bytes) -> int:
-    """The plain twin: one byte after the other."""
+    """The plain twin: count byte by byte."""
     structural, in_string, escaped = 0, False, False
     for byte in text.decode():
         if escaped:
@@ -49,9 +47,7 @@ def _value(draw: random.Random, depth: int) -> Any:
 
 
 @pytest.mark.parametrize("slice_bytes", [1, 2, 3, 5, 64])
-def test_the_count_is_that_of_a_look_at_each_byte_wherever_slices_end(
-    slice_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_count_equals_the_bytewise_count_for_any_slice_size(slice_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_structure, "_SLICE_BYTES", slice_bytes)
     draw = random.Random(slice_bytes)
     for _ in range(200):
@@ -63,58 +59,54 @@ def test_the_count_is_that_of_a_look_at_each_byte_wherever_slices_end(
 
 
 @pytest.mark.parametrize("unit", ["1", "[]", "{}", '""', '{"a":1}', '[["a"]]'])
-async def test_small_values_beyond_the_limit_are_refused_before_the_work_of_reading_them(unit: str) -> None:
+async def test_bodies_with_too_many_small_values_are_refused_before_decoding(unit: str) -> None:
     body = '{"model": "m", "messages": [], "tools": [' + ",".join([unit] * STRUCTURE_MAX) + "]}"
     with pytest.raises(RequestTooLarge, match=f"more than {STRUCTURE_MAX} structural characters"):
         await check_structure(body.encode())
 
 
-async def test_one_more_than_the_limit_is_one_too_many() -> None:
+async def test_exactly_the_limit_of_structural_characters_is_accepted() -> None:
     within = b"[" + b"1," * (STRUCTURE_MAX - 2) + b"1" + b" " * STRUCTURE_MAX + b"]"
     await check_structure(within)
     with pytest.raises(RequestTooLarge):
         await check_structure(within + b",")
 
 
-async def test_no_path_decodes_what_is_refused(
-    migrated_sqlite_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_refused_body_is_not_decoded(api: ApiApp, monkeypatch: pytest.MonkeyPatch) -> None:
     def decode(*_given: object) -> None:
-        raise AssertionError("it was to be refused before")
+        raise AssertionError("the body was decoded")
 
     monkeypatch.setattr(tenants, "decode_body", decode)
-    async with open_api_app(migrated_sqlite_file, tmp_path) as api:
-        refused = await api.call("POST", "/tenants", status=413, content=b"[" * (STRUCTURE_MAX + 1))
+    refused = await api.call("POST", "/tenants", status=413, content=b"[" * (STRUCTURE_MAX + 1))
     assert refused["error"]["code"] == "request_too_large"
 
 
-async def test_all_that_the_fields_of_a_chat_may_hold_at_once_is_within_the_limit() -> None:
+async def test_the_largest_valid_chat_is_within_the_limit() -> None:
     part = {"type": "text", "text": 'a document, [with] {"commas": 1, "and": "brackets"}, \\" and \\\\ escapes' * 5}
     messages = [{"role": "user", "content": [part] * (PARTS_MAX // MESSAGES_MAX)} for _ in range(MESSAGES_MAX)]
-    schema: dict[str, Any] = {"type": "object", "properties": {}}
-    while len(json.dumps(schema)) < GUIDED_CHARS_MAX - 4000:
-        start = len(schema["properties"])
-        schema["properties"].update({f"p{start + index}": {"type": "string"} for index in range(100)})
-    asked = {
+    num_properties = (GUIDED_CHARS_MAX - 100) // len('"p00000": {"type": "string"}, ')
+    schema = {"type": "object", "properties": {f"p{number:05}": {"type": "string"} for number in range(num_properties)}}
+    assert GUIDED_CHARS_MAX - 200 < len(json.dumps(schema)) <= GUIDED_CHARS_MAX
+    chat = {
         "model": "m",
         "messages": messages,
         "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}},
         "logit_bias": {str(token_id): 1 for token_id in range(1024)},
         "stop_token_ids": list(range(256)),
     }
-    body = json.dumps(asked).encode()
+    body = json.dumps(chat).encode()
     await check_structure(body)
     assert len(check_messages(decode_body(body, ChatCompletionRequest).messages)) == MESSAGES_MAX
 
 
-async def test_others_run_while_a_long_text_is_counted() -> None:
+async def test_other_tasks_run_while_a_long_text_is_counted() -> None:
     async with count_iterations() as turns:
         await check_structure(b'"' + rb"\"" * 4_000_000 + b'"')
     assert turns.count > 5
 
 
 def _slices_taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The length of the text of each slice, from now on."""
+    """Record the length of the text of each slice that is counted from now on."""
     taken: list[int] = []
     take = StructureCount.take_slice
 
@@ -126,7 +118,7 @@ def _slices_taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return taken
 
 
-async def test_what_has_more_strings_than_json_could_part_is_not_counted_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_counting_stops_once_the_limit_is_exceeded(monkeypatch: pytest.MonkeyPatch) -> None:
     slices = _slices_taken(monkeypatch)
     await check_structure(b"[" + b'"' * 8_000_000)
     assert len(slices) <= 2 * STRUCTURE_MAX // json_structure._SLICE_BYTES + 2
@@ -138,47 +130,42 @@ async def test_long_bodies_are_counted_one_at_a_time_and_tenants_take_turns(monk
     monkeypatch.setattr(json_structure, "_TURN_S", 0.0)
     counted = _slices_taken(monkeypatch)
 
-    async def ask(tenant_id: str, body: bytes) -> None:
+    async def read(tenant_id: str, body: bytes) -> None:
         await read_in_turn(body, lambda _body: ended.append(tenant_id), semaphore=semaphore, tenant_id=tenant_id)
 
-    await asyncio.gather(*[ask("flood", body) for body in floods], ask("neighbour", b'"' + b"a" * STRUCTURE_MAX + b'"'))
+    await asyncio.gather(*[read("flood", body) for body in floods], read("neighbour", b'"' + b"a" * STRUCTURE_MAX + b'"'))
     assert ended.index("neighbour") <= 2, "the neighbour's body waits behind the whole flood"
     changes = sum(before != after for before, after in pairwise(counted))
-    assert changes == len(floods), "several were counted between each other, each in every turn of the loop"
+    assert changes == len(floods), "the slices of several bodies were interleaved"
 
 
-async def test_a_chat_is_counted_too(migrated_sqlite_file: Path, tmp_path: Path) -> None:
-    async with open_api_app(migrated_sqlite_file, tmp_path) as api:
-        tenant = await api.call("POST", "/tenants", status=201, json={"name": "alice"})
-        key = await api.call("POST", f"/tenants/{tenant['id']}/keys", status=201, json={"name": "key"})
-        refused = await api.client.post(
-            "/v1/chat/completions",
-            content=b"[" * (STRUCTURE_MAX + 1),
-            headers={"authorization": f"Bearer {key['key']}"},
-        )
+async def test_chat_completions_are_counted_too(api: ApiApp) -> None:
+    tenant = await api.call("POST", "/tenants", status=201, json={"name": "alice"})
+    key = await api.call("POST", f"/tenants/{tenant['id']}/keys", status=201, json={"name": "key"})
+    headers = {"authorization": f"Bearer {key['key']}"}
+    refused = await api.client.post("/v1/chat/completions", content=b"[" * (STRUCTURE_MAX + 1), headers=headers)
     assert refused.status_code == 413
     assert refused.json()["error"]["code"] == "request_too_large"
 
 
-async def test_one_long_body_is_read_in_a_turn_of_the_loop_and_tenants_take_turns() -> None:
-    semaphore, read = FairSemaphore(1, 100, refusal="too many", retry_after_s=1.0), []
+async def test_long_bodies_are_decoded_one_per_loop_iteration_and_tenants_take_turns() -> None:
+    semaphore, decoded = FairSemaphore(1, 100, refusal="too many", retry_after_s=1.0), []
     long, short = b"x" * (SHORT_BODY_BYTES_MAX + 1), b"x"
 
-    async def ask(tenant_id: str, body: bytes) -> None:
-        await read_in_turn(body, lambda _body: read.append((tenant_id, now.count)), semaphore=semaphore, tenant_id=tenant_id)
+    async def read(tenant_id: str, body: bytes) -> None:
+        await read_in_turn(body, lambda _body: decoded.append((tenant_id, now.count)), semaphore=semaphore, tenant_id=tenant_id)
 
     async with count_iterations() as now:
-        asked = [ask("flood", long) for _ in range(20)] + [ask("neighbour", long), ask("neighbour", short)]
-        await asyncio.gather(*asked)
+        await asyncio.gather(*[read("flood", long) for _ in range(20)], read("neighbour", long), read("neighbour", short))
 
-    moments = [moment for _tenant, moment in read]
-    order = [tenant for tenant, _moment in read]
-    assert len(set(moments[2:])) == len(moments[2:]), "two long bodies were read in one turn"
-    assert order.index("neighbour") <= 1, "what is short waits for nobody"
+    moments = [moment for _tenant, moment in decoded]
+    order = [tenant for tenant, _moment in decoded]
+    assert len(set(moments[2:])) == len(moments[2:]), "two long bodies were decoded in one iteration"
+    assert order.index("neighbour") <= 1, "a short body does not wait"
     assert order[:5].count("neighbour") == 2, "the neighbour waits behind the whole flood"
 
 
-async def test_a_body_that_cannot_be_read_gives_its_turn_back() -> None:
+async def test_an_undecodable_body_releases_its_turn() -> None:
     semaphore = FairSemaphore(1, 100, refusal="too many", retry_after_s=1.0)
     long = b"x" * (SHORT_BODY_BYTES_MAX + 1)
 

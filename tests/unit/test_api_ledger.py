@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,17 +13,12 @@ from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.tenants import Tenants
 from tests.support import factories
-from tests.support.api_app import ApiApp, open_api_app
+from tests.support.api_app import ApiApp
+from tests.support.case_ids import case_id
 from tests.support.cast import PEPPER, Person
 from tests.support.ledgers import utc_ledger
 
 PRICE: dict[str, Any] = {"model": "demo", "prompt": 1000, "completion": 3000}
-
-
-@pytest.fixture
-async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiApp]:
-    async with open_api_app(migrated_sqlite_file, tmp_path) as opened:
-        yield opened
 
 
 @pytest.fixture
@@ -47,13 +40,8 @@ async def event(api: ApiApp) -> dict[str, Any]:
     return posted
 
 
-async def refused(api: ApiApp, path: str, status: int, **options: Any) -> tuple[str, str | None]:
-    error = (await api.call("POST", path, status=status, **options))["error"]
-    return error["code"], error["param"]
-
-
-async def test_a_price_says_everything_that_a_bill_depends_on(api: ApiApp) -> None:
-    asked = {
+async def test_a_price_is_returned_with_all_its_terms(api: ApiApp) -> None:
+    terms = {
         **PRICE,
         "cached_prompt": 10,
         "rejected_draft": 5,
@@ -61,38 +49,39 @@ async def test_a_price_says_everything_that_a_bill_depends_on(api: ApiApp) -> No
         "batch_percent": 50,
         "tier_percents": {"batch": 80},
     }
-    price = await api.call("POST", "/prices", status=201, json=asked)
-    assert {name: price[name] for name in asked} == asked
+    price = await api.call("POST", "/prices", status=201, json=terms)
+    assert {name: price[name] for name in terms} == terms
     assert (await api.call("GET", "/prices"))["data"] == [price]
 
 
-async def test_a_price_may_begin_in_the_future_but_not_twice_and_not_in_the_past(api: ApiApp) -> None:
+async def test_a_price_can_begin_in_the_future_but_not_twice_or_in_the_past(api: ApiApp) -> None:
     await api.call("POST", "/prices", status=201, json=PRICE)
     now = api.services.clock.now()
     later = {**PRICE, "effective_from": rfc3339(now + timedelta(days=30))}
     first = await api.call("POST", "/prices", status=201, json=later)
-    assert await refused(api, "/prices", 400, json={**later, "prompt": 1}) == ("invalid_value", "effective_from")
+    assert await api.refusal("POST", "/prices", 400, json={**later, "prompt": 1}) == ("invalid_value", "effective_from")
     error = (await api.call("POST", "/prices", status=400, json=later))["error"]
     assert first["id"] in error["message"]
     past = {**PRICE, "effective_from": rfc3339(now - timedelta(days=1))}
-    assert await refused(api, "/prices", 400, json=past) == ("invalid_value", "effective_from")
+    assert await api.refusal("POST", "/prices", 400, json=past) == ("invalid_value", "effective_from")
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [("prompt", -1), ("rejected_draft", 10**13), ("batch_percent", 101), ("currency", "euro"), ("tier_percents", {"gold": 1})],
+    ids=case_id,
 )
-async def test_a_price_that_cannot_be_names_its_field(api: ApiApp, field: str, value: Any) -> None:
-    assert await refused(api, "/prices", 400, json={**PRICE, field: value}) == ("invalid_value", field)
+async def test_an_invalid_field_of_a_price_is_named(api: ApiApp, field: str, value: Any) -> None:
+    assert await api.refusal("POST", "/prices", 400, json={**PRICE, field: value}) == ("invalid_value", field)
 
 
-async def test_an_event_tells_its_day_posting_and_rate(event: dict[str, Any]) -> None:
+async def test_an_event_has_its_day_posting_and_rate(event: dict[str, Any]) -> None:
     assert (event["posting"], event["price_basis_points"], event["rejected_tokens"]) == (1, 10_000, 0)
     assert (event["cause"], event["corrects_id"], event["note"]) == (None, None, None)
     assert event["billing_day"] == event["admitted_at"][:10]
 
 
-async def test_a_correction_is_an_entry_of_its_own_and_the_sums_follow(api: ApiApp, event: dict[str, Any]) -> None:
+async def test_a_correction_is_a_separate_event_included_in_sums(api: ApiApp, event: dict[str, Any]) -> None:
     path = f"/ledger/{event['id']}/corrections"
     made = await api.call("POST", path, status=201, json={"note": "cut off by us", "completion_tokens": -2})
     assert (made["kind"], made["corrects_id"], made["completion_tokens"], made["cost_picos"]) == (
@@ -109,26 +98,29 @@ async def test_a_correction_is_an_entry_of_its_own_and_the_sums_follow(api: ApiA
     assert [entry.action for entry in entries if entry.target_id == made["id"]] == ["ledger.correct"]
 
 
-async def test_a_correction_that_cannot_be_names_its_field(api: ApiApp, event: dict[str, Any]) -> None:
+async def test_an_invalid_field_of_a_correction_is_named(api: ApiApp, event: dict[str, Any]) -> None:
     path = f"/ledger/{event['id']}/corrections"
-    assert await refused(api, path, 400, json={"note": "x", "completion_tokens": -6}) == ("invalid_value", "completion_tokens")
-    assert await refused(api, path, 400, json={"completion_tokens": -1}) == ("invalid_value", "note")
+    assert await api.refusal("POST", path, 400, json={"note": "x", "completion_tokens": -6}) == (
+        "invalid_value",
+        "completion_tokens",
+    )
+    assert await api.refusal("POST", path, 400, json={"completion_tokens": -1}) == ("invalid_value", "note")
     huge = {"note": "x", "completion_tokens": 20_000_000}
-    assert await refused(api, path, 400, json=huge) == ("invalid_value", "confirm")
+    assert await api.refusal("POST", path, 400, json=huge) == ("invalid_value", "confirm")
     await api.call("POST", path, status=201, json={**huge, "confirm": True})
-    assert await refused(api, path, 400, json={"note": "x", "tokens": 1}) == ("unknown_parameter", "tokens")
+    assert await api.refusal("POST", path, 400, json={"note": "x", "tokens": 1}) == ("unknown_parameter", "tokens")
     for missing in ("999", "x", "1" * 30):
         body = {"note": "x", "completion_tokens": -1}
-        assert (await refused(api, f"/ledger/{missing}/corrections", 404, json=body))[0] == "not_found"
+        assert (await api.refusal("POST", f"/ledger/{missing}/corrections", 404, json=body))[0] == "not_found"
 
 
-async def test_only_roles_with_billing_correct(api: ApiApp, event: dict[str, Any]) -> None:
+async def test_only_roles_with_billing_can_correct(api: ApiApp, event: dict[str, Any]) -> None:
     path, body = f"/ledger/{event['id']}/corrections", {"note": "x", "completion_tokens": -1}
     await api.call("POST", path, status=403, json=body, headers=await api.as_role("viewer"))
     await api.call("POST", path, status=201, json=body, headers=await api.as_role("billing"))
 
 
-async def test_usage_is_narrowed_to_keys_and_models(api: ApiApp, event: dict[str, Any]) -> None:
+async def test_usage_can_be_filtered_by_key_and_model(api: ApiApp, event: dict[str, Any]) -> None:
     for params, rows in (
         ({"model": "demo"}, 1),
         ({"model": "other"}, 0),

@@ -1,9 +1,8 @@
-"""The dry-run limit check returns the result of the real request, reserves nothing, and requires permission."""
+"""The dry-run limit check returns what a real request would get, reserves nothing, and requires permission."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,15 +11,16 @@ import pytest
 from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import Principal
-from tests.support.api_app import ApiApp, open_api_app
+from tests.support.api_app import ApiApp
+from tests.support.case_ids import case_id
 
 
 @pytest.fixture
-async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiApp]:
-    async with open_api_app(migrated_sqlite_file, tmp_path) as opened:
-        opened.services.models._models["demo"] = cast(Any, SimpleNamespace(name="demo", max_model_len=1024))
-        yield opened
-        opened.services.models._models.clear()
+def api(api: ApiApp) -> Iterator[ApiApp]:
+    """The application with the model `demo`, which has no engine."""
+    api.services.models._models["demo"] = cast(Any, SimpleNamespace(name="demo", max_model_len=1024))
+    yield api
+    api.services.models._models.clear()
 
 
 async def tenant(api: ApiApp, name: str = "bob", **fields: Any) -> str:
@@ -40,13 +40,13 @@ async def admit(api: ApiApp, tenant_id: str, key_id: str, tokens: int) -> None:
         key=await services.keys.get(key_id, access=WHOLE_APPLIANCE),
     )
     policy = await services.model_policies.find("demo")
-    asked = AdmissionRequest(
+    request = AdmissionRequest(
         principal=principal, model="demo", prompt_tokens=tokens, max_output_tokens=0, price=None, policy=policy
     )
-    await services.admission.admit(asked)
+    await services.admission.admit(request)
 
 
-async def test_every_limit_says_what_it_thinks_and_nothing_is_taken(api: ApiApp) -> None:
+async def test_every_limit_reports_its_decision_and_reserves_nothing(api: ApiApp) -> None:
     bob = await tenant(
         api,
         limits={"tokens_per_minute": 100, "concurrent_requests": 2},
@@ -72,7 +72,7 @@ async def test_every_limit_says_what_it_thinks_and_nothing_is_taken(api: ApiApp)
     assert answers[0]["reserved_tokens"] == 20
 
 
-async def test_a_budget_hears_what_batch_work_would_cost(api: ApiApp) -> None:
+async def test_the_need_of_a_budget_is_that_of_the_service_tier(api: ApiApp) -> None:
     price = {"model": "demo", "prompt": 1_000_000, "completion": 1_000_000, "batch_percent": 40}
     await api.call("POST", "/prices", status=201, json=price)
     bob = await tenant(api, limits={"monthly_budget": 1000})
@@ -84,7 +84,7 @@ async def test_a_budget_hears_what_batch_work_would_cost(api: ApiApp) -> None:
     assert "auto, default, flex" in error["message"]
 
 
-async def test_a_request_that_would_be_refused_is_told_as_its_client_would_be(api: ApiApp) -> None:
+async def test_a_refusal_has_the_error_of_the_real_request(api: ApiApp) -> None:
     bob = await tenant(api, limits={"tokens_per_minute": 60})
     answer = await check(api, bob, prompt_tokens=100)
 
@@ -92,7 +92,7 @@ async def test_a_request_that_would_be_refused_is_told_as_its_client_would_be(ap
     assert (answer["error"]["status"], answer["error"]["code"]) == (429, "request_exceeds_limit")
 
 
-async def test_with_a_patient_tier_it_would_wait(api: ApiApp) -> None:
+async def test_with_an_admission_wait_of_the_tier_a_request_would_wait(api: ApiApp) -> None:
     bob = await tenant(api, limits={"requests_per_minute": 60, "concurrent_requests": 1})
     key = await api.call("POST", f"/tenants/{bob}/keys", status=201, json={"name": "k"})
     await admit(api, bob, key["id"], 1)
@@ -105,7 +105,7 @@ async def test_with_a_patient_tier_it_would_wait(api: ApiApp) -> None:
     assert (patient["wait_s"], patient["admission_wait_ms"]) == (1.0, 2000)
 
 
-async def test_a_limit_in_shadow_mode_says_no_and_refuses_nobody(api: ApiApp) -> None:
+async def test_a_limit_in_shadow_mode_denies_without_refusing(api: ApiApp) -> None:
     bob = await tenant(api, limits={"tokens_per_minute": 5}, limit_mode="shadow")
     answer = await check(api, bob)
 
@@ -114,14 +114,14 @@ async def test_a_limit_in_shadow_mode_says_no_and_refuses_nobody(api: ApiApp) ->
     assert (answer["allowed"], answer["error"]) == (True, None)
 
 
-async def test_a_model_that_is_not_there_is_told(api: ApiApp) -> None:
+async def test_an_unknown_model_is_reported(api: ApiApp) -> None:
     answer = await check(api, await tenant(api, limits={"tokens_per_minute": 5}), model="other")
     assert answer["error"]["code"] == "model_not_found"
     assert (answer["allowed"], answer["decisions"], answer["wait_s"], answer["reserved_tokens"]) == (False, [], None, 0)
 
 
-@pytest.mark.parametrize("changes", [{}, {"allowed_models": ["demo"]}, {"suspended": True}])
-async def test_a_name_that_somebody_makes_up_is_remembered_nowhere(
+@pytest.mark.parametrize("changes", [{}, {"allowed_models": ["demo"]}, {"suspended": True}], ids=case_id)
+async def test_unknown_model_names_reach_neither_limits_nor_prices(
     api: ApiApp, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bob = await tenant(api)
@@ -136,7 +136,7 @@ async def test_a_name_that_somebody_makes_up_is_remembered_nowhere(
     ("change", "code"),
     [({"suspended": True}, "tenant_suspended"), ({"allowed_models": ["other"]}, "model_not_allowed")],
 )
-async def test_what_stops_a_request_before_its_limits_is_told_too(api: ApiApp, change: dict[str, Any], code: str) -> None:
+async def test_refusals_before_the_limits_are_reported_too(api: ApiApp, change: dict[str, Any], code: str) -> None:
     bob = await tenant(api)
     await api.call("PATCH", f"/tenants/{bob}", json=change)
     answer = await check(api, bob)
@@ -144,7 +144,7 @@ async def test_what_stops_a_request_before_its_limits_is_told_too(api: ApiApp, c
     assert (answer["error"]["code"], answer["wait_s"]) == (code, None)
 
 
-async def test_what_a_request_would_be_refused_with_is_what_is_told(api: ApiApp) -> None:
+async def test_each_refusal_has_status_code_and_message_of_the_real_request(api: ApiApp) -> None:
     bob = await tenant(api)
     key, reader = [
         await api.call("POST", f"/tenants/{bob}/keys", status=201, json={"name": "k", "scopes": [scope]})
@@ -175,14 +175,14 @@ async def test_what_a_request_would_be_refused_with_is_what_is_told(api: ApiApp)
         *((name, "a\0b") for name in ("tenant_id", "key_id", "model")),
     ],
 )
-async def test_an_absurd_value_is_refused_by_the_name_of_its_field(api: ApiApp, field: str, value: object) -> None:
+async def test_an_invalid_value_is_refused_by_name(api: ApiApp, field: str, value: object) -> None:
     body = {"tenant_id": await tenant(api), "model": "demo", "prompt_tokens": 10, field: value}
     error = (await api.call("POST", "/limits/check", status=400, json=body))["error"]
 
     assert (error["code"], error["param"]) == ("invalid_value", field)
 
 
-async def test_a_key_of_another_tenant_is_not_there(api: ApiApp) -> None:
+async def test_a_key_of_another_tenant_is_not_found(api: ApiApp) -> None:
     bob, charlie = await tenant(api), await tenant(api, "charlie")
     key = await api.call("POST", f"/tenants/{charlie}/keys", status=201, json={"name": "k"})
 

@@ -1,17 +1,14 @@
-"""The API reference introduces itself, and says who may call an operation and which conflicts it can meet."""
+"""The API reference describes itself, and lists for each operation the credentials and the errors of its state."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from appliance.tenancy.browser_rules import CSRF_HEADER, PLAIN_COOKIE
-from appliance.tenancy.members import Member
-from tests.support.api_app import ApiApp, open_api_app
-from tests.support.cast import quick_hasher
+from tests.support.api_app import ApiApp
+from tests.support.case_ids import case_id
+from tests.support.tenant_isolation import session_headers
 
 PASSWORD = "a password of tests"
 WEBHOOK = {"kind": "webhook", "target": "https://hooks.example.com/alerts"}
@@ -19,7 +16,7 @@ REQUEST = {"tenant_id": "tn_unknown", "model": "tiny", "prompt_tokens": 1}
 
 
 class Objects(NamedTuple):
-    """Ids of objects whose state refuses changes."""
+    """Ids of objects in states that do not allow changes."""
 
     archived: str
     key: str
@@ -28,13 +25,6 @@ class Objects(NamedTuple):
     price: str
     webhook: str
     delivery: str
-
-
-@pytest.fixture
-async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiApp]:
-    async with open_api_app(migrated_sqlite_file, tmp_path) as opened:
-        opened.services.members._hasher = quick_hasher()
-        yield opened
 
 
 @pytest.mark.parametrize(
@@ -51,8 +41,9 @@ async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiAp
         ("POST", "/v1/organization/projects/{active}/api_keys/{rotated}", {"expires_in_seconds": 60}, 409),
         ("POST", "/admin/v1/limits/check", REQUEST, 404),
     ],
+    ids=case_id,
 )
-async def test_the_reference_lists_the_status(
+async def test_the_reference_lists_conflicts_that_operations_return(
     api: ApiApp, method: str, path: str, json: dict[str, Any] | None, status: int
 ) -> None:
     objects = (await create_objects(api))._asdict()
@@ -64,7 +55,7 @@ async def test_the_reference_lists_the_status(
     assert str(status) in documented_responses(document, method, path)
 
 
-async def test_the_reference_introduces_itself_and_each_group_of_operations(api: ApiApp) -> None:
+async def test_the_reference_describes_itself_and_each_group_of_operations(api: ApiApp) -> None:
     document = (await api.client.get("/schema/openapi.json")).json()
     described = {tag["name"] for tag in document["tags"] if tag["description"]}
 
@@ -74,7 +65,7 @@ async def test_the_reference_introduces_itself_and_each_group_of_operations(api:
     }
 
 
-async def test_reports_of_usage_may_be_read_with_an_api_key_and_the_reference_says_so(api: ApiApp) -> None:
+async def test_usage_reports_are_documented_as_readable_with_an_api_key(api: ApiApp) -> None:
     tenant = await api.call("POST", "/tenants", status=201, json={"name": "alice"})
     key = await api.call("POST", f"/tenants/{tenant['id']}/keys", status=201, json={"name": "reports", "scopes": ["usage"]})
     headers = {"authorization": f"Bearer {key['key']}"}
@@ -87,7 +78,7 @@ async def test_reports_of_usage_may_be_read_with_an_api_key_and_the_reference_sa
     assert paths["/v1/organization/projects"]["get"]["security"] == [{"administrator": []}]
 
 
-async def test_a_body_that_may_be_left_out_is_optional_in_the_reference(api: ApiApp) -> None:
+async def test_an_optional_body_is_documented_as_optional(api: ApiApp) -> None:
     active = await api.call("POST", "/tenants", status=201, json={"name": "active"})
     key = await api.call("POST", f"/tenants/{active['id']}/keys", status=201, json={"name": "rotated"})
     webhook = await api.call("POST", "/webhooks", status=201, json=WEBHOOK)
@@ -100,10 +91,10 @@ async def test_a_body_that_may_be_left_out_is_optional_in_the_reference(api: Api
     assert paths["/admin/v1/tenants"]["post"]["requestBody"]["required"] is True
 
 
-async def test_sessions_of_somebody_else_are_a_documented_404(api: ApiApp) -> None:
+async def test_sessions_of_another_member_are_a_documented_404(api: ApiApp) -> None:
     create = api.services.members.create
     alice, bob = await create("alice@example.com", PASSWORD, "owner"), await create("bob@example.com", PASSWORD, "member")
-    headers = await browser(api, bob)
+    headers = await session_headers(api.services, bob)
     document = (await api.client.get("/schema/openapi.json")).json()
 
     for method in ("GET", "DELETE"):
@@ -115,7 +106,7 @@ async def test_webhooks_of_another_tenant_are_a_documented_404(api: ApiApp) -> N
     own, other = [await api.call("POST", "/tenants", status=201, json={"name": name}) for name in ("own", "other")]
     bob = await api.services.members.create("bob@example.com", PASSWORD, "member")
     await api.call("POST", f"/tenants/{own['id']}/members", status=201, json={"email": bob.email, "role": "manager"})
-    headers = await browser(api, bob)
+    headers = await session_headers(api.services, bob)
     document = (await api.client.get("/schema/openapi.json")).json()
 
     await api.call("GET", "/webhooks", params={"tenant_id": own["id"]}, headers=headers)
@@ -123,7 +114,7 @@ async def test_webhooks_of_another_tenant_are_a_documented_404(api: ApiApp) -> N
     assert "404" in documented_responses(document, "GET", "/admin/v1/webhooks")
 
 
-async def test_metrics_need_no_token_or_that_of_an_administrator(api: ApiApp) -> None:
+async def test_metrics_are_documented_with_optional_credentials(api: ApiApp) -> None:
     paths = (await api.client.get("/schema/openapi.json")).json()["paths"]
 
     assert paths["/metrics"]["get"]["security"] == [{}, {"administrator": []}]
@@ -133,12 +124,6 @@ async def test_metrics_need_no_token_or_that_of_an_administrator(api: ApiApp) ->
 async def test_no_description_contains_the_indentation_of_its_docstring(api: ApiApp) -> None:
     schemas = (await api.client.get("/schema/openapi.json")).json()["components"]["schemas"]
     assert [name for name, schema in schemas.items() if "\n " in schema["description"]] == []
-
-
-async def browser(api: ApiApp, member: Member) -> dict[str, str]:
-    """Return the headers of a browser in which `member` is signed in."""
-    token, session = await api.services.sessions.open(member.id, "Firefox", "192.0.2.7", method="password")
-    return {"authorization": "", "cookie": f"{PLAIN_COOKIE}={token}", CSRF_HEADER: session.csrf_token}
 
 
 async def create_objects(api: ApiApp) -> Objects:

@@ -1,12 +1,11 @@
-"""Health, metrics and the API description: complete and correct, and no page loads scripts from elsewhere."""
+"""Health, metrics and the API description: complete and consistent, and no page loads scripts from elsewhere."""
 
 from __future__ import annotations
 
 import asyncio
 import re
 import threading
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any, cast
 
 import httpx
@@ -16,20 +15,14 @@ from litestar.routes import HTTPRoute
 
 from appliance.api import descriptions, openapi
 from appliance.api.descriptions import administration, billing, inference, machine, organization, parameters
-from tests.support.api_app import ApiApp, open_api_app
+from tests.support.api_app import ApiApp
 
 METHODS = {"GET", "POST", "PUT", "PATCH", "DELETE"}
 
 
-@pytest.fixture
-async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiApp]:
-    async with open_api_app(migrated_sqlite_file, tmp_path) as opened:
-        yield opened
-
-
-async def test_every_path_of_the_interface_is_described(api: ApiApp) -> None:
+async def test_every_path_of_the_api_is_described(api: ApiApp) -> None:
     paths = (await api.client.get("/schema/openapi.json")).json()["paths"]
-    ours = [route for route in api.app.routes if isinstance(route, HTTPRoute) and _is_interface(route)]
+    ours = [route for route in api.app.routes if isinstance(route, HTTPRoute) and _is_api(route)]
 
     assert len(ours) > 20
     for route in ours:
@@ -37,7 +30,7 @@ async def test_every_path_of_the_interface_is_described(api: ApiApp) -> None:
             assert method.lower() in paths[route.path_format], f"{method} {route.path_format}"
 
 
-async def test_the_document_is_built_once_and_not_in_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_document_is_built_once_outside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[threading.Thread] = []
 
     def build(app: Litestar) -> bytes:
@@ -46,7 +39,7 @@ async def test_the_document_is_built_once_and_not_in_the_event_loop(monkeypatch:
 
     monkeypatch.setattr(openapi, "_build", build)
     app = Litestar(openapi_config=openapi.openapi_config("1"))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=cast(Any, app)), base_url="http://box") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=cast(Any, app)), base_url="http://appliance.test") as client:
         answers = await asyncio.gather(*(client.get("/schema/openapi.json") for _ in range(3)))
 
     assert [answer.json() for answer in answers] == [{}, {}, {}]
@@ -54,7 +47,7 @@ async def test_the_document_is_built_once_and_not_in_the_event_loop(monkeypatch:
     assert threads[0] is not threading.current_thread()
 
 
-async def test_bodies_that_we_decode_ourselves_are_described(api: ApiApp) -> None:
+async def test_bodies_decoded_without_the_framework_are_described(api: ApiApp) -> None:
     schema = (await api.client.get("/schema/openapi.json")).json()
     chat = schema["paths"]["/v1/chat/completions"]["post"]
     name = chat["requestBody"]["content"]["application/json"]["schema"]["$ref"].rsplit("/", 1)[1]
@@ -80,7 +73,7 @@ async def test_parameters_that_must_be_sent_are_described_as_required(api: ApiAp
         assert refused.json()["error"]["param"] == "start_time"
 
 
-async def test_operations_have_names_that_a_client_can_use_as_methods(api: ApiApp) -> None:
+async def test_operation_ids_are_unique_and_usable_as_method_names(api: ApiApp) -> None:
     paths = (await api.client.get("/schema/openapi.json")).json()["paths"]
     names = [operation["operationId"] for operations in paths.values() for operation in operations.values()]
 
@@ -91,7 +84,7 @@ async def test_operations_have_names_that_a_client_can_use_as_methods(api: ApiAp
     assert [name for name in names if not re.fullmatch("[a-z][A-Za-z]*", name)] == []
 
 
-async def test_schemas_have_names_that_a_client_can_use_as_classes(api: ApiApp) -> None:
+async def test_schema_names_are_usable_as_class_names(api: ApiApp) -> None:
     schemas = (await api.client.get("/schema/openapi.json")).json()["components"]["schemas"]
 
     assert {"Key", "KeyPage", "ProjectList", "CompletionsResultBucket", "ChatCompletionRequest"} <= set(schemas)
@@ -99,7 +92,7 @@ async def test_schemas_have_names_that_a_client_can_use_as_classes(api: ApiApp) 
     assert [name for name, schema in schemas.items() if schema["title"] != name] == []
 
 
-async def test_the_document_begins_with_the_interface_of_programs_and_is_in_alphabetical_order(api: ApiApp) -> None:
+async def test_paths_are_ordered_by_part_and_name(api: ApiApp) -> None:
     document = (await api.client.get("/schema/openapi.json")).json()
     paths, schemas = list(document["paths"]), list(document["components"]["schemas"])
     parts = [[path for path in paths if path.startswith(prefix)] for prefix in ("/v1/", "/admin/", "/health", "/metrics")]
@@ -109,7 +102,7 @@ async def test_the_document_begins_with_the_interface_of_programs_and_is_in_alph
     assert schemas == sorted(schemas)
 
 
-async def test_a_parameter_that_can_be_spelled_in_two_ways_is_described_once(api: ApiApp) -> None:
+async def test_a_parameter_with_two_spellings_is_described_once(api: ApiApp) -> None:
     paths = (await api.client.get("/schema/openapi.json")).json()["paths"]
     for path, operations in paths.items():
         for operation in operations.values():
@@ -123,7 +116,7 @@ async def test_a_parameter_that_can_be_spelled_in_two_ways_is_described_once(api
     assert projects["description"].endswith("`project_ids[]` means the same.")
 
 
-async def test_parameters_that_are_numbers_or_truth_values_are_described_so(api: ApiApp) -> None:
+async def test_numeric_and_boolean_parameters_are_described_as_such(api: ApiApp) -> None:
     paths = (await api.client.get("/schema/openapi.json")).json()["paths"]
     described = {
         parameter["name"]: parameter["schema"].get("type")
@@ -138,7 +131,7 @@ async def test_parameters_that_are_numbers_or_truth_values_are_described_so(api:
     assert described["bucket_width"] == "string"
 
 
-async def test_every_operation_says_who_may_call_it_what_it_takes_and_how_it_fails(api: ApiApp) -> None:
+async def test_operations_have_their_parameters_and_credentials(api: ApiApp) -> None:
     paths = (await api.client.get("/schema/openapi.json")).json()["paths"]
     parameters = {parameter["name"] for parameter in paths["/admin/v1/ledger"]["get"]["parameters"]}
 
@@ -149,17 +142,19 @@ async def test_every_operation_says_who_may_call_it_what_it_takes_and_how_it_fai
 
 async def test_every_operation_struct_field_and_parameter_has_a_description(api: ApiApp) -> None:
     schema = (await api.client.get("/schema/openapi.json")).json()
-    silent = [name for name, described in schema["components"]["schemas"].items() if not described.get("description")]
+    undescribed = [name for name, described in schema["components"]["schemas"].items() if not described.get("description")]
     for name, described in schema["components"]["schemas"].items():
-        silent += [f"{name}.{field}" for field, each in described.get("properties", {}).items() if not each.get("description")]
+        undescribed += [
+            f"{name}.{field}" for field, each in described.get("properties", {}).items() if not each.get("description")
+        ]
     for path, operations in schema["paths"].items():
         for method, operation in operations.items():
-            silent += [f"{method} {path}"] * (not (operation.get("summary") and operation.get("description")))
-            silent += [f"{path} {each['name']}" for each in operation.get("parameters", ()) if not each.get("description")]
-    assert silent == []
+            undescribed += [f"{method} {path}"] * (not (operation.get("summary") and operation.get("description")))
+            undescribed += [f"{path} {each['name']}" for each in operation.get("parameters", ()) if not each.get("description")]
+    assert undescribed == []
 
 
-async def test_no_description_is_left_over(api: ApiApp) -> None:
+async def test_every_description_is_used(api: ApiApp) -> None:
     schema = (await api.client.get("/schema/openapi.json")).json()
     used, used_of_paths = set(), set()
     for name, described in schema["components"]["schemas"].items():
@@ -173,12 +168,12 @@ async def test_no_description_is_left_over(api: ApiApp) -> None:
     assert set(parameters.PARAMETERS) - used_of_paths == set()
 
 
-def test_no_description_hides_another() -> None:
+def test_no_description_overrides_another() -> None:
     parts = (administration, billing, inference, machine, organization)
     assert sum(len(part.FIELDS) for part in parts) == len(descriptions.FIELDS)
 
 
-async def test_the_text_of_an_operation_begins_with_a_verb(api: ApiApp) -> None:
+async def test_summaries_of_operations_begin_with_a_verb(api: ApiApp) -> None:
     paths = (await api.client.get("/schema/openapi.json")).json()["paths"]
     first = {operation["summary"].split()[0] for operations in paths.values() for operation in operations.values()}
 
@@ -202,7 +197,7 @@ async def test_the_text_of_an_operation_begins_with_a_verb(api: ApiApp) -> None:
         ("get", "/metrics", {"200", "401", "403"}),
     ],
 )
-async def test_an_operation_names_the_statuses_it_answers_with(api: ApiApp, method: str, path: str, statuses: set[str]) -> None:
+async def test_operations_list_their_statuses(api: ApiApp, method: str, path: str, statuses: set[str]) -> None:
     schema = (await api.client.get("/schema/openapi.json")).json()
     responses = schema["paths"][path][method]["responses"]
 
@@ -213,7 +208,7 @@ async def test_an_operation_names_the_statuses_it_answers_with(api: ApiApp, meth
         assert responses[status]["description"]
 
 
-async def test_every_error_of_the_schema_has_the_one_shape(api: ApiApp) -> None:
+async def test_every_error_is_described_with_the_common_shape(api: ApiApp) -> None:
     paths = (await api.client.get("/schema/openapi.json")).json()["paths"]
     for path, operations in paths.items():
         for operation in operations.values():
@@ -235,7 +230,7 @@ async def test_streams_and_text_have_their_own_media_types(api: ApiApp) -> None:
     assert media_types("get", "/metrics") == {"text/plain"}
 
 
-async def test_every_reference_of_the_schema_has_its_target(api: ApiApp) -> None:
+async def test_every_reference_in_the_schema_has_a_target(api: ApiApp) -> None:
     text = (await api.client.get("/schema/openapi.json")).text
     targets = (await api.client.get("/schema/openapi.json")).json()["components"]["schemas"]
     named = {part.split('"', 1)[0] for part in text.split('"#/components/schemas/')[1:]}
@@ -244,15 +239,15 @@ async def test_every_reference_of_the_schema_has_its_target(api: ApiApp) -> None
     assert named <= set(targets)
 
 
-async def test_every_array_of_the_schema_says_what_it_holds(api: ApiApp) -> None:
+async def test_every_array_in_the_schema_has_items(api: ApiApp) -> None:
     schemas = (await api.client.get("/schema/openapi.json")).json()["components"]["schemas"]
 
     assert {"type": "array", "items": {}} in schemas["Message"]["properties"]["tool_calls"]["anyOf"]
     assert [array for array in _arrays(schemas) if "items" not in array] == []
 
 
-async def test_allow_names_every_method_of_a_path_whoever_asks_for_it(api: ApiApp) -> None:
-    for route in (route for route in api.app.routes if isinstance(route, HTTPRoute) and _is_interface(route)):
+async def test_the_allow_header_lists_every_method_of_a_path(api: ApiApp) -> None:
+    for route in (route for route in api.app.routes if isinstance(route, HTTPRoute) and _is_api(route)):
         path = re.sub(r"{[^}]*}", "nothing", route.path)
         answered = {*route.methods, *({"HEAD"} if "GET" in route.methods else ())}
         for method, status in (("OPTIONS", 204), ("TRACE", 405)):
@@ -264,18 +259,18 @@ async def test_allow_names_every_method_of_a_path_whoever_asks_for_it(api: ApiAp
 
 
 @pytest.mark.parametrize("path", ["/schema", "/schema/swagger", "/schema/redoc", "/schema/elements"])
-async def test_there_is_no_page_that_needs_the_internet(api: ApiApp, path: str) -> None:
+async def test_no_page_of_the_schema_loads_scripts(api: ApiApp, path: str) -> None:
     answer = await api.client.get(path)
 
     assert "<script" not in answer.text
 
 
-async def test_a_live_process_says_so(api: ApiApp) -> None:
+async def test_a_live_process_reports_ok(api: ApiApp) -> None:
     assert (await api.client.get("/health/live")).json()["status"] == "ok"
 
 
 @pytest.mark.parametrize("path", ["/health", "/health/ready"])
-async def test_readiness_names_the_part_that_is_not_ready(api: ApiApp, path: str) -> None:
+async def test_readiness_lists_the_part_that_is_not_ready(api: ApiApp, path: str) -> None:
     answer = await api.client.get(path)
 
     assert answer.status_code == 503  # the appliance of these tests runs no ledger
@@ -284,7 +279,7 @@ async def test_readiness_names_the_part_that_is_not_ready(api: ApiApp, path: str
     assert parts["ledger"] == "cannot be written"
 
 
-async def test_metrics_have_the_promised_names(api: ApiApp) -> None:
+async def test_metrics_have_their_documented_names(api: ApiApp) -> None:
     text = (await api.client.get("/metrics")).text
 
     for name in (
@@ -297,13 +292,13 @@ async def test_metrics_have_the_promised_names(api: ApiApp) -> None:
     assert "# TYPE gatehouse_unrecorded_usage_tokens_total gauge\ngatehouse_unrecorded_usage_tokens_total 0.0\n" in text
 
 
-async def test_the_metrics_type_is_the_one_that_prometheus_expects(api: ApiApp) -> None:
+async def test_metrics_have_the_content_type_of_prometheus(api: ApiApp) -> None:
     answer = await api.client.get("/metrics")
 
     assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
 
 
-async def test_counters_of_what_has_not_happened_yet_stand_at_zero(api: ApiApp) -> None:
+async def test_counters_exist_at_zero_from_the_start(api: ApiApp) -> None:
     api.services.metrics.add_model("tiny")
     text = (await api.client.get("/metrics")).text
 
@@ -314,19 +309,19 @@ async def test_counters_of_what_has_not_happened_yet_stand_at_zero(api: ApiApp) 
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1"])
-async def test_this_machine_reads_the_metrics_without_a_token(api: ApiApp, address: str) -> None:
+async def test_local_clients_read_metrics_without_a_token(api: ApiApp, address: str) -> None:
     assert await metrics_status(api, address) == 200
 
 
 @pytest.mark.parametrize("address", ["192.0.2.1", "10.0.0.1", "2001:db8::1", "::ffff:10.0.0.1", ""])
-async def test_others_need_an_administrators_token_for_the_metrics(api: ApiApp, address: str) -> None:
+async def test_remote_clients_need_an_administrator_token_for_metrics(api: ApiApp, address: str) -> None:
     assert await metrics_status(api, address) == 401
     assert await metrics_status(api, address, {"authorization": "Bearer gha_wrong"}) == 401
     assert await metrics_status(api, address, await api.as_role("viewer")) == 200
 
 
 @pytest.mark.parametrize("header", ["x-forwarded-for", "x-forwarded-host", "forwarded", "x-real-ip", "via"])
-async def test_who_comes_through_a_proxy_is_not_this_machine(api: ApiApp, header: str) -> None:
+async def test_a_client_behind_a_proxy_is_not_local(api: ApiApp, header: str) -> None:
     assert await metrics_status(api, "127.0.0.1", {header: "192.0.2.1"}) == 401
 
 
@@ -334,11 +329,11 @@ async def test_who_comes_through_a_proxy_is_not_this_machine(api: ApiApp, header
     "path", ["/health", "/health/live", "/v1/models", "/admin/v1/tenants", "/schema/openapi.json", "/login", "/nothing"]
 )
 async def test_head_answers_like_get_without_the_body(api: ApiApp, path: str) -> None:
-    asked, whole = await api.client.head(path), await api.client.get(path)
+    head, whole = await api.client.head(path), await api.client.get(path)
 
-    assert (asked.status_code, asked.content) == (whole.status_code, b"")
-    assert asked.headers["content-length"] == str(len(whole.content))
-    assert asked.headers["content-type"] == whole.headers["content-type"]
+    assert (head.status_code, head.content) == (whole.status_code, b"")
+    assert head.headers["content-length"] == str(len(whole.content))
+    assert head.headers["content-type"] == whole.headers["content-type"]
 
 
 async def test_head_of_a_live_stream_ends(api: ApiApp) -> None:
@@ -350,11 +345,11 @@ async def test_head_of_a_live_stream_ends(api: ApiApp) -> None:
     assert answer.headers["content-type"].startswith("text/event-stream")
 
 
-async def test_head_of_a_path_that_only_takes_changes_is_refused(api: ApiApp) -> None:
+async def test_head_of_a_path_without_get_is_refused(api: ApiApp) -> None:
     assert (await api.client.head("/v1/chat/completions")).status_code == 405
 
 
-async def test_a_body_that_is_too_large_is_told_the_limit(api: ApiApp) -> None:
+async def test_a_body_that_is_too_large_is_refused_with_the_limit(api: ApiApp) -> None:
     limit = api.services.settings.max_body_bytes
     answer = await api.client.post("/admin/v1/tenants", content=b"x" * (limit + 1))
 
@@ -363,7 +358,7 @@ async def test_a_body_that_is_too_large_is_told_the_limit(api: ApiApp) -> None:
 
 
 @pytest.mark.parametrize("path", ["/admin/v1/nothing", "/schema/nothing", "/schema/nothing.json"])
-async def test_unknown_paths_answer_in_the_one_shape_with_an_id(api: ApiApp, path: str) -> None:
+async def test_unknown_paths_have_the_common_error_shape_and_a_request_id(api: ApiApp, path: str) -> None:
     answer = await api.client.get(path)
 
     assert answer.status_code == 404
@@ -371,11 +366,9 @@ async def test_unknown_paths_answer_in_the_one_shape_with_an_id(api: ApiApp, pat
     assert answer.headers["x-request-id"].startswith("req_")
 
 
-async def test_a_bug_is_a_500_in_the_one_shape_that_tells_nothing_of_itself(
-    api: ApiApp, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_bug_is_a_500_without_internal_details(api: ApiApp, monkeypatch: pytest.MonkeyPatch) -> None:
     async def broken(*_arguments: object) -> None:
-        raise RuntimeError("a secret of the inside")
+        raise RuntimeError("a secret detail")
 
     monkeypatch.setattr(api.services.prices, "list", broken)
     answer = await api.client.get("/admin/v1/prices")
@@ -395,9 +388,9 @@ def _arrays(value: Any) -> Iterator[dict[str, Any]]:
 
 async def metrics_status(api: ApiApp, address: str, headers: dict[str, str] | None = None) -> int:
     transport = httpx.ASGITransport(app=cast(Any, api.app), client=(address, 50000))
-    async with httpx.AsyncClient(transport=transport, base_url="http://box") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://appliance.test") as client:
         return (await client.get("/metrics", headers=headers)).status_code
 
 
-def _is_interface(route: HTTPRoute) -> bool:
+def _is_api(route: HTTPRoute) -> bool:
     return route.path.startswith(("/v1", "/admin/v1", "/health", "/metrics", "/chat", "/models"))

@@ -6,20 +6,19 @@ import io
 import logging
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import structlog
 
 from appliance.base.logging import configure_logging
-from tests.support.api_app import open_api_app
+from tests.support.api_app import ApiApp
 
 SECRET = "gha_secret-that-must-not-be-logged"
 
 
 @pytest.fixture(params=[True, False], ids=["json", "console"])
 def logged(request: pytest.FixtureRequest) -> Iterator[io.StringIO]:
-    """What the appliance logs, in both forms; afterwards the suite's own logging is back."""
+    """The appliance's log in both formats; the logging of the test suite is restored afterwards."""
     written = io.StringIO()
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
@@ -30,17 +29,13 @@ def logged(request: pytest.FixtureRequest) -> Iterator[io.StringIO]:
     structlog.reset_defaults()
 
 
-async def test_a_traceback_shows_no_key(
-    migrated_sqlite_file: Path, tmp_path: Path, logged: io.StringIO, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_logged_traceback_contains_no_secret(api: ApiApp, logged: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(secret: str, address: str) -> None:
+        raise RuntimeError(f"failed with {len(secret)} characters from {address}")
+
     monkeypatch.setattr(sys, "stderr", logged)
-    async with open_api_app(migrated_sqlite_file, tmp_path) as api:
-
-        async def broken(secret: str, address: str) -> None:
-            raise RuntimeError(f"failed with {len(secret)} characters from {address}")
-
-        monkeypatch.setattr(api.services.admin_tokens, "authenticate", broken)
-        answer = await api.client.get("/admin/v1/tenants", headers={"authorization": f"Bearer {SECRET}"})
+    monkeypatch.setattr(api.services.admin_tokens, "authenticate", fail)
+    answer = await api.client.get("/admin/v1/tenants", headers={"authorization": f"Bearer {SECRET}"})
 
     assert answer.status_code == 500
     assert "RuntimeError" in logged.getvalue()

@@ -1,28 +1,16 @@
-"""`/admin/v1/sessions`: members see their own sessions, owners all of them."""
+"""`/admin/v1/sessions`: members see and end their own sessions, owners those of all members."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
-
 import pyotp
-import pytest
 
 from appliance.tenancy.browser_rules import CSRF_HEADER, PLAIN_COOKIE
 from appliance.tenancy.id_tokens import Identity
 from appliance.tenancy.members import Member
-from tests.support.api_app import ApiApp, open_api_app
-from tests.support.cast import quick_hasher
+from tests.support.api_app import ApiApp
 
 PASSWORD = "a password of tests"
 FIREFOX = "Mozilla/5.0 (X11; Linux x86_64; rv:140.0) Gecko/20100101 Firefox/140.0"
-
-
-@pytest.fixture
-async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiApp]:
-    async with open_api_app(migrated_sqlite_file, tmp_path) as opened:
-        opened.services.members._hasher = quick_hasher()
-        yield opened
 
 
 async def browser(api: ApiApp, member: Member) -> tuple[str, dict[str, str]]:
@@ -33,7 +21,7 @@ async def browser(api: ApiApp, member: Member) -> tuple[str, dict[str, str]]:
 
 
 async def people(api: ApiApp) -> tuple[Member, Member, Member]:
-    """Alice who owns, Vera who only looks, Bob who belongs to no tenant yet."""
+    """Alice (owner), Vera (viewer), and Bob, a member of no tenant."""
     create = api.services.members.create
     return (
         await create("alice@example.com", PASSWORD, "owner"),
@@ -42,7 +30,7 @@ async def people(api: ApiApp) -> tuple[Member, Member, Member]:
     )
 
 
-async def test_everybody_sees_the_own_sessions_with_device_and_the_current_one_marked(api: ApiApp) -> None:
+async def test_members_see_their_own_sessions_with_the_current_one_marked(api: ApiApp) -> None:
     for member in await people(api):
         (first, _), (second, headers) = await browser(api, member), await browser(api, member)
 
@@ -56,7 +44,7 @@ async def test_everybody_sees_the_own_sessions_with_device_and_the_current_one_m
         assert not {"token", "token_hash", "csrf_token"} & row.keys()
 
 
-async def test_owners_and_owner_tokens_see_those_of_others(api: ApiApp) -> None:
+async def test_owners_and_owner_tokens_see_sessions_of_others(api: ApiApp) -> None:
     alice, vera, _ = await people(api)
     (session, _), (_, owner) = await browser(api, vera), await browser(api, alice)
 
@@ -69,7 +57,7 @@ async def test_owners_and_owner_tokens_see_those_of_others(api: ApiApp) -> None:
     assert [row["id"] for row in rest["data"]] == [session]
 
 
-async def test_nobody_else_sees_or_ends_a_session_of_somebody_else(api: ApiApp) -> None:
+async def test_other_roles_cannot_see_or_end_sessions_of_others(api: ApiApp) -> None:
     alice, vera, bob = await people(api)
     session, owner = await browser(api, alice)
     for member, status in ((vera, 403), (bob, 404)):
@@ -84,7 +72,7 @@ async def test_nobody_else_sees_or_ends_a_session_of_somebody_else(api: ApiApp) 
     await api.call("GET", "/sessions", headers=owner)
 
 
-async def test_a_session_ends_at_once(api: ApiApp) -> None:
+async def test_an_ended_session_is_refused_at_once(api: ApiApp) -> None:
     alice, vera, _ = await people(api)
     (session, headers), (_, owner) = await browser(api, vera), await browser(api, alice)
 
@@ -94,7 +82,7 @@ async def test_a_session_ends_at_once(api: ApiApp) -> None:
     await api.call("DELETE", f"/sessions/{session}", headers=owner, status=404)
 
 
-async def test_ending_the_others_keeps_the_one_that_asks(api: ApiApp) -> None:
+async def test_ending_all_other_sessions_keeps_the_current_one(api: ApiApp) -> None:
     _, vera, _ = await people(api)
     await browser(api, vera)
     kept, headers = await browser(api, vera)
@@ -106,7 +94,7 @@ async def test_ending_the_others_keeps_the_one_that_asks(api: ApiApp) -> None:
     assert answer["error"]["param"] == "member_id"
 
 
-async def test_a_page_of_another_site_ends_nothing(api: ApiApp) -> None:
+async def test_a_cross_site_request_cannot_end_sessions(api: ApiApp) -> None:
     _, vera, _ = await people(api)
     session, headers = await browser(api, vera)
 
@@ -114,7 +102,7 @@ async def test_a_page_of_another_site_ends_nothing(api: ApiApp) -> None:
         await api.call("DELETE", f"/sessions/{session}", headers={**headers, **wrong}, status=403)
 
 
-async def test_an_owner_resets_the_second_factor_of_somebody_who_lost_it(api: ApiApp) -> None:
+async def test_only_an_owner_can_reset_a_second_factor(api: ApiApp) -> None:
     _, vera, _ = await people(api)
     factors = api.services.second_factors
     enrolment = factors.begin(vera)
@@ -134,7 +122,7 @@ async def test_an_owner_resets_the_second_factor_of_somebody_who_lost_it(api: Ap
     await api.call("DELETE", "/members/mb_nobody/second-factor", status=404)
 
 
-async def test_an_owner_unlinks_a_member_from_the_provider(api: ApiApp) -> None:
+async def test_only_an_owner_can_unlink_a_member_from_the_provider(api: ApiApp) -> None:
     _, vera, _ = await people(api)
     linked = Identity(issuer="https://id.example.com", subject="1", email="vera@example.com")
     await api.services.identities.member_of(linked)
@@ -145,7 +133,7 @@ async def test_an_owner_unlinks_a_member_from_the_provider(api: ApiApp) -> None:
     await api.call("DELETE", "/members/mb_nobody/provider", status=404)
 
 
-async def test_a_host_that_is_no_address_is_no_fault_of_ours(api: ApiApp) -> None:
+async def test_an_invalid_host_header_is_not_a_server_error(api: ApiApp) -> None:
     answer = await api.client.get("/admin/v1/me", headers={"host": "a:b:c", "authorization": ""})
 
     assert answer.status_code == 401

@@ -1,4 +1,4 @@
-"""The constraint of an answer: exactly one form, under the name that the client used, with errors that name it."""
+"""The constraint on an output: exactly one form, and errors that use the client's name of the field."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def body(**fields: Any) -> ChatCompletionRequest:
     ],
     ids=str,
 )
-def test_each_form_becomes_one_constraint(fields: dict[str, Any], expected: Constraint | None) -> None:
+def test_each_form_is_read_as_one_constraint(fields: dict[str, Any], expected: Constraint | None) -> None:
     assert find_constraint(body(**fields)) == expected
 
 
@@ -107,14 +107,14 @@ def test_the_order_of_properties_is_kept() -> None:
     ],
     ids=str,
 )
-def test_what_is_no_form_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+def test_an_invalid_or_second_constraint_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequest) as refused:
         find_constraint(body(**fields))
 
     assert refused.value.param == param
 
 
-def test_a_blamed_field_is_called_what_the_client_called_it() -> None:
+def test_errors_use_the_clients_name_of_a_field() -> None:
     names = field_names(body(response_format={"type": "json_object"}, max_completion_tokens=5))
 
     assert (names["guided_json"], names["max_tokens"], names["logprobs"]) == (
@@ -123,7 +123,7 @@ def test_a_blamed_field_is_called_what_the_client_called_it() -> None:
     assert field_names(body(guided_json="{}"))["guided_json"] == "guided_json"
 
 
-def test_a_refusal_says_the_name_that_the_client_wrote_where_it_begins_with_the_engines() -> None:
+def test_a_message_that_begins_with_the_engines_field_name_gets_the_clients() -> None:
     names = {"guided_json": "response_format"}
 
     assert with_client_field_name("guided_json takes at most 9 bytes", "guided_json", names) == (
@@ -136,7 +136,7 @@ def test_a_refusal_says_the_name_that_the_client_wrote_where_it_begins_with_the_
     assert with_client_field_name("n must be at least 1", "n", names) == ("n must be at least 1", "n")
 
 
-def test_the_description_of_the_interface_can_be_made() -> None:
+def test_the_json_schema_of_requests_can_be_generated() -> None:
     (_,), components = msgspec.json.schema_components([ChatCompletionRequest])
 
     assert components["ResponseFormat"]["properties"]["json_schema"]

@@ -1,8 +1,7 @@
-"""Behind a proxy: which senders are trusted, and the effect on keys, the audit log and local addresses."""
+"""Behind a proxy: which forwarded addresses are trusted, and their effect on keys, the audit log and local access."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,29 +11,23 @@ import pytest
 from appliance.api.http_server import server_config
 from appliance.base.settings import SettingsError, load_settings
 from appliance.tenancy.browser_rules import SECURE_COOKIE
-from tests.support.api_app import ApiApp, open_api_app
+from tests.support.api_app import ApiApp
 
 PROXY, FRONT_PROXY = "10.0.0.5", "10.0.1.9"
 OFFICE, ELSEWHERE = "192.0.2.7", "203.0.113.4"
 
 
-@pytest.fixture
-async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiApp]:
-    async with open_api_app(migrated_sqlite_file, tmp_path) as opened:
-        yield opened
-
-
 def peer_of(api: ApiApp, peer: str, trusted: str | None) -> httpx.AsyncClient:
-    """A peer of the server as it would run with this setting."""
+    """Return a client at the address `peer` of a server with this setting."""
     settings = load_settings(options={"data_dir": Path("/nowhere"), "trusted_proxies": trusted}, environ={})
     config = server_config(cast(Any, api.app), settings.trusted_proxies)
     config.load()
     transport = httpx.ASGITransport(app=cast(Any, config.loaded_app), client=(peer, 40000))
-    return httpx.AsyncClient(transport=transport, base_url="http://box")
+    return httpx.AsyncClient(transport=transport, base_url="http://appliance.test")
 
 
-async def key_of_the_office(api: ApiApp) -> dict[str, str]:
-    """Headers with a key that may be used from the office alone."""
+async def office_key_headers(api: ApiApp) -> dict[str, str]:
+    """Return headers with a key that is valid only from OFFICE."""
     tenant = await api.call("POST", "/tenants", status=201, json={"name": "acme"})
     body = {"name": "office", "allowed_networks": [OFFICE]}
     made = await api.call("POST", f"/tenants/{tenant['id']}/keys", status=201, json=body)
@@ -44,27 +37,27 @@ async def key_of_the_office(api: ApiApp) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("trusted", "peer", "forwarded_for", "admitted"),
     [
-        pytest.param(None, OFFICE, None, True, id="no proxy at all"),
-        pytest.param(None, PROXY, OFFICE, False, id="by default nobody is believed"),
-        pytest.param(None, "127.0.0.1", OFFICE, False, id="by default not even this machine is"),
-        pytest.param(PROXY, ELSEWHERE, OFFICE, False, id="a peer that is no proxy"),
-        pytest.param(PROXY, PROXY, OFFICE, True, id="a proxy by its address"),
+        pytest.param(None, OFFICE, None, True, id="no proxy"),
+        pytest.param(None, PROXY, OFFICE, False, id="no peer is trusted by default"),
+        pytest.param(None, "127.0.0.1", OFFICE, False, id="loopback is not trusted by default"),
+        pytest.param(PROXY, ELSEWHERE, OFFICE, False, id="a peer that is not a proxy"),
+        pytest.param(PROXY, PROXY, OFFICE, True, id="a trusted address"),
         pytest.param(PROXY, PROXY, f"{OFFICE}:51000", True, id="with the sender's port"),
         pytest.param(PROXY, PROXY, ELSEWHERE, False, id="a proxy that names another sender"),
-        pytest.param(PROXY, PROXY, None, False, id="a proxy that names nobody"),
-        pytest.param("10.0.0.0/24", PROXY, OFFICE, True, id="a proxy by its network"),
+        pytest.param(PROXY, PROXY, None, False, id="a proxy that names no sender"),
+        pytest.param("10.0.0.0/24", PROXY, OFFICE, True, id="a trusted network"),
         pytest.param("10.0.0.0/24", f"::ffff:{PROXY}", OFFICE, True, id="an IPv4 proxy on an IPv6 socket"),
         pytest.param("2001:db8::/64", "2001:db8::1", OFFICE, True, id="an IPv6 proxy"),
         pytest.param(f"{PROXY}, {FRONT_PROXY}", PROXY, f"{OFFICE}, {FRONT_PROXY}", True, id="a chain of proxies"),
-        pytest.param(PROXY, PROXY, f"{OFFICE}, {FRONT_PROXY}", False, id="a chain with one that is not trusted"),
-        pytest.param(PROXY, PROXY, f"{OFFICE}, {ELSEWHERE}", False, id="a left-most entry that the sender made up"),
-        pytest.param(PROXY, PROXY, "who knows", False, id="no address"),
+        pytest.param(PROXY, PROXY, f"{OFFICE}, {FRONT_PROXY}", False, id="a chain with an untrusted proxy"),
+        pytest.param(PROXY, PROXY, f"{OFFICE}, {ELSEWHERE}", False, id="a forged left-most entry"),
+        pytest.param(PROXY, PROXY, "who knows", False, id="not an address"),
     ],
 )
-async def test_a_key_may_be_used_from_where_a_trusted_proxy_says(
+async def test_allowed_networks_apply_to_the_address_from_a_trusted_proxy(
     api: ApiApp, trusted: str | None, peer: str, forwarded_for: str | None, admitted: bool
 ) -> None:
-    headers = await key_of_the_office(api)
+    headers = await office_key_headers(api)
     if forwarded_for is not None:
         headers["x-forwarded-for"] = forwarded_for
 
@@ -75,9 +68,7 @@ async def test_a_key_may_be_used_from_where_a_trusted_proxy_says(
 
 
 @pytest.mark.parametrize(("trusted", "expected"), [(None, PROXY), (PROXY, OFFICE)])
-async def test_the_audit_log_has_the_address_that_the_proxy_names_if_it_is_trusted(
-    api: ApiApp, trusted: str | None, expected: str
-) -> None:
+async def test_the_audit_log_has_the_address_from_a_trusted_proxy(api: ApiApp, trusted: str | None, expected: str) -> None:
     headers = {**await api.as_role("owner"), "x-forwarded-for": OFFICE}
     async with peer_of(api, PROXY, trusted) as client:
         made = await client.post("/admin/v1/tenants", json={"name": "acme"}, headers=headers)
@@ -87,9 +78,7 @@ async def test_the_audit_log_has_the_address_that_the_proxy_names_if_it_is_trust
 
 
 @pytest.mark.parametrize(("trusted", "expected"), [(None, PROXY), (PROXY, OFFICE)])
-async def test_signing_in_counts_for_the_address_that_a_trusted_proxy_names(
-    api: ApiApp, trusted: str | None, expected: str
-) -> None:
+async def test_a_sign_in_counts_for_the_address_from_a_trusted_proxy(api: ApiApp, trusted: str | None, expected: str) -> None:
     async with peer_of(api, PROXY, trusted) as client:
         form = {"email": "nobody@example.com", "password": "a password of tests"}
         refused = await client.post("/login", data=form, headers={"x-forwarded-for": OFFICE})
@@ -100,14 +89,14 @@ async def test_signing_in_counts_for_the_address_that_a_trusted_proxy_names(
 
 @pytest.mark.parametrize("trusted", [None, "127.0.0.1"])
 @pytest.mark.parametrize("headers", [{"x-forwarded-for": "127.0.0.1"}, {"x-forwarded-for": ""}, {"x-forwarded-proto": "https"}])
-async def test_what_was_forwarded_is_never_from_this_machine(api: ApiApp, trusted: str | None, headers: dict[str, str]) -> None:
+async def test_a_forwarded_request_is_never_local(api: ApiApp, trusted: str | None, headers: dict[str, str]) -> None:
     async with peer_of(api, "127.0.0.1", trusted) as client:
         assert (await client.get("/metrics")).status_code == 200
         assert (await client.get("/metrics", headers=headers)).status_code == 401
 
 
 @pytest.mark.parametrize(("trusted", "status"), [(None, 401), (PROXY, 200)])
-async def test_over_https_is_what_a_trusted_proxy_says_so_of(api: ApiApp, trusted: str | None, status: int) -> None:
+async def test_only_a_trusted_proxy_can_state_https(api: ApiApp, trusted: str | None, status: int) -> None:
     member = await api.services.members.create("alice@example.com", "a password of tests", "owner")
     token, _ = await api.services.sessions.open(member.id, "a browser", OFFICE, method="password")
     headers = {"cookie": f"{SECURE_COOKIE}={token}", "x-forwarded-for": OFFICE, "x-forwarded-proto": "https"}
@@ -116,7 +105,7 @@ async def test_over_https_is_what_a_trusted_proxy_says_so_of(api: ApiApp, truste
         assert (await client.get("/admin/v1/sessions", headers=headers)).status_code == status
 
 
-def test_proxies_are_set_by_every_source(tmp_path: Path) -> None:
+def test_trusted_proxies_can_be_set_by_variable_and_file(tmp_path: Path) -> None:
     def found(**others: Any) -> list[str]:
         settings = load_settings(options={"data_dir": tmp_path}, environ=others)
         return [str(network) for network in settings.trusted_proxies]
@@ -128,6 +117,6 @@ def test_proxies_are_set_by_every_source(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", ["*", "proxy.example.com", "10.0.0.5/24", "", "0.0.0.0/0", "::/0", "10.0.0.5,,10.0.0.6"])
-def test_a_proxy_that_is_none_or_is_everybody_stops_the_start_and_is_named(tmp_path: Path, value: str) -> None:
+def test_an_invalid_list_of_trusted_proxies_stops_the_start(tmp_path: Path, value: str) -> None:
     with pytest.raises(SettingsError, match=r"GATEHOUSE_TRUSTED_PROXIES must (be a list of networks|list only proxies)"):
         load_settings(options={"data_dir": tmp_path}, environ={"GATEHOUSE_TRUSTED_PROXIES": value})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -16,55 +15,49 @@ from appliance.console.requests import _find
 from appliance.metering.ledger import rows
 from appliance.metering.ledger.records import PendingEvent
 from appliance.tenancy.access import WHOLE_APPLIANCE
-from tests.support.api_app import ApiApp, open_api_app
+from tests.support.api_app import ApiApp
 from tests.support.cast import make_cast
 from tests.support.clock import FakeClock
 from tests.support.factories import pending
 
 
 @pytest.fixture
-async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiApp]:
-    async with open_api_app(migrated_sqlite_file, tmp_path) as opened:
-        yield opened
-
-
-@pytest.fixture
 async def entry(api: ApiApp, clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> PendingEvent:
-    """A pending event that is only in the journal until a reader waits for its rows."""
+    """An entry that is only in the journal until a reader waits for its rows."""
     people = await make_cast(api.services.db, clock)
     entry = pending(people.bob)
     row = rows.event_row(entry, people.epoch_id, "EUR", clock.now().date())
     written: list[str] = []
 
-    async def caught_up() -> None:
+    async def catch_up() -> None:
         if not written:
             written.append(entry.request_id)
             await api.services.db.batch_write(rows.insert, [entry], [row])
 
-    monkeypatch.setattr(api.services.db, "catch_up", caught_up)
+    monkeypatch.setattr(api.services.db, "catch_up", catch_up)
     return entry
 
 
-async def test_a_request_that_was_just_admitted_is_in_the_list(api: ApiApp, entry: PendingEvent) -> None:
+async def test_a_just_admitted_request_is_in_the_list_of_requests(api: ApiApp, entry: PendingEvent) -> None:
     assert [row["id"] for row in (await api.call("GET", "/requests"))["data"]] == [entry.request_id]
 
 
-async def test_a_request_that_was_just_admitted_is_in_the_ledger(api: ApiApp, entry: PendingEvent) -> None:
+async def test_a_just_admitted_request_is_in_the_ledger(api: ApiApp, entry: PendingEvent) -> None:
     listed = await api.call("GET", "/ledger", params={"status": "pending"})
     assert [row["request_id"] for row in listed["data"]] == [entry.request_id]
 
 
-async def test_the_first_request_of_a_tenant_fixes_its_currency_from_its_admission_on(api: ApiApp, entry: PendingEvent) -> None:
+async def test_the_currency_of_a_tenant_is_fixed_by_its_first_admitted_request(api: ApiApp, entry: PendingEvent) -> None:
     refused = await api.call("PATCH", f"/tenants/{entry.tenant_id}", status=400, json={"currency": "USD"})
     assert refused["error"]["param"] == "currency"
 
 
-async def test_a_request_that_was_just_admitted_has_its_page(api: ApiApp, entry: PendingEvent) -> None:
+async def test_a_just_admitted_request_has_a_page(api: ApiApp, entry: PendingEvent) -> None:
     _, event = await _find(api.services, entry.request_id, WHOLE_APPLIANCE)
     assert event.status == "pending"
 
 
-async def test_a_start_whose_journal_cannot_be_used_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+async def test_a_start_with_an_unusable_journal_is_refused_and_leaves_nothing_behind(tmp_path: Path) -> None:
     os.mkdir(tmp_path / "gatehouse.db.admitted-2")
     settings = load_settings(options={"data_dir": tmp_path}, environ={})
 

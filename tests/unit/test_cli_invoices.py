@@ -28,7 +28,7 @@ async def post_usage(url: str) -> None:
     price, epoch_id = await add_price(database, prompt=2_000_000), await begin_epoch(database, clock, "test")
     for person, day in ((bob, date(2026, 1, 3)), (bob, date(2026, 2, 3)), (charlie, date(2026, 2, 4))):
         tokens = Tokens(prompt=1_000_000, completion=0)
-        await post_event(database, person, day, tokens, epoch_id=epoch_id, of=price)
+        await post_event(database, person, day, tokens, epoch_id=epoch_id, price=price)
     await database.close()
 
 

@@ -172,7 +172,7 @@ async def test_while_the_provider_is_unreachable_a_page_says_so_and_passwords_wo
     callback = await callback_url(visitor, provider) if when == "callback" else "/login/oidc?next=%2Fkeys"
     if when == "redirect":
         console.services.oidc = provider.client(name="Example ID")
-    provider.down = 0
+    provider.failure_status = 0
 
     answer = await visitor.get(callback)
 

@@ -18,7 +18,7 @@ from appliance.telemetry.gpu import GpuReading
 from appliance.tenancy.access import Access
 from engine.protocol import MemoryPart
 from tests.support.clock import FakeClock
-from tests.support.console_fixtures import GIB, ConsoleApp, engine_status, make_engine_info, tenant
+from tests.support.console_fixtures import GIB, ConsoleApp, engine_status, make_engine_info, tenant_reading
 from tests.support.factories import pending, posted
 
 GPU = GpuReading(
@@ -424,7 +424,9 @@ async def test_the_stream_ends_when_the_appliance_shuts_down(console: ConsoleApp
 
 
 async def test_the_overview_shows_running_waiting_and_kv_blocks_by_tenant(console: ConsoleApp) -> None:
-    console.engine_side.tenants = [tenant(f"team {number}", waiting=number, blocks=100 - number) for number in range(10)]
+    console.engine_side.tenants = [
+        tenant_reading(f"team {number}", waiting=number, blocks=100 - number) for number in range(10)
+    ]
     page = await overview(console)
 
     assert "10 running, 45 waiting" in page

@@ -1,7 +1,7 @@
-"""Every route of the application, found from its router, tried by those who must not get what it gives; on each database.
+"""Tenant isolation on every route, found from the application's router, for every role and on each database.
 
-A route that is added is tried without being named here. Whoever adds one with a new name in its path says in
-`make_populated_tenant` or `APPLIANCE_NAMES` what stands for it, so that it is tried with something that exists.
+New routes are tested without being named here. A new path parameter needs an existing value in `make_populated_tenant` or
+`APPLIANCE_NAMES`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ TENANT_ROLES = ("manager", "developer", "viewer")
 APPLIANCE_ROLES = ("owner", "admin", "billing", "viewer")
 REMOTE = ("192.0.2.7", 1)
 
-# What a role may do is decided before any row is read: one database will do.
+# What a role may do is decided before any row is read, so one database is enough.
 on_one_database = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 
-# Whose rows a role gets is decided by its tenants alone (`Access.visible`), in the same SQL for every role: every role tries
-# one database, and the other is tried by the role that is refused least and so asks it most. Only that one searches, on both.
+# Which rows a role gets depends only on its tenants (`Access.visible`), in the same SQL for every role: every role is tested on
+# SQLite, and the role that is refused least, and therefore reads most, on PostgreSQL too. Only that role searches, on both.
 SEARCHES_ON_EACH_DATABASE = "manager"
 by_every_role_and_on_each_database = pytest.mark.parametrize(
     ("database_url", "role"),
@@ -42,9 +42,9 @@ by_every_role_and_on_each_database = pytest.mark.parametrize(
     indirect=["database_url"],
 )
 
-# For everybody: health, the description of the interface, how pages look, and signing in.
+# Public: health, the API description, static files, and signing in.
 PUBLIC = ("/health", "/schema", "/static/", "/login", "/theme")
-# A tenant's programs come here with their key.
+# Inference, used with API keys.
 INFERENCE = (
     "/chat/completions",
     "/models",
@@ -55,16 +55,16 @@ INFERENCE = (
     "/tokenize",
     "/detokenize",
 )
-# About whoever is signed in, and about nobody else.
+# Routes that concern only the signed-in member.
 OWN = ("/account", "/logout", "/theme", "/login", "/admin/v1/sessions")
-# Names in paths that belong to the appliance and to no tenant.
+# Path parameters that belong to the appliance and to no tenant.
 APPLIANCE_NAMES = {"name": "standard", "model": "demo", "price_id": "price_x", "rate_limit_id": "rl-demo", "month": "2026-10"}
-# Bodies that name something: the rest of what they need to be understood.
+# Bodies with ids: their other required fields.
 BODIES: dict[str, dict[str, object]] = {
     "/admin/v1/limits/check": {"model": "demo", "prompt_tokens": 1},
     "/admin/v1/webhooks": {"kind": "http", "target": "https://bob.example/hook"},
 }
-# Fields of forms that name something.
+# Fields of forms with ids.
 FORMS = {"/requests/cancel": ("request_id",), "/alerts": ("tenant_id",)}
 
 
@@ -72,7 +72,7 @@ FORMS = {"/requests/cancel": ("request_id",), "/alerts": ("tenant_id",)}
 async def api(database_url: str, tmp_path: Path) -> AsyncIterator[ApiApp]:
     async with open_api_app_on(database_url, tmp_path) as opened:
         opened.client._transport.client = REMOTE  # type: ignore[attr-defined]
-        opened.services.generations.draining = True  # live streams end with their first beat
+        opened.services.generations.draining = True  # ends live streams after their first event
         await opened.services.sampler.sample()
         yield opened
 
@@ -92,7 +92,7 @@ def is_under(path: str, places: tuple[str, ...]) -> bool:
 
 
 def routes(api: ApiApp) -> list[Route]:
-    """Return the routes that need somebody who is known."""
+    """Return the routes that require credentials."""
     found = [route for route in routes_of(api.app) if not is_under(route.path, PUBLIC)]
     assert len(found) > 80
     return found
@@ -103,7 +103,7 @@ def is_inference(route: Route) -> bool:
 
 
 async def call(api: ApiApp, route: Route, headers: dict[str, str], values: dict[str, str], **query: str) -> httpx.Response:
-    """Return the answer to a call that names `values`: in its path, and in the fields of its form."""
+    """Return the response to a call with `values` in its path and in the fields of its form."""
     path = route.filled(values)
     if route.method in SAFE:
         return await api.client.request(route.method, path, headers=headers, params=query)
@@ -114,7 +114,7 @@ async def call(api: ApiApp, route: Route, headers: dict[str, str], values: dict[
 
 
 def status_and_text(answer: httpx.Response, *given: str) -> tuple[int, str]:
-    """Return what an answer says, without its request id and without the names that the question gave it."""
+    """Return status and text of a response, without the values that the request contained."""
     text = answer.text
     for value in given:
         text = text.replace(value, "…")
@@ -122,7 +122,7 @@ def status_and_text(answer: httpx.Response, *given: str) -> tuple[int, str]:
 
 
 @on_one_database
-async def test_nobody_gets_anything_without_saying_who_he_is(api: ApiApp, charlie: PopulatedTenant) -> None:
+async def test_every_route_refuses_requests_without_credentials(api: ApiApp, charlie: PopulatedTenant) -> None:
     before = await dump_tables(api.services)
     for route in routes(api):
         answer = await call(api, route, {"authorization": ""}, charlie.ids)
@@ -134,26 +134,26 @@ async def test_nobody_gets_anything_without_saying_who_he_is(api: ApiApp, charli
 
 
 @on_one_database
-async def test_every_name_in_a_path_stands_for_something_that_exists(api: ApiApp, charlie: PopulatedTenant) -> None:
+async def test_every_path_parameter_has_an_existing_value_here(api: ApiApp, charlie: PopulatedTenant) -> None:
     known = {*charlie.ids, *APPLIANCE_NAMES}
     unknown = [route for route in routes(api) if not set(route.parameters) <= known and not is_inference(route)]
 
-    assert not unknown, "say in tests/support/tenant_isolation.py what Charlie has of this"
+    assert not unknown, "add a value to tests/support/tenant_isolation.py"
 
 
 @by_every_role_and_on_each_database
-async def test_what_is_charlies_is_not_there_for_those_of_bobs_tenant(
+async def test_ids_of_another_tenant_are_not_found_by_any_route(
     api: ApiApp, bob: PopulatedTenant, charlie: PopulatedTenant, role: str
 ) -> None:
     headers = await session_headers(api.services, bob.people[role])
     before = await dump_tables(api.services)
     for route in routes(api):
-        asked = {name: charlie.ids[name] for name in route.query if name in charlie.ids and route.method not in SAFE}
-        if not (asked or set(route.parameters) & set(charlie.ids) or (route.path in FORMS and route.method not in SAFE)):
+        query = {name: charlie.ids[name] for name in route.query if name in charlie.ids and route.method not in SAFE}
+        if not (query or set(route.parameters) & set(charlie.ids) or (route.path in FORMS and route.method not in SAFE)):
             continue
-        answer = await call(api, route, headers, APPLIANCE_NAMES | charlie.ids, **asked)
+        answer = await call(api, route, headers, APPLIANCE_NAMES | charlie.ids, **query)
         nothing = await call(
-            api, route, headers, APPLIANCE_NAMES | charlie.missing, **{name: charlie.missing[name] for name in asked}
+            api, route, headers, APPLIANCE_NAMES | charlie.missing, **{name: charlie.missing[name] for name in query}
         )
 
         assert answer.status_code in (401, 403, 404), (route, answer.status_code, answer.text[:300])
@@ -162,20 +162,20 @@ async def test_what_is_charlies_is_not_there_for_those_of_bobs_tenant(
         named = (*route.parameters, *FORMS.get(route.path, ()))
         own = {name: bob.ids[name] for name in ("tenant_id", "project_id") if name in named}
         if own:
-            mixed = await call(api, route, headers, APPLIANCE_NAMES | charlie.ids | own, **asked)
+            mixed = await call(api, route, headers, APPLIANCE_NAMES | charlie.ids | own, **query)
             assert not leaks(mixed, charlie, given=charlie.ids.values()), route
     assert await dump_tables(api.services) == before
 
 
 @by_every_role_and_on_each_database
-async def test_a_forged_id_in_a_body_is_an_id_of_nothing(
+async def test_ids_of_another_tenant_in_a_body_are_not_found(
     api: ApiApp, bob: PopulatedTenant, charlie: PopulatedTenant, role: str
 ) -> None:
     headers = await session_headers(api.services, bob.people[role])
     before = await dump_tables(api.services)
     for route in routes(api):
         for name in set(route.body) & set(charlie.ids):
-            assert route.path in BODIES, f"say in BODIES what else {route.path} needs"
+            assert route.path in BODIES, f"add the other fields of {route.path} to BODIES"
             answers = []
             for value in (charlie.ids[name], charlie.missing[name]):
                 own = {each: bob.ids[each] for each in route.body if each == "tenant_id"}
@@ -189,7 +189,7 @@ async def test_a_forged_id_in_a_body_is_an_id_of_nothing(
 
 
 @by_every_role_and_on_each_database
-async def test_no_list_and_no_page_tells_bobs_people_of_charlie(
+async def test_lists_and_pages_show_nothing_of_another_tenant(
     api: ApiApp, bob: PopulatedTenant, charlie: PopulatedTenant, role: str
 ) -> None:
     headers = await session_headers(api.services, bob.people[role])
@@ -197,8 +197,8 @@ async def test_no_list_and_no_page_tells_bobs_people_of_charlie(
     for route in routes(api):
         if route.method not in SAFE:
             continue
-        asked = queries(route, charlie)
-        for query in asked if role == SEARCHES_ON_EACH_DATABASE else asked[:1]:
+        searches = queries(route, charlie)
+        for query in searches if role == SEARCHES_ON_EACH_DATABASE else searches[:1]:
             answer = await call(api, route, headers, APPLIANCE_NAMES | bob.ids, **query)
 
             unsupported = answer.status_code == 400 and answer.json()["error"]["code"] == "unsupported_parameter"
@@ -208,7 +208,7 @@ async def test_no_list_and_no_page_tells_bobs_people_of_charlie(
     assert answered > 20
 
 
-async def test_a_key_that_may_read_usage_reads_that_of_its_tenant_alone(
+async def test_a_key_with_the_usage_scope_reads_only_usage_of_its_tenant(
     api: ApiApp, bob: PopulatedTenant, charlie: PopulatedTenant
 ) -> None:
     headers = {"authorization": f"Bearer {bob.person.secret}"}
@@ -228,7 +228,7 @@ async def test_a_key_that_may_read_usage_reads_that_of_its_tenant_alone(
 
 @on_one_database
 @pytest.mark.parametrize("role", TENANT_ROLES)
-async def test_what_a_role_may_change_in_its_own_tenant_is_a_table(api: ApiApp, bob: PopulatedTenant, role: str) -> None:
+async def test_each_tenant_role_can_change_exactly_what_the_table_allows(api: ApiApp, bob: PopulatedTenant, role: str) -> None:
     headers = await session_headers(api.services, bob.people[role])
     own = {name: bob.ids[name] for name in ("tenant_id", "project_id")}
     for route in changing(api):
@@ -243,8 +243,10 @@ async def test_what_a_role_may_change_in_its_own_tenant_is_a_table(api: ApiApp, 
 
 @on_one_database
 @pytest.mark.parametrize("role", APPLIANCE_ROLES)
-async def test_what_a_role_may_change_on_the_appliance_is_a_table(api: ApiApp, bob: PopulatedTenant, role: str) -> None:
-    member = await api.services.members.create(f"{role}@box.example", "a password of tests", role)
+async def test_each_appliance_role_can_change_exactly_what_the_table_allows(
+    api: ApiApp, bob: PopulatedTenant, role: str
+) -> None:
+    member = await api.services.members.create(f"{role}@appliance.example", "a password of tests", role)
     headers = await session_headers(api.services, member)
     before = await dump_tables(api.services)
     for route in changing(api):
@@ -257,10 +259,12 @@ async def test_what_a_role_may_change_on_the_appliance_is_a_table(api: ApiApp, b
 
 @on_one_database
 @pytest.mark.parametrize("role", APPLIANCE_ROLES)
-async def test_every_role_on_the_appliance_reads_every_list_and_page(api: ApiApp, bob: PopulatedTenant, role: str) -> None:
-    member = await api.services.members.create(f"{role}@box.example", "a password of tests", role)
+async def test_every_appliance_role_can_read_every_list_and_page(api: ApiApp, bob: PopulatedTenant, role: str) -> None:
+    member = await api.services.members.create(f"{role}@appliance.example", "a password of tests", role)
     headers = await session_headers(api.services, member)
-    forms = {route.path for route in changing(api) if not may_on_appliance(role, route)}  # they are for those who may send them
+    forms = {
+        route.path for route in changing(api) if not may_on_appliance(role, route)
+    }  # forms are shown only to roles that may submit them
     read = set()
     owners_only = ("/organization/admin_api_keys", "/v1/organization/admin_api_keys")
     for route in routes(api):
@@ -304,13 +308,13 @@ def is_sent_to_change_the_password(answer: httpx.Response) -> bool:
 
 
 def changing(api: ApiApp) -> list[Route]:
-    """Return the routes that change something of somebody else."""
+    """Return the routes that change more than the signed-in member's own account."""
     return [
         route for route in routes(api) if route.method not in SAFE and not is_inference(route) and not is_under(route.path, OWN)
     ]
 
 
-# Of each route that changes something: a part of its path, and which roles beside the owner may. The first that fits counts.
+# For changing routes: a part of the path, and the roles besides the owner that may use it. The first match counts.
 RULES: tuple[tuple[str, frozenset[str]], ...] = tuple(
     (part, frozenset(roles.split()))
     for part, roles in (
@@ -349,24 +353,24 @@ def may_in_tenant(role: str, route: Route) -> bool:
 
 
 def queries(route: Route, of: PopulatedTenant) -> list[dict[str, str]]:
-    """Return what to ask a route for: what it must be asked, and that with each thing of another tenant."""
+    """Return queries for a route: the required parameters alone, and together with each id of another tenant."""
     required = {"start_time": "1"} if "start_time" in route.query else {}
     if "/v1" in route.path or "/organization" in route.path:
         named = [name for name in route.query if name in of.ids]
         return [required, *({**required, name: of.ids[name]} for name in named)]
-    tenant = of.ids["tenant"]  # a page takes it under one of these names
+    tenant = of.ids["tenant"]  # pages use one of these names
     views = [{"view": "requests"}, {"view": "overview"}] if route.path == "/console/events" else []
     return [required, {"q": of.person.tenant.name}, {"tenant": tenant, "tenant_id": tenant}, {"key": of.ids["key"]}, *views]
 
 
 def leaks(answer: httpx.Response, of: PopulatedTenant, *, given: object) -> set[str]:
-    """Return what of the tenant stands in the answer and was not in the question."""
-    asked, text, url = set(given), answer.text.casefold(), str(answer.url)  # type: ignore[call-overload]
-    return {mark for mark in of.marks - asked if mark.casefold() in text and mark not in url}
+    """Return the marks of the tenant that are in the response and were not in the request."""
+    requested, text, url = set(given), answer.text.casefold(), str(answer.url)  # type: ignore[call-overload]
+    return {mark for mark in of.marks - requested if mark.casefold() in text and mark not in url}
 
 
 @on_one_database
-async def test_charlies_own_people_do_read_it_all(api: ApiApp, charlie: PopulatedTenant) -> None:
+async def test_members_of_a_tenant_find_everything_of_their_own(api: ApiApp, charlie: PopulatedTenant) -> None:
     headers = await session_headers(api.services, charlie.people["manager"])
     found = set()
     for route in routes(api):
@@ -376,6 +380,6 @@ async def test_charlies_own_people_do_read_it_all(api: ApiApp, charlie: Populate
             if answer.status_code == 200:
                 found |= leaks(answer, charlie, given=())
 
-    # A mark that its owner cannot find shows nothing when a stranger does not find it.
+    # Otherwise the absence of these marks for strangers would prove nothing.
     without_a_list = {charlie.ids[name] for name in ("session_id", "allowance_id", "webhook_id", "delivery_id")}
     assert charlie.marks - found <= without_a_list

@@ -1,4 +1,4 @@
-"""Each store checks its caller's access itself: a route that forgot to do so could not change or show anything."""
+"""Each store checks its caller's access itself, so that a route without a check could not show or change anything."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from appliance.tenancy.memberships import Memberships
 from appliance.tenancy.principals import KeyChanges, TenantChanges
 from appliance.tenancy.roles import Role, TenantRole
 from appliance.tenancy.tenants import Tenants
-from tests.support.cast import PEPPER, Cast, quick_hasher
+from tests.support.cast import PEPPER, Cast
 from tests.support.clock import FakeClock
 from tests.support.ledgers import euro_invoices
 
@@ -37,7 +37,7 @@ async def calls(database: Database, clock: FakeClock, cast: Cast) -> dict[str, t
     keys, tenants, people = (
         Keys(database, clock, PEPPER),
         Tenants(database, clock),
-        Members(database, clock, hasher=quick_hasher()),
+        Members(database, clock),
     )
     belongings, allowances = Memberships(database, clock), FreeAllowances(database, clock)
     invoices = euro_invoices(database, clock, BillingCalendar())
@@ -68,11 +68,13 @@ async def calls(database: Database, clock: FakeClock, cast: Cast) -> dict[str, t
     }
 
 
-async def test_a_store_refuses_who_may_not_and_is_empty_to_strangers(database: Database, clock: FakeClock, cast: Cast) -> None:
-    asked = await calls(database, clock, cast)
+async def test_stores_refuse_lesser_roles_and_find_nothing_for_strangers(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    store_calls = await calls(database, clock, cast)
     before = await AuditLog(database, clock).page(1, access=WHOLE_APPLIANCE)
     stranger = member_of(cast.charlie.tenant.id, MANAGER)
-    for name, (role, call) in asked.items():
+    for name, (role, call) in store_calls.items():
         for access, refusal in ((member_of(cast.bob.tenant.id, role), RoleNotAllowed), (stranger, NotFound)):
             try:
                 await call(access)
@@ -84,10 +86,10 @@ async def test_a_store_refuses_who_may_not_and_is_empty_to_strangers(database: D
     assert await AuditLog(database, clock).page(1, access=WHOLE_APPLIANCE) == before
 
 
-async def test_a_store_does_for_its_own_role_what_it_refuses_to_a_lesser_one(
+async def test_stores_allow_the_required_role_what_they_refuse_to_lesser_ones(
     database: Database, clock: FakeClock, cast: Cast
 ) -> None:
-    asked = await calls(database, clock, cast)
+    store_calls = await calls(database, clock, cast)
     next_role = {VIEWER: member_of(cast.bob.tenant.id, DEVELOPER), DEVELOPER: member_of(cast.bob.tenant.id, MANAGER)}
     for name in (
         "keys.create",
@@ -97,5 +99,5 @@ async def test_a_store_does_for_its_own_role_what_it_refuses_to_a_lesser_one(
         "invoices.list_for_tenant",
         "allowances.list",
     ):
-        role, call = asked[name]
+        role, call = store_calls[name]
         await call(next_role[role])

@@ -1,4 +1,4 @@
-"""Admission: all limits of tenant and key at once, all or nothing."""
+"""Admission checks all limits of tenant, key and model together: a request reserves from all of them or from none."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from appliance.metering.limits.windows import Moment
 from appliance.metering.prices import Price
 from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
+from tests.support.case_ids import case_id
 from tests.support.clock import FakeClock
 from tests.support.factories import price, principal
 from tests.support.ledgers import num_running, utc_admission
@@ -80,6 +81,7 @@ async def test_200_concurrent_requests_are_admitted_exactly_up_to_the_capacity(a
         (Limits(concurrent_requests=5, tokens_per_day=100), Limits(concurrent_requests=0)),
         (Limits(tokens_per_minute=100, requests_per_minute=5, concurrent_requests=5), Limits(tokens_per_day=1)),
     ],
+    ids=case_id,
 )
 async def test_a_refusal_consumes_nothing(admission: Admission, tenant: Limits, key: Limits) -> None:
     bob = principal(tenant, key)
@@ -94,7 +96,7 @@ async def test_a_refusal_consumes_nothing(admission: Admission, tenant: Limits, 
         await admit(admission, unlimited)
 
 
-async def test_the_wait_is_exact(admission: Admission, clock: FakeClock) -> None:
+async def test_retry_after_is_exactly_the_time_until_the_bucket_has_room(admission: Admission, clock: FakeClock) -> None:
     bob = principal(Limits(tokens_per_minute=100, requests_per_minute=7), Limits(tokens_per_minute=90))
     (await admit(admission, bob, 77, 0)).settle(77)
     with pytest.raises(RateLimitExceeded) as refused:
@@ -108,7 +110,7 @@ async def test_the_wait_is_exact(admission: Admission, clock: FakeClock) -> None
     await admit(admission, bob, 31, 0)
 
 
-async def test_the_wait_is_the_longest_of_all_refusing_limits(admission: Admission, clock: FakeClock) -> None:
+async def test_retry_after_is_the_longest_wait_of_all_refusing_limits(admission: Admission, clock: FakeClock) -> None:
     bob = principal(Limits(tokens_per_minute=60), Limits(requests_per_minute=2))
     for _ in range(2):
         await admit(admission, bob, 30, 0)
@@ -124,7 +126,7 @@ async def test_the_wait_is_the_longest_of_all_refusing_limits(admission: Admissi
     await admit(admission, bob, 50, 0)
 
 
-async def test_a_request_larger_than_the_limit_gets_no_wait(admission: Admission) -> None:
+async def test_a_request_larger_than_the_limit_is_refused_without_retry(admission: Admission) -> None:
     bob = principal(Limits(tokens_per_minute=100))
     with pytest.raises(
         RequestExceedsLimit, match="needs 101 tokens and the tenant's limit is 100 tokens per minute"
@@ -141,7 +143,7 @@ async def test_an_estimated_output_never_makes_a_request_too_large(admission: Ad
         await admit(admission, bob, 101, None)
 
 
-async def test_a_limit_removed_for_a_while_remembers_its_usage(admission: Admission) -> None:
+async def test_a_limit_removed_and_set_again_has_kept_its_usage(admission: Admission) -> None:
     limited = principal(Limits(tokens_per_minute=100, requests_per_minute=10))
     unlimited = dataclasses.replace(limited, tenant=dataclasses.replace(limited.tenant, limits=Limits()))
     (await admit(admission, limited, 90, 0)).settle(90)
@@ -177,7 +179,7 @@ async def test_a_changed_hard_budget_applies_to_running_requests(admission: Admi
         assert running.record_progress(0, 10) == is_cut
 
 
-async def test_limits_changed_for_several_tenants_at_once_apply_to_the_running_requests_of_each(admission: Admission) -> None:
+async def test_limits_changed_for_several_tenants_at_once_apply_to_all_their_running_requests(admission: Admission) -> None:
     tenants = [principal(Limits(monthly_budget=1000)) for _ in range(4)]
     running = [await admit(admission, who, 1, 10, price(completion=10**6)) for who in tenants]
     changed = {}
@@ -225,10 +227,10 @@ async def test_usage_in_the_ledger_counts_for_every_kind_of_owner(clock: FakeClo
         bob = dataclasses.replace(bob, tenant=dataclasses.replace(bob.tenant, **changes))
     else:
         bob = dataclasses.replace(bob, key=dataclasses.replace(bob.key, **changes))
-    asked = AdmissionRequest(principal=bob, model="demo", prompt_tokens=11, max_output_tokens=0, price=None, policy=policy)
+    request = AdmissionRequest(principal=bob, model="demo", prompt_tokens=11, max_output_tokens=0, price=None, policy=policy)
     with pytest.raises(RateLimitExceeded, match="tokens per day"):
-        await admission.admit(asked)
-    await admission.admit(msgspec.structs.replace(asked, prompt_tokens=10))
+        await admission.admit(request)
+    await admission.admit(msgspec.structs.replace(request, prompt_tokens=10))
 
 
 async def test_a_dry_run_of_a_request_that_fits_or_never_fits_would_not_wait(
@@ -236,19 +238,19 @@ async def test_a_dry_run_of_a_request_that_fits_or_never_fits_would_not_wait(
 ) -> None:
     bob = principal(Limits(tokens_per_minute=100))
     for prompt, refusals in ((50, 0), (100, 0), (101, 1)):
-        asked = AdmissionRequest(principal=bob, model="demo", prompt_tokens=prompt, max_output_tokens=0, price=None)
-        dry_run = await admission.dry_run(asked, wait_s=60.0)
+        request = AdmissionRequest(principal=bob, model="demo", prompt_tokens=prompt, max_output_tokens=0, price=None)
+        dry_run = await admission.dry_run(request, wait_s=60.0)
         assert (len(dry_run.refusals), dry_run.would_wait) == (refusals, False)
 
 
-async def test_a_dry_run_would_wait_only_if_there_is_room_within_its_patience(admission: Admission) -> None:
+async def test_a_dry_run_would_wait_only_if_there_is_room_within_its_maximum_wait(admission: Admission) -> None:
     bob = principal(Limits(tokens_per_minute=100))
     await admit(admission, bob, 100, 0)
-    asked = AdmissionRequest(principal=bob, model="demo", prompt_tokens=50, max_output_tokens=0, price=None)
-    assert [(await admission.dry_run(asked, wait_s)).would_wait for wait_s in (0.0, 29.0, 30.0)] == [False, False, True]
+    request = AdmissionRequest(principal=bob, model="demo", prompt_tokens=50, max_output_tokens=0, price=None)
+    assert [(await admission.dry_run(request, wait_s)).would_wait for wait_s in (0.0, 29.0, 30.0)] == [False, False, True]
 
 
-async def test_levels_are_returned_once_per_change_and_again_after_a_failed_save(
+async def test_levels_to_save_are_returned_once_per_change_and_again_after_a_failed_save(
     admission: Admission,
 ) -> None:
     bob = principal(Limits(tokens_per_minute=100), Limits(requests_per_minute=10))
@@ -272,7 +274,7 @@ async def test_levels_are_returned_once_per_change_and_again_after_a_failed_save
     assert unsaved() == kinds
 
 
-async def test_an_owner_that_is_not_loaded_has_its_whole_limits(admission: Admission) -> None:
+async def test_an_owner_that_is_not_loaded_is_reported_with_its_full_limits(admission: Admission) -> None:
     bob = principal(Limits(tokens_per_minute=100))
     state = admission.snapshot(bob).tokens
     assert state is not None
@@ -303,14 +305,14 @@ async def test_more_output_than_expected_leaves_a_debt_repaid_by_the_refill(admi
     await admit(admission, bob, 10, 0)
 
 
-async def test_voiding_gives_everything_back(admission: Admission) -> None:
+async def test_voiding_a_reservation_returns_everything(admission: Admission) -> None:
     bob = principal(Limits(tokens_per_minute=20, requests_per_minute=1, concurrent_requests=1, tokens_per_day=20))
     for _ in range(3):
         (await admit(admission, bob)).void()
     (await admit(admission, bob)).settle(20)
 
 
-async def test_buckets_keep_nothing_of_ended_requests(admission: Admission) -> None:
+async def test_buckets_keep_no_reference_to_ended_requests(admission: Admission) -> None:
     bob = principal(Limits(tokens_per_minute=100, requests_per_minute=10))
     (await admit(admission, bob)).settle(5)
     (await admit(admission, bob)).void()
@@ -318,7 +320,7 @@ async def test_buckets_keep_nothing_of_ended_requests(admission: Admission) -> N
     assert {kind: bucket._last for kind, bucket in buckets.items()} == {"tokens": None, "requests": None}
 
 
-async def test_a_reservation_ends_once(admission: Admission) -> None:
+async def test_a_reservation_cannot_be_settled_or_voided_twice(admission: Admission) -> None:
     reservation = await admit(admission, principal())
     reservation.settle(5)
     with pytest.raises(RuntimeError):
@@ -347,7 +349,7 @@ async def test_running_requests_are_counted_at_tenant_and_key(admission: Admissi
     assert num_running(admission, bob.key.id) == 2
 
 
-async def test_tokens_per_day_free_at_midnight(clock: FakeClock) -> None:
+async def test_the_limit_of_tokens_per_day_is_reset_at_midnight(clock: FakeClock) -> None:
     admission = utc_admission(clock, FixedSums(tokens_today=90))
     bob = principal(Limits(tokens_per_day=100))
     late = await admit(admission, bob, 5, 5)
@@ -410,7 +412,7 @@ async def test_a_changed_limit_takes_effect_at_once(admission: Admission) -> Non
         await admit(admission, lowered, 1, 0)
 
 
-async def test_a_limit_set_while_a_request_runs_refunds_nothing_to_it(admission: Admission) -> None:
+async def test_a_limit_set_while_a_request_runs_gets_no_refund_when_it_ends(admission: Admission) -> None:
     bob = principal()
     before = await admit(admission, bob, 90, 10)
     limited = dataclasses.replace(bob, tenant=dataclasses.replace(bob.tenant, limits=Limits(tokens_per_minute=100)))
@@ -429,10 +431,10 @@ async def test_the_expected_output_is_learnt_per_key_and_capped_at_the_requested
     assert (await admit(admission, charlie, 10, None)).reserved_tokens == 10 + EXPECTED_OUTPUT_TOKENS
 
 
-@pytest.mark.parametrize("asked", [95, 200, 500])
-async def test_a_requested_maximum_above_the_limit_is_refused(admission: Admission, asked: int) -> None:
+@pytest.mark.parametrize("max_output_tokens", [95, 200, 500])
+async def test_a_requested_maximum_above_the_limit_is_refused(admission: Admission, max_output_tokens: int) -> None:
     with pytest.raises(RequestExceedsLimit):
-        await admit(admission, principal(Limits(tokens_per_minute=100)), 10, asked)
+        await admit(admission, principal(Limits(tokens_per_minute=100)), 10, max_output_tokens)
 
 
 async def test_a_key_with_short_answers_reserves_their_90th_percentile(admission: Admission) -> None:
@@ -443,7 +445,7 @@ async def test_a_key_with_short_answers_reserves_their_90th_percentile(admission
     assert (await admit(admission, bob, 10, 5)).reserved_tokens == 10 + 5
 
 
-async def test_a_series_of_short_answers_does_not_make_a_burst_of_long_ones_cheap(admission: Admission) -> None:
+async def test_a_burst_after_short_answers_soon_reserves_the_default_estimate_again(admission: Admission) -> None:
     bob = principal(Limits(tokens_per_minute=1000))
     for _ in range(OUTPUTS_MIN):
         (await admit(admission, bob, 1, 1)).settle(2)
@@ -456,11 +458,11 @@ async def test_many_answers_of_one_request_count_as_a_burst(admission: Admission
     bob = principal()
     for _ in range(OUTPUTS_KEPT):
         (await admit(admission, bob, 0, 1)).settle(1)
-    asked = AdmissionRequest(principal=bob, model="demo", prompt_tokens=0, max_output_tokens=400, price=None, num_answers=12)
-    twelve = await admission.admit(asked)
+    request = AdmissionRequest(principal=bob, model="demo", prompt_tokens=0, max_output_tokens=400, price=None, num_answers=12)
+    twelve = await admission.admit(request)
     assert twelve.reserved_tokens == 12
     twelve.settle(12)
-    thirteen = await admission.admit(msgspec.structs.replace(asked, num_answers=13))
+    thirteen = await admission.admit(msgspec.structs.replace(request, num_answers=13))
     assert thirteen.reserved_tokens == 13 * EXPECTED_OUTPUT_TOKENS
 
 
@@ -472,18 +474,20 @@ async def test_concurrent_long_answers_are_expected_to_be_as_long_as_single_ones
     assert held == [900] * 30
 
 
-@pytest.mark.parametrize("limits", [Limits(tokens_per_day=1000), Limits(monthly_budget=1000)])
-async def test_at_most_one_request_passes_a_days_or_months_limit(clock: FakeClock, limits: Limits) -> None:
+@pytest.mark.parametrize("limits", [Limits(tokens_per_day=1000), Limits(monthly_budget=1000)], ids=case_id)
+async def test_concurrent_requests_exceed_a_limit_of_the_day_or_month_by_one_request_at_most(
+    clock: FakeClock, limits: Limits
+) -> None:
     admission = utc_admission(clock, FixedSums())
     bob = principal(limits)
     cost = price(prompt=1_000_000, cached=1_000_000, completion=1_000_000)  # a micro-unit a token
 
-    async def ask() -> Reservation:
+    async def admit_one() -> Reservation:
         return await admission.admit(
             AdmissionRequest(principal=bob, model="demo", prompt_tokens=1, max_output_tokens=None, price=cost, output_room=600)
         )
 
-    answers = await asyncio.gather(*(ask() for _ in range(60)), return_exceptions=True)
+    answers = await asyncio.gather(*(admit_one() for _ in range(60)), return_exceptions=True)
 
     admitted = [answer for answer in answers if isinstance(answer, Reservation)]
     refused = [answer for answer in answers if isinstance(answer, RateLimitExceeded)]
@@ -492,13 +496,13 @@ async def test_at_most_one_request_passes_a_days_or_months_limit(clock: FakeCloc
     assert "have reserved the rest of" in refused[0].message
     for reservation in admitted:
         reservation.settle(1 + 10)
-    await ask()
+    await admit_one()
 
 
-async def test_a_request_reserves_at_most_what_is_left_of_the_day(admission: Admission) -> None:
+async def test_a_request_reserves_at_most_the_remaining_tokens_of_the_day(admission: Admission) -> None:
     bob = principal(Limits(tokens_per_day=100))
-    asked = AdmissionRequest(principal=bob, model="demo", prompt_tokens=10, max_output_tokens=0, price=None, output_room=50)
-    first, _second = await admission.admit(asked), await admission.admit(asked)  # they hold 60 and the other 40
+    request = AdmissionRequest(principal=bob, model="demo", prompt_tokens=10, max_output_tokens=0, price=None, output_room=50)
+    first, _second = await admission.admit(request), await admission.admit(request)  # they hold 60 and the other 40
     first.settle(10)
     await admit(admission, bob, 50, 0)
 
@@ -529,7 +533,7 @@ async def test_each_of_several_answers_is_reserved_and_the_prompt_once(
     assert reservation.reserved_tokens == 10 + 4 * expected
 
 
-async def test_the_estimate_for_several_answers_is_cut_to_the_limit_in_total(admission: Admission) -> None:
+async def test_the_total_estimate_for_several_answers_is_capped_at_the_limit(admission: Admission) -> None:
     bob = principal(Limits(tokens_per_minute=410))
     reservation = await admission.admit(
         AdmissionRequest(principal=bob, model="demo", prompt_tokens=10, max_output_tokens=None, price=None, num_answers=4)
@@ -550,14 +554,14 @@ async def test_a_budget_reserves_the_maximum_length_of_all_answers(admission: Ad
 
 async def test_a_budget_reserves_the_higher_price_of_a_prompt(admission: Admission) -> None:
     bob = principal(Limits(monthly_budget=1000))
-    dearer_from_the_cache = price(prompt=1_000_000, cached=2_000_000, completion=0)
+    dearer_when_cached = price(prompt=1_000_000, cached=2_000_000, completion=0)
 
-    first = await admit(admission, bob, prompt=500, output=1, cost=dearer_from_the_cache)
+    first = await admit(admission, bob, prompt=500, output=1, cost=dearer_when_cached)
 
     with pytest.raises(Refused):  # the first one may take all of it
-        await admit(admission, bob, prompt=1, output=1, cost=dearer_from_the_cache)
+        await admit(admission, bob, prompt=1, output=1, cost=dearer_when_cached)
     first.settle(501)
-    await admit(admission, bob, prompt=1, output=1, cost=dearer_from_the_cache)
+    await admit(admission, bob, prompt=1, output=1, cost=dearer_when_cached)
 
 
 async def test_the_expected_output_is_learnt_per_answer(admission: Admission) -> None:

@@ -1,4 +1,4 @@
-"""Unexpected errors while requests are admitted or wait for room: each fails only its own request, and is logged."""
+"""Unexpected errors while requests are admitted or wait in the admission queue fail only that request, and are logged."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ async def queue(clock: FakeClock) -> AsyncIterator[Queue]:
 def failing(real: Callable[..., Any], fails: Callable[..., bool] = lambda *_given: True) -> Callable[..., Any]:
     """Return `real`, raising BugError where `fails` returns true."""
 
-    def broken(*given: Any, **named: Any) -> Any:
-        if fails(*given):
+    def broken(*arguments: Any, **options: Any) -> Any:
+        if fails(*arguments):
             raise BugError
-        return real(*given, **named)
+        return real(*arguments, **options)
 
     return broken
 
@@ -46,7 +46,7 @@ def break_step(queue: Queue, step: str, monkeypatch: pytest.MonkeyPatch) -> None
     """Break one step for requests of seven tokens ("the estimate": for every refused request)."""
     admission = queue.admission
     if step == "the attempt":
-        monkeypatch.setattr(admission, "_try", failing(admission._try, lambda asked, *_more: asked.prompt_tokens == 7))
+        monkeypatch.setattr(admission, "_try", failing(admission._try, lambda request, *_more: request.prompt_tokens == 7))
     elif step == "the estimate":
         monkeypatch.setattr(admission._running, "estimate", failing(admission._running.estimate))
     else:
@@ -67,14 +67,14 @@ async def test_an_unexpected_error_in_a_retry_fails_only_that_request(
     await queue.timer.settle()
     await queue.timer.advance(5.0)
     assert isinstance(first.exception(), BugError)
-    assert capfd.readouterr().out.count("Traceback") == 1, "logged once, whoever still waits"
+    assert capfd.readouterr().out.count("Traceback") == 1, "logged once, although another request still waits"
 
     running[0].result().settle(1)
     await queue.timer.settle()
     assert second.result()
 
 
-async def test_an_unexpected_error_while_joining_the_queues_leaves_nobody_in_them(
+async def test_an_unexpected_error_while_joining_the_queues_leaves_no_waiter_behind(
     queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bob = principal(TWO)
@@ -121,7 +121,7 @@ async def test_a_wait_ended_by_an_unexpected_error_is_counted_as_failed(
 
 
 @pytest.mark.parametrize("broken", ["take", "the second bucket", "adopt"])
-async def test_an_unexpected_error_while_taking_leaves_nothing_taken(
+async def test_an_unexpected_error_while_reserving_leaves_nothing_reserved(
     queue: Queue, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     limits = Limits(concurrent_requests=2, tokens_per_minute=60, requests_per_minute=60, tokens_per_day=100)
@@ -136,8 +136,8 @@ async def test_an_unexpected_error_while_taking_leaves_nothing_taken(
             failed = await queue.submit(bob, 10)
         else:
             last = allowances[-1]
-            kind, its = (Allowance, last) if broken == "take" else (TokenBucket, last.requests)
-            bug.setattr(kind, "take", failing(kind.take, lambda self, *_given: self is its))
+            kind, failing_object = (Allowance, last) if broken == "take" else (TokenBucket, last.requests)
+            bug.setattr(kind, "take", failing(kind.take, lambda self, *_given: self is failing_object))
             failed = await queue.submit(bob, 10, policy=policy)
     assert isinstance(failed.exception(), BugError)
     assert [allowance.in_use(at) for allowance in allowances] == before

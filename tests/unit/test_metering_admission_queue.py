@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
+from collections.abc import AsyncIterator
 from typing import Any
 
-import msgspec
 import pytest
 
 from appliance.base.errors import BudgetExceeded, Draining, RateLimitExceeded, RequestExceedsLimit
@@ -16,7 +16,7 @@ from appliance.metering.limits.allowances import Ahead
 from appliance.metering.limits.waiter_queue import WaiterQueue
 from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
-from tests.support.cast import Person
+from tests.support.case_ids import case_id
 from tests.support.clock import START, FakeClock
 from tests.support.factories import adjustment, price, principal
 from tests.support.ledgers import num_running
@@ -24,7 +24,7 @@ from tests.support.waiting_requests import Queue, Waits, limited
 
 
 @pytest.fixture
-async def queue(clock: FakeClock):  # type: ignore[no-untyped-def]
+async def queue(clock: FakeClock) -> AsyncIterator[Queue]:
     opened = Queue(clock)
     yield opened
     await opened.close()
@@ -126,6 +126,7 @@ async def test_without_patience_a_request_does_not_wait_for_running_ones(queue: 
 @pytest.mark.parametrize(
     ("limits", "error"),
     [(Limits(tokens_per_minute=10), RequestExceedsLimit), (Limits(concurrent_requests=0), RequestExceedsLimit)],
+    ids=case_id,
 )
 async def test_a_request_that_never_fits_does_not_wait(queue: Queue, limits: Limits, error: type[Exception]) -> None:
     assert isinstance((await queue.submit(principal(limits), 11)).exception(), error)
@@ -322,7 +323,7 @@ async def test_a_cancelled_waiter_takes_nothing_and_wakes_those_behind(queue: Qu
 async def test_a_request_cancelled_while_being_admitted_gives_everything_back(queue: Queue) -> None:
     bob = principal(Limits(concurrent_requests=1))
     running, waiting = await queue.submit(bob, 1), await queue.submit(bob, 1)
-    running.result().settle(1)  # admits the one that waits, whose task has not heard of it yet
+    running.result().settle(1)  # admits the waiting request, whose task has not resumed yet
     waiting.cancel()
     await queue.timer.settle()
     assert waiting.cancelled()
@@ -352,7 +353,7 @@ async def test_the_observer_gets_the_duration_and_outcome_of_each_wait(clock: Fa
     waits, bob = Waits(), principal(Limits(concurrent_requests=1))
     queue = Queue(clock, waits=waits)
     running = await queue.submit(bob, 1)
-    assert waits.records == [], "nobody waited for the first"
+    assert waits.records == [], "the first request did not wait"
     clock.advance(100.0)
 
     admitted = await queue.submit(bob, 1, wait_s=60.0)
@@ -419,9 +420,9 @@ async def test_a_tenant_with_many_keys_that_fills_all_places_does_not_keep_other
         assert (await queue.submit(who, 1)).done()
     flood = [await queue.submit(key, 1) for _ in range(2) for key in keys]
     assert [task.done() for task in flood] == [False] * 6 + [True] * 2
-    for who, waits in ((bob, 3), (charlie, 2)):  # 6 + 3 + 3 and 9 + 2 + 2 are twice the places, as nearly as may be
-        asked = [await queue.submit(who, 1) for _ in range(5)]
-        assert [task.done() for task in asked] == [False] * waits + [True] * (5 - waits)
+    for who, waits in ((bob, 3), (charlie, 2)):  # 6 + 3 + 3 and 9 + 2 + 2: about twice WAITERS_MAX
+        tasks = [await queue.submit(who, 1) for _ in range(5)]
+        assert [task.done() for task in tasks] == [False] * waits + [True] * (5 - waits)
     assert isinstance((await queue.submit(keys[0], 1)).exception(), RateLimitExceeded)
 
 
@@ -434,8 +435,8 @@ async def test_a_tenant_that_fills_the_queue_of_a_model_does_not_keep_others_fro
     await queue.submit(hog, 60, policy=policy)
     flood = [await queue.submit(hog, 1, policy=policy) for _ in range(5)]
     assert [task.done() for task in flood] == [False] * 4 + [True]
-    asked = [await queue.submit(bob, 1, policy=policy) for _ in range(3)]
-    assert [task.done() for task in asked] == [False, False, True]
+    tasks = [await queue.submit(bob, 1, policy=policy) for _ in range(3)]
+    assert [task.done() for task in tasks] == [False, False, True]
 
 
 async def test_a_limit_lowered_during_a_wait_applies_and_refuses_a_request_that_can_no_longer_fit(
@@ -480,11 +481,10 @@ async def test_a_correction_that_returns_tokens_wakes_waiters(queue: Queue) -> N
     (await queue.submit(bob, 30)).result().settle(30)
     await queue.submit(bob, 50)
     waiting = await queue.submit(bob, 40)
-    made = adjustment(Person(tenant=bob.tenant, key=bob.key, secret=""), posting=1, cost_picos=0)
-    queue.admission.correct(msgspec.structs.replace(made, prompt_tokens=-19))
+    queue.admission.correct(adjustment(bob, prompt_tokens=-19))
     await queue.timer.settle()
     assert not waiting.done()
-    queue.admission.correct(msgspec.structs.replace(made, prompt_tokens=-1))
+    queue.admission.correct(adjustment(bob, prompt_tokens=-1))
     await queue.timer.settle()
     assert waiting.result()
 
@@ -517,27 +517,27 @@ async def test_a_request_that_waited_while_limits_of_its_model_were_set_counts_t
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_need_ahead_of_a_position_is_the_sum_over_the_waiters_before_it(seed: int) -> None:
-    draw, waiter_queue, standing = random.Random(seed), WaiterQueue[str](), dict[int, tuple[int, bool]]()
+    draw, waiter_queue, waiting = random.Random(seed), WaiterQueue[str](), dict[int, tuple[int, bool]]()
     for _ in range(400):
         seq, tokens, wants_window = draw.randrange(30), draw.randrange(100), draw.random() < 0.2
-        if draw.random() < 0.4 and standing:
-            gone = draw.choice(sorted(standing))
-            waiter_queue.leave(gone)
-            del standing[gone]
+        if draw.random() < 0.4 and waiting:
+            left = draw.choice(sorted(waiting))
+            waiter_queue.leave(left)
+            del waiting[left]
         else:
             waiter_queue.join(seq, f"who {seq}", tokens, wants_window=wants_window)
-            standing[seq] = (tokens, wants_window)
-        for asked in (seq, None):
-            before = [need for each, need in sorted(standing.items()) if asked is None or each < asked]
+            waiting[seq] = (tokens, wants_window)
+        for position in (seq, None):
+            before = [need for each, need in sorted(waiting.items()) if position is None or each < position]
             expected = Ahead(
                 requests=len(before), tokens=sum(need[0] for need in before), wants_window=any(need[1] for need in before)
             )
-            assert waiter_queue.ahead(asked) == expected
-        assert list(waiter_queue) == [f"who {each}" for each in sorted(standing)]
+            assert waiter_queue.ahead(position) == expected
+        assert list(waiter_queue) == [f"who {each}" for each in sorted(waiting)]
 
 
-class Tries:
-    """Counts how often admission is tried, in all and at most in one turn of the event loop."""
+class AdmissionAttempts:
+    """Counts attempts of admission: in total, and the most in one iteration of the event loop."""
 
     def __init__(self, queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num = self.most = self._of_turn = 0
@@ -565,7 +565,7 @@ async def test_waiters_leaving_together_cause_one_round_of_retries(queue: Queue,
     bob = principal(Limits(concurrent_requests=1))
     await queue.submit(bob, 1)
     waiting = [await queue.submit(bob, 1) for _ in range(admission_queue.WAITERS_PER_QUEUE_MAX)]
-    tries = Tries(queue, monkeypatch)
+    tries = AdmissionAttempts(queue, monkeypatch)
     for task in waiting[: admission_queue.WAITERS_PER_QUEUE_MAX // 2]:
         task.cancel()
     for _ in range(40):
@@ -596,7 +596,7 @@ async def test_a_full_queue_is_retried_in_several_turns(queue: Queue, monkeypatc
     bob = principal(Limits(concurrent_requests=200))
     running = [await queue.submit(bob, 1) for _ in range(200)]
     waiting = [await queue.submit(bob, 1) for _ in range(admission_queue.WAITERS_PER_QUEUE_MAX)]
-    tries = Tries(queue, monkeypatch)
+    tries = AdmissionAttempts(queue, monkeypatch)
     for task in running:
         task.result().settle(1)
     for _ in range(60):

@@ -1,4 +1,4 @@
-"""A threshold reached by requests of a dead process is reported once by the next start, also for a past month."""
+"""After a crash, the next start alerts once for thresholds reached by requests of the dead process, also for a past month."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MONTH_S = 31 * 86400.0
 
 @pytest.fixture
 async def alerts(database: Database, clock: FakeClock, cast: Cast) -> AlertParts:
-    """Bob may spend 100 EUR a month, and a webhook hears of 80 and 100 percent of it."""
+    """Bob's budget is 100 EUR a month, and a webhook receives alerts at 80 and 100 percent of it."""
     parts = alert_parts(database, clock)
     await parts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id, access=WHOLE_APPLIANCE)
     await Tenants(database, clock).update(
@@ -55,7 +55,7 @@ async def price(database: Database, clock: FakeClock) -> Price:
 
 
 async def start_again(alerts: AlertParts, journal: Path) -> BudgetAlerts:
-    """Begin an epoch as the appliance does, with alerts that remember nothing."""
+    """Begin an epoch as the appliance does, with alerts that have nothing in memory."""
     budgets = euro_budget_alerts(alerts.db, alerts.clock, CALENDAR)
     opened = Journal(journal)
     await replay(alerts.db, opened, alerts.clock, CALENDAR, budgets.on_settled)
@@ -70,7 +70,7 @@ async def months_and_percents(alerts: AlertParts) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("later_s", [0.0, MONTH_S], ids=["at once", "a month later"])
-async def test_what_was_settled_in_the_journal_alone_is_told_by_the_next_start(
+async def test_the_next_start_alerts_for_settlements_that_were_only_in_the_journal(
     alerts: AlertParts, price: Price, clock: FakeClock, cast: Cast, tmp_path: Path, later_s: float
 ) -> None:
     journal = Journal(tmp_path / "j")
@@ -90,7 +90,7 @@ async def test_what_was_settled_in_the_journal_alone_is_told_by_the_next_start(
 
 
 @pytest.mark.parametrize("later_s", [0.0, MONTH_S], ids=["at once", "a month later"])
-async def test_what_is_recovered_from_a_checkpoint_is_told_by_the_next_start_and_never_again(
+async def test_the_next_start_alerts_once_for_requests_recovered_from_a_checkpoint(
     alerts: AlertParts, price: Price, clock: FakeClock, cast: Cast, tmp_path: Path, later_s: float
 ) -> None:
     ledger = utc_ledger(alerts.db, clock, cast.epoch_id, calendar=CALENDAR, checkpoint_interval_s=0.0)
@@ -114,7 +114,7 @@ async def test_what_is_recovered_from_a_checkpoint_is_told_by_the_next_start_and
     assert await months_and_percents(alerts) == both
 
 
-async def test_budgets_of_keys_and_models_are_told_of_by_the_next_start_too(
+async def test_the_next_start_also_alerts_for_budgets_of_keys_and_limits_of_models(
     alerts: AlertParts, price: Price, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     """One request was settled in the journal alone, of the other there is a checkpoint."""
@@ -137,25 +137,27 @@ async def test_budgets_of_keys_and_models_are_told_of_by_the_next_start_too(
     await start_again(alerts, tmp_path / "j")
 
     data = [message.payload["data"] for message in await alerts.messages()]
-    told = sorted((each["scope"], each["percent"]) for each in data)
-    heard_by = {"tenant": 2, "key": 2, "model": 1}
-    assert told == sorted((scope, percent) for scope, count in heard_by.items() for percent in (80, 100) for _ in range(count))
+    sent = sorted((each["scope"], each["percent"]) for each in data)
+    num_webhooks = {"tenant": 2, "key": 2, "model": 1}
+    assert sent == sorted(
+        (scope, percent) for scope, count in num_webhooks.items() for percent in (80, 100) for _ in range(count)
+    )
 
 
-async def test_what_is_settled_after_the_next_start_adds_to_what_was_recovered(
+async def test_settlements_after_the_next_start_add_to_recovered_usage(
     alerts: AlertParts, price: Price, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     async with running_ledger(alerts.db, clock, cast.epoch_id) as ledger:
-        left, after = (pending(cast.bob, price=price, admitted_at=clock.now()) for _ in range(2))
-        await ledger.open(left)
-        ledger.checkpoint({left.request_id: Usage(prompt_tokens=0, cached_tokens=0, completion_tokens=79)})
+        left_open, later = (pending(cast.bob, price=price, admitted_at=clock.now()) for _ in range(2))
+        await ledger.open(left_open)
+        ledger.checkpoint({left_open.request_id: Usage(prompt_tokens=0, cached_tokens=0, completion_tokens=79)})
         await poll_until(lambda: not ledger._queue._checkpoints)
     budgets = await start_again(alerts, tmp_path / "j")
     assert await months_and_percents(alerts) == []
     epoch_id = await begin_epoch(alerts.db, clock, "later")
     ledger = utc_ledger(alerts.db, clock, epoch_id, calendar=CALENDAR, on_settled=budgets.on_settled)
     await ledger.start()
-    await ledger.open(after)
-    await settle(ledger, posted(after.request_id, completion=1))
+    await ledger.open(later)
+    await settle(ledger, posted(later.request_id, completion=1))
     await ledger.stop()
     assert await months_and_percents(alerts) == [("2026-11", 80)]

@@ -1,5 +1,5 @@
-"""First requests of owners of limits since the start: one read loads all owners of all requests that arrive together, and a
-failed or abandoned read leaves no trace."""
+"""First requests of owners of limits since the start: one read loads the owners of all requests that arrive together, and a
+failed or abandoned read has no effect."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import structlog
-from sqlalchemy import text
 from sqlalchemy.dialects import sqlite
 
 from appliance.base.db import Database
@@ -34,13 +32,13 @@ from appliance.metering.limits.sums import PeriodSums
 from appliance.metering.limits.windows import Moment
 from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
-from tests.support.cast import Cast, Person
+from tests.support.cast import Cast
 from tests.support.clock import START, FakeClock
 from tests.support.empty_sums import EmptySums
 from tests.support.factories import adjustment, pending, posted, principal, voided
 from tests.support.ledgers import FailingDatabase, euro_prices, num_running, utc_admission, utc_ledger, utc_sums
 from tests.support.query_plans import query_plan
-from tests.support.spending import record_statements
+from tests.support.sql_statements import record_statements
 
 STATEMENTS_MAX = 5
 """Statements of one read: levels, daily sums, the last posting, events; on PostgreSQL first SET TRANSACTION READ ONLY."""
@@ -81,7 +79,7 @@ async def admission(clock: FakeClock, slow: SlowSums) -> AsyncIterator[Admission
     assert (loader._task, list(loader._queued), loader._loading, loader._corrections) == (None, [], {}, [])
 
 
-def asking(who: Principal, policy: ModelPolicy | None = None, tokens: int = 10) -> AdmissionRequest:
+def request_of(who: Principal, policy: ModelPolicy | None = None, tokens: int = 10) -> AdmissionRequest:
     return AdmissionRequest(principal=who, model="demo", prompt_tokens=tokens, max_output_tokens=0, price=None, policy=policy)
 
 
@@ -89,7 +87,7 @@ def everywhere(who: Principal) -> AdmissionRequest:
     """Return a request to which limits of every kind of owner apply."""
     both = {"limits": LIMITED, "model_limits": {"demo": LIMITED}}
     limited = Principal(tenant=dataclasses.replace(who.tenant, **both), key=dataclasses.replace(who.key, **both))  # type: ignore[arg-type]
-    return asking(limited, ModelPolicy(model="demo", limits=LIMITED, limit_mode="enforce", updated_at=START))
+    return request_of(limited, ModelPolicy(model="demo", limits=LIMITED, limit_mode="enforce", updated_at=START))
 
 
 def key_of(who: Principal, name: str) -> Principal:
@@ -99,7 +97,7 @@ def key_of(who: Principal, name: str) -> Principal:
 
 async def begin(admission: Admission, *requests: AdmissionRequest) -> list[asyncio.Task[Reservation]]:
     """Start these requests and let them run until they wait."""
-    tasks = [asyncio.create_task(admission.admit(asked)) for asked in requests]
+    tasks = [asyncio.create_task(admission.admit(request)) for request in requests]
     await turns()
     return tasks
 
@@ -120,22 +118,22 @@ async def test_all_owners_of_a_request_are_loaded_by_one_read(admission: Admissi
 
 async def test_requests_arriving_during_a_read_share_the_next_read(admission: Admission, slow: SlowSums) -> None:
     bob = principal()
-    tasks = await begin(admission, *(asking(key_of(bob, f"key {number}")) for number in range(20)))
+    tasks = await begin(admission, *(request_of(key_of(bob, f"key {number}")) for number in range(20)))
     slow.go_on.set()
     await asyncio.gather(*tasks)
     assert [len(read) for read in slow.reads] == [21]
 
     slow.go_on.clear()
-    first = await begin(admission, asking(principal()))
-    others = await begin(admission, *(asking(principal()) for _ in range(3)))
+    first = await begin(admission, request_of(principal()))
+    others = await begin(admission, *(request_of(principal()) for _ in range(3)))
     slow.go_on.set()
     await asyncio.gather(*first, *others)
     assert [len(read) for read in slow.reads] == [21, 2, 6]
 
 
 async def test_one_read_runs_at_a_time(admission: Admission, slow: SlowSums) -> None:
-    first = await begin(admission, asking(principal()))
-    others = [*await begin(admission, asking(principal())), *await begin(admission, asking(principal()))]
+    first = await begin(admission, request_of(principal()))
+    others = [*await begin(admission, request_of(principal())), *await begin(admission, request_of(principal()))]
     assert [len(read) for read in slow.reads] == [2]
     slow.go_on.set()
     await asyncio.gather(*first, *others)
@@ -144,16 +142,15 @@ async def test_one_read_runs_at_a_time(admission: Admission, slow: SlowSums) -> 
 
 async def test_a_correction_during_a_read_is_applied_only_to_that_read(admission: Admission, slow: SlowSums) -> None:
     bob, charlie = principal(), principal(Limits(tokens_per_day=100))
-    (first,) = await begin(admission, asking(bob))
-    made = adjustment(Person(tenant=charlie.tenant, key=charlie.key, secret=""), posting=1, cost_picos=0)
-    admission.correct(msgspec.structs.replace(made, completion_tokens=50))
+    (first,) = await begin(admission, request_of(bob))
+    admission.correct(adjustment(charlie, completion_tokens=50))
     slow.go_on.set()
     await first
-    assert (await admission.admit(asking(charlie, tokens=100))).reserved_tokens == 100
+    assert (await admission.admit(request_of(charlie, tokens=100))).reserved_tokens == 100
 
 
 async def test_a_read_is_bounded(admission: Admission, slow: SlowSums) -> None:
-    tasks = await begin(admission, *(asking(principal()) for _ in range(OWNERS_PER_READ)))
+    tasks = await begin(admission, *(request_of(principal()) for _ in range(OWNERS_PER_READ)))
     slow.go_on.set()
     await asyncio.gather(*tasks)
     assert [len(read) for read in slow.reads] == [OWNERS_PER_READ] * 2
@@ -162,10 +159,10 @@ async def test_a_read_is_bounded(admission: Admission, slow: SlowSums) -> None:
 async def test_a_request_with_loaded_owners_does_not_wait(admission: Admission, slow: SlowSums) -> None:
     bob, charlie = principal(), principal()
     slow.go_on.set()
-    await admission.admit(asking(bob))
+    await admission.admit(request_of(bob))
     slow.go_on.clear()
-    await begin(admission, asking(charlie))
-    assert (await begin(admission, asking(bob)))[0].done()
+    await begin(admission, request_of(charlie))
+    assert (await begin(admission, request_of(bob)))[0].done()
 
 
 async def test_a_failed_read_admits_nothing_and_the_next_request_retries_it(admission: Admission, slow: SlowSums) -> None:
@@ -174,16 +171,16 @@ async def test_a_failed_read_admits_nothing_and_the_next_request_retries_it(admi
     slow.go_on.set()
     for _ in range(2):
         with pytest.raises(OSError, match="disk"):
-            await admission.admit(asking(bob))
+            await admission.admit(request_of(bob))
     slow.broken.clear()
-    await admission.admit(asking(bob))
+    await admission.admit(request_of(bob))
 
 
 async def test_an_owner_that_cannot_be_read_does_not_affect_others(admission: Admission, slow: SlowSums) -> None:
     bob, charlie = principal(), principal()
-    first = await begin(admission, asking(principal()))
+    first = await begin(admission, request_of(principal()))
     slow.broken = {Owner("key", bob.key.id)}
-    tasks = await begin(admission, asking(bob), asking(charlie), asking(key_of(bob, "another key of his")))
+    tasks = await begin(admission, request_of(bob), request_of(charlie), request_of(key_of(bob, "another key")))
     slow.go_on.set()
     answers = await asyncio.gather(*first, *tasks, return_exceptions=True)
     assert [isinstance(answer, Reservation) for answer in answers] == [True, False, True, True]
@@ -194,7 +191,7 @@ async def test_a_request_cancelled_during_a_read_takes_nothing_and_does_not_affe
     admission: Admission, slow: SlowSums
 ) -> None:
     bob = principal(Limits(concurrent_requests=1))
-    gone, stays = await begin(admission, asking(bob), asking(bob))
+    gone, stays = await begin(admission, request_of(bob), request_of(bob))
     gone.cancel()
     await turns()
     assert gone.cancelled()
@@ -205,7 +202,7 @@ async def test_a_request_cancelled_during_a_read_takes_nothing_and_does_not_affe
 
 
 async def test_a_stop_waits_for_the_running_read(admission: Admission, slow: SlowSums) -> None:
-    (first,) = await begin(admission, asking(principal()))
+    (first,) = await begin(admission, request_of(principal()))
     stopping = asyncio.create_task(admission.stop())
     await turns()
     assert not stopping.done()
@@ -217,7 +214,7 @@ async def test_a_stop_waits_for_the_running_read(admission: Admission, slow: Slo
 async def test_ended_requests_are_kept_only_while_a_read_may_lack_them(admission: Admission, slow: SlowSums) -> None:
     bob = principal()
     slow.go_on.set()
-    running = [await admission.admit(asking(bob)) for _ in range(4)]
+    running = [await admission.admit(request_of(bob)) for _ in range(4)]
     slow.go_on.clear()
     ended = admission._loader._ended
     running[0].settle(10, request_id="recorded before")
@@ -225,7 +222,7 @@ async def test_ended_requests_are_kept_only_while_a_read_may_lack_them(admission
     assert list(ended) == []
 
     running[1].settle(10, request_id="recorded later")
-    await begin(admission, asking(principal()))
+    await begin(admission, request_of(principal()))
     for number in (2, 3):
         running[number].settle(10, request_id=f"recorded meanwhile {number}")
         running[number].mark_recorded()
@@ -242,14 +239,14 @@ async def test_an_unexpected_error_after_a_read_fails_all_its_waiters_and_the_ne
     admission: Admission, slow: SlowSums, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bob = principal()
-    (first,) = await begin(admission, asking(bob))
-    (later,) = await begin(admission, asking(principal()))
+    (first,) = await begin(admission, request_of(bob))
+    (later,) = await begin(admission, request_of(principal()))
     with monkeypatch.context() as broken:
         broken.setattr(Allowance, "enter", lambda *_given: 1 // 0)
         slow.go_on.set()
         await turns()
         assert [isinstance(task.exception(), ZeroDivisionError) for task in (first, later) if task.done()] == [True, True]
-    assert await admission.admit(asking(bob))
+    assert await admission.admit(request_of(bob))
 
 
 async def test_an_unexpected_error_with_one_owner_does_not_affect_its_batch(
@@ -262,14 +259,14 @@ async def test_an_unexpected_error_with_one_owner_does_not_affect_its_batch(
             raise ZeroDivisionError
         enter(allowance, at)
 
-    first = await begin(admission, asking(principal()))
-    tasks = await begin(admission, *(asking(who) for who in (bob, principal(), key_of(bob, "another key of his"))))
+    first = await begin(admission, request_of(principal()))
+    tasks = await begin(admission, *(request_of(who) for who in (bob, principal(), key_of(bob, "another key"))))
     with monkeypatch.context() as bug:
         bug.setattr(Allowance, "enter", broken)
         slow.go_on.set()
         answers = await asyncio.gather(*first, *tasks, return_exceptions=True)
     assert [type(answer) for answer in answers] == [Reservation, ZeroDivisionError, Reservation, Reservation]
-    assert await admission.admit(asking(bob))
+    assert await admission.admit(request_of(bob))
 
 
 async def test_requests_arriving_while_a_failed_batch_is_read_one_by_one_are_read_after_it(
@@ -278,13 +275,13 @@ async def test_requests_arriving_while_a_failed_batch_is_read_one_by_one_are_rea
     bob, read, alone = principal(), slow.read, asyncio.Event()
     enter, reading, others = Allowance.enter, set[Owner](), list[set[Owner]]()
 
-    async def counted(currencies: Mapping[Owner, str], *given: Any) -> dict[Owner, PeriodSums]:
+    async def counted(currencies: Mapping[Owner, str], *arguments: Any) -> dict[Owner, PeriodSums]:
         reading.update(currencies)
         others.append(reading - set(currencies))
         if list(currencies) == [Owner("tenant", bob.tenant.id)]:
             await alone.wait()
         reading.difference_update(currencies)
-        return await read(currencies, *given)
+        return await read(currencies, *arguments)
 
     def broken(allowance: Allowance, at: Moment) -> None:
         if allowance.owner == Owner("key", bob.key.id):
@@ -294,8 +291,8 @@ async def test_requests_arriving_while_a_failed_batch_is_read_one_by_one_are_rea
     monkeypatch.setattr(slow, "read", counted)
     monkeypatch.setattr(Allowance, "enter", broken)
     slow.go_on.set()
-    (refused,) = await begin(admission, asking(bob))
-    (later,) = await begin(admission, asking(principal()))
+    (refused,) = await begin(admission, request_of(bob))
+    (later,) = await begin(admission, request_of(principal()))
     came_between = later.done()
     alone.set()
     await turns()
@@ -310,10 +307,10 @@ async def test_a_cancelled_read_fails_its_waiters_and_the_next_read_works(
 ) -> None:
     bob, read, ends = principal(), slow.read, [asyncio.CancelledError(), OSError("the disk is away")]
 
-    async def cancelled(*given: Any) -> dict[Owner, PeriodSums]:
+    async def cancelled(*arguments: Any) -> dict[Owner, PeriodSums]:
         if ends:
             raise ends.pop()
-        return await read(*given)
+        return await read(*arguments)
 
     if together:
         ends.pop()
@@ -321,20 +318,20 @@ async def test_a_cancelled_read_fails_its_waiters_and_the_next_read_works(
     slow.go_on.set()
     with pytest.raises(InternalError, match="was cancelled"):
         async with asyncio.timeout(5.0):
-            await admission.admit(asking(bob))
+            await admission.admit(request_of(bob))
     assert admission._loader._task is None
-    assert await admission.admit(asking(bob))
+    assert await admission.admit(request_of(bob))
 
 
 async def test_after_a_cancelled_read_its_waiters_are_not_read(admission: Admission, slow: SlowSums) -> None:
     bob = principal()
-    tasks = [*await begin(admission, asking(bob)), *await begin(admission, asking(principal()))]
+    tasks = [*await begin(admission, request_of(bob)), *await begin(admission, request_of(principal()))]
     task = admission._loader._task
     assert task is not None
     task.cancel()
     await asyncio.wait(tasks)
     slow.go_on.set()
-    await admission.admit(asking(bob))
+    await admission.admit(request_of(bob))
     assert [len(read) for read in slow.reads] == [2, 2]
     assert [type(task.exception()) for task in tasks] == [InternalError, InternalError]
 
@@ -342,28 +339,30 @@ async def test_after_a_cancelled_read_its_waiters_are_not_read(admission: Admiss
 async def test_an_owner_read_alone_is_not_read_again_when_that_fails(admission: Admission, slow: SlowSums) -> None:
     bob = principal()
     slow.go_on.set()
-    await admission.admit(asking(bob))
-    slow.broken = {Owner("key", "another key of his")}
+    await admission.admit(request_of(bob))
+    slow.broken = {Owner("key", "another key")}
     with pytest.raises(OSError, match="disk"):
-        await admission.admit(asking(key_of(bob, "another key of his")))
+        await admission.admit(request_of(key_of(bob, "another key")))
     assert [len(read) for read in slow.reads] == [2, 1]
 
 
-@pytest.mark.parametrize(("error", "told"), [(ZeroDivisionError(), 1), (OSError("the disk is away"), 0)], ids=["bug", "disk"])
+@pytest.mark.parametrize(
+    ("error", "num_logs"), [(ZeroDivisionError(), 1), (OSError("the disk is away"), 0)], ids=["bug", "disk"]
+)
 async def test_an_unexpected_error_of_a_read_is_logged_with_its_owner_and_an_outage_is_not(
-    admission: Admission, slow: SlowSums, monkeypatch: pytest.MonkeyPatch, error: Exception, told: int
+    admission: Admission, slow: SlowSums, monkeypatch: pytest.MonkeyPatch, error: Exception, num_logs: int
 ) -> None:
     bob = principal()
     slow.go_on.set()
-    await admission.admit(asking(bob))
+    await admission.admit(request_of(bob))
 
     async def failing(*_given: Any) -> dict[Owner, PeriodSums]:
         raise error
 
     monkeypatch.setattr(slow, "read", failing)
     with structlog.testing.capture_logs() as logs, pytest.raises(type(error)):
-        await admission.admit(asking(key_of(bob, "another key of his")))
-    assert [(line["event"], line["owner_id"]) for line in logs] == [("allowance_load_failed", "another key of his")] * told
+        await admission.admit(request_of(key_of(bob, "another key")))
+    assert [(line["event"], line["owner_id"]) for line in logs] == [("allowance_load_failed", "another key")] * num_logs
 
 
 async def test_a_running_request_counts_once_when_the_first_load_of_its_owner_failed(
@@ -372,13 +371,13 @@ async def test_a_running_request_counts_once_when_the_first_load_of_its_owner_fa
     bob, model = principal(), Owner("model", ALL_TENANTS, "demo")
     policy = ModelPolicy(model="demo", limits=Limits(concurrent_requests=4), limit_mode="enforce", updated_at=START)
     slow.go_on.set()
-    running = await admission.admit(asking(bob))
+    running = await admission.admit(request_of(bob))
     with monkeypatch.context() as bug:
         bug.setattr(AllowanceLoader, "_count_ended", lambda *_given: 1 // 0)
         with pytest.raises(ZeroDivisionError):
-            await admission.admit(asking(bob, policy))
+            await admission.admit(request_of(bob, policy))
     assert [hold.allowance.owner.scope for hold in running.holds] == ["tenant", "key"]
-    await admission.admit(asking(bob, policy))
+    await admission.admit(request_of(bob, policy))
     assert [hold.allowance.owner.scope for hold in running.holds] == ["tenant", "key", "model"]
     assert admission._allowances[model].running == 2
 
@@ -393,7 +392,7 @@ async def test_an_unexpected_error_is_logged_even_if_nobody_waits_any_more(
     is_logged: bool,
 ) -> None:
     bob = principal()
-    (gone,) = await begin(admission, asking(bob))
+    (gone,) = await begin(admission, request_of(bob))
     gone.cancel()
     await turns()
     if fault == "a bug":
@@ -408,12 +407,12 @@ async def test_an_unexpected_error_is_logged_even_if_nobody_waits_any_more(
 async def test_a_failed_read_without_waiters_raises_nothing(admission: Admission, slow: SlowSums) -> None:
     bob = principal()
     slow.broken = {Owner("tenant", bob.tenant.id)}
-    (gone,) = await begin(admission, asking(bob))
+    (gone,) = await begin(admission, request_of(bob))
     gone.cancel()
     slow.go_on.set()
     await turns()
     slow.broken.clear()
-    await admission.admit(asking(bob))
+    await admission.admit(request_of(bob))
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -423,22 +422,22 @@ async def test_running_requests_count_towards_new_limits_whether_they_began_befo
     bob, model = principal(), Owner("model", ALL_TENANTS, "demo")
     policy = ModelPolicy(model="demo", limits=Limits(concurrent_requests=4), limit_mode="enforce", updated_at=START)
     slow.go_on.set()
-    before = await admission.admit(asking(bob))
+    begun_before = await admission.admit(request_of(bob))
     slow.go_on.clear()
     slow.broken = {model} if fails else set()
-    (limited,) = await begin(admission, asking(bob, policy))
-    meanwhile = await admission.admit(asking(bob))
+    (limited,) = await begin(admission, request_of(bob, policy))
+    begun_during = await admission.admit(request_of(bob))
     slow.go_on.set()
     if fails:
         with pytest.raises(OSError, match="disk"):
             await limited
-        assert {hold.allowance.owner.scope for each in (before, meanwhile) for hold in each.holds} == {"tenant", "key"}
+        assert {hold.allowance.owner.scope for each in (begun_before, begun_during) for hold in each.holds} == {"tenant", "key"}
         slow.broken.clear()
-        await admission.admit(asking(bob, policy))
+        await admission.admit(request_of(bob, policy))
     else:
         await limited
     assert admission._allowances[model].running == 3
-    for reservation in (before, meanwhile):
+    for reservation in (begun_before, begun_during):
         assert len(reservation.holds) == 3
         reservation.settle(10)
     assert admission._allowances[model].running == 1
@@ -468,13 +467,13 @@ async def ledger(database: Database, clock: FakeClock, cast: Cast) -> AsyncItera
 async def test_a_first_request_needs_a_fixed_number_of_statements(database: Database, clock: FakeClock, cast: Cast) -> None:
     counts = []
     for requests in (
-        [asking(cast.bob.principal)],
+        [request_of(cast.bob.principal)],
         [everywhere(cast.bob.principal)],
-        [everywhere(person.principal) for person in (cast.bob, cast.charlie)] + [asking(principal()) for _ in range(20)],
+        [everywhere(person.principal) for person in (cast.bob, cast.charlie)] + [request_of(principal()) for _ in range(20)],
     ):
         admission = utc_admission(clock, utc_sums(database))
         with record_statements() as statements:
-            await asyncio.gather(*(admission.admit(asked) for asked in requests))
+            await asyncio.gather(*(admission.admit(request) for request in requests))
         counts.append(len(statements))
     assert counts == [counts[0]] * 3
     assert counts[0] <= STATEMENTS_MAX
@@ -505,7 +504,7 @@ async def test_a_request_running_when_levels_were_saved_is_charged_only_beyond_i
 ) -> None:
     bob = dataclasses.replace(cast.bob.principal, tenant=dataclasses.replace(cast.bob.tenant, limits=LIMITED))
     before = utc_admission(clock, utc_sums(database))
-    reservation = await before.admit(asking(bob, tokens=100))
+    reservation = await before.admit(request_of(bob, tokens=100))
     entry = pending(cast.bob, admitted_at=clock.now(), reserved_tokens=100)
     await ledger.open(entry)
     clock.advance(0.001)
@@ -515,7 +514,7 @@ async def test_a_request_running_when_levels_were_saved_is_charged_only_beyond_i
     await ledger.settle(posted(entry.request_id, prompt=100, completion=600))
 
     after = utc_admission(clock, utc_sums(database))
-    await after.dry_run(asking(bob))
+    await after.dry_run(request_of(bob))
     assert after.snapshot(bob) == before.snapshot(bob)
 
 
@@ -554,7 +553,7 @@ async def test_a_request_that_ends_during_the_read_of_its_model_counts_once(
     policy = ModelPolicy(model="demo", limits=Limits(tokens_per_day=1000), limit_mode="enforce", updated_at=START)
     entry = pending(cast.bob, admitted_at=clock.now())
     await ledger.open(entry)
-    running = await admission.admit(asking(cast.bob.principal))
+    running = await admission.admit(request_of(cast.bob.principal))
     settled, read = posted(entry.request_id, prompt=600, completion=0), sums.read
 
     async def end() -> None:
@@ -562,15 +561,15 @@ async def test_a_request_that_ends_during_the_read_of_its_model_counts_once(
         if recorded != "afterwards":
             await ledger.settle(settled)
 
-    async def read_slowly(*asked: Any) -> Mapping[Owner, PeriodSums]:
+    async def read_slowly(*arguments: Any) -> Mapping[Owner, PeriodSums]:
         if recorded == "meanwhile":
             await end()
-        return await read(*asked)
+        return await read(*arguments)
 
     sums.read = read_slowly  # type: ignore[method-assign, assignment]
     if recorded != "meanwhile":
         await end()
-    await admission.admit(asking(cast.bob.principal, policy))
+    await admission.admit(request_of(cast.bob.principal, policy))
     assert admission._allowances[Owner("model", ALL_TENANTS, "demo")]._windows.day.used == 600
     running.mark_recorded()
     assert not admission._loader._ended
@@ -586,13 +585,13 @@ async def test_a_settlement_only_in_the_journal_counts_while_the_tables_cannot_b
     await ledger.start()
     policy = ModelPolicy(model="demo", limits=Limits(tokens_per_day=1000), limit_mode="enforce", updated_at=START)
     entry = pending(cast.bob, admitted_at=clock.now())
-    running = await admission.admit(asking(cast.bob.principal))
+    running = await admission.admit(request_of(cast.bob.principal))
     await ledger.open(entry)
     await ledger.catch_up()
     held.gate = asyncio.Event()
     running.settle(600, request_id=entry.request_id)
     await ledger.settle(posted(entry.request_id, prompt=600, completion=0), running.mark_recorded)
-    await admission.admit(asking(cast.bob.principal, policy))
+    await admission.admit(request_of(cast.bob.principal, policy))
     held.gate.set()
     await ledger.stop()
     await journal.close()
@@ -618,10 +617,11 @@ SPANS = {
 @pytest.mark.parametrize("owners", [*([owner] for owner in SPANS), list(SPANS)[:3]], ids=lambda owners: owners[0].scope)
 async def test_events_are_found_by_an_index_on_admission(database: Database, owners: list[Owner]) -> None:
     query = events_query({owner: SPANS[owner] for owner in owners})
-    asked = str(query.compile(dialect=sqlite.dialect(), compile_kwargs={"literal_binds": True}))
-    async with database.reading() as connection:
-        plan = (await connection.execute(text("EXPLAIN QUERY PLAN " + asked.replace(":", r"\:")))).all()
-    read = [row[3].removeprefix("SEARCH usage_events USING INDEX ix_usage_events_") for row in plan if "usage_events" in row[3]]
-    whose = {"tenant": ("tenant_id_", "tenant_id=? AND "), "key": ("key_id_", "key_id=? AND "), "model": ("", "")}
-    assert read == ["{}admitted_at ({}admitted_at>?)".format(*whose[owner.scope]) for owner in owners]
-    assert f"LIMIT {RECENT_EVENTS_MAX}" in " ".join(asked.split())
+    plan = await query_plan(database, query)
+    columns = {"tenant": ("tenant_id_", "tenant_id=? AND "), "key": ("key_id_", "key_id=? AND "), "model": ("", "")}
+    assert plan == [
+        "SEARCH usage_events USING INDEX ix_usage_events_{}admitted_at ({}admitted_at>?)".format(*columns[owner.scope])
+        for owner in owners
+    ]
+    compiled = str(query.compile(dialect=sqlite.dialect(), compile_kwargs={"literal_binds": True}))
+    assert f"LIMIT {RECENT_EVENTS_MAX}" in " ".join(compiled.split())

@@ -1,4 +1,4 @@
-"""Batch work from the request to the invoice: served last, priced at the batch share, and kept apart from other work."""
+"""Batch work from request to invoice: scheduled last, priced at the batch percentage, and invoiced on lines of its own."""
 
 from __future__ import annotations
 
@@ -52,28 +52,28 @@ async def serving(database: Database, clock: FakeClock, cast: Cast, tmp_path: Pa
         yield opened
 
 
-async def add(database: Database, clock: FakeClock, model: str = MODEL, **options: Any) -> Price:
-    """A price of 1,000 micro-units for a million prompt tokens and twice that for output, of which batch work pays half."""
+async def add_price_of(database: Database, clock: FakeClock, model: str = MODEL, **options: Any) -> Price:
+    """Add a price of 1,000 micro-units per million prompt tokens and twice that for output; batch work costs half."""
     terms = {"prompt": 1000, "cached_prompt": 100, "completion": 2000, "batch_percent": 50, **options}
     return await euro_prices(database, clock).add(model=model, currency="EUR", **terms)
 
 
 @pytest.mark.parametrize(("tier", "batch"), [("auto", False), ("default", False), ("flex", True)])
-def test_of_the_service_tiers_flex_is_batch_work(tier: str, batch: bool) -> None:
+def test_only_the_service_tier_flex_is_batch_work(tier: str, batch: bool) -> None:
     assert is_batch_work(tier) is batch
 
 
 @pytest.mark.parametrize("tier", ["priority", "scale", "Flex", "", None, 1])
-def test_a_service_tier_that_there_is_not_is_refused_with_those_that_there_are(tier: object) -> None:
+def test_an_unknown_service_tier_is_refused_and_the_known_ones_are_named(tier: object) -> None:
     with pytest.raises(InvalidValue, match="service_tier must be one of auto, default, flex") as refused:
         is_batch_work(tier)
     assert refused.value.param == "service_tier"
 
 
-async def test_batch_work_runs_in_the_batch_class_whatever_the_tier_and_pays_the_batch_share(
+async def test_batch_work_runs_in_the_batch_class_of_any_tier_at_the_batch_price(
     serving: Serving, database: Database, clock: FakeClock, cast: Cast
 ) -> None:
-    await add(database, clock)
+    await add_price_of(database, clock)
     generations = [await serving.start(cast.bob, TEXT, batch=batch) for batch in (False, True)]
     for generation in generations:
         assert await text_of(generation) == TEXT
@@ -90,33 +90,33 @@ async def test_batch_work_runs_in_the_batch_class_whatever_the_tier_and_pays_the
         assert (await PastRequests(database).get(generation.request_id, access=WHOLE_APPLIANCE)).batch is batch
 
 
-async def test_tier_and_batch_are_discounts_of_one_another(
+async def test_discounts_of_tier_and_batch_work_multiply(
     serving: Serving, database: Database, clock: FakeClock, cast: Cast
 ) -> None:
-    await add(database, clock, tier_percents={"standard": 80})
+    await add_price_of(database, clock, tier_percents={"standard": 80})
     generation = await serving.start(cast.bob, TEXT, batch=True)
     await generation.outcome
     assert (await serving.event(generation)).price_basis_points == 4000
 
 
-async def test_a_budget_that_is_too_small_for_a_request_has_room_for_it_as_batch_work(
+async def test_a_budget_too_small_for_a_request_admits_it_as_batch_work(
     serving: Serving, database: Database, clock: FakeClock
 ) -> None:
-    price = await add(database, clock, prompt=1_000_000, completion=1_000_000)
+    price = await add_price_of(database, clock, prompt=1_000_000, completion=1_000_000)
     who = factories.principal(Limits(monthly_budget=120))
-    asked = AdmissionRequest(principal=who, model=MODEL, prompt_tokens=100, max_output_tokens=100, price=price)
+    request = AdmissionRequest(principal=who, model=MODEL, prompt_tokens=100, max_output_tokens=100, price=price)
 
     with pytest.raises(BudgetExceeded):
-        await serving.admission.admit(asked)
-    reservation = await serving.admission.admit(msgspec.structs.replace(asked, batch=True))
+        await serving.admission.admit(request)
+    reservation = await serving.admission.admit(msgspec.structs.replace(request, batch=True))
     assert reservation.basis_points == 5000
     reservation.void()
 
 
-async def test_a_crash_and_a_correction_keep_what_was_batch_work_and_its_share(
+async def test_recovery_and_correction_keep_the_batch_mark_and_its_price(
     database: Database, database_url: str, clock: FakeClock, cast: Cast
 ) -> None:
-    price = await add(database, clock, "demo")
+    price = await add_price_of(database, clock, "demo")
     entry = factories.pending(cast.bob, price=price, price_basis_points=5000, batch=True)
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
         await ledger.open(entry)
@@ -128,10 +128,10 @@ async def test_a_crash_and_a_correction_keep_what_was_batch_work_and_its_share(
 
     assert (event.status, event.batch, event.cost_picos) == ("recovered", True, 6 * 500 + 4 * 50 + 5 * 1000)
     assert (made.batch, made.price_basis_points, made.cost_picos) == (True, 5000, -2 * 1000)
-    assert await broken(database_url) == set()
+    assert await broken_invariants(database_url) == set()
 
 
-async def broken(url: str) -> set[str]:
+async def broken_invariants(url: str) -> set[str]:
     return {
         finding.name for finding in await check_ledger(url, running=False, time_zone="UTC") if finding.state == "broken"
     } - {"kept"}
@@ -140,7 +140,7 @@ async def broken(url: str) -> set[str]:
 @pytest.fixture
 async def event(database: Database, clock: FakeClock, cast: Cast) -> UsageEvent:
     """A posted event of Bob's batch work, at the batch share of its price."""
-    price = await add(database, clock, "demo")
+    price = await add_price_of(database, clock, "demo")
     entry = factories.pending(cast.bob, price=price, price_basis_points=5000, batch=True)
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
         await ledger.open(entry)
@@ -148,30 +148,30 @@ async def event(database: Database, clock: FakeClock, cast: Cast) -> UsageEvent:
 
 
 @pytest.mark.parametrize("also_the_request", [False, True])
-async def test_the_check_finds_work_that_pays_the_share_of_the_other_kind(
+async def test_the_ledger_check_finds_other_work_at_the_batch_price(
     also_the_request: bool, database: Database, database_url: str, event: UsageEvent
 ) -> None:
-    assert await broken(database_url) == set()
+    assert await broken_invariants(database_url) == set()
     async with database.writing() as connection:
         await disable_triggers(connection)
         await connection.execute(update(tables.usage_events).values(batch=False))
         if also_the_request:
             await connection.execute(update(tables.requests).values(batch=False))
-    assert await broken(database_url) == ({"price"} if also_the_request else {"price", "requests"})
+    assert await broken_invariants(database_url) == ({"price"} if also_the_request else {"price", "requests"})
 
 
-async def test_the_check_finds_batch_work_that_pays_all_of_its_price(
+async def test_the_ledger_check_finds_batch_work_at_the_full_price(
     database: Database, database_url: str, event: UsageEvent
 ) -> None:
     whole = {"price_basis_points": 10_000, "cost_picos": 2 * event.cost_picos}
     async with database.writing() as connection:
         await disable_triggers(connection)
         await connection.execute(update(tables.usage_events).values(**whole))
-    assert "price" in await broken(database_url)
+    assert "price" in await broken_invariants(database_url)
 
 
 class Books:
-    """Bob's work of October, some of it batch work at half the price and some, of another price, at all of it."""
+    """Bob's usage of October: ordinary work, batch work at half price, and batch work at a price without a batch discount."""
 
     def __init__(self, database: Database, clock: FakeClock, cast: Cast) -> None:
         self._database, self._epoch_id = database, cast.epoch_id
@@ -186,13 +186,13 @@ class Books:
 async def books(database: Database, clock: FakeClock, cast: Cast) -> Books:
     made = Books(database, clock, cast)
     price, same = await add_price(database), dataclasses.replace(await add_price(database), batch_percent=100)
-    await made.post(Tokens(prompt=100, cached=40, completion=7), of=price)
-    await made.post(Tokens(prompt=10, completion=1), of=price, basis_points=5000, batch=True)
-    await made.post(Tokens(prompt=3, completion=0), of=same, batch=True)
+    await made.post(Tokens(prompt=100, cached=40, completion=7), price=price)
+    await made.post(Tokens(prompt=10, completion=1), price=price, basis_points=5000, batch=True)
+    await made.post(Tokens(prompt=3, completion=0), price=same, batch=True)
     return made
 
 
-async def test_batch_work_has_lines_of_its_own_behind_those_of_its_model_even_at_the_same_price(books: Books) -> None:
+async def test_batch_work_has_invoice_lines_of_its_own_even_at_the_same_price(books: Books) -> None:
     draft = await books.invoices.draft(books.bob.tenant.id, "2026-10", access=WHOLE_APPLIANCE)
     closed = await books.invoices.close(draft.head.id, access=WHOLE_APPLIANCE)
 
@@ -208,23 +208,23 @@ async def test_batch_work_has_lines_of_its_own_behind_those_of_its_model_even_at
     assert (await books.invoices.get(draft.head.id, access=WHOLE_APPLIANCE)).lines == draft.lines
 
 
-async def test_a_correction_of_batch_work_is_an_adjustment_like_any_other(books: Books) -> None:
+async def test_a_correction_of_batch_work_is_invoiced_as_an_ordinary_adjustment(books: Books) -> None:
     before = await books.invoices.draft(books.bob.tenant.id, "2026-10", access=WHOLE_APPLIANCE)
     price = await add_price(books._database)
-    await books.post(Tokens(prompt=-1, completion=0), of=price, basis_points=5000, batch=True, is_correction=True)
+    await books.post(Tokens(prompt=-1, completion=0), price=price, basis_points=5000, batch=True, is_correction=True)
     after = await books.invoices.get(before.head.id, access=WHOLE_APPLIANCE)
 
     assert list(after.lines[:-1]) == list(before.lines)
     assert (after.lines[-1].kind, after.lines[-1].batch, after.lines[-1].exact_picos) == ("adjustment", False, -500_000)
 
 
-async def test_the_files_of_an_invoice_say_which_lines_are_batch_work_and_how_aborted_work_is_counted(books: Books) -> None:
+async def test_invoice_files_mark_batch_work_and_state_how_aborted_work_is_billed(books: Books) -> None:
     draft = await books.invoices.draft(books.bob.tenant.id, "2026-10", access=WHOLE_APPLIANCE)
     rows = list(csv.DictReader(io.StringIO(render_csv(draft).decode())))
     shape = invoice_shape(draft)
 
     assert [row["batch"] for row in rows] == ["no"] * 3 + ["yes"] * 3
-    assert len(rows) == len(draft.lines), "a row is a line: nothing else stands in the file"
+    assert len(rows) == len(draft.lines), "one row per line and no others"
     assert [line.batch for line in shape.lines] == [line.batch for line in draft.lines]
     assert shape.abort_policy == ABORT_POLICY
     (page,) = [page.extract_text() for page in PdfReader(io.BytesIO(render_pdf(draft))).pages]
@@ -232,7 +232,7 @@ async def test_the_files_of_an_invoice_say_which_lines_are_batch_work_and_how_ab
     assert line_name(draft.lines[-1]) in page
 
 
-def test_the_name_of_a_line_says_that_it_is_batch_work() -> None:
+def test_the_name_of_an_invoice_line_marks_batch_work() -> None:
     usual = InvoiceLine(
         model="demo", kind="completion", month="2026-10", unit_price=1, tokens=1, requests=1, exact_picos=1, rounded_micros=0
     )

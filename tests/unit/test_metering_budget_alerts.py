@@ -1,4 +1,4 @@
-"""Budget alerts: in the settling transaction, once per threshold, month and budget, and again for a raised budget."""
+"""Budget alerts: enqueued with the settlement, once per threshold, period and budget, and again for a changed budget."""
 
 from __future__ import annotations
 
@@ -20,34 +20,36 @@ from appliance.metering.limits.owners import ALL_TENANTS, Owner
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import Limits, TenantChanges
 from appliance.tenancy.tenants import Tenants
-from tests.support.alerts import TARGET, AlertParts, alert_parts, settled_event
+from tests.support.alerts import TARGET, AlertParts, alert_parts
 from tests.support.cast import Cast, Person
 from tests.support.clock import START, FakeClock
+from tests.support.factories import adjustment, settled_event
 from tests.support.ledgers import FailingDatabase, poll_until
-from tests.support.spending import UNIT, Spender, alert_period_and_percent, record_statements, running_spender, set_budget
+from tests.support.spending import UNIT, Spender, alert_period_and_percent, running_spender, set_budget
+from tests.support.sql_statements import record_statements
 
 
 @pytest.fixture
 async def spender(database: Database, clock: FakeClock, cast: Cast) -> AsyncIterator[Spender]:
-    """A running ledger, and one webhook of the appliance that hears everything."""
-    async with running_spender(await listening(database, clock), cast.epoch_id) as spender:
+    """A running ledger, and one webhook of the appliance that receives every alert."""
+    async with running_spender(await alerts_with_webhook(database, clock), cast.epoch_id) as spender:
         yield spender
 
 
-async def listening(database: Database, clock: FakeClock) -> AlertParts:
-    """Return alerts that one webhook of the appliance hears all of."""
+async def alerts_with_webhook(database: Database, clock: FakeClock) -> AlertParts:
+    """Return alerts with one webhook of the appliance that receives all of them."""
     alerts = alert_parts(database, clock)
     await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE)
     return alerts
 
 
-async def test_each_threshold_is_told_once_when_it_is_reached(
+async def test_each_threshold_alerts_once_when_it_is_reached(
     database: Database, clock: FakeClock, cast: Cast, spender: Spender
 ) -> None:
     await set_budget(database, clock, cast.bob, 100)
-    for units, told in ((79, 0), (1, 1), (10, 1), (9, 1), (1, 2), (50, 2)):
+    for units, num_alerts in ((79, 0), (1, 1), (10, 1), (9, 1), (1, 2), (50, 2)):
         await spender.spend(cast.bob, units)
-        assert len(await spender.alerts_sent()) == told
+        assert len(await spender.alerts_sent()) == num_alerts
     messages = await spender.alerts.messages()
     assert [alert_period_and_percent(message) for message in messages] == [("2026-11", 80), ("2026-11", 100)]
     assert messages[0].event == "budget.threshold"
@@ -63,7 +65,7 @@ async def test_each_threshold_is_told_once_when_it_is_reached(
     }
 
 
-async def test_two_thresholds_that_are_reached_at_once_are_both_told(
+async def test_two_thresholds_reached_by_one_request_both_alert(
     database: Database, clock: FakeClock, cast: Cast, spender: Spender
 ) -> None:
     await set_budget(database, clock, cast.bob, 10)
@@ -71,7 +73,7 @@ async def test_two_thresholds_that_are_reached_at_once_are_both_told(
     assert sorted(await spender.alerts_sent()) == [("2026-11", 80), ("2026-11", 100)]
 
 
-async def test_the_percentages_of_the_tenant_count_and_an_empty_list_is_none(
+async def test_the_percentages_are_those_of_the_tenant_and_an_empty_list_disables_alerts(
     database: Database, clock: FakeClock, cast: Cast, spender: Spender
 ) -> None:
     await set_budget(database, clock, cast.bob, 3, alert_percents=[33, 34])
@@ -83,7 +85,7 @@ async def test_the_percentages_of_the_tenant_count_and_an_empty_list_is_none(
     assert sorted(await spender.alerts_sent()) == [("2026-11", 33), ("2026-11", 34)]
 
 
-async def test_a_tenant_without_a_budget_or_with_one_of_nothing_has_no_alerts(
+async def test_a_tenant_with_no_budget_or_a_budget_of_zero_has_no_alerts(
     database: Database, clock: FakeClock, cast: Cast, spender: Spender
 ) -> None:
     await set_budget(database, clock, cast.charlie, 0)
@@ -93,7 +95,7 @@ async def test_a_tenant_without_a_budget_or_with_one_of_nothing_has_no_alerts(
     assert await spender.alerts_sent() == []
 
 
-async def test_another_budget_is_told_of_anew_and_the_old_one_not_again(
+async def test_a_changed_budget_alerts_again_and_the_old_one_does_not_repeat(
     database: Database, clock: FakeClock, cast: Cast, spender: Spender
 ) -> None:
     await set_budget(database, clock, cast.bob, 100)
@@ -111,15 +113,13 @@ async def test_another_budget_is_told_of_anew_and_the_old_one_not_again(
 async def test_each_month_of_the_billing_zone_has_its_own_alerts(database: Database, clock: FakeClock, cast: Cast) -> None:
     await set_budget(database, clock, cast.bob, 10)
     calendar = BillingCalendar("Pacific/Auckland")
-    async with running_spender(await listening(database, clock), cast.epoch_id, calendar=calendar) as spender:
+    async with running_spender(await alerts_with_webhook(database, clock), cast.epoch_id, calendar=calendar) as spender:
         await spender.spend(cast.bob, 8, at=datetime(2026, 11, 30, 10, 59, tzinfo=UTC))
         await spender.spend(cast.bob, 8, at=datetime(2026, 11, 30, 11, 0, tzinfo=UTC))  # midnight there
     assert await spender.alerts_sent() == [("2026-11", 80), ("2026-12", 80)]
 
 
-async def test_the_tokens_of_the_day_are_watched_too(
-    database: Database, clock: FakeClock, cast: Cast, spender: Spender
-) -> None:
+async def test_tokens_per_day_have_alerts_too(database: Database, clock: FakeClock, cast: Cast, spender: Spender) -> None:
     await Tenants(database, clock).update(
         cast.bob.tenant.id, TenantChanges(limits=Limits(tokens_per_day=100)), access=WHOLE_APPLIANCE
     )
@@ -133,7 +133,7 @@ async def test_the_tokens_of_the_day_are_watched_too(
     assert (message.payload["data"]["tokens"], message.payload["data"]["tokens_per_day"]) == (80, 100)
 
 
-async def test_tokens_of_a_later_day_do_not_count_for_an_earlier_one_that_settles_late(
+async def test_tokens_of_a_later_day_do_not_count_for_an_earlier_day_that_settles_late(
     database: Database, clock: FakeClock, cast: Cast, spender: Spender
 ) -> None:
     await Tenants(database, clock).update(
@@ -148,7 +148,7 @@ async def test_tokens_of_a_later_day_do_not_count_for_an_earlier_one_that_settle
     assert await spender.alerts_sent() == [("2026-11-21", 80)]
 
 
-async def test_money_in_another_currency_does_not_count(
+async def test_costs_in_another_currency_do_not_count(
     database: Database, clock: FakeClock, cast: Cast, spender: Spender
 ) -> None:
     await set_budget(database, clock, cast.bob, 10, currency="CHF")
@@ -157,7 +157,7 @@ async def test_money_in_another_currency_does_not_count(
     assert await spender.alerts_sent() == []
 
 
-async def test_a_sweep_tells_of_a_budget_that_was_lowered_and_nobody_settles(
+async def test_a_sweep_alerts_for_a_lowered_budget_without_a_settlement(
     database: Database, clock: FakeClock, cast: Cast, spender: Spender
 ) -> None:
     await set_budget(database, clock, cast.bob, 1000)
@@ -173,25 +173,25 @@ async def test_a_sweep_tells_of_a_budget_that_was_lowered_and_nobody_settles(
     assert await spender.alerts_sent() == [("2026-11", 80)]
 
 
-async def test_a_sweep_looks_once_an_hour_while_nothing_changes(
+async def test_a_sweep_reads_sums_once_an_hour_while_nothing_changes(
     database: Database, clock: FakeClock, cast: Cast, spender: Spender
 ) -> None:
     await set_budget(database, clock, cast.bob, 1000)
 
-    async def checks() -> bool:
+    async def reads_sums() -> bool:
         with record_statements() as statements:
             await spender.budgets.sweep()
         return any("FROM usage_rollups" in statement for statement in statements)
 
-    told = []
+    reads = []
     for wait_s in (1000, 0, SWEEP_INTERVAL_S - 1, 1, 0):
         clock.advance(wait_s)
-        told.append(await checks())
+        reads.append(await reads_sums())
     await set_budget(database, clock, cast.bob, 2000)
-    assert [*told, await checks(), await checks()] == [True, False, False, True, False, True, False]
+    assert [*reads, await reads_sums(), await reads_sums()] == [True, False, False, True, False, True, False]
 
 
-async def test_a_sweep_and_a_settlement_that_tell_the_same_do_not_wait_for_each_other(
+async def test_a_sweep_and_a_settlement_with_the_same_alerts_do_not_deadlock(
     database: Database, database_url: str, clock: FakeClock, cast: Cast, spender: Spender
 ) -> None:
     for person in (cast.bob, cast.charlie):
@@ -200,22 +200,22 @@ async def test_a_sweep_and_a_settlement_that_tell_the_same_do_not_wait_for_each_
     async with database.reading() as connection:
         first, last = await connection.run_sync(spender.budgets._due_alerts, clock.now().date())
     async with database.writing() as connection:
-        await counters.lock(connection, counters.POSTING)  # as whoever settles
+        await counters.lock(connection, counters.POSTING)  # as a settlement does
         await connection.run_sync(spender.budgets._enqueue, [last])
         sweeping = asyncio.create_task(spender.budgets.sweep())
-        await poll_until(lambda: database.kind == "sqlite" or _somebody_waits(database_url))
+        await poll_until(lambda: database.kind == "sqlite" or _transaction_is_blocked(database_url))
         await connection.run_sync(spender.budgets._enqueue, [first])
     await sweeping
     assert await spender.alerts_sent() == [("2026-11", 80)] * 2
 
 
-def _somebody_waits(url: str) -> bool:
+def _transaction_is_blocked(url: str) -> bool:
     """Return whether a transaction waits for another one."""
     with psycopg.connect(url) as connection:
         return connection.execute("SELECT 1 FROM pg_locks WHERE NOT granted").fetchone() is not None
 
 
-async def test_a_webhook_that_is_new_hears_how_it_stands(
+async def test_a_new_webhook_receives_the_alerts_already_due(
     database: Database, clock: FakeClock, cast: Cast, spender: Spender
 ) -> None:
     await set_budget(database, clock, cast.bob, 10)
@@ -225,17 +225,17 @@ async def test_a_webhook_that_is_new_hears_how_it_stands(
         kind="email", target="ops@example.com", tenant_id=cast.bob.tenant.id, access=WHOLE_APPLIANCE
     )
     await spender.budgets.sweep()
-    told = [message.webhook_id for message in await spender.alerts.messages()]
-    assert told.count(late.id) == 1
-    assert len(told) == 2
+    recipients = [message.webhook_id for message in await spender.alerts.messages()]
+    assert recipients.count(late.id) == 1
+    assert len(recipients) == 2
 
 
-async def test_an_alert_is_rolled_back_with_its_settlement_and_told_with_the_second_try(
+async def test_an_alert_is_rolled_back_with_its_settlement_and_sent_with_the_retry(
     database: Database, clock: FakeClock, cast: Cast
 ) -> None:
     failing = FailingDatabase.around(database)
     await set_budget(database, clock, cast.bob, 10)
-    async with running_spender(await listening(database, clock), cast.epoch_id, database=failing) as spender:
+    async with running_spender(await alerts_with_webhook(database, clock), cast.epoch_id, database=failing) as spender:
         await spender.spend(cast.bob, 1)
         request_id = await spender.admit(cast.bob)
         failing.fail_before_commit = 1
@@ -244,7 +244,7 @@ async def test_an_alert_is_rolled_back_with_its_settlement_and_told_with_the_sec
     assert await spender.alerts_sent() == [("2026-11", 80)]
 
 
-async def test_most_settlements_cost_no_query_of_their_own(
+async def test_most_settlements_need_no_query_for_alerts(
     database: Database, clock: FakeClock, cast: Cast, spender: Spender
 ) -> None:
     await set_budget(database, clock, cast.bob, 1_000_000)
@@ -259,10 +259,10 @@ async def test_most_settlements_cost_no_query_of_their_own(
         assert not own
         await set_budget(database, clock, cast.bob, 2_000_000)
         await spender.spend(cast.bob, 1)
-    assert [statement for statement in statements if "FROM tenants" in statement], "such queries are seen"
+    assert [statement for statement in statements if "FROM tenants" in statement], "the recorder sees such queries"
 
 
-async def test_a_correction_that_takes_away_never_hides_a_later_crossing(
+async def test_a_negative_correction_does_not_hide_a_later_crossing(
     database: Database, clock: FakeClock, cast: Cast, spender: Spender
 ) -> None:
     await set_budget(database, clock, cast.bob, 100)
@@ -274,16 +274,14 @@ async def test_a_correction_that_takes_away_never_hides_a_later_crossing(
     assert await spender.alerts_sent() == [("2026-11", 80)]
 
 
-async def test_a_correction_that_gives_back_tells_of_nothing(
-    database: Database, clock: FakeClock, cast: Cast, spender: Spender
-) -> None:
+async def test_a_negative_correction_alerts_nobody(database: Database, clock: FakeClock, cast: Cast, spender: Spender) -> None:
     await spender.spend(cast.bob, 50)
     await set_budget(database, clock, cast.bob, 40)
     await settle_directly(spender, cast.bob, [-5 * 10**12])
     assert await spender.alerts_sent() == []
 
 
-async def test_of_a_month_of_which_the_alerts_may_be_forgotten_nothing_is_told_again(
+async def test_a_month_whose_alerts_were_pruned_does_not_alert_again(
     database: Database, clock: FakeClock, cast: Cast, spender: Spender
 ) -> None:
     await set_budget(database, clock, cast.bob, 10)
@@ -298,8 +296,8 @@ async def test_of_a_month_of_which_the_alerts_may_be_forgotten_nothing_is_told_a
 
 
 async def settle_directly(spender: Spender, person: Person, costs: Sequence[int]) -> None:
-    """Settle corrections with these costs as whoever writes them does: sums first, then the alerts, in one transaction."""
-    events = [settled_event(person, cost, spender.alerts.clock.now()) for cost in costs]
+    """Settle corrections with these costs as the ledger does: sums first, then the alerts, in one transaction."""
+    events = [adjustment(person, cost_picos=cost, at=spender.alerts.clock.now()) for cost in costs]
     async with spender.alerts.db.writing() as connection:
         await connection.run_sync(rollups.add, BillingCalendar(), events)
         await connection.run_sync(spender.budgets.on_settled, events)
@@ -317,18 +315,18 @@ def tracker_of_tokens(headroom: int | None = None) -> ThresholdTracker:
 
 def used(tracker: ThresholdTracker, person: Person, tokens: int) -> object | None:
     """Add tokens used today; return the check that they make due, or None."""
-    checks = list(tracker.add_usage(settled_event(person, 0, START, tokens=tokens), START.date()))
+    checks = list(tracker.add_usage(settled_event(person, completion_tokens=tokens), START.date()))
     return tracker.pending_checks[TODAY] if checks else None
 
 
-def test_a_period_that_must_be_looked_at_is_unknown_until_the_look_is_durable(cast: Cast) -> None:
-    """A COMMIT that failed to whoever sent it may have happened: what it counted is in no memory."""
+def test_a_period_due_for_a_check_has_no_headroom_until_the_check_is_committed(cast: Cast) -> None:
+    """A COMMIT may have happened although it raised an error: its usage is then in no memory."""
     tracker = tracker_of_tokens(5)
     assert [used(tracker, cast.bob, tokens) is not None for tokens in (1, 5, 1)] == [False, True, True]
     assert tracker.headroom == {}
 
 
-def test_transactions_that_end_in_another_order_than_they_looked_put_no_threshold_off(cast: Cast) -> None:
+def test_checks_committed_out_of_order_keep_the_newest_headroom(cast: Cast) -> None:
     tracker = tracker_of_tokens()
     first, second = used(tracker, cast.bob, 20), used(tracker, cast.bob, 50)
     tracker.store_check(TODAY, 70, second)
@@ -336,26 +334,26 @@ def test_transactions_that_end_in_another_order_than_they_looked_put_no_threshol
     assert tracker.headroom == {TODAY: 10}
 
 
-def test_what_a_look_has_not_seen_is_counted_although_its_transaction_ends_behind_a_later_look(cast: Cast) -> None:
+def test_usage_that_no_check_has_read_counts_whatever_order_checks_commit_in(cast: Cast) -> None:
     tracker = tracker_of_tokens()
     first, second = used(tracker, cast.bob, 50), used(tracker, cast.bob, 20)
     tracker.store_check(TODAY, 50, first)
     third = used(tracker, cast.bob, 15)
-    assert third is not None, "85 are used, and nobody has seen more than 70 of them"
+    assert third is not None, "85 are used, and no check has read more than 70 of them"
     tracker.store_check(TODAY, 70, second)
     tracker.store_check(TODAY, 85, third)
     assert tracker.headroom == {TODAY: None}
 
 
 @pytest.mark.parametrize("headroom", [5, None])
-def test_what_is_given_back_puts_no_threshold_off_because_it_may_be_rolled_back(cast: Cast, headroom: int | None) -> None:
+def test_negative_usage_adds_no_headroom_because_it_may_be_rolled_back(cast: Cast, headroom: int | None) -> None:
     tracker = tracker_of_tokens(headroom)
     before = dict(tracker.headroom)
     assert [used(tracker, cast.bob, tokens) for tokens in (-20, 0)] == [None, None]
     assert tracker.headroom == before
 
 
-def test_more_periods_than_may_be_remembered_are_looked_at_again(
+def test_more_periods_than_are_kept_in_memory_are_checked_again(
     cast: Cast,
 ) -> None:
     tracker = tracker_of_tokens()

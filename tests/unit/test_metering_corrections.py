@@ -28,6 +28,7 @@ from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.audit import AuditLog
 from appliance.tenancy.principals import Limits, Principal
 from tests.support import factories
+from tests.support.case_ids import case_id
 from tests.support.cast import Cast
 from tests.support.clock import START, FakeClock
 from tests.support.ledgers import all_events, euro_prices, running_ledger, settle, utc_admission, utc_corrections, utc_sums
@@ -125,6 +126,7 @@ async def test_a_cost_alone_can_be_refunded_up_to_what_was_billed(
         ({"completion_tokens": -1, "note": "x" * (NOTE_CHARS_MAX + 1)}, "note"),
         ({"completion_tokens": -1, "note": "a\x00b"}, "note"),
     ],
+    ids=case_id,
 )
 async def test_an_invalid_correction_is_refused_naming_the_field_and_changes_nothing(
     database: Database, clock: FakeClock, event: UsageEvent, fields: dict[str, Any], param: str
@@ -165,14 +167,14 @@ async def test_concurrent_corrections_never_take_back_more_than_was_recorded(
 
 
 async def test_on_settled_gets_a_correction_in_its_transaction(database: Database, clock: FakeClock, event: UsageEvent) -> None:
-    heard: list[UsageEvent] = []
+    settled: list[UsageEvent] = []
 
     def hear(_connection: object, events: Any) -> None:
-        heard.extend(events)
+        settled.extend(events)
 
     corrections = Corrections(database, clock, calendar=BillingCalendar("Asia/Tokyo"), on_settled=hear)
     made = await corrections.add(event.id, Correction(note="too much", completion_tokens=-1))
-    assert heard == [made]
+    assert settled == [made]
 
 
 async def test_an_addition_of_a_thousand_times_the_event_needs_confirmation(
@@ -199,7 +201,7 @@ async def test_the_largest_correction_can_be_reversed_and_the_ledger_still_recon
     assert sum(each.cost_picos for each in await all_events(database)) == event.cost_picos
 
 
-def asking(cast: Cast, cost: Price, *, budget: int) -> AdmissionRequest:
+def one_token_request(cast: Cast, cost: Price, *, budget: int) -> AdmissionRequest:
     """Return a request of Bob's for one token, whose tenant may spend `budget` micro-units this month."""
     tenant = dataclasses.replace(cast.bob.tenant, limits=Limits(monthly_budget=budget, tokens_per_day=100))
     bob = Principal(tenant=tenant, key=cast.bob.key)
@@ -212,28 +214,28 @@ async def test_tokens_returned_by_a_correction_are_usable_at_once_and_counted_on
     cost = await euro_prices(database, clock).add(model="demo", currency="EUR", prompt=10**6, cached_prompt=0, completion=10**6)
     admission = utc_admission(clock, utc_sums(database))
     corrections = utc_corrections(database, clock, on_committed=admission.correct)
-    entry, asked = factories.pending(cast.bob, price=cost), asking(cast, cost, budget=15)
+    entry, request = factories.pending(cast.bob, price=cost), one_token_request(cast, cost, budget=15)
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
         await ledger.open(entry)
         event = await settle(ledger, factories.posted(entry.request_id, prompt=10, completion=5))
     with pytest.raises(BudgetExceeded):
-        await admission.admit(asked)
+        await admission.admit(request)
 
     await corrections.add(event.id, Correction(note="slow", completion_tokens=-2))
 
-    dry_run = await admission.dry_run(asked)
+    dry_run = await admission.dry_run(request)
     left = {decision.kind: decision.level for decision in dry_run.decisions if decision.scope == "tenant"}
     assert left == {"budget": 2 * 10**6, "tokens_per_day": 100 - 13}
-    again = await utc_admission(clock, utc_sums(database)).dry_run(asked)
+    again = await utc_admission(clock, utc_sums(database)).dry_run(request)
     assert again.decisions == dry_run.decisions
 
 
 @pytest.mark.parametrize("seen", [False, True])
 async def test_a_correction_while_the_sums_are_read_is_counted_once(clock: FakeClock, cast: Cast, seen: bool) -> None:
-    adjustment = factories.adjustment(cast.bob, posting=2, cost_picos=-3 * 10**6)
+    adjustment = factories.adjustment(cast.bob, cost_picos=-3 * 10**6)
 
-    class Meanwhile:
-        """Sums of a snapshot from before the correction, or after; it is told of before they are here."""
+    class SumsDuringCorrection:
+        """Sums of a snapshot taken before the correction, or after; admission gets the correction before the sums."""
 
         async def read(
             self, currencies: Mapping[Owner, str], at: Moment, ended: Callable[[], Collection[str]]
@@ -246,8 +248,8 @@ async def test_a_correction_while_the_sums_are_read_is_counted_once(clock: FakeC
         async def outputs(self, key_id: str, model: str, before: datetime) -> list[int]:
             return []
 
-    admission = utc_admission(clock, Meanwhile())
-    dry_run = await admission.dry_run(asking(cast, factories.price(), budget=15))
+    admission = utc_admission(clock, SumsDuringCorrection())
+    dry_run = await admission.dry_run(one_token_request(cast, factories.price(), budget=15))
     assert [each.level for each in dry_run.decisions if each.kind == "budget"] == [3 * 10**6]
 
 
@@ -261,5 +263,5 @@ async def test_the_sums_of_an_event_and_its_corrections_are_found_by_indexes(dat
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 async def test_the_corrections_of_an_event_are_found_by_its_request(database: Database, cast: Cast) -> None:
-    query = _corrections_of(factories.adjustment(cast.bob, posting=2, cost_picos=1))
+    query = _corrections_of(factories.adjustment(cast.bob, cost_picos=1))
     assert await query_plan(database, query) == ["SEARCH usage_events USING INDEX ix_usage_events_adjustments (request_id=?)"]

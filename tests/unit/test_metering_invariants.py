@@ -1,4 +1,4 @@
-"""`gatehouse db check`: a sound ledger passes, and each invariant broken by hand is found and named."""
+"""`gatehouse db check`: a sound ledger passes, and each invariant violated by hand is found and named."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.factories import pending
 from tests.support.ledgers import euro_invoices, utc_corrections
 from tests.support.tampering import disable_triggers, tamper
 
-PROMISES = (
+INVARIANTS = (
     "tables", "once", "pending", "settled", "counts", "cost", "sums", "corrections", "postings", "rollups", "invoices", "audit",
     "requests", "price", "day", "kept",
 )  # fmt: skip
@@ -36,10 +36,10 @@ PRICE = {"prompt": 1_500_000, "cached_prompt": 150_000, "completion": 6_000_000}
 
 
 def on_databases(names: str, *cases: Any) -> pytest.MarkDecorator:
-    """Cases of a test in turn on SQLite and on PostgreSQL, which read what is compared by the same statement."""
-    given = [case if isinstance(case, tuple) else (case,) for case in cases]
-    values = [pytest.param("sqlite", *case) for case in given[::2]]
-    values += [pytest.param("postgresql", *case, marks=pytest.mark.postgres) for case in given[1::2]]
+    """Run the cases of a test alternately on SQLite and PostgreSQL; both read what is compared by the same statement."""
+    rows = [case if isinstance(case, tuple) else (case,) for case in cases]
+    values = [pytest.param("sqlite", *case) for case in rows[::2]]
+    values += [pytest.param("postgresql", *case, marks=pytest.mark.postgres) for case in rows[1::2]]
     return pytest.mark.parametrize(f"database_url, {names}", values, indirect=["database_url"])
 
 
@@ -104,7 +104,7 @@ async def change(database: Database, request_id: str, **values: Any) -> None:
         await connection.execute(update(events).where(events.c.request_id == request_id).values(**values))
 
 
-async def number_of(database: Database, request_id: str) -> int:
+async def event_id_of(database: Database, request_id: str) -> int:
     events = tables.usage_events
     async with database.reading() as connection:
         query = select(events.c.id).where(events.c.request_id == request_id, events.c.kind == "usage")
@@ -115,31 +115,31 @@ async def states(url: str, *, running: bool = True) -> dict[str, str]:
     return {finding.name: finding.state for finding in await check_ledger(url, running=running, time_zone="UTC")}
 
 
-async def broken(url: str) -> set[str]:
-    """The promises that are broken, but for the sums by time and the triggers, which every change by hand breaks, too."""
+async def broken_invariants(url: str) -> set[str]:
+    """The violated invariants, without those that every change by hand violates: the sums by time and the triggers."""
     return {name for name, state in (await states(url)).items() if state == "broken"} - {"rollups", "kept"}
 
 
 async def test_a_sound_ledger_passes(database_url: str, ledger: str) -> None:
     found = await states(database_url)
-    assert found == dict.fromkeys(PROMISES, "holds")
+    assert found == dict.fromkeys(INVARIANTS, "holds")
 
 
 async def test_a_cost_that_is_one_pico_off_is_found(database: Database, database_url: str, ledger: str) -> None:
     await change(database, ledger, cost_picos=tables.usage_events.c.cost_picos + 1)
-    assert await broken(database_url) == {"cost"}
+    assert await broken_invariants(database_url) == {"cost"}
 
 
 async def test_a_voided_event_that_costs_something_is_found(database: Database, database_url: str, ledger: str) -> None:
     await change(database, "req_1", cost_picos=5)
-    assert await broken(database_url) == {"cost"}
+    assert await broken_invariants(database_url) == {"cost"}
 
 
 async def test_an_event_without_a_price_costs_nothing(database: Database, database_url: str, ledger: str) -> None:
     await change_price(database, model="other")
     for request in (ledger, "req_1", "req_2"):
         await change(database, request, price_id=None, cost_picos=0)
-    assert await broken(database_url) == set()
+    assert await broken_invariants(database_url) == set()
 
 
 async def change_price(database: Database, **values: Any) -> None:
@@ -158,25 +158,23 @@ LONG_AGO = FakeClock().now() - timedelta(days=30)
     {"effective_from": FakeClock().now() + timedelta(days=1)},
     {"batch_percent": 100},
 )
-async def test_a_price_that_is_not_the_events_own_is_found(
+async def test_a_price_that_does_not_match_its_event_is_found(
     database: Database, database_url: str, ledger: str, values: dict[str, Any]
 ) -> None:
     await change_price(database, **values)
-    assert await broken(database_url) == ({"price"} if values != {"batch_percent": 100} else set())
+    assert await broken_invariants(database_url) == ({"price"} if values != {"batch_percent": 100} else set())
 
 
-async def test_an_event_that_lost_its_price_or_has_a_discount_of_its_own_is_found(
-    database: Database, database_url: str, ledger: str
-) -> None:
+async def test_an_event_that_lost_its_price_is_found(database: Database, database_url: str, ledger: str) -> None:
     await change_price(database, effective_from=LONG_AGO, created_at=LONG_AGO)
-    assert await broken(database_url) == set()
+    assert await broken_invariants(database_url) == set()
     await change(database, ledger, price_id=None, cost_picos=0)
-    assert await broken(database_url) == {"price"}
+    assert await broken_invariants(database_url) == {"price"}
 
 
-async def test_an_event_that_pays_no_share_of_its_price_is_found(database: Database, database_url: str, ledger: str) -> None:
+async def test_an_event_at_zero_percent_of_its_price_is_found(database: Database, database_url: str, ledger: str) -> None:
     await change(database, ledger, price_basis_points=0, cost_picos=0)
-    assert await broken(database_url) == {"price"}
+    assert await broken_invariants(database_url) == {"price"}
 
 
 async def test_an_older_price_than_the_one_in_force_is_found(database: Database, database_url: str, ledger: str) -> None:
@@ -184,65 +182,65 @@ async def test_an_older_price_than_the_one_in_force_is_found(database: Database,
     later = {"id": "price_later", "model": "demo", "currency": "EUR", "batch_percent": 100, **PRICE}
     async with database.writing() as connection:
         await connection.execute(insert(tables.prices).values(**later, effective_from=LONG_AGO, created_at=LONG_AGO))
-    assert await broken(database_url) == {"price"}
+    assert await broken_invariants(database_url) == {"price"}
 
 
 async def test_an_event_on_another_day_is_found(database: Database, database_url: str, ledger: str) -> None:
     await change(database, ledger, billing_day=FakeClock().now().date() + timedelta(days=1))
-    assert await broken(database_url) == set()  # somewhere it is tomorrow
+    assert await broken_invariants(database_url) == set()  # it is already the next day in some time zone
     await change(database, ledger, billing_day=FakeClock().now().date() + timedelta(days=2))
-    assert await broken(database_url) == {"day"}
+    assert await broken_invariants(database_url) == {"day"}
 
 
 @pytest.mark.parametrize("name", ["tenant_id", "key_id"])
-async def test_an_event_given_to_somebody_else_than_its_request_is_found(
+async def test_an_event_whose_tenant_or_key_is_not_that_of_its_request_is_found(
     database: Database, database_url: str, ledger: str, cast: Cast, name: str
 ) -> None:
     charlie = {"tenant_id": cast.charlie.tenant.id, "key_id": cast.charlie.key.id}
     await change(database, ledger, **{name: charlie[name]})
-    assert await broken(database_url) == {"requests"}
+    assert await broken_invariants(database_url) == {"requests"}
 
 
-async def test_a_request_whose_event_is_gone_is_found(database: Database, database_url: str, ledger: str) -> None:
+async def test_a_request_without_an_event_is_found(database: Database, database_url: str, ledger: str) -> None:
     async with database.writing() as connection:
         await disable_triggers(connection)
         await connection.execute(delete(tables.usage_events).where(tables.usage_events.c.request_id == ledger))
-    assert await broken(database_url) >= {"requests"}
+    assert await broken_invariants(database_url) >= {"requests"}
 
 
 async def test_a_posted_event_made_voided_is_found(database: Database, database_url: str, ledger: str) -> None:
     nothing = dict.fromkeys(("prompt_tokens", "cached_tokens", "completion_tokens", "cost_picos"), 0)
     await change(database, ledger, status="voided", finish_reason="refused", **nothing)
-    assert await broken(database_url) == {"counts", "requests"}
+    assert await broken_invariants(database_url) == {"counts", "requests"}
 
 
-async def test_a_recovered_event_is_an_estimate_with_the_tokens_of_its_request(
+async def test_a_recovered_event_must_be_estimated_with_the_tokens_of_its_request(
     database: Database, database_url: str, ledger: str
 ) -> None:
     await change(database, ledger, status="recovered", estimated=True)
-    assert await broken(database_url) == set()
+    assert await broken_invariants(database_url) == set()
     await change(database, ledger, estimated=False)
-    assert await broken(database_url) == {"settled"}
+    assert await broken_invariants(database_url) == {"settled"}
     nothing = dict.fromkeys(("prompt_tokens", "cached_tokens", "completion_tokens", "cost_picos"), 0)
     await change(database, ledger, estimated=True, **nothing)
-    assert await broken(database_url) == {"counts"}
+    assert await broken_invariants(database_url) == {"counts"}
 
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
-async def test_triggers_that_are_gone_are_found(database: Database, database_url: str, ledger: str) -> None:
+async def test_dropped_triggers_are_found(database: Database, database_url: str, ledger: str) -> None:
     await tamper(database)
     assert (await states(database_url))["kept"] == "broken"
 
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
-async def test_one_trigger_that_is_gone_is_found(database: Database, database_url: str, ledger: str) -> None:
+async def test_a_single_dropped_trigger_is_found(database: Database, database_url: str, ledger: str) -> None:
     async with database.writing() as connection:
         await connection.exec_driver_sql("DROP TRIGGER usage_events_no_insert_over")
     assert (await states(database_url))["kept"] == "broken"
 
 
 @pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
-async def test_triggers_that_are_off_are_found(database: Database, database_url: str, ledger: str) -> None:
+async def test_disabled_triggers_are_found(database: Database, database_url: str, ledger: str) -> None:
     await tamper(database, "ALTER TABLE prices DISABLE TRIGGER prices_no_update")
     found = await states(database_url)
     await tamper(database, "ALTER TABLE prices ENABLE TRIGGER prices_no_update")  # other tests use this database, too
@@ -250,33 +248,33 @@ async def test_triggers_that_are_off_are_found(database: Database, database_url:
 
 
 @on_databases("change", {"currency": "CHF"}, {"price_basis_points": 0}, {"price_id": "price_other"})
-async def test_an_adjustment_unlike_the_event_that_it_corrects_is_found(
+async def test_an_adjustment_with_other_terms_than_the_corrected_event_is_found(
     database: Database, database_url: str, ledger: str, change: dict[str, Any]
 ) -> None:
     other = {"id": "price_other", "model": "other", "currency": "EUR", "batch_percent": 100, **PRICE}
     async with database.writing() as connection:
         await connection.execute(insert(tables.prices).values(**other, effective_from=LONG_AGO, created_at=LONG_AGO))
     await adjust_by_hand(database, ledger, completion_tokens=0, cost_picos=-5, **change)
-    assert await broken(database_url) == {"corrections"}
+    assert await broken_invariants(database_url) == {"corrections"}
 
 
 async def test_counts_that_differ_from_the_request_are_found(database: Database, database_url: str, ledger: str) -> None:
     async with database.writing() as connection:
         await connection.execute(update(tables.requests).values(completion_tokens=8))
-    assert await broken(database_url) == {"counts"}
+    assert await broken_invariants(database_url) == {"counts"}
 
 
 async def test_more_cached_than_prompt_tokens_is_found(database: Database, database_url: str, ledger: str) -> None:
     await change(database, ledger, cached_tokens=31)
-    assert "counts" in await broken(database_url)
+    assert "counts" in await broken_invariants(database_url)
 
 
-async def test_a_settled_event_without_an_end_is_found(database: Database, database_url: str, ledger: str) -> None:
+async def test_a_settled_event_without_a_settlement_time_is_found(database: Database, database_url: str, ledger: str) -> None:
     await change(database, ledger, settled_at=None)
-    assert await broken(database_url) == {"settled"}
+    assert await broken_invariants(database_url) == {"settled"}
 
 
-async def test_what_a_dead_process_left_in_its_journal_is_told(
+async def test_entries_left_in_the_journal_of_a_dead_process_are_reported(
     database: Database, database_url: str, ledger: str, cast: Cast, clock: FakeClock
 ) -> None:
     journal = open_journal(database_url)
@@ -298,29 +296,29 @@ async def test_a_pending_event_of_a_dead_process_is_found(
     async with database.writing() as connection:
         later = {"id": new_id("ep"), "version": "test", "pid": 1}
         await connection.execute(insert(tables.epochs).values(**later, started_at=FakeClock().now().replace(year=2030)))
-    assert await broken(database_url) == {"pending"}
+    assert await broken_invariants(database_url) == {"pending"}
 
 
-async def test_after_a_kill_the_pending_events_wait_for_the_next_start(database_url: str, ledger: str) -> None:
+async def test_after_a_kill_pending_events_are_a_note_until_the_next_start(database_url: str, ledger: str) -> None:
     assert (await states(database_url, running=False))["pending"] == "note"
 
 
-async def test_a_request_without_its_own_row_is_no_fault(database: Database, database_url: str, ledger: str) -> None:
+async def test_an_event_whose_request_row_was_pruned_passes(database: Database, database_url: str, ledger: str) -> None:
     async with database.writing() as connection:
         await connection.execute(delete(tables.requests))
-    assert await broken(database_url) == set()
+    assert await broken_invariants(database_url) == set()
 
 
-async def test_a_batch_boundary_hides_nothing(
+async def test_a_violation_is_found_across_batch_boundaries(
     database: Database, database_url: str, ledger: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check, "BATCH_ROWS", 1)
-    assert await broken(database_url) == set()
+    assert await broken_invariants(database_url) == set()
     await change(database, "req_1", cost_picos=5)
-    assert await broken(database_url) == {"cost"}
+    assert await broken_invariants(database_url) == {"cost"}
 
 
-async def test_a_long_check_reports_how_far_it_is(
+async def test_a_long_check_reports_its_progress(
     database: Database, database_url: str, ledger: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check, "BATCH_ROWS", 1)
@@ -351,12 +349,10 @@ async def test_a_sum_that_is_off_by_one_is_found(
     assert (await states(database_url))["rollups"] == "holds"
 
 
-async def test_sums_by_day_move_to_another_time_zone_although_its_winter_days_begin_at_the_same_moment(
-    database: Database, cast: Cast
-) -> None:
+async def test_sums_by_day_move_to_a_time_zone_that_differs_only_in_summer(database: Database, cast: Cast) -> None:
     london = BillingCalendar("Europe/London")
     for day in (date(2026, 1, 10), date(2026, 7, 10)):
-        await post_event(database, cast.bob, day, Tokens(), epoch_id=cast.epoch_id, of=None)
+        await post_event(database, cast.bob, day, Tokens(), epoch_id=cast.epoch_id, price=None)
     await rollups.rebuild(database, BillingCalendar())
     assert await rollups.align_days(database, london)
     async with database.reading() as connection:
@@ -365,7 +361,7 @@ async def test_sums_by_day_move_to_another_time_zone_although_its_winter_days_be
 
 
 @on_databases("bucket", "minute", "hour", "day")
-async def test_a_sum_of_the_appliance_that_is_not_that_of_its_owners_is_found(
+async def test_a_sum_of_the_appliance_that_differs_from_the_sums_of_its_owners_is_found(
     database: Database, database_url: str, ledger: str, bucket: str
 ) -> None:
     sums = tables.usage_appliance_rollups
@@ -388,22 +384,22 @@ async def test_a_sum_without_events_and_an_event_without_a_sum_are_found(
 
 
 @on_databases("posting, counter", (3, 2), (3, 3), (1, 3), (1, 1), (None, 2))
-async def test_a_posting_that_is_missing_or_a_counter_that_ran_on_is_found(
+async def test_a_missing_posting_or_a_counter_ahead_of_the_postings_is_found(
     database: Database, database_url: str, ledger: str, posting: int | None, counter: int
 ) -> None:
     await change(database, ledger, posting=posting)
     async with database.writing() as connection:
         await connection.execute(update(tables.counters).where(tables.counters.c.name == POSTING).values(value=counter))
-    assert await broken(database_url) == {"postings"}
+    assert await broken_invariants(database_url) == {"postings"}
 
 
 async def test_a_pending_event_with_a_posting_is_found(database: Database, database_url: str, ledger: str) -> None:
     await change(database, "req_2", posting=3)
-    assert await broken(database_url) == {"postings"}
+    assert await broken_invariants(database_url) == {"postings"}
 
 
 async def adjust_by_hand(database: Database, request_id: str, **changes: Any) -> None:
-    """Write an adjustment of a request past all checks; it takes 8 tokens of output where 7 stand."""
+    """Insert an adjustment of a request without any check; by default it takes back 8 of 7 output tokens."""
     events = tables.usage_events
     async with database.writing() as connection:
         query = select(events).where(events.c.request_id == request_id, events.c.kind == "usage")
@@ -413,25 +409,27 @@ async def adjust_by_hand(database: Database, request_id: str, **changes: Any) ->
         await connection.execute(insert(events).values(**(row | adjustment | tokens | changes)))
 
 
-async def test_corrections_hold_every_promise(database: Database, database_url: str, ledger: str, clock: FakeClock) -> None:
-    corrections, event_id = utc_corrections(database, clock), await number_of(database, ledger)
+async def test_a_corrected_ledger_holds_every_invariant(
+    database: Database, database_url: str, ledger: str, clock: FakeClock
+) -> None:
+    corrections, event_id = utc_corrections(database, clock), await event_id_of(database, ledger)
     await corrections.add(event_id, Correction(note="twice", completion_tokens=-7))
     await corrections.add(event_id, Correction(note="for the trouble", cost_picos=-5))
-    assert await states(database_url) == dict.fromkeys(PROMISES, "holds")
+    assert await states(database_url) == dict.fromkeys(INVARIANTS, "holds")
 
 
-async def test_a_correction_that_takes_too_much_is_found(database: Database, database_url: str, ledger: str) -> None:
+async def test_a_correction_below_zero_is_found(database: Database, database_url: str, ledger: str) -> None:
     await adjust_by_hand(database, ledger)
-    assert await broken(database_url) == {"corrections"}
+    assert await broken_invariants(database_url) == {"corrections"}
 
 
 @on_databases("corrects", "req_1", "req_2", None)
-async def test_an_adjustment_of_nothing_that_was_settled_is_found(
+async def test_an_adjustment_of_an_unsettled_or_missing_event_is_found(
     database: Database, database_url: str, ledger: str, corrects: str | None
 ) -> None:
-    corrects_id = None if corrects is None else await number_of(database, corrects)
+    corrects_id = None if corrects is None else await event_id_of(database, corrects)
     await adjust_by_hand(database, ledger, corrects_id=corrects_id)
-    assert await broken(database_url) == {"corrections"}
+    assert await broken_invariants(database_url) == {"corrections"}
 
 
 async def close_month(database: Database, clock: FakeClock, cast: Cast) -> Invoice:
@@ -443,15 +441,17 @@ async def close_month(database: Database, clock: FakeClock, cast: Cast) -> Invoi
     )
 
 
-async def test_a_late_correction_leaves_a_closed_invoice_exact_and_a_number_that_is_missing_is_found(
+async def test_a_late_correction_passes_and_a_missing_invoice_number_is_found(
     database: Database, database_url: str, ledger: str, clock: FakeClock, cast: Cast
 ) -> None:
     closed = await close_month(database, clock, cast)
-    await utc_corrections(database, clock).add(await number_of(database, ledger), Correction(note="late", completion_tokens=-1))
-    assert await broken(database_url) == set()
+    await utc_corrections(database, clock).add(
+        await event_id_of(database, ledger), Correction(note="late", completion_tokens=-1)
+    )
+    assert await broken_invariants(database_url) == set()
     async with database.writing() as connection:
         await take(connection, f"invoice:{str(closed.head.number)[:4]}")
-    assert await broken(database_url) == {"invoices"}
+    assert await broken_invariants(database_url) == {"invoices"}
 
 
 async def test_a_closed_invoice_that_is_not_the_sum_of_its_events_is_found(
@@ -461,7 +461,7 @@ async def test_a_closed_invoice_that_is_not_the_sum_of_its_events_is_found(
     async with database.writing() as connection:
         await connection.execute(delete(tables.requests))
     await change(database, ledger, completion_tokens=8, cost_picos=14 * 1_500_000 + 16 * 150_000 + 8 * 6_000_000)
-    assert await broken(database_url) == {"invoices"}
+    assert await broken_invariants(database_url) == {"invoices"}
 
 
 async def batch_work_beside(database: Database, request_id: str) -> str:
@@ -478,8 +478,8 @@ async def batch_work_beside(database: Database, request_id: str) -> str:
     return twin
 
 
-async def close_by_a_version_before_batch_work(database: Database, clock: FakeClock, cast: Cast, batch_request: str) -> Invoice:
-    """Close the month with an event that nobody takes for batch work, as those versions do whose tables were brought back."""
+async def close_without_batch_work(database: Database, clock: FakeClock, cast: Cast, batch_request: str) -> Invoice:
+    """Close the month as a version without batch work does: its event is not marked, and neither are the invoice's lines."""
     await change(database, batch_request, batch=False)
     closed = await close_month(database, clock, cast)
     assert not any(line.batch for line in closed.lines)
@@ -487,16 +487,16 @@ async def close_by_a_version_before_batch_work(database: Database, clock: FakeCl
     return closed
 
 
-async def test_an_invoice_that_a_version_before_batch_work_closed_is_the_sum_of_its_events(
+async def test_an_invoice_closed_by_a_version_without_batch_work_passes(
     database: Database, database_url: str, ledger: str, clock: FakeClock, cast: Cast
 ) -> None:
     await FreeAllowances(database, clock).set(cast.bob.tenant.id, f"{clock.now():%Y-%m}", 20, access=WHOLE_APPLIANCE)
     batch_request = await batch_work_beside(database, ledger)
-    closed = await close_by_a_version_before_batch_work(database, clock, cast, batch_request)
+    closed = await close_without_batch_work(database, clock, cast, batch_request)
     assert [(line.kind, line.batch, line.requests) for line in closed.lines[:3]] == [
         ("prompt", False, 2), ("cached_prompt", False, 2), ("completion", False, 2),
     ]  # fmt: skip
-    assert await broken(database_url) == set()
+    assert await broken_invariants(database_url) == set()
 
 
 @on_databases(
@@ -506,34 +506,34 @@ async def test_an_invoice_that_a_version_before_batch_work_closed_is_the_sum_of_
     "UPDATE invoice_lines SET batch = (1 = 1) WHERE kind = 'prompt'",
     "DELETE FROM invoice_lines WHERE kind = 'cached_prompt'",
 )
-async def test_such_an_invoice_that_is_off_is_found(
+async def test_changed_lines_of_an_invoice_closed_without_batch_work_are_found(
     database: Database, database_url: str, ledger: str, clock: FakeClock, cast: Cast, statement: str
 ) -> None:
     batch_request = await batch_work_beside(database, ledger)
-    await close_by_a_version_before_batch_work(database, clock, cast, batch_request)
+    await close_without_batch_work(database, clock, cast, batch_request)
     await tamper(database, statement)
-    assert await broken(database_url) == {"invoices"}
+    assert await broken_invariants(database_url) == {"invoices"}
 
 
-async def test_an_invoice_that_lost_the_mark_of_one_of_its_batch_lines_is_found(
+async def test_an_invoice_line_that_lost_its_batch_mark_is_found(
     database: Database, database_url: str, ledger: str, clock: FakeClock, cast: Cast
 ) -> None:
     await batch_work_beside(database, ledger)
     closed = await close_month(database, clock, cast)
     assert [line.batch for line in closed.lines] == [False, False, False, True, True, True]
-    assert await broken(database_url) == set()
+    assert await broken_invariants(database_url) == set()
     await tamper(database, "UPDATE invoice_lines SET batch = (1 = 0) WHERE kind = 'completion'")
-    assert await broken(database_url) == {"invoices"}
+    assert await broken_invariants(database_url) == {"invoices"}
 
 
-async def test_a_correction_of_batch_work_by_a_version_before_it_is_one_of_the_same_event(
+async def test_a_correction_of_batch_work_by_a_version_without_batch_work_passes(
     database: Database, database_url: str, ledger: str
 ) -> None:
     batch_request = await batch_work_beside(database, ledger)
     await adjust_by_hand(database, batch_request, batch=False, completion_tokens=-1, cost_picos=-6_000_000)
-    assert await broken(database_url) == set()
+    assert await broken_invariants(database_url) == set()
     await adjust_by_hand(database, ledger, batch=True, completion_tokens=-1, cost_picos=-6_000_000)
-    assert await broken(database_url) == {"corrections"}
+    assert await broken_invariants(database_url) == {"corrections"}
 
 
 @on_databases(
@@ -551,18 +551,18 @@ async def test_a_correction_of_batch_work_by_a_version_before_it_is_one_of_the_s
     "UPDATE free_allowances SET monthly_micros = 7",
     "DELETE FROM audit_log WHERE action = 'invoice.close'",
 )
-async def test_a_closed_invoice_that_is_not_as_it_was_closed_is_found(
+async def test_a_closed_invoice_changed_after_closing_is_found(
     database: Database, database_url: str, ledger: str, clock: FakeClock, cast: Cast, statement: str
 ) -> None:
     await FreeAllowances(database, clock).set(cast.bob.tenant.id, f"{clock.now():%Y-%m}", 20, access=WHOLE_APPLIANCE)
     closed = await close_month(database, clock, cast)
     assert closed.lines[-1].kind == "free_allowance"
-    assert await broken(database_url) == set()
+    assert await broken_invariants(database_url) == set()
     lines = ["DELETE FROM invoice_lines"] if statement.startswith("DELETE FROM invoices") else []
     await tamper(database, *lines, *statement.split("; "))
-    assert await broken(database_url) - {"audit"} == {"invoices"}
+    assert await broken_invariants(database_url) - {"audit"} == {"invoices"}
 
 
 async def test_a_changed_audit_log_is_found(database_url: str, ledger: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("appliance.tenancy.audit_chain.hash_of", lambda *_: "0" * 64)
-    assert await broken(database_url) == {"audit"}
+    assert await broken_invariants(database_url) == {"audit"}

@@ -1,4 +1,4 @@
-"""Lines, allowances, currency and totals of an invoice, from sums of events: pure integers, no database."""
+"""Lines, allowances, currency and totals of an invoice, computed in integers from sums of events."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def corrected(tokens: int, cost_picos: int, *, currency: str = "EUR") -> EventSu
 
 
 def line(rounded_micros: int) -> InvoiceLine:
-    """Return a line of the month that comes to this."""
+    """Return a line of the month with this amount."""
     return InvoiceLine(
         model="demo", kind=ADJUSTMENT, month=MONTH, unit_price=None, tokens=0, requests=0,
         exact_picos=rounded_micros * 10**6, rounded_micros=rounded_micros,
     )  # fmt: skip
 
 
-def test_each_kind_of_tokens_is_a_line_at_its_own_price() -> None:
+def test_each_kind_of_token_has_a_line_at_its_own_price() -> None:
     lines = usage_lines([used(5, 7, 11, 13)], MONTH)
     assert [(line.kind, line.tokens, line.unit_price, line.exact_picos) for line in lines] == [
         ("prompt", 5, 1_000_003, 5_000_015),
@@ -60,19 +60,19 @@ def test_each_kind_of_tokens_is_a_line_at_its_own_price() -> None:
 
 
 @pytest.mark.parametrize("difference", [-1, 1])
-def test_counts_that_do_not_come_to_the_cost_of_the_ledger_make_no_invoice(difference: int) -> None:
+def test_counts_that_do_not_add_up_to_the_cost_in_the_ledger_are_refused(difference: int) -> None:
     whole = used(5, 7, 11, 13)
     with pytest.raises(InvoiceInconsistent, match=str(whole.cost_picos)):
         usage_lines([dataclasses.replace(whole, cost_picos=whole.cost_picos + difference)], MONTH)
 
 
 @pytest.mark.parametrize(("tokens", "cost_picos", "num_lines"), [(3, 0, 1), (0, -3, 1), (3, -3, 1), (0, 0, 0)])
-def test_a_correction_is_a_line_unless_it_comes_to_nothing(tokens: int, cost_picos: int, num_lines: int) -> None:
+def test_a_correction_has_a_line_unless_it_is_zero(tokens: int, cost_picos: int, num_lines: int) -> None:
     lines = usage_lines([corrected(tokens, cost_picos)], MONTH)
     assert [(line.kind, line.tokens, line.exact_picos) for line in lines] == [(ADJUSTMENT, tokens, cost_picos)] * num_lines
 
 
-_USD = [used(1, currency="USD"), corrected(0, -1_000_003, currency="USD")]  # comes to nothing
+_USD = [used(1, currency="USD"), corrected(0, -1_000_003, currency="USD")]  # adds up to zero
 _YEN = [used(1, currency="JPY"), corrected(0, -1_000_003, currency="JPY")]
 
 
@@ -95,13 +95,13 @@ def test_an_invoice_is_in_the_one_currency_in_which_something_is_owed(
     assert len(usage_lines(sums, MONTH)) == num_lines
 
 
-def test_two_currencies_in_which_something_is_owed_have_no_invoice() -> None:
+def test_amounts_owed_in_two_currencies_are_refused() -> None:
     with pytest.raises(CurrenciesMixed, match="EUR and USD"):
         currency_of([used(1, currency="USD"), used(1)], MONTH)
 
 
 @pytest.mark.parametrize(
-    ("free", "now", "given"),
+    ("allowance", "usage_micros", "deducted_micros"),
     [
         (MonthAllowance(monthly_micros=5), 3, -3),
         (MonthAllowance(monthly_micros=5), 5, -5),
@@ -114,12 +114,12 @@ def test_two_currencies_in_which_something_is_owed_have_no_invoice() -> None:
         (MonthAllowance(monthly_micros=0), 3, None),
     ],
 )
-def test_an_allowance_takes_what_the_month_cost_and_no_more_than_itself(
-    free: MonthAllowance, now: int, given: int | None
+def test_an_allowance_deducts_at_most_the_cost_of_the_month_and_its_own_amount(
+    allowance: MonthAllowance, usage_micros: int, deducted_micros: int | None
 ) -> None:
-    lines = allowance_lines([line(now), dataclasses.replace(line(100), month="2026-09")], {MONTH: free})
+    lines = allowance_lines([line(usage_micros), dataclasses.replace(line(100), month="2026-09")], {MONTH: allowance})
     found = [(line.month, line.tokens, line.requests, line.rounded_micros, line.exact_picos) for line in lines]
-    assert found == ([] if given is None else [(MONTH, 0, 0, given, given * 10**6)])
+    assert found == ([] if deducted_micros is None else [(MONTH, 0, 0, deducted_micros, deducted_micros * 10**6)])
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_an_allowance_takes_what_the_month_cost_and_no_more_than_itself(
         (1_005_000, 1900, "EUR", 1_010_000, 190_000),  # 0.1919
         (1_005_000, 750, "EUR", 1_010_000, 80_000),  # 0.07575
         (1_000_000, 50, "EUR", 1_000_000, 10_000),  # a half is rounded up
-        (-1_000_000, 50, "EUR", -1_000_000, -10_000),  # and what is given back is the negative of what was asked for
+        (-1_000_000, 50, "EUR", -1_000_000, -10_000),  # a refund is the negative of the same charge
         (-1_005_000, 1900, "EUR", -1_010_000, -190_000),
         (499_999, 1000, "JPY", 0, 0),
         (14_500_000, 1000, "JPY", 15_000_000, 2_000_000),
@@ -137,7 +137,7 @@ def test_an_allowance_takes_what_the_month_cost_and_no_more_than_itself(
         (1_000_000, 5, "BHD", 1_000_000, 1_000),
     ],
 )
-def test_the_tax_is_on_what_can_be_paid_and_is_rounded_once(
+def test_tax_is_computed_on_the_payable_amount_and_rounded_once(
     subtotal: int, basis_points: int, currency: str, net: int, tax: int
 ) -> None:
     totals = totals_of([line(subtotal - 1), line(1)], tax_basis_points=basis_points, currency=currency)

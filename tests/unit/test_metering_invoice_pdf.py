@@ -1,4 +1,4 @@
-"""The PDF of an invoice: its content in any script, on as many pages as needed, with the same bytes each time."""
+"""The PDF of an invoice: complete in any script, on as many pages as needed, and identical each time."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def texts(drawn: Invoice) -> list[str]:
     return [page.extract_text() for page in PdfReader(io.BytesIO(render_pdf(drawn))).pages]
 
 
-def test_it_says_who_whom_what_how_much_and_until_when() -> None:
+def test_an_invoice_shows_seller_buyer_lines_totals_and_due_date() -> None:
     free = line(None, FREE_ALLOWANCE, -5_000_000, 0)
     (page,) = texts(invoice(line(), line(kind=ADJUSTMENT, micros=-7_220, tokens=-12_034), free, reference="PO 4711"))
 
@@ -82,7 +82,7 @@ def test_it_says_who_whom_what_how_much_and_until_when() -> None:
     assert "DRAFT" not in page
 
 
-def test_figures_end_at_the_right_edges_of_their_columns() -> None:
+def test_figures_are_right_aligned_in_their_columns() -> None:
     ends: dict[float, list[str]] = {}
 
     def note(text: str, _cm: Any, tm: Any, _font: Any, size: float) -> None:
@@ -95,7 +95,7 @@ def test_figures_end_at_the_right_edges_of_their_columns() -> None:
     assert {"123,456,789", "1,000"} <= set(ends[338])
 
 
-def test_a_draft_is_marked_on_every_page_and_has_no_number_and_nothing_due() -> None:
+def test_a_draft_is_marked_on_every_page_and_shows_no_number_or_payment_terms() -> None:
     pages = texts(invoice(*(line(f"model {index}") for index in range(60)), draft=True))
     assert len(pages) > 2
     for number, page in enumerate(pages, 1):
@@ -107,11 +107,11 @@ def test_a_draft_is_marked_on_every_page_and_has_no_number_and_nothing_due() -> 
     assert "Please pay" not in pages[-1]
 
 
-def test_the_same_closed_invoice_gives_the_same_bytes() -> None:
+def test_a_closed_invoice_renders_to_the_same_bytes_each_time() -> None:
     assert render_pdf(invoice(line())) == render_pdf(invoice(line()))
 
 
-def test_an_invoice_over_nothing_and_one_in_favour_of_the_customer_say_so() -> None:
+def test_an_empty_invoice_and_a_credit_note_are_labelled() -> None:
     assert "Nothing was used in this month." in texts(invoice())[0]
     (page,) = texts(invoice(line(kind=ADJUSTMENT, micros=-7_000_400_000), currency="JPY"))
     assert "Credit note" in page
@@ -135,24 +135,24 @@ def test_an_invoice_over_nothing_and_one_in_favour_of_the_customer_say_so() -> N
         ("\U00020000 and \U000e0041 and \uffff", "\ufffd and and \ufffd"),
     ],
 )
-def test_a_name_in_any_script_is_drawn_or_its_absence_is_seen(name: str, shown: str) -> None:
+def test_a_name_is_drawn_or_shown_as_replacement_characters(name: str, shown: str) -> None:
     assert shown in re.sub(r"[ \xa0]+", " ", texts(invoice(line(), name=name))[0])
 
 
-def test_scripts_from_right_to_left_are_joined_and_ordered() -> None:
+def test_right_to_left_scripts_are_shaped_and_reordered() -> None:
     assert to_visual_order("שלום 12-34 Acme (א)") == "(א) Acme 12-34 םולש"
     assert to_visual_order("Acme שלום עולם ok") == "Acme םלוע םולש ok"
     assert to_visual_order("سلام") == "\ufee1\ufefc\ufeb3"  # seen from the left: meem alone, lam with alef, seen that begins
     assert "\ufffd" not in texts(invoice(line(), name="شركة النور للتقنية"))[0]
 
 
-def test_the_longest_names_break_over_lines_and_stay_on_the_page() -> None:
+def test_the_longest_names_are_wrapped() -> None:
     pages = texts(invoice(line("m" * 200), name="W" * 200, address="\n".join("x" * 199 for _ in range(5))))
     assert pages[0].count("W") == 200
     assert "".join(pages).count("m" * 20) > 5
 
 
-def test_every_character_of_the_first_plane_can_be_drawn() -> None:
+def test_every_character_of_the_basic_multilingual_plane_can_be_drawn() -> None:
     for start in range(0, 0x10000, 0x400):
         text = "".join(chr(code) for code in range(start, start + 0x400) if not 0xD800 <= code < 0xE000)
         pdf_text.font_runs(text, bold=True)
@@ -160,7 +160,7 @@ def test_every_character_of_the_first_plane_can_be_drawn() -> None:
     assert all(texts(invoice(line(), name=name.replace("\x7f", "").strip() or "x")) for name in names)
 
 
-def test_the_fonts_are_those_that_were_checked() -> None:
+def test_the_fonts_match_the_recorded_hashes() -> None:
     readme = (FONTS / "README.md").read_text("utf-8")
     for path in FONTS.glob("*.ttf"):
         assert f"`{path.name}` 2.37" in readme
@@ -168,7 +168,7 @@ def test_the_fonts_are_those_that_were_checked() -> None:
     assert sum(path.stat().st_size for path in FONTS.glob("*.ttf")) <= 300 * 1024
 
 
-def test_what_is_frozen_is_drawn_and_not_what_the_seller_is_now() -> None:
+def test_a_closed_invoice_shows_the_seller_at_the_time_of_closing() -> None:
     drawn = invoice(line())
     moved = dataclasses.replace(drawn, seller={"name": "Old name", "time_zone": "UTC"})
     (page,) = texts(moved)

@@ -1,4 +1,4 @@
-"""Invoices: their content, what closing freezes, and what is refused."""
+"""Invoices: what drafts contain, what closing freezes, and what is refused."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Books:
         self.bob = cast.bob
 
     async def post(self, day: date, tokens: Tokens | None = None, *, person: Person | None = None, **options: object) -> int:
-        settled = {"of": self.price, **options}
+        settled = {"price": self.price, **options}
         return await post_event(
             self.database, person or self.bob, day, tokens or Tokens(), epoch_id=self.cast.epoch_id, **settled  # type: ignore[arg-type]
         )  # fmt: skip
@@ -86,7 +86,7 @@ def line_values(invoice: Invoice) -> list[tuple[str | None, str, str, int, int]]
 async def test_a_draft_has_a_line_for_each_model_kind_and_unit_price(books: Books) -> None:
     dearer = await add_price(books.database, prompt=2_000_000)
     await books.post(OCTOBER, Tokens(prompt=100, cached=40, completion=7))
-    await books.post(OCTOBER, Tokens(prompt=10, completion=1), of=dearer)
+    await books.post(OCTOBER, Tokens(prompt=10, completion=1), price=dearer)
     await books.post(OCTOBER, Tokens(prompt=10, completion=1), basis_points=5000)
     await books.post(OCTOBER, Tokens(prompt=5, completion=0), model="another")
 
@@ -107,7 +107,7 @@ async def test_a_draft_has_a_line_for_each_model_kind_and_unit_price(books: Book
     assert drafted.totals.total_micros == 5 + 5 + 60 + 20 + 4 + 2 + 24
 
 
-async def test_a_draft_is_computed_anew_each_time_it_is_asked_for(books: Books) -> None:
+async def test_a_draft_is_recomputed_on_each_read(books: Books) -> None:
     await books.post(NOVEMBER)
     first = await books.draft("2026-11")
     cost = await books.post(NOVEMBER)
@@ -117,7 +117,7 @@ async def test_a_draft_is_computed_anew_each_time_it_is_asked_for(books: Books) 
     assert usage_picos(second.lines) == usage_picos(first.lines) + cost
 
 
-async def test_closing_numbers_without_gaps_and_freezes_what_was_said(books: Books) -> None:
+async def test_closing_assigns_gapless_numbers_and_freezes_seller_and_buyer(books: Books) -> None:
     records = ApplianceRecords(books.database, books.clock)
     await records.put(SELLER, Seller(name="Box AG", tax_basis_points=1900, payment_terms_days=14).to_record())
     billing = {"address": "Bob Street 7", "tax_id": "DE123456789"}
@@ -139,7 +139,7 @@ async def test_closing_numbers_without_gaps_and_freezes_what_was_said(books: Boo
     assert (read.issued_on, read.due_on) == (date(2026, 11, 21), date(2026, 12, 5))
 
 
-async def test_what_a_tenant_owes_does_not_depend_on_what_others_were_billed(books: Books) -> None:
+async def test_invoices_of_one_tenant_do_not_depend_on_those_of_others(books: Books) -> None:
     bob, charlie = books.bob, books.cast.charlie
     for day in (SEPTEMBER, OCTOBER):
         for person in (bob, charlie):
@@ -151,7 +151,7 @@ async def test_what_a_tenant_owes_does_not_depend_on_what_others_were_billed(boo
     assert [invoice.totals.subtotal_micros for invoice in closed] == [20 - 10] * 4
 
 
-async def test_the_events_of_a_closed_invoice_are_the_same_after_later_ones(books: Books) -> None:
+async def test_the_events_of_a_closed_invoice_stay_the_same_after_later_events(books: Books) -> None:
     await books.post(SEPTEMBER, Tokens(prompt=1))
     first = await books.close("2026-09")
     await books.post(SEPTEMBER, Tokens(prompt=2))  # late
@@ -162,9 +162,7 @@ async def test_the_events_of_a_closed_invoice_are_the_same_after_later_ones(book
     assert [[event.prompt_tokens for event in events] for events in listed] == [[1], [2, 3]]
 
 
-async def test_what_is_posted_while_a_month_is_being_closed_is_on_it_or_on_the_next(
-    books: Books, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_event_posted_during_closing_is_on_the_invoice(books: Books, monkeypatch: pytest.MonkeyPatch) -> None:
     await books.post(OCTOBER, Tokens(prompt=10, completion=0))
     drafted = await books.draft("2026-10")
     since: list[int] = []
@@ -184,7 +182,7 @@ async def test_what_is_posted_while_a_month_is_being_closed_is_on_it_or_on_the_n
     assert (await books.draft("2026-11")).lines == ()
 
 
-async def test_who_listens_hears_once_that_an_invoice_was_closed(books: Books) -> None:
+async def test_closing_an_invoice_sends_one_message(books: Books) -> None:
     alerts = alert_parts(books.database, books.clock)
     await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=books.bob.tenant.id, access=WHOLE_APPLIANCE)
     changes = TenantChanges(billing={"name": "Bob Builders Ltd"})
@@ -209,9 +207,7 @@ async def test_who_listens_hears_once_that_an_invoice_was_closed(books: Books) -
     }
 
 
-async def test_a_month_that_is_closed_beside_an_earlier_one_counts_nothing_twice(
-    books: Books, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_months_closed_concurrently_count_no_event_twice(books: Books, monkeypatch: pytest.MonkeyPatch) -> None:
     books.clock.jump_wall(10 * 86400)
     await books.post(OCTOBER, Tokens(prompt=10, completion=0))
     await books.post(NOVEMBER, Tokens(prompt=3, completion=0))
@@ -229,7 +225,7 @@ async def test_a_month_that_is_closed_beside_an_earlier_one_counts_nothing_twice
     assert line_values(closed) == [("demo", "prompt", "2026-11", 3, 3)]
 
 
-async def test_the_number_counts_in_the_year_of_the_closing(books: Books) -> None:
+async def test_invoices_are_numbered_in_the_year_of_closing(books: Books) -> None:
     await books.post(OCTOBER)
     assert (await books.close("2026-10")).head.number == "2026-0001"
     books.clock.jump_wall(60 * 86400)
@@ -239,7 +235,7 @@ async def test_the_number_counts_in_the_year_of_the_closing(books: Books) -> Non
     assert numbers == ["2027-0001", "2027-0002"]
 
 
-async def test_late_events_and_corrections_are_adjustments_of_the_next_invoice(books: Books) -> None:
+async def test_late_events_and_corrections_are_adjustments_on_the_next_invoice(books: Books) -> None:
     books.clock.jump_wall(10 * 86400)
     await books.post(OCTOBER)
     await books.post(SEPTEMBER, Tokens(prompt=1, completion=0))
@@ -249,16 +245,16 @@ async def test_late_events_and_corrections_are_adjustments_of_the_next_invoice(b
     taken_back = await books.post(SEPTEMBER, Tokens(prompt=-1, completion=0), is_correction=True)
     await books.post(NOVEMBER)
 
-    nexts = await books.close("2026-11")
+    following = await books.close("2026-11")
 
     assert await books.invoices.get(closed.head.id, access=WHOLE_APPLIANCE) == closed
-    assert line_values(nexts)[2:] == [("demo", "adjustment", "2026-09", -1, -1), ("demo", "adjustment", "2026-10", 5, 9)]
-    assert nexts.lines[-1].exact_picos == late
-    assert nexts.lines[-2].exact_picos == taken_back
-    assert [line.requests for line in nexts.lines[2:]] == [0, 1]
+    assert line_values(following)[2:] == [("demo", "adjustment", "2026-09", -1, -1), ("demo", "adjustment", "2026-10", 5, 9)]
+    assert following.lines[-1].exact_picos == late
+    assert following.lines[-2].exact_picos == taken_back
+    assert [line.requests for line in following.lines[2:]] == [0, 1]
 
 
-async def test_a_correction_in_its_own_month_is_a_line_that_can_be_seen(books: Books) -> None:
+async def test_a_correction_in_its_own_month_has_a_line(books: Books) -> None:
     await books.post(OCTOBER, Tokens(prompt=10, completion=0))
     await books.post(OCTOBER, Tokens(prompt=-4, completion=0), is_correction=True)
 
@@ -281,7 +277,7 @@ async def test_a_closed_invoice_cannot_be_closed_again_or_drafted_again(books: B
         assert await last_taken(connection, "invoice:2026") == 1
 
 
-async def test_a_month_that_is_not_over_can_be_drafted_and_not_closed(books: Books) -> None:
+async def test_a_month_that_is_not_over_can_be_drafted_but_not_closed(books: Books) -> None:
     await books.post(NOVEMBER)
     with pytest.raises(MonthNotOver, match="2026-11 is not over before 2026-12-01 00:00 UTC"):
         await books.close("2026-11")
@@ -293,7 +289,7 @@ async def test_a_month_that_is_not_over_can_be_drafted_and_not_closed(books: Boo
         await books.draft("November")
 
 
-async def test_the_end_of_the_month_is_that_of_the_billing_time_zone(books: Books) -> None:
+async def test_a_month_ends_at_midnight_of_the_billing_time_zone(books: Books) -> None:
     zurich = euro_invoices(books.database, books.clock, BillingCalendar("Europe/Zurich"))
     drafted = await zurich.draft(books.bob.tenant.id, "2026-11", access=WHOLE_APPLIANCE)
     books.clock.jump_wall((datetime(2026, 11, 30, 22, 59, 59, tzinfo=UTC) - books.clock.now()).total_seconds())
@@ -304,7 +300,7 @@ async def test_the_end_of_the_month_is_that_of_the_billing_time_zone(books: Book
     assert closed.issued_on == date(2026, 12, 1)
 
 
-async def test_months_are_closed_in_order_and_the_error_names_the_one_in_the_way(books: Books) -> None:
+async def test_months_are_closed_in_order_and_the_error_names_the_open_one(books: Books) -> None:
     await books.post(SEPTEMBER)
     await books.post(OCTOBER)
     with pytest.raises(MonthOutOfOrder, match="2026-09 must be closed before 2026-10"):
@@ -315,7 +311,7 @@ async def test_months_are_closed_in_order_and_the_error_names_the_one_in_the_way
         await books.draft("2026-08")
 
 
-async def test_a_month_without_usage_may_be_skipped_or_closed_over_nothing(books: Books) -> None:
+async def test_a_month_without_usage_can_be_skipped_or_closed_empty(books: Books) -> None:
     await books.post(OCTOBER)
     passed, others = await books.draft("2026-09"), await books.draft("2026-09", books.cast.charlie)
     await books.close("2026-10")
@@ -327,7 +323,7 @@ async def test_a_month_without_usage_may_be_skipped_or_closed_over_nothing(books
     assert (empty.lines, empty.totals.due_micros, empty.head.number) == ((), 0, "2026-0002")
 
 
-async def test_events_without_tokens_stand_in_no_months_way(books: Books) -> None:
+async def test_a_month_with_only_empty_events_can_be_skipped(books: Books) -> None:
     nothing = Tokens(prompt=0, completion=0)
     await books.post(SEPTEMBER, nothing)  # a crash left it open before its prompt was read
     await books.post(OCTOBER)
@@ -335,7 +331,7 @@ async def test_events_without_tokens_stand_in_no_months_way(books: Books) -> Non
     assert (await books.draft("2026-11")).lines == ()
 
 
-async def test_tenants_closed_at_once_get_their_numbers_one_after_the_other(books: Books) -> None:
+async def test_invoices_closed_concurrently_get_consecutive_numbers(books: Books) -> None:
     people = [await make_person(books.database, books.clock, f"tenant {index}") for index in range(6)]
     for person in people:
         await books.post(OCTOBER, person=person)
@@ -349,7 +345,7 @@ async def test_tenants_closed_at_once_get_their_numbers_one_after_the_other(book
     assert sum(isinstance(end, InvoiceClosed) for end in ends) == 6
 
 
-async def test_what_settles_beside_a_closing_is_on_one_side_of_it(books: Books) -> None:
+async def test_events_settled_during_closing_are_billed_exactly_once(books: Books) -> None:
     costs = [await books.post(OCTOBER) for _ in range(3)]
     ready = (await books.draft("2026-10")).head.id
 
@@ -358,15 +354,15 @@ async def test_what_settles_beside_a_closing_is_on_one_side_of_it(books: Books) 
             costs.append(await books.post(OCTOBER))
             await asyncio.sleep(0)
 
-    async with asyncio.TaskGroup() as beside:
+    async with asyncio.TaskGroup() as settling:
         for _ in range(3):
-            beside.create_task(settle())
+            settling.create_task(settle())
         closed = await books.invoices.close(ready, access=WHOLE_APPLIANCE)
     assert usage_picos(closed.lines) + usage_picos((await books.draft("2026-11")).lines) == sum(costs)
     assert len(costs) == 33
 
 
-async def test_what_is_late_goes_to_the_earliest_month_that_is_open(books: Books) -> None:
+async def test_late_events_are_billed_in_the_earliest_open_month(books: Books) -> None:
     books.clock.jump_wall(40 * 86400)
     await books.post(SEPTEMBER)
     await books.close("2026-09")
@@ -378,7 +374,7 @@ async def test_what_is_late_goes_to_the_earliest_month_that_is_open(books: Books
     assert "adjustment" not in [line.kind for line in (await books.draft("2026-11")).lines]
 
 
-async def test_the_free_allowance_takes_no_more_than_what_was_used(books: Books) -> None:
+async def test_a_free_allowance_deducts_at_most_the_cost_of_the_month(books: Books) -> None:
     await books.allowances.set(books.bob.tenant.id, "2026-01", 15, access=WHOLE_APPLIANCE)
     await books.allowances.set(books.bob.tenant.id, "2026-10", 100, access=WHOLE_APPLIANCE)
     await books.post(SEPTEMBER, Tokens(prompt=40, completion=0))
@@ -393,7 +389,7 @@ async def test_the_free_allowance_takes_no_more_than_what_was_used(books: Books)
     assert usage_picos(october.lines) == 40_000_000
 
 
-async def test_what_is_left_of_an_allowance_covers_what_comes_late(books: Books) -> None:
+async def test_the_rest_of_an_allowance_covers_late_events(books: Books) -> None:
     books.clock.jump_wall(10 * 86400)
     await books.allowances.set(books.bob.tenant.id, "2026-10", 50, access=WHOLE_APPLIANCE)
     await books.post(OCTOBER, Tokens(prompt=40, completion=0))
@@ -403,7 +399,7 @@ async def test_what_is_left_of_an_allowance_covers_what_comes_late(books: Books)
     assert [line[2:] for line in line_values(await books.draft("2026-11"))] == [("2026-10", 30, 30), ("2026-10", 0, -10)]
 
 
-async def test_a_correction_of_what_was_free_gives_no_money(books: Books) -> None:
+async def test_a_correction_of_free_usage_refunds_nothing(books: Books) -> None:
     books.clock.jump_wall(10 * 86400)
     await books.allowances.set(books.bob.tenant.id, "2026-10", 50, access=WHOLE_APPLIANCE)
     await books.post(OCTOBER, Tokens(prompt=40, completion=0))
@@ -415,7 +411,7 @@ async def test_a_correction_of_what_was_free_gives_no_money(books: Books) -> Non
     assert drafted.totals.total_micros == 0
 
 
-async def test_an_allowance_cannot_begin_in_a_closed_month_and_the_later_word_counts(books: Books) -> None:
+async def test_an_allowance_can_be_replaced_but_not_begin_in_a_closed_month(books: Books) -> None:
     tenant_id = books.bob.tenant.id
     for day in (SEPTEMBER, OCTOBER):
         await books.post(day)
@@ -437,7 +433,7 @@ async def test_an_allowance_cannot_begin_in_a_closed_month_and_the_later_word_co
             await books.allowances.set(tenant_id, month, micros, access=WHOLE_APPLIANCE)
 
 
-async def test_an_allowance_of_nothing_ends_the_one_before(books: Books) -> None:
+async def test_an_allowance_of_zero_ends_the_previous_one(books: Books) -> None:
     for month, micros in (("2026-09", 10), ("2026-10", 0)):
         await books.allowances.set(books.bob.tenant.id, month, micros, access=WHOLE_APPLIANCE)
     subtotals = []
@@ -447,7 +443,7 @@ async def test_an_allowance_of_nothing_ends_the_one_before(books: Books) -> None
     assert subtotals == [-10, 0]
 
 
-async def test_an_allowance_is_its_tenants_own(books: Books) -> None:
+async def test_an_allowance_belongs_to_one_tenant_and_replaces_that_of_the_same_month(books: Books) -> None:
     bob, charlie = books.bob.tenant.id, books.cast.charlie.tenant.id
     await books.post(OCTOBER, person=books.cast.charlie)
     await books.close("2026-10", books.cast.charlie)
@@ -462,7 +458,7 @@ async def test_an_allowance_is_its_tenants_own(books: Books) -> None:
     assert [allowance_in(bobs, month) for month in ("2026-09", "2026-10", "2026-11", "2027-01")] == [0, 4, 2, 3]
 
 
-async def test_who_manages_a_tenant_reads_its_invoices_and_decides_nothing_about_them(books: Books) -> None:
+async def test_a_manager_reads_invoices_and_allowances_and_cannot_change_them(books: Books) -> None:
     tenant_id = books.bob.tenant.id
     drafted = await books.draft("2026-10")
     manager, viewer = (
@@ -482,16 +478,16 @@ async def test_who_manages_a_tenant_reads_its_invoices_and_decides_nothing_about
             await refused
 
 
-async def test_costs_in_two_currencies_have_no_invoice(books: Books) -> None:
+async def test_costs_in_two_currencies_cannot_be_closed(books: Books) -> None:
     await books.post(OCTOBER)
-    await books.post(OCTOBER, of=None, currency="USD")  # costs nothing in any currency
+    await books.post(OCTOBER, price=None, currency="USD")  # costs nothing in any currency
     assert (await books.draft("2026-10")).currency == "EUR"
     await books.post(OCTOBER, currency="USD")
     with pytest.raises(CurrenciesMixed, match="EUR and USD"):
         await books.close("2026-10")
 
 
-async def test_a_draft_that_cannot_be_computed_keeps_no_other_invoice_from_being_listed(books: Books) -> None:
+async def test_a_draft_that_cannot_be_computed_is_listed_with_its_problem(books: Books) -> None:
     await books.post(SEPTEMBER)
     closed = await books.close("2026-09")
     draft = await books.draft("2026-10")
@@ -507,10 +503,10 @@ async def test_a_draft_that_cannot_be_computed_keeps_no_other_invoice_from_being
         await books.invoices.get(draft.head.id, access=WHOLE_APPLIANCE)
 
 
-async def test_lines_keep_costs_that_pass_64_bits(books: Books) -> None:
+async def test_lines_keep_costs_beyond_64_bits(books: Books) -> None:
     dear = await add_price(books.database, prompt=10**12)
     for _ in range(3):
-        await books.post(OCTOBER, Tokens(prompt=9_000_000, completion=0), of=dear)
+        await books.post(OCTOBER, Tokens(prompt=9_000_000, completion=0), price=dear)
 
     closed = await books.close("2026-10")
     assert closed.lines[0].exact_picos == 27 * 10**18 > 2**63
@@ -519,12 +515,12 @@ async def test_lines_keep_costs_that_pass_64_bits(books: Books) -> None:
         assert (await connection.execute(select(invoice_lines.c.exact_picos))).scalar_one() == str(27 * 10**18)
 
 
-async def test_what_is_pending_or_voided_is_on_no_invoice_and_another_tenants_neither(books: Books) -> None:
+async def test_events_of_another_tenant_are_not_on_an_invoice(books: Books) -> None:
     await books.post(OCTOBER, person=books.cast.charlie)
     assert (await books.draft("2026-10")).lines == ()
 
 
-async def test_lists_show_closed_and_open_the_newest_first(books: Books) -> None:
+async def test_lists_show_drafts_and_closed_invoices_newest_first(books: Books) -> None:
     await books.post(OCTOBER)
     closed = await books.close("2026-10")
     drafted = await books.draft("2026-11")
@@ -537,7 +533,7 @@ async def test_lists_show_closed_and_open_the_newest_first(books: Books) -> None
     assert [head.id for head in (await books.invoices.list(state="closed", access=WHOLE_APPLIANCE)).data] == [closed.head.id]
 
 
-async def test_a_draft_that_is_discarded_takes_no_other_with_it(books: Books) -> None:
+async def test_discarding_a_draft_keeps_all_others(books: Books) -> None:
     unwanted, *kept = [await books.draft(*of) for of in (("2026-10",), ("2026-11",), ("2026-10", books.cast.charlie))]
     await books.invoices.discard(unwanted.head.id, access=WHOLE_APPLIANCE)
 
@@ -545,7 +541,7 @@ async def test_a_draft_that_is_discarded_takes_no_other_with_it(books: Books) ->
     assert {head.id for head in left} == {invoice.head.id for invoice in kept}
 
 
-async def test_the_pages_of_all_invoices_leave_out_none_of_a_month(books: Books) -> None:
+async def test_paging_through_all_invoices_returns_each_once(books: Books) -> None:
     people = (books.bob, books.cast.charlie)
     drafts = [(await books.draft(month, person)).head for month in ("2026-10", "2026-11") for person in people]
     found: list[InvoiceHead] = []
@@ -556,7 +552,7 @@ async def test_the_pages_of_all_invoices_leave_out_none_of_a_month(books: Books)
     assert (found, cursor) == (sorted(drafts, key=lambda head: (head.month, head.id), reverse=True), None)
 
 
-async def test_a_new_draft_owes_nothing_yet_in_its_tenants_currency(books: Books) -> None:
+async def test_a_new_draft_has_a_total_of_zero_in_its_tenants_currency(books: Books) -> None:
     await Tenants(books.database, books.clock).update(
         books.bob.tenant.id, TenantChanges(currency="CHF"), access=WHOLE_APPLIANCE
     )
@@ -564,13 +560,13 @@ async def test_a_new_draft_owes_nothing_yet_in_its_tenants_currency(books: Books
     assert (head.currency, head.total_micros, head.tax_micros) == ("CHF", 0, 0)
 
 
-async def test_where_no_seller_has_said_so_there_is_no_tax(books: Books) -> None:
+async def test_without_a_seller_there_is_no_tax(books: Books) -> None:
     await books.post(OCTOBER, Tokens(prompt=10**12, completion=0))
     totals = (await books.close("2026-10")).totals
     assert totals.tax_micros == 0 < totals.subtotal_micros == totals.due_micros
 
 
-async def test_a_month_that_runs_can_be_drafted_if_it_has_something_to_bill(books: Books) -> None:
+async def test_the_current_month_can_be_drafted_as_billable_only_with_usage(books: Books) -> None:
     bob = books.bob.tenant.id
     with pytest.raises(NothingToBill):
         await books.invoices.draft(bob, "2026-11", only="billable", access=WHOLE_APPLIANCE)
@@ -580,7 +576,7 @@ async def test_a_month_that_runs_can_be_drafted_if_it_has_something_to_bill(book
     assert (await books.invoices.draft(bob, "2026-11", only="billable", access=WHOLE_APPLIANCE)).is_draft
 
 
-async def test_closing_and_allowances_and_the_seller_are_in_the_audit_log(books: Books) -> None:
+async def test_allowances_the_seller_and_closing_are_in_the_audit_log(books: Books) -> None:
     with acting(Actor(kind="member", name="alice@example.com")):
         await books.allowances.set(books.bob.tenant.id, "2026-10", 5, access=WHOLE_APPLIANCE)
         await ApplianceRecords(books.database, books.clock).put(SELLER, Seller(name="Box AG").to_record())
@@ -593,7 +589,7 @@ async def test_closing_and_allowances_and_the_seller_are_in_the_audit_log(books:
     assert '"number":"2026-0001"' in ours[-1]["after"].replace(" ", "")
 
 
-async def test_the_entry_of_an_allowance_says_what_was_free_before_and_what_is_now(books: Books) -> None:
+async def test_the_audit_entry_of_an_allowance_has_its_old_and_new_amount(books: Books) -> None:
     bob = books.bob.tenant.id
     for month, micros in (("2026-11", 5), ("2026-11", 7), ("2026-12", 7)):
         await books.allowances.set(bob, month, micros, access=WHOLE_APPLIANCE)
@@ -620,13 +616,13 @@ async def test_the_entry_of_an_allowance_says_what_was_free_before_and_what_is_n
     ],
     ids=str,
 )
-def test_a_wrong_field_of_the_seller_is_named(fields: dict[str, object], param: str) -> None:
+def test_an_invalid_field_of_the_seller_is_named(fields: dict[str, object], param: str) -> None:
     with pytest.raises(GatehouseError) as refused:
         Seller(**fields)  # type: ignore[arg-type]
     assert refused.value.param == param
 
 
-def test_the_worked_example_of_the_documentation_is_what_the_code_says() -> None:
+def test_the_worked_example_in_the_documentation_matches_the_code() -> None:
     def used(prompt: int, cached: int, completion: int, price: int) -> EventSums:
         prices = (price, 15_000, 600_000, 0)
         cost = (prompt - cached) * price + cached * 15_000 + completion * 600_000
@@ -651,7 +647,7 @@ def test_the_worked_example_of_the_documentation_is_what_the_code_says() -> None
     assert ABORT_POLICY.partition(": ")[2].casefold() in " ".join(text.casefold().split())
 
 
-async def test_lines_are_the_same_however_their_events_were_split_by_the_moment_of_closing(books: Books) -> None:
+async def test_lines_do_not_depend_on_which_events_were_summed_ahead(books: Books) -> None:
     for prompt, cached, completion in ((10, 10, 0), (7, 3, 2), (5, 0, 0), (0, 0, 4)):
         await books.post(OCTOBER, Tokens(prompt=prompt, cached=cached, completion=completion))
     async with books.database.reading() as connection:
@@ -663,7 +659,7 @@ async def test_lines_are_the_same_however_their_events_were_split_by_the_moment_
             assert usage_lines([*ahead, *since], "2026-10") == usage_lines(whole, "2026-10")
 
 
-async def test_whether_a_currency_is_on_an_invoice_does_not_depend_on_the_moment_of_closing(books: Books) -> None:
+async def test_the_currencies_of_an_invoice_do_not_depend_on_which_events_were_summed_ahead(books: Books) -> None:
     await books.post(OCTOBER)
     for tokens in (Tokens(prompt=3, completion=0), Tokens(prompt=0, completion=-1)):  # together nothing
         await books.post(OCTOBER, tokens, is_correction=True, currency="USD")

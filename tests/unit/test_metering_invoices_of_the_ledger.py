@@ -10,7 +10,7 @@ import pytest
 from appliance.base.db import Database
 from appliance.base.errors import CurrenciesMixed
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.invariants import invoices as promise
+from appliance.metering.invariants import invoices as invoice_invariant
 from appliance.metering.invoicing.lines import usage_picos
 from appliance.metering.invoicing.sums import Coverage, _sums_queries, read_event_sums
 from appliance.metering.ledger.corrections import Correction
@@ -28,7 +28,7 @@ POSTED_SINCE = "SEARCH usage_events USING INDEX ix_usage_events_tenant_id_postin
 OCTOBER = datetime(2026, 10, 31, 23, 59, tzinfo=UTC)
 
 
-async def test_what_the_ledger_settled_is_billed_and_what_is_void_or_pending_is_not(
+async def test_posted_events_are_billed_and_voided_or_pending_ones_are_not(
     database: Database, clock: FakeClock, cast: Cast
 ) -> None:
     price = await add_price(database)
@@ -66,9 +66,7 @@ async def test_what_the_ledger_settled_is_billed_and_what_is_void_or_pending_is_
     assert (late.kind, late.month, late.tokens, late.exact_picos) == ("adjustment", "2026-10", 15, 25 * 10**6)
 
 
-async def test_what_a_crash_left_open_and_what_is_corrected_is_on_the_next_invoice(
-    database: Database, clock: FakeClock, cast: Cast
-) -> None:
+async def test_recovered_and_corrected_events_are_on_the_next_invoice(database: Database, clock: FakeClock, cast: Cast) -> None:
     price = await add_price(database)
     entry, lost = (pending(cast.bob, admitted_at=OCTOBER, price=price) for _ in range(2))
     invoices = euro_invoices(database, clock, BillingCalendar("UTC"))
@@ -88,17 +86,17 @@ async def test_what_a_crash_left_open_and_what_is_corrected_is_on_the_next_invoi
     await corrections.add(billed.id, Correction(note="our apologies", cost_picos=-5))
     clock.jump_wall(timedelta(days=30).total_seconds())
 
-    nexts = await invoices.close(
+    following = await invoices.close(
         (await invoices.draft(cast.bob.tenant.id, "2026-11", access=WHOLE_APPLIANCE)).head.id, access=WHOLE_APPLIANCE
     )
     costs = [event.cost_picos for event in await all_events(database)]
-    assert sum(costs) == usage_picos(closed.lines) + usage_picos(nexts.lines)
-    (line,) = nexts.lines
+    assert sum(costs) == usage_picos(closed.lines) + usage_picos(following.lines)
+    (line,) = following.lines
     assert (line.month, line.requests, line.exact_picos) == ("2026-10", 1, 16 * 10**6 - 4 * 10**6 - 5)
     assert dataclasses.asdict(await invoices.get(closed.head.id, access=WHOLE_APPLIANCE)) == dataclasses.asdict(closed)
 
 
-async def test_what_was_posted_since_a_sum_ahead_is_the_difference_of_two_sums(
+async def test_events_posted_since_the_sum_ahead_are_summed_separately(
     database: Database, clock: FakeClock, cast: Cast
 ) -> None:
     months = [OCTOBER - timedelta(days=60), OCTOBER, OCTOBER + timedelta(days=1)]
@@ -120,13 +118,13 @@ async def test_what_was_posted_since_a_sum_ahead_is_the_difference_of_two_sums(
 
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
-async def test_what_was_posted_since_a_sum_ahead_is_found_by_its_postings(database: Database) -> None:
+async def test_events_posted_since_the_sum_ahead_are_found_by_an_index_on_postings(database: Database) -> None:
     (query,) = _sums_queries("a tenant", Coverage("2026-11", 1000), Coverage("2026-11", 900))
     assert await query_plan(database, query) == [POSTED_SINCE]
 
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
-async def test_an_invoice_reads_its_month_and_what_was_posted_since_the_one_before(database: Database) -> None:
+async def test_an_invoice_reads_only_its_month_and_events_posted_since_the_previous_one(database: Database) -> None:
     month, late = _sums_queries("a tenant", Coverage("2026-11", 1000), Coverage("2026-10", 900))
     index = "ix_usage_events_tenant_id_billing_day"
     assert await query_plan(database, month) == [
@@ -135,13 +133,13 @@ async def test_an_invoice_reads_its_month_and_what_was_posted_since_the_one_befo
     assert await query_plan(database, late) == [POSTED_SINCE]
 
 
-async def test_what_is_corrected_to_zero_in_another_currency_is_not_on_the_invoice_and_stops_none(
+async def test_events_corrected_to_zero_in_another_currency_do_not_prevent_closing(
     database: Database, clock: FakeClock, cast: Cast
 ) -> None:
     price = await add_price(database)
     day, epoch_id = OCTOBER.date(), cast.epoch_id
-    cost = await post_event(database, cast.bob, day, Tokens(), epoch_id=epoch_id, of=price)
-    await post_event(database, cast.bob, day, Tokens(prompt=7), epoch_id=epoch_id, of=price, currency="USD")
+    cost = await post_event(database, cast.bob, day, Tokens(), epoch_id=epoch_id, price=price)
+    await post_event(database, cast.bob, day, Tokens(prompt=7), epoch_id=epoch_id, price=price, currency="USD")
     invoices, corrections = euro_invoices(database, clock, BillingCalendar("UTC")), utc_corrections(database, clock)
     foreign = (await all_events(database))[1]
 
@@ -156,4 +154,4 @@ async def test_what_is_corrected_to_zero_in_another_currency_is_not_on_the_invoi
         "EUR", [10_000_000, 15_000_000], cost,
     )  # fmt: skip
     async with database.reading() as connection:
-        assert (await promise.check(connection)).state == "holds"
+        assert (await invoice_invariant.check(connection)).state == "holds"

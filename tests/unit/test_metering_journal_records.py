@@ -1,4 +1,4 @@
-"""Records of the journal: each comes back as it was, also where another version has written it."""
+"""Journal records survive encoding and decoding, also between versions."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from appliance.metering.prices import Price
 from tests.support.clock import START, FakeClock
 
 
-def test_a_pending_event_survives_encoding_and_decoding(clock: FakeClock) -> None:
-    entry = pending_of_nobody(clock)
+def test_an_entry_survives_encoding_and_decoding(clock: FakeClock) -> None:
+    entry = complete_entry(clock)
     journaled = JournaledEvent(epoch_id="epoch", currency="EUR", billing_day=START.date(), event=entry)
     assert decode(encode(journaled)) == journaled
 
@@ -28,8 +28,8 @@ def test_a_settlement_survives_encoding_and_decoding() -> None:
     assert decode(encode(settlement)) == settlement
 
 
-def pending_of_nobody(clock: FakeClock) -> PendingEvent:
-    """A pending event with a price and every field set."""
+def complete_entry(clock: FakeClock) -> PendingEvent:
+    """An entry with a price and every field set."""
     price = Price(
         id="price", model="démo", effective_from=clock.now(), currency="EUR", prompt=1, cached_prompt=2, completion=3,
         batch_percent=50, created_at=clock.now(), rejected_draft=4, tier_percents={"priority": 120},
@@ -51,11 +51,11 @@ def test_records_of_the_first_version_can_be_read() -> None:
     entry = decode(first)
     assert isinstance(entry, JournaledEvent)
     assert encode(entry) == first.replace(b'"currency":null}}', b'"currency":null,"batch":false}}')
-    assert not entry.event.batch, "nothing was batch work before there was any"
+    assert not entry.event.batch, "the first version had no batch work"
 
 
 def test_an_earlier_version_reads_later_records_ignoring_unknown_fields() -> None:
-    journaled = JournaledEvent(epoch_id="epoch", currency="EUR", billing_day=START.date(), event=pending_of_nobody(FakeClock()))
+    journaled = JournaledEvent(epoch_id="epoch", currency="EUR", billing_day=START.date(), event=complete_entry(FakeClock()))
     later = encode(journaled).replace(b'"batch":true', b'"batch":true,"from_later":{"x":[1]}')
     assert b"from_later" in later
     assert decode(later) == journaled

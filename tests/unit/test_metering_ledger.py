@@ -23,6 +23,7 @@ from appliance.metering.past_requests import PastRequests
 from appliance.metering.prices import Price, PriceBook
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.support import factories
+from tests.support.case_ids import case_id
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.factories import pending, posted, voided
@@ -116,18 +117,18 @@ async def test_settling_with_other_figures_raises(database: Database, clock: Fak
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
         await ledger.open(entry)
         first = await settle(ledger, posted(entry.request_id, completion=5))
-        more, told = posted(entry.request_id, completion=6), []
+        more, recorded = posted(entry.request_id, completion=6), []
         same = msgspec.structs.replace(posted(entry.request_id, completion=5), finish_reason="disconnected")
         for other in (more, voided(entry.request_id), same):
             with pytest.raises(LedgerBroken, match="other figures"):
-                await ledger.settle(other, lambda: told.append("there will be no other rows"))
-        assert len(told) == 3
+                await ledger.settle(other, lambda: recorded.append("refused"))
+        assert len(recorded) == 3
         assert ledger.healthy
         assert ledger.unrecorded_usage_tokens == 16 + 15
     assert await all_events(database) == [first]
 
 
-async def test_of_several_settlements_in_one_round_the_first_counts_and_different_ones_raise(
+async def test_the_first_of_several_settlements_in_one_round_counts_and_different_ones_raise(
     database: Database, clock: FakeClock, cast: Cast
 ) -> None:
     gated, entry = FailingDatabase.around(database), pending(cast.bob)
@@ -193,9 +194,10 @@ async def test_many_requests_are_committed_in_few_rounds(database: Database, clo
     async with running_ledger(counting, clock, cast.epoch_id) as ledger:
         await asyncio.gather(*(ledger.open(entry) for entry in entries))
         assert counting.commits <= 3
-        events = await asyncio.gather(*(settle(ledger, posted(entry.request_id)) for entry in entries))
+        await asyncio.gather(*(ledger.settle(posted(entry.request_id)) for entry in entries))
         assert counting.commits <= 6
-    assert [event.request_id for event in await all_events(database)] == [entry.request_id for entry in entries]
+    events = await all_events(database)
+    assert [event.request_id for event in events] == [entry.request_id for entry in entries]
     assert {event.status for event in events} == {"posted"}
 
 
@@ -279,7 +281,9 @@ async def test_a_cancelled_caller_does_not_stop_the_settlement(database: Databas
 
 
 @pytest.mark.parametrize(
-    "error", [OperationalError("COMMIT", {}, Exception()), PoolTimeout("no connection is free"), OSError("no route to host")]
+    "error",
+    [OperationalError("COMMIT", {}, Exception()), PoolTimeout("no connection is free"), OSError("no route to host")],
+    ids=case_id,
 )
 async def test_a_round_that_fails_on_the_database_is_written_later(
     database: Database, clock: FakeClock, cast: Cast, monkeypatch: pytest.MonkeyPatch, error: Exception
@@ -324,21 +328,21 @@ async def test_on_recorded_is_called_exactly_once_whatever_the_outcome(
 ) -> None:
     gated = FailingDatabase.around(database)
     entry = pending(cast.bob)
-    heard: list[str] = []
+    recorded: list[str] = []
     async with running_ledger(gated, clock, cast.epoch_id) as ledger:
         await ledger.open(entry)
         gated.gate = asyncio.Event()
-        settling = asyncio.create_task(ledger.settle(posted(entry.request_id), lambda: heard.append("written")))
+        settling = asyncio.create_task(ledger.settle(posted(entry.request_id), lambda: recorded.append("written")))
         await poll_until(lambda: gated.held == 1)
-        assert heard == [], "the rows are not there yet"
+        assert recorded == [], "the rows are not there yet"
         gated.gate.set()
         await settling
-        assert heard == ["written"]
+        assert recorded == ["written"]
         with pytest.raises(LedgerBroken):
-            await ledger.settle(posted(entry.request_id, completion=99), lambda: heard.append("refused"))
-        assert heard == ["written", "refused"]
-        await ledger.settle(posted(entry.request_id), lambda: heard.append("there already"))
-    assert heard == ["written", "refused", "there already"]
+            await ledger.settle(posted(entry.request_id, completion=99), lambda: recorded.append("refused"))
+        assert recorded == ["written", "refused"]
+        await ledger.settle(posted(entry.request_id), lambda: recorded.append("already written"))
+    assert recorded == ["written", "refused", "already written"]
 
 
 async def test_settled_and_voided_entries_are_not_kept_in_memory(database: Database, clock: FakeClock, cast: Cast) -> None:
@@ -374,6 +378,7 @@ _OF_TABLES_AWAY.sqlstate, _OF_ANOTHER_FAULT.sqlstate = "42P01", "42601"  # type:
         (InterfaceError("COMMIT", {}, Exception()), False),
         (OSError("disk full"), False),
     ],
+    ids=case_id,
 )
 def test_errors_are_attributed_to_the_row_or_to_the_database(error: Exception, is_bad: bool) -> None:
     assert is_bad_row(error) == is_bad

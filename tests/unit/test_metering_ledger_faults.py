@@ -101,7 +101,7 @@ async def test_readers_that_use_every_connection_delay_no_request(database: Data
 
     reading = [asyncio.create_task(read()) for _ in range(4 * READERS_MAX)]
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
-        await asyncio.sleep(0)  # each of them has asked for a connection
+        await asyncio.sleep(0)  # lets each request a connection
         await ledger.open(entry)
         await ledger.settle(posted(entry.request_id))
     done.set()

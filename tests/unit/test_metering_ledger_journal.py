@@ -57,7 +57,7 @@ def database_url(tmp_path: Path, migrated_sqlite_file: Path) -> str:
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let nobody give a slow disk up after a second, unless that is what a test is about."""
+    """Raise the journal's time limit, so that a slow disk does not fail tests that are not about it."""
     monkeypatch.setattr(writer_module, "CATCH_UP_S", 60.0)
     monkeypatch.setattr(writer_module, "JOURNAL_TIMEOUT_S", 60.0)
 
@@ -76,7 +76,7 @@ async def journaling(database: Database, clock: FakeClock, epoch_id: str, path: 
 
 
 async def start_again(database: Database, clock: FakeClock, path: Path) -> dict[str, UsageEvent]:
-    """What the next start makes of database and journal, by request."""
+    """Start again over database and journal. → events by request"""
     epoch_id = await begin_epoch(database, clock, "next")
     journal = Journal(path)
     await replay(database, journal, clock, BillingCalendar())
@@ -86,7 +86,7 @@ async def start_again(database: Database, clock: FakeClock, path: Path) -> dict[
 
 
 def _contents(path: Path) -> list[bytes]:
-    """What stands in the two files of a journal."""
+    """The content of the two files of a journal."""
     return [file.read_bytes().strip(b"\0") for file in path.parent.glob(f"{path.name}-*")]
 
 
@@ -225,7 +225,7 @@ async def test_a_settlement_is_written_to_the_tables_if_the_journal_times_out_an
         for entry, timeout_s, stuck_s in ((first, 0.01, None), (second, 60.0, -60.0)):
             monkeypatch.setattr(writer_module, "JOURNAL_TIMEOUT_S", timeout_s)
             with monkeypatch.context() as hanging:
-                hanging.setattr(journal, "_waiting", deaf)  # nobody takes what waits, whatever queue the thread looks at
+                hanging.setattr(journal, "_waiting", deaf)  # the thread never sees waiting records
                 hanging.setattr(journal, "_writing_since_s", stuck_s)  # long ago
                 async with asyncio.timeout(DEADLINE_S):
                     await ledger.settle(posted(entry.request_id))
@@ -367,7 +367,7 @@ async def test_a_hanging_disk_refuses_requests_and_leaves_nothing_pending(
     journal = Journal(tmp_path / "j")
     ledger = utc_ledger(database, clock, cast.epoch_id, journal=journal, open_timeout_s=0.05)
     await ledger.start()
-    journal._thread = Thread()  # nobody takes what waits
+    journal._thread = Thread()  # a thread that was never started: waiting records are not written
     with pytest.raises(Overloaded, match="nothing was started"):
         await ledger.open(pending(cast.bob))
     journal._thread = None

@@ -1,4 +1,4 @@
-"""Pages of the ledger: in order and to the end, only what is asked for, and to each tenant its own."""
+"""Pages of the ledger: ordered and complete, filtered, and limited to what the reader may see."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.factories import pending, posted, voided
 from tests.support.ledgers import euro_prices, running_ledger, settle, utc_corrections
-from tests.support.spending import record_statements
+from tests.support.sql_statements import record_statements
 
 
 async def test_the_ledger_pages_in_order_and_shows_each_tenant_its_own(
@@ -67,7 +67,7 @@ async def test_a_page_of_the_ledger_shows_only_what_the_filters_select(
             await ledger.settle(posted(entry.request_id) if entry.model == "demo" else voided(entry.request_id))
         charlies = await reports.event(entries[1].request_id, access=WHOLE_APPLIANCE)
         await utc_corrections(database, clock).add(charlies.id, Correction(prompt_tokens=-1, note="too much"))
-        asked: list[tuple[dict[str, Any], list[int]]] = [
+        cases: list[tuple[dict[str, Any], list[int]]] = [
             ({}, [0, 1, 2, 3, 1]),
             ({"tenant_id": charlie.tenant.id}, [1, 1]),
             ({"key_id": bob.key.id}, [0, 2, 3]),
@@ -80,18 +80,18 @@ async def test_a_page_of_the_ledger_shows_only_what_the_filters_select(
             ({"start": later}, [3]),
             ({"end": later}, [0, 1, 2, 1]),
         ]
-        for wanted, shown in asked:
-            page = await reports.ledger_page(filters=LedgerFilter(**wanted), access=WHOLE_APPLIANCE)
-            assert [event.request_id for event in page.data] == [entries[number].request_id for number in shown], wanted
-            newest = await reports.ledger_page(2, filters=LedgerFilter(**wanted), newest_first=True, access=WHOLE_APPLIANCE)
+        for filters, shown in cases:
+            page = await reports.ledger_page(filters=LedgerFilter(**filters), access=WHOLE_APPLIANCE)
+            assert [event.request_id for event in page.data] == [entries[number].request_id for number in shown], filters
+            newest = await reports.ledger_page(2, filters=LedgerFilter(**filters), newest_first=True, access=WHOLE_APPLIANCE)
             assert newest.data == page.data[::-1][:2]
             if newest.next_cursor is not None:
                 older = await reports.ledger_page(
-                    50, newest.next_cursor, LedgerFilter(**wanted), newest_first=True, access=WHOLE_APPLIANCE
+                    50, newest.next_cursor, LedgerFilter(**filters), newest_first=True, access=WHOLE_APPLIANCE
                 )
                 assert older.data == page.data[::-1][2:]
                 with pytest.raises(InvalidValue, match="cursor"):
-                    await reports.ledger_page(50, newest.next_cursor, LedgerFilter(**wanted), access=WHOLE_APPLIANCE)
+                    await reports.ledger_page(50, newest.next_cursor, LedgerFilter(**filters), access=WHOLE_APPLIANCE)
         await ledger.settle(voided(entries[0].request_id))
     for field, value in (("status", "open"), ("kind", "refund")):
         with pytest.raises(InvalidValue) as refused:

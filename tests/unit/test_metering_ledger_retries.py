@@ -1,4 +1,4 @@
-"""What the ledger keeps when a round fails, when it tries again, and what becomes of the rest when it ends."""
+"""What the ledger keeps after a failed round, when it retries, and what happens to the rest when it ends."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ async def test_after_a_failed_round_the_first_of_several_settlements_still_count
         await poll_until(lambda: len(ledger._queue) == 3)
         failing.fail_before_commit = 1
         await ledger.stop()
-        told = await asyncio.gather(*settling, return_exceptions=True)
+        results = await asyncio.gather(*settling, return_exceptions=True)
     assert failing.fail_before_commit == 0
-    assert [type(each) for each in told] == [type(None), LedgerBroken, LedgerBroken]
+    assert [type(each) for each in results] == [type(None), LedgerBroken, LedgerBroken]
     assert [event.completion_tokens for event in await all_events(database)] == [5]
 
 
@@ -76,7 +76,7 @@ async def test_unwritten_settlements_of_a_timed_out_stop_are_counted_once_and_no
     gated.gate.set()
     assert not any(task.get_name() == "ledger" for task in asyncio.all_tasks())
     await ledger.stop()
-    assert [type(told) for told in await asyncio.gather(*settling, return_exceptions=True)] == [LedgerBroken] * 2
+    assert [type(result) for result in await asyncio.gather(*settling, return_exceptions=True)] == [LedgerBroken] * 2
     assert (ledger.healthy, ledger.unrecorded_usage_tokens) == (False, 2 * 15)
     assert [event.status for event in await all_events(database)] == ["pending"] * 2
 
@@ -100,8 +100,8 @@ async def test_callers_get_an_error_when_the_writer_ends_unexpectedly(
     await ledger.start()
     monkeypatch.setattr(ledger._queue, "take", None)
     waiting = [ledger.open(pending(cast.bob)), ledger.open(pending(cast.bob)), ledger.settle(posted("req_any"))]
-    told = await asyncio.gather(*waiting, return_exceptions=True)
-    assert [type(each) for each in told] == [LedgerBroken] * 3
+    results = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [type(each) for each in results] == [LedgerBroken] * 3
     assert ledger.unrecorded_usage_tokens == 15
     await ledger.stop()
 
@@ -110,15 +110,15 @@ async def test_callers_get_an_error_when_the_writer_ends_unexpectedly(
 async def test_on_recorded_is_called_when_only_the_next_start_will_write_the_rows(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
-    failing, heard = FailingDatabase.around(database), list[str]()
+    failing, recorded = FailingDatabase.around(database), list[str]()
     journal = Journal(tmp_path / "j")
     ledger = utc_ledger(failing, clock, cast.epoch_id, journal=journal)
     await ledger.start()
     entry = pending(cast.bob)
     await ledger.open(entry)
     failing.fail_before_commit = 1_000_000
-    await ledger.settle(posted(entry.request_id), lambda: heard.append("not by this process"))
+    await ledger.settle(posted(entry.request_id), lambda: recorded.append("not by this process"))
     with pytest.raises(LedgerBroken, match="unwritten"):
         await ledger.stop(timeout_s=0.05)
-    assert (heard, ledger.unrecorded_usage_tokens) == (["not by this process"], 0)
+    assert (recorded, ledger.unrecorded_usage_tokens) == (["not by this process"], 0)
     await journal.close()

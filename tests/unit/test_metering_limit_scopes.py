@@ -41,9 +41,9 @@ def policy(mode: str = "enforce", **limits: int) -> ModelPolicy:
 
 
 async def admit(
-    admission: Admission, who: Principal, tokens: int, model: str = "demo", *, cost: Price | None = None, **asked: object
+    admission: Admission, who: Principal, tokens: int, model: str = "demo", *, cost: Price | None = None, **fields: object
 ) -> Reservation:
-    request = AdmissionRequest(principal=who, model=model, prompt_tokens=tokens, max_output_tokens=0, price=cost, **asked)  # type: ignore[arg-type]
+    request = AdmissionRequest(principal=who, model=model, prompt_tokens=tokens, max_output_tokens=0, price=cost, **fields)  # type: ignore[arg-type]
     return await admission.admit(request)
 
 
@@ -135,11 +135,11 @@ async def test_a_request_that_fits_a_shadow_limit_takes_from_it(admission: Admis
 
 async def test_a_shadow_limit_does_not_cut_the_estimate_for_other_limits(admission: Admission) -> None:
     bob = with_tenant(principal(None, Limits(tokens_per_minute=1000)), limits=Limits(tokens_per_minute=20), limit_mode="shadow")
-    asked = AdmissionRequest(principal=bob, model="demo", prompt_tokens=10, max_output_tokens=None, price=None)
-    dry_run = await admission.dry_run(asked)
+    request = AdmissionRequest(principal=bob, model="demo", prompt_tokens=10, max_output_tokens=None, price=None)
+    dry_run = await admission.dry_run(request)
 
     assert [(each.scope, each.need, each.allowed) for each in dry_run.decisions] == [("tenant", 20, True), ("key", 266, True)]
-    assert (await admission.admit(asked)).reserved_tokens == 266
+    assert (await admission.admit(request)).reserved_tokens == 266
 
 
 async def test_usage_in_shadow_mode_counts_for_the_day_once_the_limit_is_enforced(admission: Admission) -> None:

@@ -1,4 +1,4 @@
-"""The outbox: messages are enqueued once, claimed once, retried, given up in the end, and sent only when durable."""
+"""The outbox: messages are visible once committed, enqueued once, claimed by one sender, retried, and finally given up."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from appliance.base.db import Database
 from appliance.base.errors import Conflict, NotFound, RateLimitExceeded
 from appliance.metering.alerts import outbox as outbox_module
+from appliance.metering.alerts import send_limits
 from appliance.metering.alerts.outbox import ATTEMPTS_MAX, LEASE_S, Delivery, Outbox, retry_delay_s
-from appliance.metering.alerts.send_limits import RETRIES_PER_HOUR_MAX, TESTS_PER_HOUR_MAX
+from appliance.metering.alerts.send_limits import TESTS_PER_HOUR_MAX
 from appliance.metering.alerts.webhooks import WebhookChanges
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.support.alerts import TARGET, AlertParts, alert_parts
@@ -23,7 +24,7 @@ from tests.support.clock import FakeClock
 
 @pytest.fixture
 def alerts(database: Database, clock: FakeClock) -> AlertParts:
-    """The parts of the alerts over this test's database."""
+    """The components of alerting over this test's database."""
     return alert_parts(database, clock)
 
 
@@ -34,9 +35,7 @@ async def add_webhook(alerts: AlertParts, tenant_id: str | None = None, events: 
     return webhook.id
 
 
-async def test_an_event_of_a_tenant_is_told_to_its_webhooks_and_to_those_of_the_appliance(
-    alerts: AlertParts, cast: Cast
-) -> None:
+async def test_an_event_of_a_tenant_goes_to_its_webhooks_and_those_of_the_appliance(alerts: AlertParts, cast: Cast) -> None:
     bobs, appliance_webhook = await add_webhook(alerts, cast.bob.tenant.id), await add_webhook(alerts)
     await add_webhook(alerts, cast.charlie.tenant.id)
     assert await alerts.enqueue(tenant_id=cast.bob.tenant.id) == 2
@@ -50,14 +49,14 @@ async def test_an_event_of_a_tenant_is_told_to_its_webhooks_and_to_those_of_the_
     }
 
 
-async def test_an_event_of_the_appliance_is_told_to_its_own_webhooks_alone(alerts: AlertParts, cast: Cast) -> None:
+async def test_an_event_of_the_appliance_goes_only_to_its_own_webhooks(alerts: AlertParts, cast: Cast) -> None:
     await add_webhook(alerts, cast.bob.tenant.id)
     appliance_webhook = await add_webhook(alerts)
     assert await alerts.enqueue(event="engine.down") == 1
     assert [message.webhook_id for message in await alerts.messages()] == [appliance_webhook]
 
 
-async def test_only_who_listens_to_an_event_hears_it(alerts: AlertParts) -> None:
+async def test_an_event_goes_only_to_enabled_webhooks_subscribed_to_it(alerts: AlertParts) -> None:
     await add_webhook(alerts, events=["invoice.closed"])
     disabled, removed = await add_webhook(alerts), await add_webhook(alerts)
     await alerts.webhooks.update(disabled, WebhookChanges(disabled=True), access=WHOLE_APPLIANCE)
@@ -65,23 +64,23 @@ async def test_only_who_listens_to_an_event_hears_it(alerts: AlertParts) -> None
     assert await alerts.enqueue() == 0
 
 
-async def test_the_same_event_of_the_same_subject_is_told_once(alerts: AlertParts) -> None:
+async def test_an_event_is_enqueued_once_per_subject(alerts: AlertParts) -> None:
     await add_webhook(alerts)
     assert [await alerts.enqueue("one"), await alerts.enqueue("one"), await alerts.enqueue("two")] == [1, 0, 1]
 
 
-async def test_what_is_rolled_back_is_not_told_and_wakes_nobody(alerts: AlertParts) -> None:
+async def test_a_rolled_back_message_is_not_enqueued_and_does_not_wake_the_sender(alerts: AlertParts) -> None:
     await add_webhook(alerts)
     alerts.db.outbox_written.clear()
 
-    async def tell_and_fail() -> None:
+    async def enqueue_and_fail() -> None:
         async with alerts.db.writing() as connection:
             now = alerts.clock.now()
             await connection.run_sync(outbox_module.enqueue, now, event="key.expiring", subject="one", data={})
-            raise RuntimeError("second thoughts")
+            raise RuntimeError("rolled back")
 
     with pytest.raises(RuntimeError):
-        await tell_and_fail()
+        await enqueue_and_fail()
     assert not alerts.db.outbox_written.is_set()
     assert await alerts.enqueue() == 1
     assert alerts.db.outbox_written.is_set()
@@ -98,8 +97,8 @@ async def test_a_claim_takes_the_oldest_message_of_each_webhook_that_is_not_busy
     assert {delivery.attempts for delivery in claimed} == {1}
 
 
-async def test_who_has_waited_longest_for_an_attempt_is_claimed_first(alerts: AlertParts, clock: FakeClock) -> None:
-    put_off, waiting = [await add_webhook(alerts) for _ in range(2)]
+async def test_the_message_due_for_longest_is_claimed_first(alerts: AlertParts, clock: FakeClock) -> None:
+    delayed, waiting = [await add_webhook(alerts) for _ in range(2)]
     await alerts.enqueue("one")
     (claimed,) = await alerts.outbox.claim(10, busy={waiting})
     await alerts.outbox.mark_failed(claimed, "no answer", 30.0)
@@ -108,24 +107,24 @@ async def test_who_has_waited_longest_for_an_attempt_is_claimed_first(alerts: Al
     (first,) = await alerts.outbox.claim(1)
     assert (first.webhook_id, first.payload["data"]["subject"]) == (waiting, "one")
     (second,) = await alerts.outbox.claim(1, busy={waiting})
-    assert (second.id, second.webhook_id) == (claimed.id, put_off)
+    assert (second.id, second.webhook_id) == (claimed.id, delayed)
 
 
-async def test_what_another_has_claimed_meanwhile_is_not_claimed(alerts: AlertParts, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_message_claimed_concurrently_is_not_claimed_again(alerts: AlertParts, monkeypatch: pytest.MonkeyPatch) -> None:
     await add_webhook(alerts)
     await alerts.enqueue()
-    others, claim_one = list[object](), Outbox._claim_one
+    claimed_first, claim_one = list[object](), Outbox._claim_one
 
-    async def too_late(connection: AsyncConnection, message_id: str, now: datetime) -> Delivery | None:
-        others.append(await claim_one(connection, message_id, now))
+    async def claim_second(connection: AsyncConnection, message_id: str, now: datetime) -> Delivery | None:
+        claimed_first.append(await claim_one(connection, message_id, now))
         return await claim_one(connection, message_id, now)
 
-    monkeypatch.setattr(alerts.outbox, "_claim_one", too_late)
+    monkeypatch.setattr(alerts.outbox, "_claim_one", claim_second)
     assert await alerts.outbox.claim(10) == []
-    assert len(others) == 1
+    assert len(claimed_first) == 1
 
 
-async def test_an_attempt_that_failed_puts_off_its_own_message_alone(alerts: AlertParts, clock: FakeClock) -> None:
+async def test_a_failed_attempt_delays_only_its_own_message(alerts: AlertParts, clock: FakeClock) -> None:
     for _ in range(2):
         await add_webhook(alerts)
     await alerts.enqueue()
@@ -141,20 +140,20 @@ async def test_an_attempt_that_failed_puts_off_its_own_message_alone(alerts: Ale
     assert await alerts.outbox.next_due_s() == 0
 
 
-async def test_a_webhook_that_is_removed_takes_only_what_is_pending_for_it(alerts: AlertParts) -> None:
+async def test_removing_a_webhook_fails_only_its_pending_messages(alerts: AlertParts) -> None:
     removed, other = [await add_webhook(alerts) for _ in range(2)]
     await alerts.enqueue("one")
     (claimed,) = await alerts.outbox.claim(10, busy={other})
     await alerts.outbox.mark_failed(claimed, "no answer for days", None)
     await alerts.enqueue("two")
     await alerts.webhooks.remove(removed, access=WHOLE_APPLIANCE)
-    told = {(message.webhook_id, message.payload["data"]["subject"]): message for message in await alerts.messages()}
-    assert told[removed, "one"].last_error == "no answer for days"
-    assert told[removed, "two"].last_error == "the webhook was removed"
-    assert [told[other, subject].state for subject in ("one", "two")] == ["pending"] * 2
+    by_subject = {(message.webhook_id, message.payload["data"]["subject"]): message for message in await alerts.messages()}
+    assert by_subject[removed, "one"].last_error == "no answer for days"
+    assert by_subject[removed, "two"].last_error == "the webhook was removed"
+    assert [by_subject[other, subject].state for subject in ("one", "two")] == ["pending"] * 2
 
 
-async def test_two_claims_at_once_share_nothing(alerts: AlertParts) -> None:
+async def test_concurrent_claims_return_distinct_messages(alerts: AlertParts) -> None:
     for _ in range(5):
         await add_webhook(alerts)
     await alerts.enqueue()
@@ -163,7 +162,9 @@ async def test_two_claims_at_once_share_nothing(alerts: AlertParts) -> None:
     assert len(ids) == len(set(ids)) == 5
 
 
-async def test_a_claim_runs_out_and_the_message_comes_again_with_its_id(alerts: AlertParts, clock: FakeClock) -> None:
+async def test_after_its_lease_a_claimed_message_is_claimed_again_with_the_same_id(
+    alerts: AlertParts, clock: FakeClock
+) -> None:
     await add_webhook(alerts)
     await alerts.enqueue()
     (before,) = await alerts.outbox.claim(10)
@@ -174,7 +175,7 @@ async def test_a_claim_runs_out_and_the_message_comes_again_with_its_id(alerts: 
     assert (after.id, after.attempts) == (before.id, 2)
 
 
-async def test_a_failed_attempt_waits_and_a_given_up_one_is_failed(alerts: AlertParts, clock: FakeClock) -> None:
+async def test_a_failed_attempt_is_retried_after_its_delay_and_finally_given_up(alerts: AlertParts, clock: FakeClock) -> None:
     await add_webhook(alerts)
     await alerts.enqueue()
     (claimed,) = await alerts.outbox.claim(10)
@@ -189,7 +190,9 @@ async def test_a_failed_attempt_waits_and_a_given_up_one_is_failed(alerts: Alert
     assert await alerts.outbox.count_pending() == 0
 
 
-async def test_a_message_that_was_retried_meanwhile_is_not_put_off(alerts: AlertParts, clock: FakeClock) -> None:
+async def test_a_message_retried_by_hand_during_an_attempt_is_not_delayed_by_its_failure(
+    alerts: AlertParts, clock: FakeClock
+) -> None:
     webhook_id = await add_webhook(alerts)
     await alerts.enqueue()
     (claimed,) = await alerts.outbox.claim(10)
@@ -200,7 +203,7 @@ async def test_a_message_that_was_retried_meanwhile_is_not_put_off(alerts: Alert
     assert (again.id, again.attempts) == (claimed.id, 1)
 
 
-async def test_a_delivered_message_can_be_sent_again_under_its_id(alerts: AlertParts) -> None:
+async def test_a_delivered_message_can_be_sent_again_with_the_same_id(alerts: AlertParts) -> None:
     webhook_id = await add_webhook(alerts)
     await alerts.enqueue()
     (claimed,) = await alerts.outbox.claim(10)
@@ -208,12 +211,12 @@ async def test_a_delivered_message_can_be_sent_again_under_its_id(alerts: AlertP
     assert (await alerts.outbox.get(webhook_id, claimed.id, access=WHOLE_APPLIANCE)).state == "delivered"
     alerts.db.outbox_written.clear()
     assert (await alerts.outbox.retry(webhook_id, claimed.id, access=WHOLE_APPLIANCE)).state == "pending"
-    assert alerts.db.outbox_written.is_set(), "whoever delivers looks at once"
+    assert alerts.db.outbox_written.is_set(), "the sender is woken at once"
     (again,) = await alerts.outbox.claim(10)
     assert again.id == claimed.id
 
 
-async def test_what_is_pending_waits_for_a_disabled_webhook_and_dies_with_a_removed_one(alerts: AlertParts) -> None:
+async def test_pending_messages_wait_while_their_webhook_is_disabled_and_fail_when_it_is_removed(alerts: AlertParts) -> None:
     webhook_id = await add_webhook(alerts)
     await alerts.enqueue()
     await alerts.webhooks.update(webhook_id, WebhookChanges(disabled=True), access=WHOLE_APPLIANCE)
@@ -224,14 +227,14 @@ async def test_what_is_pending_waits_for_a_disabled_webhook_and_dies_with_a_remo
         await alerts.outbox.retry(webhook_id, waiting.id, access=WHOLE_APPLIANCE)
     alerts.db.outbox_written.clear()
     await alerts.webhooks.update(webhook_id, WebhookChanges(disabled=False), access=WHOLE_APPLIANCE)
-    assert alerts.db.outbox_written.is_set(), "whoever delivers looks at once"
+    assert alerts.db.outbox_written.is_set(), "the sender is woken at once"
     assert await alerts.outbox.next_due_s() == 0
     await alerts.webhooks.remove(webhook_id, access=WHOLE_APPLIANCE)
     (message,) = await alerts.messages()
     assert (message.state, message.last_error) == ("failed", "the webhook was removed")
 
 
-async def test_a_test_is_for_its_webhook_alone_and_there_are_so_many_an_hour(alerts: AlertParts, clock: FakeClock) -> None:
+async def test_test_messages_go_to_their_webhook_and_are_limited_per_hour(alerts: AlertParts, clock: FakeClock) -> None:
     webhook_id = await add_webhook(alerts, events=["invoice.closed"])
     await add_webhook(alerts)
     for _ in range(TESTS_PER_HOUR_MAX):
@@ -249,7 +252,7 @@ async def test_a_test_is_for_its_webhook_alone_and_there_are_so_many_an_hour(ale
     assert len(await alerts.messages()) == TESTS_PER_HOUR_MAX + 1
 
 
-async def test_neither_other_messages_nor_tests_of_another_webhook_count_as_tests(alerts: AlertParts) -> None:
+async def test_other_messages_and_tests_of_other_webhooks_do_not_count_towards_the_limit(alerts: AlertParts) -> None:
     webhook_ids = [await add_webhook(alerts) for _ in range(2)]
     for number in range(TESTS_PER_HOUR_MAX):
         await alerts.enqueue(f"message {number}")
@@ -259,7 +262,7 @@ async def test_neither_other_messages_nor_tests_of_another_webhook_count_as_test
         assert delivery.payload["data"] == {"webhook_id": webhook_id, "note": "This is a test. Nothing has happened."}
 
 
-async def test_tests_of_removed_webhooks_count_for_those_that_their_owner_makes_next(
+async def test_tests_of_removed_webhooks_count_for_new_webhooks_of_the_same_owner(
     alerts: AlertParts, cast: Cast, clock: FakeClock
 ) -> None:
     for _ in range(TESTS_PER_HOUR_MAX):
@@ -269,32 +272,35 @@ async def test_tests_of_removed_webhooks_count_for_those_that_their_owner_makes_
     made_again = await add_webhook(alerts, cast.bob.tenant.id)
     with pytest.raises(RateLimitExceeded):
         await alerts.outbox.send_test(made_again, access=WHOLE_APPLIANCE)
-    for stranger in (cast.charlie.tenant.id, None):
-        await alerts.outbox.send_test(await add_webhook(alerts, stranger), access=WHOLE_APPLIANCE)
+    for other_owner in (cast.charlie.tenant.id, None):
+        await alerts.outbox.send_test(await add_webhook(alerts, other_owner), access=WHOLE_APPLIANCE)
     clock.advance(3600)
     await alerts.outbox.send_test(made_again, access=WHOLE_APPLIANCE)
 
 
-async def test_an_owner_has_so_many_messages_sent_again_an_hour(alerts: AlertParts, cast: Cast, clock: FakeClock) -> None:
+async def test_manual_retries_are_limited_per_owner_and_hour(
+    alerts: AlertParts, cast: Cast, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(send_limits, "RETRIES_PER_HOUR_MAX", 6)
     webhook_ids = [await add_webhook(alerts, cast.bob.tenant.id) for _ in range(2)]
     await alerts.enqueue(tenant_id=cast.bob.tenant.id)
     bobs = await alerts.messages()
     appliance_webhook = await add_webhook(alerts)
     test_message = await alerts.outbox.send_test(appliance_webhook, access=WHOLE_APPLIANCE)
-    for attempt in range(RETRIES_PER_HOUR_MAX):
+    for attempt in range(6):
         message = bobs[attempt % 2]
         await alerts.outbox.retry(message.webhook_id, message.id, access=WHOLE_APPLIANCE)
         clock.advance(1)
     assert {message.webhook_id for message in bobs} == set(webhook_ids)
     with pytest.raises(RateLimitExceeded) as refused:
         await alerts.outbox.retry(bobs[0].webhook_id, bobs[0].id, access=WHOLE_APPLIANCE)
-    assert refused.value.retry_after_s == 3600 - RETRIES_PER_HOUR_MAX
+    assert refused.value.retry_after_s == 3600 - 6
     await alerts.outbox.retry(appliance_webhook, test_message.id, access=WHOLE_APPLIANCE)
     clock.advance(refused.value.retry_after_s)
     await alerts.outbox.retry(bobs[0].webhook_id, bobs[0].id, access=WHOLE_APPLIANCE)
 
 
-async def test_what_is_not_there_is_not_found(alerts: AlertParts) -> None:
+async def test_unknown_webhooks_and_messages_of_other_webhooks_are_not_found(alerts: AlertParts) -> None:
     first, second = await add_webhook(alerts), await add_webhook(alerts)
     delivery = await alerts.outbox.send_test(first, access=WHOLE_APPLIANCE)
     await alerts.webhooks.remove(first, access=WHOLE_APPLIANCE)
@@ -305,13 +311,13 @@ async def test_what_is_not_there_is_not_found(alerts: AlertParts) -> None:
         ("webhook_id", alerts.outbox.get(first, delivery.id, access=WHOLE_APPLIANCE)),
         ("webhook_id", alerts.outbox.list(first, access=WHOLE_APPLIANCE)),
     ]
-    for param, asked in missing:
+    for param, call in missing:
         with pytest.raises(NotFound) as refused:
-            await asked
+            await call
         assert refused.value.param == param
 
 
-async def test_messages_are_listed_the_newest_first_and_by_state(alerts: AlertParts) -> None:
+async def test_messages_are_listed_newest_first_and_filtered_by_state(alerts: AlertParts) -> None:
     webhook_id = await add_webhook(alerts)
     for subject in ("a", "b", "c"):
         await alerts.enqueue(subject)
@@ -331,7 +337,7 @@ async def test_messages_are_listed_the_newest_first_and_by_state(alerts: AlertPa
         assert [delivery.id for delivery in found.data] == [message_id]
 
 
-def test_waits_grow_are_spread_and_end_after_about_three_days() -> None:
+def test_retry_delays_grow_with_jitter_and_end_after_about_three_days() -> None:
     waits = [retry_delay_s(attempt, 0.5) for attempt in range(1, ATTEMPTS_MAX)]
     assert waits[:4] == [10.0, 30.0, 90.0, 270.0]
     assert waits == sorted(waits, key=lambda wait_s: wait_s or 0)

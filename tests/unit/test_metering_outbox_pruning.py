@@ -1,4 +1,4 @@
-"""Old ended alerts are deleted in small batches; pending ones, and those that could be repeated, are kept."""
+"""Ended messages of the outbox are deleted in small batches; pending ones and those needed to avoid repetition are kept."""
 
 from __future__ import annotations
 
@@ -31,66 +31,64 @@ async def alerts(database: Database, clock: FakeClock) -> AlertParts:
     return parts
 
 
-async def left(alerts: AlertParts) -> list[str]:
+async def remaining(alerts: AlertParts) -> list[str]:
     return [message.payload["data"]["subject"] for message in await alerts.messages()]
 
 
-async def test_what_ended_before_the_days_that_are_kept_goes_and_what_is_pending_stays(
+async def test_messages_that_ended_before_the_retention_period_are_deleted_and_pending_ones_kept(
     alerts: AlertParts, clock: FakeClock
 ) -> None:
-    history = OutboxPruner(alerts.db, clock, keep_days=90)
+    pruner = OutboxPruner(alerts.db, clock, keep_days=90)
     clock.advance(89 * DAY_S)
-    assert await history.prune() == 0
+    assert await pruner.prune() == 0
     clock.advance(2 * DAY_S)
     await alerts.enqueue("new")
-    assert await history.prune() == 2
-    assert await left(alerts) == ["pending", "new"]
+    assert await pruner.prune() == 2
+    assert await remaining(alerts) == ["pending", "new"]
 
 
-async def test_one_that_was_sent_again_lately_stays(alerts: AlertParts, clock: FakeClock) -> None:
+async def test_a_message_sent_again_recently_is_kept(alerts: AlertParts, clock: FakeClock) -> None:
     clock.advance(100 * DAY_S)
     first = (await alerts.messages())[0]
     await alerts.outbox.retry(first.webhook_id, first.id, access=WHOLE_APPLIANCE)
     (claimed,) = await alerts.outbox.claim(1)
     await alerts.outbox.mark_delivered(claimed)
     assert await OutboxPruner(alerts.db, clock, keep_days=90).prune() == 1
-    assert await left(alerts) == ["delivered", "pending"]
+    assert await remaining(alerts) == ["delivered", "pending"]
 
 
-async def test_a_threshold_is_not_forgotten_while_its_month_may_be_looked_at_again(
-    alerts: AlertParts, clock: FakeClock
-) -> None:
-    history = OutboxPruner(alerts.db, clock, keep_days=1)
+async def test_an_alert_is_kept_while_its_period_can_still_be_checked(alerts: AlertParts, clock: FakeClock) -> None:
+    pruner = OutboxPruner(alerts.db, clock, keep_days=1)
     clock.advance(31 * DAY_S)
-    assert await history.prune() == 0
-    assert await alerts.enqueue("delivered") == 0, "told once"
+    assert await pruner.prune() == 0
+    assert await alerts.enqueue("delivered") == 0, "its alert was already sent"
     clock.advance((KEEP_DAYS_MIN - 30) * DAY_S)
-    assert await history.prune() == 2
+    assert await pruner.prune() == 2
 
 
-async def test_a_call_does_a_bounded_amount_and_the_next_goes_on(
+async def test_a_call_deletes_a_bounded_number_and_the_next_continues(
     alerts: AlertParts, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outbox_pruning, "BATCH_ROWS", 1)
     clock.advance(100 * DAY_S)
-    history = OutboxPruner(alerts.db, clock, keep_days=90)
-    assert [await history.prune(1), await history.prune(1), await history.prune(1)] == [1, 1, 0]
+    pruner = OutboxPruner(alerts.db, clock, keep_days=90)
+    assert [await pruner.prune(1), await pruner.prune(1), await pruner.prune(1)] == [1, 1, 0]
 
 
-async def test_a_call_says_how_much_all_of_its_batches_removed(
+async def test_a_call_returns_the_number_deleted_in_all_its_batches(
     alerts: AlertParts, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outbox_pruning, "BATCH_ROWS", 1)
     clock.advance(100 * DAY_S)
     assert await OutboxPruner(alerts.db, clock, keep_days=90).prune(2) == 2
-    assert await left(alerts) == ["pending"]
+    assert await remaining(alerts) == ["pending"]
 
 
-async def test_it_looks_once_an_hour(alerts: AlertParts, clock: FakeClock) -> None:
-    history = OutboxPruner(alerts.db, clock, keep_days=90)
+async def test_pruning_runs_once_an_hour(alerts: AlertParts, clock: FakeClock) -> None:
+    pruner = OutboxPruner(alerts.db, clock, keep_days=90)
     clock.advance(90 * DAY_S)
-    assert await history.prune() == 0
+    assert await pruner.prune() == 0
     clock.advance(INTERVAL_S - 1)
-    assert await history.prune() == 0
+    assert await pruner.prune() == 0
     clock.advance(1)
-    assert await history.prune() == 2
+    assert await pruner.prune() == 2

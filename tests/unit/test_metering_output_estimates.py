@@ -35,12 +35,14 @@ async def ledger(database: Database, clock: FakeClock, cast: Cast) -> AsyncItera
 
 
 async def answered(ledger: Ledger, clock: FakeClock, person: Person, lengths: list[int], model: str = "demo") -> None:
-    """Serve requests whose answers are so long, one after the other."""
-    for length in lengths:
+    """Serve requests with answers of these lengths, admitted one after the other."""
+    entries = []
+    for _ in lengths:
         clock.advance(1)
-        entry = pending(person, model=model, admitted_at=clock.now())
-        await ledger.open(entry)
-        await ledger.settle(posted(entry.request_id, completion=length))
+        entries.append(pending(person, model=model, admitted_at=clock.now()))
+    await asyncio.gather(*(ledger.open(entry) for entry in entries))
+    settlements = [posted(entry.request_id, completion=length) for entry, length in zip(entries, lengths, strict=True)]
+    await asyncio.gather(*(ledger.settle(settlement) for settlement in settlements))
 
 
 async def test_a_start_reads_the_last_answers_of_a_key_and_a_model(
@@ -58,7 +60,7 @@ async def test_a_start_reads_the_last_answers_of_a_key_and_a_model(
     assert await sums.outputs(bob, "third", now) == []
 
 
-async def test_after_a_restart_requests_soon_reserve_what_they_would_have_before(
+async def test_after_a_restart_requests_reserve_what_they_would_have_before(
     database: Database, clock: FakeClock, cast: Cast, ledger: Ledger
 ) -> None:
     await answered(ledger, clock, cast.bob, [40] * OUTPUTS_MIN)
@@ -77,7 +79,7 @@ async def admit(admission: Admission, who: Principal, model: str = "demo") -> Re
 
 
 class SlowHistory(EmptySums):
-    """A ledger that gives the lengths of answers when it is told to, and an error instead of None."""
+    """A ledger that returns the lengths of answers when the test lets it, and raises instead of returning None."""
 
     def __init__(self, *histories: Sequence[int] | None) -> None:
         self.histories = list(histories)
@@ -190,8 +192,8 @@ async def test_a_request_that_waited_until_its_key_was_evicted_is_counted(
     admission = utc_admission(clock, EmptySums())
     bob, others = principal(Limits(concurrent_requests=1)), [principal() for _ in range(3)]
     first = await admit(admission, bob)
-    asked = AdmissionRequest(principal=bob, model="other", prompt_tokens=5, max_output_tokens=None, price=None)
-    waiting = asyncio.ensure_future(admission.admit(asked, 60))
+    request = AdmissionRequest(principal=bob, model="other", prompt_tokens=5, max_output_tokens=None, price=None)
+    waiting = asyncio.ensure_future(admission.admit(request, 60))
     await turns()
     for who in others:
         (await admit(admission, who)).void()
@@ -216,12 +218,12 @@ async def test_a_shutdown_waits_for_no_history(clock: FakeClock) -> None:
 async def test_the_end_of_a_long_history_is_found_by_an_index(database: Database, clock: FakeClock, cast: Cast) -> None:
     query = outputs_query(cast.bob.key.id, "demo", clock.now())
     async with database.writing() as connection:
-        asked = str(query.compile(dialect=connection.dialect, compile_kwargs={"literal_binds": True}))
+        compiled = str(query.compile(dialect=connection.dialect, compile_kwargs={"literal_binds": True}))
         if database.kind == "postgresql":  # an empty table is read whole, or by whichever index has the right order
-            for other_way in ("enable_seqscan", "enable_sort"):
-                await connection.execute(text(f"SET LOCAL {other_way} = off"))
+            for other_plan in ("enable_seqscan", "enable_sort"):
+                await connection.execute(text(f"SET LOCAL {other_plan} = off"))
             await connection.execute(text("DROP INDEX ix_usage_events_admitted_at"))
-        plan = (await connection.execute(text(f"EXPLAIN {'QUERY PLAN ' * (database.kind == 'sqlite')}{asked}"))).all()
+        plan = (await connection.execute(text(f"EXPLAIN {'QUERY PLAN ' * (database.kind == 'sqlite')}{compiled}"))).all()
         await connection.rollback()
     assert "ix_usage_events_key_id_admitted_at" in f"{plan}"
-    assert f"LIMIT {OUTPUTS_READ_MAX}" in " ".join(asked.split()), "however long it is, only its end is looked at"
+    assert f"LIMIT {OUTPUTS_READ_MAX}" in " ".join(compiled.split()), "only the end of the history is read"

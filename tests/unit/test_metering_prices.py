@@ -1,4 +1,4 @@
-"""The price book: which price is in effect when; usage is never rated again."""
+"""The price book: which price is in effect at a time. Usage is never rated again."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ async def add(book: PriceBook, **changes: Any) -> Price:
     return await book.add(**(values | changes))
 
 
-async def test_a_model_without_a_price_costs_nothing(database: Database, clock: FakeClock) -> None:
+async def test_a_model_without_a_price_has_no_current_price(database: Database, clock: FakeClock) -> None:
     assert await euro_prices(database, clock).current("demo", clock.now()) is None
 
 
-async def test_a_price_may_be_nothing(database: Database, clock: FakeClock) -> None:
+async def test_a_price_of_zero_costs_nothing(database: Database, clock: FakeClock) -> None:
     free = await add(euro_prices(database, clock), prompt=0, cached_prompt=0, completion=0, batch_percent=0)
     assert free.cost_picos(prompt_tokens=9, cached_tokens=4, completion_tokens=3) == 0
 
 
-async def test_the_price_in_force_is_the_latest_that_has_begun(database: Database, clock: FakeClock) -> None:
+async def test_the_current_price_is_the_latest_that_is_in_effect(database: Database, clock: FakeClock) -> None:
     book = euro_prices(database, clock)
     first = await add(book)
     second = await add(book, prompt=20, effective_from=START + timedelta(days=1))
@@ -47,7 +47,7 @@ async def test_the_price_in_force_is_the_latest_that_has_begun(database: Databas
     assert await book.current("demo", START + timedelta(days=1)) == second
 
 
-async def test_a_new_price_is_known_at_once_although_prices_are_kept_in_memory(database: Database, clock: FakeClock) -> None:
+async def test_a_new_price_is_seen_at_once_despite_the_cache(database: Database, clock: FakeClock) -> None:
     book = euro_prices(database, clock)
     assert await book.current("demo", clock.now()) is None
     price = await add(book)
@@ -57,7 +57,7 @@ async def test_a_new_price_is_known_at_once_although_prices_are_kept_in_memory(d
     assert await book.current("demo", clock.now()) == later
 
 
-async def test_what_another_process_did_to_prices_is_known_once_the_book_has_forgotten_them(
+async def test_prices_added_by_another_process_are_seen_after_the_cache_is_cleared(
     database: Database, clock: FakeClock
 ) -> None:
     book, elsewhere = euro_prices(database, clock), euro_prices(database, clock)
@@ -69,20 +69,20 @@ async def test_what_another_process_did_to_prices_is_known_once_the_book_has_for
 
 
 @pytest.mark.parametrize("adds", ["the book itself", "another process"])
-async def test_a_book_that_is_read_while_a_price_is_added_is_not_kept(
+async def test_prices_read_while_one_is_added_are_not_cached(
     database: Database, clock: FakeClock, monkeypatch: pytest.MonkeyPatch, adds: str
 ) -> None:
     book, reading, is_read, may_go_on = euro_prices(database, clock), database.reading, asyncio.Event(), asyncio.Event()
 
     @asynccontextmanager
-    async def slow() -> AsyncIterator[AsyncConnection]:
+    async def delayed_reading() -> AsyncIterator[AsyncConnection]:
         async with reading() as connection:
             yield connection
         is_read.set()
         await may_go_on.wait()
 
-    with monkeypatch.context() as slowly:
-        slowly.setattr(database, "reading", slow)
+    with monkeypatch.context() as delayed:
+        delayed.setattr(database, "reading", delayed_reading)
         reader = asyncio.create_task(book.current("demo", clock.now()))
         await is_read.wait()
     if adds == "another process":
@@ -104,7 +104,7 @@ async def test_only_the_first_price_of_a_model_may_begin_in_the_past(database: D
     assert refused.value.param == "effective_from"
 
 
-async def test_a_model_has_one_price_from_a_moment_on(database: Database, clock: FakeClock) -> None:
+async def test_two_prices_with_the_same_start_are_refused(database: Database, clock: FakeClock) -> None:
     book = euro_prices(database, clock)
     await add(book)
     with pytest.raises(InvalidValue, match="already") as refused:
@@ -127,13 +127,13 @@ async def test_a_model_has_one_price_from_a_moment_on(database: Database, clock:
         ("effective_from", datetime(2027, 1, 1)),
     ],
 )
-async def test_a_bad_field_is_named(database: Database, clock: FakeClock, field: str, value: object) -> None:
+async def test_an_invalid_field_is_named(database: Database, clock: FakeClock, field: str, value: object) -> None:
     with pytest.raises(InvalidValue) as refused:
         await add(euro_prices(database, clock), **{field: value})
     assert refused.value.param == field
 
 
-async def test_every_currency_has_prices_of_its_own(database: Database, clock: FakeClock) -> None:
+async def test_each_currency_has_its_own_prices(database: Database, clock: FakeClock) -> None:
     book = PriceBook(database, clock, currency="CHF")
     francs, euros = await add(book, currency="CHF"), await add(book, currency="EUR", prompt=11)
     assert await book.current("demo", clock.now()) == francs
@@ -145,9 +145,7 @@ async def test_every_currency_has_prices_of_its_own(database: Database, clock: F
         await add(book, currency="CHF", effective_from=START - timedelta(days=3))
 
 
-async def test_a_price_of_the_future_comes_into_force_by_itself_and_one_may_be_put_before_it(
-    database: Database, clock: FakeClock
-) -> None:
+async def test_future_prices_take_effect_by_themselves_in_order_of_their_start(database: Database, clock: FakeClock) -> None:
     book = euro_prices(database, clock)
     now = await add(book)
     next_month = await add(book, prompt=30, effective_from=START + timedelta(days=30))
@@ -160,24 +158,24 @@ async def test_a_price_of_the_future_comes_into_force_by_itself_and_one_may_be_p
     ]
 
 
-async def test_a_price_that_overlaps_is_refused_and_names_the_one_that_is_there(database: Database, clock: FakeClock) -> None:
+async def test_a_price_with_the_start_of_a_future_one_is_refused_naming_it(database: Database, clock: FakeClock) -> None:
     book = euro_prices(database, clock)
-    there = await add(book, effective_from=START + timedelta(days=30))
-    with pytest.raises(InvalidValue, match=there.id) as refused:
+    existing = await add(book, effective_from=START + timedelta(days=30))
+    with pytest.raises(InvalidValue, match=existing.id) as refused:
         await add(book, prompt=9, effective_from=START + timedelta(days=30))
     assert refused.value.param == "effective_from"
-    assert (await book.list()).data == [there]
+    assert (await book.list()).data == [existing]
 
 
-async def test_a_price_begins_when_it_is_said_to_begin(database: Database, clock: FakeClock) -> None:
+async def test_the_start_of_a_price_is_rounded_to_the_precision_shown(database: Database, clock: FakeClock) -> None:
     book = euro_prices(database, clock)
-    there = await add(book, effective_from=START + timedelta(days=30, microseconds=1999))
-    assert there.effective_from == datetime.fromisoformat(rfc3339(there.effective_from))
-    with pytest.raises(InvalidValue, match=there.id):
-        await add(book, prompt=9, effective_from=there.effective_from + timedelta(microseconds=1))
+    existing = await add(book, effective_from=START + timedelta(days=30, microseconds=1999))
+    assert existing.effective_from == datetime.fromisoformat(rfc3339(existing.effective_from))
+    with pytest.raises(InvalidValue, match=existing.id):
+        await add(book, prompt=9, effective_from=existing.effective_from + timedelta(microseconds=1))
 
 
-def test_discounts_of_tier_and_batch_multiply_and_make_whole_unit_prices() -> None:
+def test_discounts_of_tier_and_batch_multiply_to_integer_unit_prices() -> None:
     price = dataclasses.replace(factories.price(prompt=1_000_001, cached=3, completion=5), tier_percents={"batch": 50})
     assert price.rate("interactive").prompt == 1_000_001
     assert price.rate("batch").prompt == 500_001  # 500 000.5, half up
@@ -187,7 +185,7 @@ def test_discounts_of_tier_and_batch_multiply_and_make_whole_unit_prices() -> No
     assert price.rate_at(rate.basis_points) == rate
 
 
-def test_rejected_draft_tokens_cost_what_the_price_says_and_nothing_by_default() -> None:
+def test_rejected_draft_tokens_are_free_unless_the_price_charges_them() -> None:
     price = factories.price()
     counts = {"prompt_tokens": 1, "cached_tokens": 0, "completion_tokens": 2}
     assert price.cost_picos(**counts, rejected_tokens=9) == price.cost_picos(**counts)
@@ -196,13 +194,13 @@ def test_rejected_draft_tokens_cost_what_the_price_says_and_nothing_by_default()
 
 
 @pytest.mark.parametrize("percents", [{"gold": 10}, {"batch": 101}, {"batch": -1}, {"batch": 1.5}, ["batch"]])
-async def test_a_bad_percentage_of_a_tier_is_named(database: Database, clock: FakeClock, percents: Any) -> None:
+async def test_an_invalid_percentage_of_a_tier_is_named(database: Database, clock: FakeClock, percents: Any) -> None:
     with pytest.raises(InvalidValue) as refused:
         await add(euro_prices(database, clock), tier_percents=percents)
     assert str(refused.value.param).startswith("tier_percents")
 
 
-async def test_the_list_pages_through_every_price(database: Database, clock: FakeClock) -> None:
+async def test_paging_returns_every_price_once(database: Database, clock: FakeClock) -> None:
     book = euro_prices(database, clock)
     added = [await add(book, model=f"m{number}") for number in range(5)]
     first = await book.list(3)
@@ -211,7 +209,7 @@ async def test_the_list_pages_through_every_price(database: Database, clock: Fak
     assert (first.has_more, second.has_more) == (True, False)
 
 
-async def test_a_price_to_come_is_withdrawn_and_another_takes_its_moment(database: Database, clock: FakeClock) -> None:
+async def test_a_future_price_can_be_withdrawn_and_replaced(database: Database, clock: FakeClock) -> None:
     book = euro_prices(database, clock)
     first = await add(book)
     moment = START + timedelta(days=60_000)  # later than the clock of the database by any reckoning
@@ -225,7 +223,7 @@ async def test_a_price_to_come_is_withdrawn_and_another_takes_its_moment(databas
         await book.withdraw(typo.id)
 
 
-async def test_a_price_that_begins_within_a_minute_or_has_begun_stays(database: Database) -> None:
+async def test_a_price_that_begins_within_a_minute_cannot_be_withdrawn(database: Database) -> None:
     now = START + timedelta(days=60_000)  # by the clock of the database nothing has begun: it is ours that refuses
     book = euro_prices(database, FakeClock(now))
     for moment in (now, now + timedelta(seconds=60)):
@@ -238,7 +236,7 @@ async def test_a_price_that_begins_within_a_minute_or_has_begun_stays(database: 
     assert len((await book.list()).data) == 2
 
 
-async def test_a_price_that_has_begun_by_the_clock_of_the_database_stays(database: Database) -> None:
+async def test_a_price_in_effect_by_the_clock_of_the_database_cannot_be_withdrawn(database: Database) -> None:
     book = euro_prices(database, FakeClock(START - timedelta(days=9000)))
     price = await add(book, effective_from=START - timedelta(days=8000))
     with pytest.raises(PriceBegun):

@@ -1,4 +1,4 @@
-"""A model without a price in a tenant's currency: counted, reported, and refused if the appliance is set to."""
+"""Requests for models without a price in a tenant's currency are counted, reported, and refused if the appliance is set to."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.generations import MODEL, open_serving, text_of
 from tests.support.ledgers import euro_prices, num_running, running_ledger, utc_admission
 
 
-async def test_what_was_used_without_a_price_is_named(database: Database, clock: FakeClock, cast: Cast) -> None:
+async def test_models_used_without_a_price_are_reported(database: Database, clock: FakeClock, cast: Cast) -> None:
     prices = euro_prices(database, clock)
     await prices.add(model="demo", currency="EUR", prompt=1, cached_prompt=1, completion=1)
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
@@ -35,7 +35,7 @@ async def test_what_was_used_without_a_price_is_named(database: Database, clock:
 
 
 @pytest.mark.parametrize("refuse", [False, True])
-async def test_a_request_without_a_price_is_served_and_counted_or_refused_before_anything_is_held(
+async def test_a_request_without_a_price_is_counted_or_refused_without_a_reservation(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, refuse: bool
 ) -> None:
     async with open_serving(database, clock, tmp_path, cast.epoch_id, refuse_unpriced=refuse) as serving:
@@ -50,11 +50,11 @@ async def test_a_request_without_a_price_is_served_and_counted_or_refused_before
         assert (counted in serving.metrics.render().decode()) is not refuse
 
 
-async def test_a_spent_budget_is_told_in_money(clock: FakeClock) -> None:
+async def test_the_refusal_of_a_spent_budget_names_the_amounts(clock: FakeClock) -> None:
     admission, bob = utc_admission(clock, EmptySums()), factories.principal(Limits(monthly_budget=300))
-    asked = AdmissionRequest(principal=bob, model="demo", prompt_tokens=301, max_output_tokens=0, price=factories.price())
+    request = AdmissionRequest(principal=bob, model="demo", prompt_tokens=301, max_output_tokens=0, price=factories.price())
     with pytest.raises(BudgetExceeded) as refused:
-        await admission.admit(asked)
+        await admission.admit(request)
     assert (
         "budget of this month (0.0003 EUR) does not cover the request: 0.0003 EUR are left, it may cost 0.000301 EUR"
         in refused.value.message

@@ -1,4 +1,4 @@
-"""Queries of usage reports: index ranges of the owners concerned instead of full scans; their results, segments and order."""
+"""Queries of usage reports read only index ranges of the owners concerned; their results, segments and order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from sqlalchemy import Select, insert, text
-from sqlalchemy.dialects import sqlite
 
 from appliance.base.db import Database
 from appliance.base.tables import usage_appliance_rollups, usage_rollups
@@ -43,6 +42,7 @@ from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.keys import Keys
 from tests.support.cast import PEPPER, Cast
 from tests.support.clock import FakeClock
+from tests.support.query_plans import query_plan
 
 START = datetime(2026, 10, 24, 9, 41, 12, 345, tzinfo=UTC)
 FIRST_HOUR = START.replace(minute=0, second=0, microsecond=0)
@@ -61,63 +61,51 @@ def page(segments: Sequence[Segment], scope: ReportScope, after: RowKey | None) 
 
 
 def row_key_of(scope: ReportScope) -> RowKey:
-    """Return a place in the second day of the report."""
+    """Return the key of a row in the second day of the report."""
     return RowKey(START.replace(minute=0) + timedelta(hours=30), (*(f"{name}_1" for name in scope.key_columns), "EUR"))
-
-
-async def lines_of(database: Database, query: Select[Any]) -> list[str]:
-    """Return the lines of SQLite's plan for a query."""
-    compiled = query.compile(dialect=sqlite.dialect(), compile_kwargs={"literal_binds": True})
-    async with database.reading() as connection:
-        rows = (await connection.execute(text("EXPLAIN QUERY PLAN " + str(compiled).replace(":", r"\:")))).all()
-    return [str(row[3]) for row in rows]
 
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 @pytest.mark.parametrize("columns", GROUPINGS, ids=lambda columns: "+".join(columns) or "nothing")
-async def test_a_page_reads_the_sums_and_events_of_its_places_alone(database: Database, columns: tuple[str, ...]) -> None:
+async def test_a_page_reads_only_its_own_index_ranges(database: Database, columns: tuple[str, ...]) -> None:
     segments = split_period(START, START + timedelta(days=5), "hour", BillingCalendar("Europe/Berlin"))
     for filters in NARROWED:
         scope = ReportScope(columns=columns, filters=filters)
         for after in (None, row_key_of(scope)):
-            read = [line for line in await lines_of(database, page(segments, scope, after)) if "usage_" in line]
+            read = await query_plan(database, page(segments, scope, after), "usage_")
             assert read
             assert [line for line in read if not line.startswith("SEARCH")] == [], (filters, after)
 
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 @pytest.mark.parametrize("columns", GROUPINGS, ids=lambda columns: "+".join(columns) or "nothing")
-async def test_days_of_a_few_tenants_or_keys_are_read_without_those_of_others(
-    database: Database, columns: tuple[str, ...]
-) -> None:
+async def test_days_of_a_few_owners_are_read_without_rows_of_others(database: Database, columns: tuple[str, ...]) -> None:
     segments = split_period(START, START + timedelta(days=30), "day", BillingCalendar("Europe/Berlin"))
     for filters in FEW:
         scope = ReportScope(columns=columns, filters=filters)
         for query in (page_query(segments, scope, 51, None), report_query(segments, scope), totals_query(segments, scope)):
-            read = [line for line in await lines_of(database, query) if "usage_rollups" in line]
+            read = await query_plan(database, query, "usage_rollups")
             assert read
             assert [line for line in read if "start_at=?" not in line or "tenant_id=?" not in line] == [], filters
 
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 @pytest.mark.parametrize(("columns", "bucket", "days"), WIDE)
-async def test_a_page_of_a_few_tenants_or_keys_is_read_without_others_however_wide_it_is(
+async def test_a_page_of_a_few_owners_over_any_period_is_read_without_rows_of_others(
     database: Database, columns: tuple[str, ...], bucket: str, days: int
 ) -> None:
     segments = split_period(START, START + timedelta(days=days), bucket, BillingCalendar("Europe/Berlin"))
     for filters in FEW:
         scope = ReportScope(columns=columns, filters=filters)
         for after in (None, row_key_of(scope)):
-            read = [line for line in await lines_of(database, page(segments, scope, after)) if "usage_rollups" in line]
+            read = await query_plan(database, page(segments, scope, after), "usage_rollups")
             assert read
             assert [line for line in read if "tenant_id=?" not in line] == [], (filters, after)
 
 
 @pytest.mark.postgres
 @pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
-async def test_postgresql_reads_for_a_page_of_a_few_tenants_or_keys_hardly_any_sums_of_others(
-    database: Database, cast: Cast
-) -> None:
+async def test_postgresql_reads_hardly_any_rows_of_others_for_a_page_of_a_few_owners(database: Database, cast: Cast) -> None:
     await write_hours(database, cast)
     segments = split_period(FIRST_HOUR, FIRST_HOUR + timedelta(hours=HOURS), "hour", BillingCalendar())
     bob, charlie = cast.bob, cast.charlie
@@ -131,12 +119,12 @@ async def test_postgresql_reads_for_a_page_of_a_few_tenants_or_keys_hardly_any_s
                 for query in (page(segments, scope, None), page(segments, scope, after)):
                     compiled = query.compile(dialect=connection.dialect, compile_kwargs={"literal_binds": True})
                     explained = text("EXPLAIN (ANALYZE, FORMAT JSON) " + str(compiled).replace(":", r"\:"))
-                    (told,) = (await connection.execute(explained)).scalar_one()
-                    assert 0 < rows_read(told["Plan"]) <= 8 * OWN_SUMS, (columns, filters)
+                    (explanation,) = (await connection.execute(explained)).scalar_one()
+                    assert 0 < rows_read(explanation["Plan"]) <= 8 * OWN_SUMS, (columns, filters)
 
 
 async def write_hours(database: Database, cast: Cast) -> None:
-    """Write the sums of HOURS hours: in the first OWN_SUMS of them Bob and Charlie used something, in each one many others."""
+    """Write sums of HOURS hours: Bob's and Charlie's for the first OWN_SUMS, those of OTHERS other tenants for all."""
     others = text(
         "INSERT INTO usage_rollups SELECT 'hour', :first + make_interval(hours => hour), 'tn_' || number, 'key_' || number, "
         "'demo', 'EUR', 1, 1, 1, 1, 1, 1, 1 FROM generate_series(0, :hours - 1) AS hour, generate_series(1, :others) AS number"
@@ -151,21 +139,21 @@ async def write_hours(database: Database, cast: Cast) -> None:
 
 
 def rows_read(plan: dict[str, Any]) -> int:
-    """Return how many sums a plan of PostgreSQL looked at."""
+    """Return how many rows of sums an executed plan of PostgreSQL read."""
     read = 0
     if plan.get("Relation Name") == "usage_rollups":
         read = int(plan["Actual Loops"] * (plan["Actual Rows"] + plan.get("Rows Removed by Filter", 0)))
     return read + sum(map(rows_read, plan.get("Plans", ())))
 
 
-async def test_a_report_on_more_keys_than_are_looked_for_one_by_one_is_of_these_alone(
+async def test_a_report_on_more_keys_than_are_probed_singly_has_exactly_these_keys(
     database: Database, clock: FakeClock, cast: Cast
 ) -> None:
     keys = Keys(database, clock, PEPPER)
     made = [
         (await keys.create(cast.bob.tenant.id, name=f"key {number}", access=WHOLE_APPLIANCE))[0] for number in range(OWNERS_MAX)
     ]
-    asked = {*(key.id for key in made), cast.charlie.key.id}
+    requested = {*(key.id for key in made), cast.charlie.key.id}
     persons = [(cast.bob.tenant.id, key.id) for key in (*made, cast.bob.key)]
     persons += [(cast.charlie.tenant.id, cast.charlie.key.id), ("tn_of_nobody", "key_of_nobody")]
     used = {"bucket": "hour", "model": "demo", "currency": "EUR", **dict.fromkeys(COUNTS, 1)}
@@ -177,23 +165,21 @@ async def test_a_report_on_more_keys_than_are_looked_for_one_by_one_is_of_these_
     async with database.writing() as connection:
         await connection.execute(insert(usage_rollups), rows)
     segments = split_period(FIRST_HOUR, FIRST_HOUR + timedelta(hours=3), "hour", BillingCalendar())
-    scope = ReportScope(columns=("key_id",), filters={"key_id": asked})
-    assert len(asked) > OWNERS_MAX
+    scope = ReportScope(columns=("key_id",), filters={"key_id": requested})
+    assert len(requested) > OWNERS_MAX
     async with database.reading() as connection:
         whole = (await connection.execute(report_query(segments, scope))).all()
         totals = (await connection.execute(totals_query(segments, scope))).all()
         first = (await connection.execute(page_query(segments, scope, 40, None))).all()
         last = RowKey(first[-1].start_at, (first[-1].tenant_id, first[-1].key_id, "EUR"))
         second = (await connection.execute(page_query(segments_from(segments, last.start_at), scope, 40, last))).all()
-    assert Counter(row.key_id for row in whole) == dict.fromkeys(asked, 3)
-    assert {row.key_id: row.requests for row in totals} == dict.fromkeys(asked, 3)
+    assert Counter(row.key_id for row in whole) == dict.fromkeys(requested, 3)
+    assert {row.key_id: row.requests for row in totals} == dict.fromkeys(requested, 3)
     assert [*first, *second] == whole
 
 
 @pytest.mark.parametrize("few", ["tenant_id", "key_id"])
-async def test_hours_in_which_only_other_models_were_used_take_no_place_of_a_page(
-    database: Database, cast: Cast, few: str
-) -> None:
+async def test_hours_with_usage_of_other_models_only_take_no_row_of_a_page(database: Database, cast: Cast, few: str) -> None:
     owner = {"tenant_id": cast.bob.tenant.id, "key_id": cast.bob.key.id}
     used = {**owner, "bucket": "hour", "currency": "EUR", **dict.fromkeys(COUNTS, 1)}
     rows = [
@@ -214,12 +200,12 @@ async def test_sums_of_many_keys_are_read_by_their_tenants(database: Database) -
     segments = split_period(START, START + timedelta(days=30), "day", BillingCalendar("Europe/Berlin"))
     scope = ReportScope(columns=("key_id",), filters={"key_id": {f"key_{number}" for number in range(OWNERS_MAX + 1)}})
     for query in (report_query(segments, scope), totals_query(segments, scope), page_query(segments, scope, 51, None)):
-        lines = await lines_of(database, query)
+        lines = await query_plan(database, query, "")
         assert any("api_keys" in line for line in lines)
         assert [line for line in lines if "usage_rollups" in line and "tenant_id=?" not in line] == []
 
 
-def test_a_report_by_neither_tenant_nor_key_is_read_from_the_sums_of_the_appliance() -> None:
+def test_a_report_without_tenants_or_keys_reads_the_sums_of_the_appliance() -> None:
     for columns in GROUPINGS:
         for filters in NARROWED:
             by_model_alone = {*columns, *filters} <= {"model"}
@@ -228,7 +214,7 @@ def test_a_report_by_neither_tenant_nor_key_is_read_from_the_sums_of_the_applian
             )
 
 
-def test_rows_are_sorted_by_their_places_whichever_way_a_database_groups_them() -> None:
+def test_rows_are_sorted_explicitly_by_start_owner_and_currency() -> None:
     segments = split_period(START, START + timedelta(days=30), "day", BillingCalendar("Europe/Berlin"))
     for columns in GROUPINGS:
         scope = ReportScope(columns=columns, filters={})
@@ -237,7 +223,7 @@ def test_rows_are_sorted_by_their_places_whichever_way_a_database_groups_them() 
             assert re.search(rf"ORDER BY {names}(\s+LIMIT .*)?$", str(query).replace("\n", " ")), columns
 
 
-def test_totals_are_sorted_by_what_was_asked_for_alone() -> None:
+def test_totals_are_grouped_only_by_the_requested_columns() -> None:
     segments = split_period(START, START + timedelta(days=30), "day", BillingCalendar("Europe/Berlin"))
     for columns in GROUPINGS:
         query = str(totals_query(segments, ReportScope(columns=columns, filters={})))
@@ -247,7 +233,7 @@ def test_totals_are_sorted_by_what_was_asked_for_alone() -> None:
             assert [name.partition(".")[2] for name in names.split(", ")] == [*columns, "currency"]
 
 
-async def test_totals_begin_with_the_dearest_be_it_one_dear_request_or_many_cheap_ones(database: Database) -> None:
+async def test_totals_are_sorted_by_cost_across_both_halves_of_the_amount(database: Database) -> None:
     costs = {
         "tn_dear": [(1, SPLIT // 10)],
         "tn_cheap": [(0, SPLIT - 1)] * 3,
@@ -268,7 +254,7 @@ async def test_totals_begin_with_the_dearest_be_it_one_dear_request_or_many_chea
     assert [row.tenant_id for row in found] == ["tn_huge", "tn_cheap", "tn_dear", "tn_paid_back"]
 
 
-async def test_totals_begin_with_the_largest_in_a_measure_and_amounts_in_two_currencies_do_not_compare(
+async def test_totals_are_sorted_by_a_measure_and_costs_in_the_given_currency_first(
     database: Database,
 ) -> None:
     rows = [
@@ -311,7 +297,7 @@ async def test_totals_begin_with_the_largest_in_a_measure_and_amounts_in_two_cur
     }
 
 
-def test_segments_name_where_their_sums_begin_unless_they_are_too_many() -> None:
+def test_segments_list_the_starts_of_their_sums_up_to_a_limit() -> None:
     calendar = BillingCalendar("Europe/Berlin")
     for days, bucket in ((3, "day"), (STARTS_MAX, "day"), (STARTS_MAX + 2, "day"), (4, "hour"), (5, "hour"), (1, "minute")):
         for segment in split_period(START, START + timedelta(days=days), bucket, calendar):
@@ -322,7 +308,7 @@ def test_segments_name_where_their_sums_begin_unless_they_are_too_many() -> None
             assert list(segment.starts) == (moments[:-1] if known else [])
 
 
-async def test_of_totals_that_cost_the_same_the_largest_comes_first_and_then_the_first_by_name(database: Database) -> None:
+async def test_totals_of_equal_cost_are_sorted_by_tokens_and_then_by_name(database: Database) -> None:
     used = {"bucket": "hour", "key_id": "key_1", "model": "demo", "currency": "EUR", **dict.fromkeys(COUNTS, 1)}
     completion = {"tn_small": 3, "tn_b": 9, "tn_a": 9, "tn_c": 9, "tn_large": 20}
     rows = [
@@ -338,7 +324,7 @@ async def test_of_totals_that_cost_the_same_the_largest_comes_first_and_then_the
 
 
 @pytest.mark.parametrize("bucket", ["minute", "hour", "day"])
-def test_segments_lie_end_to_end_each_within_one_bucket_or_whole_ones(bucket: str) -> None:
+def test_segments_are_contiguous_and_each_is_within_a_bucket_or_spans_whole_buckets(bucket: str) -> None:
     calendar, draw, tick = BillingCalendar("Europe/Berlin"), random.Random(5), timedelta(microseconds=1)
     for _ in range(300):
         start = START + timedelta(seconds=draw.choice([0, 60 * draw.randrange(3000), draw.random() * 3e5]))
@@ -362,25 +348,25 @@ def test_segments_lie_end_to_end_each_within_one_bucket_or_whole_ones(bucket: st
                 assert segment.report_bucket == bucket_start(segment.end - tick, bucket, calendar)
 
 
-def test_no_segment_begins_before_or_ends_after_what_calendars_can_say() -> None:
+def test_segments_stay_within_the_range_of_the_calendar() -> None:
     segments = split_period(datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC), "day", BillingCalendar())
     assert [(segment.level, segment.start, segment.end) for segment in segments] == [("day", EARLIEST, LATEST)]
 
 
-def test_as_many_beginnings_as_a_statement_may_list_are_listed() -> None:
+def test_the_starts_of_a_segment_are_listed_up_to_the_statement_limit() -> None:
     midnight = datetime(2026, 6, 1, tzinfo=UTC)
     for days in (STARTS_MAX - 1, STARTS_MAX, STARTS_MAX + 1):
         (segment,) = split_period(midnight, midnight + timedelta(days=days), "day", BillingCalendar())
         assert len(segment.starts) == (days if days <= STARTS_MAX else 0)
 
 
-def test_rows_by_key_are_placed_by_tenant_first_and_others_by_what_they_show() -> None:
+def test_rows_by_key_are_ordered_by_tenant_first_and_others_by_their_columns() -> None:
     for columns in GROUPINGS:
         shown = {"tenant_id", *columns} if "key_id" in columns else set(columns)
         assert ReportScope(columns=columns, filters={}).key_columns == tuple(name for name in OWNER_COLUMNS if name in shown)
 
 
-def test_many_keys_of_nobody_knows_how_many_tenants_are_not_looked_for_one_by_one() -> None:
+def test_many_keys_of_unknown_tenants_are_not_probed_singly() -> None:
     few, many = ({f"key_{number}" for number in range(count)} for count in (10, 200))
     assert ReportScope(columns=(), filters={}).index_probes > PROBES_MAX
     assert ReportScope(columns=(), filters={"key_id": few}).index_probes == 100
@@ -389,7 +375,7 @@ def test_many_keys_of_nobody_knows_how_many_tenants_are_not_looked_for_one_by_on
     assert ReportScope(columns=(), filters={"key_id": many}).index_probes > PROBES_MAX
 
 
-def test_segments_reach_into_a_bucket_that_they_lie_in_or_before() -> None:
+def test_segments_from_a_bucket_begin_with_the_one_that_contains_it() -> None:
     calendar = BillingCalendar("Europe/Berlin")
     segments = split_period(START, START + timedelta(days=3), "day", calendar)
     assert [segment.level for segment in segments] == ["event", "minute", "hour", "day", "hour", "minute", "event"]

@@ -1,4 +1,4 @@
-"""Signatures according to the Standard Webhooks specification, and permitted targets."""
+"""Webhook signatures follow the Standard Webhooks specification, and targets are checked."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from appliance.metering.alerts.targets import TargetPolicy, check_mailbox, check
 OFFICE = TargetPolicy((ipaddress.ip_network("10.1.0.0/16"), ipaddress.ip_network("fd00::/8")))
 
 
-def test_the_example_of_the_specification_is_signed_as_it_says() -> None:
+def test_the_example_of_the_specification_has_its_published_signature() -> None:
     secret, body = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw", b'{"test": 2432232314}'
     signed = signature(secret, "msg_p5jXN8AQM9LWM0D4loKWxJek", 1614265330, body)
     assert signed == "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="
 
 
-def test_the_example_of_the_guide_verifies_what_is_sent_and_nothing_else() -> None:
+def test_the_verification_example_in_the_guide_accepts_only_our_signatures() -> None:
     guide = (Path(__file__).resolve().parents[2] / "docs" / "operations.md").read_text("utf-8")
     example = re.search(r"```python\n(.*?def verify.*?)```", guide, re.DOTALL)
     assert example
@@ -42,14 +42,14 @@ def test_the_example_of_the_guide_verifies_what_is_sent_and_nothing_else() -> No
             verify(*wrong)
 
 
-def test_a_new_secret_is_one_that_receivers_take() -> None:
+def test_a_new_secret_has_the_format_that_receivers_require() -> None:
     secret = new_signing_secret()
     assert secret.startswith("whsec_")
     assert 24 <= len(base64.b64decode(secret.removeprefix("whsec_"), validate=True)) <= 64
     assert secret != new_signing_secret()
 
 
-def test_during_a_rotation_each_secret_signs() -> None:
+def test_during_a_rotation_messages_are_signed_with_each_secret() -> None:
     secrets = [new_signing_secret(), new_signing_secret()]
     headers = signature_headers(secrets, "msg_1", 1700000000, b"{}")
     assert headers["webhook-id"] == "msg_1"
@@ -76,7 +76,7 @@ def test_during_a_rotation_each_secret_signs() -> None:
         "https://example.com/" + "x" * 1980,
     ],
 )
-def test_a_url_that_may_be_reached_is_taken_as_it_is(target: str) -> None:
+def test_a_permitted_url_is_accepted_unchanged(target: str) -> None:
     assert check_web_target(target, OFFICE) == target
 
 
@@ -128,13 +128,13 @@ def test_a_url_that_may_be_reached_is_taken_as_it_is(target: str) -> None:
         ["https://example.com/"],
     ],
 )
-def test_a_url_that_may_not_be_reached_is_refused_and_the_field_named(target: object) -> None:
+def test_a_url_that_is_invalid_or_not_permitted_is_refused(target: object) -> None:
     with pytest.raises(InvalidValue) as refused:
         check_web_target(target, OFFICE)
     assert refused.value.param == "target"
 
 
-def test_plain_http_is_for_networks_that_the_operator_lists() -> None:
+def test_plain_http_is_permitted_only_in_networks_listed_by_the_operator() -> None:
     with pytest.raises(InvalidValue, match="webhook_networks"):
         check_web_target("http://alerts.internal/", TargetPolicy())
     listed, other = ipaddress.ip_address("10.1.0.9"), ipaddress.ip_address("1.1.1.1")
@@ -147,7 +147,7 @@ def test_plain_http_is_for_networks_that_the_operator_lists() -> None:
 @pytest.mark.parametrize(
     "mailbox", ["bob@example.com", "a.b+c@mail.example.co.uk", "root@localhost", "b" * 64 + "@" + "x" * 63 + ".y" * 63]
 )
-def test_one_mailbox_is_taken(mailbox: str) -> None:
+def test_a_single_mailbox_is_accepted(mailbox: str) -> None:
     assert check_mailbox(mailbox) == mailbox
 
 
@@ -170,12 +170,12 @@ def test_one_mailbox_is_taken(mailbox: str) -> None:
         1,
     ],
 )
-def test_what_is_not_one_mailbox_is_refused(mailbox: object) -> None:
+def test_anything_but_a_single_mailbox_is_refused(mailbox: object) -> None:
     with pytest.raises(InvalidValue) as refused:
         check_mailbox(mailbox)
     assert refused.value.param == "target"
 
 
-def test_the_path_of_a_url_is_not_shown() -> None:
+def test_the_path_of_a_url_is_redacted() -> None:
     assert redact_target("webhook", "https://hooks.example.com:8443/services/T0/secret?x=1") == "https://hooks.example.com:8443"
     assert redact_target("email", "bob@example.com") == "bob@example.com"

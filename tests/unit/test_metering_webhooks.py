@@ -1,4 +1,4 @@
-"""Webhooks: their settings, secrets shown once and sealed, rotation, and audit of changes."""
+"""Webhooks: settings, secrets that are shown once and stored sealed, rotation, limits, and audit entries."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from appliance.tenancy.memberships import Memberships
 from appliance.tenancy.roles import Action, Role, TenantRole
 from appliance.tenancy.tenants import Tenants
 from tests.support.alerts import LOOPBACK, TARGET, AlertParts, alert_parts
-from tests.support.cast import Cast, quick_hasher
+from tests.support.case_ids import case_id
+from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 
 
 @pytest.fixture
 def alerts(database: Database, clock: FakeClock) -> AlertParts:
-    """The parts of the alerts over this test's database."""
+    """The components of alerting over this test's database."""
     return alert_parts(database, clock)
 
 
-async def test_a_webhook_is_kept_as_it_was_made_and_hears_everything_by_default(alerts: AlertParts, cast: Cast) -> None:
+async def test_a_webhook_is_stored_as_created_and_subscribed_to_all_events_by_default(alerts: AlertParts, cast: Cast) -> None:
     bobs, _ = await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id, access=WHOLE_APPLIANCE)
     appliance_webhook, _ = await alerts.webhooks.create(kind="email", target="ops@example.com", access=WHOLE_APPLIANCE)
     assert await alerts.webhooks.get(bobs.id, access=WHOLE_APPLIANCE) == bobs
@@ -42,7 +43,7 @@ async def test_a_webhook_is_kept_as_it_was_made_and_hears_everything_by_default(
     assert (await alerts.webhooks.list(tenant_id=cast.bob.tenant.id, access=WHOLE_APPLIANCE)).data == [bobs]
 
 
-async def test_the_secret_is_told_once_and_lies_sealed_in_the_database(alerts: AlertParts) -> None:
+async def test_the_secret_is_returned_at_creation_and_stored_sealed(alerts: AlertParts) -> None:
     webhook, secret = await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE)
     assert secret is not None
     async with alerts.db.reading() as connection:
@@ -50,9 +51,9 @@ async def test_the_secret_is_told_once_and_lies_sealed_in_the_database(alerts: A
     assert secret not in stored
     assert secret.removeprefix("whsec_") not in stored
     assert (await alerts.webhooks.read_endpoint(webhook.id)).secrets == (secret,)
-    stranger = Webhooks(alerts.db, alerts.clock, Sealer(b"x" * 32, "another"), target_policy=LOOPBACK, mail=True)
+    with_other_key = Webhooks(alerts.db, alerts.clock, Sealer(b"x" * 32, "another"), target_policy=LOOPBACK, mail=True)
     with pytest.raises(Unsealable):
-        await stranger.read_endpoint(webhook.id)
+        await with_other_key.read_endpoint(webhook.id)
 
 
 async def test_e_mail_has_no_secret_and_needs_a_mail_server(alerts: AlertParts, database: Database, clock: FakeClock) -> None:
@@ -66,8 +67,8 @@ async def test_e_mail_has_no_secret_and_needs_a_mail_server(alerts: AlertParts, 
         await without.webhooks.create(kind="email", target="ops@example.com", access=WHOLE_APPLIANCE)
 
 
-async def test_a_manager_sends_mail_to_people_of_the_tenant_alone(alerts: AlertParts, cast: Cast, clock: FakeClock) -> None:
-    members, tenant_id = Members(alerts.db, clock, hasher=quick_hasher()), cast.bob.tenant.id
+async def test_a_manager_can_send_mail_only_to_members_of_the_tenant(alerts: AlertParts, cast: Cast, clock: FakeClock) -> None:
+    members, tenant_id = Members(alerts.db, clock), cast.bob.tenant.id
     people = Memberships(alerts.db, clock)
     for email in ("bella@example.com", "gone@example.com"):
         member = await members.create(email, "a long password", Role.MEMBER)
@@ -82,15 +83,17 @@ async def test_a_manager_sends_mail_to_people_of_the_tenant_alone(alerts: AlertP
             await alerts.webhooks.create(**mail, target=stranger)  # type: ignore[arg-type]
         with pytest.raises(InvalidValue, match="member of the tenant"):
             await alerts.webhooks.update(made.id, WebhookChanges(target=stranger), access=manager)
-    given, _ = await alerts.webhooks.create(kind="email", tenant_id=tenant_id, target="ops@example.com", access=WHOLE_APPLIANCE)
-    assert (await alerts.webhooks.update(given.id, WebhookChanges(target="ops@example.com"), access=manager)) == given
-    hers = await alerts.webhooks.update(given.id, WebhookChanges(target="bella@example.com"), access=manager)
+    by_owner, _ = await alerts.webhooks.create(
+        kind="email", tenant_id=tenant_id, target="ops@example.com", access=WHOLE_APPLIANCE
+    )
+    assert (await alerts.webhooks.update(by_owner.id, WebhookChanges(target="ops@example.com"), access=manager)) == by_owner
+    hers = await alerts.webhooks.update(by_owner.id, WebhookChanges(target="bella@example.com"), access=manager)
     assert hers.target == "bella@example.com"
 
 
 @pytest.mark.parametrize("leaves", ["removed", "disabled"])
-async def test_who_leaves_gets_no_more_mail(alerts: AlertParts, cast: Cast, clock: FakeClock, leaves: str) -> None:
-    members, tenant_id = Members(alerts.db, clock, hasher=quick_hasher()), cast.bob.tenant.id
+async def test_mail_to_a_member_who_leaves_is_disabled(alerts: AlertParts, cast: Cast, clock: FakeClock, leaves: str) -> None:
+    members, tenant_id = Members(alerts.db, clock), cast.bob.tenant.id
     people = Memberships(alerts.db, clock)
     bella = await members.create("bella@example.com", "a long password", Role.MEMBER)
     for person in (bella.id, cast.alice.id):
@@ -99,27 +102,29 @@ async def test_who_leaves_gets_no_more_mail(alerts: AlertParts, cast: Cast, cloc
     async def mail(target: str, tenant: str | None) -> Webhook:
         return (await alerts.webhooks.create(kind="email", target=target, tenant_id=tenant, access=WHOLE_APPLIANCE))[0]
 
-    hers, of_the_box = await mail("Bella@example.com", tenant_id), await mail("bella@example.com", None)
+    hers, of_appliance = await mail("Bella@example.com", tenant_id), await mail("bella@example.com", None)
     others = [await mail("ops@example.com", tenant_id), await mail(cast.alice.email, tenant_id)]
-    await members.change(cast.alice.id, role=Role.OWNER, disabled=False)  # leaves nothing, so her mail stays
+    await members.change(cast.alice.id, role=Role.OWNER, disabled=False)  # changes nothing, so her mail stays enabled
     count = alerts.db.webhook_changes.value
     if leaves == "removed":
         await people.remove(tenant_id, bella.id, access=WHOLE_APPLIANCE)
         await people.remove(tenant_id, cast.alice.id, access=WHOLE_APPLIANCE)
     else:
         await members.change(bella.id, disabled=True)
-    assert alerts.db.webhook_changes.value > count, "who remembers them looks again"
+    assert alerts.db.webhook_changes.value > count, "cached webhooks are invalidated"
     assert (await alerts.webhooks.get(hers.id, access=WHOLE_APPLIANCE)).disabled
-    assert (await alerts.webhooks.get(of_the_box.id, access=WHOLE_APPLIANCE)).disabled is (leaves == "disabled")
+    assert (await alerts.webhooks.get(of_appliance.id, access=WHOLE_APPLIANCE)).disabled is (leaves == "disabled")
     assert not any([(await alerts.webhooks.get(other.id, access=WHOLE_APPLIANCE)).disabled for other in others])
     async with alerts.db.reading() as connection:
         query = select(audit_log.c.target_id, audit_log.c.tenant_id).where(audit_log.c.action == "webhook.disable")
-        told = (await connection.execute(query.order_by(audit_log.c.id))).all()
-    assert told == [(hers.id, tenant_id), *([(of_the_box.id, None)] if leaves == "disabled" else [])]
+        disabled = (await connection.execute(query.order_by(audit_log.c.id))).all()
+    assert disabled == [(hers.id, tenant_id), *([(of_appliance.id, None)] if leaves == "disabled" else [])]
     assert (await alerts.webhooks.update(hers.id, WebhookChanges(disabled=False), access=WHOLE_APPLIANCE)).disabled is False
 
 
-async def test_after_a_rotation_both_secrets_sign_until_the_grace_is_over(alerts: AlertParts, clock: FakeClock) -> None:
+async def test_after_a_rotation_both_secrets_are_valid_until_the_grace_period_ends(
+    alerts: AlertParts, clock: FakeClock
+) -> None:
     webhook, first = await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE)
     rotated, second = await alerts.webhooks.rotate(webhook.id, 3600, access=WHOLE_APPLIANCE)
     assert rotated.previous_secret_until is not None
@@ -134,7 +139,7 @@ async def test_after_a_rotation_both_secrets_sign_until_the_grace_is_over(alerts
 
 
 @pytest.mark.parametrize("grace_s", [-1, GRACE_S_MAX + 1, 1.5, "60", None, True])
-async def test_an_absurd_grace_is_refused(alerts: AlertParts, grace_s: object) -> None:
+async def test_an_invalid_grace_period_is_refused(alerts: AlertParts, grace_s: object) -> None:
     webhook, first = await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE)
     with pytest.raises(InvalidValue) as refused:
         await alerts.webhooks.rotate(webhook.id, grace_s, access=WHOLE_APPLIANCE)  # type: ignore[arg-type]
@@ -158,17 +163,16 @@ async def test_an_absurd_grace_is_refused(alerts: AlertParts, grace_s: object) -
         ({"tenant_id": "tn_unknown"}, "tenant_id"),
         ({"tenant_id": "tn\u0000"}, "tenant_id"),
     ],
+    ids=case_id,
 )
-async def test_what_cannot_be_is_refused_and_the_field_named(
-    alerts: AlertParts, changes: dict[str, object], param: str
-) -> None:
+async def test_an_invalid_field_is_refused_by_name(alerts: AlertParts, changes: dict[str, object], param: str) -> None:
     with pytest.raises((InvalidValue, NotFound)) as refused:
         await alerts.webhooks.create(**{"kind": "webhook", "target": TARGET, **changes}, access=WHOLE_APPLIANCE)  # type: ignore[arg-type]
     assert refused.value.param == param
     assert (await alerts.webhooks.list(access=WHOLE_APPLIANCE)).data == []
 
 
-async def test_a_tenant_hears_no_event_of_the_appliance(alerts: AlertParts, cast: Cast) -> None:
+async def test_a_tenant_cannot_subscribe_to_events_of_the_appliance(alerts: AlertParts, cast: Cast) -> None:
     with pytest.raises(InvalidValue) as refused:
         await alerts.webhooks.create(
             kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id, events=["engine.down"], access=WHOLE_APPLIANCE
@@ -176,7 +180,7 @@ async def test_a_tenant_hears_no_event_of_the_appliance(alerts: AlertParts, cast
     assert refused.value.param == "events"
 
 
-async def test_there_are_so_many_webhooks_and_none_for_an_archived_tenant(
+async def test_webhooks_are_limited_per_owner_and_refused_for_an_archived_tenant(
     alerts: AlertParts, cast: Cast, clock: FakeClock
 ) -> None:
     for _ in range(WEBHOOKS_MAX):
@@ -193,7 +197,7 @@ async def test_there_are_so_many_webhooks_and_none_for_an_archived_tenant(
         await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.charlie.tenant.id, access=WHOLE_APPLIANCE)
 
 
-async def test_a_change_changes_what_it_names(alerts: AlertParts) -> None:
+async def test_an_update_changes_only_the_given_fields(alerts: AlertParts) -> None:
     webhook, _ = await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE)
     other = "https://other.example.com/in"
     changed = await alerts.webhooks.update(
@@ -208,7 +212,7 @@ async def test_a_change_changes_what_it_names(alerts: AlertParts) -> None:
     assert (await alerts.webhooks.update(webhook.id, WebhookChanges(disabled=False), access=WHOLE_APPLIANCE)).target == other
 
 
-async def test_a_removed_webhook_is_gone_with_its_secret(alerts: AlertParts) -> None:
+async def test_removing_a_webhook_deletes_its_secrets(alerts: AlertParts) -> None:
     webhook, _ = await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE)
     await alerts.webhooks.rotate(webhook.id, access=WHOLE_APPLIANCE)
     await alerts.webhooks.remove(webhook.id, access=WHOLE_APPLIANCE)
@@ -226,33 +230,35 @@ async def test_a_removed_webhook_is_gone_with_its_secret(alerts: AlertParts) -> 
         assert (await connection.execute(select(webhooks.c.secret, webhooks.c.previous_secret))).one() == (None, None)
 
 
-async def test_what_is_done_to_one_webhook_is_done_to_no_other(alerts: AlertParts, cast: Cast, clock: FakeClock) -> None:
+async def test_changes_of_one_webhook_affect_no_other(alerts: AlertParts, cast: Cast, clock: FakeClock) -> None:
     made = [
         (await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=tenant_id, access=WHOLE_APPLIANCE))[0].id
         for tenant_id in (cast.bob.tenant.id, cast.bob.tenant.id, None)
     ]
     changed, others = made[0], made[1:]
 
-    async def of_others() -> list[object]:
+    async def state_of_others() -> list[object]:
         return [
             (await alerts.webhooks.get(each, access=WHOLE_APPLIANCE), await alerts.webhooks.read_endpoint(each))
             for each in others
         ]
 
-    before = await of_others()
+    before = await state_of_others()
     await alerts.webhooks.rotate(changed, access=WHOLE_APPLIANCE)
     await alerts.webhooks.update(changed, WebhookChanges(target=TARGET + "/other", disabled=True), access=WHOLE_APPLIANCE)
     disabled_at = clock.now()
     clock.advance(60)
     await alerts.webhooks.update(changed, WebhookChanges(disabled=True), access=WHOLE_APPLIANCE)
     await alerts.webhooks.disable(changed, "gone for good")
-    assert (await alerts.webhooks.get(changed, access=WHOLE_APPLIANCE)).disabled_at == disabled_at, "it was disabled before"
-    assert await of_others() == before
+    assert (await alerts.webhooks.get(changed, access=WHOLE_APPLIANCE)).disabled_at == disabled_at, (
+        "it keeps the time at which it was first disabled"
+    )
+    assert await state_of_others() == before
     await alerts.webhooks.remove(changed, access=WHOLE_APPLIANCE)
-    assert await of_others() == before
+    assert await state_of_others() == before
 
 
-async def test_a_webhook_that_is_disabled_because_it_is_gone_is_in_the_audit_log(alerts: AlertParts) -> None:
+async def test_disabling_a_webhook_automatically_is_in_the_audit_log(alerts: AlertParts) -> None:
     webhook, _ = await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE)
     await alerts.webhooks.disable(webhook.id, "gone for good")
     query = select(audit_log.c.target_id, audit_log.c.before, audit_log.c.after).where(audit_log.c.action == "webhook.disable")
@@ -265,7 +271,7 @@ async def test_a_webhook_that_is_disabled_because_it_is_gone_is_in_the_audit_log
     )
 
 
-async def test_webhooks_are_listed_in_pages_in_the_order_they_were_made(alerts: AlertParts) -> None:
+async def test_webhooks_are_paged_in_order_of_creation(alerts: AlertParts) -> None:
     made = [(await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE))[0] for _ in range(3)]
     first = await alerts.webhooks.list(2, access=WHOLE_APPLIANCE)
     second = await alerts.webhooks.list(2, first.next_cursor, access=WHOLE_APPLIANCE)
@@ -273,7 +279,7 @@ async def test_webhooks_are_listed_in_pages_in_the_order_they_were_made(alerts: 
     assert (first.has_more, second.has_more) == (True, False)
 
 
-async def test_the_store_itself_asks_for_the_right_to_each_change(alerts: AlertParts, cast: Cast) -> None:
+async def test_the_store_checks_permission_for_each_operation(alerts: AlertParts, cast: Cast) -> None:
     bob = cast.bob.tenant.id
     viewer, manager, stranger = (
         Access(role=Role.MEMBER, actor=SYSTEM, tenants={tenant_id: role})
@@ -305,23 +311,23 @@ async def test_the_store_itself_asks_for_the_right_to_each_change(alerts: AlertP
     assert len((await alerts.webhooks.list(access=WHOLE_APPLIANCE)).data) == 1
 
 
-async def test_a_webhook_fails_whose_newest_message_with_an_ended_attempt_was_not_taken(alerts: AlertParts) -> None:
-    names = ("failed", "recovered", "broken lately", "not tried")
+async def test_a_webhook_is_failing_if_its_latest_attempt_failed(alerts: AlertParts) -> None:
+    names = ("failed", "recovered", "failing again", "not attempted")
     made = {name: (await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE))[0].id for name in names}
-    taken = {"one": ("broken lately",), "two": ("recovered",)}
+    taken = {"one": ("failing again",), "two": ("recovered",)}
     for subject, by in taken.items():
         await alerts.enqueue(subject)
-        for claimed in await alerts.outbox.claim(10, busy={made["not tried"]}):
+        for claimed in await alerts.outbox.claim(10, busy={made["not attempted"]}):
             if claimed.webhook_id in [made[name] for name in by]:
                 await alerts.outbox.mark_delivered(claimed)
             else:
                 await alerts.outbox.mark_failed(claimed, "no answer", None)
-    await alerts.enqueue("three")  # nobody has tried it
-    assert await alerts.webhooks.failing(made.values()) == {made["failed"], made["broken lately"]}
+    await alerts.enqueue("three")  # no attempt yet
+    assert await alerts.webhooks.failing(made.values()) == {made["failed"], made["failing again"]}
     assert await alerts.webhooks.failing([made["failed"], made["recovered"]]) == {made["failed"]}
 
 
-async def test_every_change_is_in_the_audit_log_without_secrets_and_without_the_path(alerts: AlertParts, cast: Cast) -> None:
+async def test_every_change_is_audited_without_secrets_or_url_paths(alerts: AlertParts, cast: Cast) -> None:
     webhook, first = await alerts.webhooks.create(
         kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id, access=WHOLE_APPLIANCE
     )
@@ -346,7 +352,7 @@ async def test_every_change_is_in_the_audit_log_without_secrets_and_without_the_
     created, (before, after) = json.loads(entries[0]["after"]), [json.loads(entries[1][side]) for side in ("before", "after")]
     shown = {"kind": "webhook", "target": "https://alerts.example.com", "events": list(TENANT_EVENTS), "disabled": False}
     assert {name: created[name] for name in shown} == shown
-    assert before.keys() == after.keys() == {"target_digest", "events"}, "the path alone has changed, which nobody is told"
+    assert before.keys() == after.keys() == {"target_digest", "events"}, "only the path has changed, which is not shown"
     assert (before["events"], after["events"]) == (list(TENANT_EVENTS), ["invoice.closed"])
     assert (entries[0]["before"], entries[5]["after"]) == (None, None)
     assert json.loads(entries[5]["before"])["events"] == ["invoice.closed"]

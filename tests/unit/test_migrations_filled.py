@@ -251,16 +251,14 @@ def same(before: Rows, after: Rows) -> bool:
     return True
 
 
-def test_every_version_before_the_newest_is_filled_here() -> None:
+def test_every_older_version_has_test_data_here() -> None:
     scripts = ScriptDirectory(str(Path(__file__).parents[2] / "migrations"))
     versions = {script.revision for script in scripts.walk_revisions()}
     assert set(FILLED) == versions - {migrations.head_revision()}
 
 
 @pytest.mark.parametrize("version", FILLED)
-def test_a_filled_version_goes_to_the_newest_and_back_and_no_row_is_lost_or_changed(
-    version: str, empty_database_url: str
-) -> None:
+def test_upgrade_and_downgrade_keep_every_row_of_each_version(version: str, empty_database_url: str) -> None:
     url = empty_database_url
     FILLED[version](url)
     before = everything(url)
@@ -274,7 +272,7 @@ def test_a_filled_version_goes_to_the_newest_and_back_and_no_row_is_lost_or_chan
     assert everything(url, anew=True) == newest
 
 
-def test_what_was_written_for_good_before_the_database_kept_it_is_kept_from_then_on(empty_database_url: str) -> None:
+def test_final_rows_of_older_versions_are_immutable_after_the_upgrade(empty_database_url: str) -> None:
     fill_second(empty_database_url)
     migrations.upgrade(empty_database_url)
     for statement in (
@@ -289,7 +287,7 @@ def test_what_was_written_for_good_before_the_database_kept_it_is_kept_from_then
             connection.execute(text(statement))
 
 
-async def test_what_the_first_version_wrote_comes_through_whole(filled_url: str) -> None:
+async def test_data_of_the_first_version_is_complete_after_the_upgrade(filled_url: str) -> None:
     before = contents(filled_url)
     migrations.upgrade(filled_url)
     after = contents(filled_url)
@@ -318,7 +316,7 @@ async def test_the_seller_and_the_sums_of_the_eighth_version_are_found_under_the
         assert {row.model for row in await connection.execute(days)} == {"demo"}
 
 
-async def test_the_upgraded_database_serves_at_once(filled_url: str) -> None:
+async def test_the_upgraded_database_can_be_used_at_once(filled_url: str) -> None:
     migrations.upgrade(filled_url)
     async with Database.open(filled_url) as database:
         epoch_id = await begin_epoch(database, SystemClock(), "next")
@@ -335,7 +333,7 @@ async def test_the_upgraded_database_serves_at_once(filled_url: str) -> None:
     assert [finding.name for finding in findings if finding.state != "holds"] == []
 
 
-async def test_the_way_back_keeps_what_the_first_version_knew(filled_url: str) -> None:
+async def test_a_downgrade_to_the_first_version_keeps_its_data(filled_url: str) -> None:
     before = contents(filled_url)
     migrations.upgrade(filled_url)
     await use_what_is_new(filled_url)
@@ -352,9 +350,7 @@ async def test_the_way_back_keeps_what_the_first_version_knew(filled_url: str) -
 
 
 @pytest.mark.parametrize("version", ["0003", "0002", "0001"])
-async def test_the_way_back_and_forth_does_not_forget_which_work_was_batch_work_and_what_it_paid(
-    version: str, filled_url: str
-) -> None:
+async def test_a_downgrade_and_upgrade_keep_batch_marks_and_prices(version: str, filled_url: str) -> None:
     migrations.upgrade(filled_url)
     await do_batch_work(filled_url)
     before = everything(filled_url)

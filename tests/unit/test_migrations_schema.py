@@ -30,7 +30,7 @@ def _inspect(url: str) -> tuple[set[str], list[object]]:
     return tables, differences
 
 
-def test_an_upgrade_from_nothing_makes_the_tables_of_the_code(empty_database_url: str) -> None:
+def test_an_upgrade_of_an_empty_database_creates_the_tables_of_the_code(empty_database_url: str) -> None:
     migrations.upgrade(empty_database_url)
     tables, differences = _inspect(empty_database_url)
     assert tables == {"alembic_version", *metadata.tables}
@@ -38,7 +38,7 @@ def test_an_upgrade_from_nothing_makes_the_tables_of_the_code(empty_database_url
     assert migrations.current_revision(empty_database_url) == migrations.head_revision()
 
 
-def test_a_downgrade_removes_every_table_and_an_upgrade_brings_them_back(empty_database_url: str) -> None:
+def test_a_downgrade_removes_every_table_and_an_upgrade_recreates_them(empty_database_url: str) -> None:
     migrations.upgrade(empty_database_url)
     migrations.downgrade(empty_database_url, "base")
     assert _inspect(empty_database_url)[0] == {"alembic_version"}
@@ -57,7 +57,7 @@ def test_an_empty_database_has_no_revision(empty_database_url: str) -> None:
     assert migrations.current_revision(empty_database_url) is None
 
 
-def test_the_sqlite_file_is_readable_by_its_owner_alone(tmp_path: Path) -> None:
+def test_the_sqlite_file_is_readable_only_by_its_owner(tmp_path: Path) -> None:
     path = tmp_path / "new" / "gatehouse.db"
     migrations.upgrade(f"sqlite:///{path}")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -70,7 +70,7 @@ def test_every_migration_is_named_by_date_and_number() -> None:
     assert all(name[:10].count("_") == 2 and name[11:15].isdigit() for name in names)
 
 
-def test_a_database_of_a_newer_version_is_refused_and_left_alone(empty_database_url: str) -> None:
+def test_a_database_of_a_newer_version_is_refused_unchanged(empty_database_url: str) -> None:
     migrations.upgrade(empty_database_url)
     engine = create_engine(empty_database_url.replace("postgresql://", "postgresql+psycopg://"), poolclass=NullPool)
     with engine.begin() as connection:
@@ -82,9 +82,7 @@ def test_a_database_of_a_newer_version_is_refused_and_left_alone(empty_database_
     assert len(_inspect(empty_database_url)[0]) > 1
 
 
-def test_an_upgrade_that_is_interrupted_leaves_nothing_half_made(
-    empty_database_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_upgrade_is_rolled_back(empty_database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     create_index: Any = Operations.create_index
 
     def killed(operations: Operations, name: str, *arguments: Any, **options: Any) -> None:

@@ -21,7 +21,7 @@ from tests.support.alerts import TARGET, AlertParts, alert_parts
 from tests.support.cast import PEPPER, Cast, Person
 from tests.support.clock import FakeClock
 from tests.support.ledgers import euro_budget_alerts
-from tests.support.spending import record_statements
+from tests.support.sql_statements import record_statements
 
 DAY_S = 86400.0
 

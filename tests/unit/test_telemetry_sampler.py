@@ -17,7 +17,7 @@ from appliance.telemetry.metrics import OTHER_TENANTS, Metrics
 from appliance.telemetry.readings import DatabaseReading
 from appliance.telemetry.sampler import SystemSampler, TooManySubscribers
 from tests.support.clock import FakeClock
-from tests.support.console_fixtures import EngineSide, engine_status, tenant
+from tests.support.console_fixtures import EngineSide, engine_status, tenant_reading
 
 
 @pytest.fixture
@@ -148,8 +148,8 @@ async def test_engine_usage_by_tenant_is_exported_with_bounded_labels(
     clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("appliance.telemetry.metrics.TENANTS_MAX", 1)
-    side = EngineSide(clock, tenants=[tenant("bob", running=3, waiting=2, blocks=40)])
-    side.tenants += [tenant("charlie", blocks=5), tenant("dora", blocks=6)]
+    side = EngineSide(clock, tenants=[tenant_reading("bob", running=3, waiting=2, blocks=40)])
+    side.tenants += [tenant_reading("charlie", blocks=5), tenant_reading("dora", blocks=6)]
     sampler, metrics = side.sampler(3600.0), Metrics()
     metrics.attach(lambda: sampler.latest)
     await sampler.sample()
@@ -189,7 +189,7 @@ async def test_host_memory_blocks_speculation_and_slow_path_steps_are_exported(c
 
 async def test_the_system_api_reports_engine_usage_by_tenant(clock: FakeClock) -> None:
     status = engine_status(host_blocks_total=100, host_blocks_used=7, draft_tokens_total=50, accepted_draft_tokens_total=30)
-    sampler = EngineSide(clock, status=status, tenants=[tenant("bob", running=3, waiting=2, blocks=40)]).sampler(3600.0)
+    sampler = EngineSide(clock, status=status, tenants=[tenant_reading("bob", running=3, waiting=2, blocks=40)]).sampler(3600.0)
     (engine,) = system_shape(await sampler.sample(), "test").engine
     (bob,) = engine.tenants
 

@@ -36,7 +36,7 @@ async def _entries(database: Database) -> list[AuditEntry]:
     return (await AuditLog(database, FakeClock()).page(1000, access=WHOLE_APPLIANCE)).data[::-1]
 
 
-async def test_an_entry_says_who_did_what_to_what_from_where(database: Database, clock: FakeClock) -> None:
+async def test_an_entry_has_actor_action_target_origin_and_changed_values(database: Database, clock: FakeClock) -> None:
     with acting(ALICE):
         async with database.writing() as connection:
             before, after = {"weight": 1, "name": "bob"}, {"weight": 2, "name": "bob"}
@@ -49,19 +49,19 @@ async def test_an_entry_says_who_did_what_to_what_from_where(database: Database,
     assert (entry.before, entry.after) == ('{"weight":1}', '{"weight":2}')
 
 
-async def test_whoever_sets_no_actor_acts_as_the_appliance(database: Database, clock: FakeClock) -> None:
+async def test_without_an_actor_the_appliance_is_recorded(database: Database, clock: FakeClock) -> None:
     await _write(database, clock)
     (entry,) = await _entries(database)
     assert (entry.actor_kind, entry.actor_name) == (SYSTEM.kind, SYSTEM.name)
 
 
-async def test_a_change_that_changes_nothing_is_no_entry(database: Database, clock: FakeClock) -> None:
+async def test_an_update_that_changes_nothing_is_not_recorded(database: Database, clock: FakeClock) -> None:
     async with database.writing() as connection:
         await record(connection, clock, "tenant.update", "tenant", "tn_bob", before={"weight": 1}, after={"weight": 1})
     assert await _entries(database) == []
 
 
-async def test_an_entry_of_a_transaction_that_fails_was_never_written(database: Database, clock: FakeClock) -> None:
+async def test_an_entry_of_a_failed_transaction_is_rolled_back(database: Database, clock: FakeClock) -> None:
     await _write(database, clock)
 
     async def fail_after_recording() -> None:
@@ -76,7 +76,7 @@ async def test_an_entry_of_a_transaction_that_fails_was_never_written(database: 
     assert (await AuditLog(database, clock).verify()).fault is None
 
 
-async def test_secrets_are_noted_as_changed_and_never_written(database: Database, clock: FakeClock) -> None:
+async def test_secrets_are_recorded_as_changed_without_their_values(database: Database, clock: FakeClock) -> None:
     before = {"password_hash": "old", "totp_secret": None, "secret": "first", "tokens_per_minute": 5}
     after = {"password_hash": "new", "totp_secret": "JBSW", "secret": "first", "tokens_per_minute": 6}
     async with database.writing() as connection:
@@ -86,7 +86,7 @@ async def test_secrets_are_noted_as_changed_and_never_written(database: Database
     assert json.loads(entry.after or "") == {"password_hash": "(hidden)", "totp_secret": "(hidden)", "tokens_per_minute": 6}
 
 
-async def test_text_from_outside_fits_its_column_and_cannot_break_a_line(database: Database, clock: FakeClock) -> None:
+async def test_untrusted_text_is_truncated_and_stripped_of_control_characters(database: Database, clock: FakeClock) -> None:
     noisy = Actor(kind="member", name="a\x00b\nc\ud800" + "x" * 500, address="y" * 100, request_id="z" * 100)
     with acting(noisy):
         async with database.writing() as connection:
@@ -103,14 +103,14 @@ def test_canonical_json_has_one_form() -> None:
     assert canonical_json(value) == '{"a":[true,null,"ü"],"b":1,"c":"2026-11-21T12:00:00.000007Z"}'
 
 
-def test_the_hash_is_the_one_that_the_documentation_tells_how_to_compute() -> None:
+def test_the_hash_can_be_computed_as_documented() -> None:
     columns = {"id": 1, "action": "tenant.create", "hash": "not counted", "previous_hash": "not counted"}
     # printf '%064d{"action":"tenant.create","id":1}' 0 | sha256sum
     assert hash_of(columns, FIRST_HASH) == "2764985dc34708001b6798918742de93b67d594e2a802d0cb5e443bfa23c6842"
 
 
-async def test_many_writers_at_once_make_one_chain(database_url: str, clock: FakeClock) -> None:
-    """Two databases opened apart, as two processes are: a lock inside one of them would not be enough."""
+async def test_concurrent_writers_extend_one_chain(database_url: str, clock: FakeClock) -> None:
+    """Through two `Database` objects, as in two processes: a lock within one of them would not be enough."""
     opened = [Database.open(database_url), Database.open(database_url)]
     await asyncio.gather(*(_write(one, clock, 15) for one in opened for _ in range(4)))
     verification = await AuditLog(opened[0], clock).verify()
@@ -123,9 +123,7 @@ async def test_many_writers_at_once_make_one_chain(database_url: str, clock: Fak
 
 
 @pytest.mark.parametrize("statement", ["UPDATE audit_log SET action = 'x'", "DELETE FROM audit_log"])
-async def test_the_database_itself_refuses_to_change_or_remove_entries(
-    database: Database, clock: FakeClock, statement: str
-) -> None:
+async def test_the_database_refuses_to_update_or_delete_entries(database: Database, clock: FakeClock, statement: str) -> None:
     await _write(database, clock)
     with pytest.raises(DatabaseError, match="stays as it is"):
         async with database.writing() as connection:
@@ -133,21 +131,21 @@ async def test_the_database_itself_refuses_to_change_or_remove_entries(
     assert len(await _entries(database)) == 1
 
 
-async def test_an_untouched_log_is_whole_also_when_it_is_empty(
+async def test_an_untampered_log_is_valid_at_any_length(
     database: Database, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(audit, "BATCH_ROWS", 4)
     assert await AuditLog(database, clock).verify() == Verification(entries=0, hash=FIRST_HASH, fault=None)
     for entries in (3, 4, 8, 9):
         await _write(database, clock, entries - len(await _entries(database)))
-        seen: list[float] = []
-        verification = await AuditLog(database, clock).verify(on_progress=seen.append)
+        progress: list[float] = []
+        verification = await AuditLog(database, clock).verify(on_progress=progress.append)
         assert (verification.fault, verification.entries) == (None, entries)
-        assert seen == sorted(seen)
-        assert seen[-1] == 1.0
+        assert progress == sorted(progress)
+        assert progress[-1] == 1.0
 
 
-FORGED = {
+TAMPERINGS = {
     "changed": ("UPDATE audit_log SET after = '{\"weight\":9}' WHERE id = 3", 3, "changed", "entry 3 was changed"),
     "an actor changed": ("UPDATE audit_log SET actor_name = 'mallory' WHERE id = 3", 3, "changed", "entry 3 was changed"),
     "one removed": ("DELETE FROM audit_log WHERE id = 3", 3, "removed", "entry 3 was removed"),
@@ -161,9 +159,9 @@ FORGED = {
 }
 
 
-@pytest.mark.parametrize("name", FORGED)
-async def test_whatever_was_done_to_the_log_shows_first_entry_first(database: Database, clock: FakeClock, name: str) -> None:
-    statement, entry_id, kind, words = FORGED[name]
+@pytest.mark.parametrize("name", TAMPERINGS)
+async def test_tampering_is_reported_at_the_first_affected_entry(database: Database, clock: FakeClock, name: str) -> None:
+    statement, entry_id, kind, words = TAMPERINGS[name]
     await _write(database, clock, 6)
     await tamper(database, statement)
     fault = (await AuditLog(database, clock).verify()).fault
@@ -172,7 +170,9 @@ async def test_whatever_was_done_to_the_log_shows_first_entry_first(database: Da
     assert words in fault.text
 
 
-async def test_an_entry_that_was_replaced_with_a_new_hash_shows_in_the_next(database: Database, clock: FakeClock) -> None:
+async def test_an_entry_replaced_together_with_its_hash_is_detected_by_the_next_entry(
+    database: Database, clock: FakeClock
+) -> None:
     await _write(database, clock, 6)
     async with database.reading() as connection:
         row = dict((await connection.execute(select(audit_log).where(audit_log.c.id == 3))).mappings().one())
@@ -186,7 +186,7 @@ async def test_an_entry_that_was_replaced_with_a_new_hash_shows_in_the_next(data
     assert (fault.entry_id, fault.kind) == (4, "replaced")
 
 
-async def test_a_cut_end_shows_also_when_new_entries_follow(database: Database, clock: FakeClock) -> None:
+async def test_a_truncated_log_is_detected_even_if_new_entries_follow(database: Database, clock: FakeClock) -> None:
     await _write(database, clock, 6)
     await tamper(database, "DELETE FROM audit_log WHERE id > 4")
     await _write(database, clock, 2)
@@ -195,22 +195,22 @@ async def test_a_cut_end_shows_also_when_new_entries_follow(database: Database, 
     assert (fault.kind, fault.text) == ("removed", "entries 5 to 6 were removed")
 
 
-async def test_a_log_that_was_written_anew_lacks_the_hash_that_is_expected(database: Database, clock: FakeClock) -> None:
+async def test_a_rewritten_log_does_not_contain_the_expected_hash(database: Database, clock: FakeClock) -> None:
     await _write(database, clock, 3)
-    noted = (await AuditLog(database, clock).verify()).hash
+    noted_hash = (await AuditLog(database, clock).verify()).hash
     await _write(database, clock, 3)
-    assert (await AuditLog(database, clock).verify(expect=noted)).fault is None
+    assert (await AuditLog(database, clock).verify(expect=noted_hash)).fault is None
     await tamper(database, "DELETE FROM audit_log", "DELETE FROM audit_head")
     clock.advance(1)
     await _write(database, clock, 6)
     assert (await AuditLog(database, clock).verify()).fault is None
-    fault = (await AuditLog(database, clock).verify(expect=noted)).fault
+    fault = (await AuditLog(database, clock).verify(expect=noted_hash)).fault
     assert fault is not None
     assert fault.kind == "not_expected"
 
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)  # PostgreSQL's columns keep to their types
-async def test_an_entry_that_cannot_even_be_read_is_a_changed_one(database: Database, clock: FakeClock) -> None:
+async def test_an_unreadable_entry_is_reported_as_changed(database: Database, clock: FakeClock) -> None:
     await _write(database, clock, 4)
     for statement in (
         "UPDATE audit_log SET actor_name = x'ff00' WHERE id = 3",
@@ -222,7 +222,7 @@ async def test_an_entry_that_cannot_even_be_read_is_a_changed_one(database: Data
         assert (fault.entry_id, fault.kind) == (3 if "id = 3" in statement else 2, "changed")
 
 
-async def test_pages_are_newest_first_and_filtered(database: Database, clock: FakeClock) -> None:
+async def test_entries_are_listed_newest_first_and_filtered(database: Database, clock: FakeClock) -> None:
     start = clock.now()
     await _write(database, clock, 3)
     clock.advance(60)
@@ -248,7 +248,7 @@ async def test_pages_are_newest_first_and_filtered(database: Database, clock: Fa
 
 
 async def test_a_change_and_its_entry_are_one_transaction(database: Database, clock: FakeClock) -> None:
-    """While the change is not committed nobody sees its entry."""
+    """The entry becomes visible only when the change is committed."""
     async with database.writing() as connection:
         await connection.execute(insert(tiers).values(name="standard", admission_wait_ms=0, updated_at=clock.now()))
         await record(connection, clock, "tier.update", "tier", "standard", after={"admission_wait_ms": 0})

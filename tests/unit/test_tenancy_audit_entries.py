@@ -1,4 +1,4 @@
-"""Each change of tenants, keys, people, tokens and prices is one entry: actor, subject, old and new value, no secret."""
+"""Each change of tenants, keys, members, tokens and prices has one audit entry with actor, target, old and new values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from appliance.tenancy.members import Members
 from appliance.tenancy.principals import KeyChanges, TenantChanges
 from appliance.tenancy.sessions import Sessions
 from appliance.tenancy.tenants import Tenants
-from tests.support.cast import PEPPER, Cast, quick_hasher
+from tests.support.cast import PEPPER, Cast
 from tests.support.clock import FakeClock
 from tests.support.factories import pending
 from tests.support.ledgers import euro_prices, running_ledger, utc_recover
@@ -33,13 +33,13 @@ ALICE = Actor(kind="member", name="alice@example.com", id="mb_alice", request_id
 
 
 async def entries(database: Database) -> list[AuditEntry]:
-    """Return what Alice did, the oldest first."""
+    """Return the entries of Alice's actions, oldest first."""
     page = await AuditLog(database, FakeClock()).page(1000, access=WHOLE_APPLIANCE)
     return [entry for entry in page.data[::-1] if entry.actor_name == ALICE.name]
 
 
 async def audited_changes(database: Database) -> list[tuple[str, str | None, Any, Any]]:
-    """Return (action, tenant, before, after) of what Alice did."""
+    """Return (action, tenant, before, after) of Alice's actions."""
     return [
         (entry.action, entry.tenant_id, json.loads(entry.before or "null"), json.loads(entry.after or "null"))
         for entry in await entries(database)
@@ -79,11 +79,11 @@ async def test_changes_of_a_key_are_audited(database: Database, clock: FakeClock
     assert rows[2][3]["replaced_by"] == fresh.id
     assert [entry.target_id for entry in await entries(database)] == [made.id, made.id, made.id, fresh.id, fresh.id]
     assert rows[4][2] == {"revoked_at": None}
-    await nothing_secret_is_in(database, secret, fresh_secret, secret.rpartition("_")[2])
+    await assert_not_in_log(database, secret, fresh_secret, secret.rpartition("_")[2])
 
 
 async def test_changes_of_members_and_sessions_are_audited(database: Database, clock: FakeClock) -> None:
-    members, sessions = Members(database, clock, hasher=quick_hasher()), Sessions(database, clock)
+    members, sessions = Members(database, clock), Sessions(database, clock)
     with acting(ALICE):
         made = await members.create("dora@example.com", "dora's long password", "viewer")
         token, _ = await sessions.open(made.id, "Firefox", "10.0.0.9")
@@ -98,14 +98,14 @@ async def test_changes_of_members_and_sessions_are_audited(database: Database, c
     assert reset == {"email": "dora@example.com", "password_temporary": True}
     assert actions.count("session.open") == 2
     assert (actions.count("session.refuse"), actions[-1]) == (1, "session.close")
-    await nothing_secret_is_in(database, "dora's long password", "dora's other password", token, token_again, "$argon2")
+    await assert_not_in_log(database, "dora's long password", "dora's other password", token, token_again, "$argon2")
 
 
 async def test_a_password_in_the_wrong_field_is_not_written(database: Database, clock: FakeClock) -> None:
     with acting(ALICE):
         await Sessions(database, clock).record_refusal("dora's long password", "password")
     assert [row[0] for row in await audited_changes(database)] == ["session.refuse"]
-    await nothing_secret_is_in(database, "dora's long password")
+    await assert_not_in_log(database, "dora's long password")
 
 
 async def test_changes_of_administrator_tokens_and_prices_are_audited(database: Database, clock: FakeClock) -> None:
@@ -123,25 +123,26 @@ async def test_changes_of_administrator_tokens_and_prices_are_audited(database: 
     assert [row[0] for row in rows] == ["token.create", "token.revoke", "price.create", "price.create", "price.withdraw"]
     assert (rows[0][3]["name"], rows[0][3]["role"]) == ("ci", "admin")
     assert (rows[2][3]["id"], rows[2][3]["prompt"]) == (price.id, 5)
-    await nothing_secret_is_in(database, secret)
+    await assert_not_in_log(database, secret)
 
 
-async def test_the_entry_of_a_price_says_what_each_token_costs_and_from_when(database: Database, clock: FakeClock) -> None:
+async def test_the_entry_of_a_price_has_all_its_terms(database: Database, clock: FakeClock) -> None:
     prices = euro_prices(database, clock)
-    asked: dict[str, Any] = {
+    terms: dict[str, Any] = {
         "model": "demo", "currency": "EUR", "prompt": 5, "cached_prompt": 1, "completion": 9, "rejected_draft": 2,
         "batch_percent": 50, "tier_percents": {"batch": 70},
     }  # fmt: skip
     with acting(ALICE):
-        made = await prices.add(effective_from=clock.now().replace(year=2190), **asked)
+        made = await prices.add(effective_from=clock.now().replace(year=2190), **terms)
         await prices.withdraw(made.id)
-    (created, withdrawn), said = await audited_changes(database), {**asked, "effective_from": "2190-11-21T12:00:00.000000Z"}
+    created, withdrawn = await audited_changes(database)
+    expected = {**terms, "effective_from": "2190-11-21T12:00:00.000000Z"}
     assert (created[2], withdrawn[3]) == (None, None)
     for facts in (created[3], withdrawn[2]):
-        assert {name: facts[name] for name in said} == said
+        assert {name: facts[name] for name in expected} == expected
 
 
-async def test_what_a_start_recovers_is_an_entry_of_the_appliance(database: Database, clock: FakeClock, cast: Cast) -> None:
+async def test_recovery_at_a_start_is_audited_as_the_appliance(database: Database, clock: FakeClock, cast: Cast) -> None:
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
         await ledger.open(pending(cast.bob))
     epoch = await begin_epoch(database, clock, "next")
@@ -155,7 +156,7 @@ async def test_what_a_start_recovers_is_an_entry_of_the_appliance(database: Data
     assert [(entry.actor_kind, entry.target_id, entry.after) for entry in found] == [("system", epoch, '{"events":1}')]
 
 
-async def test_what_is_refused_leaves_no_entry(database: Database, clock: FakeClock, cast: Cast) -> None:
+async def test_refused_changes_leave_no_entry(database: Database, clock: FakeClock, cast: Cast) -> None:
     tenants, keys = Tenants(database, clock), Keys(database, clock, PEPPER)
     refused: list[tuple[type[GatehouseError], Any]] = [
         (NameTaken, lambda: tenants.create(name="bob", access=WHOLE_APPLIANCE)),
@@ -171,7 +172,7 @@ async def test_what_is_refused_leaves_no_entry(database: Database, clock: FakeCl
     assert (await AuditLog(database, clock).verify()).fault is None
 
 
-async def test_changes_at_once_leave_one_chain_and_no_deadlock(database: Database, clock: FakeClock, cast: Cast) -> None:
+async def test_concurrent_changes_extend_one_chain_without_deadlock(database: Database, clock: FakeClock, cast: Cast) -> None:
     tenants, keys = Tenants(database, clock), Keys(database, clock, PEPPER)
 
     async def change(number: int) -> None:
@@ -187,8 +188,8 @@ async def test_changes_at_once_leave_one_chain_and_no_deadlock(database: Databas
     assert all(one[3]["weight"] == other[2]["weight"] for one, other in itertools.pairwise(weights))
 
 
-async def nothing_secret_is_in(database: Database, *secrets: str) -> None:
-    """Fail when one of `secrets` stands anywhere in the log."""
+async def assert_not_in_log(database: Database, *secrets: str) -> None:
+    """Assert that none of `secrets` occurs anywhere in the log."""
     async with database.reading() as connection:
         rows = (await connection.execute(select(audit_log))).all()
     text = repr(rows)

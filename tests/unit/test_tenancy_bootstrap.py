@@ -1,4 +1,4 @@
-"""The first start creates what a new operator needs, once, even if it was interrupted; the pepper is kept."""
+"""The first start creates an owner, a token and a key once, even if it was interrupted; the pepper is kept."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from appliance.tenancy.keys import Keys
 from appliance.tenancy.members import Members
 from appliance.tenancy.secrets import read_or_create_pepper
 from appliance.tenancy.tenants import Tenants
-from tests.support.cast import PEPPER, quick_hasher
+from tests.support.cast import PEPPER
 from tests.support.clock import FakeClock
 
 
 async def start(database: Database, clock: FakeClock, settings: Settings) -> FirstStart | None:
     return await bootstrap(
         settings,
-        Members(database, clock, hasher=quick_hasher()),
+        Members(database, clock),
         AdminTokens(database, clock),
         Tenants(database, clock),
         Keys(database, clock, PEPPER),
@@ -43,7 +43,7 @@ async def test_the_first_start_returns_secrets_that_work(database: Database, clo
     assert first.email == "admin@localhost"
     assert first.password is not None
     assert first.admin_token is not None
-    member = (await Members(database, clock, hasher=quick_hasher()).prove_password(first.email, first.password)).member
+    member = (await Members(database, clock).prove_password(first.email, first.password)).member
     assert member.role == "owner"
     assert (await AdminTokens(database, clock).authenticate(first.admin_token)).role == "owner"
     principal = await Keys(database, clock, PEPPER).authenticate(first.api_key, "127.0.0.1")
@@ -52,14 +52,16 @@ async def test_the_first_start_returns_secrets_that_work(database: Database, clo
         assert secret not in repr(first)
 
 
-async def test_a_later_start_makes_nothing(database: Database, clock: FakeClock, settings: Settings) -> None:
+async def test_a_later_start_creates_nothing(database: Database, clock: FakeClock, settings: Settings) -> None:
     await start(database, clock, settings)
     mark_shown(settings.data_dir)
     assert await start(database, clock, settings) is None
     assert len((await Tenants(database, clock).list(access=WHOLE_APPLIANCE)).data) == 1
 
 
-async def test_what_the_operator_has_set_is_used_and_not_shown(database: Database, clock: FakeClock, tmp_path: Path) -> None:
+async def test_credentials_set_by_the_operator_are_used_and_not_shown(
+    database: Database, clock: FakeClock, tmp_path: Path
+) -> None:
     settings = Settings(
         data_dir=tmp_path,
         database_url="sqlite:///unused",
@@ -70,11 +72,11 @@ async def test_what_the_operator_has_set_is_used_and_not_shown(database: Databas
     first = await start(database, clock, settings)
     assert first is not None
     assert (first.email, first.password, first.admin_token) == ("alice@example.com", None, None)
-    await Members(database, clock, hasher=quick_hasher()).prove_password("alice@example.com", "alice's password")
+    await Members(database, clock).prove_password("alice@example.com", "alice's password")
     await AdminTokens(database, clock).authenticate("alice's token")
 
 
-async def test_a_first_start_that_was_interrupted_is_a_first_start_again(
+async def test_an_interrupted_first_start_is_repeated(
     database: Database, clock: FakeClock, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def killed(*_: object) -> None:
@@ -89,7 +91,7 @@ async def test_a_first_start_that_was_interrupted_is_a_first_start_again(
     await Keys(database, clock, PEPPER).authenticate(first.api_key, "127.0.0.1")
 
 
-async def test_secrets_that_nobody_was_shown_are_replaced_at_the_next_start(
+async def test_secrets_that_were_not_shown_are_replaced_at_the_next_start(
     database: Database, clock: FakeClock, settings: Settings
 ) -> None:
     unseen = await start(database, clock, settings)
@@ -100,7 +102,7 @@ async def test_secrets_that_nobody_was_shown_are_replaced_at_the_next_start(
     assert shown.password is not None
     assert unseen.admin_token is not None
     assert shown.admin_token is not None
-    members, tokens = Members(database, clock, hasher=quick_hasher()), AdminTokens(database, clock)
+    members, tokens = Members(database, clock), AdminTokens(database, clock)
     await members.prove_password(shown.email, shown.password)
     await tokens.authenticate(shown.admin_token)
     await Keys(database, clock, PEPPER).authenticate(shown.api_key, "127.0.0.1")
@@ -114,7 +116,7 @@ async def test_secrets_that_nobody_was_shown_are_replaced_at_the_next_start(
     assert await start(database, clock, settings) is None
 
 
-async def test_what_waits_to_be_shown_holds_no_secret_and_is_private(
+async def test_the_file_of_a_pending_login_is_private_and_has_no_secret(
     database: Database, clock: FakeClock, settings: Settings
 ) -> None:
     first = await start(database, clock, settings)
@@ -124,9 +126,7 @@ async def test_what_waits_to_be_shown_holds_no_secret_and_is_private(
     assert not any(str(secret) in path.read_text() for secret in (first.password, first.admin_token, first.api_key))
 
 
-async def test_a_login_that_is_pending_in_another_database_changes_nothing_here(
-    database: Database, clock: FakeClock, settings: Settings
-) -> None:
+async def test_a_pending_login_of_another_database_is_ignored(database: Database, clock: FakeClock, settings: Settings) -> None:
     first = await start(database, clock, settings)
     assert first is not None
     pending = '{"email": "admin@localhost", "key_id": "key_elsewhere", "token_id": null}'
@@ -135,7 +135,7 @@ async def test_a_login_that_is_pending_in_another_database_changes_nothing_here(
     assert (settings.data_dir / PENDING_FILE).read_text() == pending
 
 
-async def test_a_damaged_note_of_a_pending_login_stops_the_start(
+async def test_a_damaged_file_of_a_pending_login_stops_the_start(
     database: Database, clock: FakeClock, settings: Settings
 ) -> None:
     (settings.data_dir / PENDING_FILE).write_text("{")
@@ -143,7 +143,7 @@ async def test_a_damaged_note_of_a_pending_login_stops_the_start(
         await start(database, clock, settings)
 
 
-def test_the_pepper_is_made_once_and_private(tmp_path: Path) -> None:
+def test_the_pepper_is_created_once_with_private_permissions(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     pepper = read_or_create_pepper(folder)
     assert len(pepper) == 32

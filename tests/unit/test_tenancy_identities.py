@@ -1,4 +1,4 @@
-"""Links between members and provider identities: which member a provider's sign-in authenticates."""
+"""Links between members and identities of the OpenID Connect provider: which member a sign-in authenticates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from appliance.tenancy.audit import AuditLog
 from appliance.tenancy.id_tokens import Identity
 from appliance.tenancy.identities import Identities, unlink_by_email
 from appliance.tenancy.members import Members
-from tests.support.cast import Cast, quick_hasher
+from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.oidc_provider import ISSUER
 
@@ -29,17 +29,17 @@ def identities(database: Database, clock: FakeClock) -> Identities:
     return Identities(database, clock)
 
 
-async def test_the_first_sign_in_links_by_address_and_later_ones_go_by_subject(identities: Identities, cast: Cast) -> None:
+async def test_the_first_sign_in_links_by_address_and_later_ones_match_the_subject(identities: Identities, cast: Cast) -> None:
     assert await identities.issuer_of(cast.alice.id) is None
-    shouted = dataclasses.replace(ALICE, email=" Alice@EXAMPLE.com")
-    assert await identities.member_of(shouted) == cast.alice
+    in_capitals = dataclasses.replace(ALICE, email=" Alice@EXAMPLE.com")
+    assert await identities.member_of(in_capitals) == cast.alice
     assert await identities.issuer_of(cast.alice.id) == ISSUER
 
     for email in ("new.name@example.com", None):
         assert await identities.member_of(dataclasses.replace(ALICE, email=email)) == cast.alice
 
 
-async def test_nobody_becomes_a_member_by_signing_in(database: Database, identities: Identities, cast: Cast) -> None:
+async def test_signing_in_does_not_create_a_member(database: Database, identities: Identities, cast: Cast) -> None:
     stranger = Identity(issuer=ISSUER, subject="charlie-8", email="charlie@example.com")
     unverified = dataclasses.replace(ALICE, email=None)
 
@@ -51,14 +51,14 @@ async def test_nobody_becomes_a_member_by_signing_in(database: Database, identit
     assert [tuple(row) for row in rows] == [("alice@example.com", None)]
 
 
-async def test_an_address_that_was_given_to_somebody_else_opens_nothing(identities: Identities, cast: Cast) -> None:
+async def test_another_subject_with_the_address_of_a_linked_member_is_refused(identities: Identities, cast: Cast) -> None:
     await identities.member_of(ALICE)
 
     with pytest.raises(InvalidCredentials, match="another account"):
         await identities.member_of(dataclasses.replace(ALICE, subject="mallory-9"))
 
 
-async def test_another_provider_of_the_operator_links_anew(identities: Identities, cast: Cast) -> None:
+async def test_a_member_is_linked_again_to_another_configured_provider(identities: Identities, cast: Cast) -> None:
     await identities.member_of(ALICE)
     moved = dataclasses.replace(ALICE, issuer="https://new.example.com", subject="42")
 
@@ -66,7 +66,7 @@ async def test_another_provider_of_the_operator_links_anew(identities: Identitie
     assert await identities.issuer_of(cast.alice.id) == "https://new.example.com"
 
 
-async def test_a_disabled_member_is_refused_linked_or_not(
+async def test_a_disabled_member_is_refused_whether_linked_or_not(
     database: Database, identities: Identities, cast: Cast, clock: FakeClock
 ) -> None:
     for link_first in (False, True):
@@ -81,7 +81,7 @@ async def test_a_disabled_member_is_refused_linked_or_not(
             await connection.execute(update(members).values(disabled_at=None))
 
 
-async def test_two_first_sign_ins_at_once_link_once(database: Database, identities: Identities, cast: Cast) -> None:
+async def test_concurrent_first_sign_ins_link_once(database: Database, identities: Identities, cast: Cast) -> None:
     found = await asyncio.gather(*(identities.member_of(ALICE) for _ in range(6)))
 
     assert set(found) == {cast.alice}
@@ -90,7 +90,9 @@ async def test_two_first_sign_ins_at_once_link_once(database: Database, identiti
     assert actions.count("member.link_provider") == 1
 
 
-async def test_a_link_can_be_forgotten(database: Database, clock: FakeClock, identities: Identities, cast: Cast) -> None:
+async def test_a_member_can_be_unlinked_and_linked_to_another_subject(
+    database: Database, clock: FakeClock, identities: Identities, cast: Cast
+) -> None:
     await identities.member_of(ALICE)
 
     assert await unlink_by_email(database, clock, " ALICE@example.com") == cast.alice
@@ -102,10 +104,10 @@ async def test_a_link_can_be_forgotten(database: Database, clock: FakeClock, ide
         await identities.unlink("mb_nobody")
 
 
-async def test_a_link_that_is_forgotten_is_one_members_alone_and_an_entry_says_which(
+async def test_unlinking_affects_one_member_and_is_audited(
     database: Database, clock: FakeClock, identities: Identities, cast: Cast
 ) -> None:
-    people = Members(database, clock, hasher=quick_hasher())
+    people = Members(database, clock)
     dora = await people.create("dora@example.com", "long enough")
     for identity in (ALICE, dataclasses.replace(ALICE, subject="dora-9", email=dora.email)):
         await identities.member_of(identity)

@@ -1,4 +1,4 @@
-"""API keys: shown once, verified by digest, and rejected by the next call after a change."""
+"""API keys: shown once, verified by digest, and refused from the next call on after a change."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ from appliance.tenancy.model_policies import ModelPolicies
 from appliance.tenancy.principals import ApiKey, KeyChanges, Limits, Tenant, TenantChanges
 from appliance.tenancy.tenants import Tenants
 from appliance.tenancy.tiers import Tiers
+from tests.support.case_ids import case_id
 from tests.support.cast import PEPPER, Cast
 from tests.support.clock import FakeClock
 
-HERE = "127.0.0.1"
+LOCALHOST = "127.0.0.1"
 
 
 @pytest.fixture
@@ -46,20 +47,20 @@ def keys(database: Database, clock: FakeClock) -> Keys:
     return Keys(database, clock, PEPPER)
 
 
-def lose_answers_to_commit(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every COMMIT happen, and nobody hear of it."""
+def fail_after_commit(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make every COMMIT succeed in the database and raise an error in the appliance."""
     transaction = database._transaction
 
     @asynccontextmanager
-    async def unanswered() -> AsyncIterator[AsyncConnection]:
+    async def failing_after_commit() -> AsyncIterator[AsyncConnection]:
         async with transaction() as connection:
             yield connection
         raise ConnectionResetError("after COMMIT")
 
-    monkeypatch.setattr(database, "_transaction", unanswered)
+    monkeypatch.setattr(database, "_transaction", failing_after_commit)
 
 
-async def test_a_key_is_its_prefix_and_a_secret_that_no_column_holds(database: Database, keys: Keys, cast: Cast) -> None:
+async def test_a_key_has_a_prefix_and_a_secret_that_is_not_stored(database: Database, keys: Keys, cast: Cast) -> None:
     key, secret = await keys.create(cast.bob.tenant.id, name="ci", access=WHOLE_APPLIANCE)
     assert re.fullmatch(r"gh_[a-z2-7]{8}_[a-z2-7]{26}", secret)
     assert secret.startswith(key.prefix + "_")
@@ -71,67 +72,67 @@ async def test_a_key_is_its_prefix_and_a_secret_that_no_column_holds(database: D
 
 async def test_a_key_authenticates_its_tenant(keys: Keys, cast: Cast) -> None:
     for person in (cast.bob, cast.charlie):
-        principal = await keys.authenticate(person.secret, HERE)
+        principal = await keys.authenticate(person.secret, LOCALHOST)
         assert (principal.tenant.id, principal.key.id) == (person.tenant.id, person.key.id)
 
 
-async def test_a_wrong_secret_is_refused_whatever_is_wrong_with_it(keys: Keys, cast: Cast) -> None:
+async def test_every_kind_of_wrong_secret_is_refused(keys: Keys, cast: Cast) -> None:
     good = cast.bob.secret
     wrong = ["", "x", good[:-1], good + "a", good.upper(), good[:-1] + ("a" if good[-1] != "a" else "b"), "gh_" + "a" * 35]
     swapped = cast.bob.key.prefix + cast.charlie.secret[len(cast.charlie.key.prefix) :]
     unknown = f"gh_{'a' * 8}_{'a' * 26}"
     for secret in [*wrong, swapped, unknown, good + "\n", "gh_é"]:
         with pytest.raises(InvalidApiKey):
-            await keys.authenticate(secret, HERE)
+            await keys.authenticate(secret, LOCALHOST)
 
 
 async def test_another_pepper_refuses_every_key(database: Database, clock: FakeClock, cast: Cast) -> None:
     with pytest.raises(InvalidApiKey):
-        await Keys(database, clock, b"q" * 32).authenticate(cast.bob.secret, HERE)
+        await Keys(database, clock, b"q" * 32).authenticate(cast.bob.secret, LOCALHOST)
 
 
-async def test_a_known_key_is_not_read_again_until_something_changes(keys: Keys, cast: Cast, database: Database) -> None:
-    await keys.authenticate(cast.bob.secret, HERE)
-    async with database.writing() as connection:  # behind the back of this process: the cache answers
+async def test_a_cached_key_is_not_read_again_until_something_changes(keys: Keys, cast: Cast, database: Database) -> None:
+    await keys.authenticate(cast.bob.secret, LOCALHOST)
+    async with database.writing() as connection:  # without invalidating the cache
         await connection.execute(update(api_keys).values(name="changed"))
-    assert (await keys.authenticate(cast.bob.secret, HERE)).key.name == "bob's key"
+    assert (await keys.authenticate(cast.bob.secret, LOCALHOST)).key.name == "bob's key"
     database.principal_changes.bump()
-    assert (await keys.authenticate(cast.bob.secret, HERE)).key.name == "changed"
+    assert (await keys.authenticate(cast.bob.secret, LOCALHOST)).key.name == "changed"
 
 
-async def test_a_principal_says_as_of_which_change_it_was_read(keys: Keys, database: Database, cast: Cast) -> None:
-    before = await keys.authenticate(cast.bob.secret, HERE)
+async def test_a_principal_has_the_change_count_at_which_it_was_read(keys: Keys, database: Database, cast: Cast) -> None:
+    before = await keys.authenticate(cast.bob.secret, LOCALHOST)
     await keys.revoke(cast.charlie.key.id, access=WHOLE_APPLIANCE)
-    after = await keys.authenticate(cast.bob.secret, HERE)
+    after = await keys.authenticate(cast.bob.secret, LOCALHOST)
 
     assert before.change_count != database.principal_changes.value == after.change_count
     assert before == after
 
 
 async def test_a_revoked_key_is_refused_by_the_next_call(keys: Keys, cast: Cast, clock: FakeClock) -> None:
-    await keys.authenticate(cast.bob.secret, HERE)
+    await keys.authenticate(cast.bob.secret, LOCALHOST)
     revoked = await keys.revoke(cast.bob.key.id, access=WHOLE_APPLIANCE)
     assert revoked.revoked_at == clock.now()
     with pytest.raises(InvalidApiKey):
-        await keys.authenticate(cast.bob.secret, HERE)
+        await keys.authenticate(cast.bob.secret, LOCALHOST)
     clock.advance(5)
     assert await keys.revoke(cast.bob.key.id, access=WHOLE_APPLIANCE) == revoked
-    await keys.authenticate(cast.charlie.secret, HERE)
+    await keys.authenticate(cast.charlie.secret, LOCALHOST)
 
 
-async def test_a_key_is_refused_although_the_answer_to_the_commit_of_its_revocation_was_lost(
+async def test_a_revoked_key_is_refused_although_the_commit_raised_an_error(
     database: Database, keys: Keys, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await keys.authenticate(cast.bob.secret, HERE)
-    lose_answers_to_commit(database, monkeypatch)
+    await keys.authenticate(cast.bob.secret, LOCALHOST)
+    fail_after_commit(database, monkeypatch)
     with pytest.raises(ConnectionResetError):
         await keys.revoke(cast.bob.key.id, access=WHOLE_APPLIANCE)
 
     with pytest.raises(InvalidApiKey):
-        await keys.authenticate(cast.bob.secret, HERE)
+        await keys.authenticate(cast.bob.secret, LOCALHOST)
 
 
-async def test_every_change_of_principals_counts_although_the_answer_to_its_commit_was_lost(
+async def test_every_change_invalidates_cached_principals_although_its_commit_raised_an_error(
     database: Database, keys: Keys, clock: FakeClock, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tenants, policies, tiers = Tenants(database, clock), ModelPolicies(database, clock), Tiers(database, clock)
@@ -149,7 +150,7 @@ async def test_every_change_of_principals_counts_although_the_answer_to_its_comm
         lambda: keys.rotate(successor.key.id, access=WHOLE_APPLIANCE),
         lambda: keys.revoke(bob.key.id, access=WHOLE_APPLIANCE),
     ]
-    lose_answers_to_commit(database, monkeypatch)
+    fail_after_commit(database, monkeypatch)
     counts = [database.principal_changes.value]
     for change in changes:
         with pytest.raises(ConnectionResetError):
@@ -159,84 +160,47 @@ async def test_every_change_of_principals_counts_although_the_answer_to_its_comm
     assert counts == sorted(set(counts))
 
 
-async def test_a_key_read_while_it_is_revoked_is_not_remembered(keys: Keys, cast: Cast) -> None:
+async def test_a_key_read_during_its_revocation_is_not_cached(keys: Keys, cast: Cast) -> None:
     for _ in range(5):
         key, secret = await keys.create(cast.bob.tenant.id, name="short-lived", access=WHOLE_APPLIANCE)
         await asyncio.gather(
-            *(keys.authenticate(secret, HERE) for _ in range(4)),
+            *(keys.authenticate(secret, LOCALHOST) for _ in range(4)),
             keys.revoke(key.id, access=WHOLE_APPLIANCE),
             return_exceptions=True,
         )
         with pytest.raises(InvalidApiKey):
-            await keys.authenticate(secret, HERE)
+            await keys.authenticate(secret, LOCALHOST)
 
 
-async def test_rotation_makes_a_successor_and_refuses_the_old_key(keys: Keys, cast: Cast) -> None:
-    limited = await keys.update(
-        cast.bob.key.id, KeyChanges(limits={"tokens_per_minute": 5}, allowed_networks=["10.0.0.0/8"]), access=WHOLE_APPLIANCE
-    )
-    successor, secret = await keys.rotate(cast.bob.key.id, access=WHOLE_APPLIANCE)
-    assert successor.id != limited.id
-    assert (successor.name, successor.limits, successor.allowed_networks) == (
-        limited.name,
-        limited.limits,
-        limited.allowed_networks,
-    )
-    with pytest.raises(InvalidApiKey):
-        await keys.authenticate(cast.bob.secret, "10.1.1.1")
-    assert (await keys.authenticate(secret, "10.1.1.1")).key.id == successor.id
-    with pytest.raises(Conflict):
-        await keys.rotate(cast.bob.key.id, access=WHOLE_APPLIANCE)
-
-
-async def test_a_key_of_an_archived_tenant_gets_no_successor(
-    keys: Keys, cast: Cast, database: Database, clock: FakeClock
-) -> None:
-    await Tenants(database, clock).archive(cast.bob.tenant.id, access=WHOLE_APPLIANCE)
-    with pytest.raises(Conflict, match="archived"):
-        await keys.rotate(cast.bob.key.id, access=WHOLE_APPLIANCE)
-    assert len((await keys.list(cast.bob.tenant.id, access=WHOLE_APPLIANCE)).data) == 1
-
-
-async def test_of_two_rotations_at_once_one_wins(keys: Keys, cast: Cast) -> None:
-    answers = await asyncio.gather(
-        keys.rotate(cast.bob.key.id, access=WHOLE_APPLIANCE),
-        keys.rotate(cast.bob.key.id, access=WHOLE_APPLIANCE),
-        return_exceptions=True,
-    )
-    assert sum(isinstance(answer, Conflict) for answer in answers) == 1
-    assert len((await keys.list(cast.bob.tenant.id, access=WHOLE_APPLIANCE)).data) == 2
-
-
-async def test_a_key_expires_at_its_moment(keys: Keys, cast: Cast, clock: FakeClock) -> None:
+async def test_a_key_expires_exactly_at_its_expiry(keys: Keys, cast: Cast, clock: FakeClock) -> None:
     _key, secret = await keys.create(
         cast.bob.tenant.id, "brief", KeyChanges(expires_at=clock.now() + timedelta(seconds=10)), access=WHOLE_APPLIANCE
     )
     clock.advance(9.999999)
-    await keys.authenticate(secret, HERE)
+    await keys.authenticate(secret, LOCALHOST)
     clock.advance(0.000001)
     with pytest.raises(ExpiredApiKey):
-        await keys.authenticate(secret, HERE)
+        await keys.authenticate(secret, LOCALHOST)
 
 
-async def test_a_suspended_or_archived_tenants_keys_are_refused_at_once(
+async def test_keys_of_a_suspended_or_archived_tenant_are_refused_at_once(
     database: Database, clock: FakeClock, keys: Keys, cast: Cast
 ) -> None:
     tenants = Tenants(database, clock)
-    await keys.authenticate(cast.bob.secret, HERE)
+    await keys.authenticate(cast.bob.secret, LOCALHOST)
     await tenants.update(cast.bob.tenant.id, TenantChanges(suspended=True), access=WHOLE_APPLIANCE)
     with pytest.raises(TenantSuspended):
-        await keys.authenticate(cast.bob.secret, HERE)
+        await keys.authenticate(cast.bob.secret, LOCALHOST)
     await tenants.update(cast.bob.tenant.id, TenantChanges(suspended=False), access=WHOLE_APPLIANCE)
-    await keys.authenticate(cast.bob.secret, HERE)
+    await keys.authenticate(cast.bob.secret, LOCALHOST)
     await tenants.archive(cast.bob.tenant.id, access=WHOLE_APPLIANCE)
     with pytest.raises(TenantSuspended):
-        await keys.authenticate(cast.bob.secret, HERE)
+        await keys.authenticate(cast.bob.secret, LOCALHOST)
     with pytest.raises(Conflict):
         await keys.create(cast.bob.tenant.id, name="late", access=WHOLE_APPLIANCE)
 
 
-async def test_whoever_holds_a_principal_finds_out_that_its_key_or_tenant_has_ended(cast: Cast, clock: FakeClock) -> None:
+async def test_a_principal_with_an_ended_key_or_tenant_is_not_usable(cast: Cast, clock: FakeClock) -> None:
     now, person = clock.now(), cast.bob.principal
     person.check_usable(now)
     key, tenant = person.key, person.tenant
@@ -251,15 +215,13 @@ async def test_whoever_holds_a_principal_finds_out_that_its_key_or_tenant_has_en
             dataclasses.replace(person, **change).check_usable(now)  # type: ignore[arg-type]  # each under its own name
 
 
-async def test_changed_limits_are_those_of_the_next_principal(
-    database: Database, clock: FakeClock, keys: Keys, cast: Cast
-) -> None:
-    await keys.authenticate(cast.bob.secret, HERE)
+async def test_changed_limits_are_in_the_next_principal(database: Database, clock: FakeClock, keys: Keys, cast: Cast) -> None:
+    await keys.authenticate(cast.bob.secret, LOCALHOST)
     await Tenants(database, clock).update(
         cast.bob.tenant.id, TenantChanges(limits={"tokens_per_minute": 3}), access=WHOLE_APPLIANCE
     )
     await keys.update(cast.bob.key.id, KeyChanges(limits={"requests_per_minute": 4}), access=WHOLE_APPLIANCE)
-    principal = await keys.authenticate(cast.bob.secret, HERE)
+    principal = await keys.authenticate(cast.bob.secret, LOCALHOST)
     assert principal.tenant.limits == Limits(tokens_per_minute=3)
     assert principal.key.limits == Limits(requests_per_minute=4)
 
@@ -279,7 +241,9 @@ async def test_changed_limits_are_those_of_the_next_principal(
         ([], "10.0.0.1", False),
     ],
 )
-async def test_a_key_is_bound_to_its_networks(keys: Keys, cast: Cast, networks: list[str], address: str, allowed: bool) -> None:
+async def test_a_key_is_accepted_only_from_its_allowed_networks(
+    keys: Keys, cast: Cast, networks: list[str], address: str, allowed: bool
+) -> None:
     await keys.update(cast.bob.key.id, KeyChanges(allowed_networks=networks), access=WHOLE_APPLIANCE)
     if allowed:
         await keys.authenticate(cast.bob.secret, address)
@@ -302,8 +266,11 @@ async def test_a_key_is_bound_to_its_networks(keys: Keys, cast: Cast, networks: 
         ({"expires_at": FakeClock().now()}, "expires_at"),
         ({"expires_at": (FakeClock().now() + timedelta(days=1)).replace(tzinfo=None)}, "expires_at"),
     ],
+    ids=case_id,
 )
-async def test_a_bad_field_is_named_in_create_and_update(keys: Keys, cast: Cast, changes: dict[str, Any], param: str) -> None:
+async def test_an_invalid_field_is_named_in_create_and_update(
+    keys: Keys, cast: Cast, changes: dict[str, Any], param: str
+) -> None:
     with pytest.raises(InvalidValue) as refused:
         await keys.create(cast.bob.tenant.id, changes.get("name", "new"), KeyChanges(**changes), access=WHOLE_APPLIANCE)
     assert refused.value.param == param
@@ -333,7 +300,7 @@ async def test_unknown_tenants_and_keys_are_not_found(keys: Keys) -> None:
         await keys.update("nothing", KeyChanges(name="x"), access=WHOLE_APPLIANCE)
 
 
-async def test_the_list_of_a_tenant_shows_its_own_keys_alone(keys: Keys, cast: Cast) -> None:
+async def test_the_list_of_a_tenant_has_only_its_own_keys(keys: Keys, cast: Cast) -> None:
     for number in range(4):
         await keys.create(cast.bob.tenant.id, name=f"bob {number}", access=WHOLE_APPLIANCE)
     first = await keys.list(cast.bob.tenant.id, 3, access=WHOLE_APPLIANCE)
@@ -341,11 +308,11 @@ async def test_the_list_of_a_tenant_shows_its_own_keys_alone(keys: Keys, cast: C
     assert len(first.data + second.data) == 5
     assert {key.tenant_id for key in first.data + second.data} == {cast.bob.tenant.id}
     assert len((await keys.list(None, access=WHOLE_APPLIANCE)).data) == 6
-    asked = [cast.charlie.key.id, first.data[1].id, "nothing"]
-    assert {key.id for key in await keys.named(asked, access=WHOLE_APPLIANCE)} == set(asked[:2])
+    key_ids = [cast.charlie.key.id, first.data[1].id, "nothing"]
+    assert {key.id for key in await keys.named(key_ids, access=WHOLE_APPLIANCE)} == set(key_ids[:2])
 
 
-async def test_a_list_leaves_out_what_has_ended_and_finds_by_name_prefix_and_secret(
+async def test_keys_are_filtered_by_state_and_found_by_name_prefix_or_secret(
     database: Database, keys: Keys, cast: Cast, clock: FakeClock
 ) -> None:
     bob, made = cast.bob, {}
@@ -355,8 +322,8 @@ async def test_a_list_leaves_out_what_has_ended_and_finds_by_name_prefix_and_sec
     await keys.rotate(made["rotated"][0].id, grace_s=60, access=WHOLE_APPLIANCE)
     clock.advance(61)
 
-    async def listed(**asked: Any) -> list[str]:
-        return [key.name for key in (await keys.list(bob.tenant.id, access=WHOLE_APPLIANCE, **asked)).data]
+    async def listed(**filters: Any) -> list[str]:
+        return [key.name for key in (await keys.list(bob.tenant.id, access=WHOLE_APPLIANCE, **filters)).data]
 
     assert await listed() == [bob.key.name, "spare", "Night_shift", "rotated", "rotated"]
     assert await listed(include_revoked=False) == [bob.key.name, "Night_shift", "rotated", "rotated"]
@@ -369,20 +336,20 @@ async def test_a_list_leaves_out_what_has_ended_and_finds_by_name_prefix_and_sec
     assert await listed(include_ended=False) == []
 
 
-async def test_times_of_use_are_written_in_a_batch_and_never_go_back(keys: Keys, cast: Cast, clock: FakeClock) -> None:
+async def test_times_of_use_are_written_in_batches_and_never_go_back(keys: Keys, cast: Cast, clock: FakeClock) -> None:
     await keys.flush_last_used()
-    await keys.authenticate(cast.bob.secret, HERE)
+    await keys.authenticate(cast.bob.secret, LOCALHOST)
     assert (await keys.get(cast.bob.key.id, access=WHOLE_APPLIANCE)).last_used_at is None
     await keys.flush_last_used()
     used_at = clock.now()
     assert (await keys.get(cast.bob.key.id, access=WHOLE_APPLIANCE)).last_used_at == used_at
     assert (await keys.get(cast.charlie.key.id, access=WHOLE_APPLIANCE)).last_used_at is None
     clock.jump_wall(-3600)
-    await keys.authenticate(cast.bob.secret, HERE)
+    await keys.authenticate(cast.bob.secret, LOCALHOST)
     await keys.flush_last_used()
     assert (await keys.get(cast.bob.key.id, access=WHOLE_APPLIANCE)).last_used_at == used_at
     clock.jump_wall(7200)
-    await keys.authenticate(cast.bob.secret, HERE)
+    await keys.authenticate(cast.bob.secret, LOCALHOST)
     await keys.flush_last_used()
     assert (await keys.get(cast.bob.key.id, access=WHOLE_APPLIANCE)).last_used_at == clock.now() > used_at
 
@@ -390,19 +357,19 @@ async def test_times_of_use_are_written_in_a_batch_and_never_go_back(keys: Keys,
 async def test_a_time_of_use_that_could_not_be_written_is_written_later(
     database: Database, keys: Keys, cast: Cast, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await keys.authenticate(cast.bob.secret, HERE)
+    await keys.authenticate(cast.bob.secret, LOCALHOST)
     used_at, writing = clock.now(), database.writing
 
     @asynccontextmanager
     async def fails() -> AsyncIterator[AsyncConnection]:
         clock.advance(9)
-        await keys.authenticate(cast.charlie.secret, HERE)
+        await keys.authenticate(cast.charlie.secret, LOCALHOST)
         async with writing() as connection:
             yield connection
             raise ConnectionResetError
 
-    with monkeypatch.context() as away:
-        away.setattr(database, "writing", fails)
+    with monkeypatch.context() as outage:
+        outage.setattr(database, "writing", fails)
         with pytest.raises(ConnectionResetError):
             await keys.flush_last_used()
     await keys.flush_last_used()
@@ -410,25 +377,11 @@ async def test_a_time_of_use_that_could_not_be_written_is_written_later(
     assert times == [used_at, clock.now()]
 
 
-async def test_no_more_keys_are_remembered_than_the_cache_holds(
-    keys: Keys, cast: Cast, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_cache_of_keys_is_bounded(keys: Keys, cast: Cast, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keys_module, "CACHED_KEYS_MAX", 1)
     for person in (cast.bob, cast.charlie, cast.bob):
-        assert (await keys.authenticate(person.secret, HERE)).key.id == person.key.id
+        assert (await keys.authenticate(person.secret, LOCALHOST)).key.id == person.key.id
         assert len(keys._cache) == 1
-
-
-async def test_why_a_key_gets_no_successor_is_said(keys: Keys, cast: Cast, clock: FakeClock) -> None:
-    soon = KeyChanges(expires_at=clock.now() + timedelta(seconds=9))
-    brief, _ = await keys.create(cast.bob.tenant.id, "x", soon, access=WHOLE_APPLIANCE)
-    revoked, _ = await keys.create(cast.bob.tenant.id, name="x", access=WHOLE_APPLIANCE)
-    await keys.revoke(revoked.id, access=WHOLE_APPLIANCE)
-    successor, _ = await keys.rotate(cast.bob.key.id, grace_s=60, access=WHOLE_APPLIANCE)
-    clock.advance(9)
-    for key, reason in ((brief, "an expired key"), (revoked, "a revoked key"), (cast.bob.key, f"its successor {successor.id}")):
-        with pytest.raises(Conflict, match=reason):
-            await keys.rotate(key.id, access=WHOLE_APPLIANCE)
 
 
 async def test_models_and_scopes_are_checked_at_tenant_and_key(
@@ -436,7 +389,7 @@ async def test_models_and_scopes_are_checked_at_tenant_and_key(
 ) -> None:
     await Tenants(database, clock).update(cast.bob.tenant.id, TenantChanges(allowed_models=["a", "b"]), access=WHOLE_APPLIANCE)
     await keys.update(cast.bob.key.id, KeyChanges(allowed_models=["b", "c"]), access=WHOLE_APPLIANCE)
-    principal = await keys.authenticate(cast.bob.secret, HERE)
+    principal = await keys.authenticate(cast.bob.secret, LOCALHOST)
     principal.check_model("b")
     principal.check_scope("inference")
     for model in ("a", "c", "d"):
@@ -444,3 +397,22 @@ async def test_models_and_scopes_are_checked_at_tenant_and_key(
             principal.check_model(model)
     with pytest.raises(ScopeNotAllowed):
         principal.check_scope("admin")
+
+
+async def test_active_keys_are_limited_per_tenant(
+    keys: Keys, cast: Cast, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keys_module, "KEYS_OF_TENANT_MAX", 2)
+    brief, _ = await keys.create(
+        cast.bob.tenant.id, "brief", KeyChanges(expires_at=clock.now() + timedelta(seconds=1)), access=WHOLE_APPLIANCE
+    )
+    for work in (
+        keys.create(cast.bob.tenant.id, name="third", access=WHOLE_APPLIANCE),
+        keys.rotate(brief.id, grace_s=60, access=WHOLE_APPLIANCE),
+    ):
+        with pytest.raises(InvalidValue, match="at most 2 active keys"):
+            await work
+    await keys.rotate(cast.bob.key.id, access=WHOLE_APPLIANCE)
+    clock.advance(1)
+    await keys.create(cast.bob.tenant.id, name="third", access=WHOLE_APPLIANCE)
+    await keys.create(cast.charlie.tenant.id, name="of another tenant", access=WHOLE_APPLIANCE)

@@ -1,30 +1,29 @@
-"""Possible limits of tenants, keys, tiers and models. An invalid limit is rejected with its name and bounds."""
+"""Settings of tenants, keys, tiers and models, above all their limits. An invalid value is refused by name with its bounds."""
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import pytest
 
 from appliance.base.db import Database
-from appliance.base.errors import Conflict, ExpiredApiKey, InvalidApiKey, InvalidValue, NotFound
-from appliance.tenancy import keys as table
+from appliance.base.errors import InvalidValue, NotFound
 from appliance.tenancy import model_policies
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.fields import LIMIT_MAX
-from appliance.tenancy.keys import GRACE_S_MAX, Keys
+from appliance.tenancy.keys import Keys
 from appliance.tenancy.model_policies import ModelPolicies
 from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
 from appliance.tenancy.tenants import Tenants
 from appliance.tenancy.tiers import ADMISSION_WAIT_MS_MAX, Tiers
+from tests.support.case_ids import case_id
 from tests.support.cast import PEPPER, Cast
 from tests.support.clock import FakeClock
 from tests.support.factories import pending, posted
 from tests.support.ledgers import running_ledger
 
-HERE = "127.0.0.1"
-ABSURD = (-1, LIMIT_MAX + 1, 1.5, True, "7", 2**80)
+LOCALHOST = "127.0.0.1"
+INVALID_LIMITS = (-1, LIMIT_MAX + 1, 1.5, True, "7", 2**80)
 
 
 @pytest.fixture
@@ -37,8 +36,8 @@ def keys(database: Database, clock: FakeClock) -> Keys:
     return Keys(database, clock, PEPPER)
 
 
-async def test_a_tenant_keeps_everything_that_it_was_given(tenants: Tenants) -> None:
-    given: dict[str, Any] = {
+async def test_a_tenant_is_created_with_every_setting(tenants: Tenants) -> None:
+    settings: dict[str, Any] = {
         "model_limits": {"large": Limits(tokens_per_minute=10), "small": Limits(concurrent_requests=2, monthly_budget=5)},
         "limit_mode": "shadow",
         "cut_at_budget": True,
@@ -47,17 +46,17 @@ async def test_a_tenant_keeps_everything_that_it_was_given(tenants: Tenants) -> 
         "alert_percents": (50, 100),
         "suspended": True,
     }
-    made = await tenants.create("dora", TenantChanges(**given), access=WHOLE_APPLIANCE)
+    made = await tenants.create("dora", TenantChanges(**settings), access=WHOLE_APPLIANCE)
 
-    assert {name: getattr(made, name) for name in given} == given
+    assert {name: getattr(made, name) for name in settings} == settings
     assert await tenants.get(made.id, access=WHOLE_APPLIANCE) == made
 
 
-async def test_a_model_without_any_limit_is_not_among_those_that_have_some(tenants: Tenants, keys: Keys) -> None:
-    """Neither in the answer to who creates a tenant or a key, nor when they are read."""
-    given: dict[str, dict[str, int | None]] = {"m": {}, "n": {"tokens_per_day": None}, "o": {"tokens_per_day": 7}}
-    tenant = await tenants.create("dora", TenantChanges(model_limits=given), access=WHOLE_APPLIANCE)
-    key, _ = await keys.create(tenant.id, "key", KeyChanges(model_limits=given), access=WHOLE_APPLIANCE)
+async def test_models_without_any_limit_are_not_stored(tenants: Tenants, keys: Keys) -> None:
+    """They are missing both in the result of creation and when read later."""
+    settings: dict[str, dict[str, int | None]] = {"m": {}, "n": {"tokens_per_day": None}, "o": {"tokens_per_day": 7}}
+    tenant = await tenants.create("dora", TenantChanges(model_limits=settings), access=WHOLE_APPLIANCE)
+    key, _ = await keys.create(tenant.id, "key", KeyChanges(model_limits=settings), access=WHOLE_APPLIANCE)
 
     assert tenant.model_limits == key.model_limits == {"o": Limits(tokens_per_day=7)}
     assert await tenants.get(tenant.id, access=WHOLE_APPLIANCE) == tenant
@@ -80,8 +79,9 @@ async def test_a_model_without_any_limit_is_not_among_those_that_have_some(tenan
         ("alert_percents", [], ()),
         ("alert_percents", None, None),
     ],
+    ids=case_id,
 )
-async def test_each_field_of_a_tenant_changes_alone(
+async def test_each_field_of_a_tenant_can_be_changed_alone(
     tenants: Tenants, cast: Cast, field: str, value: object, stored: object
 ) -> None:
     before = await tenants.get(cast.bob.tenant.id, access=WHOLE_APPLIANCE)
@@ -118,8 +118,9 @@ async def test_each_field_of_a_tenant_changes_alone(
         ("weight", 0, "weight", "1 to 1000"),
         ("tier", "gold", "tier", "interactive"),
     ],
+    ids=case_id,
 )
-async def test_a_wrong_field_of_a_tenant_is_refused_with_its_bounds(
+async def test_an_invalid_field_of_a_tenant_is_refused_with_its_bounds(
     tenants: Tenants, cast: Cast, field: str, value: object, param: str, words: str
 ) -> None:
     with pytest.raises(InvalidValue, match=words) as refused:
@@ -129,15 +130,15 @@ async def test_a_wrong_field_of_a_tenant_is_refused_with_its_bounds(
     assert await tenants.get(cast.bob.tenant.id, access=WHOLE_APPLIANCE) == cast.bob.tenant
 
 
-@pytest.mark.parametrize("value", ABSURD)
+@pytest.mark.parametrize("value", INVALID_LIMITS)
 @pytest.mark.parametrize("name", [*Limits.__slots__])
-async def test_a_negative_or_absurd_limit_is_refused_at_every_place(
+async def test_an_invalid_limit_is_refused_for_tenants_keys_and_models(
     tenants: Tenants, keys: Keys, cast: Cast, name: str, value: Any
 ) -> None:
     at_tenant = TenantChanges(limits={name: value})
     at_key = KeyChanges(limits={name: value})
     at_model = KeyChanges(model_limits={"m": {name: value}})
-    works = [
+    refused_calls = [
         (tenants.update(cast.bob.tenant.id, at_tenant, access=WHOLE_APPLIANCE), f"limits.{name}"),
         (keys.update(cast.bob.key.id, at_key, access=WHOLE_APPLIANCE), f"limits.{name}"),
         (keys.update(cast.bob.key.id, at_model, access=WHOLE_APPLIANCE), f"model_limits.m.{name}"),
@@ -146,9 +147,9 @@ async def test_a_negative_or_absurd_limit_is_refused_at_every_place(
             f"model_limits.m.{name}",
         ),
     ]
-    for work, param in works:
+    for call, param in refused_calls:
         with pytest.raises(InvalidValue, match=f"from 0 to {LIMIT_MAX}") as refused:
-            await work
+            await call
 
         assert refused.value.param == param
 
@@ -172,7 +173,7 @@ async def test_the_currency_is_fixed_by_the_first_request(
     ).currency == "CHF"
 
 
-async def test_a_tenant_that_follows_the_appliance_can_be_kept_in_the_currency_of_its_usage(
+async def test_a_tenant_without_a_currency_can_be_fixed_to_that_of_its_usage(
     tenants: Tenants, cast: Cast, database: Database, clock: FakeClock
 ) -> None:
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
@@ -186,10 +187,10 @@ async def test_a_tenant_that_follows_the_appliance_can_be_kept_in_the_currency_o
         await tenants.update(cast.bob.tenant.id, TenantChanges(currency=None), access=WHOLE_APPLIANCE)
 
 
-async def test_a_key_has_limits_of_its_own_for_single_models(keys: Keys, cast: Cast) -> None:
+async def test_a_key_has_limits_for_single_models_and_passes_them_to_its_successor(keys: Keys, cast: Cast) -> None:
     terms = KeyChanges(model_limits={"m": {"requests_per_minute": 3}}, limit_mode="shadow", scopes=["usage"])
     key, secret = await keys.create(cast.bob.tenant.id, "k", terms, access=WHOLE_APPLIANCE)
-    known = (await keys.authenticate(secret, HERE)).key
+    known = (await keys.authenticate(secret, LOCALHOST)).key
 
     assert known.model_limits == {"m": Limits(requests_per_minute=3)}
     assert (known.limit_mode, known.scopes) == ("shadow", ("usage",))
@@ -197,85 +198,7 @@ async def test_a_key_has_limits_of_its_own_for_single_models(keys: Keys, cast: C
     assert (successor.model_limits, successor.limit_mode) == (known.model_limits, "shadow")
 
 
-async def test_within_the_grace_period_both_secrets_work_and_after_it_one(keys: Keys, cast: Cast, clock: FakeClock) -> None:
-    successor, secret = await keys.rotate(cast.bob.key.id, grace_s=60, access=WHOLE_APPLIANCE)
-    old = await keys.get(cast.bob.key.id, access=WHOLE_APPLIANCE)
-
-    assert (old.replaced_by, old.revoked_at) == (successor.id, None)
-    assert old.expires_at == clock.now() + timedelta(seconds=60)
-    assert (successor.expires_at, successor.replaced_by) == (None, None)
-    clock.advance(59.999)
-    assert (await keys.authenticate(cast.bob.secret, HERE)).key.id == old.id
-    assert (await keys.authenticate(secret, HERE)).key.id == successor.id
-    clock.advance(0.001)
-    with pytest.raises(ExpiredApiKey):
-        await keys.authenticate(cast.bob.secret, HERE)
-    assert (await keys.authenticate(secret, HERE)).key.id == successor.id
-
-
-async def test_grace_never_makes_a_key_live_longer(keys: Keys, cast: Cast, clock: FakeClock) -> None:
-    end = clock.now() + timedelta(seconds=30)
-    key, _ = await keys.create(cast.bob.tenant.id, "brief", KeyChanges(expires_at=end), access=WHOLE_APPLIANCE)
-    successor, _ = await keys.rotate(key.id, grace_s=60, access=WHOLE_APPLIANCE)
-
-    assert (await keys.get(key.id, access=WHOLE_APPLIANCE)).expires_at == end
-    assert successor.expires_at == end
-    for changes in (KeyChanges(expires_at=None), KeyChanges(expires_at=end + timedelta(days=1))):
-        with pytest.raises(Conflict) as refused:
-            await keys.update(key.id, changes, access=WHOLE_APPLIANCE)
-        assert refused.value.param == "expires_at"
-    assert (await keys.update(key.id, KeyChanges(name="old"), access=WHOLE_APPLIANCE)).expires_at == end
-
-
-async def test_a_key_in_its_grace_period_can_still_be_revoked(keys: Keys, cast: Cast) -> None:
-    await keys.rotate(cast.bob.key.id, grace_s=60, access=WHOLE_APPLIANCE)
-    await keys.revoke(cast.bob.key.id, access=WHOLE_APPLIANCE)
-
-    with pytest.raises(InvalidApiKey):
-        await keys.authenticate(cast.bob.secret, HERE)
-
-
-async def test_a_key_is_rotated_once_and_never_after_its_end(keys: Keys, cast: Cast, clock: FakeClock) -> None:
-    successor, _ = await keys.rotate(cast.bob.key.id, grace_s=60, access=WHOLE_APPLIANCE)
-    with pytest.raises(Conflict, match=f"rotated already; rotate its successor {successor.id}"):
-        await keys.rotate(cast.bob.key.id, grace_s=60, access=WHOLE_APPLIANCE)
-    expired, _ = await keys.create(
-        cast.bob.tenant.id, "brief", KeyChanges(expires_at=clock.now() + timedelta(seconds=1)), access=WHOLE_APPLIANCE
-    )
-    clock.advance(1)
-    with pytest.raises(Conflict, match="expired"):
-        await keys.rotate(expired.id, access=WHOLE_APPLIANCE)
-
-
-async def test_a_tenant_has_room_for_so_many_working_keys(
-    keys: Keys, cast: Cast, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(table, "KEYS_OF_TENANT_MAX", 2)
-    brief, _ = await keys.create(
-        cast.bob.tenant.id, "brief", KeyChanges(expires_at=clock.now() + timedelta(seconds=1)), access=WHOLE_APPLIANCE
-    )
-    for work in (
-        keys.create(cast.bob.tenant.id, name="third", access=WHOLE_APPLIANCE),
-        keys.rotate(brief.id, grace_s=60, access=WHOLE_APPLIANCE),
-    ):
-        with pytest.raises(InvalidValue, match="at most 2 active keys"):
-            await work
-    await keys.rotate(cast.bob.key.id, access=WHOLE_APPLIANCE)
-    clock.advance(1)
-    await keys.create(cast.bob.tenant.id, name="third", access=WHOLE_APPLIANCE)
-    await keys.create(cast.charlie.tenant.id, name="of another tenant", access=WHOLE_APPLIANCE)
-
-
-@pytest.mark.parametrize("grace_s", [-1, GRACE_S_MAX + 1, 1.5, True])
-async def test_a_wrong_grace_period_is_refused_with_its_bounds(keys: Keys, cast: Cast, grace_s: Any) -> None:
-    with pytest.raises(InvalidValue, match=f"from 0 to {GRACE_S_MAX}") as refused:
-        await keys.rotate(cast.bob.key.id, grace_s=grace_s, access=WHOLE_APPLIANCE)
-
-    assert refused.value.param == "grace_s"
-    assert (await keys.get(cast.bob.key.id, access=WHOLE_APPLIANCE)).replaced_by is None
-
-
-async def test_a_tier_changes_for_the_next_request(database: Database, clock: FakeClock) -> None:
+async def test_a_changed_tier_applies_to_the_next_request(database: Database, clock: FakeClock) -> None:
     tiers = Tiers(database, clock)
     assert [(tier.name, tier.admission_wait_ms) for tier in await tiers.list()] == [
         ("interactive", 0),
@@ -286,16 +209,16 @@ async def test_a_tier_changes_for_the_next_request(database: Database, clock: Fa
         assert (await tiers.update("batch", admission_wait_ms=wait_ms)).admission_wait_ms == wait_ms
         assert (await tiers.get("batch")).admission_wait_ms == wait_ms
     assert (await Tiers(database, clock).get("batch")).admission_wait_ms == 500
-    wrongs: list[Any] = [-1, ADMISSION_WAIT_MS_MAX + 1, True, 0.5]
-    for wrong in wrongs:
+    invalid_waits: list[Any] = [-1, ADMISSION_WAIT_MS_MAX + 1, True, 0.5]
+    for wait_ms in invalid_waits:
         with pytest.raises(InvalidValue, match=f"from 0 to {ADMISSION_WAIT_MS_MAX}") as refused:
-            await tiers.update("batch", admission_wait_ms=wrong)
+            await tiers.update("batch", admission_wait_ms=wait_ms)
         assert refused.value.param == "admission_wait_ms"
     with pytest.raises(NotFound, match="interactive, standard, batch"):
         await tiers.update("gold", admission_wait_ms=1)
 
 
-async def test_a_model_is_limited_for_all_until_the_limits_are_lifted(
+async def test_limits_of_a_model_apply_until_they_are_removed(
     database: Database, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policies = ModelPolicies(database, clock)

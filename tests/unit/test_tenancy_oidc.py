@@ -1,4 +1,4 @@
-"""Verification of an OpenID Connect provider's responses."""
+"""Verification of the responses of an OpenID Connect provider."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from appliance.tenancy.oidc import (
     ProviderUnavailable,
     provider_from_settings,
 )
+from tests.support.case_ids import case_id
 from tests.support.clock import FakeClock
 from tests.support.oidc_provider import CLIENT_ID, ISSUER, TOKEN_LIFE_S, FakeProvider, ec_key, rsa_key
 
@@ -31,17 +32,17 @@ def fake(clock: FakeClock) -> FakeProvider:
     return FakeProvider(clock)
 
 
-async def identify(fake: FakeProvider, ours: OidcProvider | None = None, **changes: str) -> Identity:
-    """Go to the provider and back once; `changes` are what comes back instead."""
-    ours = ours or fake.client()
+async def identify(fake: FakeProvider, client: OidcProvider | None = None, **changes: str) -> Identity:
+    """Complete one sign-in with the provider; `changes` replace parts of its response."""
+    client = client or fake.client()
     begun = {name: secrets.token_urlsafe(32) for name in ("state", "nonce", "verifier")}
-    back = parse_qs(urlsplit(fake.sign_in(await ours.authorization_url(**begun))).query)
+    back = parse_qs(urlsplit(fake.sign_in(await client.authorization_url(**begun))).query)
     assert back["state"] == [begun["state"]]
     sent = {"code": back["code"][0], "nonce": begun["nonce"], "verifier": begun["verifier"], "response_issuer": back["iss"][0]}
-    return await ours.identify(**{**sent, **changes})
+    return await client.identify(**{**sent, **changes})
 
 
-async def test_an_honest_provider_says_who_it_is(fake: FakeProvider) -> None:
+async def test_a_valid_response_identifies_the_member(fake: FakeProvider) -> None:
     assert await identify(fake) == ALICE
 
 
@@ -75,8 +76,9 @@ async def test_an_honest_provider_says_who_it_is(fake: FakeProvider) -> None:
         ({"sub": "alice-7\u200b"}, "no valid subject"),
         ({"picture": "x" * TOKEN_CHARS_MAX}, "no ID token"),
     ],
+    ids=case_id,
 )
-async def test_a_token_with_a_wrong_claim_is_refused(fake: FakeProvider, claims: dict[str, Any], reason: str) -> None:
+async def test_an_id_token_with_an_invalid_claim_is_refused(fake: FakeProvider, claims: dict[str, Any], reason: str) -> None:
     fake.claims = claims
 
     with pytest.raises(TokenRefused, match=reason):
@@ -84,7 +86,7 @@ async def test_a_token_with_a_wrong_claim_is_refused(fake: FakeProvider, claims:
 
 
 @pytest.mark.parametrize("token", [None, 7, {}])
-async def test_an_answer_without_a_token_signs_nobody_in(fake: FakeProvider, token: object) -> None:
+async def test_a_response_without_an_id_token_is_refused(fake: FakeProvider, token: object) -> None:
     fake.tokens = {"id_token": token}
 
     with pytest.raises(TokenRefused, match="no ID token"):
@@ -92,29 +94,35 @@ async def test_an_answer_without_a_token_signs_nobody_in(fake: FakeProvider, tok
 
 
 @pytest.mark.parametrize("subject", ["7", "x" * SUBJECT_CHARS_MAX])
-async def test_a_subject_may_be_as_short_and_as_long_as_the_standard_says(fake: FakeProvider, subject: str) -> None:
+async def test_subjects_of_the_lengths_in_the_standard_are_accepted(fake: FakeProvider, subject: str) -> None:
     fake.claims = {"sub": subject}
 
     assert await identify(fake) == dataclasses.replace(ALICE, subject=subject)
 
 
-@pytest.mark.parametrize("cheat", ["unsigned", "shared_secret", "foreign_key"])
-async def test_a_token_that_the_provider_s_key_has_not_signed_is_refused(fake: FakeProvider, cheat: Any) -> None:
-    fake.cheat = cheat
+@pytest.mark.parametrize("forgery", ["unsigned", "shared_secret", "foreign_key"])
+async def test_an_id_token_not_signed_by_a_key_of_the_provider_is_refused(fake: FakeProvider, forgery: Any) -> None:
+    fake.forgery = forgery
 
     with pytest.raises(TokenRefused):
         await identify(fake)
 
 
-@pytest.mark.parametrize("claims", [{"aud": [CLIENT_ID]}, {"aud": [CLIENT_ID, "other"], "azp": CLIENT_ID}, {"azp": CLIENT_ID}])
-async def test_a_token_for_several_is_good_when_we_asked_for_it(fake: FakeProvider, claims: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "claims", [{"aud": [CLIENT_ID]}, {"aud": [CLIENT_ID, "other"], "azp": CLIENT_ID}, {"azp": CLIENT_ID}], ids=case_id
+)
+async def test_an_id_token_for_several_audiences_requires_us_as_authorized_party(
+    fake: FakeProvider, claims: dict[str, Any]
+) -> None:
     fake.claims = claims
 
     assert await identify(fake) == ALICE
 
 
 @pytest.mark.parametrize(("late_s", "good"), [(TOKEN_LIFE_S + LEEWAY_S - 1, True), (TOKEN_LIFE_S + LEEWAY_S, False)])
-async def test_clocks_may_differ_by_a_minute(fake: FakeProvider, clock: FakeClock, late_s: int, good: bool) -> None:
+async def test_an_id_token_is_accepted_until_a_minute_after_its_expiry(
+    fake: FakeProvider, clock: FakeClock, late_s: int, good: bool
+) -> None:
     now = int(clock.now().timestamp())
     fake.claims = {"iat": now - late_s, "exp": now - late_s + TOKEN_LIFE_S}
 
@@ -126,7 +134,7 @@ async def test_clocks_may_differ_by_a_minute(fake: FakeProvider, clock: FakeCloc
 
 
 @pytest.mark.parametrize("name", ["iat", "nbf"])
-async def test_a_token_may_be_issued_a_minute_in_our_future(fake: FakeProvider, clock: FakeClock, name: str) -> None:
+async def test_an_id_token_may_be_issued_a_minute_in_the_future(fake: FakeProvider, clock: FakeClock, name: str) -> None:
     latest = int(clock.now().timestamp()) + LEEWAY_S
     fake.claims = {name: latest + 0.0}  # a number, which JSON may write with a point
     assert await identify(fake) == ALICE
@@ -136,17 +144,17 @@ async def test_a_token_may_be_issued_a_minute_in_our_future(fake: FakeProvider, 
         await identify(fake)
 
 
-async def test_only_a_verified_address_counts(fake: FakeProvider) -> None:
-    for told in (False, None, "false", 1, "yes"):
-        fake.claims = {"email_verified": told}
+async def test_only_a_verified_email_address_is_used(fake: FakeProvider) -> None:
+    for email_verified in (False, None, "false", 1, "yes"):
+        fake.claims = {"email_verified": email_verified}
         assert (await identify(fake)).email is None
     fake.claims = {"email": ["alice@example.com"]}
     assert (await identify(fake)).email is None
-    fake.claims = {"email_verified": "true"}  # as one large provider writes it
+    fake.claims = {"email_verified": "true"}  # as some providers write it
     assert (await identify(fake)).email == ALICE.email
 
 
-async def test_an_address_that_is_not_in_the_token_is_asked_for(fake: FakeProvider) -> None:
+async def test_an_address_missing_in_the_id_token_is_read_from_the_user_info(fake: FakeProvider) -> None:
     fake.email_in_token = False
     assert await identify(fake) == ALICE
 
@@ -163,9 +171,9 @@ async def test_an_address_that_is_not_in_the_token_is_asked_for(fake: FakeProvid
         ({}, {"access_token": None}),
         ({}, {"access_token": 7}),
     ],
-    ids=["nowhere", "in the clear", "no token", "no text"],
+    ids=["no endpoint", "plain http", "no access token", "access token not a string"],
 )
-async def test_an_address_is_asked_for_only_where_the_token_is_safe(
+async def test_the_user_info_is_requested_only_with_a_token_over_https(
     fake: FakeProvider, metadata: dict[str, Any], tokens: dict[str, Any]
 ) -> None:
     fake.email_in_token, fake.metadata, fake.tokens = False, metadata, tokens
@@ -174,108 +182,108 @@ async def test_an_address_is_asked_for_only_where_the_token_is_safe(
     assert "GET /userinfo" not in fake.requests
 
 
-async def test_a_code_is_worthless_without_the_verifier_of_its_browser(fake: FakeProvider) -> None:
+async def test_a_code_is_refused_without_its_verifier(fake: FakeProvider) -> None:
     with pytest.raises(TokenRefused, match="refused the code"):
         await identify(fake, verifier="v" * 43)
 
 
-async def test_a_code_is_good_once(fake: FakeProvider) -> None:
-    ours = fake.client()
+async def test_a_code_is_accepted_once(fake: FakeProvider) -> None:
+    client = fake.client()
     begun = {name: secrets.token_urlsafe(32) for name in ("state", "nonce", "verifier")}
-    code = parse_qs(urlsplit(fake.sign_in(await ours.authorization_url(**begun))).query)["code"][0]
+    code = parse_qs(urlsplit(fake.sign_in(await client.authorization_url(**begun))).query)["code"][0]
     sent = {"code": code, "nonce": begun["nonce"], "verifier": begun["verifier"]}
-    await ours.identify(**sent)
+    await client.identify(**sent)
 
     with pytest.raises(TokenRefused):
-        await ours.identify(**sent)
+        await client.identify(**sent)
 
 
-async def test_a_code_that_another_issuer_sent_is_not_taken_to_this_one(fake: FakeProvider) -> None:
+async def test_a_code_from_another_issuer_is_refused(fake: FakeProvider) -> None:
     with pytest.raises(TokenRefused, match="another issuer"):
         await identify(fake, response_issuer="https://evil.example.com")
 
 
 @pytest.mark.parametrize("methods", [["client_secret_post"], ["client_secret_basic", "client_secret_post"]])
-async def test_the_client_s_secret_goes_where_the_provider_takes_it(fake: FakeProvider, methods: list[str]) -> None:
+async def test_the_client_secret_is_sent_by_a_supported_method(fake: FakeProvider, methods: list[str]) -> None:
     fake.metadata = {"token_endpoint_auth_methods_supported": methods}
 
     assert await identify(fake) == ALICE
 
 
-async def test_a_client_without_a_secret_is_protected_by_pkce_alone(fake: FakeProvider) -> None:
+async def test_a_client_without_a_secret_uses_pkce_only(fake: FakeProvider) -> None:
     assert await identify(fake, fake.client(secret=None)) == ALICE
 
 
-async def test_a_token_that_does_not_name_its_key_is_tried_with_each(fake: FakeProvider) -> None:
+async def test_an_id_token_without_a_key_id_is_verified_with_each_key(fake: FakeProvider) -> None:
     fake.rotate(ec_key("second"), keep_old=True)
     fake.includes_key_id = False
 
     assert await identify(fake) == ALICE
 
 
-async def test_a_provider_describes_itself_once_an_hour(fake: FakeProvider, clock: FakeClock) -> None:
-    ours = fake.client()
+async def test_the_discovery_document_is_fetched_once_an_hour(fake: FakeProvider, clock: FakeClock) -> None:
+    client = fake.client()
     for passed_s, times in ((0.0, 1), (CACHE_S - 1, 1), (1.0, 2)):
         clock.advance(passed_s)
-        await identify(fake, ours)
+        await identify(fake, client)
         assert fake.requests.count("GET /.well-known/openid-configuration") == times
 
 
-async def test_new_keys_of_the_provider_are_fetched_when_they_are_needed(fake: FakeProvider, clock: FakeClock) -> None:
-    ours = fake.client()
-    await identify(fake, ours)
+async def test_new_keys_of_the_provider_are_fetched_on_demand(fake: FakeProvider, clock: FakeClock) -> None:
+    client = fake.client()
+    await identify(fake, client)
     for number, name in enumerate(("second", "third"), start=2):
         fake.rotate(ec_key(name))
-        assert await identify(fake, ours) == ALICE
+        assert await identify(fake, client) == ALICE
         assert fake.requests.count("GET /keys") == number
         clock.advance(KEY_REFRESH_INTERVAL_S)
 
 
 @pytest.mark.parametrize("broken", [{"kty": "EC", "crv": "P-999"}, {"kty": "RSA", "n": 7, "e": None}, {"kty": []}, None])
-async def test_a_broken_key_beside_the_good_one_does_no_harm(fake: FakeProvider, broken: dict[str, Any] | None) -> None:
+async def test_a_malformed_key_of_the_provider_is_ignored(fake: FakeProvider, broken: dict[str, Any] | None) -> None:
     fake.broken_keys = [None if broken is None else {"kid": "first", **broken}]
 
     assert await identify(fake) == ALICE
 
 
-async def test_unknown_keys_do_not_make_us_ask_all_the_time(fake: FakeProvider, clock: FakeClock) -> None:
-    ours = fake.client()
-    await identify(fake, ours)
-    fake.cheat = "foreign_key"
+async def test_unknown_keys_do_not_trigger_repeated_fetches(fake: FakeProvider, clock: FakeClock) -> None:
+    client = fake.client()
+    await identify(fake, client)
+    fake.forgery = "foreign_key"
     for _ in range(5):
         clock.advance(KEY_REFRESH_INTERVAL_S / 10)
         with pytest.raises(TokenRefused):
-            await identify(fake, ours)
+            await identify(fake, client)
 
     assert fake.requests.count("GET /keys") == 2
 
 
-async def test_a_key_that_the_provider_shows_no_more_counts_no_more(fake: FakeProvider, clock: FakeClock) -> None:
-    ours = fake.client()
-    await identify(fake, ours)
+async def test_a_key_removed_by_the_provider_is_no_longer_trusted(fake: FakeProvider, clock: FakeClock) -> None:
+    client = fake.client()
+    await identify(fake, client)
     fake.rotate(rsa_key("second"))
     clock.advance(CACHE_S)
-    await identify(fake, ours)
+    await identify(fake, client)
     fake._signing_key = rsa_key("first")
 
     with pytest.raises(TokenRefused):
-        await identify(fake, ours)
+        await identify(fake, client)
 
 
-@pytest.mark.parametrize("down", [0, 404, 500, 200, 302])
-async def test_a_provider_that_is_away_says_so_and_is_left_alone_for_a_moment(
-    fake: FakeProvider, clock: FakeClock, down: int
+@pytest.mark.parametrize("failure_status", [0, 404, 500, 200, 302])
+async def test_an_unavailable_provider_is_not_contacted_again_during_a_pause(
+    fake: FakeProvider, clock: FakeClock, failure_status: int
 ) -> None:
-    ours = fake.client()
-    fake.down = down
+    client = fake.client()
+    fake.failure_status = failure_status
     for _ in range(3):
         with pytest.raises(ProviderUnavailable):
-            await ours.authorization_url(state="s", nonce="n", verifier="v" * 43)
+            await client.authorization_url(state="s", nonce="n", verifier="v" * 43)
     assert len(fake.requests) == 1
 
-    fake.down = None
+    fake.failure_status = None
     clock.advance(PAUSE_AFTER_FAILURE_S)
-    assert await identify(fake, ours) == ALICE
+    assert await identify(fake, client) == ALICE
 
 
 @pytest.mark.parametrize(
@@ -289,15 +297,16 @@ async def test_a_provider_that_is_away_says_so_and_is_left_alone_for_a_moment(
         {"jwks_uri": "https://["},
         {"padding": "x" * ANSWER_BYTES_MAX},
     ],
+    ids=case_id,
 )
-async def test_a_description_that_cannot_be_the_provider_s_is_not_used(fake: FakeProvider, metadata: dict[str, Any]) -> None:
+async def test_an_invalid_discovery_document_is_refused(fake: FakeProvider, metadata: dict[str, Any]) -> None:
     fake.metadata = metadata
 
     with pytest.raises(ProviderUnavailable):
         await identify(fake)
 
 
-async def test_an_issuer_that_writes_a_slash_at_its_end_is_the_same_one(fake: FakeProvider) -> None:
+async def test_an_issuer_with_a_trailing_slash_is_accepted(fake: FakeProvider) -> None:
     fake.metadata = {"issuer": f"{ISSUER}/"}
     fake.claims = {"iss": f"{ISSUER}/"}
 
@@ -306,7 +315,7 @@ async def test_an_issuer_that_writes_a_slash_at_its_end_is_the_same_one(fake: Fa
     assert found == dataclasses.replace(ALICE, issuer=f"{ISSUER}/")
 
 
-def test_the_settings_name_the_provider(clock: FakeClock, tmp_path: Any) -> None:
+def test_the_provider_is_configured_by_settings(clock: FakeClock, tmp_path: Any) -> None:
     options = {"data_dir": tmp_path, "external_url": "https://llm.example.com/", "oidc_issuer": ISSUER, "oidc_client_id": "g"}
     assert provider_from_settings(load_settings(options={"data_dir": tmp_path}, environ={}), clock) is None
 

@@ -1,4 +1,4 @@
-"""Cursors are opaque, and invalid ones are rejected by name."""
+"""Cursors of lists are opaque, and an invalid one is refused by name."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from appliance.tenancy.pages import CURSOR_CHARS_MAX, PAGE_ROWS_MAX, check_limit
 
 
 @given(st.integers(-(2**62), 2**62), st.from_regex(r"[a-z0-9_]{0,40}", fullmatch=True))
-def test_a_cursor_leads_back_to_its_position(number: int, name: str) -> None:
+def test_a_cursor_decodes_to_its_position(number: int, name: str) -> None:
     assert decode_cursor("list", encode_cursor("list", [number, name]), [int, str]) == [number, name]
 
 
-# Whatever a database of ours can hold: any character but NUL, in names as long as they may be.
+# Text that both databases can store: any character but NUL, up to the longest name.
 _STORED = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=NAME_CHARS_MAX)
 
 
 @given(st.lists(st.integers(-(2**63) + 1, 2**63 - 1), max_size=3), st.lists(_STORED, max_size=4))
 @example([], ["\u200b", "\u6a21" * 200, "\U0001f9ee" * 200, "\u2028"])
 @example([2**63 - 1] * 3, ["\x01" * 200])
-def test_every_place_that_can_stand_in_the_tables_has_a_cursor(numbers: list[int], names: list[str]) -> None:
+def test_every_storable_position_has_a_valid_cursor(numbers: list[int], names: list[str]) -> None:
     position: list[str | int] = [*numbers, *names]
     assert decode_cursor("list", encode_cursor("list", position), [type(value) for value in position]) == position
 
@@ -54,20 +54,20 @@ def _encoded(value: object) -> str:
         base64.b64encode(b"[" * 3000).decode(),
     ],
 )
-def test_what_is_no_cursor_of_this_list_is_refused(cursor: str) -> None:
+def test_an_invalid_cursor_is_refused_by_name(cursor: str) -> None:
     with pytest.raises(InvalidValue) as refused:
         decode_cursor("list", cursor, [int])
     assert refused.value.param == "cursor"
 
 
 @given(st.text(max_size=100))
-def test_no_text_does_worse_than_being_refused(cursor: str) -> None:
+def test_any_other_text_is_refused_as_a_cursor(cursor: str) -> None:
     with pytest.raises(InvalidValue):
         decode_cursor("list", cursor, [int, int, int])
 
 
 @pytest.mark.parametrize("text", ["a\0b", "a\ud800b", "\udfff"])
-def test_a_cursor_with_what_no_database_takes_is_refused(text: str) -> None:
+def test_a_cursor_with_unstorable_text_is_refused(text: str) -> None:
     for cursor in (_encoded(["list", text]), encode_cursor("list", [text])):
         with pytest.raises(InvalidValue):
             decode_cursor("list", cursor, [str])

@@ -1,4 +1,4 @@
-"""Members, their sessions, administrator tokens and roles."""
+"""Members and their sessions, administrator tokens, and roles."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from appliance.tenancy.audit import AuditLog
 from appliance.tenancy.members import Members
 from appliance.tenancy.roles import ALLOWED, ALLOWED_IN_TENANT, Action, Role, TenantRole, not_allowed
 from appliance.tenancy.sessions import Sessions
-from tests.support.cast import ALICE_PASSWORD, Cast, quick_hasher
+from tests.support.case_ids import case_id
+from tests.support.cast import ALICE_PASSWORD, Cast
 from tests.support.clock import FakeClock
 
 ALICE = "alice@example.com"
@@ -29,11 +30,11 @@ ALICE = "alice@example.com"
 
 @pytest.fixture
 def people(database: Database, clock: FakeClock) -> Members:
-    return Members(database, clock, hasher=quick_hasher())
+    return Members(database, clock)
 
 
 @pytest.fixture
-def doors(database: Database, clock: FakeClock) -> Sessions:
+def session_store(database: Database, clock: FakeClock) -> Sessions:
     return Sessions(database, clock, idle_s=600, absolute_s=3600)
 
 
@@ -42,7 +43,7 @@ def tokens(database: Database, clock: FakeClock) -> AdminTokens:
     return AdminTokens(database, clock)
 
 
-async def test_alice_signs_in_with_her_password_in_any_case_of_her_address(people: Members, cast: Cast) -> None:
+async def test_the_address_of_a_sign_in_is_not_case_sensitive(people: Members, cast: Cast) -> None:
     assert (await people.prove_password(" Alice@Example.COM ", ALICE_PASSWORD)).member == cast.alice
     assert await people.get_by_email(ALICE) == cast.alice
 
@@ -51,12 +52,14 @@ async def test_alice_signs_in_with_her_password_in_any_case_of_her_address(peopl
     ("email", "password"),
     [(ALICE, ALICE_PASSWORD + "x"), (ALICE, ""), (ALICE, "x" * 5000), ("bob@example.com", ALICE_PASSWORD), ("\x00", "\ud800")],
 )
-async def test_anything_else_is_refused_in_the_same_words(people: Members, cast: Cast, email: str, password: str) -> None:
+async def test_wrong_addresses_and_passwords_are_refused_with_the_same_message(
+    people: Members, cast: Cast, email: str, password: str
+) -> None:
     with pytest.raises(InvalidCredentials, match=r"^e-mail address or password is wrong$"):
         await people.prove_password(email, password)
 
 
-async def test_an_unknown_address_costs_as_much_work_as_a_known_one(
+async def test_an_unknown_address_takes_as_much_work_as_a_known_one(
     people: Members, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     verified: list[str] = []
@@ -82,14 +85,14 @@ async def test_a_disabled_member_cannot_sign_in(database: Database, clock: FakeC
         await people.prove_password(ALICE, ALICE_PASSWORD)
 
 
-async def test_the_password_is_kept_as_argon2_alone(database: Database, cast: Cast) -> None:
+async def test_a_password_is_stored_only_as_an_argon2_hash(database: Database, cast: Cast) -> None:
     async with database.reading() as connection:
         row = (await connection.execute(select(members))).one()
     assert row.password_hash.startswith("$argon2id$")
     assert ALICE_PASSWORD not in repr(row)
 
 
-async def test_to_hash_a_password_costs_what_rfc_9106_asks_for_where_memory_is_short(
+async def test_password_hashes_use_the_low_memory_parameters_of_rfc_9106(
     database: Database, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(members_module, "PasswordHasher", argon2.PasswordHasher)
@@ -99,10 +102,10 @@ async def test_to_hash_a_password_costs_what_rfc_9106_asks_for_where_memory_is_s
     assert password_hash.startswith("$argon2id$v=19$m=65536,t=3,p=4$")
 
 
-async def test_a_new_password_ends_every_session(people: Members, doors: Sessions, cast: Cast) -> None:
-    token, _session = await doors.open(cast.alice.id, "browser", "127.0.0.1")
+async def test_a_new_password_ends_every_session(people: Members, session_store: Sessions, cast: Cast) -> None:
+    token, _session = await session_store.open(cast.alice.id, "browser", "127.0.0.1")
     await people.reset_password(ALICE, "another long password")
-    assert await doors.resolve(token) is None
+    assert await session_store.resolve(token) is None
     with pytest.raises(InvalidCredentials):
         await people.prove_password(ALICE, ALICE_PASSWORD)
     await people.prove_password(ALICE, "another long password")
@@ -111,40 +114,40 @@ async def test_a_new_password_ends_every_session(people: Members, doors: Session
 
 
 @pytest.mark.parametrize("wrong", ["short", "x" * 1025, "\ud800" * 10, ALICE_PASSWORD])
-async def test_whoever_changes_the_password_chooses_another_that_may_be_one(people: Members, cast: Cast, wrong: str) -> None:
+async def test_an_invalid_or_unchanged_new_password_is_refused(people: Members, cast: Cast, wrong: str) -> None:
     with pytest.raises(InvalidValue) as refused:
         await people.change_password(cast.alice, ALICE_PASSWORD, wrong)
     assert refused.value.param == "password"
     await people.prove_password(ALICE, ALICE_PASSWORD)
 
 
-async def test_a_change_of_the_password_is_of_one_member_and_ends_every_session(
-    database: Database, clock: FakeClock, people: Members, doors: Sessions, cast: Cast
+async def test_changing_a_password_affects_one_member_and_is_audited(
+    database: Database, clock: FakeClock, people: Members, session_store: Sessions, cast: Cast
 ) -> None:
     dora = await people.create("dora@example.com", "dora's long password")
-    doras, alices = [(await doors.open(member.id, "browser", "127.0.0.1"))[0] for member in (dora, cast.alice)]
+    doras, alices = [(await session_store.open(member.id, "browser", "127.0.0.1"))[0] for member in (dora, cast.alice)]
     for change, facts in ((people.change_password(dora, "dora's long password", "another of hers"), {}),
                           (people.reset_password(dora.email, "a third password"), {"password_temporary": False})):  # fmt: skip
         await change
         entry = (await AuditLog(database, clock).page(1, access=WHOLE_APPLIANCE)).data[0]
         assert (entry.target_id, json.loads(entry.after or "")) == (dora.id, {"email": dora.email, **facts})
 
-    assert await doors.resolve(doras) is None
-    assert await doors.resolve(alices) is not None
+    assert await session_store.resolve(doras) is None
+    assert await session_store.resolve(alices) is not None
     await people.prove_password(ALICE, ALICE_PASSWORD)
 
 
-async def test_a_proof_of_a_password_does_not_outlast_the_right_to_sign_in(
-    people: Members, doors: Sessions, cast: Cast
+async def test_a_proven_password_opens_no_session_once_the_member_is_disabled(
+    people: Members, session_store: Sessions, cast: Cast
 ) -> None:
     dora = await people.create("dora@example.com", "dora's long password")
     proven = await people.prove_password(dora.email, "dora's long password")
     await people.change(dora.id, disabled=True)
     with pytest.raises(InvalidCredentials):
-        await doors.open(dora.id, "browser", "127.0.0.1", proof=proven.still_valid)
+        await session_store.open(dora.id, "browser", "127.0.0.1", proof=proven.still_valid)
 
 
-async def test_members_come_in_pages_and_a_change_of_one_is_told(
+async def test_members_are_paged_and_a_change_of_one_is_audited(
     database: Database, clock: FakeClock, people: Members, cast: Cast
 ) -> None:
     made = [cast.alice, *[await people.create(f"{name}@example.com", "long enough") for name in ("dora", "erin")]]
@@ -159,31 +162,31 @@ async def test_members_come_in_pages_and_a_change_of_one_is_told(
     assert [json.loads(facts or "") for facts in (entry.before, entry.after)] == [{"role": "viewer"}, {"role": "admin"}]
 
 
-async def test_a_reset_outlasts_a_change_of_the_password_that_was_under_way(
+async def test_a_password_change_under_way_does_not_overwrite_a_reset(
     people: Members, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashed = people._hash
 
-    async def after_a_reset(password: str) -> str:
+    async def hash_after_reset(password: str) -> str:
         monkeypatch.setattr(people, "_hash", hashed)
-        await people.reset_password(ALICE, "what the owner gave")
+        await people.reset_password(ALICE, "password set by the owner")
         return await hashed(password)
 
-    monkeypatch.setattr(people, "_hash", after_a_reset)
+    monkeypatch.setattr(people, "_hash", hash_after_reset)
     with pytest.raises(InvalidCredentials):
-        await people.change_password(cast.alice, ALICE_PASSWORD, "what the thief chose")
+        await people.change_password(cast.alice, ALICE_PASSWORD, "password chosen by a thief")
 
-    assert (await people.prove_password(ALICE, "what the owner gave")).member == cast.alice
+    assert (await people.prove_password(ALICE, "password set by the owner")).member == cast.alice
 
 
-async def test_a_password_that_was_proven_opens_no_session_once_it_is_another(
-    database: Database, people: Members, doors: Sessions, cast: Cast
+async def test_a_proven_password_opens_no_session_once_it_was_reset(
+    database: Database, people: Members, session_store: Sessions, cast: Cast
 ) -> None:
     proven = await people.prove_password(ALICE, ALICE_PASSWORD)
-    await people.reset_password(ALICE, "what the owner gave")
+    await people.reset_password(ALICE, "password set by the owner")
 
     with pytest.raises(InvalidCredentials):
-        await doors.open(cast.alice.id, "browser", "127.0.0.1", proof=proven.still_valid)
+        await session_store.open(cast.alice.id, "browser", "127.0.0.1", proof=proven.still_valid)
 
     async with database.reading() as connection:
         assert (await connection.execute(select(sessions))).first() is None
@@ -202,8 +205,9 @@ async def test_a_password_that_was_proven_opens_no_session_once_it_is_another(
         ({"password": "\ud800" * 10}, "password"),
         ({"role": "king"}, "role"),
     ],
+    ids=case_id,
 )
-async def test_a_bad_field_of_a_member_is_named(people: Members, changes: dict[str, str], param: str) -> None:
+async def test_an_invalid_field_of_a_member_is_named(people: Members, changes: dict[str, str], param: str) -> None:
     fields = {"email": "x@y", "password": "long enough", "role": "viewer"} | changes
     with pytest.raises(InvalidValue) as refused:
         await people.create(fields["email"], fields["password"], fields["role"])
@@ -216,110 +220,112 @@ async def test_an_address_belongs_to_one_member(people: Members, cast: Cast) -> 
     assert [member.email for member in (await people.list()).data] == [ALICE]
 
 
-async def test_a_session_is_found_by_its_token_alone(database: Database, doors: Sessions, cast: Cast, clock: FakeClock) -> None:
-    token, session = await doors.open(cast.alice.id, "a\nbrowser" * 100, "127.0.0.1")
-    assert await doors.resolve(token) == session
+async def test_a_session_is_found_only_by_its_token(
+    database: Database, session_store: Sessions, cast: Cast, clock: FakeClock
+) -> None:
+    token, session = await session_store.open(cast.alice.id, "a\nbrowser" * 100, "127.0.0.1")
+    assert await session_store.resolve(token) == session
     assert session.member == cast.alice
     assert len(session.csrf_token) >= 40
     assert session.user_agent == ("abrowser" * 100)[:400]
     for wrong in ("", token[:-1], token + "x", "x" * 1000, "\ud800"):
-        assert await doors.resolve(wrong) is None
+        assert await session_store.resolve(wrong) is None
     async with database.reading() as connection:
         assert token not in repr((await connection.execute(select(sessions))).all())
 
 
-async def test_every_login_has_a_new_token_and_a_new_csrf_token(doors: Sessions, cast: Cast) -> None:
-    opened = [await doors.open(cast.alice.id, "browser", "127.0.0.1") for _ in range(3)]
+async def test_each_sign_in_has_its_own_session_and_csrf_tokens(session_store: Sessions, cast: Cast) -> None:
+    opened = [await session_store.open(cast.alice.id, "browser", "127.0.0.1") for _ in range(3)]
     assert len({token for token, _ in opened}) == len({session.csrf_token for _, session in opened}) == 3
 
 
-async def test_an_idle_session_ends_and_a_used_one_lives_until_its_absolute_limit(
-    doors: Sessions, cast: Cast, clock: FakeClock
+async def test_an_idle_session_ends_and_an_active_one_ends_at_its_absolute_limit(
+    session_store: Sessions, cast: Cast, clock: FakeClock
 ) -> None:
-    idle, _ = await doors.open(cast.alice.id, "browser", "127.0.0.1")
-    used, session = await doors.open(cast.alice.id, "browser", "127.0.0.1")
+    idle, _ = await session_store.open(cast.alice.id, "browser", "127.0.0.1")
+    used, session = await session_store.open(cast.alice.id, "browser", "127.0.0.1")
     for _ in range(6):
         clock.advance(599)
-        assert await doors.resolve(used) is not None
-    assert await doors.resolve(idle) is None
+        assert await session_store.resolve(used) is not None
+    assert await session_store.resolve(idle) is None
     clock.advance(5)
     assert clock.now() < session.expires_at
-    assert await doors.resolve(used) is not None
+    assert await session_store.resolve(used) is not None
     clock.advance(1)
-    assert await doors.resolve(used) is None
+    assert await session_store.resolve(used) is None
 
 
-async def test_a_list_shows_the_sessions_of_whom_it_is_asked_for_as_long_as_they_live(
-    people: Members, doors: Sessions, cast: Cast, clock: FakeClock
+async def test_live_sessions_are_listed_in_total_or_of_one_member(
+    people: Members, session_store: Sessions, cast: Cast, clock: FakeClock
 ) -> None:
     dora = await people.create("dora@example.com", "long enough", "viewer")
     opened = []
     for member in (cast.alice, dora, dora):
-        opened.append((await doors.open(member.id, "browser", "127.0.0.1"))[1].id)
+        opened.append((await session_store.open(member.id, "browser", "127.0.0.1"))[1].id)
         clock.advance(100)
 
     async def listed(member_id: str | None = None) -> list[str]:
-        return [session.id for session in (await doors.list(member_id)).data]
+        return [session.id for session in (await session_store.list(member_id)).data]
 
     assert [await listed(), await listed(dora.id)] == [opened[::-1], opened[:0:-1]]
-    seen = await doors.last_seen_of([dora.id])
+    seen = await session_store.last_seen_of([dora.id])
     assert seen == {dora.id: clock.now() - timedelta(seconds=100)}
     clock.advance(400)  # the second has just been idle for too long
     assert await listed() == opened[:1:-1]
 
 
-async def test_a_session_ends_at_the_moment_until_which_it_may_be_idle(doors: Sessions, cast: Cast, clock: FakeClock) -> None:
-    (token, _), (other, _) = [await doors.open(cast.alice.id, "browser", "127.0.0.1") for _ in range(2)]
+async def test_a_session_ends_exactly_at_its_idle_limit(session_store: Sessions, cast: Cast, clock: FakeClock) -> None:
+    (token, _), (other, _) = [await session_store.open(cast.alice.id, "browser", "127.0.0.1") for _ in range(2)]
     clock.advance(599.999999)
-    assert await doors.resolve(token) is not None
+    assert await session_store.resolve(token) is not None
     clock.advance(0.000001)
-    assert await doors.resolve(other) is None
+    assert await session_store.resolve(other) is None
 
 
-async def test_a_session_that_outlived_its_members_right_to_sign_in_opens_nothing(
-    database: Database, doors: Sessions, cast: Cast, clock: FakeClock
+async def test_a_session_of_a_disabled_member_is_not_accepted(
+    database: Database, session_store: Sessions, cast: Cast, clock: FakeClock
 ) -> None:
-    token, _ = await doors.open(cast.alice.id, "browser", "127.0.0.1")
-    async with database.writing() as connection:  # behind the back of who would have ended it
+    token, _ = await session_store.open(cast.alice.id, "browser", "127.0.0.1")
+    async with database.writing() as connection:  # without ending the session, as `Members` would
         await connection.execute(update(members).where(members.c.id == cast.alice.id).values(disabled_at=clock.now()))
-    assert await doors.resolve(token) is None
-    assert (await doors.list()).data == []
+    assert await session_store.resolve(token) is None
+    assert (await session_store.list()).data == []
 
 
-async def test_the_last_sight_is_written_once_a_minute(
-    database: Database, doors: Sessions, cast: Cast, clock: FakeClock
+async def test_the_time_of_last_use_is_written_once_a_minute(
+    database: Database, session_store: Sessions, cast: Cast, clock: FakeClock
 ) -> None:
-    token, opened = await doors.open(cast.alice.id, "browser", "127.0.0.1")
+    token, opened = await session_store.open(cast.alice.id, "browser", "127.0.0.1")
     seen = []
     for _ in range(4):
         clock.advance(30)
-        await doors.resolve(token)
+        await session_store.resolve(token)
         async with database.reading() as connection:
             seen.append((await connection.execute(select(sessions.c.last_seen_at))).scalar_one())
     assert [(moment - opened.last_seen_at).total_seconds() for moment in seen] == [0, 60, 60, 120]
 
 
-async def test_closing_ends_one_session_or_all(doors: Sessions, cast: Cast) -> None:
-    first, second, third = [(await doors.open(cast.alice.id, "browser", "127.0.0.1"))[0] for _ in range(3)]
-    await doors.close(first)
-    await doors.close("no token")
-    assert await doors.resolve(first) is None
-    assert await doors.resolve(second) is not None
-    await doors.close_all(cast.alice.id)
-    assert await doors.resolve(second) is await doors.resolve(third) is None
+async def test_one_or_all_sessions_can_be_closed(session_store: Sessions, cast: Cast) -> None:
+    first, second, third = [(await session_store.open(cast.alice.id, "browser", "127.0.0.1"))[0] for _ in range(3)]
+    await session_store.close(first)
+    await session_store.close("no token")
+    assert await session_store.resolve(first) is None
+    assert await session_store.resolve(second) is not None
+    await session_store.close_all(cast.alice.id)
+    assert await session_store.resolve(second) is await session_store.resolve(third) is None
 
 
-async def test_ended_sessions_are_removed_at_the_next_login(
-    database: Database, doors: Sessions, cast: Cast, clock: FakeClock
+async def test_ended_sessions_are_deleted_at_the_next_sign_in(
+    database: Database, session_store: Sessions, cast: Cast, clock: FakeClock
 ) -> None:
     for _ in range(3):
-        await doors.open(cast.alice.id, "browser", "127.0.0.1")
+        await session_store.open(cast.alice.id, "browser", "127.0.0.1")
         clock.advance(601)
     async with database.reading() as connection:
         assert len((await connection.execute(select(sessions))).all()) == 1
 
 
-async def test_an_administrator_token_is_shown_once_and_refused_once_revoked(database: Database, tokens: AdminTokens) -> None:
+async def test_an_administrator_token_is_not_stored_and_refused_once_revoked(database: Database, tokens: AdminTokens) -> None:
     token, secret = await tokens.create("script", "billing")
     assert secret.startswith("gha_")
     assert await tokens.authenticate(secret) == token
@@ -338,7 +344,7 @@ async def test_an_administrator_token_is_shown_once_and_refused_once_revoked(dat
         await tokens.create("script", "member")
 
 
-async def test_revoking_a_token_ends_that_one_alone_and_lists_can_leave_it_out(tokens: AdminTokens) -> None:
+async def test_revoking_affects_one_token_and_lists_can_exclude_it(tokens: AdminTokens) -> None:
     made = [await tokens.create(name, "viewer") for name in ("a", "b", "c")]
     ids = [token.id for token, _secret in made]
     await tokens.revoke(ids[1])
@@ -346,11 +352,11 @@ async def test_revoking_a_token_ends_that_one_alone_and_lists_can_leave_it_out(t
     for token, secret in made[::2]:
         assert await tokens.authenticate(secret) == token
 
-    async def listed(**asked: bool) -> list[list[str]]:
+    async def listed(**filters: bool) -> list[list[str]]:
         pages: list[list[str]] = []
         cursor = None
         while not pages or cursor is not None:
-            page = await tokens.list(2, cursor, **asked)
+            page = await tokens.list(2, cursor, **filters)
             pages, cursor = [*pages, [token.id for token in page.data]], page.next_cursor
         return pages
 
@@ -359,14 +365,14 @@ async def test_revoking_a_token_ends_that_one_alone_and_lists_can_leave_it_out(t
     assert await listed(include_revoked=False) == [ids[::2]]
 
 
-async def test_the_operators_own_token_is_made_once(tokens: AdminTokens) -> None:
+async def test_the_operators_token_is_created_once(tokens: AdminTokens) -> None:
     made = await asyncio.gather(*(tokens.ensure("operator's secret", "first", "owner") for _ in range(3)))
     assert len({token.id for token in made}) == 1
     assert (await tokens.authenticate("operator's secret")).role is Role.OWNER
     assert len((await tokens.list()).data) == 1
 
 
-def test_the_roles_form_a_table() -> None:
+def test_each_role_has_its_permissions() -> None:
     reads = {"read", "invoices", "audit", "read_appliance"}
     tenant_writes = {"keys", "abort", "tenant_members", "webhooks"}
     assert {role: {action.value for action in actions} for role, actions in ALLOWED.items()} == {
@@ -384,7 +390,7 @@ def test_the_roles_form_a_table() -> None:
 
 
 @pytest.mark.parametrize("action", Action)
-def test_a_refusal_says_in_words_what_a_role_may_not_do(action: Action) -> None:
+def test_a_refusal_states_in_words_what_a_role_may_not_do(action: Action) -> None:
     refused = not_allowed("member", action).message
     assert refused.startswith("the role member may not ")
     assert "_" not in refused

@@ -1,4 +1,4 @@
-"""Codes of the second factor: valid once; recovery codes; and what each change revokes."""
+"""The second factor: codes valid once, recovery codes, and the sessions and secrets that each change revokes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from sqlalchemy import select, update
 from appliance.base.db import Database
 from appliance.base.errors import Conflict, InvalidCredentials, NotFound, SecretUnreadable
 from appliance.base.tables import audit_log, members, recovery_codes
-from appliance.tenancy import recovery_codes as codes_of
 from appliance.tenancy.members import Members
 from appliance.tenancy.recovery_codes import NUM_CODES
 from appliance.tenancy.second_factor import (
@@ -26,7 +25,7 @@ from appliance.tenancy.second_factor import (
     reset_by_email,
 )
 from appliance.tenancy.sessions import Sessions
-from tests.support.cast import ALICE_PASSWORD, PEPPER, Cast, quick_hasher
+from tests.support.cast import ALICE_PASSWORD, PEPPER, Cast
 from tests.support.clock import FakeClock
 
 
@@ -52,14 +51,12 @@ async def enrolled(factors: SecondFactors, cast: Cast, clock: FakeClock) -> tupl
     ("at", "code"),
     [(59, "287082"), (1111111109, "081804"), (1111111111, "050471"), (1234567890, "005924"), (2000000000, "279037")],
 )
-def test_codes_are_those_of_rfc_6238(at: int, code: str) -> None:
+def test_codes_match_the_test_vectors_of_rfc_6238(at: int, code: str) -> None:
     secret = "GEZDGNBVGY3TQOJQGEZDGNBVGY3TQOJQ"  # appendix B: the ASCII text 12345678901234567890; six of its eight digits
     assert _is_code_of(secret, int(datetime.fromtimestamp(at, UTC).timestamp()) // STEP_S, code)
 
 
-async def test_nothing_counts_until_a_code_has_confirmed_the_secret(
-    factors: SecondFactors, cast: Cast, clock: FakeClock
-) -> None:
+async def test_a_second_factor_is_enabled_only_by_a_valid_code(factors: SecondFactors, cast: Cast, clock: FakeClock) -> None:
     enrolment = factors.begin(cast.alice)
 
     with pytest.raises(InvalidCredentials):
@@ -72,7 +69,7 @@ async def test_nothing_counts_until_a_code_has_confirmed_the_secret(
 
 
 @pytest.mark.parametrize("steps", [-1, 0, 1])
-async def test_a_code_of_the_step_before_or_after_is_good(
+async def test_a_code_of_the_previous_or_next_step_is_accepted(
     factors: SecondFactors, cast: Cast, clock: FakeClock, steps: int
 ) -> None:
     enrolment, _ = await enrolled(factors, cast, clock)
@@ -82,7 +79,7 @@ async def test_a_code_of_the_step_before_or_after_is_good(
 
 
 @pytest.mark.parametrize("steps", [-2, 2])
-async def test_a_code_of_two_steps_away_is_not(factors: SecondFactors, cast: Cast, clock: FakeClock, steps: int) -> None:
+async def test_a_code_two_steps_away_is_refused(factors: SecondFactors, cast: Cast, clock: FakeClock, steps: int) -> None:
     enrolment, _ = await enrolled(factors, cast, clock)
     clock.advance(5 * STEP_S)
 
@@ -90,44 +87,44 @@ async def test_a_code_of_two_steps_away_is_not(factors: SecondFactors, cast: Cas
         await factors.check(cast.alice.id, code_at(enrolment, clock, steps))
 
 
-async def test_what_one_member_does_with_the_second_factor_leaves_the_others_alone(
+async def test_the_second_factor_of_one_member_does_not_affect_others(
     database: Database, factors: SecondFactors, cast: Cast, clock: FakeClock
 ) -> None:
-    people = Members(database, clock, hasher=quick_hasher())
+    people = Members(database, clock)
     dora, emil = [await people.create(f"{name}@example.com", "long enough", "viewer") for name in ("dora", "emil")]
-    doors, whole = Sessions(database, clock), [cast.alice.id, dora.id, emil.id]
+    session_store, member_ids = Sessions(database, clock), [cast.alice.id, dora.id, emil.id]
     alices, _ = await enrolled(factors, cast, clock)
-    token, _ = await doors.open(cast.alice.id, "browser", "127.0.0.1")
+    token, _ = await session_store.open(cast.alice.id, "browser", "127.0.0.1")
     doras = factors.begin(dora)
     await factors.enable(dora, doras, code_at(doras, clock))
-    assert await factors.enabled_of(whole) == {cast.alice.id, dora.id}
+    assert await factors.enabled_of(member_ids) == {cast.alice.id, dora.id}
     assert await factors.enabled_of([dora.id, emil.id]) == {dora.id}
-    assert [(await factors.state(member_id)).recovery_codes_left for member_id in whole] == [NUM_CODES, NUM_CODES, 0]
+    assert [(await factors.state(member_id)).recovery_codes_left for member_id in member_ids] == [NUM_CODES, NUM_CODES, 0]
     clock.advance(STEP_S)
     assert await factors.check(dora.id, code_at(doras, clock)) == "totp"
     assert await factors.check(cast.alice.id, code_at(alices, clock)) == "totp"
     await factors.disable(dora.id)
-    assert await factors.enabled_of(whole) == {cast.alice.id}
-    assert [(await factors.state(member_id)).recovery_codes_left for member_id in whole] == [NUM_CODES, 0, 0]
-    assert await doors.resolve(token) is not None
+    assert await factors.enabled_of(member_ids) == {cast.alice.id}
+    assert [(await factors.state(member_id)).recovery_codes_left for member_id in member_ids] == [NUM_CODES, 0, 0]
+    assert await session_store.resolve(token) is not None
 
 
-async def test_what_was_proven_holds_no_longer_once_the_member_is_disabled(
+async def test_a_proof_of_the_second_factor_is_invalid_once_the_member_is_disabled(
     database: Database, factors: SecondFactors, cast: Cast, clock: FakeClock
 ) -> None:
     await enrolled(factors, cast, clock)
     stamp = await factors.challenge(cast.alice.id)
-    whose = select(members).where(members.c.id == cast.alice.id)
-    held = []
+    query = select(members).where(members.c.id == cast.alice.id)
+    is_valid = []
     for disabled_at in (None, clock.now()):
         async with database.writing() as connection:
             await connection.execute(update(members).values(disabled_at=disabled_at))
-            row = (await connection.execute(whose)).mappings().one()
-        held.append(factors.proof_of(stamp or "")(row))
-    assert held == [True, False]
+            row = (await connection.execute(query)).mappings().one()
+        is_valid.append(factors.proof_of(stamp or "")(row))
+    assert is_valid == [True, False]
 
 
-async def test_a_code_is_good_once_and_so_are_those_before_it(factors: SecondFactors, cast: Cast, clock: FakeClock) -> None:
+async def test_a_used_code_and_those_before_it_are_refused(factors: SecondFactors, cast: Cast, clock: FakeClock) -> None:
     enrolment, _ = await enrolled(factors, cast, clock)
     code = code_at(enrolment, clock)
 
@@ -137,7 +134,7 @@ async def test_a_code_is_good_once_and_so_are_those_before_it(factors: SecondFac
             await factors.check(cast.alice.id, used)
 
 
-async def test_the_code_that_confirmed_the_secret_does_not_sign_in_as_well(
+async def test_the_code_that_enabled_the_second_factor_cannot_sign_in(
     factors: SecondFactors, cast: Cast, clock: FakeClock
 ) -> None:
     enrolment = factors.begin(cast.alice)
@@ -148,7 +145,7 @@ async def test_the_code_that_confirmed_the_secret_does_not_sign_in_as_well(
         await factors.check(cast.alice.id, code)
 
 
-async def test_of_many_who_send_one_code_at_once_one_is_let_in(factors: SecondFactors, cast: Cast, clock: FakeClock) -> None:
+async def test_a_code_sent_concurrently_is_accepted_once(factors: SecondFactors, cast: Cast, clock: FakeClock) -> None:
     enrolment, recovery = await enrolled(factors, cast, clock)
     for code in (code_at(enrolment, clock), recovery[0]):
         answers = await asyncio.gather(*(factors.check(cast.alice.id, code) for _ in range(8)), return_exceptions=True)
@@ -159,7 +156,7 @@ async def test_of_many_who_send_one_code_at_once_one_is_let_in(factors: SecondFa
 @pytest.mark.parametrize(
     "code", ["", "000000", "12345", "1234567", "１２３４５６", "x" * 5000, "\x00", "\ud800", "abcde-fghjk"]
 )
-async def test_anything_else_is_refused_in_the_same_words(
+async def test_invalid_codes_are_refused_with_the_same_message(
     factors: SecondFactors, cast: Cast, clock: FakeClock, code: str
 ) -> None:
     enrolment, _ = await enrolled(factors, cast, clock)
@@ -170,7 +167,7 @@ async def test_anything_else_is_refused_in_the_same_words(
         await factors.check(cast.alice.id, code)
 
 
-async def test_a_code_of_a_member_without_a_second_factor_is_refused_too(factors: SecondFactors, cast: Cast) -> None:
+async def test_a_code_for_a_member_without_a_second_factor_is_refused(factors: SecondFactors, cast: Cast) -> None:
     with pytest.raises(InvalidCredentials):
         await factors.check(cast.alice.id, "123456")
 
@@ -187,7 +184,7 @@ async def test_a_disabled_member_cannot_use_a_code(
             await factors.check(cast.alice.id, code)
 
 
-async def test_the_stamp_of_the_first_factor_ends_with_the_password(
+async def test_a_changed_password_invalidates_the_stamp_of_the_first_factor(
     database: Database, factors: SecondFactors, cast: Cast, clock: FakeClock
 ) -> None:
     enrolment, _ = await enrolled(factors, cast, clock)
@@ -213,12 +210,12 @@ async def test_the_stamp_of_the_first_factor_ends_with_the_second_factor(
     await factors.check(cast.alice.id, code_at(enrolment, clock), stamp=await factors.challenge(cast.alice.id))
 
 
-async def test_a_recovery_code_signs_in_once_in_any_spelling(factors: SecondFactors, cast: Cast, clock: FakeClock) -> None:
+async def test_a_recovery_code_is_accepted_once_in_any_spelling(factors: SecondFactors, cast: Cast, clock: FakeClock) -> None:
     _, recovery = await enrolled(factors, cast, clock)
 
-    assert len(set(recovery)) == codes_of.NUM_CODES
+    assert len(set(recovery)) == NUM_CODES
     assert await factors.check(cast.alice.id, recovery[3].upper().replace("-", " ")) == "recovery"
-    assert (await factors.state(cast.alice.id)).recovery_codes_left == codes_of.NUM_CODES - 1
+    assert (await factors.state(cast.alice.id)).recovery_codes_left == NUM_CODES - 1
     with pytest.raises(InvalidCredentials):
         await factors.check(cast.alice.id, recovery[3])
 
@@ -233,7 +230,7 @@ async def test_new_recovery_codes_replace_the_old_ones(factors: SecondFactors, c
     assert await factors.check(cast.alice.id, new[0]) == "recovery"
 
 
-async def test_recovery_codes_are_only_for_who_has_something_to_lose(factors: SecondFactors, cast: Cast) -> None:
+async def test_recovery_codes_require_a_second_factor(factors: SecondFactors, cast: Cast) -> None:
     with pytest.raises(Conflict) as refused:
         await factors.renew_recovery_codes(cast.alice.id)
     assert refused.value.code == "conflict"
@@ -249,12 +246,12 @@ async def test_secret_and_codes_are_not_readable_in_the_database(
         log = str((await connection.execute(select(audit_log))).all())
 
     assert enrolment.secret not in str(member)
-    assert len(digests) == codes_of.NUM_CODES
+    assert len(digests) == NUM_CODES
     assert not any(code.replace("-", "") in text for code in recovery for text in (*digests, log))
     assert enrolment.secret not in log
 
 
-async def test_with_another_secret_key_no_code_is_called_wrong_but_the_key(
+async def test_with_another_secret_key_the_error_names_the_key_file(
     database: Database, factors: SecondFactors, cast: Cast, clock: FakeClock
 ) -> None:
     enrolment, recovery = await enrolled(factors, cast, clock)
@@ -262,7 +259,7 @@ async def test_with_another_secret_key_no_code_is_called_wrong_but_the_key(
     for code in (code_at(enrolment, clock), "000000", recovery[0]):
         with pytest.raises(SecretUnreadable, match=r"secret\.key .* restore that file from a backup"):
             await elsewhere.check(cast.alice.id, code)
-    assert await factors.check(cast.alice.id, recovery[0]) == "recovery", "nothing was used up"
+    assert await factors.check(cast.alice.id, recovery[0]) == "recovery", "no recovery code was used up"
 
 
 async def test_a_second_enrolment_does_not_replace_the_first(factors: SecondFactors, cast: Cast, clock: FakeClock) -> None:
@@ -275,7 +272,7 @@ async def test_a_second_enrolment_does_not_replace_the_first(factors: SecondFact
     assert await factors.check(cast.alice.id, code_at(first, clock)) == "totp"
 
 
-async def test_an_enrolment_is_its_members_own_and_expires(factors: SecondFactors, cast: Cast, clock: FakeClock) -> None:
+async def test_an_enrolment_belongs_to_one_member_and_expires(factors: SecondFactors, cast: Cast, clock: FakeClock) -> None:
     enrolment = factors.begin(cast.alice)
     assert factors.resume(cast.alice, enrolment.ticket) == enrolment
 
@@ -287,21 +284,21 @@ async def test_an_enrolment_is_its_members_own_and_expires(factors: SecondFactor
     assert factors.resume(cast.alice, enrolment.ticket) is None
 
 
-async def test_every_change_signs_the_member_out_everywhere(
+async def test_enabling_or_disabling_ends_all_sessions(
     database: Database, factors: SecondFactors, cast: Cast, clock: FakeClock
 ) -> None:
-    doors = Sessions(database, clock)
+    session_store = Sessions(database, clock)
     enrolment = factors.begin(cast.alice)
-    before, _ = await doors.open(cast.alice.id, "test", "192.0.2.1")
+    before, _ = await session_store.open(cast.alice.id, "test", "192.0.2.1")
     await factors.enable(cast.alice, enrolment, code_at(enrolment, clock))
-    after, _ = await doors.open(cast.alice.id, "test", "192.0.2.1")
+    after, _ = await session_store.open(cast.alice.id, "test", "192.0.2.1")
     await factors.disable(cast.alice.id)
 
-    assert await doors.resolve(before) is None
-    assert await doors.resolve(after) is None
+    assert await session_store.resolve(before) is None
+    assert await session_store.resolve(after) is None
 
 
-async def test_disabling_and_resetting_leave_nothing_of_it(
+async def test_disabling_or_resetting_deletes_secret_and_recovery_codes(
     database: Database, factors: SecondFactors, cast: Cast, clock: FakeClock
 ) -> None:
     for remove in (factors.disable, factors.reset):
@@ -319,7 +316,7 @@ async def test_disabling_and_resetting_leave_nothing_of_it(
         await reset_by_email(database, clock, "nobody@example.com")
 
 
-async def test_what_happened_is_in_the_audit_log(
+async def test_changes_and_used_recovery_codes_are_audited(
     database: Database, factors: SecondFactors, cast: Cast, clock: FakeClock
 ) -> None:
     _, recovery = await enrolled(factors, cast, clock)
@@ -335,12 +332,12 @@ async def test_what_happened_is_in_the_audit_log(
     assert actions == [f"second_factor.{verb}" for verb in verbs]
 
 
-def test_the_app_lists_the_code_under_the_name_of_the_appliance() -> None:
+def test_the_label_in_the_app_names_the_appliance() -> None:
     assert appliance_label("https://llm.example.com:8443/x") == "Gatehouse llm.example.com"
     assert appliance_label(None) == "Gatehouse"
 
 
-async def test_the_qr_code_says_what_apps_understand(database: Database, clock: FakeClock, cast: Cast) -> None:
+async def test_the_uri_in_the_qr_code_has_secret_account_and_issuer(database: Database, clock: FakeClock, cast: Cast) -> None:
     enrolment = SecondFactors(database, clock, PEPPER, label="Gatehouse llm.example.com").begin(cast.alice)
 
     read = pyotp.parse_uri(enrolment.uri)

@@ -1,4 +1,4 @@
-"""Tenants: made, changed field by field, archived and never deleted."""
+"""Tenants: created, changed field by field, archived, and never deleted."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.fields import LIMIT_MAX
 from appliance.tenancy.principals import LIMIT_NAMES, Limits, TenantChanges
 from appliance.tenancy.tenants import Tenants
+from tests.support.case_ids import case_id
 from tests.support.clock import FakeClock
 
 ALL_LIMITS = Limits(tokens_per_minute=1, requests_per_minute=2, concurrent_requests=3, tokens_per_day=4, monthly_budget=5)
@@ -23,7 +24,7 @@ def tenants(database: Database, clock: FakeClock) -> Tenants:
     return Tenants(database, clock)
 
 
-async def test_a_tenant_is_read_back_as_it_was_made(tenants: Tenants, clock: FakeClock) -> None:
+async def test_a_tenant_is_read_as_it_was_created(tenants: Tenants, clock: FakeClock) -> None:
     terms = TenantChanges(tier="batch", weight=7, limits=ALL_LIMITS, allowed_models=["a", "b", "a"])
     made = await tenants.create("  Zoë & Søn ", terms, access=WHOLE_APPLIANCE)
     assert made == await tenants.get(made.id, access=WHOLE_APPLIANCE) == await tenants.find("Zoë & Søn", access=WHOLE_APPLIANCE)
@@ -49,8 +50,9 @@ async def test_a_tenant_is_read_back_as_it_was_made(tenants: Tenants, clock: Fak
         ({"allowed_models": "demo"}, "allowed_models"),
         ({"allowed_models": ["demo", 3]}, "allowed_models"),
     ],
+    ids=case_id,
 )
-async def test_a_bad_field_is_named_in_create_and_update(tenants: Tenants, changes: dict[str, Any], param: str) -> None:
+async def test_an_invalid_field_is_named_in_create_and_update(tenants: Tenants, changes: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidValue) as refused:
         await tenants.create(changes.get("name", "bob"), TenantChanges(**changes), access=WHOLE_APPLIANCE)
     assert refused.value.param == param
@@ -63,7 +65,7 @@ async def test_a_bad_field_is_named_in_create_and_update(tenants: Tenants, chang
 
 @pytest.mark.parametrize("name", LIMIT_NAMES)
 @pytest.mark.parametrize("value", [-1, LIMIT_MAX + 1, 1.5, True, "5"])
-def test_a_bad_limit_is_named(name: str, value: Any) -> None:
+def test_an_invalid_limit_is_named(name: str, value: Any) -> None:
     with pytest.raises(InvalidValue) as refused:
         Limits(**{name: value})
     assert refused.value.param == f"limits.{name}"
@@ -76,7 +78,7 @@ async def test_an_unknown_limit_is_named(tenants: Tenants) -> None:
     assert refused.value.param == "limits.tokens_per_second"
 
 
-async def test_a_change_touches_the_named_fields_alone(tenants: Tenants) -> None:
+async def test_an_update_changes_only_the_given_fields(tenants: Tenants) -> None:
     bob = await tenants.create("bob", TenantChanges(limits=ALL_LIMITS, allowed_models=["demo"]), access=WHOLE_APPLIANCE)
     changed = await tenants.update(
         bob.id, TenantChanges(limits={"tokens_per_day": None}, suspended=True), access=WHOLE_APPLIANCE
@@ -91,7 +93,7 @@ async def test_a_change_touches_the_named_fields_alone(tenants: Tenants) -> None
     assert await tenants.update(bob.id, TenantChanges(), access=WHOLE_APPLIANCE) == replaced
 
 
-async def test_a_limit_for_a_model_is_that_of_one_tenant_and_leaves_those_of_other_models(tenants: Tenants) -> None:
+async def test_a_limit_for_a_model_affects_one_tenant_and_model(tenants: Tenants) -> None:
     bob, charlie = [await tenants.create(name=name, access=WHOLE_APPLIANCE) for name in ("bob", "charlie")]
     for model, changes in (
         ("large", {"tokens_per_day": 5}),
@@ -109,7 +111,7 @@ async def test_a_limit_for_a_model_is_that_of_one_tenant_and_leaves_those_of_oth
     assert await tenants.get(bob.id, access=WHOLE_APPLIANCE) == archived
 
 
-async def test_two_changes_at_once_do_not_undo_each_other(tenants: Tenants) -> None:
+async def test_concurrent_updates_of_different_fields_are_both_kept(tenants: Tenants) -> None:
     bob = await tenants.create(name="bob", access=WHOLE_APPLIANCE)
     await asyncio.gather(
         *(tenants.update(bob.id, TenantChanges(limits={name: 7}), access=WHOLE_APPLIANCE) for name in LIMIT_NAMES)
@@ -118,7 +120,7 @@ async def test_two_changes_at_once_do_not_undo_each_other(tenants: Tenants) -> N
 
 
 @pytest.mark.parametrize("twin", ["BOB", "\uff42ob", "b\u200dob", "bo\u200eb"], ids=ascii)
-async def test_a_name_that_looks_like_another_is_taken_and_one_that_was_there_may_stay(tenants: Tenants, twin: str) -> None:
+async def test_a_name_that_looks_like_another_is_refused(tenants: Tenants, twin: str) -> None:
     bob, charlie = (
         await tenants.create(name="bob", access=WHOLE_APPLIANCE),
         await tenants.create(name="charlie", access=WHOLE_APPLIANCE),
@@ -133,7 +135,7 @@ async def test_a_name_that_looks_like_another_is_taken_and_one_that_was_there_ma
         await tenants.create(name="bob", access=WHOLE_APPLIANCE)
 
 
-async def test_a_name_belongs_to_one_tenant(tenants: Tenants) -> None:
+async def test_a_name_can_belong_to_only_one_tenant(tenants: Tenants) -> None:
     bob, charlie = (
         await tenants.create(name="bob", access=WHOLE_APPLIANCE),
         await tenants.create(name="charlie", access=WHOLE_APPLIANCE),
@@ -145,19 +147,19 @@ async def test_a_name_belongs_to_one_tenant(tenants: Tenants) -> None:
     assert (await tenants.update(bob.id, TenantChanges(name="bob"), access=WHOLE_APPLIANCE)).name == "bob"
 
 
-async def test_a_tenant_is_found_by_its_own_name_alone(tenants: Tenants) -> None:
+async def test_a_tenant_is_found_by_its_exact_name(tenants: Tenants) -> None:
     bob, charlie = [await tenants.create(name=name, access=WHOLE_APPLIANCE) for name in ("bob", "charlie")]
     assert [await tenants.find(name, access=WHOLE_APPLIANCE) for name in ("bob", " charlie ", "bo")] == [bob, charlie, None]
 
 
-async def test_the_currencies_are_those_of_tenants_that_are_not_archived(tenants: Tenants) -> None:
+async def test_the_currencies_are_those_of_active_tenants(tenants: Tenants) -> None:
     for name, currency in (("bob", None), ("charlie", "CHF"), ("dora", "CHF"), ("erin", "USD")):
         last = await tenants.create(name, TenantChanges(currency=currency), access=WHOLE_APPLIANCE)
     await tenants.archive(last.id, access=WHOLE_APPLIANCE)
     assert await tenants.currencies("EUR") == ["CHF", "EUR"]
 
 
-async def test_an_archived_tenant_stays_and_cannot_be_changed(tenants: Tenants) -> None:
+async def test_an_archived_tenant_is_kept_and_cannot_be_changed(tenants: Tenants) -> None:
     bob = await tenants.create(name="bob", access=WHOLE_APPLIANCE)
     archived = await tenants.archive(bob.id, access=WHOLE_APPLIANCE)
     assert archived.archived
@@ -181,14 +183,14 @@ async def test_an_unknown_tenant_is_not_found(tenants: Tenants) -> None:
     assert await tenants.find("nobody", access=WHOLE_APPLIANCE) is None
 
 
-async def test_the_list_finds_what_is_in_a_name_letter_by_letter(tenants: Tenants) -> None:
+async def test_the_list_is_filtered_by_literal_text_in_names(tenants: Tenants) -> None:
     for name in ("100 % sure", "Sure thing", "bob"):
         await tenants.create(name=name, access=WHOLE_APPLIANCE)
     for text, names in (("SURE", ["100 % sure", "Sure thing"]), ("% s", ["100 % sure"]), ("_", [])):
         assert [tenant.name for tenant in (await tenants.list(text=text, access=WHOLE_APPLIANCE)).data] == names
 
 
-async def test_the_list_pages_through_every_tenant_once(tenants: Tenants) -> None:
+async def test_paging_returns_every_tenant_once(tenants: Tenants) -> None:
     made = {(await tenants.create(name=f"tenant {number}", access=WHOLE_APPLIANCE)).id for number in range(7)}
     seen: list[str] = []
     cursor = None

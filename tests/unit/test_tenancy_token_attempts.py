@@ -1,10 +1,9 @@
-"""Administrator tokens cannot be guessed at any rate, and guessing locks nobody out."""
+"""Guessing of administrator tokens is rate-limited per address and locks out nobody with a valid token."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from sqlalchemy.exc import OperationalError
@@ -15,7 +14,7 @@ from appliance.tenancy import token_attempts
 from appliance.tenancy.admin_tokens import AdminTokens
 from appliance.tenancy.attempts import Allowance, Attempts
 from appliance.tenancy.token_attempts import PER_ADDRESS
-from tests.support.api_app import open_api_app
+from tests.support.api_app import ApiApp
 from tests.support.clock import FakeClock
 
 STRANGER, ALICE = "192.0.2.7", "192.0.2.9"
@@ -33,7 +32,9 @@ async def _guess(tokens: AdminTokens, count: int, address: str = STRANGER) -> No
             await tokens.authenticate(f"gha_guess{number}", address)
 
 
-async def test_wrong_tokens_from_an_address_are_not_looked_up_any_more(tokens: AdminTokens, clock: FakeClock) -> None:
+async def test_after_too_many_wrong_tokens_an_address_is_refused_without_a_lookup(
+    tokens: AdminTokens, clock: FakeClock
+) -> None:
     await _guess(tokens, PER_ADDRESS.burst)
     with pytest.raises(RateLimitExceeded) as refused:
         await tokens.authenticate("gha_another", STRANGER)
@@ -50,29 +51,29 @@ async def test_wrong_tokens_from_an_address_are_not_looked_up_any_more(tokens: A
         await tokens.authenticate("gha_another", STRANGER)
 
 
-async def test_a_right_token_costs_no_attempt_however_often_it_is_used(tokens: AdminTokens) -> None:
+async def test_a_valid_token_uses_up_no_attempts(tokens: AdminTokens) -> None:
     _, secret = await tokens.create("alice", "owner")
     for _ in range(PER_ADDRESS.burst + 10):
         await tokens.authenticate(secret, ALICE)
     await _guess(tokens, PER_ADDRESS.burst, ALICE)
 
 
-async def test_a_right_token_that_many_use_first_at_one_moment_lets_all_of_them_in(tokens: AdminTokens) -> None:
-    """As a program with many connections does whose gateway has just started again."""
+async def test_concurrent_first_uses_of_a_valid_token_are_all_accepted(tokens: AdminTokens) -> None:
+    """As a program with many connections does right after the gateway has restarted."""
     _, secret = await tokens.create("alice", "owner")
     used = await asyncio.gather(*(tokens.authenticate(secret, ALICE) for _ in range(PER_ADDRESS.burst + 50)))
     assert {token.name for token in used} == {"alice"}
     await _guess(tokens, PER_ADDRESS.burst, ALICE)
 
 
-async def test_a_wrong_token_that_comes_many_times_at_one_moment_is_looked_up_no_oftener(tokens: AdminTokens) -> None:
+async def test_concurrent_uses_of_a_wrong_token_are_limited_too(tokens: AdminTokens) -> None:
     tries = (tokens.authenticate("gha_guess", STRANGER) for _ in range(PER_ADDRESS.burst + 50))
     answers = Counter(type(answer) for answer in await asyncio.gather(*tries, return_exceptions=True))
     assert answers == {InvalidApiKey: PER_ADDRESS.burst, RateLimitExceeded: 50}
     assert not tokens._attempts._lookups
 
 
-async def test_a_client_that_leaves_while_its_token_is_looked_up_keeps_nobody_waiting(tokens: AdminTokens) -> None:
+async def test_a_client_cancelled_during_the_lookup_does_not_block_others(tokens: AdminTokens) -> None:
     _, secret = await tokens.create("alice", "owner")
     tries = [asyncio.create_task(tokens.authenticate(secret, ALICE)) for _ in range(3)]
     await asyncio.sleep(0)
@@ -81,7 +82,7 @@ async def test_a_client_that_leaves_while_its_token_is_looked_up_keeps_nobody_wa
     assert (await asyncio.wait_for(tries[2], 60)).name == "alice"
 
 
-async def test_whoever_was_right_before_is_let_in_beside_a_stranger_of_the_same_address(tokens: AdminTokens) -> None:
+async def test_a_known_token_is_accepted_from_a_blocked_address(tokens: AdminTokens) -> None:
     known, secret = await tokens.create("alice", "owner")
     await tokens.authenticate(secret, STRANGER)
     await _guess(tokens, PER_ADDRESS.burst)
@@ -94,16 +95,14 @@ async def test_whoever_was_right_before_is_let_in_beside_a_stranger_of_the_same_
         await tokens.authenticate(secret, STRANGER)
 
 
-async def test_what_the_database_did_not_answer_was_no_wrong_token(
-    tokens: AdminTokens, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_database_error_does_not_count_as_a_wrong_token(tokens: AdminTokens, monkeypatch: pytest.MonkeyPatch) -> None:
     _, secret = await tokens.create("alice", "owner")
 
-    def away() -> None:
+    def fail() -> None:
         raise OperationalError("SELECT", {}, Exception("no server answers"))
 
     with monkeypatch.context() as outage:
-        outage.setattr(tokens._db, "reading", away)
+        outage.setattr(tokens._db, "reading", fail)
         for _ in range(PER_ADDRESS.burst + 1):
             with pytest.raises(OperationalError):
                 await tokens.authenticate(secret, ALICE)
@@ -111,7 +110,7 @@ async def test_what_the_database_did_not_answer_was_no_wrong_token(
     await _guess(tokens, PER_ADDRESS.burst, ALICE)
 
 
-async def test_the_addresses_of_an_ipv6_site_count_as_one_and_what_is_kept_is_bounded(
+async def test_an_ipv6_site_counts_as_one_address_and_memory_is_bounded(
     tokens: AdminTokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(PER_ADDRESS.burst):
@@ -129,21 +128,21 @@ async def test_the_addresses_of_an_ipv6_site_count_as_one_and_what_is_kept_is_bo
 
 
 @pytest.mark.parametrize("path", ["/admin/v1/tenants", "/v1/organization/projects"])
-async def test_the_answer_says_when_to_come_back(migrated_sqlite_file: Path, tmp_path: Path, path: str) -> None:
-    async with open_api_app(migrated_sqlite_file, tmp_path) as api:
-        wrong = {"authorization": "Bearer gha_wrong"}
-        answers = [await api.client.get(path, headers=wrong) for _ in range(PER_ADDRESS.burst + 1)]
-        assert [answer.status_code for answer in answers] == [401] * PER_ADDRESS.burst + [429]
-        assert answers[-1].json()["error"]["code"] == "rate_limit_exceeded"
-        assert answers[-1].headers["retry-after"] == "1"
-        assert (await api.client.get(path)).status_code == 200, "the operator of this machine is let in"
+async def test_the_refusal_has_a_retry_after_header(api: ApiApp, path: str) -> None:
+    wrong = {"authorization": "Bearer gha_wrong"}
+    answers = [await api.client.get(path, headers=wrong) for _ in range(PER_ADDRESS.burst + 1)]
+
+    assert [answer.status_code for answer in answers] == [401] * PER_ADDRESS.burst + [429]
+    assert answers[-1].json()["error"]["code"] == "rate_limit_exceeded"
+    assert answers[-1].headers["retry-after"] == "1"
+    assert (await api.client.get(path)).status_code == 200, "the operator on this machine is accepted"
 
 
-def test_of_more_keys_than_are_kept_the_one_unused_for_longest_is_forgotten(clock: FakeClock) -> None:
+def test_the_least_recently_used_key_of_attempts_is_forgotten_first(clock: FakeClock) -> None:
     attempts, twice = Attempts[str](clock, keys_max=2, refusal="too many"), Allowance(burst=2, refill_s=60.0)
     for key in ("a", "b", "b", "a"):
         attempts.take({key: twice})
-    attempts.take({"c": twice})  # and so b is forgotten
+    attempts.take({"c": twice})  # b is forgotten
     with pytest.raises(RateLimitExceeded, match="too many"):
         attempts.take({"a": twice})
     attempts.take({"c": twice})
@@ -152,22 +151,22 @@ def test_of_more_keys_than_are_kept_the_one_unused_for_longest_is_forgotten(cloc
     assert len(attempts) == 2
 
 
-def test_a_forgotten_key_has_no_attempt_to_be_given_back(clock: FakeClock) -> None:
+def test_refunding_a_forgotten_key_does_nothing(clock: FakeClock) -> None:
     attempts, once = Attempts[str](clock, keys_max=1, refusal="too many"), Allowance(burst=1, refill_s=60.0)
     attempts.take({"a": once})
-    attempts.take({"b": once})  # and so a is forgotten
+    attempts.take({"b": once})  # a is forgotten
     attempts.refund("a", once)
     assert len(attempts) == 1
     attempts.refund("b", once)
     attempts.take({"b": once})
 
 
-async def test_of_more_right_tokens_than_are_kept_the_one_unused_for_longest_counts_again(
+async def test_the_least_recently_used_valid_token_is_forgotten_first(
     tokens: AdminTokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(token_attempts, "KNOWN_MAX", 2)
     first, second, third = [(await tokens.create(name, "owner"))[1] for name in ("alice", "bob", "charlie")]
-    for secret in (first, second, first, third):  # and so the second is forgotten
+    for secret in (first, second, first, third):  # the second is forgotten
         await tokens.authenticate(secret, ALICE)
     await _guess(tokens, PER_ADDRESS.burst, ALICE)
     for secret in (first, third):

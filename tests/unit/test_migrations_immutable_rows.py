@@ -1,4 +1,4 @@
-"""The database rejects changes of immutable rows, and permits all others."""
+"""The database rejects changes of final rows, and permits changes of all others."""
 
 from __future__ import annotations
 
@@ -78,14 +78,14 @@ async def written(database: Database, cast: Cast, clock: FakeClock) -> Database:
         "DELETE FROM free_allowances WHERE first_month = '2026-09'",
     ],
 )
-async def test_what_was_written_for_good_stays(written: Database, statement: str) -> None:
+async def test_final_rows_cannot_be_changed_or_deleted(written: Database, statement: str) -> None:
     with pytest.raises(DatabaseError, match=REFUSED):
         async with written.writing() as connection:
             await connection.execute(text(statement))
 
 
 def _copied(table: str, where: str, **changes: str) -> str:
-    """Return the statement that writes a row of `table` once more, with `changes`, in place of whatever is in its way."""
+    """Return a statement that copies a row of `table` with `changes` and replaces conflicting rows."""
     names = [column.name for column in tables.metadata.tables[table].columns]
     values = ", ".join(changes.get(name, name) for name in names)
     more = [name for name in changes if name not in names]
@@ -118,7 +118,7 @@ def _copied(table: str, where: str, **changes: str) -> str:
         _copied("audit_log", "id = 1", id="NULL"),
     ],
 )
-async def test_nothing_takes_the_place_of_what_was_written_for_good(written: Database, statement: str) -> None:
+async def test_final_rows_cannot_be_replaced(written: Database, statement: str) -> None:
     async with written.writing() as connection:
         await connection.execute(text("DROP TRIGGER usage_events_no_update"))
         await connection.execute(text("UPDATE usage_events SET posting = 7 WHERE status = 'posted'"))
@@ -136,13 +136,13 @@ async def test_nothing_takes_the_place_of_what_was_written_for_good(written: Dat
         _copied("free_allowances", "id = '2026-10'", monthly_micros="9"),
     ],
 )
-async def test_what_is_not_final_may_be_replaced(written: Database, statement: str) -> None:
+async def test_other_rows_can_be_replaced(written: Database, statement: str) -> None:
     async with written.writing() as connection:
         assert (await connection.execute(text(statement))).rowcount == 1
 
 
 @pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)  # SQLite has no TRUNCATE
-async def test_emptying_a_table_at_once_is_refused_too(written: Database) -> None:
+async def test_truncating_a_table_is_refused(written: Database) -> None:
     with pytest.raises(DatabaseError, match=REFUSED):
         async with written.writing() as connection:
             await connection.execute(text("TRUNCATE usage_events, audit_log CASCADE"))
@@ -161,6 +161,6 @@ async def test_emptying_a_table_at_once_is_refused_too(written: Database) -> Non
         "DELETE FROM free_allowances WHERE first_month = '2026-10'",
     ],
 )
-async def test_what_is_not_final_may_change(written: Database, statement: str) -> None:
+async def test_other_rows_can_be_changed(written: Database, statement: str) -> None:
     async with written.writing() as connection:
         assert (await connection.execute(text(statement))).rowcount == 1

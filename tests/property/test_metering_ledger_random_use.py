@@ -27,12 +27,12 @@ from tests.support.ledgers import FailingDatabase, all_events, euro_prices, kill
 
 REQUESTS_PER_EPOCH = 25
 LAST = 6
-"""So many come when the others have ended: too few to go to the tables together, so that a death finds them in the journal."""
+"""Requests after the others have ended: too few to be written to the tables at once, so a kill leaves them in the journal."""
 EPOCHS = 3
 
 
 class Owner:
-    """Plays the tasks that own generations, and keeps a plain book of what they were promised: status and cost."""
+    """Plays the tasks that own generations, and records the status and cost that they were promised."""
 
     def __init__(self, ledger: Ledger, cast: Cast, clock: FakeClock, price: Price, chance: random.Random) -> None:
         self.refused: set[str] = set()
@@ -41,7 +41,7 @@ class Owner:
         self._ledger, self._cast, self._clock, self._price, self._chance = ledger, cast, clock, price, chance
 
     async def serve(self) -> None:
-        """Take one request through a life that chance decides."""
+        """Serve one request with a random course."""
         chance = self._chance
         person = chance.choice([self._cast.bob, self._cast.charlie])
         entry = pending(person, price=chance.choice([None, self._price]), admitted_at=self._clock.now())
@@ -53,15 +53,15 @@ class Owner:
         self.admitted.add(entry.request_id)
         tokens = chance.randrange(50)
         self._ledger.checkpoint({entry.request_id: Usage(prompt_tokens=10, cached_tokens=2, completion_tokens=tokens)})
-        fate = chance.random()
-        if fate < 0.2:
+        course = chance.random()
+        if course < 0.2:
             return  # still running when the process dies
-        is_void = fate < 0.35
+        is_void = course < 0.35
         settlement = voided(entry.request_id) if is_void else posted(entry.request_id, completion=tokens)
         await self._ledger.settle(settlement)
         cost_picos = 0 if is_void or entry.price is None else 10 * entry.price.prompt + tokens * entry.price.completion
         self.settled[entry.request_id] = (settlement.status, cost_picos)
-        if fate > 0.8:
+        if course > 0.8:
             await self._ledger.settle(settlement)
 
 
@@ -82,9 +82,9 @@ async def test_every_admitted_request_is_in_the_ledger_once_and_none_stays_pendi
         ledger = utc_ledger(failing, clock, epoch_id, checkpoint_interval_s=0.0, journal=journal)
         await ledger.start()
         owner = Owner(ledger, cast, clock, price, chance)
-        lives = [asyncio.create_task(owner.serve()) for _ in range(REQUESTS_PER_EPOCH)]
+        tasks = [asyncio.create_task(owner.serve()) for _ in range(REQUESTS_PER_EPOCH)]
         failing.fail_before_commit, failing.fail_after_commit = chance.randrange(2), chance.randrange(3)
-        await asyncio.gather(*lives)
+        await asyncio.gather(*tasks)
         failing.fail_before_commit = failing.fail_after_commit = 0
         await ledger.catch_up()
         await asyncio.gather(*(owner.serve() for _ in range(LAST)))

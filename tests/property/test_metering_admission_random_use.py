@@ -43,7 +43,7 @@ def _limits(chance: random.Random, share: float = 0.5) -> Limits:
 
 
 def _person(chance: random.Random) -> Principal:
-    """Return somebody with limits of every scope, some in shadow mode."""
+    """Return a principal with limits of every scope, some in shadow mode."""
     made = principal(_limits(chance), _limits(chance))
     per_model = [{"demo": _limits(chance, 0.3)} if chance.random() < 0.5 else {} for _ in range(2)]
     modes = [chance.choice(["enforce", "enforce", "shadow"]) for _ in range(2)]
@@ -55,14 +55,14 @@ def _person(chance: random.Random) -> Principal:
 
 
 def _changed(chance: random.Random, who: Principal) -> Principal:
-    """Return the same person after an administrator has changed something."""
+    """Return the same principal with other limits."""
     other = _person(chance)
     tenant = dataclasses.replace(other.tenant, id=who.tenant.id)
     return Principal(tenant=tenant, key=dataclasses.replace(other.key, id=who.key.id, tenant_id=tenant.id))
 
 
 def _state(admission: Admission) -> dict[Owner, tuple[object, ...]]:
-    """Return everything that admission holds, with buckets and calendar brought to now."""
+    """Return the whole state of admission, with buckets and calendar advanced to the current time."""
     at, now_s = admission._moment(), admission._clock.monotonic_s()
     return {
         owner: (
@@ -74,15 +74,15 @@ def _state(admission: Admission) -> dict[Owner, tuple[object, ...]]:
     }
 
 
-async def _ask(admission: Admission, asked: AdmissionRequest) -> Reservation | Refused:
+async def _try_admit(admission: Admission, request: AdmissionRequest) -> Reservation | Refused:
     """Return the reservation or the refusal."""
     try:
-        return await admission.admit(asked)
+        return await admission.admit(request)
     except Refused as refused:
         return refused
 
 
-def _asked(chance: random.Random, who: Principal, policy: ModelPolicy | None) -> AdmissionRequest:
+def _random_request(chance: random.Random, who: Principal, policy: ModelPolicy | None) -> AdmissionRequest:
     model = chance.choice(MODELS)
     return AdmissionRequest(
         principal=who,
@@ -108,21 +108,21 @@ async def test_reservations_are_returned_in_full_and_a_refusal_changes_nothing(s
     for _ in range(STEPS):
         clock.advance(chance.choice([0, 0.000001, 0.5, 7, 40_000]))
         if chance.random() < 0.05:
-            place = chance.randrange(len(people))
-            people[place] = _changed(chance, people[place])
+            index = chance.randrange(len(people))
+            people[index] = _changed(chance, people[index])
         if live and chance.random() < 0.4:
             _end(chance, live.pop(chance.randrange(len(live)))[1])
             continue
-        asked = _asked(chance, chance.choice(people), policy)
-        await admission.dry_run(asked)  # meets everyone, so that the state before a refusal is complete
+        request = _random_request(chance, chance.choice(people), policy)
+        await admission.dry_run(request)  # loads all owners, so that the state before a refusal is complete
         before = _state(admission)
-        answer = await _ask(admission, asked)
+        answer = await _try_admit(admission, request)
         if isinstance(answer, Refused):
             assert _state(admission) == before
         if isinstance(answer, RateLimitExceeded) and chance.random() < 0.5:
-            answer = await _wait_as_told(admission, clock, asked, answer)
+            answer = await _wait_as_reported(admission, clock, request, answer)
         if isinstance(answer, Reservation):
-            live.append((asked.principal, answer))
+            live.append((request.principal, answer))
         _check_running(admission, live)
     for _, reservation in live:
         reservation.void()
@@ -132,18 +132,18 @@ async def test_reservations_are_returned_in_full_and_a_refusal_changes_nothing(s
         assert allowance._windows.month.running_cost == 0
 
 
-async def _wait_as_told(
-    admission: Admission, clock: FakeClock, asked: AdmissionRequest, refused: RateLimitExceeded
+async def _wait_as_reported(
+    admission: Admission, clock: FakeClock, request: AdmissionRequest, refused: RateLimitExceeded
 ) -> Reservation | Refused:
-    """Wait for as long as the refusal says: a millisecond less is not enough, and then it is, over all limits together."""
+    """Wait for the reported time: it is exactly enough, over all limits together, and a millisecond less is not."""
     assert refused.retry_after_s is not None
     clock.advance(refused.retry_after_s - 0.001)
-    early = await _ask(admission, asked)
+    early = await _try_admit(admission, request)
     assert isinstance(early, Refused) or _waits_for_others(refused)
     if isinstance(early, Reservation):
         return early
     clock.advance(0.001)
-    answer = await _ask(admission, asked)
+    answer = await _try_admit(admission, request)
     assert isinstance(answer, Reservation) or _waits_for_others(answer) or _waits_for_others(refused)
     return answer
 
@@ -155,7 +155,7 @@ def _check_running(admission: Admission, live: list[tuple[Principal, Reservation
 
 
 def _waits_for_others(refused: Refused) -> bool:
-    """Return whether running requests stand in the way, of which nobody knows when they end."""
+    """Return whether running requests block it, whose end is unknown."""
     return "concurrent" in refused.message or "running requests have reserved" in refused.message
 
 
@@ -170,32 +170,32 @@ def _end(chance: random.Random, reservation: Reservation) -> None:
 async def test_with_a_queue_no_interval_admits_more_than_any_limit(seed: int) -> None:
     chance = random.Random(seed)
     clock = FakeClock()
-    alarms = FakeTimer(clock)
-    admission = utc_admission(clock, EmptySums(), call_later=alarms.call_later)
+    timer = FakeTimer(clock)
+    admission = utc_admission(clock, EmptySums(), call_later=timer.call_later)
     bob = principal(Limits(tokens_per_minute=600, requests_per_minute=30, concurrent_requests=4))
     keys = [dataclasses.replace(bob.key, id=f"key {n}", limits=Limits(tokens_per_minute=300)) for n in range(3)]
     admitted: list[tuple[int, float, int]] = []  # arrival, time, tokens
     tasks: list[asyncio.Task[None]] = []
 
-    async def request(arrival: int, key_place: int, tokens: int, used: int, runs_s: float) -> None:
-        asked = AdmissionRequest(
-            principal=dataclasses.replace(bob, key=keys[key_place]),
+    async def run(arrival: int, key_index: int, tokens: int, used: int, runs_s: float) -> None:
+        request = AdmissionRequest(
+            principal=dataclasses.replace(bob, key=keys[key_index]),
             model="demo", prompt_tokens=tokens, max_output_tokens=0, price=None,
         )  # fmt: skip
         try:
-            reservation = await admission.admit(asked, chance.choice([0.0, 2.0, 30.0]))
+            reservation = await admission.admit(request, chance.choice([0.0, 2.0, 30.0]))
         except RateLimitExceeded:
             return
         admitted.append((arrival, clock.monotonic_s(), min(used, tokens)))
-        alarms.call_later(runs_s, lambda: reservation.settle(used) if used else reservation.void())
+        timer.call_later(runs_s, lambda: reservation.settle(used) if used else reservation.void())
 
     for arrival in range(150):
         tokens = chance.randrange(1, 250)
         used, runs_s = chance.choice([0, tokens, tokens // 2]), chance.choice([0.0, 1.0, 20.0])
-        tasks.append(asyncio.create_task(request(arrival, chance.randrange(3), tokens, used, runs_s)))
-        await alarms.settle()
-        await alarms.advance(chance.choice([0, 0.01, 1.5]))
-    await alarms.advance(120)
+        tasks.append(asyncio.create_task(run(arrival, chance.randrange(3), tokens, used, runs_s)))
+        await timer.settle()
+        await timer.advance(chance.choice([0, 0.01, 1.5]))
+    await timer.advance(120)
     await asyncio.gather(*tasks)
 
     assert admission.waiting == []
