@@ -15,6 +15,10 @@ from kernels.triton.epilogue import Epilogue
 OPERAND_ROWS = 8
 """Columns of a matrix instruction's right operand."""
 
+HEAD_OUTPUTS_MIN = 32_000
+"""From so many outputs on, which output heads have, tiles of 8-bit weights are not split: on an H200 they reached 0.82 of the
+bandwidth (docs/adr/0066-few-rows-on-hopper.md), and a kernel that adds in their order fuses the argmax (`greedy_head`)."""
+
 
 @dataclass(frozen=True, slots=True)
 class HopperGemvTiles:
@@ -68,6 +72,15 @@ def choose_tiles(
     return hopper_gemv_tiles(num_rows, num_outputs, count, gated=gated, bits=bits)
 
 
+def choose_separate_tiles(
+    x: torch.Tensor, weight: Int8Weight | Fp8Weight | Int4Weight, num_outputs: int
+) -> HopperGemvTiles | None:
+    """As `choose_tiles`, for a product that is not fused with norms: None for a head of 8 bits, too."""
+    if not isinstance(weight, Int4Weight) and num_outputs >= HEAD_OUTPUTS_MIN:
+        return None
+    return choose_tiles(x, weight, num_outputs)
+
+
 def launch(x: torch.Tensor, weight: Int8Weight | Fp8Weight | Int4Weight, epilogue: Epilogue, tiles: HopperGemvTiles) -> None:
     """Multiplies x: [M, K] of 16 bits, columns in the checkpoint's order, in its rows contiguous, and stores what the epilogue
     has."""
@@ -86,7 +99,7 @@ def multiply_few_rows(
 ) -> bool:
     """Writes x Wᵀ + bias to `out`, [M, N], and returns True if Hopper's kernels serve the product and store rows as they lie in
     `out`; otherwise returns False."""
-    tiles = choose_tiles(x, weight, out.shape[1]) if out.is_contiguous() else None
+    tiles = choose_separate_tiles(x, weight, out.shape[1]) if out.is_contiguous() else None
     if tiles is not None:
         launch(x, weight, Epilogue(out=out, bias=bias), tiles)
     return tiles is not None

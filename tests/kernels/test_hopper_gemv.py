@@ -10,7 +10,13 @@ import torch
 
 from kernels.quantised_weights import pack_fp8, pack_int4, pack_int8
 from kernels.triton import hopper_gemv
-from kernels.triton.hopper_gemv import HopperGemvTiles, choose_tiles, hopper_gemv_tiles
+from kernels.triton.hopper_gemv import (
+    HEAD_OUTPUTS_MIN,
+    HopperGemvTiles,
+    choose_separate_tiles,
+    choose_tiles,
+    hopper_gemv_tiles,
+)
 
 ENOUGH = 1920
 """Outputs of which programs of 16 occupy seven of eight of an H200's multiprocessors."""
@@ -67,6 +73,12 @@ def test_other_cards_have_other_kernels(card: mock.Mock) -> None:
 def test_weights_of_8_bits_need_whole_chunks_and_enough_outputs() -> None:
     assert choose_tiles(row_of(2, 240), pack_fp8(torch.ones(ENOUGH, 240)), ENOUGH) is None
     assert choose_tiles(row_of(2), pack_fp8(torch.ones(ENOUGH - 80, 256)), ENOUGH - 80) is None
+
+
+def test_heads_of_8_bits_keep_the_tiles_whose_order_their_fused_argmax_has() -> None:
+    assert choose_separate_tiles(row_of(2, 128), pack_int8(torch.ones(HEAD_OUTPUTS_MIN, 128)), HEAD_OUTPUTS_MIN) is None
+    weight = pack_int8(torch.ones(ENOUGH, 128))
+    assert choose_separate_tiles(row_of(2, 128), weight, ENOUGH) == choose_tiles(row_of(2, 128), weight, ENOUGH)
 
 
 def test_weights_of_4_bits_need_groups_of_whole_chunks_alone() -> None:

@@ -106,13 +106,14 @@ def test_a_product_without_a_norm_has_only_a_bias(
 
 
 def test_results_whose_rows_lie_apart_are_written_by_the_tiles(card: EmulatedCard) -> None:
-    weight, out = pack("int8", 72, 384, 1), torch.empty(3, 80, dtype=torch.bfloat16)[:, :72]
+    weight = pack_int8(normal(72, 384, dtype=torch.float32, device=CPU) / 16)
+    out = torch.empty(3, 80, dtype=torch.bfloat16)[:, :72]
     x, launched = normal(3, 384, dtype=torch.bfloat16, device=CPU), card.launched["fused_byte_rows_kernel"]
     linear_int8(x, weight, out=out)
     assert_near(out, x.float() @ exact.dequantise(weight).T, "matmul")
     assert card.launched["fused_byte_rows_kernel"] == launched
 
 
-def test_a_head_that_these_kernels_multiply_has_no_fused_argmax() -> None:
+def test_a_narrow_head_that_these_kernels_multiply_has_no_fused_argmax() -> None:
     """Its product adds in another order: near a tie the two could choose different tokens."""
     assert bind_greedy_head(pack("int8", 64, 256, 1)) is None
