@@ -101,21 +101,21 @@ def _add_scaled(acc, chunk_sum, x_sum, scale_zero, BFLOAT_SCALES: gl.constexpr, 
 
 
 @gluon.jit
-def _accumulate_chunk(acc, pairs, scale_zero, x_ptrs, first_column, column, K, BFLOAT_SCALES: gl.constexpr):
+def _accumulate_chunk(acc, pairs, scale_zero, x, first_column, column, row_offset, K, BFLOAT_SCALES: gl.constexpr):
     """Adds the products of each warp's chunk to acc; the columns of run r are first_column + RUN · r + column:
-    [WARPS, 1, RUN]; x_ptrs: [WARPS, rows or 1, RUN], without first_column and RUN · r"""
+    [WARPS, 1, RUN]; row_offset: [1, rows or 1, 1], of x's rows"""
     X_LAYOUT: gl.constexpr = column.type.layout
     ACC_LAYOUT: gl.constexpr = acc.type.layout
     WEIGHT_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, ACC_LAYOUT, 2)
     X_OPERAND_LAYOUT: gl.constexpr = gl.DotOperandLayout(1, ACC_LAYOUT, 2)
-    DTYPE: gl.constexpr = x_ptrs.dtype.element_ty
+    DTYPE: gl.constexpr = x.dtype.element_ty
     SUM_SHAPE: gl.constexpr = [acc.shape[0], INSTRUCTION_OUTPUTS, acc.shape[2]]
     chunk_sum = gl.zeros_like(acc)
     x_sum = gl.zeros(SUM_SHAPE, gl.float32, layout=ACC_LAYOUT)
     ones = gl.full([acc.shape[0], INSTRUCTION_OUTPUTS, RUN], 1.0, DTYPE, layout=WEIGHT_LAYOUT)
     for run in gl.static_range(RUNS):
-        first = first_column + RUN * run
-        x_values = gl.load(x_ptrs + first, mask=first + column < K, other=0.0)
+        k = first_column + RUN * run + column
+        x_values = gl.load(x + (row_offset + k), mask=k < K, other=0.0)
         x_values, _ = gl.broadcast(x_values, gl.full([acc.shape[0], acc.shape[2], RUN], 0.0, DTYPE, layout=X_LAYOUT))
         x_operand = _mma_operand(x_values, X_OPERAND_LAYOUT)
         chunk_sum = mma_v2(_mma_operand(_unpack_run(pairs, run, DTYPE), WEIGHT_LAYOUT), x_operand, chunk_sum)
@@ -189,17 +189,17 @@ def fused_int4_rows_kernel(
     residual_values = load_or(residual, rows[None, :] * N + outputs[:, None], residual_mask, 0.0)
     x_warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, X_LAYOUT)))[:, None, None]
     column = x_warp * COLUMNS + gl.arange(0, RUN, layout=gl.SliceLayout(0, gl.SliceLayout(1, X_LAYOUT)))[None, None, :]
-    x_ptrs = x + (column + row_offsets(M, x_stride, NUM_ROWS, X_LAYOUT))
+    row_offset = row_offsets(M, x_stride, NUM_ROWS, X_LAYOUT)
     acc = gl.zeros([WARPS, HALVES * OUTPUTS, PADDED_ROWS], gl.float32, layout=ACC_LAYOUT)
     # Unrolled by two, so that no registers are moved between iterations.
     for chunk in range(0, num_chunks, 2 * WARPS):
         odd_scales = _load_scales(scale_ptrs, scale_mask, chunk + WARPS, num_chunks, num_outputs, scale_warp, GROUP_CHUNKS)
         keep_loads_here()  # else they come behind the even chunk, and are waited for
-        acc = _accumulate_chunk(acc, even_words, even_scales, x_ptrs, chunk * COLUMNS, column, K, BFLOAT_SCALES)
+        acc = _accumulate_chunk(acc, even_words, even_scales, x, chunk * COLUMNS, column, row_offset, K, BFLOAT_SCALES)
         even_words = _load_words(word_ptrs, mask, chunk + 2 * WARPS, num_chunks, stride, warp)
         even_scales = _load_scales(scale_ptrs, scale_mask, chunk + 2 * WARPS, num_chunks, num_outputs, scale_warp, GROUP_CHUNKS)
         keep_loads_here()  # else they come behind the odd chunk, and nothing is in flight while that is multiplied
-        acc = _accumulate_chunk(acc, odd_words, odd_scales, x_ptrs, (chunk + WARPS) * COLUMNS, column, K, BFLOAT_SCALES)
+        acc = _accumulate_chunk(acc, odd_words, odd_scales, x, (chunk + WARPS) * COLUMNS, column, row_offset, K, BFLOAT_SCALES)
         odd_words = _load_words(word_ptrs, mask, chunk + 3 * WARPS, num_chunks, stride, warp)
     if NUM_ROWS > 1:  # so many that they would take registers of the loop
         row_squares = load_squares(squares, M, num_squares, SQUARES_BLOCK, NUM_ROWS, WARPS)

@@ -20,8 +20,7 @@ def compilations() -> list[Compilation]:
     """Products of a layer of Llama-3.1-8B in int8 and e4m3, for 1, 8 and 16 rows, and a plain one; fp16 rows for the gated
     product and one with a residual sum; one scale for a whole matrix (checkpoints); matrices of few outputs; another gate and a
     bias, as in other models."""
-    found = [_compilation(name, kind, rows) for rows in (1, 8, 16) for kind in KINDS for name in LLAMA_8B]
-    found += [_compilation(PLAIN, kind, rows) for rows, kind in ((1, "i8"), (8, "fp8e4nv"), (16, "i8"))]
+    found = [_compilation(name, kind, rows) for rows in (1, 8, 16) for kind in KINDS for name in SIZES]
     found += [_compilation(name, kind, 1, row="fp16") for kind in KINDS for name in ("gate_up", "down")]
     found += [_compilation(name, "fp8e4nv", 1, column_scales=False) for name in LLAMA_8B]
     found += [_compilation(name, "i8", rows, outputs=NARROW) for name, rows in (("down", 8), ("qkv", 16))]

@@ -19,8 +19,7 @@ def compilations() -> list[Compilation]:
     """Products of a layer of Llama-3.1-8B, groups of 128, for 1, 8 and 16 rows, and a plain one; fp16 rows, which many 4-bit
     checkpoints require, for the gated product and one with a residual sum; matrices of few outputs. As in other models: bf16
     scales with another gate, a bias (Qwen2), groups of a whole row."""
-    found = [_compilation(name, "bf16", rows) for rows in (1, 8, 16) for name in LLAMA_8B]
-    found += [_compilation(PLAIN, "bf16", rows) for rows in (1, 16)]
+    found = [_compilation(name, "bf16", rows) for rows in (1, 8, 16) for name in SIZES]
     found += [_compilation(name, "fp16", rows) for name, rows in (("gate_up", 1), ("down", 1), ("gate_up", 16))]
     found += [_compilation(name, "bf16", rows, outputs=NARROW) for name, rows in (("down", 8), ("qkv", 16))]
     return [
