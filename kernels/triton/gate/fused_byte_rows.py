@@ -10,7 +10,7 @@ from kernels.triton.hopper_gemv import OPERAND_ROWS, hopper_gemv_tiles
 
 SIZES = LLAMA_8B | {PLAIN: (28672, 4096)}
 KINDS = ("i8", "fp8e4nv")
-SPILL_BYTES_MAX = 80
+SPILL_BYTES_MAX = 48
 """With 16 rows: what the epilogue reads, and addresses."""
 NARROW = 2304
 """So few outputs that programs have 16 of them for any number of rows."""

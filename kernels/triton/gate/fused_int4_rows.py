@@ -9,7 +9,7 @@ from kernels.triton.gate.epilogue import LLAMA_8B, PLAIN, epilogue_types, square
 from kernels.triton.hopper_gemv import OPERAND_ROWS, hopper_gemv_tiles
 
 SIZES = LLAMA_8B | {PLAIN: (28672, 4096)}
-SPILL_BYTES_MAX = 160
+SPILL_BYTES_MAX = 112
 """With 16 rows: what the epilogue reads, and addresses."""
 NARROW = 2304
 """So few outputs that programs have 16 of them for any number of rows."""
@@ -66,6 +66,6 @@ def _compilation(
         small_tile=True,
         divisible=("N", "K", "x_stride"),
         registers_max=tiles.registers_max,
-        spill_bytes_max=SPILL_BYTES_MAX if tiles.num_rows > OPERAND_ROWS else 24,
+        spill_bytes_max=SPILL_BYTES_MAX if tiles.num_rows > OPERAND_ROWS else 16,
         programs=65536 // (32 * tiles.num_warps * tiles.registers_max),
     )  # fmt: skip
