@@ -29,7 +29,7 @@ PACKERS: dict[str, Pack] = {"int8": pack_int8, "fp8": pack_fp8, "fp8 as one": pa
 
 
 @pytest.fixture(autouse=True)
-def few_multiprocessors() -> object:
+def single_multiprocessor() -> object:
     with mock.patch.object(hopper_gemv, "multiprocessors", return_value=1):
         yield
 
@@ -55,7 +55,7 @@ def pack(kind: str, outputs: int, count: int, seed: int) -> Int8Weight | Fp8Weig
         ("int8", (128, 640, 48), None, torch.float16, True, HopperGemvTiles(8, 168, num_rows=16)),
     ],
 )
-def test_rows_are_multiplied(
+def test_fused_rows_with_8_bit_weights_match_the_reference(
     kind: str,
     sizes: tuple[int, int, int],
     gate: Gate | None,

@@ -43,7 +43,7 @@ def pack(outputs: int, columns: int, seed: int, scale_dtype: torch.dtype = torch
         ((128, 600, 48), None, torch.float16, True, HopperGemvTiles(8, 168, num_rows=16)),
     ],
 )
-def test_rows_are_multiplied(
+def test_fused_rows_with_4_bit_weights_match_the_reference(
     sizes: tuple[int, int, int],
     gate: Gate | None,
     dtype: torch.dtype,
@@ -92,7 +92,7 @@ def test_reordered_columns_and_groups_of_two_chunks_match_the_reference(num_rows
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_zero_point_of_16_is_one_more_than_any_code(dtype: torch.dtype) -> None:
+def test_a_zero_point_of_16_is_supported(dtype: torch.dtype) -> None:
     weight = pack_int4(normal(48, 256, dtype=torch.float32, device=CPU) / 16, 128)
     weight = replace(weight, scales_zeros=weight.scales_zeros & 0xFFFF | 16 << 16)
     x, residual = (normal(1, size, dtype=dtype, device=CPU, seed=size) for size in (256, 48))
@@ -112,7 +112,7 @@ def test_a_product_without_a_norm_has_only_a_bias(num_rows: int, card: EmulatedC
     assert card.launched["fused_int4_rows_kernel"] > launched
 
 
-def test_smaller_groups_are_multiplied_in_tiles(card: EmulatedCard) -> None:
+def test_smaller_groups_use_the_tiled_kernel(card: EmulatedCard) -> None:
     launched = card.launched["fused_int4_rows_kernel"]
     norm_weight = torch.ones(48, dtype=torch.bfloat16)
     weight = pack_int4(normal(48, 256, dtype=torch.float32, device=CPU) / 16, 64)
