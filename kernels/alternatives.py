@@ -29,22 +29,26 @@ class Choice:
     num_rows: int = 1
 
     def serving(self, *supported: str) -> str:
-        """The alternative for a launch that `supported` can serve, by preference: the one in force, or else the first."""
+        """The alternative for a launch that `supported` can serve: the one in force, or else the next older one."""
         for found in _observers:
             found.setdefault(self, set()).update(supported)
-        name = _in_force.get(self.name)
-        return name if name in supported else supported[0]
+        first = self.alternatives.index(_in_force.get(self.name, self.alternatives[0]))
+        return next(each for each in self.alternatives[first:] if each in supported)
 
 
-ROW_PRODUCTS = {
-    2: Choice("16-bit products of one row", (GEMV, TILES)),
-    1: Choice("8-bit products of one row", (HOPPER_GEMV, GEMV, TILES)),
+PRODUCTS = {
+    (16, 1): Choice("16-bit products of one row", (GEMV, TILES)),
+    (8, 1): Choice("8-bit products of one row", (HOPPER_GEMV, GEMV, TILES)),
+    (4, 1): Choice("4-bit products of one row", (HOPPER_GEMV, TILES)),
+    (8, 8): Choice("8-bit products of 2 to 8 rows", (HOPPER_GEMV, TILES), num_rows=8),
+    (4, 8): Choice("4-bit products of 2 to 8 rows", (HOPPER_GEMV, TILES), num_rows=8),
+    (8, 16): Choice("8-bit products of 9 to 16 rows", (HOPPER_GEMV, TILES), num_rows=16),
+    (4, 16): Choice("4-bit products of 9 to 16 rows", (HOPPER_GEMV, TILES), num_rows=16),
 }
-"""Fused products of a row of 16 bits, by bytes of a weight."""
-ROW_PRODUCTS_INT4 = Choice("4-bit products of one row", (HOPPER_GEMV, TILES))
+"""Products of rows of 16 bits, by bits of a weight and the most rows."""
 LONE_ATTENTION = Choice("attention of one row", (ONE_LAUNCH, SPLITS, ROTATION_BEFORE))
 FEW_ROWS_ATTENTION = Choice("attention of few rows", (ROTATION_INSIDE, ROTATION_BEFORE), num_rows=8)
-CHOICES = (*ROW_PRODUCTS.values(), ROW_PRODUCTS_INT4, LONE_ATTENTION, FEW_ROWS_ATTENTION)
+CHOICES = (*PRODUCTS.values(), LONE_ATTENTION, FEW_ROWS_ATTENTION)
 """In the order in which they are decided: each with those before it in force."""
 
 _in_force: dict[str, str] = {}
@@ -55,6 +59,12 @@ def put_in_force(alternatives: Mapping[str, str]) -> None:
     """From now on let these alternatives serve, by the name of their choice, and for every other choice the first one."""
     _in_force.clear()
     _in_force.update(alternatives)
+
+
+def serving_product(bits: int, num_rows: int, *supported: str) -> str:
+    """The alternative for a product of 1 to 16 rows with weights of `bits` bits."""
+    choice = PRODUCTS.get((bits, 1 if num_rows <= 1 else 8 if num_rows <= 8 else 16))
+    return TILES if choice is None else choice.serving(*supported)
 
 
 @contextmanager

@@ -24,10 +24,11 @@ from bench.gpu.prefill_by_groups import prefill_by_groups
 from bench.gpu.rows import Row
 from bench.gpu.serve import head_in_8_bits
 from bench.gpu.sooner import SOONER
-from bench.gpu.targets import slabs_row
+from bench.gpu.targets import TILE_CHOICES, product_tiles_row, slabs_row
 from bench.gpu.timing import Call, seconds
 from kernels.operations import FUSED_ROWS_MAX
-from kernels.quantised_weights import Int4Weight, Weight
+from kernels.quantised_weights import Int4Weight, Weight, values_and_scales
+from kernels.residual_stream import Stream
 from kernels.triton import (
     attention_decode,
     attention_prefill,
@@ -43,7 +44,7 @@ from kernels.triton.attention_splits import DecodeTiling
 from kernels.triton.card_properties import capability, has_gluon, multiprocessors
 from kernels.triton.fused_linear import AnyTiles, linear_add, normed_linear
 from kernels.triton.fused_row import GemvTiles
-from kernels.triton.hopper_gemv import HopperGemvTiles
+from kernels.triton.hopper_gemv import OPERAND_ROWS, HopperGemvTiles
 from kernels.triton.newest_token import Rotation
 from kernels.triton.rope_and_cache import rope_and_cache
 from kernels.triton.rotated_decode import rotated_decode
@@ -56,9 +57,9 @@ LAYER = "layer of Llama-8B, 1 row: launches as served over sooner ones"
 
 
 def measure(context: Context) -> None:
-    for kind in ("bf16", "int8", "fp8", "int4"):
-        name = f"fused products of Llama-8B, {kind}: chosen tiles over others"
-        context.guard(name, partial(_products, context, name, kind))
+    for kind, row_counts in TILE_CHOICES.items():
+        names = [product_tiles_row(kind, rows) for rows in row_counts]
+        context.guard(names, partial(_products, context, kind))
     for lengths in ([1024] * 256, [1024]):
         name = f"decode {len(lengths)} × 1k: chosen splits over others"
         context.guard(name, partial(_decode, context, name, lengths))
@@ -74,8 +75,9 @@ def measure(context: Context) -> None:
     context.guard(PREFILL, lambda: _prefill(context))
 
 
-def _products(context: Context, name: str, kind: str) -> None:
-    """All four products of layers whose weights together exceed the cache, each with the tiles of every candidate."""
+def _products(context: Context, kind: str) -> None:
+    """All four products of layers whose weights together exceed the cache, each with the tiles of every candidate, for each
+    number of rows."""
     hidden, inner, layers = (32, 48, 1) if context.rehearsal else (4096, 14_336, 4)
     device, dtype = context.device, context.dtype
     sizes = {"qkv": (hidden * 3 // 2, hidden), "out": (hidden, hidden), "gate_up": (2 * inner, hidden), "down": (hidden, inner)}
@@ -84,22 +86,17 @@ def _products(context: Context, name: str, kind: str) -> None:
         return pack_weight(kind, normal(rows, columns, dtype=dtype, device=device, scale=columns**-0.5))
 
     weights = {part: [weight(*size) for _ in range(layers)] for part, size in sizes.items()}
-    norm_weight, residual = torch.ones(hidden, dtype=dtype, device=device), normal(1, hidden, dtype=dtype, device=device)
-    stream = linear_add(residual, weights["out"][0], residual, norm_weight)
-    gated = normed_linear(stream, weights["gate_up"][0], 1e-6, gate="silu")
-    calls: dict[str, Callable[[Weight], object]] = {
-        "qkv": lambda each: normed_linear(stream, each, 1e-6),
-        "out": lambda each: linear_add(residual, each, residual, norm_weight),
-        "gate_up": lambda each: normed_linear(stream, each, 1e-6, gate="silu"),
-        "down": lambda each: linear_add(gated, each, residual, norm_weight),
-    }
-    times_s = {part: _candidate_times(context, part, sizes[part], weights[part], call) for part, call in calls.items()}
-    fastest = sum(min(part_times_s.values()) for part_times_s in times_s.values())
-    row = Row(name=name, value=sum(part_times_s[CHOSEN] for part_times_s in times_s.values()) / fastest)
-    row.facts = {
-        "us": {part: {case: each * 1e6 for case, each in part_times_s.items()} for part, part_times_s in times_s.items()}
-    }
-    context.emit(row)
+    for rows in TILE_CHOICES[kind]:
+        name = product_tiles_row(kind, rows)
+        residual, norm_weight = normal(rows, hidden, dtype=dtype, device=device), torch.ones(hidden, dtype=dtype, device=device)
+        stream = linear_add(residual, weights["out"][0], residual, norm_weight)
+        times_s = {part: _candidate_times(context, part, sizes[part], weights[part], stream) for part in sizes}
+        fastest = sum(min(part_times_s.values()) for part_times_s in times_s.values())
+        row = Row(name=name, value=sum(part_times_s[CHOSEN] for part_times_s in times_s.values()) / fastest)
+        row.facts = {
+            "us": {part: {case: each * 1e6 for case, each in part_times_s.items()} for part, part_times_s in times_s.items()}
+        }
+        context.emit(row)
 
 
 def _slabs(context: Context, name: str, kind: str) -> None:
@@ -120,30 +117,50 @@ def _slabs(context: Context, name: str, kind: str) -> None:
 
 
 def _candidate_times(
-    context: Context, part: str, size: tuple[int, int], weights: list[Weight], call: Callable[[Weight], object]
+    context: Context, part: str, size: tuple[int, int], weights: list[Weight], stream: Stream
 ) -> dict[str, float]:
-    """Seconds of a product of one row with the chosen tiles, and with other candidates."""
-    is_gated, has_squares_out = part == "gate_up", part in ("out", "down")
-    outputs, x = size[0] // 2 if is_gated else size[0], torch.empty(1, size[1], dtype=context.dtype, device=context.device)
+    """Seconds of a product of as many rows as `stream` has with the chosen tiles, and with other candidates."""
+    is_gated, has_squares_out, (rows, hidden) = part == "gate_up", part in ("out", "down"), stream.total.shape
+    outputs, x = size[0] // 2 if is_gated else size[0], normal(rows, size[1], dtype=context.dtype, device=context.device)
+    norm_weight = torch.ones(hidden, dtype=context.dtype, device=context.device)
+
+    def call(weight: Weight) -> object:
+        if has_squares_out:
+            return linear_add(x, weight, stream.total, norm_weight)
+        return normed_linear(stream, weight, 1e-6, gate="silu" if is_gated else None)
+
     chosen = fused_linear.choose_tiles(x, weights[0], outputs, gated=is_gated, has_squares_out=has_squares_out)
     calls: list[Call] = [partial(call, weight) for weight in weights]
     times_s = {CHOSEN: median(seconds(calls, context.device))}
-    for label, tiles in _candidates(context, weights[0], outputs, gated=is_gated).items():
+    for label, tiles in _candidates(context, weights[0], outputs, rows, gated=is_gated).items():
         if tiles != chosen:
             with _returning(fused_linear, "choose_tiles", tiles):
                 times_s[label] = median(seconds(calls, context.device, samples=3))
     return times_s
 
 
-def _candidates(context: Context, weight: Weight, outputs: int, *, gated: bool) -> dict[str, AnyTiles]:
-    """Tiles that load weights through shared memory, as for more rows (4 bits); into registers (16 and 8 bits); as operands of
-    tensor cores, with different numbers of warps (Hopper, 8 and 4 bits)."""
-    candidates: dict[str, AnyTiles] = {f"{each.block_n}x{each.block_k} of {each.num_warps} warps": each for each in ROW_TILES}
-    if isinstance(weight, Int4Weight):
+def _candidates(context: Context, weight: Weight, outputs: int, rows: int, *, gated: bool) -> dict[str, AnyTiles]:
+    """Tiles that load weights through shared memory (4 bits, and 8 bits for more than one row); into registers (one row of 16
+    and 8 bits); as operands of tensor cores, with different numbers of warps and outputs (Hopper, 8 and 4 bits)."""
+    candidates: dict[str, AnyTiles] = {}
+    if rows == 1 and not isinstance(weight, Int4Weight):
+        candidates = {f"{each.block_n}x{each.block_k} of {each.num_warps} warps": each for each in ROW_TILES}
+    elif isinstance(weight, Int4Weight):
         tiles = fused_int4.fused_int4_tiles(outputs, weight.num_columns, multiprocessors(context.device), gated=gated)
         candidates = {"through shared memory": tiles}
+    else:
+        values, card = values_and_scales(weight)[0], (capability(context.device), multiprocessors(context.device))
+        sizes = {"gated": gated, "weight_bytes": values.element_size()}
+        candidates = {"through shared memory": fused_linear.fused_tiles(outputs, values.shape[1], *card, **sizes)}
     if not isinstance(weight, torch.Tensor) and not context.rehearsal and has_gluon(context.device):
-        candidates |= {f"operands, {warps} warps": HopperGemvTiles(warps, registers_max=128) for warps in (2, 4, 8)}
+        padded = 1 if rows == 1 else -(-rows // OPERAND_ROWS) * OPERAND_ROWS
+        candidates |= {
+            f"operands, {block_n} outputs, {warps} warps of {registers} registers": HopperGemvTiles(
+                warps, registers, block_n, padded
+            )
+            for block_n in ((16,) if rows == 1 else (16, 32))
+            for warps, registers in ((2, 128), (4, 128), (8, 128), *(((4, 168), (8, 168)) if rows > 8 else ()))
+        }
     return candidates
 
 

@@ -10,12 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.alternatives import HOPPER_GEMV, ROW_PRODUCTS_INT4, TILES
 from kernels.quantised_weights import CHUNK_COLUMNS, Int4Weight
-from kernels.triton.card_properties import has_gluon, multiprocessors, power_of_two
+from kernels.triton.card_properties import power_of_two
 from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.epilogue import Epilogue, apply_epilogue, load_squares
-from kernels.triton.hopper_gemv import HopperGemvTiles, hopper_gemv_tiles
 from kernels.triton.int4_codes import accumulate_int4
 from kernels.triton.linear_int4 import Int4Tiles, check_int4_rows
 from kernels.triton.split_k import UNPACK, choose_splits, split_workspace
@@ -65,15 +63,7 @@ def fused_int4_tiles(num_outputs: int, num_columns: int, multiprocessors: int, *
     return Int4Tiles(ROWS, block_n, num_warps=4, num_stages=STAGES, splits=splits)
 
 
-def choose_tiles(x: torch.Tensor, weight: Int4Weight, num_outputs: int, *, gated: bool) -> Int4Tiles | HopperGemvTiles:
-    """For a single row on Hopper, if groups are whole chunks, the GEMV tiles are an alternative to `fused_int4_tiles`."""
-    has_gemv = x.shape[0] == 1 and has_gluon(x.device) and weight.group_size % CHUNK_COLUMNS == 0
-    if has_gemv and ROW_PRODUCTS_INT4.serving(HOPPER_GEMV, TILES) == HOPPER_GEMV:
-        return hopper_gemv_tiles(gated=gated)
-    return fused_int4_tiles(num_outputs, weight.num_columns, multiprocessors(x.device), gated=gated)
-
-
-def launch(x: torch.Tensor, weight: Int4Weight, epilogue: Epilogue, tiles: Int4Tiles | HopperGemvTiles) -> None:
+def launch(x: torch.Tensor, weight: Int4Weight, epilogue: Epilogue, tiles: Int4Tiles) -> None:
     """As fused_linear.py, with its formula and source. x: [M, K] of 16 bits, columns in the checkpoint's order.
 
     2 · M · N · K operations on tensor cores. Rows beyond M, outputs beyond N and columns beyond K are masked. Sums of a group
@@ -82,11 +72,6 @@ def launch(x: torch.Tensor, weight: Int4Weight, epilogue: Epilogue, tiles: Int4T
     check_int4_rows(x)
     if weight.permutation is not None:
         x = x.index_select(1, weight.permutation)
-    if isinstance(tiles, HopperGemvTiles):
-        from kernels.triton.fused_int4_row import launch_row
-
-        launch_row(x, weight, epilogue, tiles)
-        return
     (num_rows, num_columns), outputs = x.shape, epilogue.out.shape[1]
     num_tiles, num_chunks = triton.cdiv(outputs, tiles.block_n), weight.words.shape[0]
     size = tiles.block_m * tiles.block_n * (1 if epilogue.gate is None else 2)

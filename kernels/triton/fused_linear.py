@@ -6,8 +6,9 @@
 RMS normalisation divides a whole row by one number, and the product after it can do so in its epilogue: rms_norm(x) Wᵀ is (x ·
 w) Wᵀ / rms(x). So the product that adds to the residual stream also stores the sum times the next norm's weight w, and each of
 its tiles the sum of squares of its columns; the next product adds up these partial sums in the order of the tiles. Only the
-launch that needs a whole row waits for it. A row has the same bits whatever rows it is batched with; a single row goes through
-the GEMV kernels (`fused_row`, `fused_byte_row`, `fused_int4_row`), which run at memory speed.
+launch that needs a whole row waits for it. A row has the same bits whatever rows it is batched with. A single row goes through
+the GEMV kernel (`fused_row`), which runs at memory speed, and on Hopper up to 16 rows with weights of 8 and 4 bits through
+`fused_byte_rows` and `fused_int4_rows`.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.alternatives import GEMV, HOPPER_GEMV, TILES, serving_product
 from kernels.operations import FUSED_ROWS_MAX
 from kernels.quantised_weights import Int4Weight, Weight, values_and_scales
 from kernels.residual_stream import Gate, Stream
-from kernels.triton import fused_int4, fused_row
+from kernels.triton import fused_int4, fused_row, hopper_gemv
 from kernels.triton.card_properties import capability, card, multiprocessors, power_of_two
 from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.epilogue import Epilogue, apply_epilogue, load_squares
@@ -207,15 +209,25 @@ def fused_tiles(
 
 
 def choose_tiles(x: torch.Tensor, weight: Weight, num_outputs: int, *, gated: bool, has_squares_out: bool) -> AnyTiles:
-    """`has_squares_out`: whether the outputs' sums of squares are stored."""
+    """The tiles of the kernel that serves. `has_squares_out`: whether the outputs' sums of squares are stored."""
+    tiles: dict[str, AnyTiles] = {}
+    hopper = None if isinstance(weight, torch.Tensor) else hopper_gemv.choose_tiles(x, weight, num_outputs, gated=gated)
+    if hopper is not None:
+        tiles[HOPPER_GEMV] = hopper
     if isinstance(weight, Int4Weight):
-        return fused_int4.choose_tiles(x, weight, num_outputs, gated=gated)
-    weight_bytes, row_bytes = values_and_scales(weight)[0].element_size(), x.element_size()
-    gemv = fused_row.choose_tiles(x, num_outputs, gated=gated, has_squares_out=has_squares_out, weight_bytes=weight_bytes)
-    return gemv or fused_tiles(
-        num_outputs, x.shape[1], capability(x.device), multiprocessors(x.device),
-        gated=gated, weight_bytes=weight_bytes, row_bytes=row_bytes,
-    )  # fmt: skip
+        bits = 4
+        tiles[TILES] = fused_int4.fused_int4_tiles(num_outputs, weight.num_columns, multiprocessors(x.device), gated=gated)
+    else:
+        weight_bytes = values_and_scales(weight)[0].element_size()
+        bits = 8 * weight_bytes
+        gemv = fused_row.choose_tiles(x, gated=gated, has_squares_out=has_squares_out, weight_bytes=weight_bytes)
+        if gemv is not None:
+            tiles[GEMV] = gemv
+        tiles[TILES] = fused_tiles(
+            num_outputs, x.shape[1], capability(x.device), multiprocessors(x.device),
+            gated=gated, weight_bytes=weight_bytes, row_bytes=x.element_size(),
+        )  # fmt: skip
+    return tiles[serving_product(bits, x.shape[0], *tiles)]
 
 
 def _limit_stages(stages: int, capability: int) -> int:
@@ -229,11 +241,15 @@ def _launch(x: torch.Tensor, weight: Weight, epilogue: Epilogue, tiles: AnyTiles
     assert x.stride(1) == 1, "rows of x are contiguous"
     if not num_rows:
         return
+    if isinstance(tiles, HopperGemvTiles):
+        assert not isinstance(weight, torch.Tensor)
+        hopper_gemv.launch(x, weight, epilogue, tiles)
+        return
     if isinstance(weight, Int4Weight):
-        assert isinstance(tiles, Int4Tiles | HopperGemvTiles)
+        assert isinstance(tiles, Int4Tiles)
         fused_int4.launch(x, weight, epilogue, tiles)
         return
-    if isinstance(tiles, GemvTiles | HopperGemvTiles):
+    if isinstance(tiles, GemvTiles):
         fused_row.launch(x, weight, epilogue, tiles)
         return
     assert isinstance(tiles, FusedTiles)

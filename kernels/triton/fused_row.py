@@ -16,12 +16,10 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.alternatives import GEMV, HOPPER_GEMV, ROW_PRODUCTS, TILES
-from kernels.quantised_weights import CHUNK_COLUMNS, Fp8Weight, Int8Weight, values_and_scales
-from kernels.triton.card_properties import has_gluon, interpreted, multiprocessors, power_of_two
+from kernels.quantised_weights import Fp8Weight, Int8Weight, values_and_scales
+from kernels.triton.card_properties import interpreted, power_of_two
 from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.epilogue import Epilogue, apply_epilogue, load_squares
-from kernels.triton.hopper_gemv import HopperGemvTiles, hopper_gemv_tiles
 
 _INTERPRETED = tl.constexpr(interpreted())
 WARP_SIZE = 32
@@ -179,43 +177,20 @@ def gemv_tiles(num_columns: int, *, gated: bool, has_squares_out: bool, weight_b
     return replace(tiles, block_k=min(tiles.block_k, max(4 * WARP_SIZE, power_of_two(num_columns))))
 
 
-def choose_tiles(
-    x: torch.Tensor, num_outputs: int, *, gated: bool, has_squares_out: bool, weight_bytes: int
-) -> GemvTiles | HopperGemvTiles | None:
-    """The tiles of the GEMV kernel that serves x, or None if none does. For 8-bit weights Hopper's own kernel is an alternative
-    if it has a program for every multiprocessor."""
+def choose_tiles(x: torch.Tensor, *, gated: bool, has_squares_out: bool, weight_bytes: int) -> GemvTiles | None:
+    """The tiles of the GEMV kernel for x, or None if it does not serve it."""
     num_rows, num_columns = x.shape
     if num_rows != 1 or x.element_size() != 2 or num_columns % WORD_ELEMENTS.value:
-        return None
-    hopper_tiles = hopper_gemv_tiles(gated=gated)
-    has_hopper_gemv = (
-        weight_bytes == 1
-        and has_gluon(x.device)
-        and num_columns % CHUNK_COLUMNS == 0
-        and num_outputs >= hopper_tiles.block_n * multiprocessors(x.device)
-    )
-    serving = ROW_PRODUCTS[weight_bytes].serving(*[HOPPER_GEMV] * has_hopper_gemv, GEMV, TILES)
-    if serving == HOPPER_GEMV:
-        return hopper_tiles
-    if serving == TILES:
         return None
     return gemv_tiles(num_columns, gated=gated, has_squares_out=has_squares_out, weight_bytes=weight_bytes)
 
 
-def launch(
-    x: torch.Tensor, weight: torch.Tensor | Int8Weight | Fp8Weight, epilogue: Epilogue, tiles: GemvTiles | HopperGemvTiles
-) -> None:
+def launch(x: torch.Tensor, weight: torch.Tensor | Int8Weight | Fp8Weight, epilogue: Epilogue, tiles: GemvTiles) -> None:
     """As fused_linear.py for M = 1, with its formula and source. x: [1, K].
 
     Reads the weight once; 2 · N · K operations in float32 without tensor cores, products exact. Outputs beyond N and columns
     beyond K are masked.
     """
-    if isinstance(tiles, HopperGemvTiles):
-        from kernels.triton.fused_byte_row import launch_byte_row
-
-        assert not isinstance(weight, torch.Tensor)
-        launch_byte_row(x, weight, epilogue, tiles)
-        return
     values, scales = values_and_scales(weight)
     num_columns, outputs = x.shape[1], epilogue.out.shape[1]
     fused_row_kernel[(triton.cdiv(outputs, tiles.block_n),)](

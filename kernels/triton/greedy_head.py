@@ -2,7 +2,7 @@
 
 Formula. argmax_v round(scale[v] · Σ_k hidden[m, k] · weight[v, k]), the lowest id on ties, rounded to the type of the rows as
 the logits of a separate product would be; only 8-bit weights have a scale. Sums in float32, columns in the order of
-`kernels.triton.linear` without splits, or of `linear_int8` and `linear_fp8`.
+`kernels.triton.linear` without splits, or of the tiles of `linear_int8` and `linear_fp8`.
 Memory: 2·V·K bytes of weights once (1.05 GB for Llama-3.1-8B, 0.24 ms at 4.3 TB/s), V·K in 8 bits; 8 bytes per row for each of
 V / 64 tiles, which `merge_argmax` reads; a separate product writes and reads logits. 2·M·V·K operations on tensor cores, tiles
 of 16 rows whatever M is. Rows beyond M and tokens beyond V are masked. A row with NaN or +inf, or with nothing above -inf, gets
@@ -22,6 +22,7 @@ import triton.language as tl
 from kernels.gumbel import NO_TOKEN
 from kernels.operations import FUSED_ROWS_MAX
 from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight, Weight, values_and_scales
+from kernels.triton import hopper_gemv
 from kernels.triton.card_properties import capability, card, multiprocessors, power_of_two
 from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.linear import skinny_tiles
@@ -91,6 +92,10 @@ def bind_greedy_head(weight: Weight) -> Callable[[torch.Tensor], torch.Tensor] |
     if isinstance(weight, Int4Weight):
         return None
     values, scales = values_and_scales(weight)
+    if not isinstance(weight, torch.Tensor):
+        row = torch.empty(1, values.shape[1], dtype=torch.bfloat16, device=values.device)
+        if hopper_gemv.choose_separate_tiles(row, weight, values.shape[0]) is not None:
+            return None
     weight_bytes, (num_tokens, num_columns) = values.element_size(), values.shape
     card_facts = capability(values.device), multiprocessors(values.device)
 

@@ -9,6 +9,7 @@ import torch
 from kernels.quantised_weights import FP8, Fp8Weight
 from kernels.triton.card_properties import capability, card, multiprocessors
 from kernels.triton.dequantised_slabs import dequantise_rows, multiply_slabs, takes_slabs
+from kernels.triton.hopper_gemv import multiply_few_rows
 from kernels.triton.linear_tiles import MEMORY_BOUND_ROWS_MAX, byte_tiles, launch
 
 
@@ -28,8 +29,8 @@ def linear_fp8(
     bits: its sums are carried into float32 registers after every tile of columns (two-level accumulation, arXiv 2412.19437).
     More than 64 e4m3 rows go to `torch._scaled_mm` where it supports them (bfloat16 out, sizes divisible by 16), also with
     exact accumulation, and a bias is added to its result. Float rows are multiplied in their own type, which holds every e4m3
-    exactly; more than 512 of 16 bits, if the result has their type, with slabs (`dequantised_slabs`), to which scaled weights
-    are rounded once.
+    exactly: up to 16 of 16 bits on Hopper by `fused_byte_rows`; more than 512 of 16 bits, if the result has their type, with
+    slabs (`dequantised_slabs`), to which scaled weights are rounded once.
     Reads N·K bytes of weights once per row tile, or once and 2·N·K of slabs, M·K (e4m3) or 2·M·K of x, writes 2·M·N; 2·M·N·K
     operations. Rows beyond M, columns beyond N and K are masked. Accumulates in float32. Raises ValueError on a card that
     has no e4m3.
@@ -47,6 +48,8 @@ def linear_fp8(
         return out
     if takes_slabs(x, out):
         return multiply_slabs(x, partial(dequantise_rows, weight), x.shape[1], bias, out)
+    if multiply_few_rows(x, weight, bias, out):
+        return out
     tiles = byte_tiles(
         x.shape[0], weight.values.shape, capability(x.device), multiprocessors(x.device), row_bytes=x.element_size()
     )

@@ -13,6 +13,7 @@ from kernels.quantised_weights import CHUNK_COLUMNS, Int4Weight
 from kernels.triton.card_properties import capability, card, multiprocessors, power_of_two
 from kernels.triton.dequantised_slabs import multiply_slabs, takes_slabs
 from kernels.triton.early_launch import early_launch, wait_for_previous
+from kernels.triton.hopper_gemv import multiply_few_rows
 from kernels.triton.int4_codes import COLUMNS, RUN, RUNS, accumulate_int4, unpack_scales
 from kernels.triton.split_k import UNPACK, choose_splits, reduce_and_store, split_workspace
 
@@ -104,18 +105,19 @@ def linear_int4(
 
     The layout is `Int4Weight`'s; zero points are subtracted before the sum over a group and its scale is applied after it, so
     the codes are multiplied as exact integers (AWQ: arXiv 2306.00978, GPTQ: arXiv 2210.17323). A shift and a mask convert codes
-    to floats by putting them under a fixed exponent. For M ≤ 64 split-K (arXiv 2402.00025) with a fixed order of addition; up
-    to 512 rows tiles of 64 or 128 rows; above, slabs (`dequantised_slabs`) of x's type, to which weights are rounded once. If
-    packing permuted the columns, those of x are permuted first. Reads N·K / 2 + 4·N·K / group bytes of weights once per row
-    tile, or once and 2·N·K of slabs, writes 2·M·N; 2·M·N·K operations. Rows beyond M, columns beyond N and K are masked.
+    to floats by putting them under a fixed exponent. For M ≤ 16 on Hopper, and groups of whole chunks, `fused_int4_rows`; up
+    to 64 split-K (arXiv 2402.00025) with a fixed order of addition; up to 512 rows tiles of 64 or 128 rows; above,
+    slabs (`dequantised_slabs`) of x's type, to which weights are rounded once. If packing permuted the columns, those of x are
+    permuted first. Reads N·K / 2 + 4·N·K / group bytes of weights once per row tile, or once and
+    2·N·K of slabs, writes 2·M·N; 2·M·N·K operations. Rows beyond M, columns beyond N and K are masked.
     Accumulates in float32. Raises ValueError for an x of 32 bits.
     """
     check_int4_rows(x)
+    out = x.new_empty(x.shape[0], weight.num_rows) if out is None else out
+    if not x.shape[0] or multiply_few_rows(x, weight, bias, out):
+        return out
     if weight.permutation is not None:
         x = x.index_select(1, weight.permutation)
-    out = x.new_empty(x.shape[0], weight.num_rows) if out is None else out
-    if not x.shape[0]:
-        return out
     if takes_slabs(x, out):
         return multiply_slabs(x, partial(dequantise_rows, weight), weight.words.shape[0] * CHUNK_COLUMNS, bias, out)
     shape = weight.num_rows, weight.num_columns

@@ -23,9 +23,9 @@ from kernels.alternatives import (
     GEMV,
     LONE_ATTENTION,
     ONE_LAUNCH,
+    PRODUCTS,
     ROTATION_BEFORE,
     ROTATION_INSIDE,
-    ROW_PRODUCTS,
     SPLITS,
     TILES,
     put_in_force,
@@ -48,8 +48,8 @@ pytestmark = [
 ]
 
 SMALL: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 32, "num_kv_blocks": 8, "max_num_batched_tokens": 32}
-PRODUCTS = ROW_PRODUCTS[2]
-DEFAULTS = {choice.name: choice.alternatives[0] for choice in (PRODUCTS, LONE_ATTENTION, FEW_ROWS_ATTENTION)}
+ROW_PRODUCTS = PRODUCTS[16, 1]
+DEFAULTS = {choice.name: choice.alternatives[0] for choice in (ROW_PRODUCTS, LONE_ATTENTION, FEW_ROWS_ATTENTION)}
 FAST = {TILES, SPLITS}
 
 
@@ -145,13 +145,13 @@ def second(llama: Path, cache: Path, first: Started) -> Started:
 
 
 def test_the_fastest_alternatives_serve(first: Started) -> None:
-    assert first.serving == {**DEFAULTS, PRODUCTS.name: TILES, LONE_ATTENTION.name: SPLITS}
+    assert first.serving == {**DEFAULTS, ROW_PRODUCTS.name: TILES, LONE_ATTENTION.name: SPLITS}
 
 
 def test_every_alternative_has_its_figure(first: Started) -> None:
     figures = {choice.name: choice.us for choice in first.info.kernel_choices}
     assert figures == {
-        PRODUCTS.name: {GEMV: 1000.0, TILES: 900.0},
+        ROW_PRODUCTS.name: {GEMV: 1000.0, TILES: 900.0},
         LONE_ATTENTION.name: {ONE_LAUNCH: 1000.0, SPLITS: 900.0, ROTATION_BEFORE: 1000.0},
         FEW_ROWS_ATTENTION.name: {ROTATION_INSIDE: 1000.0, ROTATION_BEFORE: 1000.0},
     }

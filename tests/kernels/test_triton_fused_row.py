@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kernels import alternatives
-from kernels.alternatives import ROW_PRODUCTS, alternative_in_force
+from kernels.alternatives import PRODUCTS, alternative_in_force
 from kernels.quantised_weights import pack_fp8, pack_int8
 from kernels.reference import fused_linear as reference
 from kernels.residual_stream import Gate, Stream
@@ -127,7 +127,7 @@ def test_the_tiles_for_more_rows_serve_one_row_where_they_are_in_force(
     correct_e4m3(monkeypatch)
     x, weight = normal(1, 256, dtype=torch.float16, device=device), weight_of(kind, 48, 256, device)
     operands = x, weight, normal(1, 48, dtype=torch.float16, device=device), torch.ones(48, device=device)
-    with alternative_in_force(ROW_PRODUCTS[2 if kind == "plain" else 1], alternatives.TILES):
+    with alternative_in_force(PRODUCTS[16 if kind == "plain" else 8, 1], alternatives.TILES):
         tiles = fused_linear.choose_tiles(x, weight, 48, gated=False, has_squares_out=True)
         actual = fused_linear.linear_add(*operands)
     assert isinstance(tiles, FusedTiles)

@@ -27,7 +27,7 @@ COVERED = {
     "route_kernel", "combine_kernel", "prepare_decode_kernel", "copy_blocks_kernel", "count_tokens_kernel",
     "split_kernel", "merge_kernel", "prefill_kernel", "bitmask_kernel", "merge_chunks_kernel", "lone_kernel",
     "overlapped_kernel", "rows_kernel", "merge_rows_kernel", "invariant_kernel", "invariant_int4_kernel", "linear_int4_kernel",
-    "fused_row_kernel", "fused_byte_row_kernel", "fused_int4_row_kernel", "fused_int4_kernel", "dequantise_bytes_kernel",
+    "fused_row_kernel", "fused_byte_rows_kernel", "fused_int4_rows_kernel", "fused_int4_kernel", "dequantise_bytes_kernel",
     "dequantise_int4_kernel",
 }  # fmt: skip
 """Kernels whose tiles follow from the model. Of those that go over rows of some width the gate has widths alone."""

@@ -8,16 +8,20 @@ import pytest
 
 from engine.options import SEATS_MAX
 from engine.runner.warm_up import (
+    CHUNK_LENGTHS,
     DECODE_BATCH_SIZES,
     FEW_REQUESTS,
     MANY_REQUESTS,
     SEARCH_BATCH_SIZES,
     SOME_REQUESTS,
+    STEP_SIZES,
     _steps_of_each_kind,
 )
 from engine.scheduling.limits import STEP_DRAFT_TOKENS_MAX, SchedulerLimits
+from kernels.operations import FUSED_ROWS_MAX
 from kernels.triton.attention_splits import SPLIT_QUERIES, scheduled_requests
 from kernels.triton.early_launch import EARLY_ROWS_MAX
+from kernels.triton.hopper_gemv import hopper_gemv_tiles
 
 ROWS_MAX = SEATS_MAX + STEP_DRAFT_TOKENS_MAX
 
@@ -27,6 +31,13 @@ def test_every_number_of_decodes_and_chunks_has_a_compiled_size() -> None:
         for most in (1, 33, 256, 257, 600, 1024, ROWS_MAX):
             asked = {scheduled_requests(min(number, most)) for number in compiled}
             assert {scheduled_requests(number) for number in range(1, most + 1)} <= asked, f"{compiled} up to {most}"
+
+
+def test_products_of_any_few_rows_have_tiles_that_were_compiled() -> None:
+    for compiled in (STEP_SIZES, DECODE_BATCH_SIZES, CHUNK_LENGTHS):
+        asked = {hopper_gemv_tiles(number, 4096, 132, gated=False, bits=8) for number in (1, *compiled)}
+        tiles = {hopper_gemv_tiles(number, 4096, 132, gated=False, bits=8) for number in range(1, FUSED_ROWS_MAX + 1)}
+        assert tiles <= asked, f"{compiled}"
 
 
 @pytest.mark.parametrize("seats", [1, 2, 3, 4, 5, 9, 20, 33, 300, 1024])

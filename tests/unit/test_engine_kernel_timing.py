@@ -18,10 +18,10 @@ from engine.runner.cuda_graphs import CaptureFailed, DirectCalls
 from engine.runner.kernel_choices import FOLDER, KernelChoices
 from engine.runner.kernel_timing import MARGIN, ROUNDS_MAX, ROUNDS_MIN, KernelTiming, fastest, interleaved_s, wrong_results
 from engine.switches import EARLY_LAUNCH
-from kernels.alternatives import GEMV, ROW_PRODUCTS, TILES, put_in_force
+from kernels.alternatives import GEMV, PRODUCTS, TILES, put_in_force
 from kernels.variants import KernelCache
 
-CHOICE = ROW_PRODUCTS[2]
+CHOICE = PRODUCTS[16, 1]
 BY_TILES = KernelChoice(name=CHOICE.name, serves=TILES, us={GEMV: 4200.0, TILES: 3900.0})
 
 

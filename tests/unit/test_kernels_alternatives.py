@@ -12,16 +12,17 @@ from kernels.alternatives import (
     HOPPER_GEMV,
     LONE_ATTENTION,
     ONE_LAUNCH,
+    PRODUCTS,
     ROTATION_BEFORE,
-    ROW_PRODUCTS,
     SPLITS,
     TILES,
     alternative_in_force,
     consulted,
     put_in_force,
+    serving_product,
 )
 
-BYTES = ROW_PRODUCTS[1]
+BYTES = PRODUCTS[8, 1]
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +42,29 @@ def test_the_alternative_in_force_serves_where_it_supports_the_launch() -> None:
     assert BYTES.serving(HOPPER_GEMV, GEMV, TILES) == TILES
     put_in_force({BYTES.name: HOPPER_GEMV})
     assert BYTES.serving(GEMV, TILES) == GEMV
+
+
+def test_an_alternative_that_was_passed_over_serves_no_other_launch() -> None:
+    put_in_force({BYTES.name: GEMV})
+    assert BYTES.serving(HOPPER_GEMV, TILES) == TILES
+
+
+@pytest.mark.parametrize(
+    ("bits", "num_rows", "limit"), [(8, 1, 1), (8, 2, 8), (8, 8, 8), (8, 9, 16), (8, 16, 16), (4, 1, 1), (4, 7, 8), (4, 10, 16)]
+)
+def test_products_are_decided_by_bits_and_number_of_rows(bits: int, num_rows: int, limit: int) -> None:
+    assert serving_product(bits, num_rows, HOPPER_GEMV, TILES) == HOPPER_GEMV
+    put_in_force({PRODUCTS[bits, limit].name: TILES})
+    assert serving_product(bits, num_rows, HOPPER_GEMV, TILES) == TILES
+    put_in_force({choice.name: TILES for choice in PRODUCTS.values() if choice is not PRODUCTS[bits, limit]})
+    assert serving_product(bits, num_rows, HOPPER_GEMV, TILES) == HOPPER_GEMV
+
+
+def test_products_without_alternatives_are_tiled() -> None:
+    with consulted() as found:
+        assert serving_product(16, 2, TILES) == TILES
+        assert serving_product(32, 1, TILES) == TILES
+    assert not found
 
 
 def test_a_decision_replaces_all_earlier_ones() -> None:

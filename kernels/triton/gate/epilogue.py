@@ -10,13 +10,16 @@ LLAMA_8B = {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (14336, 4096), 
 """For each product of a layer of Llama-3.1-8B: columns of out (half the weight's rows for the gated one), and columns of x."""
 
 
+PLAIN = "plain"
+"""A product with nothing around it but a bias."""
+
 RESIDUAL_SUMS = ("out", "down")
 """The products that are added to the residual stream, and whose sums of squares the next product reads."""
 
 
 def squares_block(name: str, num_squares: int) -> int:
-    """The constant SQUARES_BLOCK of a product: those with a residual sum read no squares."""
-    return 1 if name in RESIDUAL_SUMS else power_of_two(num_squares)
+    """The constant SQUARES_BLOCK of a product: those with a residual sum and plain ones read no squares."""
+    return 1 if name in (*RESIDUAL_SUMS, PLAIN) else power_of_two(num_squares)
 
 
 def epilogue_types(kernel: Any, name: str, row_type: str, *, splits: int = 1, has_bias: bool = False) -> dict[str, str | None]:
@@ -25,7 +28,8 @@ def epilogue_types(kernel: Any, name: str, row_type: str, *, splits: int = 1, ha
     residual_types = {"residual": row_type, "norm_weight": row_type, "weighted": row_type, "squares_out": "*fp32"}
     norm_types = {"squares": "*fp32"}
     split_types = {"partials": "*fp32", "arrivals": "*i32"}
-    passed = (residual_types if name in RESIDUAL_SUMS else norm_types) | (split_types if splits > 1 else {})
+    passed = residual_types if name in RESIDUAL_SUMS else {} if name == PLAIN else norm_types
+    passed = passed | (split_types if splits > 1 else {})
     passed |= {"bias": row_type} if has_bias else {}
     absent = ({"bias", *residual_types, *norm_types, *split_types} - set(passed)) & set(kernel.arg_names)
     return {"out": row_type, **passed, **dict.fromkeys(sorted(absent))}
