@@ -217,9 +217,9 @@ def _make_slot_runner(
 
 
 def _kernel_choices(resolved: ResolvedOptions, model: LoadedDecoder, cached: CachedModels) -> KernelChoices:
-    """The kernels that serve: those that were fastest where steps are captured, otherwise the defaults."""
+    """The kernels that serve: on a GPU those that were fastest where steps are captured, otherwise the defaults."""
     options = resolved.options
-    if cached.mode is not StepMode.CAPTURED or options.batch_invariant or not is_on(MEASURED_KERNELS):
+    if resolved.device.type != "cuda" or options.batch_invariant or not is_on(MEASURED_KERNELS):
         return KernelChoices(None)
     facts = {
         "model": repr(resolved.config),
@@ -227,7 +227,7 @@ def _kernel_choices(resolved: ResolvedOptions, model: LoadedDecoder, cached: Cac
         "formats": [str(resolved.dtype), str(resolved.kv_dtype), model.quantization, options.head_quantization],
         "sizes": [cached.plan.max_model_len, options.block_size, options.max_num_seqs],
     }
-    return KernelChoices.of(resolved.device, facts)
+    return KernelChoices.of(resolved.device, facts, decides=cached.mode is StepMode.CAPTURED)
 
 
 def _make_step_budget(options: EngineOptions, step_times: StepTimeModel, sizes: Sequence[int]) -> StepBudget | None:

@@ -4,8 +4,9 @@ They are timed (`runner.kernel_timing`) by the first start, and kept in a file b
 serve by the same kernels and give the same bits. The file's name is a digest of all that may change the decision: card, driver,
 torch, compiler, sources of the kernels, the model's shape and formats, and engine options. Deleting it has kernels timed anew.
 
-Nothing is timed, and the defaults serve, where steps are not captured, in batch-invariant engines, which have their own
-kernels, and with GATEHOUSE_MEASURED_KERNELS=0.
+Only an engine whose steps are captured decides. One that runs steps in another way serves by what such an engine has decided,
+so that both give the same tokens. On a CPU, in batch-invariant engines, which have their own kernels, and with
+GATEHOUSE_MEASURED_KERNELS=0 the defaults serve.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from engine.device import DRIVER, device_name
 from engine.protocol import KernelChoice
 from engine.runner.cuda_graphs import CaptureFailed
 from engine.runner.kernel_timing import KernelTiming
-from engine.switches import switched_off
+from engine.switches import GRAPHS, switched_off
 from kernels import ops
 
 log = logging.getLogger("gatehouse.engine")
@@ -36,9 +37,10 @@ FOLDER = "gatehouse-kernel-choices"
 class KernelChoices:
     """The decisions for one engine; puts them in force for the process."""
 
-    def __init__(self, path: Path | None) -> None:
-        """`path`: the file of the decisions. None: there are none, the defaults serve."""
+    def __init__(self, path: Path | None, *, decides: bool = True) -> None:
+        """`path`: the file of the decisions. None: there are none, the defaults serve. `decides`: whether the engine can."""
         self._path = path
+        self._decides = decides
         self._are_stored = False
         self.chosen: list[KernelChoice] = []
         if path is not None:
@@ -46,7 +48,7 @@ class KernelChoices:
         ops.put_in_force({each.name: each.serves for each in self.chosen})
 
     @classmethod
-    def of(cls, device: torch.device, facts: Mapping[str, object]) -> KernelChoices:
+    def of(cls, device: torch.device, facts: Mapping[str, object], *, decides: bool = True) -> KernelChoices:
         """Those of an engine with these facts, on a GPU."""
         cache = ops.kernel_cache()
         facts = {
@@ -55,14 +57,14 @@ class KernelChoices:
             "driver": DRIVER.read_text("utf-8") if DRIVER.exists() else "",
             "torch": torch.__version__,
             "kernels": cache.revision,
-            "switched_off": switched_off(),
+            "switched_off": [name for name in switched_off() if name != GRAPHS],
         }
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-        return cls(cache.folder / FOLDER / f"{digest[:32]}.json")
+        return cls(cache.folder / FOLDER / f"{digest[:32]}.json", decides=decides)
 
     @property
     def needs_timing(self) -> bool:
-        return self._path is not None and not self._are_stored
+        return self._path is not None and self._decides and not self._are_stored
 
     def decide(self, timing: KernelTiming) -> None:
         """Time the alternatives, put the fastest in force and store the decisions. If a capture fails or memory is short, the

@@ -105,7 +105,7 @@ class Started:
         return {choice.name: choice.serves for choice in self.info.kernel_choices}
 
 
-def started(model: Path, cache: Path, fast: set[str] = FAST) -> Started:
+def started(model: Path, cache: Path, fast: set[str] = FAST, **options: Any) -> Started:
     records: list[str] = []
 
     class Notes(logging.Handler):
@@ -118,7 +118,7 @@ def started(model: Path, cache: Path, fast: set[str] = FAST) -> Started:
     logger.setLevel(logging.INFO)
     try:
         with starting(cache, fast) as card:
-            engine = engine_of(model)
+            engine = engine_of(model, **options)
             graph_bytes, num_captures = card.graph_bytes, card.num_captures
             found = run_to_end(engine, [generation_request("a", [5, 6, 7], max_tokens=4)])
             return Started(engine.info, "\n".join(records), tokens(found["a"]), graph_bytes, num_captures)
@@ -210,10 +210,28 @@ def test_a_kernel_with_wrong_results_does_not_serve_though_it_is_the_fastest(lla
     assert "attention of one row by splits and merge (one launch refused: wrong results)" in found.info.kernels
 
 
+WITHOUT_GRAPHS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "launched one by one": ({}, {GRAPHS: "0"}),
+    "plain steps": ({"enforce_eager": True}, {}),
+}
+
+
+@pytest.mark.parametrize(("options", "variables"), WITHOUT_GRAPHS.values(), ids=WITHOUT_GRAPHS)
+def test_engines_without_graphs_serve_by_what_one_with_graphs_decided_and_decide_nothing(
+    options: dict[str, Any], variables: dict[str, str], llama: Path, cache: Path, first: Started, tmp_path: Path
+) -> None:
+    with (
+        mock.patch.dict("os.environ", variables),
+        mock.patch.object(kernel_timing, "KernelTiming", side_effect=AssertionError("nothing is to be timed")),
+    ):
+        decided, undecided = started(llama, cache, **options), started(llama, tmp_path, **options)
+    assert (decided.serving, decided.answer) == (first.serving, first.answer)
+    assert undecided.serving == {}
+    assert not [*tmp_path.rglob("*.json")]
+
+
 OFF: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "on a CPU": ({"device": "cpu", "dtype": "float32"}, {}),
-    "without graphs": ({}, {GRAPHS: "0"}),
-    "plain steps": ({"enforce_eager": True}, {}),
     "batch-invariant": ({"batch_invariant": True}, {}),
     "switched off": ({}, {MEASURED_KERNELS: "0"}),
 }

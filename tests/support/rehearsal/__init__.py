@@ -28,7 +28,7 @@ def _compile_nothing(*_: object, **__: object) -> None:
     """Not a mock, which would keep the decoders that it was called with."""
 
 
-def _defaults(*_: object) -> KernelChoices:
+def _defaults(*_: object, **__: object) -> KernelChoices:
     return KernelChoices(None)
 
 
