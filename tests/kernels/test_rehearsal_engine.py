@@ -47,13 +47,6 @@ SMALL: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 32, "num_kv_blocks"
 PROMPTS = {"a": [5, 6, 7], "b": list(range(3, 21)), "c": [8]}
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "llama"
-    make_model("llama", folder, num_hidden_layers=1, head_dim=16)
-    return folder
-
-
 def answers(model: Path, prompts: dict[str, list[int]] = PROMPTS, **options: Any) -> dict[str, list[int]]:
     engine = small_engine(model, dtype="float32", **{**SMALL, **options})
     events = run_to_end(engine, [generation_request(name, prompt, max_tokens=4) for name, prompt in prompts.items()])
