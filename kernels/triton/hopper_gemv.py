@@ -23,7 +23,7 @@ bandwidth (docs/adr/0066-few-rows-on-hopper.md), and a kernel that adds in their
 
 @dataclass(frozen=True, slots=True)
 class HopperGemvTiles:
-    """`num_warps` warps with a chunk of 128 columns each; `block_n` outputs, a multiple of the 16 that a matrix instruction has;
+    """`num_warps` warps with a chunk of 128 columns each; `block_n` outputs, a multiple of the 16 of a matrix instruction;
     `num_rows` rows of x: 1, or the real number rounded up to 8 or 16."""
 
     num_warps: int
