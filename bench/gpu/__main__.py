@@ -24,7 +24,7 @@ REHEARSAL_S = 900.0
 def main() -> int:
     """Run, write, print; the exit status is that of `report.status`."""
     known = sorted({part.target for part in PARTS})
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="bench/gpu.sh", description=__doc__)
     parser.add_argument("--rehearse", action="store_true", help="on the CPU with tiny shapes; no figures")
     parser.add_argument("--only", default="", help=f"comma-separated parts: {', '.join(known)}")
     parser.add_argument("--out", type=Path, help="path of the JSON (default: in bench/results/; a rehearsal writes none)")

@@ -44,7 +44,7 @@ def warm_up(steps: SlotSteps, choices: KernelChoices | None = None) -> None:
     """
     timing = None if choices is None or not choices.needs_timing else KernelTiming(steps)
     if compiles_at_first_use(steps.device):
-        with compiling("choices"):
+        with compiling("sampling"):
             _compile_sampling(steps)
             if timing is not None:
                 timing.compile()

@@ -14,7 +14,7 @@ from kernels.triton.card_properties import has_gluon, multiprocessors
 from kernels.triton.epilogue import Epilogue
 
 OPERAND_ROWS = 8
-"""Columns of a matrix instruction's right operand."""
+"""Rows of x that a matrix instruction multiplies: the columns of its right operand."""
 
 HEAD_OUTPUTS_MIN = 32_000
 """From so many outputs on, which output heads have, tiles of 8-bit weights are not split: on an H200 they reached 0.82 of the
@@ -23,8 +23,8 @@ bandwidth (docs/adr/0066-few-rows-on-hopper.md), and a kernel that adds in their
 
 @dataclass(frozen=True, slots=True)
 class HopperGemvTiles:
-    """`num_warps` warps with a chunk of 128 columns each; `block_n` outputs, one or more times the 16 rows of a matrix
-    instruction; `num_rows` rows of x: 1, 8 or 16."""
+    """`num_warps` warps with a chunk of 128 columns each; `block_n` outputs, a multiple of the 16 of a matrix instruction;
+    `num_rows` rows of x: 1, or the real number rounded up to 8 or 16."""
 
     num_warps: int
     registers_max: int  # per thread
@@ -33,13 +33,15 @@ class HopperGemvTiles:
 
 
 def hopper_gemv_tiles(num_rows: int, num_outputs: int, multiprocessors: int, *, gated: bool, bits: int) -> HopperGemvTiles:
-    """Eight warps, to keep enough loads in flight for matrices of few outputs. Four for a gated product, whose programs have
-    twice as many outputs: four programs then share a multiprocessor, and some compute while others start or end. The number of
-    warps determines the order of sums, so it is the same for any number of rows.
+    """The tiles for weights of `bits` bits.
 
-    Every program reads all of x. For more than one row programs therefore have 32 outputs, or 16 of both halves, unless
-    multiprocessors were left without a program. 16 rows need more registers than leave room for as many programs (4 bits), and
-    get them where each multiprocessor has one program anyway. `bits`: of a weight
+    Eight warps, to keep enough loads in flight for matrices of few outputs. Four for a gated product, whose programs have twice
+    as many outputs: four programs then share a multiprocessor, and some compute while others start or end. The number of warps
+    determines the order of sums, so it is the same for any number of rows.
+
+    Every program reads all of x. For more than one row programs therefore have 32 outputs, or 16 of both halves, unless that
+    would leave multiprocessors without a program. With 16 rows gated products of 4 bits get more registers, so that only three
+    programs share a multiprocessor, and so do other products where each multiprocessor has one program anyway.
     """
     padded = 1 if num_rows == 1 else -(-num_rows // OPERAND_ROWS) * OPERAND_ROWS
     if gated:
@@ -107,4 +109,5 @@ def multiply_few_rows(
 
 
 def weight_bits(weight: Int8Weight | Fp8Weight | Int4Weight) -> int:
+    """Bits of a weight."""
     return 4 if isinstance(weight, Int4Weight) else 8

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -38,6 +38,25 @@ elif DEVICE.type == "cpu":
 def device() -> torch.device:
     """The GPU, or the CPU with kernels in Triton's interpreter."""
     return DEVICE
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of one layer, small enough for the interpreter."""
+    from tests.support.tiny_models import make_model
+
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    make_model("llama", folder, num_hidden_layers=1, head_dim=16)
+    return folder
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """The number of torch's threads within the test."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -41,21 +41,10 @@ pytest.importorskip("triton")
 from kernels.triton import experts
 from kernels.triton.expert_tiles import SortedTokens, sort_by_expert
 
-# The interpreter of Triton 3.6 turns the bounds of a loop into integers in a way that numpy will refuse one day.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is rehearsed"),
-]
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is rehearsed")
 
 SMALL: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 32, "num_kv_blocks": 8, "max_num_batched_tokens": 16}
 PROMPTS = {"a": [5, 6, 7], "b": list(range(3, 21)), "c": [8]}
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "llama"
-    make_model("llama", folder, num_hidden_layers=1, head_dim=16)
-    return folder
 
 
 def answers(model: Path, prompts: dict[str, list[int]] = PROMPTS, **options: Any) -> dict[str, list[int]]:

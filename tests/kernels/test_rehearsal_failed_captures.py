@@ -17,19 +17,11 @@ from tests.support.engines import generation_request, run_to_end, small_engine, 
 from tests.support.rehearsal import DEVICE, rehearsal
 from tests.support.rehearsal.graphs import Graph
 from tests.support.rehearsal.table import replace_triton_operations
-from tests.support.tiny_models import make_model
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is rehearsed")
 
 SMALL: dict[str, Any] = {"max_num_seqs": 16, "max_model_len": 32, "num_kv_blocks": 32}
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "llama"
-    make_model("llama", folder, num_hidden_layers=1, head_dim=16)
-    return folder
 
 
 def answers(engine: Engine) -> list[list[int]]:

@@ -20,7 +20,6 @@ from tests.support.rehearsal import DEVICE, Schedule, rehearsal
 from tests.support.rehearsal.card import SEGMENT_BYTES
 from tests.support.rehearsal.graphs import Graph
 from tests.support.rehearsal.table import replace_triton_operations
-from tests.support.tiny_models import make_model
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is rehearsed")
@@ -28,13 +27,6 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU no
 SEATS = 16
 PROMPTS = {str(number): [5, 6, 7 + number] for number in range(9)}
 """More than the sizes that are captured before the first request."""
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "llama"
-    make_model("llama", folder, num_hidden_layers=1, head_dim=16)
-    return folder
 
 
 def engine_of(model: Path, **options: Any) -> Engine:

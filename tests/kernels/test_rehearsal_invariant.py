@@ -20,11 +20,7 @@ pytest.importorskip("triton")
 from kernels.triton import invariant_attention, invariant_linear
 from kernels.triton.linear_tiles import Tiles
 
-# The interpreter of Triton 3.6 turns the bounds of a loop into integers in a way that numpy will refuse one day.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is rehearsed"),
-]
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is rehearsed")
 
 SMALL: dict[str, Any] = {
     "max_num_seqs": 4, "max_model_len": 32, "num_kv_blocks": 16, "max_num_batched_tokens": 16, "enable_prefix_caching": False,

@@ -35,29 +35,17 @@ from tests.support.kernel_device import interpret_without_gpu
 from tests.support.rehearsal import Schedule, rehearsal
 from tests.support.rehearsal.card import Card
 from tests.support.rehearsal.table import replace_triton_operations
-from tests.support.tiny_models import make_model
 
 interpret_without_gpu()
 from kernels.triton import rotated_decode  # noqa: E402
 from kernels.triton.lone_decode import lone_decode  # noqa: E402
 
-# The interpreter of Triton 3.6 turns the bounds of a loop into integers in a way that numpy will refuse one day.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is rehearsed"),
-]
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is rehearsed")
 
 SMALL: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 32, "num_kv_blocks": 8, "max_num_batched_tokens": 32}
 ROW_PRODUCTS = PRODUCTS[16, 1]
 DEFAULTS = {choice.name: choice.alternatives[0] for choice in (ROW_PRODUCTS, LONE_ATTENTION, FEW_ROWS_ATTENTION)}
 FAST = {TILES, SPLITS}
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "llama"
-    make_model("llama", folder, num_hidden_layers=1, head_dim=16)
-    return folder
 
 
 @pytest.fixture(autouse=True)

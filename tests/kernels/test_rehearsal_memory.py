@@ -29,13 +29,6 @@ SMALL: dict[str, Any] = {
 CARD_BYTES = 400 << 20
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "llama"
-    make_model("llama", folder, num_hidden_layers=1, head_dim=16)
-    return folder
-
-
 def _fastest_s(*_: object) -> float:
     """Not a mock, which would keep the decoders that it was called with."""
     return PASS_S

@@ -22,11 +22,7 @@ from tests.support.tiny_models import make_model
 interpret_without_gpu()
 from kernels.triton import rotated_decode  # noqa: E402
 
-# The interpreter of Triton 3.6 turns the bounds of a loop into integers in a way that numpy will refuse one day.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is rehearsed"),
-]
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is rehearsed")
 
 SMALL: dict[str, Any] = {"max_num_seqs": 1, "max_model_len": 16, "num_kv_blocks": 4, "max_num_batched_tokens": 16}
 NUM_TOKENS = 5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -17,15 +17,9 @@ from kernels.simd.attention_tile import CHUNK, HEAD_DIM_MAX
 from kernels.simd.table import OPERATIONS
 from kernels.simd.vectors import LANES
 
+pytestmark = pytest.mark.usefixtures("threads")
+
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"], autouse=True)
-def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
 
 
 def case(lens: Sequence[tuple[int, int]], shape: AttentionShape) -> tuple[torch.Tensor, torch.Tensor, list[AttentionRow]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,16 +13,10 @@ from kernels.recorded_operations import NotRecordable
 from kernels.simd.launching import OperationSequence
 from kernels.simd.table import OPERATIONS
 
+pytestmark = pytest.mark.usefixtures("threads")
+
 HIDDEN, INNER, BLOCKS, MAX_ROWS = 64, 96, 40, 19
 SHAPE = AttentionShape(16, 4, 2, 16, softcap=30.0)
-
-
-@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"], autouse=True)
-def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
 
 
 class Layers:

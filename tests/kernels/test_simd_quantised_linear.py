@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import product
 
 import pytest
@@ -25,14 +25,6 @@ Kernel = Callable[[torch.Tensor], torch.Tensor]
 TOLERANCE = 1e-5  # float32 sums of at most some hundred products near one, beside float64
 ROUNDED = {torch.float32: TOLERANCE, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 FORMATS = ["int8", "fp8", "int4"]
-
-
-@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def product_and_reference(name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[Kernel, Kernel]:

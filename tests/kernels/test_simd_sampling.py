@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +15,8 @@ from kernels.reference import sampling as reference
 from kernels.sampling_columns import SamplingColumns
 from kernels.simd import sampling
 from kernels.simd.vectors import LANES
+
+pytestmark = pytest.mark.usefixtures("threads")
 
 LOG2_E = 1.4426950408889634
 SETTINGS: list[dict[str, Any]] = [
@@ -50,14 +51,6 @@ SETTINGS: list[dict[str, Any]] = [
     {"suppressed": [1], "rule": 1, "repetition": 1.2, "typical_p": 0.7},
 ]
 VOCABS = (1, LANES - 1, LANES, 129, 4093)
-
-
-@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"], autouse=True)
-def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
 
 
 def columns_of(settings: list[dict[str, Any]], vocab_size: int) -> SamplingColumns:

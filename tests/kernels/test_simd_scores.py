@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,15 +15,9 @@ from kernels.simd.scores import SPAN, score_tokens
 from kernels.simd.vectors import LANES
 from tests.support.kernel_cases import Guarded
 
+pytestmark = pytest.mark.usefixtures("threads")
+
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"], autouse=True)
-def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
 
 
 def table_of(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> torch.Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -14,15 +12,9 @@ from kernels.simd.table import OPERATIONS
 from tests.kernels.test_triton_decode_inputs import COLUMNS, NUM_SLOTS, prepared, state
 from tests.support.kernel_cases import Guarded
 
+pytestmark = pytest.mark.usefixtures("threads")
+
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"], autouse=True)
-def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("block_size", [16, 32])

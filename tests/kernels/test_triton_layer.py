@@ -18,7 +18,6 @@ from kernels.triton.rope_and_cache import rope_and_cache
 from tests.support.kernel_cases import normal, poisoned
 from tests.support.kernel_tolerances import assert_near
 
-# The interpreter of Triton 3.6 turns the bounds of a loop into integers in a way that numpy will refuse one day.
 HIDDEN, HEADS, KV_HEADS, SIZE, INNER, EPS = 64, 4, 2, 16, 96, 1e-6
 LAUNCHES_MAX = 8
 ATTENTION_LAUNCHES = 2  # parts of a context, then their sum

@@ -22,7 +22,6 @@ from tests.support.engines import generation_request, overlapped_engine, run_to_
 from tests.support.kernel_tables import replace_table
 from tests.support.tiny_models import make_model
 
-# The interpreter of Triton 3.6 turns the bounds of a loop into integers in a way that numpy will refuse one day.
 LAUNCHES_OF_A_LAYER = {1: 5, 2: 6}  # by requests: qkv, attention and with several its merge, out, gate and up, down
 BEGINNING = ("prepare_decode_kernel", "rotation_rows_kernel")
 """What writes all that `lone_kernel` reads before its wait, but for the cache."""

@@ -6,13 +6,15 @@ from dataclasses import dataclass
 
 from argon2 import PasswordHasher
 
+from appliance.base.acting import SYSTEM
 from appliance.base.clock import Clock
 from appliance.base.db import Database
 from appliance.metering.ledger.epochs import begin_epoch
-from appliance.tenancy.access import WHOLE_APPLIANCE
+from appliance.tenancy.access import WHOLE_APPLIANCE, Access
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.members import Member, Members
 from appliance.tenancy.principals import ApiKey, Limits, Principal, Tenant, TenantChanges
+from appliance.tenancy.roles import Role, TenantRole
 from appliance.tenancy.tenants import Tenants
 
 PEPPER = b"p" * 32
@@ -47,6 +49,11 @@ class Cast:
     bob: Person
     charlie: Person
     epoch_id: str
+
+
+def member_of(tenant_id: str, role: TenantRole) -> Access:
+    """What a member of this tenant alone may see and do."""
+    return Access(role=Role.MEMBER, actor=SYSTEM, tenants={tenant_id: role})
 
 
 async def make_person(database: Database, clock: Clock, name: str, limits: Limits = UNLIMITED) -> Person:

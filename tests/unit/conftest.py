@@ -15,11 +15,14 @@ import pytest
 import structlog
 from hypothesis import settings
 
+from appliance.base.db import Database
 from appliance.cli import model_check
 from tests.support import cached_commands
 from tests.support.api_app import ApiApp, open_api_app
+from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import ConsoleApp, open_console
+from tests.support.generations import Serving, open_serving
 from tests.support.typed_commands import Run, command_runner
 
 settings.load_profile("ci")  # the same examples in every run, and no verdict on how long one took
@@ -36,6 +39,13 @@ async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiAp
 async def console(migrated_sqlite_file: Path, tmp_path: Path, clock: FakeClock) -> AsyncIterator[ConsoleApp]:
     """A console with Alice (owner), Vera (viewer), and the tenants of Bob and Charlie."""
     async with open_console(migrated_sqlite_file, tmp_path, clock) as opened:
+        yield opened
+
+
+@pytest.fixture
+async def serving(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) -> AsyncIterator[Serving]:
+    """The serving layer over a fake engine in this process, for the tenants of the cast."""
+    async with open_serving(database, clock, tmp_path / "model", cast.epoch_id) as opened:
         yield opened
 
 

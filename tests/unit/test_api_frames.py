@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,25 +16,17 @@ from appliance.api.exchange import ExchangeWrapper
 from appliance.api.pieces import PIECE_BYTES, LastPiece, PiecewiseResponse, long_json_response
 from appliance.api.rate_limit_headers import UNLIMITED, duration, rate_limit_headers
 from appliance.api.sse import EventStream, chat_frames
-from appliance.base.db import Database
 from appliance.metering.ledger.records import Usage
 from appliance.metering.limits.rate_limits import RateLimit, RateLimitState
 from appliance.serving.chunk_queue import LOGPROBS_MERGED_MAX, ChunkQueue
 from appliance.serving.chunks import Chunk, NamedLogprob
 from appliance.serving.endings import Outcome
 from tests.support.cast import Cast
-from tests.support.clock import FakeClock
 from tests.support.fake_engine import STALL
-from tests.support.generations import Serving, open_serving
+from tests.support.generations import Serving
 from tests.support.loop_iterations import count_iterations
 
 pytestmark = pytest.mark.on_either_database
-
-
-@pytest.fixture
-async def serving(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) -> AsyncIterator[Serving]:
-    async with open_serving(database, clock, tmp_path / "model", cast.epoch_id) as opened:
-        yield opened
 
 
 def framer(**options: Any) -> ChunkFramer:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from appliance.base.acting import SYSTEM
 from appliance.base.db import Database
 from appliance.base.errors import NotFound, RoleNotAllowed
 from appliance.metering.calendar import BillingCalendar
@@ -18,18 +17,14 @@ from appliance.tenancy.keys import Keys
 from appliance.tenancy.members import Members
 from appliance.tenancy.memberships import Memberships
 from appliance.tenancy.principals import KeyChanges, TenantChanges
-from appliance.tenancy.roles import Role, TenantRole
+from appliance.tenancy.roles import TenantRole
 from appliance.tenancy.tenants import Tenants
-from tests.support.cast import PEPPER, Cast
+from tests.support.cast import PEPPER, Cast, member_of
 from tests.support.clock import FakeClock
 from tests.support.ledgers import euro_invoices
 
 Call = Callable[[Access], Awaitable[Any]]
 VIEWER, DEVELOPER, MANAGER = TenantRole.VIEWER, TenantRole.DEVELOPER, TenantRole.MANAGER
-
-
-def member_of(tenant_id: str, role: TenantRole) -> Access:
-    return Access(role=Role.MEMBER, actor=SYSTEM, tenants={tenant_id: role})
 
 
 async def calls(database: Database, clock: FakeClock, cast: Cast) -> dict[str, tuple[TenantRole, Call]]:

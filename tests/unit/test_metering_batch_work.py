@@ -5,9 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
-from collections.abc import AsyncIterator
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -38,18 +36,12 @@ from tests.support import factories
 from tests.support.billing import Tokens, add_price, post_event
 from tests.support.cast import Cast, Person
 from tests.support.clock import FakeClock
-from tests.support.generations import MODEL, Serving, open_serving, text_of
+from tests.support.generations import MODEL, Serving, text_of
 from tests.support.ledgers import all_events, euro_invoices, euro_prices, running_ledger, settle, utc_corrections, utc_recover
 from tests.support.tampering import disable_triggers
 
 TEXT = "the quick brown fox"
 OCTOBER = date(2026, 10, 15)
-
-
-@pytest.fixture
-async def serving(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) -> AsyncIterator[Serving]:
-    async with open_serving(database, clock, tmp_path / "model", cast.epoch_id) as opened:
-        yield opened
 
 
 async def add_price_of(database: Database, clock: FakeClock, model: str = MODEL, **options: Any) -> Price:

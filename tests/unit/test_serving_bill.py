@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import structlog
@@ -21,18 +20,12 @@ from tests.support.cast import Cast, make_person
 from tests.support.clock import FakeClock
 from tests.support.factories import posted
 from tests.support.fake_engine import STALL, make_event
-from tests.support.generations import MODEL, InProcessEngine, Serving, open_serving
+from tests.support.generations import MODEL, InProcessEngine, Serving
 from tests.support.ledgers import euro_prices, num_running, poll_until
 
 pytestmark = pytest.mark.on_either_database
 
 TEXT = "the quick brown fox"
-
-
-@pytest.fixture
-async def serving(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) -> AsyncIterator[Serving]:
-    async with open_serving(database, clock, tmp_path / "model", cast.epoch_id) as opened:
-        yield opened
 
 
 class Scripted:

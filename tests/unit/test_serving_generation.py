@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -36,12 +36,6 @@ from tests.support.served_model import make_hollow_model
 pytestmark = pytest.mark.on_either_database
 
 TEXT = "the quick brown fox — é 漢"
-
-
-@pytest.fixture
-async def serving(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) -> AsyncIterator[Serving]:
-    async with open_serving(database, clock, tmp_path / "model", cast.epoch_id) as opened:
-        yield opened
 
 
 async def test_text_usage_record_and_quota_agree(serving: Serving, cast: Cast) -> None:

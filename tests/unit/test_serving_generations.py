@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from appliance.base.acting import SYSTEM
 from appliance.base.db import Database
 from appliance.base.errors import Draining, EngineUnavailable, NotFound, Overloaded, RoleNotAllowed
 from appliance.metering.ledger.records import PendingEvent, Settlement, Usage
 from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.reservations import Reservation
-from appliance.tenancy.access import WHOLE_APPLIANCE, Access
+from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import Limits
-from appliance.tenancy.roles import Action, Role, TenantRole
+from appliance.tenancy.roles import Action, TenantRole
 from appliance.tenancy.tiers import Tiers
 from engine.protocol import EngineFrame, RequestProgress
-from tests.support.cast import Cast, make_person
+from tests.support.cast import Cast, make_person, member_of
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import STALL, engine_status
 from tests.support.generations import MODEL, InProcessEngine, Serving, open_serving, text_of
@@ -31,16 +30,6 @@ from tests.support.ledgers import euro_prices, num_running, poll_until
 pytestmark = pytest.mark.on_either_database
 
 TEXT = "the quick brown fox"
-
-
-@pytest.fixture
-async def serving(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) -> AsyncIterator[Serving]:
-    async with open_serving(database, clock, tmp_path / "model", cast.epoch_id) as opened:
-        yield opened
-
-
-def member_of(tenant_id: str, role: TenantRole) -> Access:
-    return Access(role=Role.MEMBER, actor=SYSTEM, tenants={tenant_id: role})
 
 
 async def test_a_member_sees_and_ends_live_requests_of_its_own_tenant_only(serving: Serving, cast: Cast) -> None:
