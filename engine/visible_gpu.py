@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 LIBRARY = "libcuda.so.1"
 NO_GPU = "no NVIDIA GPU"
 
+_FUNCTIONS = (
+    "cuInit", "cuDeviceGet", "cuDeviceGetName", "cuDeviceTotalMem_v2", "cuDeviceGetAttribute", "cuGetErrorString",
+)  # fmt: skip
 _NAME_BYTES = 256
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
@@ -42,6 +45,9 @@ def first_visible_gpu() -> tuple[VisibleGpu | None, str]:
         driver = ctypes.CDLL(LIBRARY)
     except OSError:
         return None, NO_GPU
+    missing = next((name for name in _FUNCTIONS if not hasattr(driver, name)), None)
+    if missing is not None:
+        return None, f"{LIBRARY} is not NVIDIA's driver: it lacks {missing}"
     try:
         return _first(driver), ""
     except _DriverError as error:

@@ -334,12 +334,14 @@ def _gpu(settings: Settings, gpu: VisibleGpu | None, no_gpu_reason: str) -> list
         found = f"{gpu.name} ({gpu.memory_bytes // MIB} MiB)"
         return [Check("gpu", "ok", found), *([] if devices == {"cpu"} else _toolchain())]
     if "cuda" in devices:
-        return [Check("gpu", "wrong", no_gpu_reason, _no_gpu_advice())]
+        return [Check("gpu", "wrong", no_gpu_reason, _no_gpu_advice(no_gpu_reason))]
     return [Check("gpu", "ok" if no_gpu_reason == NO_GPU else "note", f"{no_gpu_reason}: models run on the CPU")]
 
 
-def _no_gpu_advice() -> str:
-    if "CUDA_VISIBLE_DEVICES" in os.environ:
+def _no_gpu_advice(reason: str) -> str:
+    from engine.visible_gpu import NO_GPU
+
+    if reason != NO_GPU and "CUDA_VISIBLE_DEVICES" in os.environ:
         return "correct or unset CUDA_VISIBLE_DEVICES, or omit --device"
     return "install the NVIDIA driver, or omit --device"
 

@@ -121,6 +121,13 @@ def test_gpus_hidden_from_engines_are_not_judged(doctor: Any, monkeypatch: pytes
     assert row["advice"] == "correct or unset CUDA_VISIBLE_DEVICES, or omit --device"
 
 
+def test_a_missing_driver_is_to_be_installed_whatever_the_variable_says(doctor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(visible_gpu, "first_visible_gpu", lambda: (None, NO_GPU))
+    row = doctor("device = 'cuda'")["gpu"]
+    assert (row["found"], row["advice"]) == ("no NVIDIA GPU", "install the NVIDIA driver, or omit --device")
+
+
 def test_a_machine_without_a_gpu_is_no_fault(doctor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(visible_gpu, "first_visible_gpu", lambda: (None, NO_GPU))
     row = doctor("")["gpu"]

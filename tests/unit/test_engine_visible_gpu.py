@@ -93,3 +93,10 @@ def test_a_variable_that_hides_all_is_named(
 def test_another_error_is_given_in_the_words_of_the_driver(use_driver: Callable[[FakeCudaDriver], None]) -> None:
     use_driver(FakeCudaDriver(init=SYSTEM_NOT_READY))
     assert first_visible_gpu() == (None, "CUDA finds no usable GPU: system not yet initialized (802)")
+
+
+def test_a_library_without_the_functions_of_the_driver_is_named(use_driver: Callable[[FakeCudaDriver], None]) -> None:
+    driver = FakeCudaDriver(SMALL)
+    del driver.cuDeviceTotalMem_v2
+    use_driver(driver)
+    assert first_visible_gpu() == (None, "libcuda.so.1 is not NVIDIA's driver: it lacks cuDeviceTotalMem_v2")

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 from sqlalchemy import delete, insert, select, update
 
-from appliance.base import tables
+from appliance.base import migrations, tables
 from appliance.base.counters import POSTING, take
 from appliance.base.db import Database
 from appliance.base.ids import new_id
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.invariants import check
 from appliance.metering.invariants.check import check_ledger
+from appliance.metering.invariants.finding import Finding
 from appliance.metering.invoicing.free_allowances import FreeAllowances
 from appliance.metering.invoicing.rows import Invoice
 from appliance.metering.ledger import rollups
@@ -123,6 +124,17 @@ async def broken_invariants(url: str) -> set[str]:
 async def test_a_sound_ledger_passes(database_url: str, ledger: str) -> None:
     found = await states(database_url)
     assert found == dict.fromkeys(INVARIANTS, "holds")
+
+
+async def test_tables_of_an_older_version_are_the_only_finding(database_url: str, ledger: str) -> None:
+    older = "0008"
+    migrations.downgrade(database_url, older)
+    try:
+        (finding,) = await check_ledger(database_url, running=False, time_zone="UTC")
+    finally:
+        migrations.upgrade(database_url)
+    detail = f"at revision {older}, but the newest is {migrations.head_revision()}: run gatehouse db upgrade"
+    assert finding == Finding("tables", "broken", detail)
 
 
 async def test_a_cost_that_is_one_pico_off_is_found(database: Database, database_url: str, ledger: str) -> None:

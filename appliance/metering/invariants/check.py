@@ -76,14 +76,18 @@ async def check_ledger(
 ) -> list[Finding]:
     """Return one finding per invariant. `running`: whether an appliance is using this database now.
 
+    Tables of an older version are the only finding: the statements of the other checks are for the newest ones.
     Secrets are checked only if `data_dir` is given. `on_progress` receives the fraction of events read, the longest part.
     Raises UnusableData if there are no tables, and the database's own error.
     """
-    if migrations.current_revision(url) is None:
+    current, newest = migrations.current_revision(url), migrations.head_revision()
+    if current is None:
         raise UnusableData("the database has no tables yet: start the appliance once, or run gatehouse db upgrade")
+    if current != newest:
+        return [Finding("tables", "broken", f"at revision {current}, but the newest is {newest}: run gatehouse db upgrade")]
     async with db.Database.open(url) as database:
         async with database.reading() as connection:
-            findings = [await _check_tables(connection, url, database.kind), await _check_unique(connection)]
+            findings = [await _check_tables(connection, database.kind), await _check_unique(connection)]
             epoch = await _running_epoch(connection) if running else None
             tally = _Tally()
             history = await references.PriceHistory.read(connection)
@@ -109,16 +113,13 @@ async def check_ledger(
         return [*findings, Finding("audit", "holds" if chain.fault is None else "broken", detail)]
 
 
-async def _check_tables(connection: AsyncConnection, url: str, kind: str) -> Finding:
-    current, head = migrations.current_revision(url), migrations.head_revision()
-    if current != head:
-        return Finding("tables", "broken", f"at revision {current}, but the newest is {head}: run gatehouse db upgrade")
+async def _check_tables(connection: AsyncConnection, kind: str) -> Finding:
     if kind == "sqlite":
         integrity = (await connection.execute(text("PRAGMA integrity_check(1)"))).scalar_one()
         dangling = (await connection.execute(text("PRAGMA foreign_key_check"))).all()
         if integrity != "ok" or dangling:
             return Finding("tables", "broken", f"integrity check says {integrity!r}; {len(dangling)} dangling foreign keys")
-    return Finding("tables", "holds", f"revision {head}")
+    return Finding("tables", "holds", f"revision {migrations.head_revision()}")
 
 
 async def _check_secrets(connection: AsyncConnection, data_dir: Path) -> Finding:
