@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter as Counts
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -95,6 +95,11 @@ class Metrics:
         """Create the counters of `model` at zero, so that their first event appears as an increase."""
         for counter in (self._preemptions, self._discarded, self._restarts, self._unpriced):
             counter.labels(model)
+
+    def add_alert_failures(self, reasons: Iterable[str]) -> None:
+        """Create the counters of failed attempts to deliver an alert at zero, for the same purpose."""
+        for reason in reasons:
+            self._alerts_failed.labels(reason)
 
     def attach(self, snapshot: Callable[[], SystemSnapshot]) -> None:
         """Export gauges from the latest snapshot at every scrape."""

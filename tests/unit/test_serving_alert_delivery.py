@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import get_args
 
 import pytest
 
@@ -10,7 +11,7 @@ from appliance.base.db import Database
 from appliance.base.sealing import Sealer
 from appliance.metering.alerts.outbox import ATTEMPTS_MAX, LEASE_S, RETRY_S_MAX
 from appliance.metering.alerts.webhooks import Webhooks
-from appliance.serving.alerting.delivery import SendFailed
+from appliance.serving.alerting.delivery import FailureReason, SendFailed
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.support.alerts import LOOPBACK, TARGET, AlertParts, RecordingSender, alert_parts
 from tests.support.clock import FakeClock
@@ -45,6 +46,12 @@ async def test_an_accepted_message_is_sent_once(alerts: AlertParts) -> None:
     (message,) = await alerts.messages()
     assert (message.state, sender.ids) == ("delivered", [message.id])
     assert counted(alerts, "alerts_delivered_total") == 1
+
+
+async def test_failures_are_counted_from_zero_so_that_the_first_one_is_an_increase(alerts: AlertParts) -> None:
+    alerts.delivery(RecordingSender())
+    for reason in get_args(FailureReason):
+        assert alerts.metrics.registry.get_sample_value("gatehouse_alert_attempts_failed_total", {"reason": reason}) == 0
 
 
 async def test_a_rejected_message_is_retried_exactly_when_due(alerts: AlertParts, clock: FakeClock) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from datetime import datetime
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import structlog
 
@@ -88,6 +88,7 @@ class AlertDelivery:
         self._webhooks = webhooks
         self._senders = senders
         self._metrics = metrics
+        metrics.add_alert_failures(get_args(FailureReason))
         self._randomness = randomness
         self._parallel_max = parallel_max
         self._running: dict[str, asyncio.Task[None]] = {}
