@@ -38,7 +38,7 @@ from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.slot_runner import SlotRunner
 from engine.runner.slots import SlotState
 from engine.runner.token_spans import TokenSpan
-from engine.switches import EARLY_LAUNCH
+from engine.switches import EARLY_LAUNCH, MEASURED_KERNELS
 from kernels.attention_rows import AttentionShape
 from kernels.reference.attention import paged_decode as exact_decode
 from tests.support.rehearsal import DEVICE, H100, H200, Kind, Schedule, rehearsal
@@ -169,6 +169,15 @@ def test_tokens_of_graphs_equal_those_of_an_eager_engine_with_as_many_rows(monke
     assert at_a_time == 3 * [1, 1, 3, 3, 4, 4, 1, 1], "the twin's, then those of the graphs, twice; the last two are alone"
     assert 4 in sizes
     assert 3 not in sizes, "a step of three rows is one of four"
+
+
+def test_compared_tokens_are_those_of_engines_without_timed_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    with rehearsal(Schedule.EARLY, total_bytes=8 << 30, times_kernels=True), replace_triton_operations():
+        context = Context(DEVICE, True, dict(FACTS), [].append, time.monotonic() + 600)
+        with same_tokens._engine(context, tmp_path) as ahead:
+            switched_off = ahead.info.switched_off
+    assert MEASURED_KERNELS in switched_off, "the twin serves by the default kernels"
 
 
 @pytest.mark.parametrize("fault", ["graphs", "slots", "chunks"])
