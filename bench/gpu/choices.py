@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from statistics import median
 from types import ModuleType
 from unittest import mock
@@ -26,6 +27,7 @@ from bench.gpu.serve import head_in_8_bits
 from bench.gpu.sooner import SOONER
 from bench.gpu.targets import TILE_CHOICES, product_tiles_row, slabs_row
 from bench.gpu.timing import Call, seconds
+from engine.runner.warm_up import compiles_at_first_use, compiling
 from kernels.operations import FUSED_ROWS_MAX
 from kernels.quantised_weights import Int4Weight, Weight, values_and_scales
 from kernels.residual_stream import Stream
@@ -86,10 +88,13 @@ def _products(context: Context, kind: str) -> None:
         return pack_weight(kind, normal(rows, columns, dtype=dtype, device=device, scale=columns**-0.5))
 
     weights = {part: [weight(*size) for _ in range(layers)] for part, size in sizes.items()}
-    for rows in TILE_CHOICES[kind]:
+    streams = {rows: _stream(context, rows, hidden, weights["out"][0]) for rows in TILE_CHOICES[kind]}
+    if compiles_at_first_use(device):
+        with compiling("candidates"):  # nearly a hundred, which one after another take longer than the part may
+            for stream, (part, size) in product(streams.values(), sizes.items()):
+                _launch_candidates(context, part, size, weights[part][0], stream)
+    for rows, stream in streams.items():
         name = product_tiles_row(kind, rows)
-        residual, norm_weight = normal(rows, hidden, dtype=dtype, device=device), torch.ones(hidden, dtype=dtype, device=device)
-        stream = linear_add(residual, weights["out"][0], residual, norm_weight)
         times_s = {part: _candidate_times(context, part, sizes[part], weights[part], stream) for part in sizes}
         fastest = sum(min(part_times_s.values()) for part_times_s in times_s.values())
         row = Row(name=name, value=sum(part_times_s[CHOSEN] for part_times_s in times_s.values()) / fastest)
@@ -97,6 +102,11 @@ def _products(context: Context, kind: str) -> None:
             "us": {part: {case: each * 1e6 for case, each in part_times_s.items()} for part, part_times_s in times_s.items()}
         }
         context.emit(row)
+
+
+def _stream(context: Context, rows: int, hidden: int, weight: Weight) -> Stream:
+    residual = normal(rows, hidden, dtype=context.dtype, device=context.device)
+    return linear_add(residual, weight, residual, torch.ones(hidden, dtype=context.dtype, device=context.device))
 
 
 def _slabs(context: Context, name: str, kind: str) -> None:
@@ -116,19 +126,33 @@ def _slabs(context: Context, name: str, kind: str) -> None:
     emit_choice(context, name, times_s)
 
 
+def _launch_candidates(context: Context, part: str, size: tuple[int, int], weight: Weight, stream: Stream) -> None:
+    """Launch a product once with the chosen tiles and once with each candidate's."""
+    call, (rows, _) = _product_call(context, part, size, stream), stream.total.shape
+    is_gated = part == "gate_up"
+    call(weight)
+    for tiles in _candidates(context, weight, size[0] // 2 if is_gated else size[0], rows, gated=is_gated).values():
+        with _returning(fused_linear, "choose_tiles", tiles):
+            call(weight)
+
+
+def _product_call(context: Context, part: str, size: tuple[int, int], stream: Stream) -> Callable[[Weight], object]:
+    """One of a layer's products, of as many rows as `stream` has, as a function of its weight."""
+    rows, hidden = stream.total.shape
+    if part not in ("out", "down"):
+        return lambda weight: normed_linear(stream, weight, 1e-6, gate="silu" if part == "gate_up" else None)
+    x = normal(rows, size[1], dtype=context.dtype, device=context.device)
+    norm_weight = torch.ones(hidden, dtype=context.dtype, device=context.device)
+    return lambda weight: linear_add(x, weight, stream.total, norm_weight)
+
+
 def _candidate_times(
     context: Context, part: str, size: tuple[int, int], weights: list[Weight], stream: Stream
 ) -> dict[str, float]:
     """Seconds of a product of as many rows as `stream` has with the chosen tiles, and with other candidates."""
-    is_gated, has_squares_out, (rows, hidden) = part == "gate_up", part in ("out", "down"), stream.total.shape
-    outputs, x = size[0] // 2 if is_gated else size[0], normal(rows, size[1], dtype=context.dtype, device=context.device)
-    norm_weight = torch.ones(hidden, dtype=context.dtype, device=context.device)
-
-    def call(weight: Weight) -> object:
-        if has_squares_out:
-            return linear_add(x, weight, stream.total, norm_weight)
-        return normed_linear(stream, weight, 1e-6, gate="silu" if is_gated else None)
-
+    is_gated, has_squares_out, rows = part == "gate_up", part in ("out", "down"), len(stream.total)
+    outputs, x = size[0] // 2 if is_gated else size[0], torch.empty(rows, size[1], dtype=context.dtype, device=context.device)
+    call = _product_call(context, part, size, stream)
     chosen = fused_linear.choose_tiles(x, weights[0], outputs, gated=is_gated, has_squares_out=has_squares_out)
     calls: list[Call] = [partial(call, weight) for weight in weights]
     times_s = {CHOSEN: median(seconds(calls, context.device))}

@@ -66,7 +66,7 @@ PARTS: tuple[Part, ...] = (
     Part("latency", "latency", "bench.gpu.serve_latency", "latency", 75, 85, "engines", needs=LLAMA),
     Part("saturated", "saturated", "bench.gpu.serve", "saturated", 44, 50, "engines", needs=LLAMA),
     Part("peers", "peers", "bench.gpu.peers", "against_transformers", 105, 110, "peers", needs=("llama 8b",)),
-    Part("choices", "choices", "bench.gpu.choices", "measure", 68, 100, "choices", on_request=True),
+    Part("choices", "choices", "bench.gpu.choices", "measure", 110, 140, "choices", on_request=True),
 )
 COMMANDS = (
     ("checks", "invariant", "kernels", "choices"),

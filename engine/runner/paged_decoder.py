@@ -46,6 +46,7 @@ class PagedDecoder:
         self.dtype, self.device = dtype, device
         self.batch_invariant = decoder.batch_invariant
         self.vocab_size = config.vocab_size
+        self.has_experts = config.experts is not None
         self.kv_caches = allocate_kv_cache(config, plan.num_blocks, plan.block_size, dtype=kv_dtype, device=device)
         self.kv_scales = "none"
         if kv_dtype is not dtype:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -38,7 +38,7 @@ from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.slot_runner import SlotRunner
 from engine.runner.slots import SlotState
 from engine.runner.token_spans import TokenSpan
-from engine.switches import EARLY_LAUNCH
+from engine.switches import EARLY_LAUNCH, MEASURED_KERNELS
 from kernels.attention_rows import AttentionShape
 from kernels.reference.attention import paged_decode as exact_decode
 from tests.support.rehearsal import DEVICE, H100, H200, Kind, Schedule, rehearsal
@@ -166,6 +166,43 @@ def test_tokens_of_graphs_equal_those_of_an_eager_engine_with_as_many_rows(monke
     assert at_a_time == 3 * [1, 1, 3, 3, 4, 4, 1, 1], "the twin's, then those of the graphs, twice; the last two are alone"
     assert 4 in sizes
     assert 3 not in sizes, "a step of three rows is one of four"
+
+
+def test_tiles_of_products_are_compiled_together_before_any_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    choices = importlib.import_module("bench.gpu.choices")
+    launched: dict[str, set[Any]] = {"compiled": set(), "timed": set()}
+    launch, stage = choices.fused_linear._launch, ["other"]
+
+    def noted(x: torch.Tensor, weight: Any, epilogue: Any, tiles: Any) -> None:
+        launched.setdefault(stage[0], set()).add((len(x), x.shape[1], epilogue.gate, tiles))
+        launch(x, weight, epilogue, tiles)
+
+    @contextmanager
+    def compiling(_: str) -> Iterator[None]:
+        stage[0] = "compiled"
+        yield
+        stage[0] = "timed"
+
+    def seconds(calls: Sequence[Callable[[], object]], *_: object, **__: object) -> list[float]:
+        calls[0]()
+        return [1.0]
+
+    monkeypatch.setattr(choices.fused_linear, "_launch", noted)
+    monkeypatch.setattr(choices, "compiling", compiling)
+    monkeypatch.setattr(choices, "seconds", seconds)
+    with rehearsal(Schedule.EARLY, total_bytes=8 << 30, runs_kernels=False):
+        choices._products(Context(DEVICE, True, dict(FACTS), lambda _: None, time.monotonic() + 600), "int8")
+    assert launched["timed"]
+    assert launched["timed"] <= launched["compiled"]
+
+
+def test_compared_tokens_are_those_of_engines_without_timed_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    with rehearsal(Schedule.EARLY, total_bytes=8 << 30, times_kernels=True), replace_triton_operations():
+        context = Context(DEVICE, True, dict(FACTS), lambda _: None, time.monotonic() + 600)
+        with same_tokens._engine(context, tmp_path) as ahead:
+            switched_off = ahead.info.switched_off
+    assert MEASURED_KERNELS in switched_off, "the twin serves by the default kernels"
 
 
 @pytest.mark.parametrize("fault", ["graphs", "slots", "chunks"])

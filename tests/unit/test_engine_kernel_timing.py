@@ -16,7 +16,16 @@ from engine.protocol import KernelChoice
 from engine.runner import kernel_timing
 from engine.runner.cuda_graphs import CaptureFailed, DirectCalls
 from engine.runner.kernel_choices import FOLDER, KernelChoices
-from engine.runner.kernel_timing import MARGIN, ROUNDS_MAX, ROUNDS_MIN, KernelTiming, fastest, interleaved_s, wrong_results
+from engine.runner.kernel_timing import (
+    MARGIN,
+    ROUNDS_MAX,
+    ROUNDS_MIN,
+    KernelTiming,
+    fastest,
+    interleaved_s,
+    tolerance,
+    wrong_results,
+)
 from engine.switches import EARLY_LAUNCH
 from kernels.alternatives import GEMV, PRODUCTS, TILES, put_in_force
 from kernels.variants import KernelCache
@@ -62,6 +71,13 @@ def test_logits_that_rounding_explains_are_right_and_others_wrong() -> None:
     nan = expected.clone()
     nan[1, 7] = float("nan")
     assert wrong_results({"rounded": rounded, "unlike": unlike, "nan": nan, "oldest": expected}, 0.1) == ["unlike", "nan"]
+
+
+def test_a_mixture_that_rounding_sends_to_another_expert_is_right_and_other_logits_wrong() -> None:
+    expected, noise, unlike = torch.randn(3, 1, 5000, generator=torch.Generator().manual_seed(0)).unbind()
+    logits = {"another expert": expected + 0.35 * noise, "unlike": unlike, "oldest": expected}
+    assert wrong_results(logits, tolerance(torch.bfloat16, has_experts=True)) == ["unlike"]
+    assert wrong_results(logits, tolerance(torch.bfloat16, has_experts=False)) == ["another expert", "unlike"]
 
 
 def test_the_oldest_alternative_is_refused_if_only_its_logits_are_not_finite() -> None:
