@@ -225,7 +225,7 @@ def _kernel_choices(resolved: ResolvedOptions, model: LoadedDecoder, cached: Cac
         "model": repr(resolved.config),
         "draft": repr(resolved.draft),
         "formats": [str(resolved.dtype), str(resolved.kv_dtype), model.quantization, options.head_quantization],
-        "sizes": [cached.plan.max_model_len, options.block_size, options.max_num_seqs],
+        "sizes": [options.max_model_len, options.block_size, options.max_num_seqs],
     }
     return KernelChoices.of(resolved.device, facts, decides=cached.mode is StepMode.CAPTURED)
 

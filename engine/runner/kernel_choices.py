@@ -2,7 +2,8 @@
 
 They are timed (`runner.kernel_timing`) by the first start, and kept in a file beside the compiled kernels, so that later starts
 serve by the same kernels and give the same bits. The file's name is a digest of all that may change the decision: card, driver,
-torch, compiler, sources of the kernels, the model's shape and formats, and engine options. Deleting it has kernels timed anew.
+torch, compiler, sources of the kernels and of their timing, the model's shape and formats, and engine options. Deleting it has
+kernels timed anew.
 
 Only an engine whose steps are captured decides. One that runs steps in another way serves by what such an engine has decided,
 so that both give the same tokens. On a CPU, in batch-invariant engines, which have their own kernels, and with
@@ -23,6 +24,7 @@ import torch
 
 from engine.device import DRIVER, device_name
 from engine.protocol import KernelChoice
+from engine.runner import kernel_timing
 from engine.runner.cuda_graphs import CaptureFailed
 from engine.runner.kernel_timing import KernelTiming
 from engine.switches import GRAPHS, switched_off
@@ -57,6 +59,7 @@ class KernelChoices:
             "driver": DRIVER.read_text("utf-8") if DRIVER.exists() else "",
             "torch": torch.__version__,
             "kernels": cache.revision,
+            "timing": Path(kernel_timing.__file__).read_text("utf-8"),
             "switched_off": [name for name in switched_off() if name != GRAPHS],
         }
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

@@ -6,9 +6,9 @@
 RMS normalisation divides a whole row by one number, and the product after it can do so in its epilogue: rms_norm(x) Wᵀ is (x ·
 w) Wᵀ / rms(x). So the product that adds to the residual stream also stores the sum times the next norm's weight w, and each of
 its tiles the sum of squares of its columns; the next product adds up these partial sums in the order of the tiles. Only the
-launch that needs a whole row waits for it. A row has the same bits whatever rows it is batched with. A single row goes through
-the GEMV kernel (`fused_row`), which runs at memory speed, and on Hopper up to 16 rows with weights of 8 and 4 bits through
-`fused_byte_rows` and `fused_int4_rows`.
+launch that needs a whole row waits for it. In each kernel a row has the same bits whatever rows it is batched with. A single
+row goes through the GEMV kernel (`fused_row`), which runs at memory speed, and on Hopper up to 16 rows with weights of 8 and 4
+bits through `fused_byte_rows` and `fused_int4_rows`, where a start did not find others faster (`kernels.alternatives`).
 """
 
 from __future__ import annotations
