@@ -35,14 +35,14 @@ each, when so many run for the first time."""
 
 
 @torch.inference_mode()
-def warm_up(steps: SlotSteps, choices: KernelChoices | None = None) -> None:
-    """Make the steps of few rows ready; larger ones are captured when they are first needed. `choices`: between kernels that
-    are still to be timed.
+def warm_up(steps: SlotSteps, choices: KernelChoices) -> None:
+    """Make the steps of few rows ready; larger ones are captured when they are first needed. `choices`: decided here, if
+    they are not yet.
 
     The largest step that draws is captured first, though it costs the start one more capture: graphs reuse memory of earlier
     ones only for tensors that fit into it, so that captured in growing order each would hold logits of its own.
     """
-    timing = None if choices is None or not choices.needs_timing else KernelTiming(steps)
+    timing = KernelTiming(steps) if choices.needs_timing else None
     if compiles_at_first_use(steps.device):
         with compiling("sampling"):
             _compile_sampling(steps)
@@ -50,7 +50,7 @@ def warm_up(steps: SlotSteps, choices: KernelChoices | None = None) -> None:
                 timing.compile()
     largest = steps.decodes.shape(steps.inputs.max_rows, Kind(), has_drafts=steps.has_drafts)
     _capture(steps.decodes, largest)
-    if choices is not None and timing is not None:
+    if timing is not None:
         choices.decide(timing)  # its graphs fit into the memory of the largest one
     sizes = [num_rows for num_rows in reversed(WARM_ROWS) if num_rows <= steps.limits.max_num_seqs]
     _prepare(steps.decodes, sizes)
@@ -60,7 +60,7 @@ def warm_up(steps: SlotSteps, choices: KernelChoices | None = None) -> None:
         _prepare(steps.decodes, WARM_ROWS[:0:-1], has_drafts=True)
     if steps.chunks is not None:
         steps.chunks.warm_up()
-    if choices is not None and timing is not None and not choices.are_defaults and largest.size <= ops.FUSED_ROWS_MAX:
+    if timing is not None and not choices.are_defaults and largest.size <= ops.FUSED_ROWS_MAX:
         steps.calls.discard(largest)  # captured before the decision
         _capture(steps.decodes, largest)
 

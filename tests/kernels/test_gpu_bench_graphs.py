@@ -19,6 +19,7 @@ from bench.host_step import make_engine
 from engine.loop import Engine
 from engine.runner.cuda_graphs import CudaGraphs
 from engine.runner.graph_eviction import GraphEviction
+from engine.runner.kernel_choices import KernelChoices
 from engine.runner.slot_warm_up import warm_up
 from engine.step_sizes import decode_graphs_kept
 
@@ -55,7 +56,7 @@ def rows_of(
         engine, _parts = make_engine(max_num_seqs, calls=graphs_of(places), max_model_len=max_model_len, budget=budget)
         runner: Any = engine._overlapped._runner  # type: ignore[union-attr]
         monkeypatch.setattr(runner.steps.decodes.step, "sample", lambda *_: None)
-        warm_up(runner.steps)
+        warm_up(runner.steps, KernelChoices(None))
         yield engine
 
     nothing = SimpleNamespace(read_bytes=1, decode_rate=lambda *_: 1e9, offline_rate=lambda *_: 1e9, prefill_s=lambda _: 1e-9)

@@ -13,6 +13,7 @@ from engine.grammar.queue import GrammarQueue
 from engine.loop import Engine
 from engine.options import EngineOptions
 from engine.protocol import GenerationRequest, SamplingParams, TokenEvent
+from engine.runner.kernel_choices import KernelChoices
 from engine.runner.model_runner import ModelRunner
 from engine.runner.runner_choice import make_slot_runner
 from engine.runner.slot_runner import SlotRunner
@@ -59,7 +60,7 @@ def overlapped_engine(model: Path, **changes: Any) -> Engine:
     max_draft_tokens = STEP_DRAFT_TOKENS_MAX if changes.get("speculative_config") else 0
     runner._accepts_by_equality = True
     slot_runner = make_slot_runner(runner, scheduler.limits, StepMode.AHEAD, max_draft_tokens=max_draft_tokens)
-    warm_up(slot_runner.steps)
+    warm_up(slot_runner.steps, KernelChoices(None))
     return Engine(scheduler, slot_runner, plain.info, plain._grammars)
 
 
