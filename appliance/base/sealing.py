@@ -43,3 +43,11 @@ class Sealer:
             return self._cipher.decrypt(raw[:_NONCE_BYTES], raw[_NONCE_BYTES:], None).decode()
         except (InvalidTag, ValueError) as error:
             raise Unsealable("a stored secret cannot be decrypted: secret.key is not the key that sealed it") from error
+
+    def can_open(self, sealed: str) -> bool:
+        """Return whether `open` would succeed."""
+        try:
+            self.open(sealed)
+        except Unsealable:
+            return False
+        return True

@@ -9,7 +9,7 @@ from sqlalchemy import ColumnElement, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.db import Database
-from appliance.base.sealing import Sealer, Unsealable
+from appliance.base.sealing import Sealer
 from appliance.base.tables import members, webhooks
 from appliance.metering.alerts.webhooks import SEALING_PURPOSE as OF_WEBHOOKS
 from appliance.tenancy.second_factor import SEALING_PURPOSE as OF_SECOND_FACTORS
@@ -64,14 +64,4 @@ async def _unreadable_rows(
     """Return the number of rows with a secret, and the names of those whose secret cannot be opened."""
     name, secret = columns
     rows = (await connection.execute(select(name, secret).where(secret.is_not(None)).order_by(name))).all()
-    return len(rows), tuple(who for who, sealed in rows if not _opens(sealer, sealed))
-
-
-def _opens(sealer: Sealer | None, sealed: str) -> bool:
-    if sealer is None:
-        return False
-    try:
-        sealer.open(sealed)
-    except Unsealable:
-        return False
-    return True
+    return len(rows), tuple(who for who, sealed in rows if sealer is None or not sealer.can_open(sealed))

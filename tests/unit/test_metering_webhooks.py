@@ -138,6 +138,14 @@ async def test_after_a_rotation_both_secrets_are_valid_until_the_grace_period_en
         assert (await connection.execute(select(webhooks.c.previous_secret))).scalar_one() is None
 
 
+async def test_a_rotation_drops_a_previous_secret_that_can_no_longer_be_read(alerts: AlertParts) -> None:
+    webhook, _lost = await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE)
+    with_new_key = Webhooks(alerts.db, alerts.clock, Sealer(b"x" * 32, "another"), target_policy=LOOPBACK, mail=True)
+    rotated, secret = await with_new_key.rotate(webhook.id, 3600, access=WHOLE_APPLIANCE)
+    assert rotated.previous_secret_until is None
+    assert (await with_new_key.read_endpoint(webhook.id)).secrets == (secret,)
+
+
 @pytest.mark.parametrize("grace_s", [-1, GRACE_S_MAX + 1, 1.5, "60", None, True])
 async def test_an_invalid_grace_period_is_refused(alerts: AlertParts, grace_s: object) -> None:
     webhook, first = await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE)

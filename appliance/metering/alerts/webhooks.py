@@ -191,17 +191,19 @@ class Webhooks:
 
     async def rotate(self, webhook_id: str, grace_s: int = GRACE_S_DEFAULT, *, access: Access) -> tuple[Webhook, str]:
         """Replace the signing secret; return the webhook and the new secret, which is shown only once. For `grace_s` seconds
-        messages are signed with the previous secret too."""
+        messages are signed with the previous secret too, unless it was sealed with another `secret.key`."""
         check_whole(grace_s, "grace_s", 0, GRACE_S_MAX)
         secret = new_signing_secret()
-        until = self._clock.now() + timedelta(seconds=grace_s) if grace_s else None
         async with self._db.writing() as connection:
             before = await _get(connection, webhook_id, access, Action.WEBHOOKS)
             if before.kind != "webhook":
                 raise InvalidValue("alerts by e-mail are not signed: there is no secret to rotate", param="kind")
+            sealed = (await connection.execute(select(webhooks.c.secret).where(webhooks.c.id == webhook_id))).scalar_one()
+            if not self._sealer.can_open(sealed):
+                grace_s = 0
             columns = {
                 "previous_secret": webhooks.c.secret if grace_s else None,
-                "previous_secret_until": until,
+                "previous_secret_until": self._clock.now() + timedelta(seconds=grace_s) if grace_s else None,
                 "secret": self._sealer.seal(secret),
             }
             await connection.execute(update(webhooks).where(webhooks.c.id == webhook_id).values(**columns))
