@@ -50,9 +50,9 @@ UNSET: Final = Unset.UNSET
 """Marks a field that a change leaves as it is; None is a value of its own."""
 
 
-def check_name(value: object, param: str = "name") -> str:
-    """Return `value` stripped: 1..200 characters, no control, invisible or bidirectional control characters."""
-    name = check_line(value, param)
+def check_name(value: object, param: str = "name", chars_max: int = NAME_CHARS_MAX) -> str:
+    """Return `value` stripped: 1..`chars_max` characters, no control, invisible or bidirectional control characters."""
+    name = check_line(value, param, chars_max)
     if not _DIRECTION_CONTROLS.isdisjoint(name):
         raise InvalidValue(f"{param} must not contain bidirectional control characters", param=param)
     if not _INVISIBLE.isdisjoint(name):
@@ -68,16 +68,16 @@ def lookalike_form(name: str) -> str:
     return "".join(character for character in folded if unicodedata.category(character) != "Cf")
 
 
-def check_line(value: object, param: str) -> str:
-    """Return `value` stripped: 1..200 characters, no control characters.
+def check_line(value: object, param: str, chars_max: int = NAME_CHARS_MAX) -> str:
+    """Return `value` stripped: 1..`chars_max` characters, no control characters.
 
     Less strict than `check_name`, for stored names: older ones may contain bidirectional control characters.
     """
     if not isinstance(value, str):
         raise InvalidValue(f"{param} must be a string", param=param)
     name = value.strip()
-    if not 1 <= len(name) <= NAME_CHARS_MAX:
-        raise InvalidValue(f"{param} must have 1 to {NAME_CHARS_MAX} characters, not {len(name)}", param=param)
+    if not 1 <= len(name) <= chars_max:
+        raise InvalidValue(f"{param} must have 1 to {chars_max} characters, not {len(name)}", param=param)
     if any(unicodedata.category(character) in _REFUSED_CATEGORIES for character in name):
         raise InvalidValue(f"{param} must not contain control characters", param=param)
     return name

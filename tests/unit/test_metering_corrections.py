@@ -125,6 +125,7 @@ async def test_a_cost_alone_can_be_refunded_up_to_what_was_billed(
         ({"completion_tokens": -1, "note": " "}, "note"),
         ({"completion_tokens": -1, "note": "x" * (NOTE_CHARS_MAX + 1)}, "note"),
         ({"completion_tokens": -1, "note": "a\x00b"}, "note"),
+        ({"completion_tokens": -1, "note": "a" * 300 + "\x00"}, "note"),
     ],
     ids=case_id,
 )

@@ -103,10 +103,7 @@ class Corrections:
 
 
 def _check(correction: Correction) -> None:
-    note = correction.note.strip() if isinstance(correction.note, str) else ""
-    if not 1 <= len(note) <= NOTE_CHARS_MAX:
-        raise InvalidValue(f"note must give the reason in 1 to {NOTE_CHARS_MAX} characters", param="note")
-    check_name(note.replace("\n", " ")[:200], "note")
+    check_name(correction.note.replace("\n", " "), "note", NOTE_CHARS_MAX)  # it may have several lines
     for name, count in correction.tokens.items():
         check_whole(count, name, -TOKENS_MAX, TOKENS_MAX)
     if correction.cost_picos is None:
