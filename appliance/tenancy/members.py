@@ -179,10 +179,10 @@ class Members:
             await connection.execute(update(members).where(members.c.id == member_id).values(**values))
             if after.disabled:
                 await connection.execute(delete(sessions).where(sessions.c.member_id == member_id))
-            was, now = (audit.recorded_fields(state, "id", "created_at") for state in (before, after))
-            await audit.record(connection, self._clock, "member.change", "member", member_id, before=was, after=now)
             if after.disabled and not before.disabled:
                 await disable_alerts(connection, self._clock, after.email)
+            was, now = (audit.recorded_fields(state, "id", "created_at") for state in (before, after))
+            await audit.record(connection, self._clock, "member.change", "member", member_id, before=was, after=now)
         return after
 
     async def list(self, limit: int = PAGE_ROWS_DEFAULT, cursor: str | None = None) -> Page[Member]:

@@ -135,10 +135,10 @@ class Memberships:
         async with self._db.writing() as connection:
             before = await _get(connection, tenant_id, member_id, access, Action.TENANT_MEMBERS)
             await connection.execute(delete(memberships).where(condition))
-            await self._record(connection, "membership.remove", before, None)
             role = (await connection.execute(select(members.c.role).where(members.c.id == member_id))).scalar_one()
             if role == Role.MEMBER.value:
                 await disable_alerts(connection, self._clock, before.email, tenant_id=tenant_id)
+            await self._record(connection, "membership.remove", before, None)
         return before
 
     async def _add(

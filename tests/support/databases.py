@@ -104,6 +104,12 @@ def running_cluster(binaries: Path) -> Iterator[Cluster]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def transaction_is_blocked(url: str) -> bool:
+    """Return whether a transaction in the PostgreSQL database at `url` waits for another one."""
+    with psycopg.connect(url) as connection:
+        return connection.execute("SELECT 1 FROM pg_locks WHERE NOT granted").fetchone() is not None
+
+
 def _call(command: list[str]) -> None:
     done = subprocess.run(
         command, cwd="/", stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from datetime import UTC, datetime, timedelta
 
-import psycopg
 import pytest
 
 from appliance.base import counters
@@ -23,6 +22,7 @@ from appliance.tenancy.tenants import Tenants
 from tests.support.alerts import TARGET, AlertParts, alert_parts
 from tests.support.cast import Cast, Person
 from tests.support.clock import START, FakeClock
+from tests.support.databases import transaction_is_blocked
 from tests.support.factories import adjustment, settled_event
 from tests.support.ledgers import FailingDatabase, poll_until
 from tests.support.spending import UNIT, Spender, alert_period_and_percent, running_spender, set_budget
@@ -203,16 +203,10 @@ async def test_a_sweep_and_a_settlement_with_the_same_alerts_do_not_deadlock(
         await counters.lock(connection, counters.POSTING)  # as a settlement does
         await connection.run_sync(spender.budgets._enqueue, [last])
         sweeping = asyncio.create_task(spender.budgets.sweep())
-        await poll_until(lambda: database.kind == "sqlite" or _transaction_is_blocked(database_url))
+        await poll_until(lambda: database.kind == "sqlite" or transaction_is_blocked(database_url))
         await connection.run_sync(spender.budgets._enqueue, [first])
     await sweeping
     assert await spender.alerts_sent() == [("2026-11", 80)] * 2
-
-
-def _transaction_is_blocked(url: str) -> bool:
-    """Return whether a transaction waits for another one."""
-    with psycopg.connect(url) as connection:
-        return connection.execute("SELECT 1 FROM pg_locks WHERE NOT granted").fetchone() is not None
 
 
 async def test_a_new_webhook_receives_the_alerts_already_due(

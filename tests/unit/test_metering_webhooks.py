@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import select, update
 
 from appliance.base.acting import SYSTEM
 from appliance.base.db import Database
@@ -14,6 +15,7 @@ from appliance.base.sealing import Sealer, Unsealable
 from appliance.base.tables import audit_log, webhooks
 from appliance.metering.alerts.outbox import EVENTS, TENANT_EVENTS
 from appliance.metering.alerts.webhooks import GRACE_S_DEFAULT, GRACE_S_MAX, WEBHOOKS_MAX, Webhook, WebhookChanges, Webhooks
+from appliance.tenancy import audit
 from appliance.tenancy.access import WHOLE_APPLIANCE, Access
 from appliance.tenancy.members import Members
 from appliance.tenancy.memberships import Memberships
@@ -23,6 +25,8 @@ from tests.support.alerts import LOOPBACK, TARGET, AlertParts, alert_parts
 from tests.support.case_ids import case_id
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
+from tests.support.databases import transaction_is_blocked
+from tests.support.ledgers import poll_until
 
 
 @pytest.fixture
@@ -120,6 +124,28 @@ async def test_mail_to_a_member_who_leaves_is_disabled(alerts: AlertParts, cast:
         disabled = (await connection.execute(query.order_by(audit_log.c.id))).all()
     assert disabled == [(hers.id, tenant_id), *([(of_appliance.id, None)] if leaves == "disabled" else [])]
     assert (await alerts.webhooks.update(hers.id, WebhookChanges(disabled=False), access=WHOLE_APPLIANCE)).disabled is False
+
+
+@pytest.mark.on_each_database
+@pytest.mark.parametrize("leaves", ["removed", "disabled"])
+async def test_a_member_leaves_while_another_change_of_the_mailbox_is_being_recorded(
+    alerts: AlertParts, cast: Cast, clock: FakeClock, database_url: str, leaves: str
+) -> None:
+    members, people, tenant_id = Members(alerts.db, clock), Memberships(alerts.db, clock), cast.bob.tenant.id
+    bella = await members.create("bella@example.com", "a long password", Role.MEMBER)
+    await people.add(tenant_id, bella.id, TenantRole.VIEWER, access=WHOLE_APPLIANCE)
+    hers, _ = await alerts.webhooks.create(kind="email", target=bella.email, tenant_id=tenant_id, access=WHOLE_APPLIANCE)
+    async with alerts.db.writing() as connection:
+        await connection.execute(update(webhooks).where(webhooks.c.id == hers.id).values(events=["invoice.closed"]))
+        leaving = asyncio.create_task(
+            people.remove(tenant_id, bella.id, access=WHOLE_APPLIANCE)
+            if leaves == "removed"
+            else members.change(bella.id, disabled=True)
+        )
+        await poll_until(lambda: alerts.db.kind == "sqlite" or transaction_is_blocked(database_url))
+        await audit.record(connection, clock, "webhook.update", "webhook", hers.id, tenant_id=tenant_id)
+    await leaving
+    assert (await alerts.webhooks.get(hers.id, access=WHOLE_APPLIANCE)).disabled
 
 
 async def test_after_a_rotation_both_secrets_are_valid_until_the_grace_period_ends(
