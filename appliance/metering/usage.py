@@ -7,7 +7,7 @@ import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, get_args
 
 from sqlalchemy import ColumnElement, Select, and_, func, literal, or_, select
 
@@ -29,7 +29,7 @@ BUCKETS = ("minute", "hour", "day")
 GROUPS = ("tenant", "key", "model")
 _GROUP_COLUMNS = {"tenant": "tenant_id", "key": "key_id", "model": "model"}
 USAGE_ROWS_MAX = 50_000
-STATUSES = ("pending", "posted", "voided", "recovered")
+STATUSES: tuple[Status, ...] = get_args(Status)
 KINDS = ("usage", "adjustment")
 
 

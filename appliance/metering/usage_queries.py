@@ -39,7 +39,8 @@ from sqlalchemy import (
 )
 
 from appliance.base.tables import UtcDateTime, api_keys, usage_appliance_rollups, usage_events, usage_rollups
-from appliance.metering.ledger.rollups import COUNTS, SETTLED, SPLIT, event_counts
+from appliance.metering.ledger.records import BILLED
+from appliance.metering.ledger.rollups import COUNTS, SPLIT, event_counts
 from appliance.metering.usage_segments import EVENT, Segment
 
 Measure = Literal["cost", "tokens", "requests"]  # tokens: prompt and output together
@@ -166,7 +167,7 @@ def _segment_sums(segment: Segment, scope: ReportScope, columns: Sequence[str]) 
     if segment.level == EVENT:
         table: Table = usage_events
         moment: ColumnElement[Any] = usage_events.c.admitted_at
-        is_counted: ColumnElement[bool] = usage_events.c.status.in_(SETTLED)
+        is_counted: ColumnElement[bool] = usage_events.c.status.in_(BILLED)
         counts = event_counts()
     else:
         table = scope.table

@@ -24,7 +24,7 @@ from appliance.metering.limits.admission import Admission
 from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.allowance_loader import OWNERS_PER_READ, AllowanceLoader
 from appliance.metering.limits.allowances import Allowance
-from appliance.metering.limits.ledger_sums import RECENT_EVENTS_MAX, Span, events_query, settled_query
+from appliance.metering.limits.ledger_sums import RECENT_EVENTS_MAX, Span, billed_query, events_query
 from appliance.metering.limits.owners import ALL_TENANTS, Owner
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.saved_levels import LevelSaver
@@ -601,7 +601,7 @@ async def test_a_settlement_only_in_the_journal_counts_while_the_tables_cannot_b
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 async def test_ended_requests_are_found_by_their_index(database: Database) -> None:
-    plan = await query_plan(database, settled_query(["a", "b"]))
+    plan = await query_plan(database, billed_query(["a", "b"]))
     assert plan == ["SEARCH usage_events USING INDEX uq_usage_events_request_id (request_id=?)"]
 
 

@@ -47,7 +47,7 @@ def limit_columns() -> list[Column[Any]]:
 
 
 def sum_columns() -> list[Column[Any]]:
-    """Return the columns of sums of settled events. The cost is split in two, so that no sum of either part can exceed 64 bits:
+    """Return the columns of sums of billed events. The cost is split in two, so that no sum of either part can exceed 64 bits:
     cost = cost_high * 10^9 + cost_low."""
     tokens = ("prompt_tokens", "cached_tokens", "completion_tokens", "rejected_tokens")
     return [Column(name, BigInteger, nullable=False) for name in ("requests", *tokens, "cost_high", "cost_low")]

@@ -134,7 +134,7 @@ usage_events = Table(
     sqlite_autoincrement=True,
 )
 
-# Sums of settled events, updated in the transaction that settles them; they can be rebuilt from the events. `bucket` is
+# Sums of billed events, updated in the transaction that settles them; they can be rebuilt from the events. `bucket` is
 # minute, hour or day (in the billing time zone); `start_at` is its start in UTC.
 usage_rollups = Table(
     "usage_rollups",

@@ -30,8 +30,8 @@ from appliance.metering.alerts.outbox_pruning import KEEP_DAYS_MIN
 from appliance.metering.alerts.rules import AlertRule, Period, read_alert_rules
 from appliance.metering.alerts.threshold_alerts import ThresholdAlert, reached_alerts
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.ledger.records import UsageEvent
-from appliance.metering.ledger.rollups import SETTLED, join_sum
+from appliance.metering.ledger.records import BILLED, UsageEvent
+from appliance.metering.ledger.rollups import join_sum
 from appliance.metering.limits.owner_sums import days_of_month, rows_by_owner, sums_query
 from appliance.metering.limits.owners import Owner, owners_of
 
@@ -132,7 +132,7 @@ class BudgetAlerts:
         since = self._calendar.day_of(self._clock.now()) - ALERT_WINDOW
         due: defaultdict[Period, dict[Owner, ThresholdTracker]] = defaultdict(dict)
         for event in events:
-            if event.status in SETTLED:
+            if event.status in BILLED:
                 for tracker in trackers.for_event(event):
                     for period in tracker.add_usage(event, since):
                         due[period][tracker.rule.owner] = tracker

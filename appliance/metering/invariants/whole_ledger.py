@@ -11,7 +11,7 @@ from appliance.metering.calendar import BillingCalendar
 from appliance.metering.invariants import invoices
 from appliance.metering.invariants.finding import Finding, list_ids
 from appliance.metering.ledger import rollups
-from appliance.metering.ledger.records import TOKEN_COLUMNS
+from appliance.metering.ledger.records import BILLED, TOKEN_COLUMNS
 from appliance.metering.ledger.rollups import split_sum
 
 _EVENTS = tables.usage_events
@@ -40,7 +40,7 @@ async def _check_corrections(connection: AsyncConnection) -> Finding:
             or_(
                 original.c.id.is_(None),
                 original.c.kind != "usage",
-                original.c.status.not_in(rollups.SETTLED),
+                original.c.status.not_in(BILLED),
                 original.c.request_id != _EVENTS.c.request_id,
                 *(original.c[name].is_distinct_from(_EVENTS.c[name]) for name in _SHARED),
                 _EVENTS.c.batch & ~original.c.batch,  # not the reverse: older versions do not set `batch`

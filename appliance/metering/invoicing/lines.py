@@ -24,7 +24,7 @@ class InvoiceInconsistent(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventSums:
-    """Sums of settled events with the same month, model, currency, price, discount and batch flag.
+    """Sums of billed events with the same month, model, currency, price, discount and batch flag.
 
     `unit_prices` (after discount) and `kind_requests` (number of requests with tokens of that kind) are in the order of
     TOKEN_KINDS. `is_correction`: the events correct others; their counts and costs are signed.

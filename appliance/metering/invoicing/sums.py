@@ -1,7 +1,7 @@
 """Reads the usage events that an invoice covers, and their sums, from the ledger. Knows neither lines nor money rules.
 
 Let m be the month of an event's billing day and p its posting. The closed invoice of month M with `through_posting` P covers
-every settled event of the tenant with m <= M and p <= P that no earlier invoice covers. Months are closed in order and postings
+every billed event of the tenant with m <= M and p <= P that no earlier invoice covers. Months are closed in order and postings
 only grow, so each invoice's set {m <= M, p <= P} contains that of the invoice before. An invoice bills the difference of the
 two sets: every event is on at most one invoice, and events on no invoice are still open.
 """
@@ -20,8 +20,8 @@ from appliance.base.money import discounted
 from appliance.base.tables import prices, usage_events
 from appliance.metering.calendar import last_day
 from appliance.metering.invoicing.lines import TOKEN_KINDS, EventSums
-from appliance.metering.ledger.records import TOKEN_COLUMNS, UsageEvent
-from appliance.metering.ledger.rollups import SETTLED, join_sum, split_sum
+from appliance.metering.ledger.records import BILLED, TOKEN_COLUMNS, UsageEvent
+from appliance.metering.ledger.rollups import join_sum, split_sum
 from appliance.metering.ledger.rows import event_from_row
 
 _PRICES = ("prompt", "cached_prompt", "completion", "rejected_draft")
@@ -59,7 +59,7 @@ async def read_covered_events(
     """Return the events that `read_event_sums` sums, in posting order: from billing day `from_day` on (None: all), and of one
     `kind` (None: both)."""
     events = usage_events.c
-    covered = [*_settled_of_tenant(tenant_id, coverage), events.billing_day <= last_day(coverage.month)]
+    covered = [*_billed_of_tenant(tenant_id, coverage), events.billing_day <= last_day(coverage.month)]
     if previous is not None:
         covered.append(or_(events.billing_day > last_day(previous.month), events.posting > previous.through_posting))
     query = select(usage_events).where(*covered, events.posting > after_posting)
@@ -76,16 +76,16 @@ def _sums_queries(tenant_id: str, coverage: Coverage, previous: Coverage | None)
     posted since `previous` on days that it includes. The cost of each depends on its result, not on the tenant's total usage.
     """
     events, end = usage_events.c, last_day(coverage.month)
-    settled = _settled_of_tenant(tenant_id, coverage)
+    billed = _billed_of_tenant(tenant_id, coverage)
     if previous is None:
-        return [_sums_query([*settled, events.billing_day <= end])]
+        return [_sums_query([*billed, events.billing_day <= end])]
     previous_end = last_day(previous.month)
     # coalesce() hides the day from the index: a planner without statistics would read all of the tenant's days.
     is_late_day = func.coalesce(events.billing_day, events.billing_day) <= previous_end
-    late = _sums_query([*settled, is_late_day, events.posting > previous.through_posting])
+    late = _sums_query([*billed, is_late_day, events.posting > previous.through_posting])
     if previous.month == coverage.month:
         return [late]
-    return [_sums_query([*settled, events.billing_day > previous_end, events.billing_day <= end]), late]
+    return [_sums_query([*billed, events.billing_day > previous_end, events.billing_day <= end]), late]
 
 
 def _sums_query(covered: Sequence[ColumnElement[bool]]) -> Select[Any]:
@@ -123,10 +123,10 @@ def _has_tokens() -> dict[str, ColumnElement[bool]]:
     return dict(zip(TOKEN_KINDS, conditions, strict=True))
 
 
-def _settled_of_tenant(tenant_id: str, coverage: Coverage) -> list[ColumnElement[bool]]:
-    """Return the conditions for the tenant's settled events with postings up to that of `coverage`."""
+def _billed_of_tenant(tenant_id: str, coverage: Coverage) -> list[ColumnElement[bool]]:
+    """Return the conditions for the tenant's billed events with postings up to that of `coverage`."""
     events = usage_events.c
-    return [events.tenant_id == tenant_id, events.status.in_(SETTLED), events.posting <= coverage.through_posting]
+    return [events.tenant_id == tenant_id, events.status.in_(BILLED), events.posting <= coverage.through_posting]
 
 
 def _event_sums(row: RowMapping) -> EventSums:

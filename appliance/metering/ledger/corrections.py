@@ -23,7 +23,7 @@ from appliance.base.money import format_picos
 from appliance.base.tables import usage_events
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rollups
-from appliance.metering.ledger.records import TOKEN_COLUMNS, UsageEvent
+from appliance.metering.ledger.records import BILLED, TOKEN_COLUMNS, UsageEvent
 from appliance.metering.ledger.rollups import join_sum, split_sum
 from appliance.metering.ledger.round import OnSettled
 from appliance.metering.ledger.rows import COST_PICOS_MAX, event_from_row, price_query, rate_of
@@ -124,7 +124,7 @@ async def _find_correctable(connection: AsyncConnection, event_id: int) -> RowMa
         raise NotFound("no such event", param="event_id")
     if row["kind"] != "usage":
         raise InvalidValue(f"event {event_id} is an adjustment; correct the event that it corrects", param="event_id")
-    if row["status"] not in rollups.SETTLED:
+    if row["status"] not in BILLED:
         raise InvalidValue(f"event {event_id} is {row['status']}: there is nothing to correct", param="event_id")
     return row
 

@@ -12,6 +12,8 @@ from appliance.base.money import BASIS_POINTS
 from appliance.metering.prices import Price
 
 Status = Literal["pending", "posted", "voided", "recovered"]
+BILLED: tuple[Status, ...] = ("posted", "recovered")
+"""The states of events that count in sums, limits and invoices."""
 SettledAs = Literal["posted", "voided"]
 ERROR_CHARS_MAX = 500
 

@@ -1,4 +1,4 @@
-"""Rollups: sums of settled events by minute, hour and day, updated in the settling transaction and rebuilt on demand.
+"""Rollups: sums of billed events by minute, hour and day, updated in the settling transaction and rebuilt on demand.
 
     minute, hour   of UTC, by the time of admission
     day            of the billing time zone, by the event's billing day; `start_at` is the beginning of that day
@@ -40,11 +40,10 @@ from appliance.base.db import Database, insert_for
 from appliance.base.prepared import Prepared
 from appliance.base.tables import UtcDateTime, usage_appliance_rollups, usage_events, usage_rollups
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.ledger.records import TOKEN_COLUMNS, UsageEvent
+from appliance.metering.ledger.records import BILLED, TOKEN_COLUMNS, UsageEvent
 
 MINUTE, HOUR, DAY = "minute", "hour", "day"
 LEVELS = (MINUTE, HOUR, DAY)
-SETTLED = ("posted", "recovered")
 SPLIT = 10**9
 KEYS = ("bucket", "start_at", "tenant_id", "key_id", "model", "currency")
 KEYS_OVER_TENANTS = ("bucket", "start_at", "model", "currency")
@@ -95,7 +94,7 @@ def sum_rows(events: Iterable[UsageEvent], calendar: BillingCalendar) -> list[di
     """Return the owners' rollup rows for these events."""
     by_minute: dict[tuple[Any, ...], list[int]] = {}
     for event in events:
-        if event.status in SETTLED:
+        if event.status in BILLED:
             minute = event.admitted_at.replace(second=0, microsecond=0)
             key = (minute, event.billing_day, event.tenant_id, event.key_id, event.model, event.currency)
             _add_to(by_minute, key, _counts(event))
@@ -170,7 +169,7 @@ async def align_days(db: Database, calendar: BillingCalendar) -> bool:
 
 
 def event_counts() -> list[ColumnElement[Any]]:
-    """Return the sums of COUNTS as columns, for a query over settled events."""
+    """Return the sums of COUNTS as columns, for a query over billed events."""
     events = usage_events.c
     return [
         func.sum(case((events.kind == "usage", 1), else_=0)).label("requests"),
@@ -183,7 +182,7 @@ def event_counts() -> list[ColumnElement[Any]]:
 def _summed(bucket: str, start: ColumnElement[Any]) -> Select[Any]:
     query = select(literal(bucket).label("bucket"), start.label("start_at"), *_owner_columns(), *event_counts())
     # Grouped by the label: PostgreSQL does not recognise two expressions with parameters as equal.
-    return query.where(usage_events.c.status.in_(SETTLED)).group_by(literal_column("start_at"), *_owner_columns())
+    return query.where(usage_events.c.status.in_(BILLED)).group_by(literal_column("start_at"), *_owner_columns())
 
 
 def floor_of(kind: str, moment: ColumnElement[Any], bucket: str) -> ColumnElement[Any]:

@@ -16,7 +16,8 @@ from appliance.base.batches import batched
 from appliance.base.db import Database
 from appliance.base.tables import usage_events
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.ledger.rollups import SETTLED, join_sum
+from appliance.metering.ledger.records import BILLED
+from appliance.metering.ledger.rollups import join_sum
 from appliance.metering.limits import saved_levels
 from appliance.metering.limits.decisions import BUCKET_KINDS, LimitKind
 from appliance.metering.limits.output_estimates import OUTPUTS_KEPT
@@ -41,7 +42,7 @@ class LedgerSums:
     async def read(
         self, currencies: Mapping[Owner, str], at: Moment, ended: Callable[[], Collection[str]] = tuple
     ) -> Mapping[Owner, PeriodSums]:
-        """Return the sums of settled events of each owner; the number of statements does not depend on the number of owners.
+        """Return the sums of billed events of each owner; the number of statements does not depend on the number of owners.
 
         A request counts at the time of its admission.
         """
@@ -51,7 +52,7 @@ class LedgerSums:
             sums = (await connection.execute(sums_query(currencies, days, tokens_since=today))).all()
             through_posting = await counters.last_taken(connection, counters.POSTING)
             events = await _events(connection, {owner: self._needed(saved[owner], at) for owner in currencies})
-            included = await _settled(connection, [*ended()])
+            included = await _billed(connection, [*ended()])
         tokens: Counter[Owner] = Counter()
         costs: dict[Owner, Counter[str]] = {owner: Counter() for owner in currencies}
         for owner, row in rows_by_owner(sums, currencies):
@@ -106,7 +107,7 @@ def outputs_query(key_id: str, model: str, before: datetime) -> Select[Any]:
     latest = select(events.model, events.kind, events.status, events.completion_tokens, events.admitted_at)
     latest = latest.where(events.key_id == key_id, events.admitted_at < before)
     last = latest.order_by(events.admitted_at.desc()).limit(OUTPUTS_READ_MAX).subquery().c
-    query = select(last.completion_tokens).where(last.model == model, last.kind == "usage", last.status.in_(SETTLED))
+    query = select(last.completion_tokens).where(last.model == model, last.kind == "usage", last.status.in_(BILLED))
     return query.where(last.completion_tokens > 0).order_by(last.admitted_at.desc()).limit(OUTPUTS_KEPT)
 
 
@@ -137,23 +138,23 @@ def _charges(kind: LimitKind, saved_at: datetime, events: Sequence[Row[Any]]) ->
             yield event.settled_at, event.tokens - event.reserved_tokens
 
 
-async def _settled(connection: AsyncConnection, requests: Sequence[str]) -> frozenset[str]:
-    """Return which of these requests are settled."""
+async def _billed(connection: AsyncConnection, requests: Sequence[str]) -> frozenset[str]:
+    """Return which of these requests are billed."""
     found: set[str] = set()
     for batch in batched(requests, IN_LIST_MAX):
-        found.update((await connection.execute(settled_query(batch))).scalars())
+        found.update((await connection.execute(billed_query(batch))).scalars())
     return frozenset(found)
 
 
-def settled_query(requests: Sequence[str]) -> Select[Any]:
-    """Return the query for which of these requests are settled, by the partial index on request ids: hence the literal."""
+def billed_query(requests: Sequence[str]) -> Select[Any]:
+    """Return the query for which of these requests are billed, by the partial index on request ids: hence the literal."""
     events = usage_events.c
     is_usage = events.kind == literal_column("'usage'")
-    return select(events.request_id).where(is_usage, events.status.in_(SETTLED), events.request_id.in_(requests))
+    return select(events.request_id).where(is_usage, events.status.in_(BILLED), events.request_id.in_(requests))
 
 
 async def _events(connection: AsyncConnection, spans: Mapping[Owner, Span]) -> dict[Owner, list[Row[Any]]]:
-    """Return the settled requests of each owner in its span, of one owner at most the latest RECENT_EVENTS_MAX."""
+    """Return the billed requests of each owner in its span, of one owner at most the latest RECENT_EVENTS_MAX."""
     rows = (await connection.execute(events_query(spans))).all()
     if len(rows) == RECENT_EVENTS_MAX and len(spans) > 1:
         return {owner: (await _events(connection, {owner: span}))[owner] for owner, span in spans.items()}
@@ -166,7 +167,7 @@ async def _events(connection: AsyncConnection, spans: Mapping[Owner, Span]) -> d
 
 
 def events_query(spans: Mapping[Owner, Span]) -> Select[Any]:
-    """Return the query for the settled requests of `spans` (not empty), at most RECENT_EVENTS_MAX; of one owner the latest."""
+    """Return the query for the billed requests of `spans` (not empty), at most RECENT_EVENTS_MAX; of one owner the latest."""
     events = usage_events.c
     conditions = [
         and_(
@@ -185,7 +186,7 @@ def events_query(spans: Mapping[Owner, Span]) -> Select[Any]:
         (events.prompt_tokens + events.completion_tokens).label("tokens"),
         events.reserved_tokens,
     )
-    query = query.where(or_(*conditions), events.kind == "usage", events.status.in_(SETTLED)).limit(RECENT_EVENTS_MAX)
+    query = query.where(or_(*conditions), events.kind == "usage", events.status.in_(BILLED)).limit(RECENT_EVENTS_MAX)
     return query.order_by(events.admitted_at.desc()) if len(spans) == 1 else query
 
 

@@ -53,6 +53,6 @@ class SumsReader(OutputsReader, Protocol):
     async def read(
         self, currencies: Mapping[Owner, str], at: Moment, ended: Callable[[], Collection[str]]
     ) -> Mapping[Owner, PeriodSums]:
-        """Return the sums of settled events of each owner, with costs in its currency, and which of the requests `ended` they
+        """Return the sums of billed events of each owner, with costs in its currency, and which of the requests `ended` they
         include. `ended` is called after the snapshot is taken, so that it can name every request that the snapshot may hold."""
         ...
