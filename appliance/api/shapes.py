@@ -13,7 +13,8 @@ from typing import Any, Generic, Self, TypeVar
 import msgspec
 
 from appliance.base.clock import rfc3339
-from appliance.metering.ledger.records import RequestRow, UsageEvent
+from appliance.metering.ledger.records import UsageEvent
+from appliance.metering.past_requests import PastRequest
 from appliance.metering.usage import UsageRow
 from appliance.serving.explanation import explain_live, explain_past
 from appliance.serving.live_requests import LiveRequest
@@ -246,6 +247,6 @@ def live_request_shape(live: LiveRequest) -> RequestShape:
     return RequestShape.of(live, explanation=explain_live(live))
 
 
-def past_request_shape(row: RequestRow) -> RequestShape:
+def past_request_shape(row: PastRequest) -> RequestShape:
     """Return a past request as JSON. Its state is `finished` even if its row has no end, as after a crash of the process."""
     return RequestShape.of(row, state="finished", queue_position=None, explanation=explain_past(row))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from appliance.metering.ledger.records import RequestRow
+from appliance.metering.past_requests import PastRequest
 from appliance.serving.explanation import explain_live, explain_past
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _state_text(live: LiveRequest) -> str:
     return f"queued, {live.queue_position} ahead" if live.queue_position else "queued, next"
 
 
-def past_line(row: RequestRow, tenant_names: Mapping[str, str], key_prefix: str = "") -> RequestLine:
+def past_line(row: PastRequest, tenant_names: Mapping[str, str], key_prefix: str = "") -> RequestLine:
     """Return the row of a request that the ledger has settled."""
     end = row.finish_reason or "unsettled"
     return RequestLine(
@@ -117,9 +117,9 @@ def past_line(row: RequestRow, tenant_names: Mapping[str, str], key_prefix: str 
     )
 
 
-def _shared_fields(request: LiveRequest | RequestRow) -> dict[str, Any]:
+def _shared_fields(request: LiveRequest | PastRequest) -> dict[str, Any]:
     """Return the fields that the row has in common with the request."""
     return {name: getattr(request, name) for name in _SHARED_FIELDS}
 
 
-_SHARED_FIELDS = {field.name for field in fields(RequestLine)} & {field.name for field in fields(RequestRow)}
+_SHARED_FIELDS = {field.name for field in fields(RequestLine)} & {field.name for field in fields(PastRequest)}

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, and_, or_, select
+from sqlalchemy import ColumnElement, RowMapping, Select, and_, or_, select
 
 from appliance.base.db import Database
 from appliance.base.errors import NotFound
 from appliance.base.tables import api_keys, requests
-from appliance.metering.ledger.records import RequestRow
-from appliance.metering.ledger.rows import request_from_row
+from appliance.metering.ledger.rows import DURATIONS, MICROS_PER_S
 from appliance.metering.usage_queries import tenant_id_of_key
 from appliance.tenancy.access import Access
 from appliance.tenancy.pages import (
@@ -30,6 +30,35 @@ SEARCHED_MAX = 100_000
 """The most requests that a page searches for a text: no index serves substring search, so a text that matches nothing would
 scan them all."""
 _COMPLETE_ID = re.compile(r"req_[0-9a-z]{26}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PastRequest:
+    """A request as shown by the console and `/admin/v1/requests`. `finished_at` is None until it is settled."""
+
+    id: str
+    tenant_id: str
+    key_id: str
+    model: str
+    endpoint: str
+    stream: bool
+    batch: bool
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    kv_blocks: int
+    preemptions: int
+    tenant_open: int | None
+    finish_reason: str | None
+    error: str | None
+    queue_s: float | None
+    ttft_s: float | None
+    inter_token_p50_s: float | None
+    decode_s: float | None
+    tokens_per_second: float | None
+    admitted_at: datetime
+    first_token_at: datetime | None
+    finished_at: datetime | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +86,7 @@ class PastRequests:
         filters: RequestFilter | None = None,
         *,
         access: Access,
-    ) -> Page[RequestRow]:
+    ) -> Page[PastRequest]:
         """Return past requests, newest first. Raises InvalidValue for a bad cursor.
 
         A text search examines SEARCHED_MAX requests per page, so a page may have fewer than `limit` rows although more follow.
@@ -89,20 +118,20 @@ class PastRequests:
             if search_end_at is not None:
                 query = query.where(columns.admitted_at > search_end_at)
             rows = (await connection.execute(query.limit(check_limit(limit) + 1))).mappings().all()
-        found = [request_from_row(row) for row in rows]
+        found = [_from_row(row) for row in rows]
         page = page_of(found, limit, "requests", lambda row: [to_micros(row.admitted_at), row.id])
         if search_end_at is None or page.has_more:
             return page
         return replace(page, next_cursor=encode_cursor("requests", [to_micros(search_end_at) + 1, ""]))
 
-    async def get(self, request_id: str, *, access: Access) -> RequestRow:
+    async def get(self, request_id: str, *, access: Access) -> PastRequest:
         """Return a request. Raises NotFound, also for another tenant's request."""
         query = access.narrow(select(requests), requests.c.tenant_id).where(requests.c.id == request_id)
         async with self._db.reading() as connection:
             row = (await connection.execute(query)).mappings().first()
         if row is None:
             raise NotFound("no such request", param="request_id")
-        return request_from_row(row)
+        return _from_row(row)
 
 
 def _matches_text(text: str) -> ColumnElement[bool]:
@@ -124,3 +153,22 @@ def _is_complete_id(text: str) -> bool:
 def _search_end_query(admitted: Select[Any]) -> Select[Any]:
     """Return the query for the admission time of the first request beyond the SEARCHED_MAX that a page searches."""
     return admitted.order_by(requests.c.admitted_at.desc()).offset(SEARCHED_MAX).limit(1)
+
+
+_FIELDS = tuple(field.name for field in fields(PastRequest))
+
+
+def _from_row(row: RowMapping) -> PastRequest:
+    """Return the past request of a row of `requests`."""
+    values: dict[str, Any] = {name: row[name] for name in _FIELDS if name in row}
+    values |= {f"{name}_s": _seconds(row[f"{name}_us"]) for name in DURATIONS}
+    return PastRequest(**values, tokens_per_second=tokens_per_second(row["completion_tokens"], values["decode_s"]))
+
+
+def tokens_per_second(completion_tokens: int, decode_s: float | None) -> float | None:
+    """Return the decode speed: tokens after the first divided by the decode time. None without a second token."""
+    return (completion_tokens - 1) / decode_s if decode_s and completion_tokens > 1 else None
+
+
+def _seconds(micros: int | None) -> float | None:
+    return None if micros is None else micros / MICROS_PER_S

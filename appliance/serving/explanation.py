@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from appliance.metering.ledger.records import RequestRow
+from appliance.metering.past_requests import PastRequest
 from appliance.serving.answers import COMPLETE
 from appliance.serving.live_requests import LiveRequest
 
@@ -31,7 +31,7 @@ class Timeline:
     batch: bool = False
 
     @classmethod
-    def of(cls, request: LiveRequest | RequestRow, **overrides: Any) -> Timeline:
+    def of(cls, request: LiveRequest | PastRequest, **overrides: Any) -> Timeline:
         """Return a timeline from the fields of `request` with the same names, and `overrides`."""
         names = [field.name for field in fields(cls) if hasattr(request, field.name)]
         return cls(**{name: getattr(request, name) for name in names} | overrides)
@@ -60,7 +60,7 @@ def explain_live(live: LiveRequest) -> str:
     return explain(Timeline.of(live, is_queued=live.state == "queued"))
 
 
-def explain_past(row: RequestRow) -> str:
+def explain_past(row: PastRequest) -> str:
     """Return the sentence for a request that is no longer live. If it has no finish reason, its gateway process died."""
     return explain(Timeline.of(row, tenant_open=row.tenant_open or 0, finish_reason=row.finish_reason or "error"))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from statistics import median
 
-from appliance.metering.ledger.rows import tokens_per_second
+from appliance.metering.past_requests import tokens_per_second
 from engine.protocol import FinishReason, RequestProgress, TokenEvent
 
 INTERVALS_MAX = 4096  # enough for a median; of longer answers the latest ones are kept

@@ -28,7 +28,7 @@ from tests.support.cast import Cast
 # What belongs to one tenant, as types of what stores return.
 ROWS = (
     "Tenant", "ApiKey", "Membership", "Webhook", "Endpoint", "Delivery", "Invoice", "InvoiceHead", "FreeAllowance",
-    "UsageEvent", "UsageRow", "RequestRow", "AuditEntry", "LiveRequest", "Generation",
+    "UsageEvent", "UsageRow", "PastRequest", "AuditEntry", "LiveRequest", "Generation",
 )  # fmt: skip
 
 # Methods without `access`, and why they need none.

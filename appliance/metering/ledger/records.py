@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import date, datetime
 from typing import Literal
 
@@ -129,32 +128,3 @@ class UsageEvent(msgspec.Struct, frozen=True, kw_only=True):
     posting: int | None = None
     corrects_id: int | None = None
     note: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestRow:
-    """One past request as shown by the console and `/admin/v1/requests`. `finished_at` is None until it is settled."""
-
-    id: str
-    tenant_id: str
-    key_id: str
-    model: str
-    endpoint: str
-    stream: bool
-    batch: bool
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    kv_blocks: int
-    preemptions: int
-    tenant_open: int | None
-    finish_reason: str | None
-    error: str | None
-    queue_s: float | None
-    ttft_s: float | None
-    inter_token_p50_s: float | None
-    decode_s: float | None
-    tokens_per_second: float | None
-    admitted_at: datetime
-    first_token_at: datetime | None
-    finished_at: datetime | None

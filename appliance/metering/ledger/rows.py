@@ -17,7 +17,6 @@ from appliance.metering.ledger.records import (
     ERROR_CHARS_MAX,
     TOKEN_COLUMNS,
     PendingEvent,
-    RequestRow,
     Settlement,
     Usage,
     UsageEvent,
@@ -27,9 +26,8 @@ from appliance.metering.prices import Price, Rate
 MICROS_PER_S = 1_000_000
 COST_PICOS_MAX = 2**63 - 1
 _EVENT_FIELDS = UsageEvent.__struct_fields__
-_REQUEST_FIELDS = tuple(field.name for field in dataclasses.fields(RequestRow))
 _PRICE_FIELDS = tuple(field.name for field in dataclasses.fields(Price))
-_DURATIONS = ("queue", "ttft", "inter_token_p50", "decode")
+DURATIONS = ("queue", "ttft", "inter_token_p50", "decode")
 
 INSERT_EVENTS = Prepared(insert_into(usage_events))
 INSERT_REQUESTS = Prepared(insert_into(requests))
@@ -227,7 +225,7 @@ def settle_event_parameters(event: UsageEvent) -> dict[str, Any]:
 def settle_request_parameters(settlement: Settlement, now: datetime) -> dict[str, Any]:
     """Return the parameters of SETTLE_REQUESTS. `prompt_tokens` stays the full prompt length, whether billed or not."""
     record = settlement.record
-    durations = {f"new_{name}_us": _micros(getattr(record, f"{name}_s")) for name in _DURATIONS}
+    durations = {f"new_{name}_us": _micros(getattr(record, f"{name}_s")) for name in DURATIONS}
     return durations | {
         "of_request": settlement.request_id,
         "new_cached_tokens": settlement.usage.cached_tokens,
@@ -251,18 +249,6 @@ def _parameters(request_id: str, source: UsageEvent | Usage, names: Sequence[str
     return {"of_request": request_id, **{f"new_{name}": getattr(source, name) for name in names}}
 
 
-def request_from_row(row: RowMapping) -> RequestRow:
-    """Return the past request of a row of `requests`."""
-    values: dict[str, Any] = {name: row[name] for name in _REQUEST_FIELDS if name in row}
-    values |= {f"{name}_s": _seconds(row[f"{name}_us"]) for name in _DURATIONS}
-    return RequestRow(**values, tokens_per_second=tokens_per_second(row["completion_tokens"], values["decode_s"]))
-
-
-def tokens_per_second(completion_tokens: int, decode_s: float | None) -> float | None:
-    """Return the decode speed: tokens after the first divided by the decode time. None without a second token."""
-    return (completion_tokens - 1) / decode_s if decode_s and completion_tokens > 1 else None
-
-
 def _storable(text: str) -> str:
     """Return `text` without NULs and lone surrogates, which a database may reject, cut to ERROR_CHARS_MAX."""
     clean = text.replace("\x00", "").encode(errors="replace").decode()
@@ -271,7 +257,3 @@ def _storable(text: str) -> str:
 
 def _micros(seconds: float | None) -> int | None:
     return None if seconds is None else round(seconds * MICROS_PER_S)
-
-
-def _seconds(micros: int | None) -> float | None:
-    return None if micros is None else micros / MICROS_PER_S
