@@ -13,25 +13,6 @@ PERCENT_MAX = 100
 BASIS_POINTS = 10_000  # 100 %
 
 
-def cost_picos(
-    *,
-    prompt_tokens: int,
-    cached_tokens: int,
-    completion_tokens: int,
-    prompt_price: int,
-    cached_price: int,
-    completion_price: int,
-    rejected_tokens: int = 0,
-    rejected_price: int = 0,
-) -> int:
-    """Return the exact cost in pico-units. `cached_tokens` are the part of `prompt_tokens` reused from the cache.
-
-    Corrections have signed counts, and so a signed cost.
-    """
-    computed = (prompt_tokens - cached_tokens) * prompt_price + cached_tokens * cached_price
-    return computed + completion_tokens * completion_price + rejected_tokens * rejected_price
-
-
 def discounted(price: int, basis_points: int) -> int:
     """Return `basis_points` / 10,000 of a unit price, rounded half up to a micro-unit."""
     return (price * basis_points + BASIS_POINTS // 2) // BASIS_POINTS

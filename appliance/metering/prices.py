@@ -16,7 +16,7 @@ from appliance.base.clock import Clock, rfc3339
 from appliance.base.db import Database
 from appliance.base.errors import InvalidValue, NotFound, PriceBegun
 from appliance.base.ids import new_id
-from appliance.base.money import BASIS_POINTS, PERCENT_MAX, PRICE_MICROS_MAX, cost_picos, discounted
+from appliance.base.money import PERCENT_MAX, PRICE_MICROS_MAX, discounted
 from appliance.base.tables import prices
 from appliance.tenancy.audit import record, recorded_fields
 from appliance.tenancy.fields import TIERS, check_choice, check_currency, check_name, check_whole
@@ -36,17 +36,12 @@ class Rate(msgspec.Struct, frozen=True, kw_only=True):
     basis_points: int
 
     def cost_picos(self, *, prompt_tokens: int, cached_tokens: int, completion_tokens: int, rejected_tokens: int = 0) -> int:
-        """Return the exact cost in pico-units; negative counts give negative costs."""
-        return cost_picos(
-            prompt_tokens=prompt_tokens,
-            cached_tokens=cached_tokens,
-            completion_tokens=completion_tokens,
-            prompt_price=self.prompt,
-            cached_price=self.cached_prompt,
-            completion_price=self.completion,
-            rejected_tokens=rejected_tokens,
-            rejected_price=self.rejected_draft,
-        )
+        """Return the exact cost in pico-units. `cached_tokens` are the part of `prompt_tokens` reused from the cache.
+
+        Corrections have signed counts, and so a signed cost.
+        """
+        prompt = (prompt_tokens - cached_tokens) * self.prompt + cached_tokens * self.cached_prompt
+        return prompt + completion_tokens * self.completion + rejected_tokens * self.rejected_draft
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +60,9 @@ class Price:
     rejected_draft: int = 0
     tier_percents: Mapping[str, int] | None = None
 
-    def rate(self, tier: str | None = None, *, batch: bool = False) -> Rate:
+    def rate(self, tier: str, *, batch: bool = False) -> Rate:
         """Return the unit prices that a tenant of `tier` pays, for batch work or not."""
-        tier_percent = PERCENT_MAX if tier is None else (self.tier_percents or {}).get(tier, PERCENT_MAX)
+        tier_percent = (self.tier_percents or {}).get(tier, PERCENT_MAX)
         return self.rate_at(tier_percent * (self.batch_percent if batch else PERCENT_MAX))
 
     def rate_at(self, basis_points: int) -> Rate:
@@ -78,15 +73,6 @@ class Price:
             completion=discounted(self.completion, basis_points),
             rejected_draft=discounted(self.rejected_draft, basis_points),
             basis_points=basis_points,
-        )
-
-    def cost_picos(self, *, prompt_tokens: int, cached_tokens: int, completion_tokens: int, rejected_tokens: int = 0) -> int:
-        """Return the exact cost in pico-units at the full price."""
-        return self.rate_at(BASIS_POINTS).cost_picos(
-            prompt_tokens=prompt_tokens,
-            cached_tokens=cached_tokens,
-            completion_tokens=completion_tokens,
-            rejected_tokens=rejected_tokens,
         )
 
 

@@ -10,7 +10,7 @@ from sqlalchemy import func, insert, select
 from appliance.base.counters import POSTING, take
 from appliance.base.db import Database
 from appliance.base.ids import new_id
-from appliance.base.money import cost_picos, discounted
+from appliance.base.money import discounted
 from appliance.base.tables import prices, usage_events
 from appliance.metering.prices import Price
 from tests.support import factories
@@ -30,20 +30,12 @@ class Tokens:
         """Return the exact cost in pico-units at `basis_points` of the price."""
         if price is None:
             return 0
-        units = [
+        prompt, cached, completion, rejected = (
             discounted(unit, basis_points)
             for unit in (price.prompt, price.cached_prompt, price.completion, price.rejected_draft)
-        ]
-        return cost_picos(
-            prompt_tokens=self.prompt,
-            cached_tokens=self.cached,
-            completion_tokens=self.completion,
-            rejected_tokens=self.rejected,
-            prompt_price=units[0],
-            cached_price=units[1],
-            completion_price=units[2],
-            rejected_price=units[3],
         )
+        computed = (self.prompt - self.cached) * prompt + self.cached * cached
+        return computed + self.completion * completion + self.rejected * rejected
 
 
 async def add_price(database: Database, model: str = "demo", *, prompt: int = 1_000_000) -> Price:

@@ -158,7 +158,7 @@ async def test_the_first_void_decides_the_reason(database: Database, clock: Fake
 
 
 def test_a_cost_that_does_not_fit_its_column_raises() -> None:
-    rate = dataclasses.replace(factories.price(), prompt=PRICE_MICROS_MAX).rate()
+    rate = dataclasses.replace(factories.price(), prompt=PRICE_MICROS_MAX).rate("standard")
     most = ledger_rows.COST_PICOS_MAX // PRICE_MICROS_MAX
     assert ledger_rows.cost_of(rate, Usage(prompt_tokens=most)) == most * PRICE_MICROS_MAX
     with pytest.raises(OverflowError, match="64 bits"):

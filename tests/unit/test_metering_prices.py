@@ -33,7 +33,7 @@ async def test_a_model_without_a_price_has_no_current_price(database: Database, 
 
 async def test_a_price_of_zero_costs_nothing(database: Database, clock: FakeClock) -> None:
     free = await add(euro_prices(database, clock), prompt=0, cached_prompt=0, completion=0, batch_percent=0)
-    assert free.cost_picos(prompt_tokens=9, cached_tokens=4, completion_tokens=3) == 0
+    assert free.rate("standard").cost_picos(prompt_tokens=9, cached_tokens=4, completion_tokens=3) == 0
 
 
 async def test_the_current_price_is_the_latest_that_is_in_effect(database: Database, clock: FakeClock) -> None:
@@ -188,9 +188,9 @@ def test_discounts_of_tier_and_batch_multiply_to_integer_unit_prices() -> None:
 def test_rejected_draft_tokens_are_free_unless_the_price_charges_them() -> None:
     price = factories.price()
     counts = {"prompt_tokens": 1, "cached_tokens": 0, "completion_tokens": 2}
-    assert price.cost_picos(**counts, rejected_tokens=9) == price.cost_picos(**counts)
-    dearer = dataclasses.replace(price, rejected_draft=7)
-    assert dearer.cost_picos(**counts, rejected_tokens=9) == price.cost_picos(**counts) + 63
+    rate, dearer = price.rate("standard"), dataclasses.replace(price, rejected_draft=7).rate("standard")
+    assert rate.cost_picos(**counts, rejected_tokens=9) == rate.cost_picos(**counts)
+    assert dearer.cost_picos(**counts, rejected_tokens=9) == rate.cost_picos(**counts) + 63
 
 
 @pytest.mark.parametrize("percents", [{"gold": 10}, {"batch": 101}, {"batch": -1}, {"batch": 1.5}, ["batch"]])

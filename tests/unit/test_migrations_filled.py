@@ -380,7 +380,7 @@ async def do_batch_work(url: str) -> None:
         entry = PendingEvent(
             request_id="req_flex", tenant_id="tn_bob", key_id="key_bob", model="demo", endpoint="/v1/chat/completions",
             stream=False, prompt_tokens=30, reserved_tokens=40, price=price, admitted_at=clock.now(),
-            price_basis_points=price.rate(batch=True).basis_points, batch=True,
+            price_basis_points=price.rate("standard", batch=True).basis_points, batch=True,
         )  # fmt: skip
         await ledger.open(entry)
         usage = Usage(prompt_tokens=30, cached_tokens=16, completion_tokens=7)

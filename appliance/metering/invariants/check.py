@@ -35,21 +35,21 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from appliance.base import db, migrations, tables
 from appliance.base.clock import SystemClock
 from appliance.base.data_folder import PEPPER_FILE
-from appliance.base.money import cost_picos, discounted
 from appliance.base.settings import UnusableData
 from appliance.metering import sealed_secrets
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.invariants import references, whole_ledger
 from appliance.metering.invariants.finding import LISTED_MAX, Finding, list_ids
 from appliance.metering.ledger import journal_records
+from appliance.metering.ledger.records import TOKEN_COLUMNS
 from appliance.metering.ledger.rollups import join_sum, split_sum
+from appliance.metering.ledger.rows import price_query, rate_of
 from appliance.tenancy.audit import AuditLog
 from appliance.tenancy.secrets import read_pepper
 
 BATCH_ROWS = 2000
 
 _EVENTS = tables.usage_events
-_PRICES = tables.prices
 _REQUESTS = tables.requests
 
 
@@ -151,16 +151,6 @@ async def _running_epoch(connection: AsyncConnection) -> str | None:
 async def _event_batches(connection: AsyncConnection) -> AsyncIterator[Sequence[Any]]:
     """Yield all events, joined with their price and their request's row, in order of id, in non-empty batches."""
     columns = [
-        *_EVENTS.c,
-        _PRICES.c.prompt.label("prompt_price"),
-        _PRICES.c.cached_prompt.label("cached_price"),
-        _PRICES.c.completion.label("completion_price"),
-        _PRICES.c.rejected_draft.label("rejected_price"),
-        _PRICES.c.model.label("price_model"),
-        _PRICES.c.currency.label("price_currency"),
-        _PRICES.c.effective_from.label("price_from"),
-        _PRICES.c.tier_percents.label("price_tiers"),
-        _PRICES.c.batch_percent.label("price_batch"),
         _REQUESTS.c.id.label("request_row"),
         _REQUESTS.c.tenant_id.label("request_tenant"),
         _REQUESTS.c.key_id.label("request_key"),
@@ -171,12 +161,10 @@ async def _event_batches(connection: AsyncConnection) -> AsyncIterator[Sequence[
         _REQUESTS.c.cached_tokens.label("request_cached"),
         _REQUESTS.c.completion_tokens.label("request_completion"),
     ]
-    joined = _EVENTS.outerjoin(_PRICES, _PRICES.c.id == _EVENTS.c.price_id).outerjoin(
-        _REQUESTS, _REQUESTS.c.id == _EVENTS.c.request_id
-    )
+    joined = price_query().outerjoin(_REQUESTS, _REQUESTS.c.id == _EVENTS.c.request_id).add_columns(*columns)
     after = 0
     while True:
-        page = select(*columns).select_from(joined).where(_EVENTS.c.id > after).order_by(_EVENTS.c.id).limit(BATCH_ROWS)
+        page = joined.where(_EVENTS.c.id > after).order_by(_EVENTS.c.id).limit(BATCH_ROWS)
         rows = (await connection.execute(page)).all()
         if not rows:
             return
@@ -233,18 +221,8 @@ def _counts_are_valid(row: Any, *, pending: bool) -> bool:
 def _expected_cost(row: Any) -> int:
     if row.kind != "usage" and not (row.prompt_tokens or row.cached_tokens or row.completion_tokens or row.rejected_tokens):
         return int(row.cost_picos)  # a refund of money only
-    if row.status == "voided" or row.price_id is None:
-        return 0
-    return cost_picos(
-        prompt_tokens=row.prompt_tokens,
-        cached_tokens=row.cached_tokens,
-        completion_tokens=row.completion_tokens,
-        rejected_tokens=row.rejected_tokens,
-        **{
-            name: discounted(getattr(row, name), row.price_basis_points)
-            for name in ("prompt_price", "cached_price", "completion_price", "rejected_price")
-        },
-    )
+    rate = None if row.status == "voided" else rate_of(row._mapping)
+    return 0 if rate is None else rate.cost_picos(**{name: getattr(row, name) for name in TOKEN_COLUMNS})
 
 
 def _findings_from_tally(tally: _Tally, *, running: bool, only_in_journal: int) -> list[Finding]:

@@ -65,7 +65,7 @@ class PriceHistory:
             self._suspects = [suspect for suspect in self._suspects if suspect[0] <= row.admitted_at + PRICE_SLACK]
         if row.price_id is not None and not _price_matches(row):
             self._violations.append(row.request_id)
-        elif not self._is_latest(row, after=row.price_from):
+        elif not self._is_latest(row, after=row.price_effective_from):
             self._suspects.append((row.admitted_at, row.request_id))
 
     def violations(self) -> list[str]:
@@ -92,8 +92,8 @@ def _price_matches(row: Any) -> bool:
 
 def _allowed_basis_points(row: Any) -> set[int]:
     """Return the basis points of its price that an event may be charged: one per tier, times the batch share for batch work."""
-    tiers = {PERCENT_MAX, *(row.price_tiers or {}).values()}
-    batch = row.price_batch if row.batch else PERCENT_MAX
+    tiers = {PERCENT_MAX, *(row.price_tier_percents or {}).values()}
+    batch = row.price_batch_percent if row.batch else PERCENT_MAX
     return {tier * batch for tier in tiers}
 
 
