@@ -96,7 +96,8 @@ async def check_ledger(
             async for rows in _event_batches(connection):
                 for row in rows:
                     _check_event(row, tally, epoch=epoch, running=running)
-                    _check_references(row, tally, history)
+                    if row.kind == "usage":  # an adjustment has the price of the event that it corrects
+                        history.check(row)
                 num_read += len(rows)
                 on_progress(num_read / num_events)
             tally.violations["requests"] += await references.requests_without_event(connection)
@@ -173,39 +174,31 @@ async def _event_batches(connection: AsyncConnection) -> AsyncIterator[Sequence[
 
 
 def _check_event(row: Any, tally: _Tally, *, epoch: str | None, running: bool) -> None:
-    violations = tally.violations
+    """Add one event to the tally. Its price is checked by `PriceHistory`."""
     pending = row.status == "pending"
+    counts_are_valid = _counts_are_valid(row, pending=pending)
+    holds = {
+        "pending": not (pending and running) or row.epoch_id == epoch,
+        "settled": _settlement_is_valid(row, pending=pending),
+        "counts": counts_are_valid,
+        "cost": pending or not counts_are_valid or row.cost_picos == _expected_cost(row),
+        "requests": references.agrees_with_request(row),
+        "day": row.kind != "usage" or references.is_on_its_day(row),
+    }
+    for name, held in holds.items():
+        if not held:
+            tally.violations[name].append(row.request_id)
     tally.pending += pending
-    if pending and running and row.epoch_id != epoch:
-        violations["pending"].append(row.request_id)
-    if _has_invalid_settlement(row, pending=pending):
-        violations["settled"].append(row.request_id)
-    if not _counts_are_valid(row, pending=pending):
-        violations["counts"].append(row.request_id)
-    elif not pending and row.cost_picos != _expected_cost(row):
-        violations["cost"].append(row.request_id)
     for name, counter in tally.sums.items():
         counter[getattr(row, name)] += row.cost_picos
 
 
-def _check_references(row: Any, tally: _Tally, history: references.PriceHistory) -> None:
-    if row.kind == "usage":  # an adjustment has the price of the event that it corrects
-        history.check(row)
-    checks = {
-        "requests": references.agrees_with_request(row),
-        "day": row.kind != "usage" or references.is_on_its_day(row),
-    }
-    for name, holds in checks.items():
-        if not holds:
-            tally.violations[name].append(row.request_id)
-
-
-def _has_invalid_settlement(row: Any, *, pending: bool) -> bool:
+def _settlement_is_valid(row: Any, *, pending: bool) -> bool:
     if pending:
-        return row.settled_at is not None or row.finish_reason is not None or row.cost_picos != 0
+        return row.settled_at is None and row.finish_reason is None and row.cost_picos == 0
     if row.kind == "usage" and row.status == "recovered" and not row.estimated:
-        return True
-    return row.settled_at is None or row.finish_reason is None
+        return False
+    return row.settled_at is not None and row.finish_reason is not None
 
 
 def _counts_are_valid(row: Any, *, pending: bool) -> bool:
