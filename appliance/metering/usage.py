@@ -16,7 +16,7 @@ from appliance.base.errors import InvalidValue, NotFound
 from appliance.base.tables import usage_events
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.records import Status, UsageEvent
-from appliance.metering.ledger.rollups import SPLIT, join_sum, split_sum
+from appliance.metering.ledger.rollups import join_sum, split_sum
 from appliance.metering.ledger.rows import event_from_row
 from appliance.metering.usage_queries import Measure, ReportScope, RowKey, page_query, report_query, totals_query
 from appliance.metering.usage_segments import Segment, bucket_end, segments_from, split_period
@@ -282,7 +282,7 @@ def _usage_row(start: datetime, end: datetime, scope: ReportScope, columns: Sequ
         cached_tokens=cached,
         completion_tokens=completion,
         rejected_tokens=rejected,
-        cost_picos=cost_high * SPLIT + cost_low,
+        cost_picos=join_sum(cost_high, cost_low),
         currency=by_column["currency"],
     )
 

@@ -20,7 +20,6 @@ from appliance.base.errors import InternalError
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import epochs, rollups, rows
 from appliance.metering.ledger.records import PendingEvent, Settlement, Usage, UsageEvent
-from appliance.metering.prices import Rate
 
 _log = structlog.get_logger()
 
@@ -30,17 +29,17 @@ class LedgerBroken(Exception):
     input."""
 
 
+# PostgreSQL: no privilege on the table (its owner was changed), no such table, no such column (it is being restored).
+_TABLES_UNAVAILABLE = ("42501", "42P01", "42703")
+_BAD_OR_FAILED = (StatementError, ValueError, OverflowError, LedgerBroken)
+
+
 def is_bad_row(error: Exception) -> bool:
     """Return whether `error` is caused by the operation's values and would recur on every retry, not by the database."""
     if getattr(getattr(error, "orig", None), "sqlstate", None) in _TABLES_UNAVAILABLE:
         return False
     bad = (IntegrityError, DataError, ProgrammingError, ValueError, OverflowError, LedgerBroken)
     return isinstance(error, bad) or type(error) is StatementError  # its subclasses are errors of the driver
-
-
-# PostgreSQL: no privilege on the table (its owner was changed), no such table, no such column (it is being restored).
-_TABLES_UNAVAILABLE = ("42501", "42P01", "42703")
-_BAD_OR_FAILED = (StatementError, ValueError, OverflowError, LedgerBroken)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -145,25 +144,21 @@ class Round:
         Raises the database's error if nothing can be written now; then it is unknown whether this round was committed. Raises
         EpochEnded if it opens requests in an epoch that has ended.
         """
-        try:
-            await self._transaction(self.operations, self.checkpoints)
-        except _BAD_OR_FAILED as error:
-            if not is_bad_row(error):
-                raise
+        if await self._try(self.operations, self.checkpoints) is not None:
             self.errors.clear()
             await self._write_one_by_one()
 
     def report_results(self) -> None:
         """Give every caller its result."""
         for operation in self.operations:
-            error = self.errors.get(id(operation))
-            if isinstance(operation, Open):
-                if error is None:
-                    self.opened[operation.event.request_id] = self.inserted[operation.event.request_id]
-            elif isinstance(operation, Void) or operation.written:
-                self.opened.pop(operation.request_id, None)
             if isinstance(operation, Void):
+                self.opened.pop(operation.request_id, None)
                 continue
+            error = self.errors.get(id(operation))
+            if isinstance(operation, Open) and error is None:
+                self.opened[operation.event.request_id] = self.inserted[operation.event.request_id]
+            elif isinstance(operation, Settle) and operation.written:
+                self.opened.pop(operation.request_id, None)
             if error is None:
                 operation.succeed()
             else:
@@ -269,18 +264,12 @@ class Round:
             if rows.same_outcome(event, settlement):
                 return None
             return LedgerBroken(f"request {request_id} was settled as {event.status} with other figures")
-        cost = self._cost(found[request_id].rate, settlement.usage)
-        if isinstance(cost, LedgerBroken):
-            return cost
-        changes[request_id] = (rows.settled(event, settlement, cost, self.now), settlement)
-        return None
-
-    @staticmethod
-    def _cost(rate: Rate | None, usage: Usage) -> int | LedgerBroken:
         try:
-            return rows.cost_of(rate, usage)
+            cost = rows.cost_of(found[request_id].rate, settlement.usage)
         except OverflowError as error:
             return LedgerBroken(str(error))
+        changes[request_id] = (rows.settled(event, settlement, cost, self.now), settlement)
+        return None
 
     def _update(self, connection: Connection, changes: Sequence[tuple[UsageEvent, Settlement]]) -> None:
         parameters = [rows.settle_event_parameters(event) for event, _ in changes]

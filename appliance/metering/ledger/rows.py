@@ -188,7 +188,7 @@ def cost_of(rate: Rate | None, usage: Usage) -> int:
     """Return the cost of these tokens in pico-units. Raises OverflowError if it does not fit the column."""
     if rate is None:
         return 0
-    cost = rate.cost_picos(**{name: getattr(usage, name) for name in TOKEN_COLUMNS})
+    cost = rate.cost_picos(**msgspec.structs.asdict(usage))
     if cost > COST_PICOS_MAX:
         raise OverflowError(f"a cost of {cost} pico-units does not fit 64 bits")
     return cost
