@@ -30,7 +30,7 @@ from appliance.metering.limits.queue import (
 )
 from appliance.metering.limits.rate_limits import RateLimitState, rate_limit_state
 from appliance.metering.limits.reservations import Reservation
-from appliance.metering.limits.rules import rules_for
+from appliance.metering.limits.rules import Rule, rules_for
 from appliance.metering.limits.running_requests import RunningRequests
 from appliance.metering.limits.saved_levels import Levels
 from appliance.metering.limits.sums import SavedLevel, SumsReader
@@ -107,24 +107,16 @@ class Admission:
         """Apply changed limits to waiting and running requests. Waiting requests try again, since a limit may have been raised,
         or lowered below their need. `principals` are by key id, `policies` by model. Allowances that are not loaded yet take
         their limits from the next request."""
-        at, touched = self._moment(), set()
+        touched: set[Allowance] = set()
         for running in self._running:
             if (principal := principals.get(running.request.key_id)) is not None:
                 running.set_cut_at_budget(principal.tenant.cut_at_budget)
         waiting = {(request.key_id, request.model) for request in self._queue.waiting}
         for key_id, model in waiting | {(running.request.key_id, running.request.model) for running in self._running}:
-            principal = principals.get(key_id)
-            if principal is None:
-                continue
-            rules = {rule.owner: rule for rule in rules_for(principal, model, policies.get(model), self._currency)}
-            for owner in owners_of(principal.tenant.id, key_id, model):
-                allowance, rule = self._allowances.get(owner), rules.get(owner)
-                if allowance is None:
-                    continue
-                touched.add(allowance)
-                if rule is not None:
-                    allowance.set_currency(rule.currency)
-                allowance.configure(rule.limits if rule else NO_LIMITS, rule.mode if rule else allowance.mode, at)
+            if (principal := principals.get(key_id)) is not None:
+                loaded = self._loaded(principal.tenant.id, key_id, model)
+                self._configure(loaded, rules_for(principal, model, policies.get(model), self._currency))
+                touched.update(loaded)
         self._queue.wake(touched)
 
     async def dry_run(self, request: AdmissionRequest, wait_s: float = 0.0) -> LimitsDryRun:
@@ -143,8 +135,7 @@ class Admission:
     def correct(self, correction: UsageEvent) -> None:
         """Count a correction that has just been committed, and retry the requests that wait for what it returns."""
         self._loader.note_correction(correction)
-        owners = owners_of(correction.tenant_id, correction.key_id, correction.model)
-        loaded = [self._allowances[owner] for owner in owners if owner in self._allowances]
+        loaded = self._loaded(correction.tenant_id, correction.key_id, correction.model)
         for allowance in loaded:
             allowance.correct(correction)
         self._queue.wake(loaded)
@@ -175,8 +166,9 @@ class Admission:
                 found.append((None, rule.limits))
             elif allowance is not None and allowance.is_enforced:
                 found.append((allowance, allowance.limits))
-        if model is not None and (shared := self._allowances.get(Owner("model", ALL_TENANTS, model))) is not None:
-            found += [(shared, shared.limits)] if shared.is_enforced else []
+        shared = None if model is None else self._allowances.get(Owner("model", ALL_TENANTS, model))
+        if shared is not None and shared.is_enforced:
+            found.append((shared, shared.limits))
         return rate_limit_state(found, at)
 
     def in_use(self, owner: Owner) -> Mapping[LimitKind, int]:
@@ -204,25 +196,27 @@ class Admission:
     async def _allowances_of(self, request: AdmissionRequest) -> list[Allowance]:
         """Return the allowances that apply to a request, with current limits. New ones are first loaded from the ledger."""
         rules = rules_for(request.principal, request.model, request.policy, self._currency)
-        self.output_estimates.lengths_of(request.key_id, request.model)
-        for rule in rules:
-            if rule.owner not in self._allowances:
-                await self._loader.ensure_loaded(rules)
-                break
-        at = self._moment()
-        allowances = [self._allowances[rule.owner] for rule in rules]
-        for rule, allowance in zip(rules, allowances, strict=True):
-            allowance.set_currency(rule.currency)
-            allowance.configure(rule.limits, rule.mode, at)
-        for other in self._other_allowances(request, allowances):
-            other.configure(NO_LIMITS, other.mode, at)  # its own limits for this model were removed
-        return allowances
+        self.output_estimates.lengths_of(request.key_id, request.model)  # begins to read them while the allowances are loaded
+        if any(rule.owner not in self._allowances for rule in rules):
+            await self._loader.ensure_loaded(rules)
+        self._configure(self._loaded(request.tenant_id, request.key_id, request.model), rules)
+        return [self._allowances[rule.owner] for rule in rules]
 
-    def _other_allowances(self, request: AdmissionRequest, allowances: Collection[Allowance]) -> list[Allowance]:
-        """Return the loaded allowances that a request counts towards although their limits do not apply to it: limits that were
-        removed and may be set again, or that were set while it waited."""
-        loaded = map(self._allowances.get, owners_of(request.tenant_id, request.key_id, request.model))
-        return [allowance for allowance in loaded if allowance is not None and allowance not in allowances]
+    def _loaded(self, tenant_id: str, key_id: str, model: str) -> list[Allowance]:
+        """Return the loaded allowances that a request of this key for this model counts towards."""
+        owners = owners_of(tenant_id, key_id, model)
+        return [self._allowances[owner] for owner in owners if owner in self._allowances]
+
+    def _configure(self, allowances: Iterable[Allowance], rules: Iterable[Rule]) -> None:
+        """Apply the current limits; those of an allowance without a rule were removed."""
+        at, by_owner = self._moment(), {rule.owner: rule for rule in rules}
+        for allowance in allowances:
+            rule = by_owner.get(allowance.owner)
+            if rule is None:
+                allowance.configure(NO_LIMITS, allowance.mode, at)
+            else:
+                allowance.set_currency(rule.currency)
+                allowance.configure(rule.limits, rule.mode, at)
 
     def _try(self, request: AdmissionRequest, needs: Needs, waiter: Waiter | None = None) -> Reservation | Refusals:
         """Reserve in every allowance, or in none and return why. A new request (`waiter` None) leaves room for all waiters."""
@@ -259,9 +253,10 @@ class Admission:
         try:
             for allowance, need in needs.by_allowance.items():
                 holds.append(allowance.shadow_hold(at) if allowance in shadow_refusing else allowance.take(need, at))
-            for other in self._other_allowances(request, needs.by_allowance):
-                other.enter(at)
-                holds.append(other.adopt(needs.enforced, at.day))
+            for other in self._loaded(request.tenant_id, request.key_id, request.model):
+                if other not in needs.by_allowance:  # limits that were removed and may be set again, or set while it waited
+                    other.enter(at)
+                    holds.append(other.adopt(needs.enforced, at.day))
         except Exception:
             for hold in holds:
                 hold.void(at.monotonic_s)

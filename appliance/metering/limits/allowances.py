@@ -174,12 +174,14 @@ class Allowance:
             yield self._decide_bucket("requests", self.requests, 1, at, ahead.requests, ahead)
         if self.tokens is not None:
             yield self._decide_bucket("tokens", self.tokens, need.expected.tokens, at, ahead.tokens, ahead)
+        day, month = self._windows.enter(at)
         if limits.tokens_per_day is not None:
-            yield self._decide_per_day(limits.tokens_per_day, need.expected.tokens, at, ahead)
-        if limits.monthly_budget is not None:
-            yield self._decide_budget(
-                limits.monthly_budget, self.counted_cost(need.expected.cost_picos, need.currency), at, ahead
-            )
+            tokens, limit = need.expected.tokens, limits.tokens_per_day
+            wait_s = None if tokens > limit else _seconds_until(at.next_day_start, at.now)
+            yield self._decide_window("tokens_per_day", day, tokens, limit, wait_s, ahead)
+        if (budget := self._budget_picos) is not None:
+            cost = self.counted_cost(need.expected.cost_picos, need.currency)
+            yield self._decide_window("budget", month, cost, budget, None, ahead)
 
     def take(self, need: Need, at: Moment) -> Hold:
         """Take `need`. Call it only when `refusals` is empty, without an await in between. When it raises, nothing is taken."""
@@ -257,13 +259,6 @@ class Allowance:
         wait_s = bucket.wait_s(need, at.monotonic_s, ahead=ahead_tokens)
         return self._decision(kind, wait_s == 0, need, bucket.capacity, bucket.level(at.monotonic_s), wait_s, ahead=ahead)
 
-    def _decide_per_day(self, limit: int, need: int, at: Moment, ahead: Ahead) -> LimitDecision:
-        wait_s = None if need > limit else _seconds_until(at.next_day_start, at.now)
-        return self._decide_window("tokens_per_day", self._windows.enter(at)[0], need, limit, wait_s, ahead)
-
-    def _decide_budget(self, limit_micros: int, need: int, at: Moment, ahead: Ahead) -> LimitDecision:
-        return self._decide_window("budget", self._windows.enter(at)[1], need, limit_micros * PICOS_PER_MICRO, None, ahead)
-
     def _decide_window(
         self, kind: LimitKind, window: Window, need: int, limit: int, wait_s: float | None, ahead: Ahead
     ) -> LimitDecision:
@@ -283,8 +278,8 @@ class Allowance:
         level: int,
         wait_s: float | None,
         *,
+        ahead: Ahead,
         held: bool = False,
-        ahead: Ahead = NOTHING_AHEAD,
     ) -> LimitDecision:
         return LimitDecision(
             allowed=allowed,

@@ -75,7 +75,7 @@ class Refusals:
     running requests will probably make room; it is slow, so it is applied only to what a client receives."""
 
     by: Sequence[tuple[Allowance, LimitDecision]]
-    estimate: Callable[[Allowance, LimitDecision], LimitDecision] = lambda _allowance, decision: decision
+    estimate: Callable[[Allowance, LimitDecision], LimitDecision]
 
     @property
     def decisions(self) -> list[LimitDecision]:
