@@ -7,16 +7,16 @@ attempt at a code needs the right password first.
 from __future__ import annotations
 
 from appliance.base.clock import Clock
-from appliance.tenancy.attempts import Allowance, Attempts
+from appliance.tenancy.attempts import AttemptRate, Attempts
 from appliance.tenancy.networks import client_network
 
 ENTRIES_MAX = 10_000
 
-PER_ACCOUNT = Allowance(burst=8, refill_s=30.0)
+PER_ACCOUNT = AttemptRate(burst=8, refill_s=30.0)
 # Higher, because a whole office may share one address.
-PER_ADDRESS = Allowance(burst=30, refill_s=5.0)
+PER_ADDRESS = AttemptRate(burst=30, refill_s=5.0)
 # Three of a million codes are valid at a time: if the password is known, a month of guessing succeeds one time in forty.
-PER_MEMBER_CODES = Allowance(burst=5, refill_s=300.0)
+PER_MEMBER_CODES = AttemptRate(burst=5, refill_s=300.0)
 
 
 class LoginAttempts:

@@ -14,7 +14,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
-class Allowance:
+class AttemptRate:
     """`burst` attempts at once, and one more every `refill_s` seconds."""
 
     burst: int
@@ -35,28 +35,28 @@ class Attempts(Generic[K]):
     def __len__(self) -> int:
         return len(self._full_at)
 
-    def take(self, allowances: Mapping[K, Allowance]) -> None:
+    def take(self, rates: Mapping[K, AttemptRate]) -> None:
         """Take one attempt from each key. If any has none left, take none and raise RateLimitExceeded with the exact wait."""
         now = self._clock.monotonic_s()
-        wait_s = max(self._wait_s(key, allowance, now) for key, allowance in allowances.items())
+        wait_s = max(self._wait_s(key, rate, now) for key, rate in rates.items())
         if wait_s > 0:
             raise RateLimitExceeded(self._refusal, limit_type="requests", retry_after_s=wait_s)
-        for key, allowance in allowances.items():
-            self._full_at[key] = max(self._full_at.get(key, now), now) + allowance.refill_s
+        for key, rate in rates.items():
+            self._full_at[key] = max(self._full_at.get(key, now), now) + rate.refill_s
             self._full_at.move_to_end(key)
             while len(self._full_at) > self._keys_max:
                 self._full_at.popitem(last=False)
 
-    def refund(self, key: K, allowance: Allowance) -> None:
+    def refund(self, key: K, rate: AttemptRate) -> None:
         """Return one attempt that was taken."""
         full_at = self._full_at.get(key)
         if full_at is not None:
-            self._full_at[key] = full_at - allowance.refill_s
+            self._full_at[key] = full_at - rate.refill_s
 
     def forget(self, key: K) -> None:
         """Return all attempts of `key`."""
         self._full_at.pop(key, None)
 
-    def _wait_s(self, key: K, allowance: Allowance, now: float) -> float:
+    def _wait_s(self, key: K, rate: AttemptRate, now: float) -> float:
         used_s = max(self._full_at.get(key, now) - now, 0.0)
-        return used_s + allowance.refill_s - allowance.burst * allowance.refill_s
+        return used_s + rate.refill_s - rate.burst * rate.refill_s

@@ -15,10 +15,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from appliance.base.clock import Clock
-from appliance.tenancy.attempts import Allowance, Attempts
+from appliance.tenancy.attempts import AttemptRate, Attempts
 from appliance.tenancy.networks import client_network
 
-PER_ADDRESS = Allowance(burst=100, refill_s=1.0)
+PER_ADDRESS = AttemptRate(burst=100, refill_s=1.0)
 ADDRESSES_MAX = 10_000
 KNOWN_MAX = 1_000
 

@@ -12,7 +12,7 @@ from appliance.base.db import Database
 from appliance.base.errors import InvalidApiKey, RateLimitExceeded
 from appliance.tenancy import token_attempts
 from appliance.tenancy.admin_tokens import AdminTokens
-from appliance.tenancy.attempts import Allowance, Attempts
+from appliance.tenancy.attempts import AttemptRate, Attempts
 from appliance.tenancy.token_attempts import PER_ADDRESS
 from tests.support.api_app import ApiApp
 from tests.support.clock import FakeClock
@@ -139,7 +139,7 @@ async def test_the_refusal_has_a_retry_after_header(api: ApiApp, path: str) -> N
 
 
 def test_the_least_recently_used_key_of_attempts_is_forgotten_first(clock: FakeClock) -> None:
-    attempts, twice = Attempts[str](clock, keys_max=2, refusal="too many"), Allowance(burst=2, refill_s=60.0)
+    attempts, twice = Attempts[str](clock, keys_max=2, refusal="too many"), AttemptRate(burst=2, refill_s=60.0)
     for key in ("a", "b", "b", "a"):
         attempts.take({key: twice})
     attempts.take({"c": twice})  # b is forgotten
@@ -152,7 +152,7 @@ def test_the_least_recently_used_key_of_attempts_is_forgotten_first(clock: FakeC
 
 
 def test_refunding_a_forgotten_key_does_nothing(clock: FakeClock) -> None:
-    attempts, once = Attempts[str](clock, keys_max=1, refusal="too many"), Allowance(burst=1, refill_s=60.0)
+    attempts, once = Attempts[str](clock, keys_max=1, refusal="too many"), AttemptRate(burst=1, refill_s=60.0)
     attempts.take({"a": once})
     attempts.take({"b": once})  # a is forgotten
     attempts.refund("a", once)
