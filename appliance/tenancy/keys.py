@@ -39,7 +39,6 @@ from appliance.tenancy.rows import (
     changed_columns,
     check_model_limits,
     key_from_row,
-    list_column,
     model_limits_to_row,
     optional,
     tenant_from_row,
@@ -256,10 +255,10 @@ _DEFAULT_COLUMNS: dict[str, Any] = {"scopes": [*DEFAULT_SCOPES]}
 _CHECKS: dict[str, Callable[[Any], Any]] = {
     "name": check_name,
     "scopes": lambda value: list(check_scopes(value)),
-    "model_limits": lambda value: model_limits_to_row(check_model_limits(value or {})),
+    "model_limits": optional(lambda value: model_limits_to_row(check_model_limits(value))),
     "limit_mode": lambda value: check_choice(value, "limit_mode", LIMIT_MODES),
     "allowed_models": optional(lambda value: list(check_names(value, "allowed_models"))),
-    "allowed_networks": lambda value: list_column(check_networks(value)),
+    "allowed_networks": optional(lambda value: list(check_networks(value))),
 }
 
 

@@ -15,10 +15,8 @@ MAPPED = ipaddress.IPv6Network("::ffff:0:0/96")
 IPV6_CLIENT_BITS = 64  # a subscriber has at least a /64 (RFC 6177), so all its addresses count as one client
 
 
-def check_networks(value: Sequence[str] | None) -> tuple[str, ...] | None:
-    """Return the networks in CIDR form; a single address becomes a /32 or /128. None allows every network."""
-    if value is None:
-        return None
+def check_networks(value: Sequence[str]) -> tuple[str, ...]:
+    """Return the networks in CIDR form; a single address becomes a /32 or /128."""
     if isinstance(value, str) or not isinstance(value, Sequence) or len(value) > LIST_ITEMS_MAX:
         raise InvalidValue(f"allowed_networks must be a list of at most {LIST_ITEMS_MAX} networks", param="allowed_networks")
     return tuple(dict.fromkeys(str(_network(item)) for item in value))

@@ -140,10 +140,5 @@ def key_from_row(row: RowMapping) -> ApiKey:
     )
 
 
-def list_column(value: Sequence[T] | None) -> list[T] | None:
-    """Return the value of a JSON column for an optional list."""
-    return None if value is None else list(value)
-
-
 def _optional_tuple(value: Sequence[T] | None) -> tuple[T, ...] | None:
     return None if value is None else tuple(value)
