@@ -6,10 +6,12 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 from typing import cast as typed
+from unittest.mock import Mock
 
 import pytest
 
 from appliance.base.db import Database
+from appliance.metering.alerts import key_expiry
 from appliance.metering.alerts.key_expiry import SWEEP_INTERVAL_S, KeyExpiryAlerts
 from appliance.metering.calendar import BillingCalendar
 from appliance.serving.alerting.watch import ENGINE_DOWN_S, AlertWatch
@@ -92,6 +94,31 @@ async def test_an_extended_key_is_reported_again(watched: Watched, cast: Cast, c
     assert len(await watched.alerts_sent()) == 1
     clock.advance(15 * DAY_S)
     assert len(await watched.alerts_sent()) == 2
+
+
+async def test_an_alert_about_a_key_is_not_written_again_when_another_key_changes(
+    watched: Watched, cast: Cast, clock: FakeClock
+) -> None:
+    await watched.new_key(cast.bob, 10)
+    clock.advance(4 * DAY_S)
+    assert len(await watched.alerts_sent()) == 1
+    await watched.new_key(cast.bob, 90)
+    with record_statements() as statements:
+        await watched.watch.check()
+    assert not [statement for statement in statements if statement.startswith("INSERT INTO outbox")]
+
+
+async def test_alerts_about_many_keys_are_written_in_several_transactions(
+    watched: Watched, cast: Cast, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(3):
+        await watched.new_key(cast.bob, 10)
+    clock.advance(4 * DAY_S)
+    monkeypatch.setattr(key_expiry, "KEYS_PER_TRANSACTION", 2)
+    writing = Mock(wraps=watched.alerts.db.writing)
+    monkeypatch.setattr(watched.alerts.db, "writing", writing)
+    assert len(await watched.alerts_sent()) == 3
+    assert writing.call_count == 2
 
 
 async def test_revoked_rotated_archived_and_short_lived_keys_are_not_reported(

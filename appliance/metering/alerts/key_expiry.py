@@ -6,6 +6,7 @@ from datetime import timedelta
 
 from sqlalchemy import RowMapping, select
 
+from appliance.base.batches import batched
 from appliance.base.clock import Clock, rfc3339
 from appliance.base.db import Database
 from appliance.base.tables import api_keys, tenants
@@ -13,6 +14,7 @@ from appliance.metering.alerts import outbox
 
 AHEAD = timedelta(days=7)
 SWEEP_INTERVAL_S = 3600.0
+KEYS_PER_TRANSACTION = 50  # on SQLite a transaction blocks settlements
 _DATA_FIELDS = ("tenant_id", "tenant_name", "key_id", "key_name", "prefix")
 
 
@@ -24,6 +26,8 @@ class KeyExpiryAlerts:
         self._clock = clock
         self._swept_versions = (-1, -1)
         self._swept_s = 0.0
+        self._enqueued: set[str] = set()  # subjects of the alerts due, for the webhooks as of `_enqueued_as_of`
+        self._enqueued_as_of = -1
 
     async def sweep(self) -> None:
         """Enqueue an alert for every key that expires within a week, if keys or webhooks have changed since the last sweep or
@@ -32,18 +36,24 @@ class KeyExpiryAlerts:
         now_s = self._clock.monotonic_s()
         if versions == self._swept_versions and now_s - self._swept_s < SWEEP_INTERVAL_S:
             return
-        due = await self._due()
-        if due:
+        if versions[1] != self._enqueued_as_of:
+            self._enqueued_as_of, self._enqueued = versions[1], set()
+        due = {f"{row['key_id']}:{rfc3339(row['expires_at'])}": row for row in await self._due()}
+        self._enqueued &= due.keys()
+        new = [subject for subject in due if subject not in self._enqueued]
+        for subjects in batched(new, KEYS_PER_TRANSACTION):
             async with self._db.writing() as connection:
-                for row in due:
+                for subject in subjects:
+                    row = due[subject]
                     await connection.run_sync(
                         outbox.enqueue,
                         self._clock.now(),
                         event="key.expiring",
-                        subject=f"{row['key_id']}:{rfc3339(row['expires_at'])}",
+                        subject=subject,
                         data={**{name: row[name] for name in _DATA_FIELDS}, "expires_at": rfc3339(row["expires_at"])},
                         tenant_id=row["tenant_id"],
                     )
+            self._enqueued.update(subjects)
         self._swept_versions, self._swept_s = versions, now_s
 
     async def _due(self) -> list[RowMapping]:
