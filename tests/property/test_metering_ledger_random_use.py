@@ -23,7 +23,7 @@ from appliance.metering.prices import Price
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.factories import pending, posted, voided
-from tests.support.ledgers import FailingDatabase, all_events, euro_prices, kill_ledger, utc_ledger, utc_recover
+from tests.support.ledgers import FailingDatabase, all_events, euro_prices, kill_ledger, utc_ledger, utc_recover, without_alerts
 
 REQUESTS_PER_EPOCH = 25
 LAST = 6
@@ -110,7 +110,7 @@ async def test_every_admitted_request_is_in_the_ledger_once_and_none_stays_pendi
 async def _begin(database: Database, clock: FakeClock, journal: Journal | None) -> str:
     """Settle what a dead epoch left behind, as a start does, and return the id of a new one."""
     if journal is not None:
-        await replay(database, journal, clock, BillingCalendar())
+        await replay(database, journal, clock, BillingCalendar(), without_alerts)
     epoch_id = await begin_epoch(database, clock, "test")
     await utc_recover(database, clock, epoch_id)
     return epoch_id

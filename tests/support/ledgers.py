@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -34,9 +34,13 @@ EUR = "EUR"
 _TERMS: dict[str, Any] = {"currency": EUR, "calendar": UTC}
 
 
+def without_alerts(_connection: Connection, _events: Sequence[UsageEvent]) -> None:
+    """A listener to settled events that raises no alert."""
+
+
 def utc_ledger(database: Database, clock: Clock, epoch_id: str, **options: Any) -> Ledger:
     """Return a ledger in UTC and EUR, unless `options` say otherwise."""
-    return Ledger(database, clock, epoch_id, **_TERMS | options)
+    return Ledger(database, clock, epoch_id, **_TERMS | {"on_settled": without_alerts} | options)
 
 
 def utc_sums(database: Database, *, calendar: BillingCalendar = UTC) -> LedgerSums:
@@ -51,12 +55,13 @@ def utc_admission(clock: Clock, sums: SumsReader, **options: Any) -> Admission:
 
 def utc_corrections(database: Database, clock: Clock, **options: Any) -> Corrections:
     """Return corrections in UTC, unless `options` say otherwise."""
-    return Corrections(database, clock, **{"calendar": UTC} | options)
+    listeners = {"on_settled": without_alerts, "on_committed": lambda _event: None}
+    return Corrections(database, clock, **{"calendar": UTC} | listeners | options)
 
 
 async def utc_recover(database: Database, clock: Clock, current_epoch: str) -> int:
     """Recover the pending requests of dead epochs, in UTC, and return their number."""
-    return await recover(database, clock, current_epoch, calendar=UTC)
+    return await recover(database, clock, current_epoch, calendar=UTC, on_settled=without_alerts)
 
 
 def num_running(admission: Admission, owner_id: str) -> int:

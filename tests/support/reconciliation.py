@@ -30,7 +30,7 @@ from appliance.metering.calendar import BillingCalendar
 from appliance.metering.invoicing.lines import ADJUSTMENT
 from appliance.metering.invoicing.rows import Invoice
 from appliance.metering.ledger import rollups, writer
-from appliance.metering.ledger.corrections import Correction, Corrections
+from appliance.metering.ledger.corrections import Correction
 from appliance.metering.ledger.epochs import begin_epoch
 from appliance.metering.ledger.journal_records import open_journal, replay
 from appliance.metering.ledger.operation_queue import COMBINE_FROM
@@ -43,7 +43,15 @@ from appliance.tenancy.pages import PAGE_ROWS_MAX
 from tests.support import factories
 from tests.support.cast import Person, make_person
 from tests.support.clock import FakeClock
-from tests.support.ledgers import FailingDatabase, euro_invoices, euro_prices, kill_ledger, utc_ledger
+from tests.support.ledgers import (
+    FailingDatabase,
+    euro_invoices,
+    euro_prices,
+    kill_ledger,
+    utc_corrections,
+    utc_ledger,
+    without_alerts,
+)
 
 ZONE = "Europe/Berlin"
 BEGIN = datetime(2026, 9, 29, 10, 0, tzinfo=UTC)
@@ -117,7 +125,7 @@ class History:
         self.calendar = BillingCalendar(ZONE)
         self.book = euro_prices(self.database, self.clock)
         self.invoices = euro_invoices(self.database, self.clock, self.calendar)
-        self.corrections = Corrections(self.database, self.clock, calendar=self.calendar)
+        self.corrections = utc_corrections(self.database, self.clock, calendar=self.calendar)
         self.reports = UsageReports(self.database, calendar=self.calendar)
 
     async def run(self, num_requests: int) -> None:
@@ -152,9 +160,11 @@ class History:
         """Start as the appliance does: replay the journal into the tables, then recover pending requests."""
         self.journal = open_journal(self.url)
         if self.journal is not None:
-            self.replayed += await replay(self.database, self.journal, self.clock, self.calendar)
+            self.replayed += await replay(self.database, self.journal, self.clock, self.calendar, without_alerts)
         self.epoch_id = await begin_epoch(self.database, self.clock, "reconciliation")
-        self.recovered += await recover(self.database, self.clock, self.epoch_id, calendar=self.calendar)
+        self.recovered += await recover(
+            self.database, self.clock, self.epoch_id, calendar=self.calendar, on_settled=without_alerts
+        )
         for fact in self.open:
             fact.settled = True
             fact.bill(fact.counts)

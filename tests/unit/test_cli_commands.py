@@ -37,7 +37,7 @@ from engine.visible_gpu import VisibleGpu
 from tests.support import factories
 from tests.support.cast import make_cast
 from tests.support.databases import Cluster
-from tests.support.ledgers import running_ledger
+from tests.support.ledgers import running_ledger, without_alerts
 from tests.support.typed_commands import CommandResult
 
 REPO = Path(__file__).resolve().parents[2]
@@ -420,7 +420,7 @@ async def replay_journal(path: Path) -> None:
     database, journal = Database.open(url), open_journal(url)
     assert journal is not None
     try:
-        assert await replay(database, journal, SystemClock(), BillingCalendar()) == 2
+        assert await replay(database, journal, SystemClock(), BillingCalendar(), without_alerts) == 2
     finally:
         await journal.close()
         await database.close()

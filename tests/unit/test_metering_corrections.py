@@ -15,7 +15,7 @@ from appliance.base.db import Database
 from appliance.base.errors import BudgetExceeded, InvalidValue, NotFound
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.invariants import whole_ledger
-from appliance.metering.ledger.corrections import NOTE_CHARS_MAX, Correction, Corrections, _recorded_sums_query
+from appliance.metering.ledger.corrections import NOTE_CHARS_MAX, Correction, _recorded_sums_query
 from appliance.metering.ledger.records import UsageEvent
 from appliance.metering.ledger.rows import COST_PICOS_MAX
 from appliance.metering.limits.admission_request import AdmissionRequest
@@ -173,7 +173,7 @@ async def test_on_settled_gets_a_correction_in_its_transaction(database: Databas
     def hear(_connection: object, events: Any) -> None:
         settled.extend(events)
 
-    corrections = Corrections(database, clock, calendar=BillingCalendar("Asia/Tokyo"), on_settled=hear)
+    corrections = utc_corrections(database, clock, calendar=BillingCalendar("Asia/Tokyo"), on_settled=hear)
     made = await corrections.add(event.id, Correction(note="too much", completion_tokens=-1))
     assert settled == [made]
 

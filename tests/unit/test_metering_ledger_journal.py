@@ -46,6 +46,7 @@ from tests.support.ledgers import (
     settle,
     utc_ledger,
     utc_recover,
+    without_alerts,
 )
 
 
@@ -79,7 +80,7 @@ async def start_again(database: Database, clock: FakeClock, path: Path) -> dict[
     """Start again over database and journal. → events by request"""
     epoch_id = await begin_epoch(database, clock, "next")
     journal = Journal(path)
-    await replay(database, journal, clock, BillingCalendar())
+    await replay(database, journal, clock, BillingCalendar(), without_alerts)
     await utc_recover(database, clock, epoch_id)
     await journal.close()
     return {event.request_id: event for event in await all_events(database)}
@@ -420,7 +421,7 @@ async def test_a_start_with_an_unwritable_database_loses_nothing(
     failing = FailingDatabase.around(database)
     failing.fail_before_commit = 1
     with pytest.raises(Exception, match="disk full"):
-        await replay(failing, Journal(tmp_path / "j"), clock, BillingCalendar())
+        await replay(failing, Journal(tmp_path / "j"), clock, BillingCalendar(), without_alerts)
     assert set(await start_again(database, clock, tmp_path / "j")) == {left.event.request_id}
 
 
@@ -465,7 +466,7 @@ async def test_every_admitted_request_is_in_the_ledger_once_despite_failures_and
     for _ in range(4):
         journal = Journal(tmp_path / "j", file_bytes=2000)
         epoch_id = await begin_epoch(database, clock, "test")
-        await replay(database, journal, clock, BillingCalendar())
+        await replay(database, journal, clock, BillingCalendar(), without_alerts)
         await utc_recover(database, clock, epoch_id)
         ledger = utc_ledger(failing, clock, epoch_id, checkpoint_interval_s=0.0, journal=journal)
         await ledger.start()

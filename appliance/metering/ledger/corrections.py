@@ -68,8 +68,8 @@ class Corrections:
         clock: Clock,
         *,
         calendar: BillingCalendar,
-        on_settled: OnSettled | None = None,
-        on_committed: Callable[[UsageEvent], None] | None = None,
+        on_settled: OnSettled,
+        on_committed: Callable[[UsageEvent], None],
     ) -> None:
         self._db = db
         self._clock = clock
@@ -91,14 +91,12 @@ class Corrections:
             columns = _columns(row, correction, cost_picos, posting, self._clock.now())
             event = await _insert(connection, columns)
             await connection.run_sync(rollups.add, self._calendar, [event])
-            if self._on_settled is not None:
-                await connection.run_sync(self._on_settled, [event])
+            await connection.run_sync(self._on_settled, [event])
             after = {"corrects_id": event_id, "note": event.note, "cost_picos": cost_picos, **correction.tokens}
             await record(
                 connection, self._clock, "ledger.correct", "event", str(event.id), tenant_id=event.tenant_id, after=after
             )
-            if (on_committed := self._on_committed) is not None:
-                after_commit(connection, lambda _db: on_committed(event))
+            after_commit(connection, lambda _db: self._on_committed(event))
         return event
 
 

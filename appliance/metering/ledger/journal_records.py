@@ -81,9 +81,7 @@ _EVENTS = msgspec.json.Decoder(JournaledEvent)
 _SETTLEMENTS = msgspec.json.Decoder(Settlement)
 
 
-async def replay(
-    db: Database, journal: Journal, clock: Clock, calendar: BillingCalendar, on_settled: OnSettled | None = None
-) -> int:
+async def replay(db: Database, journal: Journal, clock: Clock, calendar: BillingCalendar, on_settled: OnSettled) -> int:
     """Write to the tables what a dead process left in `journal`, and return how many records were missing there.
 
     `on_settled` receives the events settled here, as it does from the ledger. Call this before `recover`, which settles what is
@@ -167,7 +165,7 @@ def _insert_missing(connection: Connection, events: Sequence[JournaledEvent]) ->
 
 
 async def _write_settlements(
-    db: Database, clock: Clock, calendar: BillingCalendar, settlements: Sequence[Settlement], on_settled: OnSettled | None
+    db: Database, clock: Clock, calendar: BillingCalendar, settlements: Sequence[Settlement], on_settled: OnSettled
 ) -> int:
     """Settle the requests that are still pending, as the ledger would have; rejected and unknown ones are logged."""
     async with db.reading() as connection:

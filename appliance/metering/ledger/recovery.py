@@ -52,7 +52,7 @@ async def recover(
     current_epoch: str,
     *,
     calendar: BillingCalendar,
-    on_settled: OnSettled | None = None,
+    on_settled: OnSettled,
 ) -> int:
     """Settle every pending event of other epochs at its last checkpoint, marked as an estimate; return their number.
 
@@ -66,9 +66,8 @@ async def recover(
             events = await _recover_batch(connection, current_epoch, calendar, clock.now())
             if events:
                 after = {"events": len(events)}
-                await record(connection, clock, "ledger.recover", "epoch", current_epoch, after=after)
-            if events and on_settled is not None:
                 await connection.run_sync(on_settled, events)
+                await record(connection, clock, "ledger.recover", "epoch", current_epoch, after=after)
         total += len(events)
         if len(events) < EVENTS_PER_TRANSACTION:
             return total

@@ -134,7 +134,7 @@ class Round:
     operations: Sequence[Operation]
     checkpoints: Mapping[str, Usage]
     opened: dict[str, rows.Opened]
-    on_settled: OnSettled | None = None
+    on_settled: OnSettled
     inserted: dict[str, rows.Opened] = field(default_factory=dict)
     errors: dict[int, Exception] = field(default_factory=dict)
 
@@ -210,7 +210,7 @@ class Round:
             rows.WRITE_CHECKPOINTS.execute(connection, [rows.checkpoint_parameters(*each) for each in checkpoints.items()])
         if settles or voids:
             settled = self._settle(connection, settles, voids, ChainMap(inserted, self.opened))
-            if settled and self.on_settled is not None:
+            if settled:
                 self.on_settled(connection, settled)
         return inserted
 

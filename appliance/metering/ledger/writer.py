@@ -58,7 +58,7 @@ class Ledger:
         *,
         currency: str,
         calendar: BillingCalendar,
-        on_settled: OnSettled | None = None,
+        on_settled: OnSettled,
         checkpoint_interval_s: float = CHECKPOINT_INTERVAL_S,
         queued_opens_max: int = QUEUED_OPENS_MAX,
         open_timeout_s: float = OPEN_TIMEOUT_S,
