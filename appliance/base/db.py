@@ -62,6 +62,7 @@ class Database:
             return cls(kind, _sqlite_writer(target), _sqlite_readers(target), SqliteThread(_sqlite_batch_writer(target)))
         server, sizes = server_url(target), (WRITERS_MAX, READERS_MAX, BATCH_WRITERS_MAX)
         writers, readers, batch_writers = (_engine(server, size, pool_pre_ping=True) for size in sizes)
+        event.listen(batch_writers.sync_engine, "connect", _prefer_indexes)
         return cls(kind, writers, readers, batch_writers)
 
     async def __aenter__(self) -> Database:
@@ -225,6 +226,17 @@ def _engine(target: URL, connections_max: int, **options: bool) -> AsyncEngine:
         hide_parameters=True,  # errors are logged, and parameters include password hashes
         **options,
     )
+
+
+def _prefer_indexes(connection: Any, _record: object) -> None:
+    """Let PostgreSQL scan no table that has an index for the statement.
+
+    Batch writers look rows up by key. The server keeps the plan of a prepared statement: made while a table is small, it would
+    scan the whole table for each row, and go on while the table grows, until the next ANALYZE. Where there is no index, the
+    cost of a scan is set so high that the server would compile the statement (JIT).
+    """
+    connection.cursor().execute("SET enable_seqscan = off; SET jit = off")
+    connection.commit()
 
 
 def _sqlite_writer(target: URL) -> AsyncEngine:

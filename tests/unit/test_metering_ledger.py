@@ -7,7 +7,7 @@ import dataclasses
 
 import msgspec
 import pytest
-from sqlalchemy import Update, false
+from sqlalchemy import Connection, Update, false, text
 from sqlalchemy.exc import DataError, IntegrityError, InterfaceError, OperationalError, ProgrammingError, StatementError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
@@ -24,8 +24,9 @@ from appliance.metering.prices import Price, PriceBook
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.support import factories
 from tests.support.case_ids import case_id
-from tests.support.cast import Cast
+from tests.support.cast import Cast, make_cast
 from tests.support.clock import FakeClock
+from tests.support.databases import Cluster
 from tests.support.factories import pending, posted, voided
 from tests.support.ledgers import FailingDatabase, all_events, poll_until, running_ledger, settle, utc_ledger
 
@@ -617,3 +618,26 @@ async def test_a_writer_ended_by_an_unexpected_error_is_unhealthy_and_refuses(
 def test_a_voided_request_cannot_have_usage() -> None:
     with pytest.raises(ValueError, match="no usage"):
         Settlement(request_id="req", status="voided", finish_reason="refused", usage=Usage(prompt_tokens=1))
+
+
+@pytest.mark.postgres
+async def test_postgresql_finds_pending_events_by_index_however_few_there_were_at_first(
+    postgresql: Cluster, clock: FakeClock
+) -> None:
+    url = postgresql.acquire()
+    database = Database.open(url)
+    cast = await make_cast(database, clock)
+
+    def checkpoint_often(connection: Connection) -> int:
+        events = [pending(cast.bob) for _ in range(5)]
+        new = [ledger_rows.event_row(event, cast.epoch_id, "EUR", clock.now().date()) for event in events]
+        ledger_rows.insert(connection, events, new)
+        parameters = [ledger_rows.checkpoint_parameters(event.request_id, Usage(prompt_tokens=1)) for event in events]
+        for _ in range(10):  # the driver prepares the statement, and then the server keeps one plan for it
+            ledger_rows.WRITE_CHECKPOINTS.execute(connection, parameters)
+        scans = text("SELECT seq_scan FROM pg_stat_xact_user_tables WHERE relname = 'usage_events'")
+        return int(connection.execute(scans).scalar_one())
+
+    assert await database.batch_write(checkpoint_often) == 0
+    await database.close()
+    postgresql.release(url)

@@ -43,10 +43,9 @@ def _new(names: Sequence[str]) -> dict[str, BindParameter[Any]]:
     return {name: bindparam(f"new_{name}") for name in names}
 
 
+_IS_USAGE = usage_events.c.kind == literal_column("'usage'")  # a literal, so that the partial index matches
 _OF_PENDING = update(usage_events).where(
-    usage_events.c.request_id == bindparam("of_request"),
-    usage_events.c.kind == "usage",
-    usage_events.c.status == "pending",
+    usage_events.c.request_id == bindparam("of_request"), _IS_USAGE, usage_events.c.status == "pending"
 )
 SETTLE_EVENTS = Prepared(_OF_PENDING.values(_new(_SETTLED)))
 WRITE_CHECKPOINTS = Prepared(_OF_PENDING.values(_new(TOKEN_COLUMNS)))
@@ -120,17 +119,13 @@ def price_query() -> Select[Any]:
 
 
 EVENTS_WITH_PRICES: Select[Any] = price_query().where(
-    usage_events.c.request_id.in_(bindparam("request_ids", expanding=True)),
-    usage_events.c.kind == literal_column("'usage'"),  # a literal, so that the partial index matches
+    usage_events.c.request_id.in_(bindparam("request_ids", expanding=True)), _IS_USAGE
 )
 """The events of given requests. Built once: building the query costs more than running it."""
 
 
 _STATES = Lookup(
-    select(usage_events.c.request_id, usage_events.c.id, usage_events.c.status).where(
-        usage_events.c.kind == literal_column("'usage'")
-    ),
-    usage_events.c.request_id,
+    select(usage_events.c.request_id, usage_events.c.id, usage_events.c.status).where(_IS_USAGE), usage_events.c.request_id
 )
 
 
