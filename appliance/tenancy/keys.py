@@ -81,7 +81,9 @@ class Keys:
         async with self._db.changing_principals() as connection:
             await _check_tenant(connection, tenant_id)
             await _check_key_count(connection, tenant_id, self._clock.now())
-            return await self._insert(connection, new_id("key"), columns, access)
+            key, secret = await self._insert(connection, new_id("key"), columns, access)
+            await self._record(connection, "key.create", None, key)
+        return key, secret
 
     async def get(self, key_id: str, *, access: Access, action: Action = Action.READ) -> ApiKey:
         """Return the key. Raises NotFound, also for a key of an invisible tenant, and RoleNotAllowed."""
@@ -167,8 +169,11 @@ class Keys:
                 await _check_key_count(connection, current.tenant_id, now)
             if not await _retire(connection, current, successor_id, now, now + timedelta(seconds=grace_s)):
                 raise Conflict(_rotation_conflict(current, now), param="id")
-            await self._record(connection, "key.rotate", current, await _get(connection, key_id, access, Action.KEYS))
-            return await self._insert(connection, successor_id, inherited, access)
+            retired = await _get(connection, key_id, access, Action.KEYS)
+            successor, secret = await self._insert(connection, successor_id, inherited, access)
+            await self._record(connection, "key.rotate", current, retired)
+            await self._record(connection, "key.create", None, successor)
+        return successor, secret
 
     async def authenticate(self, secret: str, address: str) -> Principal:
         """Return the tenant and key of `secret`, sent from `address`.
@@ -229,9 +234,7 @@ class Keys:
         prefix, secret = new_api_key()
         own = {"id": key_id, "prefix": prefix, "digest": keyed_digest(self._pepper, secret), "created_at": self._clock.now()}
         await connection.execute(insert(api_keys).values(**columns, **own))
-        key = await _get(connection, key_id, access, Action.KEYS)
-        await self._record(connection, "key.create", None, key)
-        return key, secret
+        return await _get(connection, key_id, access, Action.KEYS), secret
 
     async def _record(self, connection: AsyncConnection, action: str, before: ApiKey | None, after: ApiKey) -> None:
         was, now = recorded_fields(before, "last_used_at"), recorded_fields(after, "last_used_at")

@@ -7,15 +7,20 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from sqlalchemy import update
 
 from appliance.base.db import Database
 from appliance.base.errors import Conflict, ExpiredApiKey, InvalidApiKey, InvalidValue
+from appliance.base.tables import tenants
+from appliance.tenancy import audit
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.keys import GRACE_S_MAX, Keys
 from appliance.tenancy.principals import KeyChanges
 from appliance.tenancy.tenants import Tenants
 from tests.support.cast import PEPPER, Cast
 from tests.support.clock import FakeClock
+from tests.support.databases import transaction_is_blocked
+from tests.support.ledgers import poll_until
 
 LOCALHOST = "127.0.0.1"
 
@@ -41,6 +46,18 @@ async def test_rotation_creates_a_successor_and_refuses_the_old_key(keys: Keys, 
     assert (await keys.authenticate(secret, "10.1.1.1")).key.id == successor.id
     with pytest.raises(Conflict):
         await keys.rotate(cast.bob.key.id, access=WHOLE_APPLIANCE)
+
+
+async def test_a_key_is_rotated_while_a_new_name_of_its_tenant_is_being_recorded(
+    keys: Keys, cast: Cast, clock: FakeClock, database: Database, database_url: str
+) -> None:
+    async with database.writing() as connection:
+        await connection.execute(update(tenants).where(tenants.c.id == cast.bob.tenant.id).values(name="renamed"))
+        rotating = asyncio.create_task(keys.rotate(cast.bob.key.id, access=WHOLE_APPLIANCE))
+        await poll_until(lambda: database.kind == "sqlite" or transaction_is_blocked(database_url))
+        await audit.record(connection, clock, "tenant.update", "tenant", cast.bob.tenant.id)
+    successor, _secret = await rotating
+    assert successor.revoked_at is None
 
 
 async def test_during_the_grace_period_both_secrets_are_valid(keys: Keys, cast: Cast, clock: FakeClock) -> None:
