@@ -17,13 +17,6 @@ import torch
 
 from kernels.alternatives import CHOICES, Choice, alternative_in_force, consulted, put_in_force
 from kernels.attention_rows import AttentionRow, AttentionShape
-from kernels.cpu import sampling as plain_sampling
-from kernels.cpu.activation import gelu, gelu_tanh
-from kernels.cpu.attention import AttentionPlan, AttentionPlanner, planned_attention
-from kernels.cpu.fp8_rows import to_fp8
-from kernels.cpu.invariant_attention import InvariantPlan, InvariantPlanner, invariant_attention
-from kernels.cpu.invariant_linear import in_invariant_tiles
-from kernels.cpu.norm import layer_norm
 from kernels.device_words import DeviceWords, Pieces, Words
 from kernels.gumbel import DRAFT, NO_TOKEN
 from kernels.host_tokens import HostTokens
@@ -45,6 +38,13 @@ from kernels.recorded_operations import NotRecordable, RecordedOperations
 from kernels.residual_stream import Stream
 from kernels.sampling_columns import SUPPRESSED_IDS_MAX, SamplingColumns
 from kernels.simd.large_pages import on_large_pages
+from kernels.torch import sampling as plain_sampling
+from kernels.torch.activation import gelu, gelu_tanh
+from kernels.torch.attention import AttentionPlan, AttentionPlanner, planned_attention
+from kernels.torch.fp8_rows import to_fp8
+from kernels.torch.invariant_attention import InvariantPlan, InvariantPlanner, invariant_attention
+from kernels.torch.invariant_linear import in_invariant_tiles
+from kernels.torch.norm import layer_norm
 from kernels.transfer import send
 from kernels.variants import CompilationFailed, KernelCache, Variants
 
@@ -117,10 +117,10 @@ __all__ = [
 AnyPlan = AttentionPlan | InvariantPlan | PagedPlan
 AnyPlanner = AttentionPlanner | InvariantPlanner | PagedPlanner
 
-_TABLES = {"cpu": "kernels.cpu.table", "meta": "kernels.cpu.table", "cuda": "kernels.triton.table"}
+_TABLES = {"cpu": "kernels.torch.table", "meta": "kernels.torch.table", "cuda": "kernels.triton.table"}
 """The module that holds each device type's table as `OPERATIONS`. On meta a model is only compared with its files."""
 
-_FLOAT32_TABLES = {"kernels.cpu.table": "kernels.simd.table"}
+_FLOAT32_TABLES = {"kernels.torch.table": "kernels.simd.table"}
 """The table that replaces another one for float32 on a CPU."""
 
 _INVARIANT_TABLES = {"kernels.triton.table": "kernels.triton.invariant_table"}

@@ -22,7 +22,7 @@ _MODULES = {
         "bind_fp8": "kernels.simd.fp8_linear",
         "bind_int4": "kernels.simd.int4_linear",
         "bind_int8": "kernels.simd.int8_linear",
-        "quantize_rows_fp8": "kernels.cpu.fp8_rows",
+        "quantize_rows_fp8": "kernels.torch.fp8_rows",
     },
     "cuda": {
         "bind_fp8": "kernels.triton.quantised_products",

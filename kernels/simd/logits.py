@@ -35,7 +35,7 @@ _OPERATIONS_PER_LOGIT = 8
 
 
 def cap_logits(logits: torch.Tensor, *, divisor: float = 1.0, softcap: float | None = None) -> torch.Tensor:
-    """As `kernels.cpu.logits.cap_logits`; softcap > 0."""
+    """As `kernels.torch.logits.cap_logits`; softcap > 0."""
     assert logits.dtype is torch.float32
     assert logits.is_contiguous(), "rows are changed in place"
     num_rows, size = logits.shape

@@ -1,4 +1,4 @@
-"""The sampler of each row's next token, with parameters in `SamplingColumns`: the same tokens as `kernels.cpu.sampling`.
+"""The sampler of each row's next token, with parameters in `SamplingColumns`: the same tokens as `kernels.torch.sampling`.
 
     logits ─► penalties, bias and masks (in a copy of the row, if there are any) ─► the first of the largest logits
         ─► distances below it ─► the limits of top-k and top-p: each is the smallest distance that keeps enough tokens

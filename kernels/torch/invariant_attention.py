@@ -16,8 +16,8 @@ import torch
 from torch.nn import functional
 
 from kernels.attention_rows import AttentionRow, AttentionShape
-from kernels.cpu.attention import capped_scores
-from kernels.cpu.fp8_decode import decode_kv
+from kernels.torch.attention import capped_scores
+from kernels.torch.fp8_decode import decode_kv
 
 QUERY_TILE = 8
 """Positions of a tile: a decode pays for all of them; a prefill pays one call per tile."""

@@ -1,4 +1,4 @@
-"""Operations on CPUs in torch, and those replaced by compiled vectors, against float32 references: awkward shapes and
+"""Operations in torch, and those that compiled vectors replace on CPUs, against float32 references: awkward shapes and
 poisoned caches."""
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import torch
 
 from kernels import ops
 from kernels.attention_rows import AttentionRow, AttentionShape
-from kernels.cpu import table as plain_table
-from kernels.cpu.rope_and_cache import rope_and_cache
 from kernels.operations import Operations
 from kernels.reference import activation as reference_activation
 from kernels.reference import attention as reference_attention
@@ -20,6 +18,8 @@ from kernels.reference import experts as reference_experts
 from kernels.reference import norm as reference_norm
 from kernels.reference import rope_and_cache as reference_rope
 from kernels.simd import table as simd_table
+from kernels.torch import table as plain_table
+from kernels.torch.rope_and_cache import rope_and_cache
 
 BLOCK_SIZE = 16
 CPU = torch.device("cpu")
@@ -112,7 +112,7 @@ def test_a_custom_scale_without_soft_cap_matches_the_reference() -> None:
 
 
 def test_soft_capped_scores_in_slices_equal_those_computed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kernels.cpu.attention.SCORES_MAX", 4 * 40 * 3)
+    monkeypatch.setattr("kernels.torch.attention.SCORES_MAX", 4 * 40 * 3)
     compare_attention([(33, 33), (5, 40)], AttentionShape(BLOCK_SIZE, 4, 2, 16, softcap=1.5))
 
 

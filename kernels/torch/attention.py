@@ -26,7 +26,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels.attention_rows import AttentionRow, AttentionShape
-from kernels.cpu.fp8_decode import decode_kv
+from kernels.torch.fp8_decode import decode_kv
 
 GROUP_WASTE_BYTES = 512 * 1024
 """Padding that costs as much as one more attention call: its fixed cost at the copy speed of one core."""
