@@ -172,7 +172,7 @@ def invariant_planner(
     """The planner of attention that gives a query the same bits in any batch, however its prompt was split into chunks."""
     table = operations(device, dtype, batch_invariant=True)
     if table.is_row_invariant and table.supports_paged(shape, kv_dtype or dtype):
-        return PagedPlanner(shape, device=device, is_row_invariant=True)
+        return PagedPlanner(shape, device=device)
     return InvariantPlanner(shape, dtype=dtype, device=device)
 
 
@@ -199,9 +199,10 @@ def row_invariant(multiply: LinearKernel, num_columns: int, *, dtype: torch.dtyp
 
 
 def paged_attention(
-    qkv: torch.Tensor, kv_cache: torch.Tensor | None, plan: AnyPlan, kv_scales: torch.Tensor | None = None
+    table: Operations, qkv: torch.Tensor, kv_cache: torch.Tensor | None, plan: AnyPlan, kv_scales: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Attention of a step, by the kind of its plan: over gathered rows, batch-invariant, or over pages.
+    """Attention of a step, by the kind of its plan: over gathered rows, batch-invariant, or over pages by the operations of
+    `table`.
 
     qkv: [T, H+2K, D] rotated, kv_cache: [N, P, 2, K, D] already written, None for a plan of whole texts; kv_scales: [2] float32
     of keys and of values, None is one → [T, H, D]
@@ -210,7 +211,6 @@ def paged_attention(
         return planned_attention(qkv, kv_cache, plan, kv_scales)
     assert kv_cache is not None, "this attention reads the cache"
     if isinstance(plan, PagedPlan):
-        table = operations(qkv.device, qkv.dtype, batch_invariant=plan.is_row_invariant)
         return paged_plan_attention(table, qkv, kv_cache, plan, kv_scales)
     return invariant_attention(qkv, kv_cache, plan, kv_scales)
 

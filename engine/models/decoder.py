@@ -25,7 +25,7 @@ class DecoderLayer:
         self, config: ModelConfig, index: int, *, dtype: torch.dtype, device: torch.device, batch_invariant: bool
     ) -> None:
         layer = config.layers[index]
-        self._attention = Attention(config, layer, dtype=dtype, device=device)
+        self._attention = Attention(config, layer, dtype=dtype, device=device, batch_invariant=batch_invariant)
         self._mlp = _feed_forward(
             config, is_sparse=layer.is_sparse, dtype=dtype, device=device, batch_invariant=batch_invariant
         )

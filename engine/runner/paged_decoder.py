@@ -44,6 +44,7 @@ class PagedDecoder:
         config, dtype, device = decoder.config, decoder.dtype, decoder.device
         kv_dtype = kv_dtype or dtype
         self.dtype, self.device = dtype, device
+        self._ops = operations(device, dtype, batch_invariant=decoder.batch_invariant)
         self.batch_invariant = decoder.batch_invariant
         self.vocab_size = config.vocab_size
         self.has_experts = config.experts is not None
@@ -67,8 +68,8 @@ class PagedDecoder:
     def allocate_workspaces(self, num_rows: int, max_blocks: int) -> None:
         """Allocate the workspace between the two kernels of decode attention, for each of `attention_shapes`, in steps of up to
         so many rows and blocks. Steps run one after another, so all of them share it from now on."""
-        make, dtype = operations(self.device, batch_invariant=self.batch_invariant).decode_workspace, self.kv_caches[0].dtype
-        self._workspaces = [make(shape, num_rows, max_blocks, dtype, self.device) for shape in self.attention_shapes]
+        make, kv_dtype = self._ops.decode_workspace, self.kv_caches[0].dtype
+        self._workspaces = [make(shape, num_rows, max_blocks, kv_dtype, self.device) for shape in self.attention_shapes]
         for planner, workspace in zip(self._planners, self._workspaces, strict=True):
             if isinstance(planner, PagedPlanner):
                 planner.workspace = workspace
@@ -90,7 +91,7 @@ class PagedDecoder:
             slot_mapping=slot_mapping,
             sampled_rows=sampled_rows,
             attention=tuple(
-                plan(shape=shape, workspace=workspace, is_row_invariant=self.batch_invariant)
+                plan(shape=shape, workspace=workspace)
                 for shape, workspace in zip(self.attention_shapes, self._workspaces, strict=True)
             ),
         )
@@ -112,8 +113,8 @@ class PagedDecoder:
     @property
     def max_verify_group(self) -> int:
         """The most consecutive tokens of a request, each a row of a step, that attention can take as one group of queries."""
-        table = operations(self.device, batch_invariant=self.batch_invariant)
-        return min(table.max_verify_group(shape, self.kv_caches[0].dtype, self.device) for shape in self.attention_shapes)
+        kv_dtype = self.kv_caches[0].dtype
+        return min(self._ops.max_verify_group(shape, kv_dtype, self.device) for shape in self.attention_shapes)
 
     def prepare(self, spans: Sequence[TokenSpan]) -> ForwardInputs:
         """Tensors of one pass over `spans`."""
@@ -137,7 +138,7 @@ class PagedDecoder:
         return self._new_record if can_record else None
 
     def _new_record(self, max_rows: int) -> RecordedOperations:
-        make = operations(self.device, self.dtype).sequence
+        make = self._ops.sequence
         assert make is not None, "operations of this device are not recorded"
         recorded = make(max_rows) if self._recorded is None else self._recorded.sharing_buffers(max_rows)
         self._recorded = recorded

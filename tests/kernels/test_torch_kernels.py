@@ -68,7 +68,7 @@ def compare_attention(rows: list[tuple[int, int]], shape: AttentionShape) -> Non
     reference_attention.write_kv(qkv[:, shape.num_heads :], cache, torch.tensor(slots))
     before = cache.clone()
     planner = ops.AttentionPlanner(shape, dtype=torch.float32, device=CPU)
-    attended = ops.paged_attention(qkv, cache, planner.plan(planned))
+    attended = ops.paged_attention(plain_table.OPERATIONS, qkv, cache, planner.plan(planned))
     expected = reference_attention.paged_attention(qkv, cache, planned, shape)
     assert_near(attended, expected)
     assert torch.equal(torch.nan_to_num(cache, nan=7.0), torch.nan_to_num(before, nan=7.0)), "attention wrote to the cache"
@@ -129,7 +129,10 @@ def test_attention_over_whole_texts_needs_no_cache(causal: bool, softcap: float 
     slots = [row.block_table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for row in rows for p in range(row.context_len)]
     reference_attention.write_kv(qkv[:, 4:], cache, torch.tensor(slots))
     plan = ops.AttentionPlanner(shape, dtype=torch.float32, device=CPU).plan_whole(lens)
-    assert_near(ops.paged_attention(qkv, None, plan), reference_attention.paged_attention(qkv, cache, rows, shape))
+    assert_near(
+        ops.paged_attention(plain_table.OPERATIONS, qkv, None, plan),
+        reference_attention.paged_attention(qkv, cache, rows, shape),
+    )
 
 
 def test_a_chunk_reads_only_the_blocks_that_its_window_shows() -> None:
