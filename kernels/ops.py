@@ -18,11 +18,11 @@ import torch
 from kernels.alternatives import CHOICES, Choice, alternative_in_force, consulted, put_in_force
 from kernels.attention_rows import AttentionRow, AttentionShape
 from kernels.device_words import DeviceWords, Pieces, Words
+from kernels.fusible_products import FusibleProduct, HasWeight, fusible_form
 from kernels.gumbel import DRAFT, NO_TOKEN
 from kernels.host_tokens import HostTokens
 from kernels.operations import FUSED_ROWS_MAX, LinearKernel, LinearPacker, Operations
 from kernels.paged_plan import PagedPlan, PagedPlanner, paged_plan_attention
-from kernels.plain_weights import PlainWeights, ReadsWeight, plain_product
 from kernels.quantised_linear import Fp8Product, Fp8Rows, bind_fp8, bind_int4, bind_int8, quantised_words
 from kernels.quantised_weights import (
     Fp8Weight,
@@ -65,6 +65,8 @@ __all__ = [
     "Fp8Product",
     "Fp8Rows",
     "Fp8Weight",
+    "FusibleProduct",
+    "HasWeight",
     "HostTokens",
     "Int4Weight",
     "Int8Weight",
@@ -76,8 +78,6 @@ __all__ = [
     "PagedPlan",
     "PagedPlanner",
     "Pieces",
-    "PlainWeights",
-    "ReadsWeight",
     "RecordedOperations",
     "SamplingColumns",
     "Stream",
@@ -90,6 +90,7 @@ __all__ = [
     "bind_int8",
     "compiled_together",
     "consulted",
+    "fusible_form",
     "gelu",
     "gelu_tanh",
     "int4_scale_dtype",
@@ -105,7 +106,6 @@ __all__ = [
     "pack_linear",
     "pack_linear_row_invariant",
     "paged_attention",
-    "plain_product",
     "plain_sampling",
     "put_in_force",
     "quantised_words",

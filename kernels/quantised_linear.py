@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kernels.fusible_products import FusibleProduct
 from kernels.operations import FUSED_ROWS_MAX, LinearKernel
-from kernels.plain_weights import PlainWeights
 from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight
 
 _MODULES = {
@@ -64,7 +64,7 @@ class Fp8Product:
 
     def __call__(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
         if not isinstance(x, Fp8Rows):
-            if x.shape[0] <= FUSED_ROWS_MAX and isinstance(self.unrounded, PlainWeights):
+            if x.shape[0] <= FUSED_ROWS_MAX and isinstance(self.unrounded, FusibleProduct):
                 return self.unrounded(x)
             x = self.rounded(x)
         return self.unrounded(x.values, x_scales=x.scales, out_dtype=x.dtype)

@@ -93,9 +93,9 @@ class Attention:
             self._k_norm.pack()
 
     @property
-    def plain_weights(self) -> tuple[ops.PlainWeights | None, ops.PlainWeights | None]:
-        """The weights before and after `attend`, where they may be fused with the operations around them."""
-        return self._qkv.plain, self._out.plain
+    def fusible_products(self) -> tuple[ops.FusibleProduct | None, ops.FusibleProduct | None]:
+        """The products before and after `attend`, each None where it cannot be fused with the operations around it."""
+        return self._qkv.fusible, self._out.fusible
 
     @property
     def takes_fp8_rows(self) -> bool:

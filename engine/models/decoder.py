@@ -196,7 +196,7 @@ class Decoder:
 
     def _bind_greedy_head(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """Bind it to the weights that `logits` multiplies with, if nothing follows that product."""
-        bind, head = self._ops.bind_greedy_head, None if self._head is None else self._head.plain
+        bind, head = self._ops.bind_greedy_head, None if self._head is None else self._head.fusible
         if bind is None or head is None or self._softcap is not None or self._divisor != 1.0:
             return None
         return bind(head.weight)
