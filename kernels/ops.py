@@ -40,8 +40,8 @@ from kernels.sampling_columns import SUPPRESSED_IDS_MAX, SamplingColumns
 from kernels.simd.large_pages import on_large_pages
 from kernels.torch import sampling as plain_sampling
 from kernels.torch.activation import gelu, gelu_tanh
-from kernels.torch.attention import AttentionPlan, AttentionPlanner, planned_attention
 from kernels.torch.fp8_rows import to_fp8
+from kernels.torch.gathered_attention import GatheredPlan, GatheredPlanner, gathered_attention
 from kernels.torch.invariant_attention import InvariantPlan, InvariantPlanner, invariant_attention
 from kernels.torch.invariant_linear import in_invariant_tiles
 from kernels.torch.norm import layer_norm
@@ -56,7 +56,6 @@ __all__ = [
     "SUPPRESSED_IDS_MAX",
     "AnyPlan",
     "AnyPlanner",
-    "AttentionPlanner",
     "AttentionRow",
     "AttentionShape",
     "Choice",
@@ -66,6 +65,7 @@ __all__ = [
     "Fp8Rows",
     "Fp8Weight",
     "FusibleProduct",
+    "GatheredPlanner",
     "HasWeight",
     "HostTokens",
     "Int4Weight",
@@ -114,8 +114,8 @@ __all__ = [
     "to_fp8",
 ]
 
-AnyPlan = AttentionPlan | InvariantPlan | PagedPlan
-AnyPlanner = AttentionPlanner | InvariantPlanner | PagedPlanner
+AnyPlan = GatheredPlan | InvariantPlan | PagedPlan
+AnyPlanner = GatheredPlanner | InvariantPlanner | PagedPlanner
 
 _TABLES = {"cpu": "kernels.torch.table", "meta": "kernels.torch.table", "cuda": "kernels.triton.table"}
 """The module that holds each device type's table as `OPERATIONS`. On meta a model is only compared with its files."""
@@ -156,14 +156,14 @@ def lasting_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torc
 
 def attention_planner(
     shape: AttentionShape, *, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None = None
-) -> AttentionPlanner | PagedPlanner:
+) -> GatheredPlanner | PagedPlanner:
     """The planner for the table of `device`: attention over pages, or over gathered rows by torch's fused attention.
 
     `kv_dtype` is the format of the cache, None is `dtype`.
     """
     if operations(device, dtype).supports_paged(shape, kv_dtype or dtype):
         return PagedPlanner(shape, device=device)
-    return AttentionPlanner(shape, dtype=dtype, device=device, kv_dtype=kv_dtype)
+    return GatheredPlanner(shape, dtype=dtype, device=device, kv_dtype=kv_dtype)
 
 
 def invariant_planner(
@@ -207,8 +207,8 @@ def paged_attention(
     qkv: [T, H+2K, D] rotated, kv_cache: [N, P, 2, K, D] already written, None for a plan of whole texts; kv_scales: [2] float32
     of keys and of values, None is one → [T, H, D]
     """
-    if isinstance(plan, AttentionPlan):
-        return planned_attention(qkv, kv_cache, plan, kv_scales)
+    if isinstance(plan, GatheredPlan):
+        return gathered_attention(qkv, kv_cache, plan, kv_scales)
     assert kv_cache is not None, "this attention reads the cache"
     if isinstance(plan, PagedPlan):
         return paged_plan_attention(table, qkv, kv_cache, plan, kv_scales)

@@ -139,4 +139,4 @@ def test_formats_and_heads_choose_the_attention_implementation() -> None:
         return type(ops.attention_planner(shape, dtype=dtype, device=CPU, kv_dtype=kv_dtype)).__name__
 
     assert planner(64) == planner(64, torch.float32) == "PagedPlanner"
-    assert planner(LANES + 2) == planner(64, torch.float8_e4m3fn) == planner(64, dtype=torch.bfloat16) == "AttentionPlanner"
+    assert planner(LANES + 2) == planner(64, torch.float8_e4m3fn) == planner(64, dtype=torch.bfloat16) == "GatheredPlanner"

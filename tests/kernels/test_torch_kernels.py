@@ -67,7 +67,7 @@ def compare_attention(rows: list[tuple[int, int]], shape: AttentionShape) -> Non
         slots += [row.block_table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in positions]
     reference_attention.write_kv(qkv[:, shape.num_heads :], cache, torch.tensor(slots))
     before = cache.clone()
-    planner = ops.AttentionPlanner(shape, dtype=torch.float32, device=CPU)
+    planner = ops.GatheredPlanner(shape, dtype=torch.float32, device=CPU)
     attended = ops.paged_attention(plain_table.OPERATIONS, qkv, cache, planner.plan(planned))
     expected = reference_attention.paged_attention(qkv, cache, planned, shape)
     assert_near(attended, expected)
@@ -112,7 +112,7 @@ def test_a_custom_scale_without_soft_cap_matches_the_reference() -> None:
 
 
 def test_soft_capped_scores_in_slices_equal_those_computed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kernels.torch.attention.SCORES_MAX", 4 * 40 * 3)
+    monkeypatch.setattr("kernels.torch.gathered_attention.SCORES_MAX", 4 * 40 * 3)
     compare_attention([(33, 33), (5, 40)], AttentionShape(BLOCK_SIZE, 4, 2, 16, softcap=1.5))
 
 
@@ -128,7 +128,7 @@ def test_attention_over_whole_texts_needs_no_cache(causal: bool, softcap: float 
     rows = [AttentionRow(table, length, length) for table, length in zip(block_tables, lens, strict=True)]
     slots = [row.block_table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for row in rows for p in range(row.context_len)]
     reference_attention.write_kv(qkv[:, 4:], cache, torch.tensor(slots))
-    plan = ops.AttentionPlanner(shape, dtype=torch.float32, device=CPU).plan_whole(lens)
+    plan = ops.GatheredPlanner(shape, dtype=torch.float32, device=CPU).plan_whole(lens)
     assert_near(
         ops.paged_attention(plain_table.OPERATIONS, qkv, None, plan),
         reference_attention.paged_attention(qkv, cache, rows, shape),
@@ -137,7 +137,7 @@ def test_attention_over_whole_texts_needs_no_cache(causal: bool, softcap: float 
 
 def test_a_chunk_reads_only_the_blocks_that_its_window_shows() -> None:
     shape = AttentionShape(BLOCK_SIZE, 4, 4, 16, sliding_window=20)
-    planner = ops.AttentionPlanner(shape, dtype=torch.float32, device=CPU)
+    planner = ops.GatheredPlanner(shape, dtype=torch.float32, device=CPU)
     (row,) = planner.plan([AttentionRow(list(range(100, 120)), 8, 300)]).prefills
     assert row.blocks is not None
     assert row.blocks.tolist() == [117, 118]  # the first of the queries, at 292, sees from 273 on
@@ -146,7 +146,7 @@ def test_a_chunk_reads_only_the_blocks_that_its_window_shows() -> None:
 
 def test_a_group_of_decodes_is_split_where_padding_costs_more_than_a_call() -> None:
     shape = AttentionShape(BLOCK_SIZE, 4, 4, 128)
-    planner = ops.AttentionPlanner(shape, dtype=torch.float32, device=CPU)
+    planner = ops.GatheredPlanner(shape, dtype=torch.float32, device=CPU)
     table = list(range(300))
     plan = planner.plan([AttentionRow(table, 1, length) for length in (4095, 4000, 40, 33, 1)])
     assert [(group.first, group.end) for group in plan.groups] == [(0, 2), (2, 5)]
