@@ -94,7 +94,6 @@ __all__ = [
     "gelu",
     "gelu_tanh",
     "int4_scale_dtype",
-    "invariant_planner",
     "kernel_cache",
     "lasting_zeros",
     "layer_norm",
@@ -155,25 +154,22 @@ def lasting_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torc
 
 
 def attention_planner(
-    shape: AttentionShape, *, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None = None
-) -> GatheredPlanner | PagedPlanner:
-    """The planner for the table of `device`: attention over pages, or over gathered rows by torch's fused attention.
-
-    `kv_dtype` is the format of the cache, None is `dtype`.
-    """
-    if operations(device, dtype).supports_paged(shape, kv_dtype or dtype):
+    shape: AttentionShape,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    kv_dtype: torch.dtype | None = None,
+    batch_invariant: bool = False,
+) -> AnyPlanner:
+    """The planner of attention for tensors of `dtype`: over pages where the operations of the device can, else over rows
+    gathered for torch's attention. `kv_dtype` is the format of the cache, None is `dtype`. `batch_invariant`: a query gets the
+    same bits in any batch, however its prompt was split into chunks."""
+    table = operations(device, dtype, batch_invariant=batch_invariant)
+    if table.supports_paged(shape, kv_dtype or dtype) and (table.is_row_invariant or not batch_invariant):
         return PagedPlanner(shape, device=device)
+    if batch_invariant:
+        return InvariantPlanner(shape, dtype=dtype, device=device)
     return GatheredPlanner(shape, dtype=dtype, device=device, kv_dtype=kv_dtype)
-
-
-def invariant_planner(
-    shape: AttentionShape, *, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None = None
-) -> InvariantPlanner | PagedPlanner:
-    """The planner of attention that gives a query the same bits in any batch, however its prompt was split into chunks."""
-    table = operations(device, dtype, batch_invariant=True)
-    if table.is_row_invariant and table.supports_paged(shape, kv_dtype or dtype):
-        return PagedPlanner(shape, device=device)
-    return InvariantPlanner(shape, dtype=dtype, device=device)
 
 
 def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearKernel:

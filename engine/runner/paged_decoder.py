@@ -22,7 +22,6 @@ from kernels.ops import (
     PagedPlanner,
     RecordedOperations,
     attention_planner,
-    invariant_planner,
     operations,
 )
 
@@ -58,9 +57,9 @@ class PagedDecoder:
         self.text_model = TextModel.of_decoder(decoder, self.rotaries, shapes, plan.max_model_len, batch_tokens=text_tokens)
         self._decoder = decoder
         self._plan = plan
-        make_planner = invariant_planner if decoder.batch_invariant else attention_planner
         self._planners: list[AnyPlanner] = [
-            make_planner(shape, dtype=dtype, device=device, kv_dtype=kv_dtype) for shape in shapes
+            attention_planner(shape, dtype=dtype, device=device, kv_dtype=kv_dtype, batch_invariant=decoder.batch_invariant)
+            for shape in shapes
         ]
         self._workspaces: list[Any] = [None] * len(shapes)
         self._recorded: RecordedOperations | None = None
