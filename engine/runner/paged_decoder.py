@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from engine.layers.attention import are_recordable, attention_shapes
+from engine.layers.attention import attention_shapes
 from engine.layers.forward_inputs import ForwardInputs
 from engine.layers.rotary import RotaryTable
 from engine.memory.kv_plan import MemoryPlan
@@ -128,15 +128,9 @@ class PagedDecoder:
             inputs.token_ids.index_copy_(0, *unknown)
         return self.forward(inputs)
 
-    @property
-    def recorder(self) -> Callable[[int], RecordedOperations] | None:
-        """Begins a record of a step of up to so many rows; None where attention cannot be recorded. All records share their
-        memory, so that only one may run at a time."""
-        shapes, kv_dtype = self.attention_shapes, self.kv_caches[0].dtype
-        can_record = are_recordable(shapes, dtype=self.dtype, kv_dtype=kv_dtype, device=self.device)
-        return self._new_record if can_record else None
-
-    def _new_record(self, max_rows: int) -> RecordedOperations:
+    def new_record(self, max_rows: int) -> RecordedOperations:
+        """Begin a record of a step of up to so many rows. All records share their memory, so that only one may run at a
+        time."""
         make = self._ops.sequence
         assert make is not None, "operations of this device are not recorded"
         recorded = make(max_rows) if self._recorded is None else self._recorded.sharing_buffers(max_rows)
