@@ -23,7 +23,7 @@ from kernels.gumbel import DRAFT, NO_TOKEN
 from kernels.host_tokens import HostTokens
 from kernels.operations import FUSED_ROWS_MAX, LinearKernel, LinearPacker, Operations
 from kernels.paged_plan import PagedPlan, PagedPlanner, paged_plan_attention
-from kernels.quantised_linear import Fp8Product, Fp8Rows, bind_fp8, bind_int4, bind_int8, quantised_words
+from kernels.quantised_linear import Fp8Product, Fp8Rows, bind_fp8, bind_int4, bind_int8
 from kernels.quantised_weights import (
     Fp8Weight,
     Int4Weight,
@@ -70,7 +70,6 @@ __all__ = [
     "HostTokens",
     "Int4Weight",
     "Int8Weight",
-    "KernelCache",
     "LinearKernel",
     "LinearPacker",
     "NotRecordable",
@@ -103,11 +102,9 @@ __all__ = [
     "pack_gptq",
     "pack_int8",
     "pack_linear",
-    "pack_linear_row_invariant",
     "paged_attention",
     "plain_sampling",
     "put_in_force",
-    "quantised_words",
     "row_invariant",
     "send",
     "to_fp8",
@@ -175,11 +172,6 @@ def attention_planner(
 def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearKernel:
     """The product with a weight, packed for its device. weight: [out, in], bias: [out] → a function [T, in] → [T, out]"""
     return operations(weight.device, weight.dtype).pack_linear(weight, bias)
-
-
-def pack_linear_row_invariant(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearKernel:
-    """As `pack_linear`, but a row of the result has the same bits in any batch."""
-    return row_invariant(pack_linear(weight, bias), weight.shape[1], dtype=weight.dtype, device=weight.device)
 
 
 def row_invariant(multiply: LinearKernel, num_columns: int, *, dtype: torch.dtype, device: torch.device) -> LinearKernel:

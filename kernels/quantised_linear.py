@@ -99,8 +99,3 @@ def quantize_rows_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows in e4m3, each with its scale. x: [T, hidden] → e4m3 [T, hidden] and scales [T, 1] float32"""
     rows: tuple[torch.Tensor, torch.Tensor] = _load_function("quantize_rows_fp8", x.device.type)(x)
     return rows
-
-
-def quantised_words(name: str, device: torch.device) -> str:
-    """A description, for the log, of the products on a device with weights in the form `name`."""
-    return f"{name} weights decoded in registers" if device.type == "cpu" else f"{name} weights"
