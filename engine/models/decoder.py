@@ -162,7 +162,6 @@ class Decoder:
         self._ops = ops.operations(device, dtype, batch_invariant=batch_invariant)
         # The multiplier is rounded to the format of the embeddings, as the reference implementations do.
         self._multiplier = torch.tensor(config.embedding_multiplier, dtype=dtype).item()
-        self._branch_multiplier = config.residual_multiplier
         self._fused: FusedLayers | None = None
         self._softcap, self._divisor = config.logits_softcap, config.logits_divisor
 
@@ -214,7 +213,7 @@ class Decoder:
         fused = [layer for layer in layers if layer is not None]
         if len(fused) < len(layers):
             return None
-        return FusedLayers(fused, linear_add, normed_linear, multiplier=self._branch_multiplier, eps=self._norm.eps)
+        return FusedLayers(fused, linear_add, normed_linear, multiplier=self.config.residual_multiplier, eps=self._norm.eps)
 
     def scale_kv(self) -> bool:
         """Keep keys and values in 8 bits from now on. Returns whether the checkpoint had scales for every layer."""
