@@ -7,7 +7,6 @@ keys and values are read together and in order. Reads 2 · context · D elements
 
 from __future__ import annotations
 
-import numba
 import torch
 
 from kernels.attention_rows import AttentionShape
@@ -15,18 +14,12 @@ from kernels.simd.attention_tile import HEAD_DIM_MAX, TILE_ROWS, attend_tile
 from kernels.simd.compiling import entry, subroutine, task
 from kernels.simd.launching import Launch, empty
 from kernels.simd.threads import argument, decode_float, encode_float, run, thread_and_count
-from kernels.simd.vectors import BYTES, LANES, load_int32, splat, store
+from kernels.simd.vectors import BYTES, LANES, clear, load_int32
 
 
 def can_attend(shape: AttentionShape) -> bool:
     """Whether the attention here supports these heads."""
     return shape.causal and shape.head_dim % LANES == 0 and shape.head_dim <= HEAD_DIM_MAX
-
-
-@subroutine
-def _clear(target, count):
-    for index in range(0, count, LANES):
-        store(target, index, splat(numba.float32(0.0)))
 
 
 @subroutine
@@ -84,7 +77,7 @@ def _attend_rows(a):
                     target = out + (query * num_heads + head) * head_dim * BYTES
                     if context == 0:
                         for query_index in range(count):
-                            _clear(target + query_index * num_heads * head_dim * BYTES, kv_heads * width * head_dim)
+                            clear(target + query_index * num_heads * head_dim * BYTES, kv_heads * width * head_dim)
                         continue
                     attend_tile(
                         kv_heads, width * count, width, q + (query * q_stride + head * head_dim) * BYTES, q_stride, head_dim,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numba
 import torch
 
 from kernels.simd.compiling import entry, task
@@ -24,7 +23,7 @@ def _copy_rows(a):
     for row in range(first, end):
         source, target = table + load_int64(index, row) * size * BYTES, out + row * size * BYTES
         for i in range(0, size, LANES):
-            masked_store(target, i, size, masked_load(source, i, size) * splat(numba.float32(factor)))
+            masked_store(target, i, size, masked_load(source, i, size) * splat(factor))
 
 
 @entry(8, 1)

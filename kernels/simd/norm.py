@@ -26,7 +26,7 @@ def inverse_rms(squares, size, eps):
 @subroutine
 def sum_of_squares(x, size):
     """Partial sums of the squares of `size` elements."""
-    squares = splat(numba.float32(0.0))
+    squares = splat(0.0)
     for i in range(0, size, LANES):
         value = masked_load(x, i, size)
         squares = fma(value, value, squares)
@@ -61,7 +61,7 @@ def _add_row(x, residual, branch_weight, out, size, eps, alpha):
     factor = splat(alpha)
     if branch_weight:
         factor = splat(alpha * inverse_rms(sum_of_squares(x, size), size, eps))
-    squares = splat(numba.float32(0.0))
+    squares = splat(0.0)
     for i in range(0, size, LANES):
         value = masked_load(x, i, size)
         if branch_weight:
