@@ -13,7 +13,7 @@ from kernels.attention_rows import AttentionShape
 from kernels.simd.attention_tile import HEAD_DIM_MAX, TILE_ROWS, attend_tile
 from kernels.simd.compiling import entry, subroutine, task
 from kernels.simd.launching import Launch, empty
-from kernels.simd.threads import argument, decode_float, encode_float, run, thread_and_count
+from kernels.simd.threads import argument, float_argument, run, thread_and_count
 from kernels.simd.vectors import BYTES, LANES, clear, load_int32
 
 
@@ -44,7 +44,7 @@ def _attend_rows(a):
     q, q_stride, cache, tables, table_width = argument(a, 0), argument(a, 1), argument(a, 2), argument(a, 3), argument(a, 4)
     starts, lengths, num_rows, out = argument(a, 5), argument(a, 6), argument(a, 7), argument(a, 8)
     num_heads, num_kv_heads, head_dim, block_size = argument(a, 9), argument(a, 10), argument(a, 11), argument(a, 12)
-    window, scale, softcap = argument(a, 13), decode_float(argument(a, 14)), decode_float(argument(a, 15))
+    window, scale, softcap = argument(a, 13), float_argument(a, 14), float_argument(a, 15)
     index, threads = thread_and_count(a)
     group = num_heads // num_kv_heads
     heads = min(group, TILE_ROWS)
@@ -96,7 +96,7 @@ def _run(
     run(
         pool, threads, task,
         (q, q_stride, cache, tables, table_width, starts, lengths, num_rows, out,
-         num_heads, num_kv_heads, head_dim, block_size, window, encode_float(scale), encode_float(softcap)),
+         num_heads, num_kv_heads, head_dim, block_size, window, scale, softcap),
     )  # fmt: skip
 
 
