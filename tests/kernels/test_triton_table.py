@@ -1,14 +1,11 @@
-"""The operations listed in the log at the start are those of the packages that serve them; the map of the Triton kernels."""
+"""The operations listed in the log at the start are those of the packages that serve them."""
 
 from __future__ import annotations
-
-import re
-from pathlib import Path
 
 import pytest
 import torch
 
-from kernels import ops, triton
+from kernels import ops
 
 GPU = torch.device("cuda")
 OF_TORCH = {"route", "mix_experts", "cap_logits"}
@@ -42,8 +39,3 @@ def test_batch_invariant_engines_and_cpus_attend_row_by_row() -> None:
     for device, invariant in ((GPU, True), (torch.device("cpu"), False)):
         table = ops.operations(device, batch_invariant=invariant)
         assert table.max_verify_group(shape, torch.float32, device) == 1
-
-
-def test_the_map_of_the_triton_kernels_names_every_module() -> None:
-    modules = {path.stem for path in Path(triton.__path__[0]).glob("[!_]*.py")}
-    assert modules - {*re.findall(r"\w+", triton.__doc__ or "")} == set()
