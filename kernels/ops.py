@@ -155,14 +155,14 @@ def attention_planner(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    kv_dtype: torch.dtype | None = None,
+    kv_dtype: torch.dtype,
     batch_invariant: bool = False,
 ) -> AnyPlanner:
     """The planner of attention for tensors of `dtype`: over pages where the operations of the device can, else over rows
-    gathered for torch's attention. `kv_dtype` is the format of the cache, None is `dtype`. `batch_invariant`: a query gets the
+    gathered for torch's attention. `kv_dtype` is the format of the cache. `batch_invariant`: a query gets the
     same bits in any batch, however its prompt was split into chunks."""
     table = operations(device, dtype, batch_invariant=batch_invariant)
-    if table.supports_paged(shape, kv_dtype or dtype) and (table.is_row_invariant or not batch_invariant):
+    if table.supports_paged(shape, kv_dtype) and (table.is_row_invariant or not batch_invariant):
         return PagedPlanner(shape, device=device)
     if batch_invariant:
         return InvariantPlanner(shape, dtype=dtype, device=device)

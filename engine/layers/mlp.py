@@ -27,7 +27,7 @@ class GatedMLP:
         bias: bool,
         dtype: torch.dtype,
         device: torch.device,
-        gate_up: Sequence[str] = ("gate_proj", "up_proj"),
+        gate_up: Sequence[str],
         down: str = "down_proj",
     ) -> None:
         parts = [(name, 2 * inner // len(gate_up)) for name in gate_up]

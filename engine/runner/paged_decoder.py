@@ -35,13 +35,10 @@ class PagedDecoder:
     `text_model` is for work beside the steps: whole texts, without the cache.
     """
 
-    def __init__(
-        self, decoder: Decoder, plan: MemoryPlan, *, kv_dtype: torch.dtype | None = None, text_tokens: int | None = None
-    ) -> None:
-        """`kv_dtype`: the format of keys and values, None is the decoder's own. `text_tokens`: the most tokens of a pass over
+    def __init__(self, decoder: Decoder, plan: MemoryPlan, *, kv_dtype: torch.dtype, text_tokens: int | None) -> None:
+        """`kv_dtype`: the format of keys and values. `text_tokens`: the most tokens of a pass over
         whole texts, None where memory does not limit them."""
         config, dtype, device = decoder.config, decoder.dtype, decoder.device
-        kv_dtype = kv_dtype or dtype
         self.dtype, self.device = dtype, device
         self._ops = operations(device, dtype, batch_invariant=decoder.batch_invariant)
         self.batch_invariant = decoder.batch_invariant

@@ -182,7 +182,7 @@ class GatheredPlanner:
 
 
 def gathered_attention(
-    qkv: torch.Tensor, kv_cache: torch.Tensor | None, plan: GatheredPlan, kv_scales: torch.Tensor | None = None
+    qkv: torch.Tensor, kv_cache: torch.Tensor | None, plan: GatheredPlan, kv_scales: torch.Tensor | None
 ) -> torch.Tensor:
     """Attention of the rows of a plan.
 

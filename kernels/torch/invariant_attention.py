@@ -107,7 +107,7 @@ class InvariantPlanner:
 
 
 def invariant_attention(
-    qkv: torch.Tensor, kv_cache: torch.Tensor, plan: InvariantPlan, kv_scales: torch.Tensor | None = None
+    qkv: torch.Tensor, kv_cache: torch.Tensor, plan: InvariantPlan, kv_scales: torch.Tensor | None
 ) -> torch.Tensor:
     """Attention of the rows of a plan, tile by tile.
 
