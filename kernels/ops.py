@@ -159,8 +159,8 @@ def attention_planner(
     batch_invariant: bool = False,
 ) -> AnyPlanner:
     """The planner of attention for tensors of `dtype`: over pages where the operations of the device can, else over rows
-    gathered for torch's attention. `kv_dtype` is the format of the cache. `batch_invariant`: a query gets the
-    same bits in any batch, however its prompt was split into chunks."""
+    gathered for torch's attention. `kv_dtype` is the format of the cache. `batch_invariant`: a query gets the same bits in any
+    batch, however its prompt was split into chunks."""
     table = operations(device, dtype, batch_invariant=batch_invariant)
     if table.supports_paged(shape, kv_dtype) and (table.is_row_invariant or not batch_invariant):
         return PagedPlanner(shape, device=device)

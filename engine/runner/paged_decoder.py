@@ -36,8 +36,8 @@ class PagedDecoder:
     """
 
     def __init__(self, decoder: Decoder, plan: MemoryPlan, *, kv_dtype: torch.dtype, text_tokens: int | None) -> None:
-        """`kv_dtype`: the format of keys and values. `text_tokens`: the most tokens of a pass over
-        whole texts, None where memory does not limit them."""
+        """`kv_dtype`: the format of keys and values. `text_tokens`: the most tokens of a pass over whole texts, None where
+        memory does not limit them."""
         config, dtype, device = decoder.config, decoder.dtype, decoder.device
         self.dtype, self.device = dtype, device
         self._ops = operations(device, dtype, batch_invariant=decoder.batch_invariant)
