@@ -303,7 +303,7 @@ def _describe_kernels(options: EngineOptions, quantization: str, dtype: torch.dt
     table = ops.operations(device, dtype, batch_invariant=options.batch_invariant)
     words = f"{table.description} ({device.type}{', batch-invariant' if options.batch_invariant else ''})"
     if quantization != UNQUANTISED:
-        words = f"{words}, {ops.quantised_words(quantization, device)}"
+        words = f"{words}, {quantization} weights{' decoded in registers' if device.type == 'cpu' else ''}"
     head = options.head_quantization
     if head is None:
         return words

@@ -1,9 +1,16 @@
 """Computation on tensors, one operation at a time. The engine imports only `kernels.ops`.
 
-    operations             the table: which operations exist, and which of them each device has
-    triton, simd, cpu      implementations: NVIDIA GPUs; float32 on CPUs; everything else, in plain torch
+    operations             the table: which operations exist, and which of them each device has; ops binds it to a device
+    triton, simd, torch    implementations, by what they are written in: for NVIDIA GPUs; for float32 on CPUs; for any device
     reference              simple, obviously correct twins, for tests
     triton.gate            compiles every kernel for cards that are not present, and counts registers, spills and shared memory
 
-The modules beside these are shared by implementations: plans of attention, forms of weights, the noise that draws tokens.
+Shared by implementations:
+
+    attention              attention_rows, paged_plan
+    products               quantised_weights, quantised_linear; fusible_products, residual_stream
+    sampling               sampling_columns, gumbel, host_tokens
+    transfers              device_words, transfer
+    choice, compilation    alternatives, variants
+    recorded steps         recorded_operations
 """

@@ -19,7 +19,6 @@ LinearPacker = Callable[[Tensor, Tensor | None], LinearKernel]
 
 FUSED_ROWS_MAX = 16
 """Most rows of a step for which fused products and greedy heads are made: the rows of one tile of tensor cores."""
-_PACKAGES = {"kernels.triton": "triton", "kernels.simd": "simd", "kernels.cpu": "torch"}
 _PROPERTIES = (
     "description", "decode_workspace", "sampling_workspace", "max_verify_group", "supports_paged", "is_row_invariant",
 )  # fmt: skip
@@ -91,7 +90,7 @@ class Operations:
     score_tokens: Callable[..., None] | None = None
 
     def listed(self) -> str:
-        """The names of operations by their implementation (triton, simd or torch, or else a module), for the log:
+        """The names of operations by their implementation (triton, simd or torch, or else another package), for the log:
         `triton=embed,… torch=route,… none=…`. Those that do not exist for this device are under none."""
         names_by_package: dict[str, list[str]] = {}
         for name in (field.name for field in fields(self) if field.name not in _PROPERTIES):
@@ -103,5 +102,5 @@ def _package(operation: Callable[..., Any] | None) -> str:
     if operation is None:
         return "none"
     function = getattr(operation, "func", operation)  # of a partial
-    module = ".".join(function.__module__.split(".")[:2])
-    return _PACKAGES.get(module, module)
+    package, _, module = function.__module__.partition(".")
+    return module.partition(".")[0] if package == "kernels" else package

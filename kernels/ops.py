@@ -17,20 +17,13 @@ import torch
 
 from kernels.alternatives import CHOICES, Choice, alternative_in_force, consulted, put_in_force
 from kernels.attention_rows import AttentionRow, AttentionShape
-from kernels.cpu import sampling as plain_sampling
-from kernels.cpu.activation import gelu, gelu_tanh
-from kernels.cpu.attention import AttentionPlan, AttentionPlanner, planned_attention
-from kernels.cpu.fp8_rows import to_fp8
-from kernels.cpu.invariant_attention import InvariantPlan, InvariantPlanner, invariant_attention
-from kernels.cpu.invariant_linear import in_invariant_tiles
-from kernels.cpu.norm import layer_norm
 from kernels.device_words import DeviceWords, Pieces, Words
+from kernels.fusible_products import FusibleProduct, HasWeight, fusible_form
 from kernels.gumbel import DRAFT, NO_TOKEN
 from kernels.host_tokens import HostTokens
 from kernels.operations import FUSED_ROWS_MAX, LinearKernel, LinearPacker, Operations
 from kernels.paged_plan import PagedPlan, PagedPlanner, paged_plan_attention
-from kernels.plain_weights import PlainWeights, ReadsWeight, plain_product
-from kernels.quantised_linear import Fp8Product, Fp8Rows, bind_fp8, bind_int4, bind_int8, quantised_words
+from kernels.quantised_linear import Fp8Product, Fp8Rows, bind_fp8, bind_int4, bind_int8
 from kernels.quantised_weights import (
     Fp8Weight,
     Int4Weight,
@@ -45,6 +38,13 @@ from kernels.recorded_operations import NotRecordable, RecordedOperations
 from kernels.residual_stream import Stream
 from kernels.sampling_columns import SUPPRESSED_IDS_MAX, SamplingColumns
 from kernels.simd.large_pages import on_large_pages
+from kernels.torch import sampling as plain_sampling
+from kernels.torch.activation import gelu, gelu_tanh
+from kernels.torch.fp8_rows import to_fp8
+from kernels.torch.gathered_attention import GatheredPlan, GatheredPlanner, gathered_attention
+from kernels.torch.invariant_attention import InvariantPlan, InvariantPlanner, invariant_attention
+from kernels.torch.invariant_linear import in_invariant_tiles
+from kernels.torch.norm import layer_norm
 from kernels.transfer import send
 from kernels.variants import CompilationFailed, KernelCache, Variants
 
@@ -56,7 +56,6 @@ __all__ = [
     "SUPPRESSED_IDS_MAX",
     "AnyPlan",
     "AnyPlanner",
-    "AttentionPlanner",
     "AttentionRow",
     "AttentionShape",
     "Choice",
@@ -65,10 +64,12 @@ __all__ = [
     "Fp8Product",
     "Fp8Rows",
     "Fp8Weight",
+    "FusibleProduct",
+    "GatheredPlanner",
+    "HasWeight",
     "HostTokens",
     "Int4Weight",
     "Int8Weight",
-    "KernelCache",
     "LinearKernel",
     "LinearPacker",
     "NotRecordable",
@@ -76,8 +77,6 @@ __all__ = [
     "PagedPlan",
     "PagedPlanner",
     "Pieces",
-    "PlainWeights",
-    "ReadsWeight",
     "RecordedOperations",
     "SamplingColumns",
     "Stream",
@@ -90,10 +89,10 @@ __all__ = [
     "bind_int8",
     "compiled_together",
     "consulted",
+    "fusible_form",
     "gelu",
     "gelu_tanh",
     "int4_scale_dtype",
-    "invariant_planner",
     "kernel_cache",
     "lasting_zeros",
     "layer_norm",
@@ -103,24 +102,21 @@ __all__ = [
     "pack_gptq",
     "pack_int8",
     "pack_linear",
-    "pack_linear_row_invariant",
     "paged_attention",
-    "plain_product",
     "plain_sampling",
     "put_in_force",
-    "quantised_words",
     "row_invariant",
     "send",
     "to_fp8",
 ]
 
-AnyPlan = AttentionPlan | InvariantPlan | PagedPlan
-AnyPlanner = AttentionPlanner | InvariantPlanner | PagedPlanner
+AnyPlan = GatheredPlan | InvariantPlan | PagedPlan
+AnyPlanner = GatheredPlanner | InvariantPlanner | PagedPlanner
 
-_TABLES = {"cpu": "kernels.cpu.table", "meta": "kernels.cpu.table", "cuda": "kernels.triton.table"}
+_TABLES = {"cpu": "kernels.torch.table", "meta": "kernels.torch.table", "cuda": "kernels.triton.table"}
 """The module that holds each device type's table as `OPERATIONS`. On meta a model is only compared with its files."""
 
-_FLOAT32_TABLES = {"kernels.cpu.table": "kernels.simd.table"}
+_FLOAT32_TABLES = {"kernels.torch.table": "kernels.simd.table"}
 """The table that replaces another one for float32 on a CPU."""
 
 _INVARIANT_TABLES = {"kernels.triton.table": "kernels.triton.invariant_table"}
@@ -155,35 +151,27 @@ def lasting_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torc
 
 
 def attention_planner(
-    shape: AttentionShape, *, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None = None
-) -> AttentionPlanner | PagedPlanner:
-    """The planner for the table of `device`: attention over pages, or over gathered rows by torch's fused attention.
-
-    `kv_dtype` is the format of the cache, None is `dtype`.
-    """
-    if operations(device, dtype).supports_paged(shape, kv_dtype or dtype):
+    shape: AttentionShape,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    kv_dtype: torch.dtype,
+    batch_invariant: bool = False,
+) -> AnyPlanner:
+    """The planner of attention for tensors of `dtype`: over pages where the operations of the device can, else over rows
+    gathered for torch's attention. `kv_dtype` is the format of the cache. `batch_invariant`: a query gets the same bits in any
+    batch, however its prompt was split into chunks."""
+    table = operations(device, dtype, batch_invariant=batch_invariant)
+    if table.supports_paged(shape, kv_dtype) and (table.is_row_invariant or not batch_invariant):
         return PagedPlanner(shape, device=device)
-    return AttentionPlanner(shape, dtype=dtype, device=device, kv_dtype=kv_dtype)
-
-
-def invariant_planner(
-    shape: AttentionShape, *, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None = None
-) -> InvariantPlanner | PagedPlanner:
-    """The planner of attention that gives a query the same bits in any batch, however its prompt was split into chunks."""
-    table = operations(device, dtype, batch_invariant=True)
-    if table.is_row_invariant and table.supports_paged(shape, kv_dtype or dtype):
-        return PagedPlanner(shape, device=device, is_row_invariant=True)
-    return InvariantPlanner(shape, dtype=dtype, device=device)
+    if batch_invariant:
+        return InvariantPlanner(shape, dtype=dtype, device=device)
+    return GatheredPlanner(shape, dtype=dtype, device=device, kv_dtype=kv_dtype)
 
 
 def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearKernel:
     """The product with a weight, packed for its device. weight: [out, in], bias: [out] → a function [T, in] → [T, out]"""
     return operations(weight.device, weight.dtype).pack_linear(weight, bias)
-
-
-def pack_linear_row_invariant(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearKernel:
-    """As `pack_linear`, but a row of the result has the same bits in any batch."""
-    return row_invariant(pack_linear(weight, bias), weight.shape[1], dtype=weight.dtype, device=weight.device)
 
 
 def row_invariant(multiply: LinearKernel, num_columns: int, *, dtype: torch.dtype, device: torch.device) -> LinearKernel:
@@ -199,18 +187,18 @@ def row_invariant(multiply: LinearKernel, num_columns: int, *, dtype: torch.dtyp
 
 
 def paged_attention(
-    qkv: torch.Tensor, kv_cache: torch.Tensor | None, plan: AnyPlan, kv_scales: torch.Tensor | None = None
+    table: Operations, qkv: torch.Tensor, kv_cache: torch.Tensor | None, plan: AnyPlan, kv_scales: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Attention of a step, by the kind of its plan: over gathered rows, batch-invariant, or over pages.
+    """Attention of a step, by the kind of its plan: over gathered rows, batch-invariant, or over pages by the operations of
+    `table`.
 
     qkv: [T, H+2K, D] rotated, kv_cache: [N, P, 2, K, D] already written, None for a plan of whole texts; kv_scales: [2] float32
     of keys and of values, None is one → [T, H, D]
     """
-    if isinstance(plan, AttentionPlan):
-        return planned_attention(qkv, kv_cache, plan, kv_scales)
+    if isinstance(plan, GatheredPlan):
+        return gathered_attention(qkv, kv_cache, plan, kv_scales)
     assert kv_cache is not None, "this attention reads the cache"
     if isinstance(plan, PagedPlan):
-        table = operations(qkv.device, qkv.dtype, batch_invariant=plan.is_row_invariant)
         return paged_plan_attention(table, qkv, kv_cache, plan, kv_scales)
     return invariant_attention(qkv, kv_cache, plan, kv_scales)
 

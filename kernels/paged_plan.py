@@ -33,7 +33,6 @@ class PagedPlan:
     query_starts: torch.Tensor | None = None  # [B - num_decodes + 1] int32, counted from token `num_decodes`, or from 0
     max_query_len: int = 1
     workspace: Any = None  # of `paged_decode`, and of `paged_prefill` where it has one
-    is_row_invariant: bool = False  # computed by the operations of batch-invariant engines
     is_newest: bool = False  # every row is the newest token of a request of its own, or padding
     counts_all: bool = False
 
@@ -41,14 +40,14 @@ class PagedPlan:
     def takes_projections(self) -> bool:
         """Whether `rotated_decode` replaces the two operations that it combines: in steps of few rows. Each split of a request
         rotates its queries again, which with many rows takes longer than the launch that is saved."""
-        return self.is_newest and not self.is_row_invariant and self.num_decodes <= FUSED_ROWS_MAX
+        return self.is_newest and self.num_decodes <= FUSED_ROWS_MAX
 
 
 class PagedPlanner:
     """Makes plans for the rows of a step. Rows of one query come first."""
 
-    def __init__(self, shape: AttentionShape, *, device: torch.device, is_row_invariant: bool = False) -> None:
-        self._shape, self._device, self._is_row_invariant = shape, device, is_row_invariant
+    def __init__(self, shape: AttentionShape, *, device: torch.device) -> None:
+        self._shape, self._device = shape, device
         self.workspace: Any = None
         """The workspace of `paged_decode` for the largest step; if it is None, each call allocates its own."""
 
@@ -72,12 +71,11 @@ class PagedPlanner:
             packed[tables.size + len(rows) :] if query_lens else None,
             max(query_lens, default=1),
             self.workspace,
-            self._is_row_invariant,
         )
 
     def plan_like(self, plan: PagedPlan) -> PagedPlan:
         """The same rows for another shape: their tensors on the device are shared."""
-        return replace(plan, shape=self._shape, workspace=self.workspace, is_row_invariant=self._is_row_invariant)
+        return replace(plan, shape=self._shape, workspace=self.workspace)
 
 
 def paged_plan_attention(

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kernels.fusible_products import FusibleProduct
 from kernels.operations import FUSED_ROWS_MAX, LinearKernel
-from kernels.plain_weights import PlainWeights
 from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight
 
 _MODULES = {
@@ -22,7 +22,7 @@ _MODULES = {
         "bind_fp8": "kernels.simd.fp8_linear",
         "bind_int4": "kernels.simd.int4_linear",
         "bind_int8": "kernels.simd.int8_linear",
-        "quantize_rows_fp8": "kernels.cpu.fp8_rows",
+        "quantize_rows_fp8": "kernels.torch.fp8_rows",
     },
     "cuda": {
         "bind_fp8": "kernels.triton.quantised_products",
@@ -64,7 +64,7 @@ class Fp8Product:
 
     def __call__(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
         if not isinstance(x, Fp8Rows):
-            if x.shape[0] <= FUSED_ROWS_MAX and isinstance(self.unrounded, PlainWeights):
+            if x.shape[0] <= FUSED_ROWS_MAX and isinstance(self.unrounded, FusibleProduct):
                 return self.unrounded(x)
             x = self.rounded(x)
         return self.unrounded(x.values, x_scales=x.scales, out_dtype=x.dtype)
@@ -99,8 +99,3 @@ def quantize_rows_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows in e4m3, each with its scale. x: [T, hidden] → e4m3 [T, hidden] and scales [T, 1] float32"""
     rows: tuple[torch.Tensor, torch.Tensor] = _load_function("quantize_rows_fp8", x.device.type)(x)
     return rows
-
-
-def quantised_words(name: str, device: torch.device) -> str:
-    """A description, for the log, of the products on a device with weights in the form `name`."""
-    return f"{name} weights decoded in registers" if device.type == "cpu" else f"{name} weights"

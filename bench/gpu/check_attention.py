@@ -14,10 +14,10 @@ from bench.gpu.context import Context
 from bench.gpu.errors import ResultPair, ResultTriple, check_errors, check_invariant
 from bench.gpu.inputs import FP8, Pages, gather_kv, make_pages, make_queries, normal, rope_angles
 from kernels.attention_rows import AttentionShape
-from kernels.cpu.rope_and_cache import rope_and_cache as torch_rope
 from kernels.reference.attention import paged_decode as exact_decode
 from kernels.reference.attention import paged_prefill as exact_prefill
 from kernels.reference.rope_and_cache import rope_and_cache as exact_rope
+from kernels.torch.rope_and_cache import rope_and_cache as torch_rope
 from kernels.triton.attention_decode import paged_decode
 from kernels.triton.attention_prefill import paged_prefill
 from kernels.triton.rotated_decode import rotated_decode

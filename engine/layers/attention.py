@@ -45,10 +45,12 @@ class Attention:
     """Projects, normalises and rotates queries and keys, writes keys and values to the cache, attends. The output projection is
     called separately, because the caller may need it for some rows only."""
 
-    def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: LayerConfig, *, dtype: torch.dtype, device: torch.device, batch_invariant: bool
+    ) -> None:
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
         self._num_heads, self._num_kv_heads, self._head_dim = heads, kv_heads, size
-        self._ops = ops.operations(device, dtype)
+        self._ops = ops.operations(device, dtype, batch_invariant=batch_invariant)
         norms_heads = config.family.qk_norm != "full"  # each by itself, which needs no other head
         self._rotated_decode = self._ops.rotated_decode if norms_heads else None
         self.kv_scales: torch.Tensor | None = None
@@ -91,9 +93,9 @@ class Attention:
             self._k_norm.pack()
 
     @property
-    def plain_weights(self) -> tuple[ops.PlainWeights | None, ops.PlainWeights | None]:
-        """The weights before and after `attend`, where they may be fused with the operations around them."""
-        return self._qkv.plain, self._out.plain
+    def fusible_products(self) -> tuple[ops.FusibleProduct | None, ops.FusibleProduct | None]:
+        """The products before and after `attend`, each None where it cannot be fused with the operations around it."""
+        return self._qkv.fusible, self._out.fusible
 
     @property
     def takes_fp8_rows(self) -> bool:
@@ -127,5 +129,5 @@ class Attention:
             attended = self._rotated_decode(*operands, *tables, workspace=plan.workspace, **options)
         else:
             self._ops.rope_and_cache(*operands, num_kv_heads=kv_heads, **options)
-            attended = ops.paged_attention(qkv, kv_cache, plan, self.kv_scales)
+            attended = ops.paged_attention(self._ops, qkv, kv_cache, plan, self.kv_scales)
         return attended.view(-1, heads * size)

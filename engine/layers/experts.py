@@ -30,7 +30,7 @@ class SparseMLP:
         activation: str,
         dtype: torch.dtype,
         device: torch.device,
-        batch_invariant: bool = False,
+        batch_invariant: bool,
     ) -> None:
         self._config = config
         self._ops = ops.operations(device, batch_invariant=batch_invariant)

@@ -61,16 +61,16 @@ class FusedLinear:
         self._weight = None
 
     @property
-    def plain(self) -> ops.PlainWeights | None:
-        """Weights and bias, where the input is multiplied as it is and other operations may read the weights too."""
-        return ops.plain_product(self._kernel)
+    def fusible(self) -> ops.FusibleProduct | None:
+        """See `ops.fusible_form`."""
+        return ops.fusible_form(self._kernel)
 
     @property
     def weight(self) -> Any:
         """The weights, plain or quantised, if another kernel may multiply with them instead: there is no bias, or one of zeros.
         None if the kernel keeps its weights in a form of its own."""
         kernel: Any = self._kernel
-        if not isinstance(kernel, ops.ReadsWeight) or (kernel.bias is not None and bool(kernel.bias.any())):
+        if not isinstance(kernel, ops.HasWeight) or (kernel.bias is not None and bool(kernel.bias.any())):
             return None
         return kernel.weight
 

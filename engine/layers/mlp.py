@@ -27,7 +27,7 @@ class GatedMLP:
         bias: bool,
         dtype: torch.dtype,
         device: torch.device,
-        gate_up: Sequence[str] = ("gate_proj", "up_proj"),
+        gate_up: Sequence[str],
         down: str = "down_proj",
     ) -> None:
         parts = [(name, 2 * inner // len(gate_up)) for name in gate_up]
@@ -47,9 +47,9 @@ class GatedMLP:
         self._down.pack(packer)
 
     @property
-    def plain_weights(self) -> tuple[ops.PlainWeights | None, ops.PlainWeights | None]:
-        """The weights before and after the activation, where they may be fused with the operations around them."""
-        return self._gate_up.plain, self._down.plain
+    def fusible_products(self) -> tuple[ops.FusibleProduct | None, ops.FusibleProduct | None]:
+        """The products before and after the activation, each None where it cannot be fused with the operations around it."""
+        return self._gate_up.fusible, self._down.fusible
 
     @property
     def weights(self) -> tuple[Any, Any]:

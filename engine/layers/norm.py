@@ -14,7 +14,7 @@ class RMSNorm:
     Such a weight is kept in float32: one plus a small number would lose most of it in 16 bits.
     """
 
-    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device, offset: bool = False) -> None:
+    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device, offset: bool) -> None:
         self.weight = torch.empty(size, dtype=torch.float32 if offset else dtype, device=device)
         self.eps = eps
         self._offset = offset

@@ -25,7 +25,7 @@ class DecoderLayer:
         self, config: ModelConfig, index: int, *, dtype: torch.dtype, device: torch.device, batch_invariant: bool
     ) -> None:
         layer = config.layers[index]
-        self._attention = Attention(config, layer, dtype=dtype, device=device)
+        self._attention = Attention(config, layer, dtype=dtype, device=device, batch_invariant=batch_invariant)
         self._mlp = _feed_forward(
             config, is_sparse=layer.is_sparse, dtype=dtype, device=device, batch_invariant=batch_invariant
         )
@@ -162,7 +162,6 @@ class Decoder:
         self._ops = ops.operations(device, dtype, batch_invariant=batch_invariant)
         # The multiplier is rounded to the format of the embeddings, as the reference implementations do.
         self._multiplier = torch.tensor(config.embedding_multiplier, dtype=dtype).item()
-        self._branch_multiplier = config.residual_multiplier
         self._fused: FusedLayers | None = None
         self._softcap, self._divisor = config.logits_softcap, config.logits_divisor
 
@@ -196,7 +195,7 @@ class Decoder:
 
     def _bind_greedy_head(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """Bind it to the weights that `logits` multiplies with, if nothing follows that product."""
-        bind, head = self._ops.bind_greedy_head, None if self._head is None else self._head.plain
+        bind, head = self._ops.bind_greedy_head, None if self._head is None else self._head.fusible
         if bind is None or head is None or self._softcap is not None or self._divisor != 1.0:
             return None
         return bind(head.weight)
@@ -214,7 +213,7 @@ class Decoder:
         fused = [layer for layer in layers if layer is not None]
         if len(fused) < len(layers):
             return None
-        return FusedLayers(fused, linear_add, normed_linear, multiplier=self._branch_multiplier, eps=self._norm.eps)
+        return FusedLayers(fused, linear_add, normed_linear, multiplier=self.config.residual_multiplier, eps=self._norm.eps)
 
     def scale_kv(self) -> bool:
         """Keep keys and values in 8 bits from now on. Returns whether the checkpoint had scales for every layer."""

@@ -28,6 +28,7 @@ class EncoderLayer:
         self._up = FusedLinear([("dense", inner)], hidden, bias=True, dtype=dtype, device=device)
         self._down = FusedLinear([("dense", hidden)], inner, bias=True, dtype=dtype, device=device)
         self._output_norm = LayerNorm(hidden, config.layer_norm_eps, dtype=dtype, device=device)
+        self._ops = ops.operations(device, dtype)
         self._activate = ops.gelu if config.activation == "gelu" else ops.gelu_tanh
 
     def plan(self, plan: WeightPlan, prefix: str) -> None:
@@ -45,7 +46,7 @@ class EncoderLayer:
     def __call__(self, x: torch.Tensor, attention: ops.AnyPlan) -> torch.Tensor:
         """x: [T, hidden] → [T, hidden]"""
         qkv = self._qkv(x).view(-1, 3 * self._num_heads, self._head_dim)
-        attended = ops.paged_attention(qkv, None, attention).flatten(1)
+        attended = ops.paged_attention(self._ops, qkv, None, attention).flatten(1)
         x = self._attention_norm(x + self._out(attended))
         return self._output_norm(x + self._down(self._activate(self._up(x))))
 

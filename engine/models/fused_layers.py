@@ -47,10 +47,10 @@ class FusedLayer:
     """The parts of a layer by what is fused. `norms`: before attention and before the feed-forward part."""
 
     attention: Attention
-    qkv: ops.PlainWeights
-    out: ops.PlainWeights
-    gate_up: ops.PlainWeights
-    down: ops.PlainWeights
+    qkv: ops.FusibleProduct
+    out: ops.FusibleProduct
+    gate_up: ops.FusibleProduct
+    down: ops.FusibleProduct
     gate: str
     norms: tuple[FusedNorm, FusedNorm]
 
@@ -62,7 +62,7 @@ class FusedLayer:
         before_attention, after_attention, before_mlp, after_mlp = norms
         if isinstance(mlp, SparseMLP) or after_attention is not None or after_mlp is not None:
             return None
-        (qkv, out), (gate_up, down) = attention.plain_weights, mlp.plain_weights
+        (qkv, out), (gate_up, down) = attention.fusible_products, mlp.fusible_products
         if before_attention is None or before_mlp is None or qkv is None or out is None or gate_up is None or down is None:
             return None
         fused_norms = FusedNorm.of(before_attention, dtype), FusedNorm.of(before_mlp, dtype)
@@ -105,9 +105,9 @@ class FusedLayers:
         return stream.total
 
     def _product(
-        self, stream: ops.Stream, weights: ops.PlainWeights, norm: FusedNorm, *, gate: str | None = None
+        self, stream: ops.Stream, product: ops.FusibleProduct, norm: FusedNorm, *, gate: str | None = None
     ) -> torch.Tensor:
-        return self._normed_linear(stream, weights.weight, self._eps, bias=weights.bias, gate=gate, factor=norm.factor)
+        return self._normed_linear(stream, product.weight, self._eps, bias=product.bias, gate=gate, factor=norm.factor)
 
-    def _add(self, x: torch.Tensor, weights: ops.PlainWeights, residual: torch.Tensor, norm: FusedNorm) -> ops.Stream:
-        return self._linear_add(x, weights.weight, residual, norm.weight, alpha=self._multiplier, bias=weights.bias)
+    def _add(self, x: torch.Tensor, product: ops.FusibleProduct, residual: torch.Tensor, norm: FusedNorm) -> ops.Stream:
+        return self._linear_add(x, product.weight, residual, norm.weight, alpha=self._multiplier, bias=product.bias)

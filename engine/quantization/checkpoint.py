@@ -58,7 +58,7 @@ class CheckpointNames:
 class CheckpointStorage:
     """The `LinearStorage` of a quantised checkpoint. `names` are those of the tensors in its files."""
 
-    def __init__(self, weights: MultipliedWeights, names: Set[str], *, row_invariant: bool = False) -> None:
+    def __init__(self, weights: MultipliedWeights, names: Set[str], *, row_invariant: bool) -> None:
         self._weights = weights
         self._names = CheckpointNames(names, weights.marker)
         self._row_invariant = row_invariant

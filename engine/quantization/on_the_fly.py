@@ -92,7 +92,7 @@ class PackedOnLoad:
         dtype: torch.dtype,
         device: torch.device,
         element_bytes: int,
-        checkpoint: DecodedCheckpoint | None = None,
+        checkpoint: DecodedCheckpoint | None,
     ) -> None:
         self._modules, self._packer, self._checkpoint = modules, packer, checkpoint
         self._shape = (sum(rows for _, rows in modules), columns)

@@ -38,8 +38,7 @@ def weight_scheme(
     scheme = _layers_scheme(directory, config, quantization, batch_invariant=batch_invariant)
     if head is None:
         return scheme
-    packer = ops.pack_linear if head == UNQUANTISED else PACKERS[head]
-    packer = _row_invariant(packer) if batch_invariant else packer
+    packer = _packer(head, batch_invariant=batch_invariant)
     plain = packer if head == UNQUANTISED else ops.pack_linear
     decoded = None if scheme.decoded is None else DecodedCheckpoint(scheme.decoded, _names(directory, config))
     storage = OnTheFlyHeadStorage(scheme.storage, OnTheFlyStorage(packer, plain, decoded))
@@ -47,20 +46,18 @@ def weight_scheme(
 
 
 def _layers_scheme(directory: Path, config: ModelConfig, quantization: str | None, *, batch_invariant: bool) -> WeightScheme:
-    plain = ops.pack_linear_row_invariant if batch_invariant else ops.pack_linear
+    plain = _packer(UNQUANTISED, batch_invariant=batch_invariant)
     stored = config.quantization
     if stored is not None and isinstance(stored.weights, MultipliedWeights):
-        storage = CheckpointStorage(stored.weights, _names(directory, config), row_invariant=batch_invariant)
-        return WeightScheme(stored.method, storage, plain)
+        stored_matrices = CheckpointStorage(stored.weights, _names(directory, config), row_invariant=batch_invariant)
+        return WeightScheme(stored.method, stored_matrices, plain)
     decoded = None if stored is None else stored.decoded
     checkpoint = None if decoded is None else DecodedCheckpoint(decoded, _names(directory, config))
-    name = quantization or UNQUANTISED
-    packer: ops.LinearPacker = plain
-    if name != UNQUANTISED:
-        packer = _row_invariant(PACKERS[name]) if batch_invariant else PACKERS[name]
-    elif checkpoint is None:
-        return WeightScheme(name, None, plain)
-    return WeightScheme(name, OnTheFlyStorage(packer, plain, checkpoint), packer, decoded=decoded)
+    if quantization is None or quantization == UNQUANTISED:
+        storage = None if checkpoint is None else OnTheFlyStorage(plain, plain, checkpoint)
+        return WeightScheme(UNQUANTISED, storage, plain, decoded=decoded)
+    packer = _packer(quantization, batch_invariant=batch_invariant)
+    return WeightScheme(quantization, OnTheFlyStorage(packer, plain, checkpoint), packer, decoded=decoded)
 
 
 def _names(directory: Path, config: ModelConfig) -> set[str]:
@@ -69,8 +66,11 @@ def _names(directory: Path, config: ModelConfig) -> set[str]:
     return stored_names(directory, () if part is None else part.renamed)
 
 
-def _row_invariant(packer: ops.LinearPacker) -> ops.LinearPacker:
-    def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> ops.LinearKernel:
-        return ops.row_invariant(packer(weight, bias), weight.shape[1], dtype=weight.dtype, device=weight.device)
+def _packer(name: str, *, batch_invariant: bool) -> ops.LinearPacker:
+    """The packer of plain weights that are kept in the format `name`."""
+    pack = ops.pack_linear if name == UNQUANTISED else PACKERS[name]
 
-    return pack
+    def pack_row_invariant(weight: torch.Tensor, bias: torch.Tensor | None) -> ops.LinearKernel:
+        return ops.row_invariant(pack(weight, bias), weight.shape[1], dtype=weight.dtype, device=weight.device)
+
+    return pack_row_invariant if batch_invariant else pack

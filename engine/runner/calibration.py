@@ -60,7 +60,7 @@ HiddenOf = Callable[[Sequence[TokenSpan]], torch.Tensor]
 
 
 class TimedSteps(Protocol):
-    """Steps as the engine will run them, without requests. Each call runs one step and waits for its end."""
+    """Steps as the engine will run them, without requests. Each call runs one step; decodes wait for its end."""
 
     def decode(self, num_rows: int) -> None:
         """A decode if it has one row, else a step that verifies drafts; including a draft model's part in it."""

@@ -78,8 +78,7 @@ class DecodeStep:
         self._state = state
         self._sampler = sampler
         self._host = host
-        recorder = decoder.recorder if should_record else None
-        self._recorded = RecordedSteps(recorder, self._run, max_rows)
+        self._recorded = RecordedSteps(decoder.new_record if should_record else None, self._run, max_rows)
         decoder.allocate_workspaces(max_rows, max_blocks)
 
     def __call__(self, size: int, kind: Kind | None, *, has_drafts: bool = False) -> None:

@@ -18,7 +18,7 @@ from engine.errors import PromptError
 from engine.layers.forward_inputs import ForwardInputs
 from engine.layers.rotary import RotaryTable
 from engine.models.decoder import Decoder
-from kernels.ops import AttentionPlanner, AttentionShape
+from kernels.ops import AttentionShape, GatheredPlanner
 
 CPU_BATCH_TOKENS = 2048
 CUDA_BATCH_TOKENS = 32768
@@ -37,7 +37,7 @@ class TextModel:
 
     forward: Forward
     rotaries: Sequence[RotaryTable]
-    planners: Sequence[AttentionPlanner]
+    planners: Sequence[GatheredPlanner]
     vocab_size: int
     max_len: int
     device: torch.device
@@ -58,7 +58,7 @@ class TextModel:
         return cls(
             forward=decoder,
             rotaries=rotaries,
-            planners=[AttentionPlanner(shape, dtype=decoder.dtype, device=decoder.device) for shape in shapes],
+            planners=[GatheredPlanner(shape, dtype=decoder.dtype, device=decoder.device) for shape in shapes],
             vocab_size=decoder.config.vocab_size,
             max_len=max_len,
             device=decoder.device,

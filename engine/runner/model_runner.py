@@ -37,8 +37,8 @@ class ModelRunner:
         mover: BlockMover,
         masks: GrammarMasks,
         *,
-        draft: PagedDecoder | None = None,
-        accepts_by_equality: bool = False,
+        draft: PagedDecoder | None,
+        accepts_by_equality: bool,
     ) -> None:
         """`accepts_by_equality`: drafts are accepted by equality alone, as in the steps over slots beside these."""
         self.stage = "prepare"

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from engine.layers.attention import are_recordable, attention_shapes
+from engine.layers.attention import attention_shapes
 from engine.layers.forward_inputs import ForwardInputs
 from engine.layers.rotary import RotaryTable
 from engine.memory.kv_plan import MemoryPlan
@@ -22,7 +22,6 @@ from kernels.ops import (
     PagedPlanner,
     RecordedOperations,
     attention_planner,
-    invariant_planner,
     operations,
 )
 
@@ -36,14 +35,12 @@ class PagedDecoder:
     `text_model` is for work beside the steps: whole texts, without the cache.
     """
 
-    def __init__(
-        self, decoder: Decoder, plan: MemoryPlan, *, kv_dtype: torch.dtype | None = None, text_tokens: int | None = None
-    ) -> None:
-        """`kv_dtype`: the format of keys and values, None is the decoder's own. `text_tokens`: the most tokens of a pass over
-        whole texts, None where memory does not limit them."""
+    def __init__(self, decoder: Decoder, plan: MemoryPlan, *, kv_dtype: torch.dtype, text_tokens: int | None) -> None:
+        """`kv_dtype`: the format of keys and values. `text_tokens`: the most tokens of a pass over whole texts, None where
+        memory does not limit them."""
         config, dtype, device = decoder.config, decoder.dtype, decoder.device
-        kv_dtype = kv_dtype or dtype
         self.dtype, self.device = dtype, device
+        self._ops = operations(device, dtype, batch_invariant=decoder.batch_invariant)
         self.batch_invariant = decoder.batch_invariant
         self.vocab_size = config.vocab_size
         self.has_experts = config.experts is not None
@@ -57,9 +54,9 @@ class PagedDecoder:
         self.text_model = TextModel.of_decoder(decoder, self.rotaries, shapes, plan.max_model_len, batch_tokens=text_tokens)
         self._decoder = decoder
         self._plan = plan
-        make_planner = invariant_planner if decoder.batch_invariant else attention_planner
         self._planners: list[AnyPlanner] = [
-            make_planner(shape, dtype=dtype, device=device, kv_dtype=kv_dtype) for shape in shapes
+            attention_planner(shape, dtype=dtype, device=device, kv_dtype=kv_dtype, batch_invariant=decoder.batch_invariant)
+            for shape in shapes
         ]
         self._workspaces: list[Any] = [None] * len(shapes)
         self._recorded: RecordedOperations | None = None
@@ -67,8 +64,8 @@ class PagedDecoder:
     def allocate_workspaces(self, num_rows: int, max_blocks: int) -> None:
         """Allocate the workspace between the two kernels of decode attention, for each of `attention_shapes`, in steps of up to
         so many rows and blocks. Steps run one after another, so all of them share it from now on."""
-        make, dtype = operations(self.device, batch_invariant=self.batch_invariant).decode_workspace, self.kv_caches[0].dtype
-        self._workspaces = [make(shape, num_rows, max_blocks, dtype, self.device) for shape in self.attention_shapes]
+        make, kv_dtype = self._ops.decode_workspace, self.kv_caches[0].dtype
+        self._workspaces = [make(shape, num_rows, max_blocks, kv_dtype, self.device) for shape in self.attention_shapes]
         for planner, workspace in zip(self._planners, self._workspaces, strict=True):
             if isinstance(planner, PagedPlanner):
                 planner.workspace = workspace
@@ -90,7 +87,7 @@ class PagedDecoder:
             slot_mapping=slot_mapping,
             sampled_rows=sampled_rows,
             attention=tuple(
-                plan(shape=shape, workspace=workspace, is_row_invariant=self.batch_invariant)
+                plan(shape=shape, workspace=workspace)
                 for shape, workspace in zip(self.attention_shapes, self._workspaces, strict=True)
             ),
         )
@@ -112,8 +109,8 @@ class PagedDecoder:
     @property
     def max_verify_group(self) -> int:
         """The most consecutive tokens of a request, each a row of a step, that attention can take as one group of queries."""
-        table = operations(self.device, batch_invariant=self.batch_invariant)
-        return min(table.max_verify_group(shape, self.kv_caches[0].dtype, self.device) for shape in self.attention_shapes)
+        kv_dtype = self.kv_caches[0].dtype
+        return min(self._ops.max_verify_group(shape, kv_dtype, self.device) for shape in self.attention_shapes)
 
     def prepare(self, spans: Sequence[TokenSpan]) -> ForwardInputs:
         """Tensors of one pass over `spans`."""
@@ -128,16 +125,10 @@ class PagedDecoder:
             inputs.token_ids.index_copy_(0, *unknown)
         return self.forward(inputs)
 
-    @property
-    def recorder(self) -> Callable[[int], RecordedOperations] | None:
-        """Begins a record of a step of up to so many rows; None where attention cannot be recorded. All records share their
-        memory, so that only one may run at a time."""
-        shapes, kv_dtype = self.attention_shapes, self.kv_caches[0].dtype
-        can_record = are_recordable(shapes, dtype=self.dtype, kv_dtype=kv_dtype, device=self.device)
-        return self._new_record if can_record else None
-
-    def _new_record(self, max_rows: int) -> RecordedOperations:
-        make = operations(self.device, self.dtype).sequence
+    def new_record(self, max_rows: int) -> RecordedOperations:
+        """Begin a record of a step of up to so many rows. All records share their memory, so that only one may run at a
+        time."""
+        make = self._ops.sequence
         assert make is not None, "operations of this device are not recorded"
         recorded = make(max_rows) if self._recorded is None else self._recorded.sharing_buffers(max_rows)
         self._recorded = recorded

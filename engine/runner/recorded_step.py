@@ -33,20 +33,20 @@ class Record(NamedTuple):
 class RecordedSteps:
     """Steps of up to `max_rows` rows that were recorded, or that cannot be."""
 
-    def __init__(self, recorder: Callable[[int], ops.RecordedOperations] | None, compute: Compute, max_rows: int) -> None:
-        """`recorder` begins a record of so many rows, None where no step can be recorded."""
-        self._recorder = recorder
+    def __init__(self, new_record: Callable[[int], ops.RecordedOperations] | None, compute: Compute, max_rows: int) -> None:
+        """`new_record` begins a record of so many rows; None where steps are not recorded."""
+        self._new_record = new_record
         self._compute = compute
         self._max_rows = min(max_rows, RECORDED_ROWS_MAX)
         self._records: dict[tuple[Kind | None, bool], Record | None] = {}
 
     def record(self, kind: Kind | None, *, has_drafts: bool = False) -> Record | None:
         """The record of steps of this kind, made at the first call; None if they cannot be recorded."""
-        if self._recorder is None:
+        if self._new_record is None:
             return None
         key = kind, has_drafts
         if key not in self._records:
-            operations = self._recorder(self._max_rows)
+            operations = self._new_record(self._max_rows)
             try:
                 with operations.recording():
                     logits = self._compute(self._max_rows, kind, has_drafts, operations.next_layer)

@@ -43,7 +43,7 @@ def resolve_step_mode(config: ModelConfig, options: EngineOptions, *, dtype: tor
     return StepMode.of(options, device.type, can_record=can_record)
 
 
-def make_slot_runner(plain: ModelRunner, limits: SchedulerLimits, mode: StepMode, *, max_draft_tokens: int = 0) -> SlotRunner:
+def make_slot_runner(plain: ModelRunner, limits: SchedulerLimits, mode: StepMode, *, max_draft_tokens: int) -> SlotRunner:
     """A runner of the models of `plain` over slots, one for each seat, in any mode that has slots. `max_draft_tokens`: of all
     requests of a step together."""
     assert mode.has_slots, "plain steps are over no slots"

@@ -38,7 +38,7 @@ class SlotSteps:
         limits: SchedulerLimits,
         *,
         max_draft_tokens: int,
-        chunk_rows: int = 0,
+        chunk_rows: int,
         is_synchronous: bool = False,
         draft: PagedDecoder | None = None,
     ) -> None:
@@ -75,7 +75,7 @@ class SlotSteps:
         step = DecodeStep(decoders, self.inputs, self.state, self.sampler, should_record=is_synchronous, host=host)
         return DecodeSteps(name, step, self.inputs, self.calls, max_num_seqs=max_num_seqs, is_synchronous=is_synchronous)
 
-    def fetch_decodes(self, num_rows: int, kind: Kind, *, sends_inputs: bool = False) -> Fetch:
+    def fetch_decodes(self, num_rows: int, kind: Kind, *, sends_inputs: bool) -> Fetch:
         """The tokens of the decode step just launched, with their scores, and with its inputs if only the device has them."""
         step = self.decodes.step
         if step.host_sampled is not None and not kind.num_top and not sends_inputs:

@@ -34,7 +34,7 @@ class PinnedBuffer:
         self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._last_view = self.tensor
 
-    def view_of(self, size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    def view_of(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         """[size]. The last view is kept: steps request the same size again and again."""
         if len(self._last_view) != size or self._last_view.dtype is not dtype:
             self._last_view = self.tensor.view(dtype)[:size]

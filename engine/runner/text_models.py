@@ -62,7 +62,7 @@ def _load_encoder(options: EngineOptions, device: torch.device) -> TextModel:
     return TextModel(
         forward=encoder,
         rotaries=(),
-        planners=(ops.AttentionPlanner(shape, dtype=dtype, device=device),),
+        planners=(ops.GatheredPlanner(shape, dtype=dtype, device=device),),
         vocab_size=config.vocab_size,
         max_len=max_len,
         device=device,

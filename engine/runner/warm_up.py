@@ -88,7 +88,7 @@ def compiling(what: str, progress: Callable[[float], None] = lambda _: None) -> 
 
 
 @torch.inference_mode()
-def run_largest_step(decoder: PagedDecoder, limits: SchedulerLimits, *, max_draft_tokens: int = 0) -> None:
+def run_largest_step(decoder: PagedDecoder, limits: SchedulerLimits, *, max_draft_tokens: int) -> None:
     """Compute the largest step that memory was planned for: as many rows as a step may have, all of them needed, and the logits
     of as many as may sample. The cache must be empty; what this leaves there belongs to no request."""
     max_tokens, max_len = limits.max_num_batched_tokens, limits.max_model_len
@@ -99,7 +99,7 @@ def run_largest_step(decoder: PagedDecoder, limits: SchedulerLimits, *, max_draf
 
 
 @torch.inference_mode()
-def compile_steps(decoder: PagedDecoder, limits: SchedulerLimits, *, max_draft_tokens: int = 0) -> None:
+def compile_steps(decoder: PagedDecoder, limits: SchedulerLimits, *, max_draft_tokens: int) -> None:
     """Run one step of each kind, as far as its logits, in an empty cache. `max_draft_tokens`: logits beyond one row for each
     request, of drafts that are verified like chunks of prompts; their runner requests steps over slots with drafts."""
     for spans in _steps_of_each_kind(limits, max_draft_tokens):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numba
 import torch
 
 from kernels.simd.compiling import entry, subroutine, task
@@ -17,15 +16,15 @@ _SQRT_2_OVER_PI, _CUBIC = 0.7978845608028654, 0.044715  # √(2 / π) and the fa
 
 @subroutine
 def _sigmoid(x):
-    one = splat(numba.float32(1.0))
-    return one / (one + exp(splat(numba.float32(0.0)) - x))
+    one = splat(1.0)
+    return one / (one + exp(splat(0.0) - x))
 
 
 @subroutine
 def _gelu(x):
     """x · σ(2 · √(2 / π) · (x + 0.044715 · x³)): the tanh approximation, written without a subtraction."""
-    inner = fma(x * x * x, splat(numba.float32(_CUBIC)), x)
-    return x * _sigmoid(inner * splat(numba.float32(2 * _SQRT_2_OVER_PI)))
+    inner = fma(x * x * x, splat(_CUBIC), x)
+    return x * _sigmoid(inner * splat(2 * _SQRT_2_OVER_PI))
 
 
 @task

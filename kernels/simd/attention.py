@@ -7,26 +7,19 @@ keys and values are read together and in order. Reads 2 · context · D elements
 
 from __future__ import annotations
 
-import numba
 import torch
 
 from kernels.attention_rows import AttentionShape
 from kernels.simd.attention_tile import HEAD_DIM_MAX, TILE_ROWS, attend_tile
 from kernels.simd.compiling import entry, subroutine, task
 from kernels.simd.launching import Launch, empty
-from kernels.simd.threads import argument, decode_float, encode_float, run, thread_and_count
-from kernels.simd.vectors import BYTES, LANES, load_int32, splat, store
+from kernels.simd.threads import argument, float_argument, run, thread_and_count
+from kernels.simd.vectors import BYTES, LANES, clear, load_int32
 
 
 def can_attend(shape: AttentionShape) -> bool:
     """Whether the attention here supports these heads."""
     return shape.causal and shape.head_dim % LANES == 0 and shape.head_dim <= HEAD_DIM_MAX
-
-
-@subroutine
-def _clear(target, count):
-    for index in range(0, count, LANES):
-        store(target, index, splat(numba.float32(0.0)))
 
 
 @subroutine
@@ -51,7 +44,7 @@ def _attend_rows(a):
     q, q_stride, cache, tables, table_width = argument(a, 0), argument(a, 1), argument(a, 2), argument(a, 3), argument(a, 4)
     starts, lengths, num_rows, out = argument(a, 5), argument(a, 6), argument(a, 7), argument(a, 8)
     num_heads, num_kv_heads, head_dim, block_size = argument(a, 9), argument(a, 10), argument(a, 11), argument(a, 12)
-    window, scale, softcap = argument(a, 13), decode_float(argument(a, 14)), decode_float(argument(a, 15))
+    window, scale, softcap = argument(a, 13), float_argument(a, 14), float_argument(a, 15)
     index, threads = thread_and_count(a)
     group = num_heads // num_kv_heads
     heads = min(group, TILE_ROWS)
@@ -84,7 +77,7 @@ def _attend_rows(a):
                     target = out + (query * num_heads + head) * head_dim * BYTES
                     if context == 0:
                         for query_index in range(count):
-                            _clear(target + query_index * num_heads * head_dim * BYTES, kv_heads * width * head_dim)
+                            clear(target + query_index * num_heads * head_dim * BYTES, kv_heads * width * head_dim)
                         continue
                     attend_tile(
                         kv_heads, width * count, width, q + (query * q_stride + head * head_dim) * BYTES, q_stride, head_dim,
@@ -103,7 +96,7 @@ def _run(
     run(
         pool, threads, task,
         (q, q_stride, cache, tables, table_width, starts, lengths, num_rows, out,
-         num_heads, num_kv_heads, head_dim, block_size, window, encode_float(scale), encode_float(softcap)),
+         num_heads, num_kv_heads, head_dim, block_size, window, scale, softcap),
     )  # fmt: skip
 
 

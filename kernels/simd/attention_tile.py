@@ -31,6 +31,7 @@ from kernels.simd.tiles import (
 from kernels.simd.vectors import (
     BYTES,
     LANES,
+    clear,
     exp,
     first_lanes,
     load,
@@ -95,7 +96,7 @@ def _multiply_keys(rows, queries, keys, key_stride, count, head_dim, transposed,
 def _softcap_and_mask(products, rows, heads, count, visible, window, softcap):
     """Bound the scores of `count` keys, of which the first query sees `visible`, by the cap, and set those of keys that a row
     does not see to -inf."""
-    minus_infinity = splat(numba.float32(-math.inf))
+    minus_infinity = splat(-math.inf)
     for row in range(rows):
         scores = load(products, row * STRIDE)
         if softcap > 0:
@@ -143,7 +144,7 @@ def _score_chunk(
 
     `query_position`: the position of the first query. `cache`: key 0 of slot 0.
     """
-    minus_infinity = splat(numba.float32(-math.inf))
+    minus_infinity = splat(-math.inf)
     base = first // CHUNK * CHUNK
     for row in range(kv_heads * rows):
         store(scores, row * STRIDE + (first - base) // LANES * LANES, minus_infinity)
@@ -185,7 +186,7 @@ def _softmax_chunk(scores, rows, head_dim, first, end, sums, row_max, row_sum, s
         old_max = load_float32(row_max, row)
         new_max = max(old_max, reduce_max(maximum_scores))
         shift = numba.float32(0.0) if new_max == -math.inf else new_max
-        weights = splat(numba.float32(0.0))
+        weights = splat(0.0)
         for index in range(low, high, LANES):
             weight = exp(load(scores, row_index + index) - splat(shift))
             store(scores, row_index + index, weight)
@@ -255,8 +256,7 @@ def attend_tile(
     scaled_queries, transposed = _queries(), _transposed_keys()
     row_max, row_sum = _row_max(), _row_sum()
     num_rows = kv_heads * rows
-    for index in range(0, num_rows * head_dim, LANES):
-        store(sums, index, splat(numba.float32(0.0)))
+    clear(sums, num_rows * head_dim)
     for row in range(num_rows):
         head, query = row // rows * heads + row % heads, row % rows // heads
         for index in range(0, head_dim, LANES):
@@ -265,8 +265,8 @@ def attend_tile(
                 row * head_dim + index,
                 load(queries + (query * query_stride + head * head_dim) * BYTES, index) * splat(scale),
             )
-        store_float32(row_max, row, numba.float32(-math.inf))
-        store_float32(row_sum, row, numba.float32(0.0))
+        store_float32(row_max, row, -math.inf)
+        store_float32(row_sum, row, 0.0)
     values = cache + slot_stride // 2 * BYTES
     first = max(0, query_position + 1 - window) if window > 0 else 0
     keys_end = query_position + rows // heads

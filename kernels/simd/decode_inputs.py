@@ -1,4 +1,4 @@
-"""Inputs of a decode step from the state of its slots, and their state after the step; see `kernels.cpu.decode_inputs`.
+"""Inputs of a decode step from the state of its slots, and their state after the step; see `kernels.torch.decode_inputs`.
 
 Copies a few integers per row and the blocks that its context reaches.
 """
@@ -86,7 +86,7 @@ def prepare_decode(
     context_lens: torch.Tensor,
     block_tables: torch.Tensor,
 ) -> None:
-    """As `kernels.cpu.decode_inputs.prepare_decode`: slots and num_tokens int32, last_tokens int64, slot_tables [S, M] int32;
+    """As `kernels.torch.decode_inputs.prepare_decode`: slots and num_tokens int32, last_tokens int64, slot_tables [S, M] int32;
     token_ids, positions and slot_mapping [B] int64, context_lens [B] and block_tables [B, M] int32."""
     assert slots.dtype is num_tokens.dtype is slot_tables.dtype is torch.int32
     assert last_tokens.dtype is torch.int64
@@ -117,7 +117,7 @@ def advance_slots(
     out: torch.Tensor | None = None,
     host: HostTokens | None = None,
 ) -> None:
-    """As `kernels.cpu.decode_inputs.advance_slots`: slots and num_tokens int32, sampled, last_tokens and out int64."""
+    """As `kernels.torch.decode_inputs.advance_slots`: slots and num_tokens int32, sampled, last_tokens and out int64."""
     assert host is None, "this device is the host"
     assert slots.dtype is num_tokens.dtype is torch.int32
     assert sampled.dtype is last_tokens.dtype is torch.int64

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import numba
 import torch
 
 from kernels.simd.compiling import entry, task
 from kernels.simd.launching import Launch, empty
-from kernels.simd.threads import argument, decode_float, encode_float, run, thread_range
+from kernels.simd.threads import argument, float_argument, run, thread_range
 from kernels.simd.vectors import BYTES, LANES, load_int64, masked_load, masked_store, splat
 
 
 @task
 def _copy_rows(a):
-    table, index, out, size, factor = (
-        argument(a, 0),
-        argument(a, 1),
-        argument(a, 2),
-        argument(a, 4),
-        decode_float(argument(a, 5)),
-    )
+    table, index, out, size, factor = argument(a, 0), argument(a, 1), argument(a, 2), argument(a, 4), float_argument(a, 5)
     first, end = thread_range(a, argument(a, 3))
     for row in range(first, end):
         source, target = table + load_int64(index, row) * size * BYTES, out + row * size * BYTES
         for i in range(0, size, LANES):
-            masked_store(target, i, size, masked_load(source, i, size) * splat(numba.float32(factor)))
+            masked_store(target, i, size, masked_load(source, i, size) * splat(factor))
 
 
 @entry(8, 1)
 def _run(pool, threads, task, table, index, out, num_rows, size, factor):
-    run(pool, threads, task, (table, index, out, num_rows, size, encode_float(factor)))
+    run(pool, threads, task, (table, index, out, num_rows, size, factor))
 
 
 _look_up = Launch(_run, _copy_rows, num_rows_at=3, num_floats=1)

@@ -12,12 +12,12 @@ from collections.abc import Callable
 
 import torch
 
-from kernels.cpu.fp8_decode import decode_fp8
 from kernels.quantised_weights import Fp8Weight
 from kernels.simd.compiling import task
 from kernels.simd.quantised_panels import bind_panels, make_task_body, split_into_panels
 from kernels.simd.quantised_tiles import PANEL, Format, emit_bits_as_float, emit_load_codes, emit_widen, integer_constant
 from kernels.simd.vectors import LANES
+from kernels.torch.fp8_decode import decode_fp8
 
 _SHIFT = 20
 _SIGN_AND_SEVEN_BITS = 0x87F00000 - (1 << 32)

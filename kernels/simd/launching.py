@@ -124,7 +124,7 @@ class OperationSequence:
         return buffers[self._next_buffer - 1][:size].view(shape)
 
     def add(self, address: int, num_rows_at: int, arguments: list[Any]) -> None:
-        """Record an operation with its arguments; floats are encoded by `threads.encode_float`."""
+        """Record an operation with its arguments, of floats the bits."""
         assert _ARGUMENTS + len(arguments) <= DESCRIPTOR_WORDS, "an operation with more arguments than a descriptor holds"
         self._num_rows_offsets.append(len(self._descriptors) * DESCRIPTOR_WORDS + _ARGUMENTS + num_rows_at)
         self._descriptors.append([address, 0, 1, *arguments, *[0] * (DESCRIPTOR_WORDS - _ARGUMENTS - len(arguments))])

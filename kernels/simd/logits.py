@@ -6,13 +6,13 @@ import torch
 
 from kernels.simd.compiling import entry, task
 from kernels.simd.launching import Launch
-from kernels.simd.threads import argument, decode_float, encode_float, run, thread_range
+from kernels.simd.threads import argument, float_argument, run, thread_range
 from kernels.simd.vectors import BYTES, LANES, masked_load, masked_store, splat, tanh
 
 
 @task
 def _cap_rows(a):
-    logits, size, divisor, softcap = argument(a, 0), argument(a, 2), decode_float(argument(a, 3)), decode_float(argument(a, 4))
+    logits, size, divisor, softcap = argument(a, 0), argument(a, 2), float_argument(a, 3), float_argument(a, 4)
     first, end = thread_range(a, argument(a, 1))
     for row in range(first, end):
         values = logits + row * size * BYTES
@@ -25,7 +25,7 @@ def _cap_rows(a):
 
 @entry(6, 2)
 def _run(pool, threads, task, logits, num_rows, size, divisor, softcap):
-    run(pool, threads, task, (logits, num_rows, size, encode_float(divisor), encode_float(softcap)))
+    run(pool, threads, task, (logits, num_rows, size, divisor, softcap))
 
 
 _cap = Launch(_run, _cap_rows, num_rows_at=1, num_floats=2)
@@ -35,7 +35,7 @@ _OPERATIONS_PER_LOGIT = 8
 
 
 def cap_logits(logits: torch.Tensor, *, divisor: float = 1.0, softcap: float | None = None) -> torch.Tensor:
-    """As `kernels.cpu.logits.cap_logits`; softcap > 0."""
+    """As `kernels.torch.logits.cap_logits`; softcap > 0."""
     assert logits.dtype is torch.float32
     assert logits.is_contiguous(), "rows are changed in place"
     num_rows, size = logits.shape

@@ -13,7 +13,7 @@ import torch
 
 from kernels.simd.compiling import entry, subroutine, task
 from kernels.simd.launching import Launch, empty
-from kernels.simd.threads import argument, decode_float, encode_float, run, thread_range
+from kernels.simd.threads import argument, float_argument, run, thread_range
 from kernels.simd.vectors import BYTES, LANES, fma, masked_load, masked_store, reduce_sum, splat
 
 
@@ -26,7 +26,7 @@ def inverse_rms(squares, size, eps):
 @subroutine
 def sum_of_squares(x, size):
     """Partial sums of the squares of `size` elements."""
-    squares = splat(numba.float32(0.0))
+    squares = splat(0.0)
     for i in range(0, size, LANES):
         value = masked_load(x, i, size)
         squares = fma(value, value, squares)
@@ -43,7 +43,7 @@ def scale_row(x, weight, out, size, factor):
 @task
 def _normalise_rows(a):
     x, weight, out = argument(a, 0), argument(a, 1), argument(a, 2)
-    size, eps = argument(a, 4), decode_float(argument(a, 5))
+    size, eps = argument(a, 4), float_argument(a, 5)
     first, end = thread_range(a, argument(a, 3))
     for row in range(first, end):
         offset = row * size * BYTES
@@ -52,7 +52,7 @@ def _normalise_rows(a):
 
 @entry(8, 1)
 def _run_norms(pool, threads, task, x, weight, out, num_rows, size, eps):
-    run(pool, threads, task, (x, weight, out, num_rows, size, encode_float(eps)))
+    run(pool, threads, task, (x, weight, out, num_rows, size, eps))
 
 
 @subroutine
@@ -61,7 +61,7 @@ def _add_row(x, residual, branch_weight, out, size, eps, alpha):
     factor = splat(alpha)
     if branch_weight:
         factor = splat(alpha * inverse_rms(sum_of_squares(x, size), size, eps))
-    squares = splat(numba.float32(0.0))
+    squares = splat(0.0)
     for i in range(0, size, LANES):
         value = masked_load(x, i, size)
         if branch_weight:
@@ -76,7 +76,7 @@ def _add_row(x, residual, branch_weight, out, size, eps, alpha):
 def _add_and_normalise_rows(a):
     x, residual, branch_weight, weight = argument(a, 0), argument(a, 1), argument(a, 2), argument(a, 3)
     sums, out, size = argument(a, 4), argument(a, 5), argument(a, 7)
-    eps, alpha = decode_float(argument(a, 8)), decode_float(argument(a, 9))
+    eps, alpha = float_argument(a, 8), float_argument(a, 9)
     first, end = thread_range(a, argument(a, 6))
     for row in range(first, end):
         offset = row * size * BYTES
@@ -87,12 +87,7 @@ def _add_and_normalise_rows(a):
 
 @entry(11, 2)
 def _run_sums(pool, threads, task, x, residual, branch_weight, weight, sums, out, num_rows, size, eps, alpha):
-    run(
-        pool,
-        threads,
-        task,
-        (x, residual, branch_weight, weight, sums, out, num_rows, size, encode_float(eps), encode_float(alpha)),
-    )
+    run(pool, threads, task, (x, residual, branch_weight, weight, sums, out, num_rows, size, eps, alpha))
 
 
 _norm = Launch(_run_norms, _normalise_rows, num_rows_at=3, num_floats=1)

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numba
 import torch
 from torch.nn import functional
 
@@ -23,7 +22,7 @@ from kernels.simd.launching import Launch, empty
 from kernels.simd.quantised_tiles import PANEL, PANEL_VECTORS, Format, make_tile
 from kernels.simd.threads import argument, run, thread_range
 from kernels.simd.tiles import ROWS, TILE_VECTORS, multiply
-from kernels.simd.vectors import BYTES, LANES, fma, load, masked_store, splat, stack_buffer, store
+from kernels.simd.vectors import BYTES, LANES, clear, fma, load, masked_store, stack_buffer
 
 COLUMNS = TILE_VECTORS * LANES
 DEPTH = 2048
@@ -34,12 +33,6 @@ FEW_ROWS = ROWS // 2
 _sums = stack_buffer(ROWS * PANEL)
 _zeros = stack_buffer(PANEL)
 _decoded = stack_buffer(DEPTH * COLUMNS)
-
-
-@subroutine
-def _clear(address):
-    for index in range(0, PANEL, LANES):
-        store(address, index, splat(numba.float32(0.0)))
 
 
 @subroutine
@@ -65,7 +58,7 @@ def make_task_body(weight_format: Format) -> Callable[[int], None]:
         num_rows, num_columns, num_outputs, group_size = argument(a, 6), argument(a, 7), argument(a, 8), argument(a, 9)
         num_groups = (num_columns + group_size - 1) // group_size
         zeros, sums = _zeros(), _sums()
-        _clear(zeros)
+        clear(zeros, PANEL)
         first, end = thread_range(a, (num_outputs + PANEL - 1) // PANEL)
         for index in range(first, end):
             offset = index * PANEL * BYTES

@@ -11,7 +11,7 @@ import torch
 from kernels.simd.compiling import entry, subroutine, task
 from kernels.simd.launching import Launch
 from kernels.simd.norm import inverse_rms, scale_row, sum_of_squares
-from kernels.simd.threads import argument, decode_float, encode_float, run, thread_range
+from kernels.simd.threads import argument, float_argument, run, thread_range
 from kernels.simd.vectors import BYTES, LANES, fma, load_int64, masked_load, masked_store
 
 
@@ -48,7 +48,7 @@ def _copy(source, target, count):
 def _process_tokens(a):
     qkv, cos, sin, cache, slots = argument(a, 0), argument(a, 1), argument(a, 2), argument(a, 3), argument(a, 4)
     num_heads, num_kv_heads, head_dim, rotary_dim = argument(a, 6), argument(a, 7), argument(a, 8), argument(a, 9)
-    q_weight, k_weight, across_heads, eps = argument(a, 10), argument(a, 11), argument(a, 12), decode_float(argument(a, 13))
+    q_weight, k_weight, across_heads, eps = argument(a, 10), argument(a, 11), argument(a, 12), float_argument(a, 13)
     first, end = thread_range(a, argument(a, 5))
     for token in range(first, end):
         queries = qkv + token * (num_heads + 2 * num_kv_heads) * head_dim * BYTES
@@ -73,7 +73,7 @@ def _run(
     run(
         pool, threads, task,
         (qkv, cos, sin, cache, slots, num_tokens, num_heads, num_kv_heads, head_dim, rotary_dim,
-         q_weight, k_weight, across_heads, encode_float(eps)),
+         q_weight, k_weight, across_heads, eps),
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The sampler of each row's next token, with parameters in `SamplingColumns`: the same tokens as `kernels.cpu.sampling`.
+"""The sampler of each row's next token, with parameters in `SamplingColumns`: the same tokens as `kernels.torch.sampling`.
 
     logits ─► penalties, bias and masks (in a copy of the row, if there are any) ─► the first of the largest logits
         ─► distances below it ─► the limits of top-k and top-p: each is the smallest distance that keeps enough tokens
@@ -26,12 +26,12 @@ from kernels.simd.threads import argument, run, thread_and_count
 from kernels.simd.vectors import (
     BYTES,
     LANES,
-    first_lanes,
     load_float32,
     load_int32,
     load_int64,
     masked_load,
     masked_store,
+    padded_load,
     reduce_sum,
     splat,
     stack_buffer,
@@ -53,18 +53,6 @@ _scalar_buffer = stack_buffer(2)
 
 
 @subroutine
-def _splat(number):
-    return splat(numba.float32(number))
-
-
-@subroutine
-def _load_padded(x, i, size, padding):
-    """LANES elements from element i on, with `padding` beyond the end of the row."""
-    value = masked_load(x, i, size)
-    return value if size - i >= LANES else first_lanes(value, size - i, padding)
-
-
-@subroutine
 def _best_token(best, first_ids):
     """The token with the largest score, the lowest on ties: `first_ids` are those of the first lanes, -1 is none."""
     buffer, best_token, best_score = _lane_buffer(), NO_TOKEN, numba.float32(-_INFINITE)
@@ -81,12 +69,12 @@ def _best_token(best, first_ids):
 @subroutine
 def _argmax(x, size):
     """The index of the first of the largest elements of a row; NO_TOKEN if one is NaN or +inf, or none is above -inf."""
-    lowest, zero, highest = _splat(-_INFINITE), _splat(0.0), _splat(_INFINITE)
-    best, first_ids, poison = lowest, _splat(-1.0), zero
+    lowest, zero, highest = splat(-_INFINITE), splat(0.0), splat(_INFINITE)
+    best, first_ids, poison = lowest, splat(-1.0), zero
     for i in range(0, size, LANES):
-        value = _load_padded(x, i, size, lowest)
+        value = padded_load(x, i, size, lowest)
         poison = where_less(value, highest, poison, value)
-        first_ids = where_less(best, value, _splat(i), first_ids)
+        first_ids = where_less(best, value, splat(i), first_ids)
         best = where_less(best, value, value, best)
     return _best_token(best, first_ids) if math.isfinite(reduce_sum(poison)) else NO_TOKEN
 
@@ -95,7 +83,7 @@ def _argmax(x, size):
 def _store_distances(x, out, token_weights, size, row_max, scale):
     """out = row_max - x; and the weight of each token into `token_weights`, unless that is 0."""
     for i in range(0, size, LANES):
-        distance = _splat(row_max) - masked_load(x, i, size)
+        distance = splat(row_max) - masked_load(x, i, size)
         masked_store(out, i, size, distance)
         if token_weights:
             masked_store(token_weights, i, size, weights(multiply_unfused(distance, scale)))
@@ -139,15 +127,15 @@ def _select_distance(distances, token_weights, size, target):
 @subroutine
 def _gumbel_max(x, size, scale, key, row_max, limit, neg_log2_min_p):
     """The token drawn among those whose distance below the largest logit is within the limits."""
-    lowest = _splat(-_INFINITE)
-    best, first_ids = lowest, _splat(-1.0)
+    lowest = splat(-_INFINITE)
+    best, first_ids = lowest, splat(-1.0)
     for i in range(0, size, LANES):
-        value = _load_padded(x, i, size, lowest)
+        value = padded_load(x, i, size, lowest)
         score = multiply_unfused(value, scale) + gumbel_noise(i, key)
-        distance = _splat(row_max) - value
-        score = where_less(_splat(limit), distance, lowest, score)
-        score = where_less(_splat(neg_log2_min_p), multiply_unfused(distance, scale), lowest, score)
-        first_ids = where_less(best, score, _splat(i), first_ids)
+        distance = splat(row_max) - value
+        score = where_less(splat(limit), distance, lowest, score)
+        score = where_less(splat(neg_log2_min_p), multiply_unfused(distance, scale), lowest, score)
+        first_ids = where_less(best, score, splat(i), first_ids)
         best = where_less(best, score, score, best)
     return _best_token(best, first_ids)
 
@@ -170,7 +158,7 @@ def _filter_typical(x, distances, token_weights, size, scale, typical_p, limit, 
             total_weight += weight
             moments += numba.int64(numba.float32(weight) * min(distance * scale, numba.float32(FARTHEST)))
         else:
-            store_float32(token_weights, i, numba.float32(0.0))
+            store_float32(token_weights, i, 0.0)
     centre = numba.float32(numba.float64(moments) / numba.float64(total_weight) / numba.float64(scale))
     for i in range(size):
         store_float32(distances, i, abs(load_float32(distances, i) - centre))
@@ -220,7 +208,7 @@ def _apply_penalties_and_bias(x, out, size, repetition, frequency, presence, cou
 def _mask_token(out, token):
     """Set a token's logit to -inf. NaN and infinities stay: forbidding a token must not hide that the model failed."""
     if load_float32(out, token) < _INFINITE:
-        store_float32(out, token, numba.float32(-_INFINITE))
+        store_float32(out, token, -_INFINITE)
 
 
 @subroutine

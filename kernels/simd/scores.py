@@ -25,11 +25,10 @@ from kernels.simd.vectors import (
     LANES,
     element_pointer,
     exp,
-    first_lanes,
     load_float32,
     load_int64,
-    masked_load,
     maximum,
+    padded_load,
     reduce_max,
     reduce_sum,
     splat,
@@ -53,29 +52,23 @@ def _store_float64(typing, address, index, value):
 
 
 @subroutine
-def _load_padded(x, i, size, padding):
-    """LANES elements from element i on, with `padding` beyond the end of the row."""
-    return first_lanes(masked_load(x, i, size), size - i, padding)
-
-
-@subroutine
 def _find_row_max(x, size):
-    lowest = splat(numba.float32(-math.inf))
+    lowest = splat(-math.inf)
     row_max = lowest
     for i in range(0, size, LANES):
-        row_max = maximum(row_max, _load_padded(x, i, size, lowest))
+        row_max = maximum(row_max, padded_load(x, i, size, lowest))
     return reduce_max(row_max)
 
 
 @subroutine
 def _log_sum(x, size, row_max):
     """log Σ exp(x), `row_max` being the largest."""
-    lowest = splat(numba.float32(-math.inf))
+    lowest = splat(-math.inf)
     exp_sum = 0.0
     for first in range(0, size, SPAN):
-        sums = splat(numba.float32(0.0))
+        sums = splat(0.0)
         for i in range(first, min(size, first + SPAN), LANES):
-            sums = sums + exp(_load_padded(x, i, size, lowest) - splat(row_max))
+            sums = sums + exp(padded_load(x, i, size, lowest) - splat(row_max))
         exp_sum += numba.float64(reduce_sum(sums))
     return numba.float64(row_max) + math.log(exp_sum)
 
@@ -83,10 +76,10 @@ def _log_sum(x, size, row_max):
 @subroutine
 def _num_larger(x, size, threshold):
     """The number of elements larger than `threshold`; counts in float32 are exact up to 2²⁴."""
-    one, zero, lowest = splat(numba.float32(1.0)), splat(numba.float32(0.0)), splat(numba.float32(-math.inf))
+    one, zero, lowest = splat(1.0), splat(0.0), splat(-math.inf)
     counts = zero
     for i in range(0, size, LANES):
-        counts = counts + where_less(splat(threshold), _load_padded(x, i, size, lowest), one, zero)
+        counts = counts + where_less(splat(threshold), padded_load(x, i, size, lowest), one, zero)
     return numba.int64(reduce_sum(counts))
 
 
@@ -105,10 +98,10 @@ def _find_likeliest(x, size, ids, count):
     """Write the ids of the `count` largest elements, in order; `ids` has room for one more."""
     for token in range(count):
         _insert(x, token, ids, token)
-    lowest = splat(numba.float32(-math.inf))
+    lowest = splat(-math.inf)
     for i in range(count // LANES * LANES, size, LANES):
         threshold = load_float32(x, load_int64(ids, count - 1))
-        if reduce_max(_load_padded(x, i, size, lowest)) > threshold:
+        if reduce_max(padded_load(x, i, size, lowest)) > threshold:
             for token in range(max(i, count), min(size, i + LANES)):
                 if load_float32(x, token) > load_float32(x, load_int64(ids, count - 1)):
                     _insert(x, token, ids, count - 1)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from kernels.attention_rows import AttentionShape
-from kernels.cpu import table as plain
 from kernels.simd.activation import gelu_tanh_mul, silu_mul
 from kernels.simd.attention import can_attend, paged_decode, paged_prefill
 from kernels.simd.decode_inputs import advance_slots, prepare_decode
@@ -23,13 +22,14 @@ from kernels.simd.scores import score_tokens
 from kernels.simd.threads import pool
 from kernels.simd.token_counts import count_tokens
 from kernels.simd.vectors import LANES
+from kernels.torch import table as plain
 
 
 def _rope_and_cache(
     qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kv_cache: torch.Tensor | None, slot_mapping: torch.Tensor,
     *, kv_scales: torch.Tensor | None = None, **others: Any,
 ) -> None:  # fmt: skip
-    """As `kernels.cpu.rope_and_cache`, which handles caches in other formats."""
+    """As `kernels.torch.rope_and_cache`, which handles caches in other formats."""
     if kv_cache is None or kv_cache.dtype is torch.float32:
         rope_and_cache(qkv, cos, sin, kv_cache, slot_mapping, **others)
     else:
@@ -44,7 +44,7 @@ def _paged_decode(
     q: torch.Tensor, kv_cache: torch.Tensor, block_tables: torch.Tensor, context_lens: torch.Tensor, shape: AttentionShape,
     **others: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """As `kernels.cpu.paged_attention`, which handles caches in other formats and unusual heads."""
+    """As `kernels.torch.paged_attention`, which handles caches in other formats and unusual heads."""
     attend = paged_decode if _supports_paged(shape, kv_cache.dtype) else plain.OPERATIONS.paged_decode
     return attend(q, kv_cache, block_tables, context_lens, shape, **others)
 

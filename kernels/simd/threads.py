@@ -21,7 +21,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from kernels.simd.compiling import subroutine
-from kernels.simd.vectors import INT32, INT64, load_int64
+from kernels.simd.vectors import INT32, INT64, load_float32, load_int64
 
 WORK_PER_THREAD = 1 << 15
 """Multiplications, or elements read and written, that justify another thread: about ten microseconds."""
@@ -75,12 +75,14 @@ def _loaded_runtimes() -> Iterator[str]:
 def run(typing, pool, threads, task, arguments):
     """Run the task at the address `task` on `threads` threads of the pool at the address `pool`; returns when all have ended.
 
-    A task gets the address of integers of eight bytes: 0 and 1 are for `thread_and_count`, the arguments follow.
+    A task gets the address of words of eight bytes: 0 and 1 are for `thread_and_count`, the arguments follow, integers or, in
+    the lower half of a word, float32.
     """
 
     def emit(context, builder, sig, args):
         pool, threads, task, arguments = args
         values = [builder.extract_value(arguments, index) for index in range(len(sig.args[3]))]
+        values = [value if value.type == INT64 else builder.zext(builder.bitcast(value, INT32), INT64) for value in values]
         frame = cgutils.alloca_once(builder, INT64, size=len(values) + 2)
         for index, value in enumerate([INT64(0), threads, *values]):
             builder.store(value, builder.gep(frame, [INT64(index)]))
@@ -134,24 +136,6 @@ def call_task(typing, task, arguments):
     return types.void(types.int64, types.int64), emit
 
 
-@intrinsic
-def encode_float(typing, value):
-    """A float32 encoded as an integer; `decode_float` decodes it."""
-    return (
-        types.int64(types.float32),
-        lambda context, builder, sig, args: builder.zext(builder.bitcast(args[0], INT32), INT64),
-    )
-
-
-@intrinsic
-def decode_float(typing, argument):
-    """Decode a float32 that `encode_float` has encoded."""
-    return (
-        types.float32(types.int64),
-        lambda context, builder, sig, args: builder.bitcast(builder.trunc(args[0], INT32), ir.FloatType()),
-    )
-
-
 @subroutine
 def thread_and_count(arguments):
     """The index of the thread that runs the task, and the number of threads of its team."""
@@ -168,5 +152,11 @@ def thread_range(arguments, count):
 
 @subroutine
 def argument(arguments, index):
-    """Argument `index` of a task."""
+    """Argument `index` of a task, an integer."""
     return load_int64(arguments, index + 2)
+
+
+@subroutine
+def float_argument(arguments, index):
+    """Argument `index` of a task, a float32: the lower half of its word."""
+    return load_float32(arguments, 2 * (index + 2))

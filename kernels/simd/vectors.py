@@ -122,7 +122,7 @@ def _emit_mask(builder, count):
 
 @intrinsic
 def splat(typing, value):
-    """A value in all lanes."""
+    """A number in all lanes, rounded to float32."""
     return f32s(types.float32), lambda context, builder, sig, args: emit_splat(builder, args[0])
 
 
@@ -317,6 +317,19 @@ def stack_buffer(count):
 
 
 @subroutine
+def clear(address, count):
+    """Store zeros to `count` elements, a multiple of LANES."""
+    for index in range(0, count, LANES):
+        store(address, index, splat(0.0))
+
+
+@subroutine
+def padded_load(address, index, end, padding):
+    """As `load`, with the lanes of `padding` from element `end` on."""
+    return first_lanes(masked_load(address, index, end), end - index, padding)
+
+
+@subroutine
 def maximum(x, y):
     """The larger of x and y, lane by lane; x where one of them is NaN."""
     return where_less(x, y, y, x)
@@ -330,38 +343,38 @@ _LOG2_E, _LN2_HIGH, _LN2_LOW = 1.44269504088896341, 0.693359375, -2.12194440e-4
 @subroutine
 def exp(x):
     """eˣ within two units in the last place, 0 below -87.33, infinite above 88.37: 2ⁿ · e^r, |r| ≤ ln(2) / 2 (Cephes, expf)."""
-    lowest = splat(numba.float32(_LOWEST))
+    lowest = splat(_LOWEST)
     clamped = where_less(x, lowest, lowest, x)
-    highest = splat(numba.float32(_HIGHEST))
+    highest = splat(_HIGHEST)
     clamped = where_less(highest, clamped, highest, clamped)
-    shifted = fma(clamped, splat(numba.float32(_LOG2_E)), splat(numba.float32(_SHIFT)))
-    integer = shifted - splat(numba.float32(_SHIFT))
-    reduced = fma(integer, splat(numba.float32(-_LN2_HIGH)), clamped)
-    reduced = fma(integer, splat(numba.float32(-_LN2_LOW)), reduced)
-    value = splat(numba.float32(1.9875691500e-4))
-    value = fma(value, reduced, splat(numba.float32(1.3981999507e-3)))
-    value = fma(value, reduced, splat(numba.float32(8.3334519073e-3)))
-    value = fma(value, reduced, splat(numba.float32(4.1665795894e-2)))
-    value = fma(value, reduced, splat(numba.float32(1.6666665459e-1)))
-    value = fma(value, reduced, splat(numba.float32(5.0000001201e-1)))
-    one = splat(numba.float32(1.0))
+    shifted = fma(clamped, splat(_LOG2_E), splat(_SHIFT))
+    integer = shifted - splat(_SHIFT)
+    reduced = fma(integer, splat(-_LN2_HIGH), clamped)
+    reduced = fma(integer, splat(-_LN2_LOW), reduced)
+    value = splat(1.9875691500e-4)
+    value = fma(value, reduced, splat(1.3981999507e-3))
+    value = fma(value, reduced, splat(8.3334519073e-3))
+    value = fma(value, reduced, splat(4.1665795894e-2))
+    value = fma(value, reduced, splat(1.6666665459e-1))
+    value = fma(value, reduced, splat(5.0000001201e-1))
+    one = splat(1.0)
     value = fma(value * reduced, reduced, reduced + one)
-    value = where_less(x, lowest, splat(numba.float32(0.0)), value * power_of_two(shifted))
-    return where_less(highest, x, splat(numba.float32(math.inf)), value)
+    value = where_less(x, lowest, splat(0.0), value * power_of_two(shifted))
+    return where_less(highest, x, splat(math.inf), value)
 
 
 @subroutine
 def tanh(x):
     """The hyperbolic tangent: a polynomial near zero, where 1 - 2 / (e²ˣ + 1) would lose digits (Cephes, tanhf)."""
-    zero, one, two = splat(numba.float32(0.0)), splat(numba.float32(1.0)), splat(numba.float32(2.0))
+    zero, one, two = splat(0.0), splat(1.0), splat(2.0)
     square = x * x
-    near = splat(numba.float32(-5.70498872745e-3))
-    near = fma(near, square, splat(numba.float32(2.06390887954e-2)))
-    near = fma(near, square, splat(numba.float32(-5.37397155531e-2)))
-    near = fma(near, square, splat(numba.float32(1.33314422036e-1)))
-    near = fma(near, square, splat(numba.float32(-3.33332819422e-1)))
+    near = splat(-5.70498872745e-3)
+    near = fma(near, square, splat(2.06390887954e-2))
+    near = fma(near, square, splat(-5.37397155531e-2))
+    near = fma(near, square, splat(1.33314422036e-1))
+    near = fma(near, square, splat(-3.33332819422e-1))
     near = fma(near * square, x, x)
     magnitude = where_less(x, zero, zero - x, x)
     far = one - two / (exp(magnitude * two) + one)
     far = where_less(x, zero, zero - far, far)
-    return where_less(magnitude, splat(numba.float32(0.625)), near, far)
+    return where_less(magnitude, splat(0.625), near, far)

@@ -151,7 +151,7 @@ def grouped_linear(
     factors = None if factors is None else factors.contiguous()
     tokens_per_expert = num_assignments / num_experts if tokens_per_expert is None else tokens_per_expert
     if isinstance(weights.first, Int4Weight):
-        experts_int4.launch(x, weights, weights.first, tokens, activation, factors, out, tokens_per_expert)
+        experts_int4.launch(x, weights, tokens, activation, factors, out, tokens_per_expert)
         return out
     tiles = group_tiles(tokens_per_expert, capability(x.device), gated=activation != "")
     row_tiles = num_assignments // tiles.block_m + min(num_experts, num_assignments)

@@ -63,28 +63,28 @@ def grouped_int4_kernel(
 def launch(
     x: torch.Tensor,
     weights: ExpertWeights,
-    example: Int4Weight,
     tokens: SortedTokens,
     activation: str,
     factors: torch.Tensor | None,
     out: torch.Tensor,
     tokens_per_expert: float,
 ) -> None:
-    """As `grouped_linear` of experts.py, with its formula and source. x: 16 bits, else ValueError. `example`: one of the
-    weights, which all have its format. Reads N·K / 2 + 4·N·K / group bytes of each chosen expert per tile of its tokens; 2 · N
-    · K operations per assignment. Rows beyond an expert's, outputs beyond N and columns beyond K are masked. Sums of a group
-    are scaled and added in float32.
+    """As `grouped_linear` of experts.py, with its formula and source. x: 16 bits, else ValueError. Reads N·K / 2 + 4·N·K /
+    group bytes of each chosen expert per tile of its tokens; 2 · N · K operations per assignment. Rows beyond an expert's,
+    outputs beyond N and columns beyond K are masked. Sums of a group are scaled and added in float32.
     """
     check_int4_rows(x)
+    first = weights.first
+    assert isinstance(first, Int4Weight), "other weights have kernels of their own"
     num_assignments, num_outputs = out.shape
-    num_experts, num_columns = weights.num_experts, example.num_columns
+    num_experts, num_columns = weights.num_experts, first.num_columns
     tiles = group_int4_tiles(tokens_per_expert, capability(x.device), gated=activation != "")
     row_tiles = num_assignments // tiles.block_m + min(num_experts, num_assignments)
     grouped_int4_kernel[(row_tiles * triton.cdiv(num_outputs, tiles.block_n),)](
         x, weights.addresses, weights.scale_addresses, tokens.order, tokens.offsets, factors, out,
-        num_outputs, num_columns, x.stride(0), out.stride(0), example.words.shape[0], row_tiles,
+        num_outputs, num_columns, x.stride(0), out.stride(0), first.words.shape[0], row_tiles,
         NUM_CHOSEN=tokens.num_chosen, ACTIVATION=activation, EXPERTS=num_experts, EXPERTS_BLOCK=power_of_two(num_experts),
-        GROUP=example.group_size, BFLOAT_SCALES=example.scale_dtype is torch.bfloat16, EVEN_K=num_columns % CHUNK_COLUMNS == 0,
+        GROUP=first.group_size, BFLOAT_SCALES=first.scale_dtype is torch.bfloat16, EVEN_K=num_columns % CHUNK_COLUMNS == 0,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages, num_warps=tiles.num_warps,
     )  # fmt: skip
 

@@ -16,7 +16,7 @@ from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.epilogue import Epilogue, apply_epilogue, load_squares
 from kernels.triton.int4_codes import accumulate_int4
 from kernels.triton.linear_int4 import Int4Tiles, check_int4_rows
-from kernels.triton.split_k import UNPACK, choose_splits, split_workspace
+from kernels.triton.split_k import CONVERT, choose_splits, split_workspace
 
 ROWS = 16
 OUTPUTS = 128  # per program; in a gated one, of both halves together
@@ -59,7 +59,7 @@ def fused_int4_kernel(
 def fused_int4_tiles(num_outputs: int, num_columns: int, multiprocessors: int, *, gated: bool) -> Int4Tiles:
     """The tile of `int4_tiles` for few rows; the same for any number of rows."""
     block_n, chunks = OUTPUTS // 2 if gated else OUTPUTS, -(-num_columns // CHUNK_COLUMNS)
-    splits = choose_splits(-(-num_outputs // block_n), chunks, multiprocessors, OUTPUTS * CHUNK_COLUMNS // 2, occupancy=UNPACK)
+    splits = choose_splits(-(-num_outputs // block_n), chunks, multiprocessors, OUTPUTS * CHUNK_COLUMNS // 2, occupancy=CONVERT)
     return Int4Tiles(ROWS, block_n, num_warps=4, num_stages=STAGES, splits=splits)
 
 

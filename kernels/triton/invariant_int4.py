@@ -12,13 +12,13 @@ from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.int4_codes import accumulate_int4
 from kernels.triton.invariant_linear import has_program_per_split, invariant_workspace, reduce_splits, split_range
 from kernels.triton.linear_int4 import Int4Tiles, check_int4_rows
-from kernels.triton.split_k import UNPACK, choose_splits
+from kernels.triton.split_k import CONVERT, choose_splits
 
 
 def invariant_int4_tiles(num_outputs: int, num_columns: int, multiprocessors: int) -> Int4Tiles:
     """Determined by the weight alone; eight warps, since a program holds the sums of a group, of a split and of all splits."""
     steps, step_bytes = -(-num_columns // CHUNK_COLUMNS), 128 * CHUNK_COLUMNS // 2
-    splits = choose_splits(-(-num_outputs // 128), steps, multiprocessors, step_bytes, occupancy=UNPACK)
+    splits = choose_splits(-(-num_outputs // 128), steps, multiprocessors, step_bytes, occupancy=CONVERT)
     return Int4Tiles(64, 128, num_warps=8, num_stages=3, splits=splits)
 
 

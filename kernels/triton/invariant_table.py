@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from kernels.fusible_products import HasWeight
 from kernels.operations import LinearKernel
-from kernels.plain_weights import ReadsWeight
 from kernels.quantised_linear import Fp8Rows
 from kernels.quantised_weights import Int4Weight
 from kernels.triton.experts import bind_experts
@@ -27,7 +27,7 @@ from kernels.triton.table import OPERATIONS as BY_BATCH
 
 class InvariantProduct:
     """[T, K] → [T, N], with a row's bits independent of the batch. It exposes its weight for the experts of a mixture, but is
-    not one of `PlainWeights`, because fused operations sum in another order."""
+    not a `FusibleProduct`, because fused operations sum in another order."""
 
     def __init__(
         self, weight: Any, bias: torch.Tensor | None, rounded: Callable[[torch.Tensor], Fp8Rows] | None = None
@@ -46,7 +46,7 @@ class InvariantProduct:
 def row_invariant(multiply: Any) -> LinearKernel:
     """→ the batch-invariant form of `multiply`, a product of table.py, [T, K] → [T, N]. Raises TypeError if it does not expose
     its weight."""
-    if not isinstance(multiply, ReadsWeight) or multiply.weight is None:
+    if not isinstance(multiply, HasWeight) or multiply.weight is None:
         raise TypeError(f"{type(multiply).__name__} exposes no weight for a batch-invariant product")
     return InvariantProduct(multiply.weight, multiply.bias, getattr(multiply, "rounded", None))
 

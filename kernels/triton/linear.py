@@ -7,8 +7,8 @@ import functools
 import torch
 from torch.nn import functional
 
+from kernels.fusible_products import FusibleProduct
 from kernels.operations import FUSED_ROWS_MAX
-from kernels.plain_weights import PlainWeights
 from kernels.triton.card_properties import capability, card, multiprocessors
 from kernels.triton.linear_tiles import Tiles, launch
 from kernels.triton.split_k import choose_splits, split_cost
@@ -17,7 +17,7 @@ from kernels.triton.split_k import choose_splits, split_cost
 CANDIDATES = ((64, 128, 6), (128, 128, 3))
 
 
-class PlainLinear(PlainWeights):
+class PlainLinear(FusibleProduct):
     """The product [T, in] → [T, out] with a matrix of 16 or 32 bits as loaded from the checkpoint, by `linear`."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

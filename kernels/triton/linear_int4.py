@@ -15,7 +15,7 @@ from kernels.triton.dequantised_slabs import multiply_slabs, takes_slabs
 from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.hopper_gemv import multiply_few_rows
 from kernels.triton.int4_codes import COLUMNS, RUN, RUNS, accumulate_int4, unpack_scales
-from kernels.triton.split_k import UNPACK, choose_splits, reduce_and_store, split_workspace
+from kernels.triton.split_k import CONVERT, choose_splits, reduce_and_store, split_workspace
 
 SPLIT_K_ROWS_MAX = 64
 
@@ -141,7 +141,7 @@ def int4_tiles(num_rows: int, num_outputs: int, num_columns: int, capability: in
     chunks = -(-num_columns // CHUNK_COLUMNS)
     # A step takes some 350 instructions per warp; a multiprocessor hides them behind those of two other programs.
     step_bytes = 128 * CHUNK_COLUMNS // 2
-    splits = choose_splits(-(-num_outputs // 128), chunks, multiprocessors, step_bytes, occupancy=UNPACK, splits_max=16)
+    splits = choose_splits(-(-num_outputs // 128), chunks, multiprocessors, step_bytes, occupancy=CONVERT, splits_max=16)
     return Int4Tiles(block_m, 128, num_warps=4, num_stages=num_stages, splits=splits)
 
 

@@ -7,14 +7,14 @@ from functools import partial
 
 import torch
 
-from kernels.plain_weights import PlainWeights
+from kernels.fusible_products import FusibleProduct
 from kernels.quantised_weights import Int4Weight, Int8Weight
 from kernels.triton.linear_fp8 import linear_fp8
 from kernels.triton.linear_int4 import linear_int4
 from kernels.triton.linear_int8 import linear_int8
 
 
-class WeightOnlyLinear(PlainWeights):
+class WeightOnlyLinear(FusibleProduct):
     """See `kernels.quantised_linear.bind_int8` and `bind_int4`. Inputs are not quantised, so it may be fused with the norms
     around it."""
 
@@ -28,7 +28,7 @@ class WeightOnlyLinear(PlainWeights):
         return self._multiply(x, self.weight, bias=self.bias)
 
 
-class Fp8Linear(PlainWeights):
+class Fp8Linear(FusibleProduct):
     """See `kernels.quantised_linear.bind_fp8`. Without input scales inputs are not quantised, so it may be fused too."""
 
     def __call__(

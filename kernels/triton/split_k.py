@@ -31,8 +31,7 @@ class Occupancy:
 
 
 STREAM = Occupancy(resident_programs=2, lone_step_time=1.0)  # weights are multiplied as they are
-CONVERT = Occupancy(resident_programs=3, lone_step_time=1.5)  # bytes are converted to floats
-UNPACK = Occupancy(resident_programs=3, lone_step_time=1.5)  # so are codes of four bits
+CONVERT = Occupancy(resident_programs=3, lone_step_time=1.5)  # codes of 8 or 4 bits are converted to floats
 
 
 @functools.cache

@@ -7,9 +7,9 @@ uses the chosen experts as indices, so passes that only request kernels must get
 
 from __future__ import annotations
 
-from kernels.cpu.experts import mix_experts, route
-from kernels.cpu.logits import cap_logits
 from kernels.operations import Operations
+from kernels.torch.experts import mix_experts, route
+from kernels.torch.logits import cap_logits
 from kernels.triton.activation import gelu_tanh_mul, gelu_tanh_mul_fp8, silu_mul, silu_mul_fp8
 from kernels.triton.attention_decode import paged_decode
 from kernels.triton.attention_prefill import paged_prefill

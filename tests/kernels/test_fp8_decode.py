@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.cpu.fp8_decode import decode_fp8, decode_kv
+from kernels.torch.fp8_decode import decode_fp8, decode_kv
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

@@ -136,7 +136,7 @@ def test_a_query_has_the_same_bits_alone_and_in_any_chunk(heads: int, kv_heads: 
 def test_formats_and_heads_choose_the_attention_implementation() -> None:
     def planner(head_dim: int, kv_dtype: torch.dtype | None = None, dtype: torch.dtype = torch.float32) -> str:
         shape = AttentionShape(16, 4, 2, head_dim)
-        return type(ops.attention_planner(shape, dtype=dtype, device=CPU, kv_dtype=kv_dtype)).__name__
+        return type(ops.attention_planner(shape, dtype=dtype, device=CPU, kv_dtype=kv_dtype or dtype)).__name__
 
     assert planner(64) == planner(64, torch.float32) == "PagedPlanner"
-    assert planner(LANES + 2) == planner(64, torch.float8_e4m3fn) == planner(64, dtype=torch.bfloat16) == "AttentionPlanner"
+    assert planner(LANES + 2) == planner(64, torch.float8_e4m3fn) == planner(64, dtype=torch.bfloat16) == "GatheredPlanner"

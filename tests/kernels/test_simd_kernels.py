@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.cpu import table as plain_table
 from kernels.reference import norm as reference_norm
 from kernels.reference import rope_and_cache as reference_rope
 from kernels.simd import table as simd_table
 from kernels.simd.linear import COLUMNS, DEPTH, WIDE_COLUMNS, WIDE_OUTPUTS_MIN
 from kernels.simd.threads import WORK_PER_THREAD, pool
+from kernels.torch import table as plain_table
 
 OPERATIONS = simd_table.OPERATIONS
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from kernels import gumbel
-from kernels.cpu import sampling as torch_sampling
 from kernels.gumbel import NO_TOKEN
 from kernels.reference import sampling as reference
 from kernels.sampling_columns import SamplingColumns
 from kernels.simd import sampling
 from kernels.simd.vectors import LANES
+from kernels.torch import sampling as torch_sampling
 
 pytestmark = pytest.mark.usefixtures("threads")
 

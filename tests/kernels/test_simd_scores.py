@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from engine.sampling import scores
-from kernels.cpu.logits import cap_logits as torch_caps
 from kernels.reference import logprobs as reference
 from kernels.simd.logits import cap_logits
 from kernels.simd.scores import SPAN, score_tokens
 from kernels.simd.vectors import LANES
+from kernels.torch.logits import cap_logits as torch_caps
 from tests.support.kernel_cases import Guarded
 
 pytestmark = pytest.mark.usefixtures("threads")

@@ -7,9 +7,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from kernels.cpu import decode_inputs as cpu_inputs
 from kernels.host_tokens import HostTokens
 from kernels.reference import decode_inputs as reference
+from kernels.torch import decode_inputs as cpu_inputs
 from kernels.triton import decode_inputs as triton_inputs
 from tests.support.kernel_cases import Guarded
 from tests.support.kernel_tolerances import assert_same

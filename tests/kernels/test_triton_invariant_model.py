@@ -72,7 +72,7 @@ def test_a_request_has_the_same_bits_alone_and_among_others_in_chunks(name: str,
 def test_tokens_equal_those_of_torch(tmp_path: Path) -> None:
     make_model("llama", tmp_path / "model", num_hidden_layers=1, head_dim=16, vocab_size=128)
     found = answers(tmp_path / "model", ["a", "b"], max_num_seqs=4)
-    with mock.patch.dict(ops._TABLES, cpu="kernels.cpu.table"):
+    with mock.patch.dict(ops._TABLES, cpu="kernels.torch.table"):
         engine = small_engine(tmp_path / "model", **SMALL)
         events = run_to_end(engine, [generation_request(name, PROMPTS[name], max_tokens=3) for name in found])
     assert {name: [token for token, _ in each] for name, each in found.items()} == {

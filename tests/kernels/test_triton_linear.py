@@ -215,7 +215,7 @@ def test_columns_are_divided_if_the_gpu_would_be_idle_otherwise() -> None:
     assert count(tiles=1, steps=64) == 8
     assert count(tiles=1, steps=2) == 1
     assert count(tiles=128, steps=56, occupancy=split_k.CONVERT) == 2
-    assert count(tiles=32, steps=112, step_bytes=8192, occupancy=split_k.UNPACK) == 8
+    assert count(tiles=32, steps=112, step_bytes=8192, occupancy=split_k.CONVERT) == 8
     assert choose_splits(split_k.NUM_COUNTERS + 1, 64, 10**6, 16384) == 1
 
 

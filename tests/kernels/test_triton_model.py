@@ -15,7 +15,7 @@ import torch
 
 from engine.loop import Engine
 from kernels import ops
-from kernels.cpu import fp8_rows
+from kernels.torch import fp8_rows
 from kernels.triton import greedy_head
 from kernels.triton.linear_tiles import Tiles
 from tests.support.engines import generation_request, overlapped_engine, run_to_end, small_engine, tokens

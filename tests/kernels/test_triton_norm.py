@@ -7,10 +7,10 @@ from types import ModuleType
 import pytest
 import torch
 
-from kernels.cpu import fp8_rows as cpu_fp8_rows
-from kernels.cpu import norm as cpu_norm
 from kernels.reference import fp8_rows as reference_fp8_rows
 from kernels.reference import norm as reference
+from kernels.torch import fp8_rows as cpu_fp8_rows
+from kernels.torch import norm as cpu_norm
 from kernels.triton import fp8_rows as triton_fp8_rows
 from kernels.triton import norm as triton_norm
 from tests.support.interpreted_fp8 import correct_e4m3

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from kernels import gumbel
-from kernels.cpu import sampling as cpu
 from kernels.gumbel import FARTHEST, NO_TOKEN
 from kernels.reference import sampling as reference
 from kernels.sampling_columns import SamplingColumns
+from kernels.torch import sampling as cpu
 from kernels.triton import sampling
 from tests.support.kernel_cases import Guarded, normal, padded_rows
 

@@ -10,16 +10,16 @@ import torch
 
 from engine.sampling.acceptance import accept_by_rejection
 from engine.sampling.randomness import signed, stream
-from kernels.cpu import bitmask as bitmask_cpu
-from kernels.cpu import drafts as drafts_cpu
-from kernels.cpu import logprobs as logprobs_cpu
-from kernels.cpu import token_counts as counts_cpu
 from kernels.quantised_weights import Fp8Weight, Int8Weight, pack_fp8, pack_int4, pack_int8
 from kernels.reference import bitmask as reference_bitmask
 from kernels.reference import drafts as reference_drafts
 from kernels.reference import greedy_head as reference_head
 from kernels.reference import logprobs as reference_logprobs
 from kernels.reference import token_counts as reference_counts
+from kernels.torch import bitmask as bitmask_cpu
+from kernels.torch import drafts as drafts_cpu
+from kernels.torch import logprobs as logprobs_cpu
+from kernels.torch import token_counts as counts_cpu
 from kernels.triton import bitmask, drafts, greedy_head, logprobs, token_counts
 from kernels.triton.card_properties import capability, multiprocessors
 from kernels.triton.linear import skinny_tiles

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from engine.loop import Engine
 from engine.protocol import TokenEvent
 from engine.speculation.options import SpeculativeOptions
-from kernels.cpu.invariant_linear import TILE_ROWS, in_invariant_tiles, invariant_tile_sizes
-from kernels.cpu.linear import pack_linear
 from kernels.simd.vectors import LANES
+from kernels.torch.invariant_linear import TILE_ROWS, in_invariant_tiles, invariant_tile_sizes
+from kernels.torch.linear import pack_linear
 from tests.support.engines import evict_all, generation_request, preempt_all, run_to_end, small_engine
 from tests.support.tiny_models import VOCAB_SIZE, make_model
 

@@ -143,11 +143,9 @@ def test_a_stop_token_is_seen_one_step_late_and_surplus_tokens_are_discarded(fol
     assert EOS in range(VOCAB_SIZE)
 
 
-def test_steps_with_prompts_use_the_workspaces_of_decode_steps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_with_prompts_use_the_workspaces_of_decode_steps(folder: Path) -> None:
     decoder = overlapped_engine(folder / "gemma2").runner.target  # type: ignore[attr-defined]
-    found = ops.operations(CPU)
-    table = replace(found, decode_workspace=lambda shape, rows, columns, *_: (shape, rows, columns))
-    monkeypatch.setattr("engine.runner.paged_decoder.operations", lambda _device, **_: table)
+    decoder._ops = replace(decoder._ops, decode_workspace=lambda shape, rows, columns, *_: (shape, rows, columns))
     shapes = decoder.attention_shapes
     assert len(shapes) == 2, "a window and none"
     decoder._planners = [ops.PagedPlanner(shape, device=CPU) for shape in shapes]

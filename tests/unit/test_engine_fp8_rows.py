@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from kernels import ops
-from kernels.cpu import table
-from kernels.cpu.fp8_rows import quantize_rows_fp8
+from kernels.torch import table
+from kernels.torch.fp8_rows import quantize_rows_fp8
 from tests.support.engines import generation_request, run_to_end, small_engine, tokens
 from tests.support.tiny_models import make_model
 

@@ -167,7 +167,7 @@ def test_only_tokens_that_the_mask_allows_are_sampled(vocab_size: int, sampling:
 
 
 def test_masks_are_applied_in_slices_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kernels.cpu.bitmask.SLICE_ELEMENTS", 3 * 40)
+    monkeypatch.setattr("kernels.torch.bitmask.SLICE_ELEMENTS", 3 * 40)
     requests = [sampling_request(str(i), temperature=0.0, guided_regex="a*") for i in range(8)]
     outputs = sample(torch.zeros(8, 40), requests, mask_of([[5 * row] for row in range(8)], 40))
     assert [output.token_id for output in outputs] == [5 * row for row in range(8)]

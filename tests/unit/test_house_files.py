@@ -7,6 +7,8 @@ import subprocess
 import tomllib
 from pathlib import Path
 
+import pytest
+
 REPO = Path(__file__).resolve().parents[2]
 LINES_MAX = 400
 TEST_LINES_MAX = 700
@@ -43,6 +45,13 @@ def test_no_module_has_a_meaningless_name() -> None:
 def test_every_module_has_a_docstring() -> None:
     silent = [name for name in sources(".py") if not re.match(r'(#.*\n)*"""\S', (REPO / name).read_text("utf-8") or '"""x')]
     assert not silent
+
+
+@pytest.mark.parametrize("package", ["engine/runner", "kernels", "kernels/simd", "kernels/triton"])
+def test_the_docstring_of_a_large_package_names_every_module(package: str) -> None:
+    text = (REPO / package / "__init__.py").read_text("utf-8")
+    modules = {path.stem for path in (REPO / package).glob("*.py")} - {"__init__"}
+    assert modules - {*re.findall(r"\w+", text)} == set()
 
 
 def test_no_file_is_marked_as_unfinished() -> None:

@@ -168,7 +168,7 @@ def test_reference_kernels_import_no_implementation() -> None:
         f"{module} imports {name}"
         for module, path in modules("kernels/reference")
         for name in imports(path)
-        if name.startswith(("kernels.cpu", "kernels.simd", "kernels.triton", "triton"))
+        if name.startswith(("kernels.torch", "kernels.simd", "kernels.triton", "triton"))
     ]
     assert not wrong, "\n".join(wrong)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from kernels.cpu.fp8_rows import quantize_rows_fp8
 from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight
 from kernels.reference.quantised import dequantise
+from kernels.torch.fp8_rows import quantize_rows_fp8
 from tests.support.rehearsal.tensors import DEVICE
 
 __all__ = ["bind_fp8", "bind_int4", "bind_int8", "quantize_rows_fp8"]

@@ -18,8 +18,8 @@ import torch
 
 from kernels import ops, quantised_linear
 from kernels.attention_rows import AttentionShape
-from kernels.cpu import table
 from kernels.reference.rotated_decode import rotated_decode
+from kernels.torch import table
 from tests.support.rehearsal import quantised
 from tests.support.rehearsal.card import current_card
 from tests.support.rehearsal.leaves import map_leaves

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from kernels import gumbel
-from kernels.cpu.sampling import draw_weighted
 from kernels.gumbel import ACCEPT, NO_TOKEN, RESIDUAL
+from kernels.torch.sampling import draw_weighted
 
 
 def reject_drafts(

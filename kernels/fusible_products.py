@@ -9,7 +9,7 @@ import torch
 
 
 @runtime_checkable
-class ReadsWeight(Protocol):
+class HasWeight(Protocol):
     """A product that exposes its packed weight: a tensor, `Int8Weight`, `Fp8Weight` or `Int4Weight`; None if it keeps another
     form."""
 
@@ -17,15 +17,9 @@ class ReadsWeight(Protocol):
     bias: torch.Tensor | None
 
 
-def plain_product(product: object) -> PlainWeights | None:
-    """The product of unquantised rows; None if other operations cannot read its weights."""
-    unrounded = getattr(product, "unrounded", product)
-    return unrounded if isinstance(unrounded, PlainWeights) else None
-
-
-class PlainWeights(ABC):
-    """A product x Wᵀ + bias of unquantised rows, whose weight other operations read too. weight: [out, in], a tensor or one of
-    the forms of `quantised_weights`; bias: [out]"""
+class FusibleProduct(ABC):
+    """A product x Wᵀ + bias of unquantised rows, which other operations compute too, fused with their own work, from the same
+    weight and bias. weight: [out, in], a tensor or one of the forms of `quantised_weights`; bias: [out]"""
 
     def __init__(self, weight: Any, bias: torch.Tensor | None) -> None:
         self.weight, self.bias = weight, bias
@@ -33,3 +27,9 @@ class PlainWeights(ABC):
     @abstractmethod
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [T, in] → [T, out]"""
+
+
+def fusible_form(product: object) -> FusibleProduct | None:
+    """The product of unquantised rows with the same weight; None if other operations cannot read that."""
+    unrounded = getattr(product, "unrounded", product)
+    return unrounded if isinstance(unrounded, FusibleProduct) else None

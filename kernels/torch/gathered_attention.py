@@ -3,7 +3,7 @@
 Single-query rows (decodes) are padded to the longest of their group. A group is one gather and one attention call per layer:
 the query heads that share a key head take the place of query positions, so grouped heads need no copies. Rows are grouped so
 that padding wastes little and no group outgrows the workspace. Longer rows (prefill chunks) attend one by one without padding.
-All index tensors are created once per step by `AttentionPlanner.plan`; layers only use them.
+All index tensors are created once per step by `GatheredPlanner.plan`; layers only use them.
 
 Slots beyond a row's context belong to other requests or hold old content, possibly NaN: they are zeroed in the gathered copy
 and masked, so nothing of them reaches the output. Blocks that a window hides from all queries of a row are not read.
@@ -26,7 +26,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels.attention_rows import AttentionRow, AttentionShape
-from kernels.cpu.fp8_decode import decode_kv
+from kernels.torch.fp8_decode import decode_kv
 
 GROUP_WASTE_BYTES = 512 * 1024
 """Padding that costs as much as one more attention call: its fixed cost at the copy speed of one core."""
@@ -69,7 +69,7 @@ class PrefillRow:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionPlan:
+class GatheredPlan:
     """Index tensors of one step, the same for all layers."""
 
     shape: AttentionShape
@@ -78,7 +78,7 @@ class AttentionPlan:
     workspace: torch.Tensor  # flat
 
 
-class AttentionPlanner:
+class GatheredPlanner:
     """Makes plans and owns the workspace for gathered blocks. `kv_dtype` is the format of the cache; None is `dtype`."""
 
     def __init__(
@@ -91,7 +91,7 @@ class AttentionPlanner:
         self._block_bytes = self._block_elements * torch.empty((), dtype=dtype).element_size()
         self._workspace = torch.empty(0, dtype=dtype, device=device)
 
-    def plan(self, rows: Sequence[AttentionRow]) -> AttentionPlan:
+    def plan(self, rows: Sequence[AttentionRow]) -> GatheredPlan:
         """The plan of a step. Rows of one query must come first; sorted by context, longest first, they need the least
         padding."""
         num_single = next((i for i, row in enumerate(rows) if row.query_len > 1), len(rows))
@@ -101,15 +101,15 @@ class AttentionPlanner:
             prefills.append(self._prefill_row(row, token, from_cache=self._is_narrowed or row.start > 0))
             token += row.query_len
         self._reserve(max((group.blocks.numel() for group in groups), default=0))
-        return AttentionPlan(self._shape, groups, prefills, self._workspace)
+        return GatheredPlan(self._shape, groups, prefills, self._workspace)
 
-    def plan_whole(self, lens: Sequence[int]) -> AttentionPlan:
+    def plan_whole(self, lens: Sequence[int]) -> GatheredPlan:
         """A plan for whole texts of these lengths, one after the other, that needs no cache."""
         prefills, token = [], 0
         for length in lens:
             prefills.append(self._prefill_row(AttentionRow((), length, length), token, from_cache=False))
             token += length
-        return AttentionPlan(self._shape, [], prefills, self._workspace)
+        return GatheredPlan(self._shape, [], prefills, self._workspace)
 
     def _reserve(self, num_blocks: int) -> None:
         needed = num_blocks * self._block_elements
@@ -181,8 +181,8 @@ class AttentionPlanner:
         return mask.to(self._device)
 
 
-def planned_attention(
-    qkv: torch.Tensor, kv_cache: torch.Tensor | None, plan: AttentionPlan, kv_scales: torch.Tensor | None = None
+def gathered_attention(
+    qkv: torch.Tensor, kv_cache: torch.Tensor | None, plan: GatheredPlan, kv_scales: torch.Tensor | None
 ) -> torch.Tensor:
     """Attention of the rows of a plan.
 
@@ -202,7 +202,7 @@ def planned_attention(
 def _attend_group(
     qkv: torch.Tensor,
     kv_cache: torch.Tensor,
-    plan: AttentionPlan,
+    plan: GatheredPlan,
     group: DecodeGroup,
     out: torch.Tensor,
     kv_scales: torch.Tensor | None,

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from kernels.cpu.fp8_rows import to_fp8
-from kernels.cpu.norm import rms_norm
+from kernels.torch.fp8_rows import to_fp8
+from kernels.torch.norm import rms_norm
 
 
 def rope_and_cache(

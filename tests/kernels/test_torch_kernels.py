@@ -1,4 +1,4 @@
-"""Operations on CPUs in torch, and those replaced by compiled vectors, against float32 references: awkward shapes and
+"""Operations in torch, and those that compiled vectors replace on CPUs, against float32 references: awkward shapes and
 poisoned caches."""
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import torch
 
 from kernels import ops
 from kernels.attention_rows import AttentionRow, AttentionShape
-from kernels.cpu import table as plain_table
-from kernels.cpu.rope_and_cache import rope_and_cache
 from kernels.operations import Operations
 from kernels.reference import activation as reference_activation
 from kernels.reference import attention as reference_attention
@@ -20,6 +18,8 @@ from kernels.reference import experts as reference_experts
 from kernels.reference import norm as reference_norm
 from kernels.reference import rope_and_cache as reference_rope
 from kernels.simd import table as simd_table
+from kernels.torch import table as plain_table
+from kernels.torch.rope_and_cache import rope_and_cache
 
 BLOCK_SIZE = 16
 CPU = torch.device("cpu")
@@ -67,8 +67,8 @@ def compare_attention(rows: list[tuple[int, int]], shape: AttentionShape) -> Non
         slots += [row.block_table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in positions]
     reference_attention.write_kv(qkv[:, shape.num_heads :], cache, torch.tensor(slots))
     before = cache.clone()
-    planner = ops.AttentionPlanner(shape, dtype=torch.float32, device=CPU)
-    attended = ops.paged_attention(qkv, cache, planner.plan(planned))
+    planner = ops.GatheredPlanner(shape, dtype=torch.float32, device=CPU)
+    attended = ops.paged_attention(plain_table.OPERATIONS, qkv, cache, planner.plan(planned))
     expected = reference_attention.paged_attention(qkv, cache, planned, shape)
     assert_near(attended, expected)
     assert torch.equal(torch.nan_to_num(cache, nan=7.0), torch.nan_to_num(before, nan=7.0)), "attention wrote to the cache"
@@ -112,7 +112,7 @@ def test_a_custom_scale_without_soft_cap_matches_the_reference() -> None:
 
 
 def test_soft_capped_scores_in_slices_equal_those_computed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kernels.cpu.attention.SCORES_MAX", 4 * 40 * 3)
+    monkeypatch.setattr("kernels.torch.gathered_attention.SCORES_MAX", 4 * 40 * 3)
     compare_attention([(33, 33), (5, 40)], AttentionShape(BLOCK_SIZE, 4, 2, 16, softcap=1.5))
 
 
@@ -128,13 +128,16 @@ def test_attention_over_whole_texts_needs_no_cache(causal: bool, softcap: float 
     rows = [AttentionRow(table, length, length) for table, length in zip(block_tables, lens, strict=True)]
     slots = [row.block_table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for row in rows for p in range(row.context_len)]
     reference_attention.write_kv(qkv[:, 4:], cache, torch.tensor(slots))
-    plan = ops.AttentionPlanner(shape, dtype=torch.float32, device=CPU).plan_whole(lens)
-    assert_near(ops.paged_attention(qkv, None, plan), reference_attention.paged_attention(qkv, cache, rows, shape))
+    plan = ops.GatheredPlanner(shape, dtype=torch.float32, device=CPU).plan_whole(lens)
+    assert_near(
+        ops.paged_attention(plain_table.OPERATIONS, qkv, None, plan),
+        reference_attention.paged_attention(qkv, cache, rows, shape),
+    )
 
 
 def test_a_chunk_reads_only_the_blocks_that_its_window_shows() -> None:
     shape = AttentionShape(BLOCK_SIZE, 4, 4, 16, sliding_window=20)
-    planner = ops.AttentionPlanner(shape, dtype=torch.float32, device=CPU)
+    planner = ops.GatheredPlanner(shape, dtype=torch.float32, device=CPU)
     (row,) = planner.plan([AttentionRow(list(range(100, 120)), 8, 300)]).prefills
     assert row.blocks is not None
     assert row.blocks.tolist() == [117, 118]  # the first of the queries, at 292, sees from 273 on
@@ -143,7 +146,7 @@ def test_a_chunk_reads_only_the_blocks_that_its_window_shows() -> None:
 
 def test_a_group_of_decodes_is_split_where_padding_costs_more_than_a_call() -> None:
     shape = AttentionShape(BLOCK_SIZE, 4, 4, 128)
-    planner = ops.AttentionPlanner(shape, dtype=torch.float32, device=CPU)
+    planner = ops.GatheredPlanner(shape, dtype=torch.float32, device=CPU)
     table = list(range(300))
     plan = planner.plan([AttentionRow(table, 1, length) for length in (4095, 4000, 40, 33, 1)])
     assert [(group.first, group.end) for group in plan.groups] == [(0, 2), (2, 5)]

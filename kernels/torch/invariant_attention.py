@@ -16,8 +16,8 @@ import torch
 from torch.nn import functional
 
 from kernels.attention_rows import AttentionRow, AttentionShape
-from kernels.cpu.attention import capped_scores
-from kernels.cpu.fp8_decode import decode_kv
+from kernels.torch.fp8_decode import decode_kv
+from kernels.torch.gathered_attention import capped_scores
 
 QUERY_TILE = 8
 """Positions of a tile: a decode pays for all of them; a prefill pays one call per tile."""
@@ -55,7 +55,7 @@ class InvariantPlan:
 
 
 class InvariantPlanner:
-    """The planner of batch-invariant engines, used instead of `AttentionPlanner`."""
+    """The planner of batch-invariant engines, used instead of `GatheredPlanner`."""
 
     def __init__(self, shape: AttentionShape, *, dtype: torch.dtype, device: torch.device) -> None:
         self._shape = shape
@@ -107,7 +107,7 @@ class InvariantPlanner:
 
 
 def invariant_attention(
-    qkv: torch.Tensor, kv_cache: torch.Tensor, plan: InvariantPlan, kv_scales: torch.Tensor | None = None
+    qkv: torch.Tensor, kv_cache: torch.Tensor, plan: InvariantPlan, kv_scales: torch.Tensor | None
 ) -> torch.Tensor:
     """Attention of the rows of a plan, tile by tile.
 

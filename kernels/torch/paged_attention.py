@@ -1,7 +1,7 @@
 """Paged attention in plain torch over rows in tensors: block tables and lengths that the host does not know.
 
 The twin of the kernels that decode in graphs, so that slots and graphs can be tested without a GPU. Serving on CPUs plans rows
-on the host (`kernels.cpu.attention`), which is faster: there a batch is split wherever padding would waste time.
+on the host (`kernels.torch.gathered_attention`), which is faster: there a batch is split wherever padding would waste time.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from kernels.attention_rows import AttentionShape
-from kernels.cpu.blocks import indexable
+from kernels.torch.blocks import indexable
 
 
 def paged_decode(

@@ -1,23 +1,23 @@
-"""The operations in plain torch, for CPUs."""
+"""The operations in plain torch: those of a CPU for all types but float32."""
 
 from __future__ import annotations
 
-from kernels.cpu.activation import gelu_tanh_mul, silu_mul
-from kernels.cpu.bitmask import apply_bitmask
-from kernels.cpu.blocks import copy_blocks, gather_blocks, scatter_blocks
-from kernels.cpu.decode_inputs import advance_slots, prepare_decode
-from kernels.cpu.drafts import reject_drafts
-from kernels.cpu.embedding import embed, rotation_rows
-from kernels.cpu.experts import mix_experts, route
-from kernels.cpu.linear import pack_linear
-from kernels.cpu.logits import cap_logits
-from kernels.cpu.logprobs import token_logprobs
-from kernels.cpu.norm import add_rms_norm, rms_norm
-from kernels.cpu.paged_attention import paged_decode, paged_prefill
-from kernels.cpu.rope_and_cache import rope_and_cache
-from kernels.cpu.sampling import sample
-from kernels.cpu.token_counts import count_tokens
 from kernels.operations import Operations
+from kernels.torch.activation import gelu_tanh_mul, silu_mul
+from kernels.torch.bitmask import apply_bitmask
+from kernels.torch.blocks import copy_blocks, gather_blocks, scatter_blocks
+from kernels.torch.decode_inputs import advance_slots, prepare_decode
+from kernels.torch.drafts import reject_drafts
+from kernels.torch.embedding import embed, rotation_rows
+from kernels.torch.experts import mix_experts, route
+from kernels.torch.linear import pack_linear
+from kernels.torch.logits import cap_logits
+from kernels.torch.logprobs import token_logprobs
+from kernels.torch.norm import add_rms_norm, rms_norm
+from kernels.torch.paged_attention import paged_decode, paged_prefill
+from kernels.torch.rope_and_cache import rope_and_cache
+from kernels.torch.sampling import sample
+from kernels.torch.token_counts import count_tokens
 
 OPERATIONS = Operations(
     description="torch operations",
