@@ -191,15 +191,12 @@ class Supervisor:
 
     async def _run_process(self) -> tuple[bool, str | None]:
         """Run one engine process to its end; return whether it was ever ready, and the fatal error it reported, if any."""
-        ours, theirs = socket.socketpair()
         self._starts_monotonic_s = self._clock.monotonic_s()
         try:
-            process = await self._spawn(theirs)
-        except BaseException:
-            ours.close()  # if the process was started already, it sees its socket close and exits
-            raise
-        finally:
-            theirs.close()
+            process, ours = await self._start_process()
+        except OSError as error:  # no process, file or memory is left for it, which may pass
+            self.error = f"the process could not be started: {error.strerror}"
+            return False, None
         client = EngineClient(
             ours,
             on_frame=self._on_engine_frame,
@@ -241,6 +238,17 @@ class Supervisor:
                 process.kill()
                 return
             was_silent = is_silent
+
+    async def _start_process(self) -> tuple[asyncio.subprocess.Process, socket.socket]:
+        """Start a process and return it with our end of its socket. Raises OSError."""
+        ours, theirs = socket.socketpair()
+        try:
+            return await self._spawn(theirs), ours
+        except BaseException:
+            ours.close()  # if the process was started already, it sees its socket close and exits
+            raise
+        finally:
+            theirs.close()
 
     async def _spawn(self, theirs: socket.socket) -> asyncio.subprocess.Process:
         """Start the process in its own session, so that Ctrl-C in a terminal reaches only the gateway."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -160,6 +162,22 @@ async def test_an_engine_that_never_becomes_ready_is_given_up() -> None:
         await watched.wait_for_state("failed")
 
         assert watched.restarts == supervisor.CRASHES_BEFORE_READY_MAX - 1
+
+
+async def test_an_engine_process_that_cannot_be_started_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = asyncio.create_subprocess_exec
+    failures = [OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))]
+
+    async def start_or_fail(*arguments: Any, **options: Any) -> asyncio.subprocess.Process:
+        if failures:
+            raise failures.pop()
+        return await start(*arguments, **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_or_fail)
+    async with supervised() as watched:
+        await watched.wait_for_state("restarting")
+        assert watched.error == f"the process could not be started: {os.strerror(errno.EAGAIN)}"
+        await watched.wait_for_state("ready")
 
 
 def test_an_engine_inherits_no_gatehouse_settings(monkeypatch: pytest.MonkeyPatch) -> None:
