@@ -216,7 +216,7 @@ class Supervisor:
             watchdog.cancel()
             if process.returncode is None:
                 process.kill()
-            await logging_task
+            await _end_log(process, logging_task)
             self.pid = None
         self.error = client.fatal or f"the process ended with {_describe_exit(exit_status)}"
         return client.info is not None, client.fatal
@@ -296,6 +296,14 @@ def engine_environment(switched_off: Iterable[str] = ()) -> dict[str, str]:
 
 def _describe_exit(exit_status: int) -> str:
     return f"signal {-exit_status}" if exit_status < 0 else f"exit status {exit_status}"
+
+
+async def _end_log(process: asyncio.subprocess.Process, logging_task: asyncio.Task[None]) -> None:
+    """Log the rest of the output of a process that has ended, but not that of a child that outlives it."""
+    try:
+        await asyncio.wait({logging_task}, timeout=EXIT_GRACE_S)
+    finally:
+        process._transport.close()  # type: ignore[attr-defined]  # no public way to close the pipe, which ends the task
 
 
 async def _wait_or_kill(process: asyncio.subprocess.Process, *, grace_s: float) -> int:

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -178,6 +179,23 @@ async def test_an_engine_process_that_cannot_be_started_is_started_again(monkeyp
         await watched.wait_for_state("restarting")
         assert watched.error == f"the process could not be started: {os.strerror(errno.EAGAIN)}"
         await watched.wait_for_state("ready")
+
+
+async def test_an_engine_is_restarted_though_a_child_keeps_its_output_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "EXIT_GRACE_S", 0.1)
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    leave_a_child = "import subprocess, sys; subprocess.Popen(['cat', sys.argv[1]])"
+    watched = Supervisor(name="fake", command=lambda _fd: [sys.executable, "-c", leave_a_child, str(fifo)], clock=SystemClock())
+    watched.start()
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            await watched.wait_for_state("restarting")
+    finally:
+        await watched.stop()
+        os.close(os.open(fifo, os.O_RDWR))  # ends the children
 
 
 def test_an_engine_inherits_no_gatehouse_settings(monkeypatch: pytest.MonkeyPatch) -> None:
