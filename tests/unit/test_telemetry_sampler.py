@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import pytest
 
 from appliance.api.admin.system_shapes import system_shape
 from appliance.telemetry import sampler as system_sampler
-from appliance.telemetry.gpu import NO_GPU, GpuProbe
+from appliance.telemetry.gpu import NO_GPU, GpuProbe, GpuReading
 from appliance.telemetry.host import HostProbe
 from appliance.telemetry.metrics import OTHER_TENANTS, Metrics
 from appliance.telemetry.readings import DatabaseReading
@@ -59,6 +60,21 @@ async def test_the_number_of_subscribers_is_limited_until_one_leaves(sampler: Sy
     second = sampler.subscribe(at_most=1)
     await anext(second)
     await second.aclose()
+
+
+async def test_a_gpu_that_does_not_answer_blocks_no_other_task(sampler: SystemSampler, monkeypatch: pytest.MonkeyPatch) -> None:
+    other_has_run = threading.Event()
+
+    def wait_for_the_other() -> list[GpuReading]:
+        assert other_has_run.wait(10)
+        return []
+
+    monkeypatch.setattr(sampler, "_gpus", wait_for_the_other)
+    sampling = asyncio.create_task(sampler.sample())
+    await asyncio.sleep(0)
+    other_has_run.set()
+
+    assert (await sampling).gpus == []
 
 
 async def test_history_is_bounded(sampler: SystemSampler) -> None:
