@@ -24,7 +24,6 @@ from appliance.serving.services import Services
 from appliance.tenancy.principals import Principal
 
 ENDPOINT = "/v1/chat/completions"
-COLLECT_WAIT_S = 3600.0
 
 
 @post(
@@ -137,7 +136,7 @@ async def _wait_for_first_text(generation: Generation) -> None:
 async def _whole_response(generation: Generation, checked: _CheckedBody, created: int) -> Response[Any]:
     completion = CompletionBuilder(generation.live.num_answers, logprobs=bool(checked.body.logprobs))
     while not generation.chunks.ended:
-        for chunk in await generation.chunks.take(COLLECT_WAIT_S):
+        for chunk in await generation.chunks.take():
             completion.add(chunk)
     outcome = await generation.outcome
     if outcome.error is not None:
