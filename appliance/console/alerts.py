@@ -68,7 +68,8 @@ async def new_alert(context: ContextDependency) -> Html:
 async def add_alert(context: ContextDependency) -> Html:
     """Add an alert target and show its secret, or show the form again with the errors."""
     form = await context.form()
-    kind, target, tenant_id = form.choice("kind", KINDS), form.text("target", chars_max=TARGET_CHARS_MAX), form.raw("tenant_id") or None
+    kind, target = form.choice("kind", KINDS), form.text("target", chars_max=TARGET_CHARS_MAX)
+    tenant_id = form.raw("tenant_id") or None
     events = _read_events(form, tenant_id)
     if tenant_id is not None or not form.errors:
         context.access.require(Action.WEBHOOKS, tenant_id)
@@ -95,9 +96,10 @@ async def show_alert(context: ContextDependency, webhook_id: FromPath[str]) -> H
 async def save_alert(context: ContextDependency, webhook_id: FromPath[str]) -> Html:
     """Save address and events, or show the page again with the errors."""
     webhook, form = await _get_webhook(context, webhook_id), await context.form()
-    changes = WebhookChanges(target=form.text("target", chars_max=TARGET_CHARS_MAX), events=_read_events(form, webhook.tenant_id))
+    target, events = form.text("target", chars_max=TARGET_CHARS_MAX), _read_events(form, webhook.tenant_id)
     if not form.errors:
         try:
+            changes = WebhookChanges(target=target, events=events)
             await context.services.alerts.webhooks.update(webhook.id, changes, access=context.access)
             return context.redirect(f"/alerts/{webhook.id}", done="alert-saved")
         except BadRequest as error:

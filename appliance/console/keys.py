@@ -11,13 +11,13 @@ from litestar.params import FromPath
 
 from appliance.base.errors import BadRequest, Conflict
 from appliance.console.context import Context, ContextDependency
-from appliance.console.forms import GRACE_CHOICES, NAME_CHARS_MAX, Form
+from appliance.console.forms import GRACE_CHOICES, Form
 from appliance.console.limits import key_levels, read_limits
 from appliance.console.rendering import Html
 from appliance.console.security import needs
 from appliance.console.tenant_names import tenants_by_name
 from appliance.console.urls import next_page_url
-from appliance.tenancy.fields import INFERENCE_SCOPE, LIMIT_MODES, SCOPES, UNSET, Unset
+from appliance.tenancy.fields import INFERENCE_SCOPE, LIMIT_MODES, NAME_CHARS_MAX, SCOPES, UNSET, Unset
 from appliance.tenancy.principals import LIMIT_NAMES, ApiKey, KeyChanges, Principal, Tenant
 from appliance.tenancy.roles import Action
 
