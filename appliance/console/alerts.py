@@ -229,8 +229,8 @@ def _choices(checked: tuple[str, ...], offered: tuple[str, ...]) -> list[tuple[s
     return [(event, EVENT_LABELS.get(event, event), event in checked) for event in offered]
 
 
-def _secret(context: Context, webhook: Webhook, secret: str, heading: str) -> Html:
-    return context.sheet("fragments/alert_secret.html", title=heading, webhook=webhook, secret=secret, heading=heading)
+def _secret(context: Context, webhook: Webhook, secret: str, title: str) -> Html:
+    return context.sheet("fragments/alert_secret.html", title=title, webhook=webhook, secret=secret)
 
 
 def _confirm(context: Context, webhook: Webhook, verb: str, form: Form | None) -> Html:

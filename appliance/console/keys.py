@@ -177,14 +177,13 @@ def _grace_end(services: Services, key: ApiKey, grace_s: int) -> datetime | None
     return None if grace_s == 0 else min(end, key.expires_at or end)
 
 
-def _secret(context: Context, principal: Principal, secret: str, heading: str, old_until: datetime | None = None) -> Html:
+def _secret(context: Context, principal: Principal, secret: str, title: str, old_until: datetime | None = None) -> Html:
     return context.sheet(
         "fragments/key_secret.html",
-        title=heading,
+        title=title,
         key=principal.key,
         runs_models=INFERENCE_SCOPE in principal.key.scopes,
         secret=secret,
-        heading=heading,
         old_until=old_until,
         **context.console.example(principal.may_use),
     )

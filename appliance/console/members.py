@@ -134,9 +134,7 @@ async def reset_factor(context: ContextDependency, member_id: FromPath[str]) -> 
 
 def show_password(context: Context, email: str, password: str, *, back: str) -> Html:
     """Return the only page that shows this password; `back` is the path to continue to."""
-    template = "fragments/member_password.html"
-    title = f"Password of {email}"
-    return context.sheet(template, title=title, email=email, password=password, back=back)
+    return context.sheet("fragments/member_password.html", title=f"Password of {email}", password=password, back=back)
 
 
 def _tenant_roles(memberships: list[Membership], names: dict[str, str]) -> dict[str, list[str]]:
