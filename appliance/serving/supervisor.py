@@ -210,7 +210,7 @@ class Supervisor:
         logging_task = asyncio.create_task(forward_log(process.stdout, model=self.name, pid=process.pid))
         watchdog = asyncio.create_task(self._kill_when_silent(process))
         try:
-            await client.run()
+            await self._follow(client)
             exit_status = await _wait_or_kill(process, grace_s=EXIT_GRACE_S)
         finally:
             watchdog.cancel()
@@ -220,6 +220,13 @@ class Supervisor:
             self.pid = None
         self.error = client.fatal or f"the process ended with {_describe_exit(exit_status)}"
         return client.info is not None, client.fatal
+
+    async def _follow(self, client: EngineClient) -> None:
+        """Process what the engine sends until its socket is closed."""
+        try:
+            await client.run()
+        except Exception:  # owned task: a bug here must not leave the model without an engine
+            log.exception("what an engine sent could not be processed", role="engine", model=self.name)
 
     async def _kill_when_silent(self, process: asyncio.subprocess.Process) -> None:
         """Kill an engine that hangs, because its requests would otherwise wait for ever.

@@ -19,7 +19,7 @@ from appliance.base.errors import EngineUnavailable, ModelLoading
 from appliance.base.settings import ENGINE_SWITCHES
 from appliance.serving import supervisor
 from appliance.serving.supervisor import Supervisor, engine_environment
-from engine.protocol import GenerationRequest, SamplingParams
+from engine.protocol import EngineFrame, GenerationRequest, SamplingParams
 from engine.switches import SWITCHES
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import DIE, STALL
@@ -179,6 +179,23 @@ async def test_an_engine_process_that_cannot_be_started_is_started_again(monkeyp
         await watched.wait_for_state("restarting")
         assert watched.error == f"the process could not be started: {os.strerror(errno.EAGAIN)}"
         await watched.wait_for_state("ready")
+
+
+async def test_an_engine_is_restarted_after_a_bug_in_the_processing_of_its_frames() -> None:
+    bugs = [ZeroDivisionError("a bug")]
+
+    def on_frame(frame: EngineFrame) -> None:
+        if frame.status is not None and bugs:
+            raise bugs.pop()
+
+    watched = Supervisor(name="fake", command=command, clock=SystemClock(), on_frame=on_frame)
+    watched.start()
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            await watched.wait_for_state("restarting")
+            await watched.wait_for_state("ready")
+    finally:
+        await watched.stop()
 
 
 async def test_an_engine_is_restarted_though_a_child_keeps_its_output_open(
