@@ -24,6 +24,7 @@ Omittable = msgspec.UnsetType
 _PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`")
+_MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
 _NOT_OF_TYPE = re.compile(r"Expected `(?P<types>[a-z |]+)`, got")
 _WORDS = {
     "array": ("a list",), "bool": ("true", "false"), "float": ("a number",), "int": ("a whole number",), "null": ("null",),
@@ -38,7 +39,6 @@ _OPENINGS = {
     b"\xef\xbb\xbf": "it begins with a byte order mark",
 }
 SHORT_BODY_BYTES_MAX = 16 * 1024  # decoded in two milliseconds at most, whatever it contains
-_MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
 
 
 def decode_body(body: bytes, body_type: type[T]) -> T:

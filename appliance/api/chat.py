@@ -24,7 +24,6 @@ from appliance.serving.services import Services
 from appliance.tenancy.principals import Principal
 
 ENDPOINT = "/v1/chat/completions"
-COLLECT_WAIT_S = 3600.0
 
 
 @post(
@@ -87,11 +86,12 @@ async def _prepare(request_id: str, checked: _CheckedBody, principal: Principal,
     model = services.models.get(body.model)
     principal.check_model(model.name)
     services.generations.check_can_accept(model, principal.tenant.id)
-    assert model.max_model_len is not None, "a ready engine has reported its context length"
+    info = model.engine.info  # read once: the engine may end while the prompt is tokenised
+    assert info is not None, "the engine is ready"
     prompt_token_ids = await model.tokenizer.chat_prompt(
-        messages, max_model_len=model.max_model_len, tenant_id=principal.tenant.id
+        messages, max_model_len=info.max_model_len, tenant_id=principal.tenant.id
     )
-    sampling = sampling_params(body, model, prompt_tokens=len(prompt_token_ids))
+    sampling = sampling_params(body, info, model.sampling_defaults, prompt_tokens=len(prompt_token_ids))
     sampling = await with_bad_words(sampling, model, tenant_id=principal.tenant.id)
     return PreparedRequest(
         request_id=request_id,
@@ -136,7 +136,7 @@ async def _wait_for_first_text(generation: Generation) -> None:
 async def _whole_response(generation: Generation, checked: _CheckedBody, created: int) -> Response[Any]:
     completion = CompletionBuilder(generation.live.num_answers, logprobs=bool(checked.body.logprobs))
     while not generation.chunks.ended:
-        for chunk in await generation.chunks.take(COLLECT_WAIT_S):
+        for chunk in await generation.chunks.take():
             completion.add(chunk)
     outcome = await generation.outcome
     if outcome.error is not None:

@@ -11,6 +11,7 @@ from litestar import Request, Response
 from litestar.exceptions import HTTPException
 
 from appliance.base.allowed_methods import with_complete_allow
+from appliance.base.clock import whole_seconds
 from appliance.base.database_errors import as_outage
 from appliance.base.errors import GatehouseError, InternalError
 
@@ -91,18 +92,13 @@ def _unknown_path_message(method: str, path: str) -> str:
 def _retry_headers(error: GatehouseError) -> dict[str, str]:
     headers = {}
     if error.retry_after_s is not None:
-        headers["retry-after"] = retry_after(error.retry_after_s)
+        headers["retry-after"] = str(whole_seconds(error.retry_after_s))
         headers["retry-after-ms"] = str(math.ceil(error.retry_after_s * 1000))
     elif error.status == 503 and error.should_retry is None:
         headers["retry-after"] = "1"
     if error.should_retry is not None:
         headers["x-should-retry"] = "true" if error.should_retry else "false"
     return headers
-
-
-def retry_after(wait_s: float) -> str:
-    """Return the value of a `retry-after` header: whole seconds, rounded up so that the limit has room by then."""
-    return str(max(1, math.ceil(wait_s)))
 
 
 def _encode(message: str, kind: str, param: str | None, code: str) -> bytes:

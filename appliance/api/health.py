@@ -59,7 +59,7 @@ async def read_metrics(request: Request[Any, Any, Any]) -> Response[bytes]:
     """Return all metrics in the Prometheus text format. Callers on other machines need an administrator token."""
     if not is_from_this_machine(request):
         await authenticate_administrator(request, Action.READ_APPLIANCE)
-    return Response(services_of(request).metrics.render(), media_type=METRICS_MEDIA_TYPE)
+    return Response(await services_of(request).metrics.render(), media_type=METRICS_MEDIA_TYPE)
 
 
 async def _parts(services: Services) -> dict[str, str]:

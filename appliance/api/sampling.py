@@ -20,7 +20,7 @@ from appliance.base.errors import ContextLengthExceeded, InvalidValue, Unsupport
 from appliance.serving.endings import with_client_field_name
 from appliance.serving.model_registry import ServedModel
 from appliance.serving.tokenizer import output_room
-from engine.protocol import InvalidOption, SamplingParams, UnsupportedOption
+from engine.protocol import EngineInfo, InvalidOption, SamplingParams, UnsupportedOption
 
 _PLAIN_FIELDS = (
     "n",
@@ -62,25 +62,26 @@ def field_names(body: ChatCompletionRequest) -> dict[str, str]:
     return names if constraint is None else {**names, constraint.engine_field: constraint.client_field}
 
 
-def sampling_params(body: ChatCompletionRequest, model: ServedModel, *, prompt_tokens: int) -> SamplingParams:
-    """Return the engine's parameters for the request; `max_tokens` and `seed` are always set.
+def sampling_params(
+    body: ChatCompletionRequest, info: EngineInfo, defaults: Mapping[str, Any], *, prompt_tokens: int
+) -> SamplingParams:
+    """Return the engine's parameters for the request; `max_tokens` and `seed` are always set. `defaults` are the model's.
 
     Raises ContextLengthExceeded, InvalidValue or UnsupportedParameter, with the client's name of the field.
     """
     max_tokens, max_tokens_field = requested_max_tokens(body)
-    assert model.max_model_len is not None
     try:
-        room = output_room(prompt_tokens=prompt_tokens, max_tokens=max_tokens, max_model_len=model.max_model_len)
+        room = output_room(prompt_tokens=prompt_tokens, max_tokens=max_tokens, max_model_len=info.max_model_len)
     except ContextLengthExceeded as error:
         if error.param == "max_tokens":
             error.param = max_tokens_field
         raise
-    _check_stop_token_ids(body.stop_token_ids or [], model)
+    _check_stop_token_ids(body.stop_token_ids or [], info.vocab_size)
     given = {field: getattr(body, field) for field in _PLAIN_FIELDS if getattr(body, field) is not None}
     constraint = find_constraint(body)
     if constraint is not None:
         given[constraint.engine_field] = constraint.value
-    return _build({**model.sampling_defaults, **given}, body, model, max_tokens=room)
+    return _build({**defaults, **given}, body, info.vocab_size, max_tokens=room)
 
 
 async def with_bad_words(params: SamplingParams, model: ServedModel, *, tenant_id: str) -> SamplingParams:
@@ -94,14 +95,14 @@ async def with_bad_words(params: SamplingParams, model: ServedModel, *, tenant_i
         raise InvalidValue(f"bad_words: {error}", param="bad_words") from error
 
 
-def _build(fields: Mapping[str, Any], body: ChatCompletionRequest, model: ServedModel, *, max_tokens: int) -> SamplingParams:
+def _build(fields: Mapping[str, Any], body: ChatCompletionRequest, vocab_size: int, *, max_tokens: int) -> SamplingParams:
     try:
         return SamplingParams(
             **fields,
             max_tokens=max_tokens,
             seed=_seed(body.seed),
             stop=_stop(body.stop),
-            logit_bias=_logit_bias(body.logit_bias, model),
+            logit_bias=_logit_bias(body.logit_bias, vocab_size),
             logprobs=_logprobs(body),
         )
     except InvalidOption as error:
@@ -126,9 +127,7 @@ def _stop(stop: str | list[str] | None) -> list[str]:
     return strings
 
 
-def _check_stop_token_ids(token_ids: list[int], model: ServedModel) -> None:
-    assert model.info is not None
-    vocab_size = model.info.vocab_size
+def _check_stop_token_ids(token_ids: list[int], vocab_size: int) -> None:
     if len(token_ids) > STOP_TOKEN_IDS_MAX or not all(0 <= token_id < vocab_size for token_id in token_ids):
         raise InvalidValue(
             f"stop_token_ids takes at most {STOP_TOKEN_IDS_MAX} ids from 0 to {vocab_size - 1}",
@@ -136,14 +135,13 @@ def _check_stop_token_ids(token_ids: list[int], model: ServedModel) -> None:
         )
 
 
-def _logit_bias(bias: Mapping[str, float] | None, model: ServedModel) -> dict[int, float] | None:
+def _logit_bias(bias: Mapping[str, float] | None, vocab_size: int) -> dict[int, float] | None:
     if not bias:
         return None
-    assert model.info is not None
     checked = {}
     for token, value in bias.items():
         token_id = whole_number(token, 10**TOKEN_ID_DIGITS_MAX - 1)
-        if token_id is None or token_id >= model.info.vocab_size:
+        if token_id is None or token_id >= vocab_size:
             raise InvalidValue(f"logit_bias: {token[:20]!r} is not a token id of this model", param="logit_bias")
         checked[token_id] = value
     return checked

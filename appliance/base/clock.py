@@ -39,6 +39,11 @@ def rfc3339(moment: datetime) -> str:
     return moment.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
+def whole_seconds(wait_s: float) -> int:
+    """Return the value of a `retry-after` header: whole seconds, at least one, rounded up so that there is room by then."""
+    return max(1, math.ceil(wait_s))
+
+
 def format_wait(wait_s: float) -> str:
     """Return a duration in readable units, rounded up: 20 ms, 13 s, 4 min 5 s, 3 h 12 min, 2 d 7 h."""
     milliseconds = max(1, math.ceil(wait_s * 1000))

@@ -64,6 +64,7 @@ def doctor(
     settings = options.settings(host=host, port=port, models=tuple(model) if model else None)
     gpu, no_gpu_reason = first_visible_gpu()
     checkers: list[Callable[[Settings], list[Check]]] = [
+        _python,
         _disk,
         _port,
         _database,
@@ -74,7 +75,7 @@ def doctor(
         _switches,
         partial(_gpu, gpu=gpu, no_gpu_reason=no_gpu_reason),
     ]
-    checks = [_python()] + [check for checker in checkers for check in checker(settings)]
+    checks = [check for checker in checkers for check in checker(settings)]
     wrong = [check for check in checks if check.state == "wrong"]
     rows = [{"check": check.name, "state": check.state, "found": check.found, "advice": check.advice} for check in checks]
     if options.as_json:
@@ -85,9 +86,9 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _python() -> Check:
+def _python(_settings: Settings) -> list[Check]:
     """Report the Python version; one that is too old cannot get this far."""
-    return Check("python", "ok", f"{platform.python_version()} at {sys.executable}")
+    return [Check("python", "ok", f"{platform.python_version()} at {sys.executable}")]
 
 
 def _disk(settings: Settings) -> list[Check]:

@@ -97,6 +97,7 @@ def update(
     body |= limits.body()
     if not body:
         raise WrongUsage("nothing to change: give at least one option (see gatehouse keys update --help)")
+    settings = options.settings()
 
     async def work(client: AdminClient) -> dict[str, Any]:
         changed = await call_on_key(key, "PATCH", body=body)(client)
@@ -105,7 +106,6 @@ def update(
         tenant = await client.call("GET", f"/tenants/{changed['tenant_id']}")
         return with_readable_budgets(changed, tenant["currency"] or settings.currency)
 
-    settings = options.settings()
     output.item(run(settings, work), as_json=options.as_json)
 
 

@@ -84,8 +84,8 @@ def verify(
     reference = None if unquantized is None else str(model_store.locate_existing(unquantized, settings.data_dir))
     given = {f"--{name.replace('_', '-')}": value for name, value in {**formats, "unquantized": reference}.items()}
     arguments = [part for option, value in given.items() if value is not None for part in (option, value)]
+    arguments += ["--perplexity"] if perplexity else []
     with output.progress("Verifying", quiet=options.as_json) as report:
-        arguments += ["--perplexity"] if perplexity else []
         facts = check_model(path, arguments, switched_off=settings.switched_off, progress=report)
     output.item({"path": str(path), **facts}, as_json=options.as_json)
 

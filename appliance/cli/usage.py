@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from appliance.base.clock import rfc3339
 from appliance.base.money import format_picos
 from appliance.cli import output
 from appliance.cli.connection import AdminClient, run
@@ -38,8 +39,8 @@ def usage(
     """Show usage and cost by period, and by tenant, key or model."""
     now = datetime.now(UTC)
     query: dict[str, Any] = {
-        "start": _rfc3339(now - timedelta(days=DAYS_DEFAULT)) if start is None else start,
-        "end": _rfc3339(now + timedelta(seconds=1)) if end is None else end,
+        "start": rfc3339(now - timedelta(days=DAYS_DEFAULT)) if start is None else start,
+        "end": rfc3339(now + timedelta(seconds=1)) if end is None else end,
         "bucket": bucket,
         "group_by": group_by or None,
     }
@@ -56,14 +57,7 @@ def usage(
     shown = [column for column in COLUMNS if column not in hidden]
 
     def line(row: Mapping[str, Any]) -> dict[str, Any]:
-        return {**row, "cost": _cost(row), "tenant": names.get(row.get("tenant_id") or "")}
+        cost = format_picos(int(row["cost_picos"]), str(row["currency"]))
+        return {**row, "cost": cost, "tenant": names.get(row.get("tenant_id") or "")}
 
     output.rows(rows, shown, empty="There was no usage in this period.", as_json=options.as_json, line=line)
-
-
-def _cost(row: Mapping[str, Any]) -> str:
-    return format_picos(int(row["cost_picos"]), str(row["currency"]))
-
-
-def _rfc3339(moment: datetime) -> str:
-    return moment.isoformat(timespec="seconds").replace("+00:00", "Z")

@@ -21,11 +21,10 @@ from appliance.console.security import needs
 from appliance.console.tenant_names import tenant_names, tenants_by_name
 from appliance.console.urls import next_page_url
 from appliance.metering.alerts.outbox import EVENTS, LEASE_S, TENANT_EVENTS, Delivery, read_action
-from appliance.metering.alerts.targets import redact_target
+from appliance.metering.alerts.targets import TARGET_CHARS_MAX, redact_target
 from appliance.metering.alerts.webhooks import KINDS, Webhook, WebhookChanges
 from appliance.serving.alerting.texts import text_of
 from appliance.tenancy.access import Access
-from appliance.tenancy.principals import Tenant
 from appliance.tenancy.roles import Action
 
 PAGE_ROWS = 100
@@ -69,7 +68,8 @@ async def new_alert(context: ContextDependency) -> Html:
 async def add_alert(context: ContextDependency) -> Html:
     """Add an alert target and show its secret, or show the form again with the errors."""
     form = await context.form()
-    kind, target, tenant_id = form.choice("kind", KINDS), form.text("target", chars_max=2000), form.raw("tenant_id") or None
+    kind, target = form.choice("kind", KINDS), form.text("target", chars_max=TARGET_CHARS_MAX)
+    tenant_id = form.raw("tenant_id") or None
     events = _read_events(form, tenant_id)
     if tenant_id is not None or not form.errors:
         context.access.require(Action.WEBHOOKS, tenant_id)
@@ -96,9 +96,10 @@ async def show_alert(context: ContextDependency, webhook_id: FromPath[str]) -> H
 async def save_alert(context: ContextDependency, webhook_id: FromPath[str]) -> Html:
     """Save address and events, or show the page again with the errors."""
     webhook, form = await _get_webhook(context, webhook_id), await context.form()
-    changes = WebhookChanges(target=form.text("target", chars_max=2000), events=_read_events(form, webhook.tenant_id))
+    target, events = form.text("target", chars_max=TARGET_CHARS_MAX), _read_events(form, webhook.tenant_id)
     if not form.errors:
         try:
+            changes = WebhookChanges(target=target, events=events)
             await context.services.alerts.webhooks.update(webhook.id, changes, access=context.access)
             return context.redirect(f"/alerts/{webhook.id}", done="alert-saved")
         except BadRequest as error:
@@ -207,38 +208,29 @@ def _row(access: Access, webhook: Webhook, names: dict[str, str], failing: Colle
 async def _owners(context: Context) -> list[tuple[str, str]]:
     """Return (id, name) of the tenants for which the member may add alerts; the appliance has an empty id."""
     access = context.access
-    tenants: list[Tenant] = await tenants_by_name(context.services, access)
+    tenants = await tenants_by_name(context.services, access)
     owners = [(tenant.id, tenant.name) for tenant in tenants if not tenant.archived and access.may(Action.WEBHOOKS, tenant.id)]
     return [("", "Whole appliance: all tenants"), *owners] if access.may(Action.WEBHOOKS) else owners
 
 
 async def _new_form(context: Context, form: Form | None) -> Html:
-    owners = await _owners(context)
-    chosen = context.query.get("tenant", "")
-    if chosen not in dict(owners):
-        chosen = owners[0][0] if owners else ""
+    offered = EVENTS if context.access.may(Action.WEBHOOKS) else TENANT_EVENTS
     return context.sheet(
         "fragments/alert_new.html",
         title="Add alert target",
         form=form,
         kinds=KIND_LABELS,
-        owners=owners,
-        owner=chosen,
-        events=_choices(TENANT_EVENTS if chosen else EVENTS, _offered(context)),
+        owners=await _owners(context),
+        events=_choices(offered, offered),
     )
-
-
-def _offered(context: Context) -> tuple[str, ...]:
-    """Return the events that the member may choose for at least one owner."""
-    return EVENTS if context.access.may(Action.WEBHOOKS) else TENANT_EVENTS
 
 
 def _choices(checked: tuple[str, ...], offered: tuple[str, ...]) -> list[tuple[str, str, bool]]:
     return [(event, EVENT_LABELS.get(event, event), event in checked) for event in offered]
 
 
-def _secret(context: Context, webhook: Webhook, secret: str, heading: str) -> Html:
-    return context.sheet("fragments/alert_secret.html", title=heading, webhook=webhook, secret=secret, heading=heading)
+def _secret(context: Context, webhook: Webhook, secret: str, title: str) -> Html:
+    return context.sheet("fragments/alert_secret.html", title=title, webhook=webhook, secret=secret)
 
 
 def _confirm(context: Context, webhook: Webhook, verb: str, form: Form | None) -> Html:

@@ -11,7 +11,6 @@ from appliance.console.limits import read_limits
 from appliance.console.rendering import Html
 from appliance.console.security import needs
 from appliance.console.server_costs import cost_section
-from appliance.console.tenant_terms import model_lines
 from appliance.metering.invoicing.seller import read_seller
 from appliance.tenancy.fields import LIMIT_MODES, TIERS
 from appliance.tenancy.principals import LIMIT_NAMES, Limits
@@ -84,7 +83,7 @@ async def _page(context: Context, form: Form | None = None) -> Html:
         tiers=await services.tiers.list(),
         tier_fields=TIER_FIELDS,
         form=form,
-        model_lines=model_lines({policy.model: policy.limits for policy in policies}),
+        model_limits={policy.model: policy.limits for policy in policies},
         modes_of={policy.model: policy.limit_mode for policy in policies},
         seller=await read_seller(services.appliance_records),
         costs=await cost_section(services),

@@ -47,7 +47,7 @@ class Filters:
         return any(getattr(self, name) for name in self.__slots__)
 
     def page(self, cursor: str = "") -> str:
-        """Return the URL of the entries after `cursor` with the same filters."""
+        """Return the URL of the entries after `cursor`, or of the newest ones, with the same filters."""
         return build_url("/audit", **{name: getattr(self, name) for name in self.__slots__} | {"cursor": cursor})
 
     def narrowed(self, calendar: BillingCalendar) -> AuditFilter:

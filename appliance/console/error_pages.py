@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import structlog
@@ -10,6 +9,7 @@ from litestar import Response
 from litestar.exceptions import HTTPException
 
 from appliance.base.allowed_methods import with_complete_allow
+from appliance.base.clock import whole_seconds
 from appliance.base.database_errors import as_outage
 from appliance.base.errors import GatehouseError, PasswordChangeNeeded, Unauthenticated
 from appliance.base.ids import new_id
@@ -52,7 +52,7 @@ def error_handler(pages: Pages) -> Callable[[ConsoleRequest, Exception], Html]:
         if isinstance(shown, HTTPException):
             response.headers.update(with_complete_allow(shown.headers))
         if isinstance(shown, GatehouseError) and shown.retry_after_s is not None:
-            response.headers["retry-after"] = str(math.ceil(shown.retry_after_s))
+            response.headers["retry-after"] = str(whole_seconds(shown.retry_after_s))
         return response
 
     return answer

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 
 from appliance.base.errors import GatehouseError
 from appliance.base.money import MICROS_PER_UNIT
-from appliance.tenancy.fields import UNSET, Unset
+from appliance.tenancy.fields import NAME_CHARS_MAX, UNSET, Unset
 
 if TYPE_CHECKING:
     from appliance.metering.calendar import BillingCalendar
 
-NAME_CHARS_MAX = 200
 COUNT_MAX = 2**53  # exact in every client that reads our JSON
 _AMOUNT = re.compile(r"(\d{1,9})(?:[.,](\d{1,6}))?")
 _THOUSANDS = re.compile(r"[1-9]\d{0,2},\d{3}")  # ambiguous: a thousands separator, as on our pages, or a decimal comma

@@ -49,13 +49,8 @@ class Filters:
         """Return whether any filter or a cursor is set."""
         return bool(self.q or self.tenant or self.state or self.cursor)
 
-    @property
-    def first_page(self) -> str:
-        """Return the URL of the newest rows with the same filters."""
-        return self.page("")
-
-    def page(self, cursor: str) -> str:
-        """Return the URL of the rows after `cursor` with the same filters."""
+    def page(self, cursor: str = "") -> str:
+        """Return the URL of the rows after `cursor`, or of the newest ones, with the same filters."""
         return build_url("/requests", q=self.q, tenant=self.tenant, state=self.state, cursor=cursor)
 
 

@@ -31,7 +31,7 @@ from appliance.console.tenant_names import tenants_by_name
 from appliance.console.urls import next_page_url
 from appliance.metering.calendar import first_day
 from appliance.metering.invoicing.invoices import BILLABLE, check_draft
-from appliance.metering.invoicing.rows import Invoice, InvoiceHead
+from appliance.metering.invoicing.rows import STATES, Invoice, InvoiceHead
 from appliance.metering.invoicing.wording import ABORT_POLICY, format_day, format_payment, line_name, month_name, tax_name
 from appliance.tenancy.principals import Tenant
 from appliance.tenancy.roles import Action
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from appliance.serving.services import Services
 
 PAGE_ROWS = 100
-STATES = ("draft", "closed")
 ALL_TENANTS = "all"
 FIELDS = ("tenant", "month")
 FORMATTERS: dict[str, Any] = {

@@ -11,13 +11,13 @@ from litestar.params import FromPath
 
 from appliance.base.errors import BadRequest, Conflict
 from appliance.console.context import Context, ContextDependency
-from appliance.console.forms import GRACE_CHOICES, NAME_CHARS_MAX, Form
+from appliance.console.forms import GRACE_CHOICES, Form
 from appliance.console.limits import key_levels, read_limits
 from appliance.console.rendering import Html
 from appliance.console.security import needs
 from appliance.console.tenant_names import tenants_by_name
 from appliance.console.urls import next_page_url
-from appliance.tenancy.fields import INFERENCE_SCOPE, LIMIT_MODES, SCOPES, UNSET, Unset
+from appliance.tenancy.fields import INFERENCE_SCOPE, LIMIT_MODES, NAME_CHARS_MAX, SCOPES, UNSET, Unset
 from appliance.tenancy.principals import LIMIT_NAMES, ApiKey, KeyChanges, Principal, Tenant
 from appliance.tenancy.roles import Action
 
@@ -177,14 +177,13 @@ def _grace_end(services: Services, key: ApiKey, grace_s: int) -> datetime | None
     return None if grace_s == 0 else min(end, key.expires_at or end)
 
 
-def _secret(context: Context, principal: Principal, secret: str, heading: str, old_until: datetime | None = None) -> Html:
+def _secret(context: Context, principal: Principal, secret: str, title: str, old_until: datetime | None = None) -> Html:
     return context.sheet(
         "fragments/key_secret.html",
-        title=heading,
+        title=title,
         key=principal.key,
         runs_models=INFERENCE_SCOPE in principal.key.scopes,
         secret=secret,
-        heading=heading,
         old_until=old_until,
         **context.console.example(principal.may_use),
     )

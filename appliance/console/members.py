@@ -15,7 +15,7 @@ from appliance.console.rendering import Html
 from appliance.console.security import needs
 from appliance.console.tenant_names import tenant_names
 from appliance.console.urls import next_page_url
-from appliance.tenancy.members import Member
+from appliance.tenancy.members import EMAIL_CHARS_MAX, Member
 from appliance.tenancy.memberships import Membership
 from appliance.tenancy.roles import Action, Role
 from appliance.tenancy.secrets import new_password
@@ -73,7 +73,7 @@ async def new_member(context: ContextDependency) -> Html:
 async def invite_member(context: ContextDependency) -> Html:
     """Create a member and show the password, or show the form again with the errors."""
     form = await context.form()
-    email, role = form.text("email", chars_max=320), form.choice("role", [role for role, _ in ROLES])
+    email, role = form.text("email", chars_max=EMAIL_CHARS_MAX), form.choice("role", [role for role, _ in ROLES])
     if not form.errors:
         password = new_password()
         try:
@@ -134,9 +134,7 @@ async def reset_factor(context: ContextDependency, member_id: FromPath[str]) -> 
 
 def show_password(context: Context, email: str, password: str, *, back: str) -> Html:
     """Return the only page that shows this password; `back` is the path to continue to."""
-    template = "fragments/member_password.html"
-    title = f"Password of {email}"
-    return context.sheet(template, title=title, email=email, password=password, back=back)
+    return context.sheet("fragments/member_password.html", title=f"Password of {email}", password=password, back=back)
 
 
 def _tenant_roles(memberships: list[Membership], names: dict[str, str]) -> dict[str, list[str]]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from litestar import Response
 from litestar.datastructures import Cookie
+from markupsafe import Markup
 
 from appliance.console.charts import spark_area, spark_points, stack, timeline
 from appliance.console.formatting import template_filters
@@ -30,6 +31,7 @@ THEME_COOKIE, DONE_COOKIE = "gatehouse_theme", "gatehouse_done"
 THEMES = ("auto", "light", "dark")
 DONE_SHOWN_FOR_S = 30
 HTML = "text/html"
+_IN_DIALOG = Markup('href="{0}" hx-get="{0}" hx-target="#dialog"')
 # One file per component, in the order of the cascade layers that the first file declares.
 STYLES = (
     *("layers", "base", "shell", "buttons", "forms", "badges", "tiles"),
@@ -86,6 +88,11 @@ def asset(path: str) -> str:
     return f"/static/{path}?v={digest[:12]}"
 
 
+def in_dialog(path: str) -> Markup:
+    """Return the attributes of a link to a form: htmx shows it in the dialog; without scripts it has a page of its own."""
+    return _IN_DIALOG.format(path)
+
+
 def is_fragment_request(request: ConsoleRequest) -> bool:
     """Return whether htmx requests a fragment. To restore history it needs the whole page."""
     return request.headers.get("hx-request") == "true" and request.headers.get("hx-history-restore-request") != "true"
@@ -113,6 +120,7 @@ class Pages:
         )
         self._templates.globals.update(
             asset=asset,
+            in_dialog=in_dialog,
             spark_area=spark_area,
             spark_points=spark_points,
             stack=stack,

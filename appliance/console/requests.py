@@ -33,16 +33,17 @@ async def list_requests(context: ContextDependency) -> Html:
     names = {tenant.id: tenant.name for tenant in tenants}
     history = await history_page(context.services, filters, names, access)
     live = live_rows(context.services, access)
-    history_values = {"history": history, "filters": filters, "in_flight": live["live_total"] > 0, **context.console.example()}
-    if is_fragment_request(context.request):
-        return context.page("fragments/request_history.html", **history_values)
     return context.page(
         "pages/requests.html",
+        part="fragments/request_history.html",
         **live,
-        **history_values,
+        history=history,
+        filters=filters,
+        in_flight=live["live_total"] > 0,
         may_abort=access.may_somewhere(Action.ABORT),
         tenants=tenants,
         finish_reasons=FINISH_REASONS,
+        **context.console.example(),
     )
 
 

@@ -91,7 +91,7 @@ def _static_files() -> Router:
 def _check_path(connection: Connection, _handler: BaseRouteHandler) -> None:
     """Raise NotFoundException for a path that the file system would reject with an error."""
     path = connection.scope["path"]
-    if "\0" in path or len(path) > PATH_CHARS_MAX or any(len(part.encode()) > NAME_BYTES_MAX for part in path.split("/")):
+    if len(path) > PATH_CHARS_MAX or any(len(part.encode()) > NAME_BYTES_MAX for part in path.split("/")):
         raise NotFoundException
 
 

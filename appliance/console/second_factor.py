@@ -157,7 +157,7 @@ async def _show_codes_in_new_session(context: Context, session: Session, codes: 
 
 
 def _show_codes(context: Context, codes: list[str]) -> Html:
-    return context.sheet("fragments/recovery_codes.html", title="Recovery codes", codes=codes)
+    return context.sheet("fragments/recovery_codes.html", title="Your recovery codes", codes=codes)
 
 
 def _enrolment_form(context: Context, enrolment: Enrolment, form: Form | None) -> Html:

@@ -6,12 +6,11 @@ Between the two steps there is no session, only a ticket in a cookie.
 from __future__ import annotations
 
 import dataclasses
-import math
 
 from litestar.datastructures import Cookie
 
 from appliance.base.acting import ActorKind, act_as, current_actor
-from appliance.base.clock import format_wait
+from appliance.base.clock import format_wait, whole_seconds
 from appliance.base.errors import InvalidValue, RateLimitExceeded
 from appliance.console.context import Context
 from appliance.console.rendering import Html
@@ -95,14 +94,10 @@ def _set_actor(context: Context, kind: ActorKind, name: str, actor_id: str | Non
 
 def wait_message(error: RateLimitExceeded) -> str:
     """Return the error message for too many attempts."""
-    return f"{error.message} Wait {format_wait(_whole_wait_s(error))}, then try again."
+    return f"{error.message} Wait {format_wait(whole_seconds(error.retry_after_s or 0.0))}, then try again."
 
 
 def with_retry_after(answer: Html, error: RateLimitExceeded) -> Html:
     """Return `answer` with a `Retry-After` header."""
-    answer.headers["retry-after"] = str(_whole_wait_s(error))
+    answer.headers["retry-after"] = str(whole_seconds(error.retry_after_s or 0.0))
     return answer
-
-
-def _whole_wait_s(error: RateLimitExceeded) -> int:
-    return max(1, math.ceil(error.retry_after_s or 0))

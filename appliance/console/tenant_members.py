@@ -13,6 +13,7 @@ from appliance.console.forms import Form, sentence
 from appliance.console.members import show_password
 from appliance.console.rendering import Html
 from appliance.console.security import needs
+from appliance.tenancy.members import EMAIL_CHARS_MAX
 from appliance.tenancy.memberships import Membership
 from appliance.tenancy.roles import Action, TenantRole
 
@@ -46,7 +47,7 @@ async def new_tenant_member(context: ContextDependency, tenant_id: FromPath[str]
 async def invite_tenant_member(context: ContextDependency, tenant_id: FromPath[str]) -> Html:
     """Add somebody to the tenant; a new member gets a password, shown in this response only."""
     form, services = await context.form(), context.services
-    email, role = form.text("email", chars_max=320), form.choice("role", ROLE_NAMES)
+    email, role = form.text("email", chars_max=EMAIL_CHARS_MAX), form.choice("role", ROLE_NAMES)
     if not form.errors:
         try:
             membership, password = await services.memberships.invite(

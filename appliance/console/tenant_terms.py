@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
 from litestar import get, post
 from litestar.params import FromPath
@@ -19,7 +17,7 @@ from appliance.console.rendering import Html
 from appliance.console.security import needs
 from appliance.metering.invoicing.free_allowances import allowance_in
 from appliance.tenancy.fields import BILLING_FIELDS, LIMIT_MODES
-from appliance.tenancy.principals import LIMIT_NAMES, Limits, Tenant, TenantChanges
+from appliance.tenancy.principals import LIMIT_NAMES, Tenant, TenantChanges
 from appliance.tenancy.roles import Action
 
 if TYPE_CHECKING:
@@ -96,11 +94,6 @@ async def save_model_limits(context: ContextDependency, tenant_id: FromPath[str]
         except (BadRequest, Conflict) as error:
             form.fail_with(error, ("model", *LIMIT_NAMES))
     return _model_form(context, await context.services.tenants.get(tenant_id, access=context.access), model, form)
-
-
-def model_lines(limits_by_model: Mapping[str, Limits]) -> list[tuple[str, str, Limits]]:
-    """Return (model, URL-encoded model, limits), sorted by model."""
-    return [(model, quote(model, safe=""), limits) for model, limits in sorted(limits_by_model.items())]
 
 
 def _read_terms(form: Form) -> dict[str, Any]:

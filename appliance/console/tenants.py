@@ -9,17 +9,17 @@ from litestar.params import FromPath
 
 from appliance.base.errors import BadRequest, Conflict
 from appliance.console.context import Context, ContextDependency
-from appliance.console.forms import NAME_CHARS_MAX, Form
+from appliance.console.forms import Form
 from appliance.console.limits import read_limits, tenant_levels
 from appliance.console.prices import group_prices
 from appliance.console.rendering import Html
 from appliance.console.security import needs
 from appliance.console.tenant_members import tenant_members_of
-from appliance.console.tenant_terms import free_terms, model_lines
+from appliance.console.tenant_terms import free_terms
 from appliance.console.totals import costs_this_month, totals_this_month, totals_today
 from appliance.console.urls import next_page_url
 from appliance.metering.invoicing.wording import month_name
-from appliance.tenancy.fields import TIERS, UNSET, WEIGHT_MAX
+from appliance.tenancy.fields import NAME_CHARS_MAX, TIERS, UNSET, WEIGHT_MAX
 from appliance.tenancy.pages import read_every_page
 from appliance.tenancy.principals import LIMIT_NAMES, Tenant, TenantChanges
 from appliance.tenancy.roles import Action
@@ -178,7 +178,7 @@ async def _tenant_page(context: Context, tenant: Tenant, form: Form | None = Non
         keys=sorted(keys.data, key=lambda key: key.revoked_at is not None),
         keys_more=keys.has_more,
         levels=await tenant_levels(services, tenant, access=access),
-        model_lines=model_lines(tenant.model_limits),
+        model_limits=tenant.model_limits,
         today=today,
         month=month,
         tiers=TIERS,

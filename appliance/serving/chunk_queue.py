@@ -37,15 +37,14 @@ class ChunkQueue:
         self._reader.wake()
         self._reader.clear()
 
-    async def wait(self, timeout_s: float) -> None:
+    async def wait(self, timeout_s: float | None = None) -> None:
         """Wait until a chunk is there, the queue is closed, or `timeout_s` has passed. Takes nothing."""
         if not self._chunks and not self._closed:
             await self._reader.wait(timeout_s)
 
-    async def take(self, timeout_s: float) -> list[Chunk]:
+    async def take(self, timeout_s: float | None = None) -> list[Chunk]:
         """Wait for a chunk and return all there are. Empty after `timeout_s`, or when the queue has ended."""
-        if not self._chunks and not self._closed:
-            await self._reader.wait(timeout_s)
+        await self.wait(timeout_s)
         chunks = list(self._chunks)
         self._chunks.clear()
         return chunks

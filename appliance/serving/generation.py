@@ -280,5 +280,5 @@ class Generation:
         )
 
 
-def _failed(cause: str, error: GatehouseError | None, finish_reason: str = "error") -> RequestEnd:
+def _failed(cause: str, error: GatehouseError, finish_reason: str = "error") -> RequestEnd:
     return RequestEnd(finish_reason=finish_reason, cause=cause, error=error)

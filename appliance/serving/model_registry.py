@@ -12,7 +12,6 @@ from appliance.base.errors import ModelNotFound
 from appliance.serving.model_folder import NotAModel
 from appliance.serving.supervisor import Supervisor
 from appliance.serving.tokenizer import ModelTokenizer
-from engine.protocol import EngineInfo
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,14 +27,10 @@ class ServedModel:
     created: datetime
 
     @property
-    def info(self) -> EngineInfo | None:
-        """Return what the engine reports about the loaded model, or None before it was ready."""
-        return self.engine.info
-
-    @property
     def max_model_len(self) -> int | None:
         """Return the context length in tokens; before the engine is ready, the one of the model's configuration."""
-        return self.info.max_model_len if self.info is not None else self.context_len
+        info = self.engine.info
+        return self.context_len if info is None else info.max_model_len
 
 
 class ModelRegistry:

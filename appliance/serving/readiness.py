@@ -77,7 +77,7 @@ class Readiness:
             await asyncio.sleep(min(POLL_S, self._interval_s / 4))
 
     async def _probe(self, model: ServedModel) -> None:
-        info = model.info
+        info = model.engine.info
         if info is None:
             return
         request = GenerationRequest(

@@ -191,15 +191,12 @@ class Supervisor:
 
     async def _run_process(self) -> tuple[bool, str | None]:
         """Run one engine process to its end; return whether it was ever ready, and the fatal error it reported, if any."""
-        ours, theirs = socket.socketpair()
         self._starts_monotonic_s = self._clock.monotonic_s()
         try:
-            process = await self._spawn(theirs)
-        except BaseException:
-            ours.close()  # if the process was started already, it sees its socket close and exits
-            raise
-        finally:
-            theirs.close()
+            process, ours = await self._start_process()
+        except OSError as error:  # no process, file or memory is left for it, which may pass
+            self.error = f"the process could not be started: {error.strerror}"
+            return False, None
         client = EngineClient(
             ours,
             on_frame=self._on_engine_frame,
@@ -213,16 +210,23 @@ class Supervisor:
         logging_task = asyncio.create_task(forward_log(process.stdout, model=self.name, pid=process.pid))
         watchdog = asyncio.create_task(self._kill_when_silent(process))
         try:
-            await client.run()
+            await self._follow(client)
             exit_status = await _wait_or_kill(process, grace_s=EXIT_GRACE_S)
         finally:
             watchdog.cancel()
             if process.returncode is None:
                 process.kill()
-            await logging_task
+            await _end_log(process, logging_task)
             self.pid = None
         self.error = client.fatal or f"the process ended with {_describe_exit(exit_status)}"
         return client.info is not None, client.fatal
+
+    async def _follow(self, client: EngineClient) -> None:
+        """Process what the engine sends until its socket is closed."""
+        try:
+            await client.run()
+        except Exception:  # owned task: a bug here must not leave the model without an engine
+            log.exception("what an engine sent could not be processed", role="engine", model=self.name)
 
     async def _kill_when_silent(self, process: asyncio.subprocess.Process) -> None:
         """Kill an engine that hangs, because its requests would otherwise wait for ever.
@@ -241,6 +245,17 @@ class Supervisor:
                 process.kill()
                 return
             was_silent = is_silent
+
+    async def _start_process(self) -> tuple[asyncio.subprocess.Process, socket.socket]:
+        """Start a process and return it with our end of its socket. Raises OSError."""
+        ours, theirs = socket.socketpair()
+        try:
+            return await self._spawn(theirs), ours
+        except BaseException:
+            ours.close()  # if the process was started already, it sees its socket close and exits
+            raise
+        finally:
+            theirs.close()
 
     async def _spawn(self, theirs: socket.socket) -> asyncio.subprocess.Process:
         """Start the process in its own session, so that Ctrl-C in a terminal reaches only the gateway."""
@@ -288,6 +303,14 @@ def engine_environment(switched_off: Iterable[str] = ()) -> dict[str, str]:
 
 def _describe_exit(exit_status: int) -> str:
     return f"signal {-exit_status}" if exit_status < 0 else f"exit status {exit_status}"
+
+
+async def _end_log(process: asyncio.subprocess.Process, logging_task: asyncio.Task[None]) -> None:
+    """Log the rest of the output of a process that has ended, but not that of a child that outlives it."""
+    try:
+        await asyncio.wait({logging_task}, timeout=EXIT_GRACE_S)
+    finally:
+        process._transport.close()  # type: ignore[attr-defined]  # no public way to close the pipe, which ends the task
 
 
 async def _wait_or_kill(process: asyncio.subprocess.Process, *, grace_s: float) -> int:

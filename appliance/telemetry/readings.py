@@ -42,7 +42,7 @@ class TenantReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReading:
-    """One served model at one moment. `tokens_per_second` is the generation rate over the last second, excluding probes;
+    """One served model at one moment. `tokens_per_second` is the recent generation rate, excluding probes;
     `probe_prompt_tokens` is the total sent by probes. `tenants` are those with live requests, by KV blocks held, largest
     first."""
 

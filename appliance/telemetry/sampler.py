@@ -116,8 +116,8 @@ class SystemSampler:
             self._subscribers.discard(slot)
 
     async def _read(self) -> SystemSnapshot:
+        gpus = await asyncio.to_thread(self._gpus)  # a driver may answer slowly, or never if its GPU is lost
         engines = list(self._engines())
-        gpus = self._gpus()
         return SystemSnapshot(
             at=self._clock.now(),
             engines=engines,

@@ -26,7 +26,6 @@ class Lock:
     """One lock file. `profile` is cpu, gpu, test or triton; `digest` changes with every byte of the file."""
 
     profile: str
-    path: Path
     pins: tuple[Pin, ...]
     digest: str
 
@@ -53,9 +52,8 @@ def parse(text: str) -> tuple[Pin, ...]:
 
 def read_lock(profile: str, folder: Path = REQUIREMENTS) -> Lock:
     """Read `<folder>/<profile>.txt`."""
-    path = folder / f"{profile}.txt"
-    content = path.read_bytes()
-    return Lock(profile, path, parse(content.decode("utf-8")), hashlib.sha256(content).hexdigest())
+    content = (folder / f"{profile}.txt").read_bytes()
+    return Lock(profile, parse(content.decode("utf-8")), hashlib.sha256(content).hexdigest())
 
 
 def read_test_lock(folder: Path = REQUIREMENTS) -> Lock:

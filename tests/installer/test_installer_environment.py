@@ -12,6 +12,7 @@ import pytest
 from steps import environment, machine, pip, stamp
 from steps.errors import InstallerError
 from steps.locks import Lock, parse, read_lock, read_test_lock
+from steps.paths import REQUIREMENTS
 from steps.progress import Step
 
 
@@ -136,7 +137,7 @@ def test_triton_is_not_installed_on_platforms_without_it(
 
 def test_another_choice_of_tritons_makes_the_test_packages_stale(venv: Path, fake_pip: FakePip, tmp_path: Path) -> None:
     for profile in ("test", "triton"):
-        (tmp_path / f"{profile}.txt").write_bytes(read_lock(profile).path.read_bytes())
+        (tmp_path / f"{profile}.txt").write_bytes((REQUIREMENTS / f"{profile}.txt").read_bytes())
     same = read_test_lock(tmp_path).digest
     assert same == read_test_lock().digest
     (tmp_path / "triton.txt").write_text("triton==3.6.0\ntriton==3.9.1\n")
@@ -193,7 +194,7 @@ def test_an_environment_of_another_profile_or_lock_is_stale(venv: Path, fake_pip
 
 def test_a_changed_lock_is_detected(venv: Path, fake_pip: FakePip, tmp_path: Path) -> None:
     environment.ensure("cpu", with_tests=False, venv=venv)
-    (tmp_path / "cpu.txt").write_text(read_lock("cpu").path.read_text() + "one-more==1.0\n")
+    (tmp_path / "cpu.txt").write_text((REQUIREMENTS / "cpu.txt").read_text() + "one-more==1.0\n")
     assert stamp.state(venv, read_lock("cpu", tmp_path), None) == "stale"
 
 
@@ -298,4 +299,4 @@ def test_a_lock_accepts_only_exact_pins(line: str) -> None:
 def test_a_pin_is_parsed_with_its_marker() -> None:
     (pin,) = parse("Some_Thing==1.0+cpu ; sys_platform == 'linux'  # for torch\n# a comment\n")
     assert (pin.name, pin.version, pin.marker) == ("some-thing", "1.0+cpu", "sys_platform == 'linux'")
-    assert Lock("cpu", Path("x"), (pin,), "").version("some-thing") == "1.0"
+    assert Lock("cpu", (pin,), "").version("some-thing") == "1.0"

@@ -43,7 +43,7 @@ async def exported_metrics() -> dict[str, ExportedMetric]:
     await sampler.sample()
     _count_everything(metrics)
     found = {}
-    for family in text_string_to_metric_families(metrics.render().decode()):
+    for family in text_string_to_metric_families((await metrics.render()).decode()):
         if not family.name.endswith(CREATED):
             name = f"{family.name}_total" if family.type == "counter" else family.name
             labels = tuple(label for label in family.samples[0].labels if label != "le") if family.samples else ("(no series)",)

@@ -309,10 +309,7 @@ async def test_bodies_are_refused_exactly_beyond_the_described_limits(api: ApiAp
 async def test_chats_are_refused_exactly_beyond_the_described_limits(api: ApiApp) -> None:
     schemas = (await document_of(api))["components"]["schemas"]
     schema = schemas["ChatCompletionRequest"]
-    model = cast(
-        Any,
-        SimpleNamespace(max_model_len=1 << 31, info=SimpleNamespace(vocab_size=1 << 31), sampling_defaults={}),
-    )
+    info = cast(Any, SimpleNamespace(max_model_len=1 << 31, vocab_size=1 << 31))
     for trial in trials(schema, schemas):
         whole: Schema = {
             "model": "m",
@@ -330,7 +327,7 @@ async def test_chats_are_refused_exactly_beyond_the_described_limits(api: ApiApp
             check_supported(read)
             service_tier_of(read)
             check_messages(read.messages)
-            grammar_spec(sampling_params(read, model, prompt_tokens=1))
+            grammar_spec(sampling_params(read, info, {}, prompt_tokens=1))
         except BadRequest as error:
             param = error.param or "nothing"
         except GrammarError as error:  # raised by the engine's first check

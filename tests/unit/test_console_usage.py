@@ -6,6 +6,7 @@ import csv
 import html
 import io
 import re
+import threading
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 
@@ -185,6 +186,19 @@ async def test_a_csv_file_with_too_many_rows_is_refused(console: ConsoleApp, mon
 
     assert (refused.status_code, "more than 1 rows" in refused.text) == (400, True)
     assert len(list(csv.DictReader(io.StringIO(whole.text)))) == 1
+
+
+async def test_the_csv_file_is_made_outside_the_event_loop(console: ConsoleApp, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+
+    def make(*_given: object) -> str:
+        threads.append(threading.current_thread())
+        return ""
+
+    monkeypatch.setattr("appliance.console.usage._csv", make)
+    await (await console.alice()).get("/usage.csv")
+
+    assert [thread is threading.main_thread() for thread in threads] == [False]
 
 
 async def test_rows_by_key_show_name_prefix_and_tenant(console: ConsoleApp) -> None:

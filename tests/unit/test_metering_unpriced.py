@@ -47,7 +47,7 @@ async def test_a_request_without_a_price_is_counted_or_refused_without_a_reserva
         else:
             await text_of(await serving.start(cast.bob, "the answer"))
         counted = f'gatehouse_unpriced_requests_total{{model="{MODEL}"}} 1.0'
-        assert (counted in serving.metrics.render().decode()) is not refuse
+        assert (counted in (await serving.metrics.render()).decode()) is not refuse
 
 
 async def test_the_refusal_of_a_spent_budget_names_the_amounts(clock: FakeClock) -> None:

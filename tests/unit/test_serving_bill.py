@@ -173,4 +173,6 @@ async def test_a_settlement_that_the_ledger_refuses_is_counted_once_as_unrecorde
 
     assert [line["event"] for line in logs] == ["usage record was refused"]
     assert serving.ledger.unrecorded_usage_tokens == outcome.usage.total_tokens > 0
-    assert "gatehouse_unrecorded_usage_tokens_total 0.0" in serving.metrics.render().decode(), "the ledger has counted it"
+    assert "gatehouse_unrecorded_usage_tokens_total 0.0" in (await serving.metrics.render()).decode(), (
+        "the ledger has counted it"
+    )

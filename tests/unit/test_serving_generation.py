@@ -128,9 +128,9 @@ async def test_tokens_generated_past_a_stop_string_are_counted_as_discarded(
 
     assert outcome.finish_reason == "stop"
     assert discarded > 0
-    assert f'gatehouse_discarded_tokens_total{{model="tiny"}} {discarded}.0' in serving.metrics.render().decode()
+    assert f'gatehouse_discarded_tokens_total{{model="tiny"}} {discarded}.0' in (await serving.metrics.render()).decode()
     assert f'generation_tokens_total{{model="tiny",tenant="bob"}} {outcome.usage.completion_tokens}.0' in (
-        serving.metrics.render().decode()
+        (await serving.metrics.render()).decode()
     )
 
 
@@ -144,7 +144,7 @@ async def test_timings_are_observed_once_per_request(
     clock.advance(2.5)
     serving.engine.allow_steps(1000)
     await generation.outcome
-    shown, count = serving.metrics.render().decode(), len(serving.ids(TEXT))
+    shown, count = (await serving.metrics.render()).decode(), len(serving.ids(TEXT))
 
     assert f'gatehouse_prompt_tokens_total{{model="tiny",tenant="bob"}} {count}.0' in shown
     assert 'gatehouse_requests_total{model="tiny",reason="length"} 1.0' in shown
@@ -610,7 +610,7 @@ async def test_a_bug_in_the_settlement_is_reported_and_leaves_nothing_open(
     assert (event.status, event.finish_reason) == ("posted", reason)
     assert event.completion_tokens == generation.live.completion_tokens >= 1
     assert num_running(serving.admission, cast.bob.tenant.id) == 0
-    assert "gatehouse_unrecorded_usage_tokens_total 0.0" in serving.metrics.render().decode()
+    assert "gatehouse_unrecorded_usage_tokens_total 0.0" in (await serving.metrics.render()).decode()
 
 
 async def test_a_bug_in_the_gateway_aborts_the_request_and_bills_what_was_counted(
@@ -678,5 +678,5 @@ async def test_usage_that_even_the_last_attempt_cannot_record_is_counted_as_unre
     await generation.outcome
     assert await serving.generations.drain(5.0)
 
-    assert "gatehouse_unrecorded_usage_tokens_total 0.0" not in serving.metrics.render().decode()
+    assert "gatehouse_unrecorded_usage_tokens_total 0.0" not in (await serving.metrics.render()).decode()
     assert not serving.admission._loader._ended, "no read of the ledger waits for the record"

@@ -126,7 +126,7 @@ async def test_refusing_unpriced_models_does_not_affect_priced_ones(
         generation = await serving.start(cast.bob, TEXT)
         await generation.outcome
         event, count = await serving.event(generation), len(serving.ids(TEXT))
-        assert "gatehouse_unpriced_requests_total{" not in serving.metrics.render().decode()
+        assert "gatehouse_unpriced_requests_total{" not in (await serving.metrics.render()).decode()
     assert (event.price_id, event.cost_picos) == (price.id, count * 1 + count * 2)
 
 
@@ -178,7 +178,7 @@ async def test_refusals_of_a_limit_in_shadow_mode_are_counted(serving: Serving, 
         await text_of(await serving.start(dora, TEXT))
         running.end_early("disconnected")
         await running.outcome
-    assert '{reason="tenant_concurrency"} 2.0' in serving.metrics.render().decode()
+    assert '{reason="tenant_concurrency"} 2.0' in (await serving.metrics.render()).decode()
 
 
 async def test_the_expiry_of_a_key_ends_its_running_requests(serving: Serving, cast: Cast, clock: FakeClock) -> None:

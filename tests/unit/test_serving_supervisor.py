@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +19,7 @@ from appliance.base.errors import EngineUnavailable, ModelLoading
 from appliance.base.settings import ENGINE_SWITCHES
 from appliance.serving import supervisor
 from appliance.serving.supervisor import Supervisor, engine_environment
-from engine.protocol import GenerationRequest, SamplingParams
+from engine.protocol import EngineFrame, GenerationRequest, SamplingParams
 from engine.switches import SWITCHES
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import DIE, STALL
@@ -160,6 +163,56 @@ async def test_an_engine_that_never_becomes_ready_is_given_up() -> None:
         await watched.wait_for_state("failed")
 
         assert watched.restarts == supervisor.CRASHES_BEFORE_READY_MAX - 1
+
+
+async def test_an_engine_process_that_cannot_be_started_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = asyncio.create_subprocess_exec
+    failures = [OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))]
+
+    async def start_or_fail(*arguments: Any, **options: Any) -> asyncio.subprocess.Process:
+        if failures:
+            raise failures.pop()
+        return await start(*arguments, **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_or_fail)
+    async with supervised() as watched:
+        await watched.wait_for_state("restarting")
+        assert watched.error == f"the process could not be started: {os.strerror(errno.EAGAIN)}"
+        await watched.wait_for_state("ready")
+
+
+async def test_an_engine_is_restarted_after_a_bug_in_the_processing_of_its_frames() -> None:
+    bugs = [ZeroDivisionError("a bug")]
+
+    def on_frame(frame: EngineFrame) -> None:
+        if frame.status is not None and bugs:
+            raise bugs.pop()
+
+    watched = Supervisor(name="fake", command=command, clock=SystemClock(), on_frame=on_frame)
+    watched.start()
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            await watched.wait_for_state("restarting")
+            await watched.wait_for_state("ready")
+    finally:
+        await watched.stop()
+
+
+async def test_an_engine_is_restarted_though_a_child_keeps_its_output_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "EXIT_GRACE_S", 0.1)
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    leave_a_child = "import subprocess, sys; subprocess.Popen(['cat', sys.argv[1]])"
+    watched = Supervisor(name="fake", command=lambda _fd: [sys.executable, "-c", leave_a_child, str(fifo)], clock=SystemClock())
+    watched.start()
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            await watched.wait_for_state("restarting")
+    finally:
+        await watched.stop()
+        os.close(os.open(fifo, os.O_RDWR))  # ends the children
 
 
 def test_an_engine_inherits_no_gatehouse_settings(monkeypatch: pytest.MonkeyPatch) -> None:

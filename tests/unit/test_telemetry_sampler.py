@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 
 from appliance.api.admin.system_shapes import system_shape
 from appliance.telemetry import sampler as system_sampler
-from appliance.telemetry.gpu import NO_GPU, GpuProbe
+from appliance.telemetry.gpu import NO_GPU, GpuProbe, GpuReading
 from appliance.telemetry.host import HostProbe
 from appliance.telemetry.metrics import OTHER_TENANTS, Metrics
 from appliance.telemetry.readings import DatabaseReading
@@ -58,6 +60,21 @@ async def test_the_number_of_subscribers_is_limited_until_one_leaves(sampler: Sy
     second = sampler.subscribe(at_most=1)
     await anext(second)
     await second.aclose()
+
+
+async def test_a_gpu_that_does_not_answer_blocks_no_other_task(sampler: SystemSampler, monkeypatch: pytest.MonkeyPatch) -> None:
+    other_has_run = threading.Event()
+
+    def wait_for_the_other() -> list[GpuReading]:
+        assert other_has_run.wait(10)
+        return []
+
+    monkeypatch.setattr(sampler, "_gpus", wait_for_the_other)
+    sampling = asyncio.create_task(sampler.sample())
+    await asyncio.sleep(0)
+    other_has_run.set()
+
+    assert (await sampling).gpus == []
 
 
 async def test_history_is_bounded(sampler: SystemSampler) -> None:
@@ -124,24 +141,38 @@ def test_values_that_a_gpu_does_not_report_are_none(monkeypatch: pytest.MonkeyPa
     assert (reading.name, reading.power_w, reading.utilization, reading.temperature_c) == ("Card", 250.0, None, None)
 
 
-def test_the_number_of_tenant_labels_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_number_of_tenant_labels_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("appliance.telemetry.metrics.TENANTS_MAX", 2)
     metrics = Metrics()
     for number in range(4):
         metrics.settled(model="m", tenant=f"t{number}", reason="stop", prompt_tokens=1, cached_tokens=0, completion_tokens=1)
-    text = metrics.render().decode()
+    text = (await metrics.render()).decode()
 
     assert f'gatehouse_prompt_tokens_total{{model="m",tenant="{OTHER_TENANTS}"}} 2.0' in text
     assert 'tenant="t3"' not in text
 
 
-def test_each_scrape_says_whether_the_ledger_can_record_usage() -> None:
+async def test_each_scrape_says_whether_the_ledger_can_record_usage() -> None:
     states = iter([True, False])
     metrics = Metrics()
     metrics.watch_ledger(lambda: next(states))
 
-    assert "gatehouse_ledger_up 1.0\n" in metrics.render().decode()
-    assert "gatehouse_ledger_up 0.0\n" in metrics.render().decode()
+    assert "gatehouse_ledger_up 1.0\n" in (await metrics.render()).decode()
+    assert "gatehouse_ledger_up 0.0\n" in (await metrics.render()).decode()
+
+
+async def test_metrics_are_rendered_outside_the_event_loop() -> None:
+    threads: list[threading.Thread] = []
+
+    def is_healthy() -> bool:
+        threads.append(threading.current_thread())
+        return True
+
+    metrics = Metrics()
+    metrics.watch_ledger(is_healthy)
+    await metrics.render()
+
+    assert [thread is threading.main_thread() for thread in threads] == [False]
 
 
 async def test_engine_usage_by_tenant_is_exported_with_bounded_labels(
@@ -153,7 +184,7 @@ async def test_engine_usage_by_tenant_is_exported_with_bounded_labels(
     sampler, metrics = side.sampler(3600.0), Metrics()
     metrics.attach(lambda: sampler.latest)
     await sampler.sample()
-    text = metrics.render().decode()
+    text = (await metrics.render()).decode()
 
     assert 'gatehouse_tenant_kv_blocks{model="demo",tenant="bob"} 40.0' in text
     assert 'gatehouse_tenant_requests_running{model="demo",tenant="bob"} 3.0' in text
@@ -170,7 +201,7 @@ async def test_host_memory_blocks_speculation_and_slow_path_steps_are_exported(c
     sampler, metrics = EngineSide(clock, status=status).sampler(3600.0), Metrics()
     metrics.attach(lambda: sampler.latest)
     await sampler.sample()
-    text = metrics.render().decode()
+    text = (await metrics.render()).decode()
 
     for line in (
         'gatehouse_host_kv_blocks{model="demo"} 100.0',

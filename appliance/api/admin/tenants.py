@@ -212,8 +212,7 @@ async def retrieve_key(request: AdminRequest, key_id: FromPath[str]) -> KeyShape
 async def rotate_key(request: AdminRequest, key_id: FromPath[str]) -> NewKeyShape:
     """Replace a key with one that has the same rights and a new secret. The old secret works until the grace period ends."""
     access = await authenticate_administrator(request, Action.KEYS)
-    content = await request.body()
-    body = decode_body(content, RotationBody) if content else RotationBody()
+    body = decode_body(await request.body() or b"{}", RotationBody)
     key, secret = await services_of(request).keys.rotate(key_id, grace_s=body.grace_s, access=access)
     return new_key_shape(key, secret)
 

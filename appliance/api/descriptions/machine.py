@@ -42,7 +42,7 @@ FIELDS = {
     ),
     "switched_off": "The names of the settings that switch a part of the engine off.",
     "Engine.tenants": "The tenants with live requests, those that hold the most KV blocks first.",
-    "Engine.tokens_per_second": "Output tokens generated in the last second.",
+    "Engine.tokens_per_second": "Output tokens generated per second, over the last two seconds.",
     "step_ms": "How long the last step took, in milliseconds.",
     "ttft_p50_s": "Median time to first token of the last 256 requests, in seconds; null before the first.",
     "ttft_p95_s": "95th percentile of the time to first token of the last 256 requests, in seconds; null before the first.",
