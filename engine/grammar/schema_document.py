@@ -6,6 +6,7 @@ Drafts 4, 6, 7, 2019-09 and 2020-12; a schema that names none is read as 2020-12
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
@@ -135,10 +136,11 @@ def _resolve_uri(base: str, reference: str) -> str:
 
 
 def _draft(root: Any) -> int:
-    uri = root.get("$schema") if isinstance(root, dict) else None
-    if uri is None:
+    if not isinstance(root, dict) or "$schema" not in root:
         return 2020
+    uri = root["$schema"]
     match = _SCHEMA_URI.fullmatch(uri) if isinstance(uri, str) else None
     if match is None:
-        raise refusal("#/$schema", f"the dialect {str(uri)[:80]!r}; drafts 4, 6, 7, 2019-09 and 2020-12 are known")
+        dialect = json.dumps(uri, default=str)[:80]
+        raise refusal("#/$schema", f"the dialect {dialect}; drafts 4, 6, 7, 2019-09 and 2020-12 are known")
     return _DRAFTS[match.group(1)]

@@ -100,16 +100,16 @@ class KeywordReader:
         yield self.constraint("properties", "members", Members(self.named_subschemas("properties"), patterned, node))
 
     def _items(self) -> Iterator[Constraint]:
-        first, others = self.schema.get("prefixItems"), self.schema.get("items")
-        keyword = "items"
-        if isinstance(others, list):
-            first, others, keyword = others, self.schema.get("additionalItems"), "additionalItems"
-        elif first is not None and self.document.draft < 2020:
-            first = None
-        if first is not None and not isinstance(first, list):
-            raise self.refusal("prefixItems", "prefixItems must be an array of schemas")
-        nodes = tuple(self.subschema(f"prefixItems/{i}", value) for i, value in enumerate(first or []))
-        rest = None if others is None or others is True else self.subschema(keyword, others)
+        positional, keyword = "prefixItems", "items"
+        if isinstance(self.schema.get("items"), list):
+            positional, keyword = "items", "additionalItems"
+        is_known = positional == "items" or self.document.draft >= 2020
+        first = self.schema.get(positional, []) if is_known else []
+        if not isinstance(first, list):
+            raise self.refusal(positional, f"{positional} must be an array of schemas")
+        nodes = tuple(self.subschema(f"{positional}/{i}", value) for i, value in enumerate(first))
+        others = self.schema.get(keyword, True)
+        rest = None if others is True else self.subschema(keyword, others)
         if nodes or rest is not None:
             yield self.constraint(keyword, "items", Items(nodes, rest))
 

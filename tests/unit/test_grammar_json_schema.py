@@ -334,6 +334,12 @@ INCLUDED = {"$ref": "#/$defs/a", "unevaluatedProperties": False}
         ({"uniqueItems": 1}, "uniqueItems must be a boolean"),
         ({"contains": TEXT, "minContains": -1}, "minContains must be a whole number"),
         ({"contains": TEXT, "maxContains": "2"}, "maxContains must be a whole number"),
+        ({"items": None}, "#/items: a schema must be an object or a boolean, not null"),
+        ({"$schema": DRAFT_7, "items": [TEXT], "additionalItems": None}, "#/additionalItems: a schema must be"),
+        ({"items": [TEXT, None]}, "#/items/1: a schema must be an object or a boolean, not null"),
+        ({"prefixItems": None}, "#/prefixItems: prefixItems must be an array of schemas"),
+        ({"prefixItems": [TEXT, 5]}, "#/prefixItems/1: a schema must be an object or a boolean, not a number"),
+        ({"$schema": None}, "the dialect null"),
     ],
     ids=lambda value: str(value)[:50],
 )
