@@ -6,7 +6,7 @@ A keyword that no draft defines is an annotation, as the standard says, and so i
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -33,10 +33,38 @@ class Keywords:
         self._constraints: dict[Node, tuple[Constraint, ...]] = {}
 
     def of(self, node: Node) -> tuple[Constraint, ...]:
-        """The constraints of a schema: all must hold. Raises `GrammarError` naming a keyword that cannot be enforced."""
+        """The constraints of a schema: all must hold. Raises `GrammarError` naming a keyword that cannot be enforced, and for a
+        schema that leads back to itself for the same value."""
         if node not in self._constraints:
-            self._constraints[node] = tuple(KeywordReader(self.document, node).read())
+            self._read_all(node)
         return self._constraints[node]
+
+    def _read_all(self, node: Node) -> None:
+        """Read a schema and those that it applies to the same value, without recursion: references may form a long chain."""
+        inside = {node: self._read(node)}  # each is applied by the one before
+        while inside:
+            inner = next(next(reversed(inside.values())), None)
+            if inner is None:
+                inside.popitem()
+            elif inner in inside:
+                raise refusal(inner.path, "it applies to the same value again, without end")
+            elif inner not in self._constraints:
+                inside[inner] = self._read(inner)
+
+    def _read(self, node: Node) -> Iterator[Node]:
+        """Read one schema; the schemas that it applies to the same value."""
+        self._constraints[node] = tuple(KeywordReader(self.document, node).read())
+        return (inner for constraint in self._constraints[node] for inner in _applied_to_same_value(constraint))
+
+
+def _applied_to_same_value(constraint: Constraint) -> Iterable[Node]:
+    kind, value = constraint.kind, constraint.value
+    if kind in ("all", "any", "one", "if"):
+        nodes: Iterable[Node] = value
+        return nodes
+    if kind in ("not", "dependent"):
+        return (value,) if kind == "not" else value[1:]
+    return ()
 
 
 class KeywordReader:

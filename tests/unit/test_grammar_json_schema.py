@@ -197,7 +197,6 @@ CASES: list[tuple[str, Any, list[Any], list[Any]]] = [
      {"if": {"properties": {"k": {"const": 1}}, "required": ["k"]}, "then": {"required": ["v"]}, "else": {"maxProperties": 1}},
      [{"k": 1, "v": 0}, {"k": 2}, {}], [{"k": 1}, {"k": 2, "v": 0}]),
     ("$ref", {"$ref": "#/$defs/n", "maximum": 9, "$defs": {"n": {"minimum": 3}}}, [3, 9], [2, 10]),
-    ("$ref to itself", {"$ref": "#", "type": "integer"}, [1], ["a"]),
     ("$ref alone in draft 7",
      {"$schema": DRAFT_7, "$ref": "#/definitions/n", "maximum": 9, "definitions": {"n": {"minimum": 3}}},
      [3, 10], [2]),
@@ -224,8 +223,8 @@ def test_a_keyword_accepts_valid_values_and_rejects_invalid_ones(schema: Any, va
     assert [value for value in invalid if schema_accepts(schema, value)] == []
 
 
-# an exponent in the values, and schemas that apply to themselves or whose other keywords are ignored
-UNLISTED = ("number", "recursion", "$ref to itself", "$ref alone in draft 7")
+# an exponent in the values, and schemas that refer to themselves or whose other keywords are ignored
+UNLISTED = ("number", "recursion", "$ref alone in draft 7")
 LISTED = [
     ({**schema, "enum": [*valid, *invalid]}, valid, invalid)
     for name, schema, valid, invalid in CASES
@@ -368,6 +367,42 @@ def test_an_invalid_schema_is_refused_with_the_place(schema: Any, message: str) 
 def test_an_unsatisfiable_schema_or_unknown_dialect_is_refused(schema: Any, message: str) -> None:
     with pytest.raises(GrammarError, match=message):
         compiled("json", json.dumps(schema))
+
+
+ITSELF = {"$ref": "#"}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        ITSELF | {"enum": [1]},
+        {"allOf": [WHOLE, ITSELF]},
+        {"anyOf": [WHOLE, ITSELF]},
+        {"oneOf": [WHOLE, ITSELF]},
+        {"not": ITSELF},
+        {"if": ITSELF, "then": WHOLE},
+        {"if": WHOLE, "else": ITSELF},
+        {"dependentSchemas": {"a": ITSELF}},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"anyOf": [WHOLE, {"$ref": "#/$defs/a"}]}}},
+        {"items": {"$ref": "#/$defs/a"}, "$defs": {"a": {"$ref": "#/$defs/a"}}},
+    ],
+    ids=str,
+)
+def test_a_schema_that_leads_back_to_itself_for_the_same_value_is_refused(schema: Any) -> None:
+    with pytest.raises(GrammarError, match=r"at #(/\$defs/a)?: it applies to the same value again, without end"):
+        compiled("json", json.dumps(schema))
+
+
+def test_a_schema_may_apply_to_a_value_in_several_ways() -> None:
+    definitions = {"a": WHOLE, "b": {"$ref": "#/$defs/c"}, "c": {"allOf": [{"$ref": "#/$defs/a"}, {"minimum": 5}]}}
+    schema = {"allOf": [{"$ref": "#/$defs/a"}, {"not": {"$ref": "#/$defs/b"}}], "$defs": definitions}
+    assert schema_accepts(schema, 4)
+    assert not schema_accepts(schema, 5)
+
+
+def test_a_long_chain_of_references_is_followed() -> None:
+    links = {f"a{index}": {"$ref": f"#/$defs/a{index + 1}"} for index in range(3000)}
+    assert schema_accepts({"$ref": "#/$defs/a0", "$defs": {**links, "a3000": WHOLE}}, 1)
 
 
 def test_an_error_names_the_place_in_the_schema() -> None:
