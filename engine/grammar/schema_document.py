@@ -52,16 +52,14 @@ class Document:
         self._kept_alive.append(value)
         return self.node(value, origin.base, origin.path)
 
-    def const_node(self, value: Any, path: str) -> Node:
+    def const_node(self, value: dict[str, Any] | list[Any], path: str) -> Node:
         """A node that only the given value satisfies; each member has a constraint of its own."""
-        if isinstance(value, dict) and value:
+        if isinstance(value, dict):
             members = {name: {"enum": [inner]} for name, inner in value.items()}
             schema = {"type": "object", "properties": members, "required": list(value), "additionalProperties": False}
-        elif isinstance(value, list) and value:
+        else:
             count = len(value)
             schema = {"type": "array", "items": [{"enum": [v]} for v in value], "minItems": count, "maxItems": count}
-        else:
-            schema = {"enum": [value]}
         self._kept_alive.append(schema)
         return self.node(schema, "", path)
 
