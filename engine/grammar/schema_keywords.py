@@ -127,14 +127,19 @@ class KeywordReader:
         patterned = tuple(self.named_subschemas("patternProperties").items())
         yield self.constraint("properties", "members", Members(self.named_subschemas("properties"), patterned, node))
 
-    def _items(self) -> Iterator[Constraint]:
-        positional, keyword = "prefixItems", "items"
+    def _positional(self) -> tuple[str, list[Any], str]:
+        """The keyword of the items by position, their schemas, and the keyword of all later items."""
+        keyword, others = "prefixItems", "items"
         if isinstance(self.schema.get("items"), list):
-            positional, keyword = "items", "additionalItems"
-        is_known = positional == "items" or self.document.draft >= 2020
-        first = self.schema.get(positional, []) if is_known else []
-        if not isinstance(first, list):
-            raise self.refusal(positional, f"{positional} must be an array of schemas")
+            keyword, others = "items", "additionalItems"
+        is_known = keyword == "items" or self.document.draft >= 2020
+        values = self.schema.get(keyword, []) if is_known else []
+        if not isinstance(values, list):
+            raise self.refusal(keyword, f"{keyword} must be an array of schemas")
+        return keyword, values, others
+
+    def _items(self) -> Iterator[Constraint]:
+        positional, first, keyword = self._positional()
         nodes = tuple(self.subschema(f"{positional}/{i}", value) for i, value in enumerate(first))
         others = self.schema.get(keyword, True)
         rest = None if others is True else self.subschema(keyword, others)
@@ -163,17 +168,15 @@ class KeywordReader:
             return Evaluated(set(), set(), 0)
         visited.add(node.index)
         schema, inner_reader = node.value, KeywordReader(self.document, node)
-        covers_all = ("additionalProperties",) if keyword == "unevaluatedProperties" else ("items", "additionalItems")
-        if any(word in schema and not isinstance(schema[word], list) for word in covers_all):
-            return None
-        if node is not self.node and keyword in schema:
+        _, first, other_items = inner_reader._positional()
+        others = "additionalProperties" if keyword == "unevaluatedProperties" else other_items
+        if others in schema or (node is not self.node and keyword in schema):
             return None
         conditional = [w for w in ("anyOf", "oneOf", "if", "dependentSchemas", "not") if w in schema]
         if conditional or (keyword == "unevaluatedItems" and "contains" in schema):
             raise self.refusal(keyword, f"{keyword} beside {(conditional or ['contains'])[0]}")
         names, patterns = set(inner_reader.mapping("properties")), set(inner_reader.mapping("patternProperties"))
-        positional = schema.get("prefixItems", schema.get("items", []))
-        count = len(positional) if isinstance(positional, list) else 0
+        count = len(first)
         included = [self.document.resolve(schema["$ref"], node)] if "$ref" in schema else []
         included += inner_reader.subschemas("allOf", schema["allOf"]) if "allOf" in schema else []
         for inner in included:
