@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from engine.grammar import formats
 from engine.grammar.schema_document import Document
 from engine.grammar.schema_nodes import TYPES, Constraint, Contains, Items, Members, Node, refusal
 from engine.grammar.spec import GrammarError
@@ -285,13 +286,12 @@ def _count(kind: str) -> _Read:
     return read
 
 
-def _text(kind: str) -> _Read:
-    def read(reader: KeywordReader, keyword: str, value: Any) -> Iterator[Constraint]:
-        if not isinstance(value, str):
-            raise reader.refusal(keyword, f"{keyword} must be a string")
-        yield reader.constraint(keyword, kind, value)
-
-    return read
+def _text(reader: KeywordReader, keyword: str, value: Any) -> Iterator[Constraint]:
+    if not isinstance(value, str):
+        raise reader.refusal(keyword, f"{keyword} must be a string")
+    if keyword == "format" and value in formats.REFUSED:
+        raise reader.refusal(keyword, f"the format {value}")
+    yield reader.constraint(keyword, keyword, value)
 
 
 def _string_array(reader: KeywordReader, keyword: str, value: Any) -> tuple[str, ...]:
@@ -355,8 +355,8 @@ _READERS: dict[str, _Read] = {
     "multipleOf": _multiple,
     "minLength": _count("min_length"),
     "maxLength": _count("max_length"),
-    "pattern": _text("pattern"),
-    "format": _text("format"),
+    "pattern": _text,
+    "format": _text,
     "required": _required,
     "minProperties": _count("min_members"),
     "maxProperties": _count("max_members"),
