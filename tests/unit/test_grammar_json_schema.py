@@ -50,6 +50,12 @@ CASES: list[tuple[str, Any, list[Any], list[Any]]] = [
      {"maxProperties": 1, "not": {"additionalProperties": WHOLE}},
      [{"a": "x"}], [{}, {"a": 1}, {"a": "x", "b": 1}]),
     ("minProperties", {"minProperties": 1, "type": "object"}, [{"a": 1}], [{}]),
+    ("minProperties of listed names",
+     {"properties": {"a": WHOLE, "b": WHOLE, "c": TEXT}, "additionalProperties": False, "minProperties": 2, "type": "object"},
+     [{"a": 1, "c": "x"}, {"a": 1, "b": 2, "c": ""}], [{}, {"a": 1}]),
+    ("minProperties of required names",
+     {"required": ["a", "b"], "minProperties": 2, "type": "object"},
+     [{"a": 1, "b": 2}, {"b": 1, "c": 0, "a": 2}], [{"a": 1}, {"a": 1, "c": 2}]),
     ("maxProperties", {"maxProperties": 1}, [{}, {"a": 1}], [{"a": 1, "b": 2}]),
     ("dependentRequired", {"dependentRequired": {"a": ["b"]}}, [{"b": 1}, {"a": 1, "b": 2}, {}], [{"a": 1}]),
     ("dependentSchemas", {"dependentSchemas": {"a": {"required": ["b"]}}}, [{"b": 1}, {"a": 1, "b": 2}, 3], [{"a": 1}]),
@@ -289,6 +295,8 @@ def test_a_format_accepts_valid_texts_and_rejects_invalid_ones(name: str) -> Non
 
 REFUSED = {
     "uniqueItems": {"items": TEXT, "uniqueItems": True},
+    "uniqueItems over items": {"prefixItems": [{"const": 1}], "items": {"const": 2}, "uniqueItems": True},
+    "the negation of uniqueItems over": {"items": {"enum": [1, 2]}, "uniqueItems": True, "not": {"uniqueItems": True}},
     "the negation of an array with items of several kinds": {"type": "array", "not": {"prefixItems": [TEXT], "items": WHOLE}},
     "the negation of uniqueItems": {"type": "array", "not": {"uniqueItems": True}},
     "minProperties above 1": {"minProperties": 2},
