@@ -100,6 +100,11 @@ CASES: list[tuple[str, Any, list[Any], list[Any]]] = [
     ("any order within a limit",
      {"required": ["a", "b"], "maxProperties": 3},
      [{"b": 1, "a": 2}, {"a": 1, "c": 1, "b": 1}], [{"a": 1}, {"a": 1, "c": 2}, {"a": 1, "b": 1, "c": 1, "d": 1}]),
+    ("any order of required and other names within a limit",
+     {"allOf": [{"properties": {"a": WHOLE}}, {"properties": {"b": WHOLE}, "required": ["b"]}], "maxProperties": 2,
+      "type": "object"},
+     [{"b": 1}, {"b": 1, "a": 2}, {"a": 2, "b": 1}, {"c": "x", "b": 1}],
+     [{}, {"a": 1}, {"a": 1, "c": 1}, {"a": 1, "b": 1, "c": 1}, {"b": "x"}]),
     ("two rules that are broken",
      {"prefixItems": [{"not": {"patternProperties": {"^a": rule}}, "$ref": "#/$defs/ab"} for rule in (TEXT, WHOLE)],
       "$defs": {"ab": {"type": "object", "properties": {"ab": True}, "additionalProperties": False}}, "minItems": 2},
@@ -416,6 +421,11 @@ def test_a_long_chain_of_references_is_followed() -> None:
 def test_an_error_names_the_place_in_the_schema() -> None:
     with pytest.raises(GrammarError, match="#/properties/a/items/pattern"):
         compiled("json", json.dumps({"properties": {"a": {"items": {"pattern": "(?<!x)"}}}}))
+
+
+def test_a_limit_that_cannot_be_enforced_is_refused_at_its_own_place() -> None:
+    with pytest.raises(GrammarError, match="at #/minProperties: minProperties above 1 where names are open"):
+        compiled("json", json.dumps({"properties": {"a": WHOLE}, "minProperties": 2, "type": "object"}))
 
 
 def test_unused_definitions_are_not_checked() -> None:
