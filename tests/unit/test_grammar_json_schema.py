@@ -366,6 +366,14 @@ def test_an_invalid_schema_is_refused_with_the_place(schema: Any, message: str) 
         ({"$schema": "http://json-schema.org/draft-03/schema#"}, "dialect"),
         ({"type": "string", "enum": [1]}, "cannot be satisfied"),
         ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "cannot be satisfied"),
+        (
+            {
+                "allOf": [{"properties": {"a": {"$ref": "#"}}}, {"properties": {"b": WHOLE}}],
+                "required": ["a"],
+                "type": "object",
+            },
+            "cannot be satisfied",
+        ),
         ({"type": "string", "pattern": "^a", "allOf": [{"pattern": "^b"}]}, "cannot be satisfied"),
         ({"type": "integer", "minimum": 3, "maximum": 2}, "cannot be satisfied"),
         ({"type": "number", "minimum": 2, "exclusiveMaximum": 2}, "cannot be satisfied"),
