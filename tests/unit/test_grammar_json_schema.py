@@ -401,6 +401,7 @@ ITSELF = {"$ref": "#"}
         {"anyOf": [WHOLE, ITSELF]},
         {"oneOf": [WHOLE, ITSELF]},
         {"not": ITSELF},
+        ITSELF | {"unevaluatedProperties": False},
         {"if": ITSELF, "then": WHOLE},
         {"if": WHOLE, "else": ITSELF},
         {"dependentSchemas": {"a": ITSELF}},

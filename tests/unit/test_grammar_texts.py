@@ -73,6 +73,28 @@ def test_gbnf_alternatives_are_not_committed_to() -> None:
     assert accepts(grammar, "abccdaaa")
 
 
+GBNF_TEXTS = [
+    (r'root ::= "\x41B\u00e9\U0001F600x"', ["ABé😀x"], ["A"]),
+    (r'root ::= "\n\t\r\"\\\[\]\-\^\/"', ['\n\t\r"\\[]-^/'], ["nt"]),
+    ('root ::= . "a"', ["\na", "éa"], ["a", "aba"]),
+    (r"root ::= [^a-c\]-]", ["d", "x", "\n"], ["a", "b", "c", "]", "-"]),
+    ("root ::= [a-]+", ["a-", "-"], ["b"]),
+    ('root ::= "a" |\n  "b" |\r\n\t"c"', ["a", "b", "c"], ["ab"]),
+    ('root ::=\n  "a"\n', ["a"], [""]),
+    ('root ::= ("a" | ) "b"', ["ab", "b"], ["a"]),
+    ('# two rules\nroot ::= x-1_y # the other\nx-1_y ::= "a"', ["a"], ["b"]),
+    ('root ::= ( # a group\n "a" # in it\n )? "b"', ["ab", "b"], ["a"]),
+    ('root ::= "a"{2}{,2}"b"{ 1 , 2 }"c"{2,}', ["aabcc", "aaaabbccc", "bcc"], ["abcc", "aaaaaabcc", "aabbbcc", "aabc"]),
+]
+
+
+@pytest.mark.parametrize(("text", "valid", "invalid"), GBNF_TEXTS, ids=[text for text, _, _ in GBNF_TEXTS])
+def test_gbnf_notation_is_read_as_llama_cpp_reads_it(text: str, valid: list[str], invalid: list[str]) -> None:
+    grammar = compiled("grammar", text)
+    assert [text for text in valid if not accepts(grammar, text)] == []
+    assert [text for text in invalid if accepts(grammar, text)] == []
+
+
 @pytest.mark.parametrize("bounds", ["{0}", "{0,0}", "{,0}"])
 def test_a_gbnf_repetition_of_zero_matches_nothing(bounds: str) -> None:
     grammar = compiled("grammar", f'root ::= "a" "b"{bounds}')
@@ -127,6 +149,17 @@ REFUSED: list[tuple[Kind, str, str]] = [
     ("grammar", f'root ::= "a"{{{"0" * 9_000}}}', "malformed repetition"),
     *(("grammar", f'root ::= "\\{digits}"', "the escape") for digits in ("x+1", "x 4", "x4", "u00_4", "x０4", "U00110000")),
     ("regex", r"\x０4", "malformed hexadecimal"),
+    ("grammar", 'root ::= "a\n"', r"an unclosed string or class \(line 1\)"),
+    ("grammar", "root ::= [a", "an unclosed string or class"),
+    ("grammar", r'root ::= "\q"', r"the unknown escape \\q \(line 1\)"),
+    ("grammar", 'root ::= "\\', "the unknown escape"),
+    ("grammar", "root ::= [z-a]", "a range of characters that runs backwards"),
+    ("grammar", 'root ::= "a"\nother "b"', r"the rule other without ::= \(line 2\)"),
+    ("grammar", 'root ::= "a"\nroot ::= "b"', r"the rule root is defined twice \(line 2\)"),
+    ("grammar", 'root ::= ("a"\n', "an unclosed \\("),
+    ("grammar", 'root ::= "a")', r"'\)' is out of place"),
+    ("grammar", "root ::= *", "where a name should be"),
+    *(("grammar", f'root ::= "a"{bounds}', "malformed repetition") for bounds in ("{,}", "{}", "{a}", "{1", "{-1}")),
     ("grammar", 'root ::= "a"{3,2}', r"run backwards \(line 1\)"),
     ("grammar", "start: <|special|>", "special tokens"),
     ("grammar", "start: %json {}", "%json"),
