@@ -179,6 +179,7 @@ CASES: list[tuple[str, Any, list[Any], list[Any]]] = [
     ("multipleOf", {"type": "integer", "multipleOf": 7}, [0, 14, -21, 700], [1, 15, 8]),
     ("decimal multipleOf", {"multipleOf": 0.25}, [0.5, 1, -2.75], [0.3, 1.125]),
     ("minLength", {"minLength": 2, "maxLength": 3}, ["ab", "é😀", "abc"], ["a", "abcd", "😀"]),
+    ("one length", {"minLength": 2, "maxLength": 2, "type": "string"}, ["ab", "é😀"], ["a", "abc"]),
     ("not a pattern that dialects read differently", {"type": "string", "not": {"pattern": "^\\d$"}}, ["a"], ["1", "٣"]),
     ("not a text", {"type": "string", "not": {"enum": ["a", "bc"]}}, ["", "b", "ab"], ["a", "bc", 1]),
     ("pattern", {"pattern": "^[a-c]+-\\d{2}$"}, ["a-12", "cab-00", 7], ["a-1", "d-12", "a-123"]),
@@ -304,8 +305,10 @@ REFUSED = {
     "the negation of uniqueItems over": {"items": {"enum": [1, 2]}, "uniqueItems": True, "not": {"uniqueItems": True}},
     "the negation of an array with items of several kinds": {"type": "array", "not": {"prefixItems": [TEXT], "items": WHOLE}},
     "the negation of uniqueItems": {"type": "array", "not": {"uniqueItems": True}},
+    "that are not a list of": {"items": {"enum": [1, 2]}, "contains": {"const": 1}, "uniqueItems": True},
     "minProperties above 1": {"minProperties": 2},
     "the negation of a rule for open names": {"type": "object", "not": {"additionalProperties": WHOLE}},
+    "a name may repeat": {"type": "object", "maxProperties": 2, "not": {"additionalProperties": WHOLE}},
     "another document": {"$ref": "https://example.com/other.json"},
     "nowhere": {"$ref": "#/definitions/missing"},
     "lookbehind": {"pattern": "(?<=a)b"},
@@ -493,11 +496,33 @@ def test_properties_come_in_the_order_of_the_schema() -> None:
     assert not schema_accepts(schema, {"a": 2, "b": 1})
 
 
-@pytest.mark.parametrize("limits", [{"properties": {"a": WHOLE}}, {"required": ["a"]}, {"required": ["a"], "maxProperties": 3}])
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"properties": {"a": WHOLE}},
+        {"required": ["a"]},
+        {"required": ["a"], "maxProperties": 3},
+        {"propertyNames": {"enum": ["a", "b"]}},
+    ],
+)
 def test_a_property_may_occur_only_once(limits: dict[str, Any]) -> None:
     grammar = compiled("json", json.dumps(limits))
     assert accepts(grammar, '{"a":1,"b":2}')
     assert not accepts(grammar, '{"a":1,"a":2}')
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {"type": "string", "pattern": "^a", "not": {"minLength": 1}}}, "additionalProperties": False},
+        {"patternProperties": {"^(?!a).$": WHOLE}, "additionalProperties": False, "propertyNames": {"pattern": "^a"}},
+        {"properties": {"a": False}, "patternProperties": {"^a$": WHOLE}, "additionalProperties": False},
+    ],
+    ids=str,
+)
+def test_a_property_that_cannot_be_completed_does_not_begin(schema: dict[str, Any]) -> None:
+    matcher = compiled("json", json.dumps({"anyOf": [schema, WHOLE], "type": ["object", "integer"]})).matcher()
+    assert matcher.try_consume_tokens([byte + 1 for byte in b'{"']) < 2
 
 
 def test_an_error_refers_to_the_schema_as_the_schema() -> None:

@@ -152,6 +152,7 @@ REFUSED: list[tuple[Kind, str, str]] = [
     ("regex", "a{,3}", "two ways"),
     ("regex", "(a|b){1000000000}", "repetition of more than"),
     ("regex", "a{1,99999999999999999999}", "repetition of more than"),
+    ("regex", f"a{{{'9' * 5000}}}", "repetition of more than"),
     ("regex", "[z-a]", "backwards"),
     ("regex", r"\q", "unknown escape"),
     ("regex", "[]", "empty class"),
