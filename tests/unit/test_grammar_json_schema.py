@@ -450,6 +450,27 @@ def test_an_escaped_property_name_is_the_same_name() -> None:
     assert not accepts(grammar, '{"\\u00E9":"x"}')
 
 
+RANGES = [(0x7F, 0xFFF), (0x1234, 0x2345), (0xABC, 0xABD), (0xFFF0, 0x1000F), (0x1F600, 0x1F64F), (0x103FE, 0x10401)]
+
+
+@pytest.mark.parametrize(("low", "high"), [*RANGES, (0x10123, 0x20FED), (0x10000, 0x10FFFF)], ids=hex)
+def test_a_class_accepts_every_spelling_of_its_characters_and_of_no_others(low: int, high: int) -> None:
+    grammar = compiled("json", json.dumps({"type": "string", "pattern": f"^[\\u{{{low:x}}}-\\u{{{high:x}}}]$"}))
+    points = {
+        *range(low - 2, low + 3),
+        *range(high - 2, high + 3),
+        *range(low, high, (high - low) // 40 + 1),
+        *range(1, 0x11FFFF, 0x3FFF),
+    }
+    for point in sorted(points):
+        if point > 0x10FFFF or 0xD800 <= point <= 0xDFFF:
+            continue
+        escaped = json.dumps(chr(point)) if point > 0x7F else f'"\\u{point:04x}"'
+        upper = escaped.upper().replace("\\U", "\\u")
+        spellings = [escaped, upper] + ([json.dumps(chr(point), ensure_ascii=False)] if point > 0x7F else [])
+        assert [accepts(grammar, text) for text in spellings] == [low <= point <= high] * len(spellings), hex(point)
+
+
 def test_a_lone_surrogate_is_rejected() -> None:
     grammar = compiled("json", json.dumps(TEXT))
     assert accepts(grammar, '"\\ud83d\\ude00"')
