@@ -109,7 +109,7 @@ REFUSED = frozenset({"regex", "idn-hostname", "idn-email"})
 
 @functools.cache
 def format_language(name: str) -> Regex | None:
-    """The texts that a format allows; None when the name is an annotation. Must not be called for formats in `REFUSED`."""
+    """The texts that a format allows; None when the name is an annotation. Schemas with one of `REFUSED` do not get here."""
     pattern = _PATTERNS.get(name)
     if pattern is None:
         return None

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
-
 from engine.grammar.gbnf import GbnfError, gbnf_to_lark
 from engine.grammar.json_grammar import JsonGrammar
+from engine.grammar.matcher import has_no_text
 from engine.grammar.patterns import PatternError, full_language
 from engine.grammar.regex import Regex, alt, literal
 from engine.grammar.schema_cases import conjunction
@@ -76,28 +74,6 @@ def language_to_lark(language: Regex) -> str:
     return "\n".join([f"start: {name}", *terminals.lines()]) + "\n"
 
 
-class _Bytes:
-    """A vocabulary of single bytes, for testing languages."""
-
-    eos_token_id = 0
-    bos_token_id = None
-    special_token_ids = (0,)
-    tokens = (b"", *(bytes([byte]) for byte in range(256)))
-
-    def __call__(self, text: bytes | str) -> list[int]:
-        return [byte + 1 for byte in (text if isinstance(text, bytes) else text.encode())]
-
-
-NO_TEXT = "NoExtensionBias"  # the library's name for this case
-
-
-@functools.cache
-def _byte_trie() -> LLTokenizer:
-    return LLTokenizer(TokenizerWrapper(_Bytes()), slices=[])
-
-
 def matches_nothing(language: Regex) -> bool:
-    """Whether a language contains no text: the library finds neither a first byte nor the end."""
-    matcher = LLMatcher(_byte_trie(), language_to_lark(language), log_level=0)
-    matcher.compute_bitmask()
-    return bool(matcher.is_error() and matcher.get_error().startswith(NO_TEXT))
+    """Whether a language contains no text."""
+    return has_no_text(language_to_lark(language))

@@ -59,15 +59,14 @@ class Rules:
         return self.terminals.name(self.terminals.json_string(language), "S")
 
     def each_once(self, items: list[str], others: tuple[str, ...], end_if: str, high: int = BITS, needed: int = 0) -> str:
-        """A list of `items`, each at most once and in any order, and of `others`; at most `high` items. It may end where
-        `end_if` holds. The rule's parameter has a bit for every item used; the first `needed` items are required."""
+        """A list of `items`, each at most once and in any order, and of `others`; at most `high` ≥ 1 items. It may end
+        where `end_if` holds. The rule's parameter has a bit for every item used; the first `needed` items are required."""
         rest, start = self.rule([]), self.rule([])
         self._parametric.add(rest)
         firsts: list[Body] = []
         followers: list[Body] = [(f"%if {end_if}",) if end_if else ()]
         for bit, item in enumerate(items):
-            if high > 0:
-                firsts.append((item, f"{rest}::{hex(1 << bit)}"))
+            firsts.append((item, f"{rest}::{hex(1 << bit)}"))
             is_unused = f"bit_clear({bit})"
             guard = f"and({is_unused}, bit_count_lt(_, {high}))" if high < len(items) else is_unused
             followers.append(("COMMA", item, f"{rest}::set_bit({bit})", f"%if {guard}"))

@@ -4,6 +4,7 @@ llguidance."""
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import random
 import time
@@ -27,6 +28,7 @@ TRIAL_RUNS = 3
 TRIAL_TOKENS = 40
 COMPILE_LEXER_FUEL = 2_000_000
 GRAMMAR_SYMBOLS_MAX = 500_000
+NO_TEXT = "NoExtensionBias"  # the library's word for a state without a next byte
 
 
 class _TokenTable:
@@ -51,6 +53,20 @@ def token_trie(vocabulary: Vocabulary) -> llguidance.LLTokenizer:
         eos_token=list(vocabulary.eos_token_ids),
         slices=llguidance.LLTokenizer.json_slices(),
     )
+
+
+@functools.cache
+def _byte_trie() -> llguidance.LLTokenizer:
+    """A vocabulary of single bytes, for tests of grammars."""
+    vocabulary = Vocabulary((b"", *(bytes([byte]) for byte in range(256))), (0,))
+    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_TokenTable(vocabulary)), slices=[])
+
+
+def has_no_text(lark: str) -> bool:
+    """Whether a grammar of one terminal has no text: the library finds neither a first byte nor the end."""
+    matcher = llguidance.LLMatcher(_byte_trie(), lark, log_level=0)
+    matcher.compute_bitmask()
+    return bool(matcher.is_error() and matcher.get_error().startswith(NO_TEXT))
 
 
 def limits() -> llguidance.LLParserLimits:
@@ -87,7 +103,7 @@ def _try_out(matcher: Any, rng: random.Random, spec: GrammarSpec) -> None:
         mask = matcher.compute_bitmask()
         if matcher.is_error():
             reason = _first_line(matcher.get_error())
-            if reason == "NoExtensionBias":  # the library's word for a state without a next byte
+            if reason == NO_TEXT:
                 raise GrammarError(spec.param, f"{spec.param} cannot be satisfied by any text")
             raise GrammarError(spec.param, f"{spec.param} cannot be enforced: a step would cost too much ({reason})")
         if matcher.is_stopped():

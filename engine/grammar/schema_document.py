@@ -6,6 +6,7 @@ Drafts 4, 6, 7, 2019-09 and 2020-12; a schema that names none is read as 2020-12
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
@@ -51,16 +52,14 @@ class Document:
         self._kept_alive.append(value)
         return self.node(value, origin.base, origin.path)
 
-    def const_node(self, value: Any, path: str) -> Node:
+    def const_node(self, value: dict[str, Any] | list[Any], path: str) -> Node:
         """A node that only the given value satisfies; each member has a constraint of its own."""
-        if isinstance(value, dict) and value:
+        if isinstance(value, dict):
             members = {name: {"enum": [inner]} for name, inner in value.items()}
             schema = {"type": "object", "properties": members, "required": list(value), "additionalProperties": False}
-        elif isinstance(value, list) and value:
+        else:
             count = len(value)
             schema = {"type": "array", "items": [{"enum": [v]} for v in value], "minItems": count, "maxItems": count}
-        else:
-            schema = {"enum": [value]}
         self._kept_alive.append(schema)
         return self.node(schema, "", path)
 
@@ -135,10 +134,11 @@ def _resolve_uri(base: str, reference: str) -> str:
 
 
 def _draft(root: Any) -> int:
-    uri = root.get("$schema") if isinstance(root, dict) else None
-    if uri is None:
+    if not isinstance(root, dict) or "$schema" not in root:
         return 2020
+    uri = root["$schema"]
     match = _SCHEMA_URI.fullmatch(uri) if isinstance(uri, str) else None
     if match is None:
-        raise refusal("#/$schema", f"the dialect {str(uri)[:80]!r}; drafts 4, 6, 7, 2019-09 and 2020-12 are known")
+        dialect = json.dumps(uri, default=str)[:80]
+        raise refusal("#/$schema", f"the dialect {dialect}; drafts 4, 6, 7, 2019-09 and 2020-12 are known")
     return _DRAFTS[match.group(1)]

@@ -6,10 +6,11 @@ A keyword that no draft defines is an annotation, as the standard says, and so i
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from engine.grammar import formats
 from engine.grammar.schema_document import Document
 from engine.grammar.schema_nodes import TYPES, Constraint, Contains, Items, Members, Node, refusal
 from engine.grammar.spec import GrammarError
@@ -33,10 +34,38 @@ class Keywords:
         self._constraints: dict[Node, tuple[Constraint, ...]] = {}
 
     def of(self, node: Node) -> tuple[Constraint, ...]:
-        """The constraints of a schema: all must hold. Raises `GrammarError` naming a keyword that cannot be enforced."""
+        """The constraints of a schema: all must hold. Raises `GrammarError` naming a keyword that cannot be enforced, and for a
+        schema that leads back to itself for the same value."""
         if node not in self._constraints:
-            self._constraints[node] = tuple(KeywordReader(self.document, node).read())
+            self._read_all(node)
         return self._constraints[node]
+
+    def _read_all(self, node: Node) -> None:
+        """Read a schema and those that it applies to the same value, without recursion: references may form a long chain."""
+        inside = {node: self._read(node)}  # each is applied by the one before
+        while inside:
+            inner = next(next(reversed(inside.values())), None)
+            if inner is None:
+                inside.popitem()
+            elif inner in inside:
+                raise refusal(inner.path, "it applies to the same value again, without end")
+            elif inner not in self._constraints:
+                inside[inner] = self._read(inner)
+
+    def _read(self, node: Node) -> Iterator[Node]:
+        """Read one schema; the schemas that it applies to the same value."""
+        self._constraints[node] = tuple(KeywordReader(self.document, node).read())
+        return (inner for constraint in self._constraints[node] for inner in _applied_to_same_value(constraint))
+
+
+def _applied_to_same_value(constraint: Constraint) -> Iterable[Node]:
+    kind, value = constraint.kind, constraint.value
+    if kind in ("all", "any", "one", "if"):
+        nodes: Iterable[Node] = value
+        return nodes
+    if kind in ("not", "dependent"):
+        return (value,) if kind == "not" else value[1:]
+    return ()
 
 
 class KeywordReader:
@@ -99,17 +128,22 @@ class KeywordReader:
         patterned = tuple(self.named_subschemas("patternProperties").items())
         yield self.constraint("properties", "members", Members(self.named_subschemas("properties"), patterned, node))
 
+    def _positional(self) -> tuple[str, list[Any], str]:
+        """The keyword of the items by position, their schemas, and the keyword of all later items."""
+        keyword, others = "prefixItems", "items"
+        if isinstance(self.schema.get("items"), list):
+            keyword, others = "items", "additionalItems"
+        is_known = keyword == "items" or self.document.draft >= 2020
+        values = self.schema.get(keyword, []) if is_known else []
+        if not isinstance(values, list):
+            raise self.refusal(keyword, f"{keyword} must be an array of schemas")
+        return keyword, values, others
+
     def _items(self) -> Iterator[Constraint]:
-        first, others = self.schema.get("prefixItems"), self.schema.get("items")
-        keyword = "items"
-        if isinstance(others, list):
-            first, others, keyword = others, self.schema.get("additionalItems"), "additionalItems"
-        elif first is not None and self.document.draft < 2020:
-            first = None
-        if first is not None and not isinstance(first, list):
-            raise self.refusal("prefixItems", "prefixItems must be an array of schemas")
-        nodes = tuple(self.subschema(f"prefixItems/{i}", value) for i, value in enumerate(first or []))
-        rest = None if others is None or others is True else self.subschema(keyword, others)
+        positional, first, keyword = self._positional()
+        nodes = tuple(self.subschema(f"{positional}/{i}", value) for i, value in enumerate(first))
+        others = self.schema.get(keyword, True)
+        rest = None if others is True else self.subschema(keyword, others)
         if nodes or rest is not None:
             yield self.constraint(keyword, "items", Items(nodes, rest))
 
@@ -135,17 +169,15 @@ class KeywordReader:
             return Evaluated(set(), set(), 0)
         visited.add(node.index)
         schema, inner_reader = node.value, KeywordReader(self.document, node)
-        covers_all = ("additionalProperties",) if keyword == "unevaluatedProperties" else ("items", "additionalItems")
-        if any(word in schema and not isinstance(schema[word], list) for word in covers_all):
-            return None
-        if node is not self.node and keyword in schema:
+        _, first, other_items = inner_reader._positional()
+        others = "additionalProperties" if keyword == "unevaluatedProperties" else other_items
+        if others in schema or (node is not self.node and keyword in schema):
             return None
         conditional = [w for w in ("anyOf", "oneOf", "if", "dependentSchemas", "not") if w in schema]
         if conditional or (keyword == "unevaluatedItems" and "contains" in schema):
             raise self.refusal(keyword, f"{keyword} beside {(conditional or ['contains'])[0]}")
         names, patterns = set(inner_reader.mapping("properties")), set(inner_reader.mapping("patternProperties"))
-        positional = schema.get("prefixItems", schema.get("items", []))
-        count = len(positional) if isinstance(positional, list) else 0
+        count = len(first)
         included = [self.document.resolve(schema["$ref"], node)] if "$ref" in schema else []
         included += inner_reader.subschemas("allOf", schema["allOf"]) if "allOf" in schema else []
         for inner in included:
@@ -254,13 +286,12 @@ def _count(kind: str) -> _Read:
     return read
 
 
-def _text(kind: str) -> _Read:
-    def read(reader: KeywordReader, keyword: str, value: Any) -> Iterator[Constraint]:
-        if not isinstance(value, str):
-            raise reader.refusal(keyword, f"{keyword} must be a string")
-        yield reader.constraint(keyword, kind, value)
-
-    return read
+def _text(reader: KeywordReader, keyword: str, value: Any) -> Iterator[Constraint]:
+    if not isinstance(value, str):
+        raise reader.refusal(keyword, f"{keyword} must be a string")
+    if keyword == "format" and value in formats.REFUSED:
+        raise reader.refusal(keyword, f"the format {value}")
+    yield reader.constraint(keyword, keyword, value)
 
 
 def _string_array(reader: KeywordReader, keyword: str, value: Any) -> tuple[str, ...]:
@@ -324,8 +355,8 @@ _READERS: dict[str, _Read] = {
     "multipleOf": _multiple,
     "minLength": _count("min_length"),
     "maxLength": _count("max_length"),
-    "pattern": _text("pattern"),
-    "format": _text("format"),
+    "pattern": _text,
+    "format": _text,
     "required": _required,
     "minProperties": _count("min_members"),
     "maxProperties": _count("max_members"),

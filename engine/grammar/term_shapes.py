@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from engine.grammar.formats import REFUSED, format_language
+from engine.grammar.formats import format_language
 from engine.grammar.numbers import Bound, Numbers
 from engine.grammar.patterns import PatternError, search_language
 from engine.grammar.regex import (
@@ -354,8 +354,6 @@ def _string_language(constraint: Constraint, holds: bool) -> Regex:
         except PatternError as error:
             raise refusal(constraint.path, f"a pattern with {error}") from error
         return language if holds else complement(language)
-    if constraint.value in REFUSED:
-        raise refusal(constraint.path, f"the format {constraint.value}")
     texts = format_language(constraint.value)
     if texts is None:
         return ANYTHING if holds else NOTHING

@@ -363,6 +363,19 @@ def test_inputs_and_scores_of_a_step_are_returned_with_its_tokens(card: Card) ->
     assert plain.tokens() == [14, 24]
 
 
+def test_a_step_that_samples_nothing_returns_its_end_and_counts_as_none(card: Card) -> None:
+    steps = Steps(is_captured=False)
+    kinds(card)
+    for number in range(9):
+        steps.back.begin_step()
+        steps.tokens.add_(100)
+        assert steps.back.fetch_end().tokens() == []
+        assert kinds(card) == ["event"]
+        steps.launch()
+        assert steps.fetch().tokens() == [111 + 101 * number, 121 + 101 * number]
+        kinds(card)
+
+
 def test_fetching_tokens_launches_no_copy(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     steps, staging = Steps(is_captured=True), Staging(DEVICE)
     monkeypatch.setattr(torch.cuda, "Event", None)  # all were made

@@ -136,3 +136,35 @@ def test_a_new_slot_is_written_in_one_call() -> None:
     write.assert_called_once()
     assert (int(state.num_tokens[slot]), state.tables[slot, :2].tolist()) == (3, [7, 4])
     assert int(sampler.columns.streams[slot]) != 0, "what the noise of its seed comes from"
+
+
+def make_decodes(count: int) -> list[ScheduledRequest]:
+    """Whole prompts of some requests, each with a block."""
+    requests = [make_request(f"r{index}", 3) for index in range(count)]
+    for request in requests:
+        request.block_table.append(7)
+    return [ScheduledRequest(request, 0, 3, True) for request in requests]
+
+
+def test_an_unchanged_step_returns_the_very_array_of_the_last_one() -> None:
+    table, items = slot_table(slot_state(NUM_SLOTS, NUM_BLOCKS)), make_decodes(2)
+    slots = table.update(items)
+    for item in items:
+        item.request.token_ids.append(UNKNOWN_TOKEN)
+        item.start, item.num_tokens = 3, 1
+    assert table.update(items) is slots
+    assert table.update(items[:1]) is not slots
+
+
+def test_an_invalidated_slot_alone_is_sent_again() -> None:
+    """A step that was launched and failed may or may not have advanced the slots on the device."""
+    state, items = slot_state(NUM_SLOTS, NUM_BLOCKS), make_decodes(2)
+    table = slot_table(state)
+    slots = table.update(items)
+    for item in items:
+        item.request.token_ids.append(5)
+        item.start, item.num_tokens = 3, 1
+    state.last_tokens[slots], state.num_tokens[slots] = 9, 9
+    table.invalidate([items[0].request, make_request("without a slot", 1)])
+    assert table.update(items).tolist() == slots.tolist()
+    assert (state.last_tokens[slots].tolist(), state.num_tokens[slots].tolist()) == ([5, 9], [4, 9])

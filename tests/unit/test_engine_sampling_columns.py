@@ -64,6 +64,36 @@ def test_slots_draw_the_tokens_of_the_plain_sampler() -> None:
             request.token_ids.append(token_id or 0)
 
 
+# what one greedy request asks for besides, and the variant of the sampling kernel that its step then needs
+KINDS: list[tuple[dict[str, Any], Kind]] = [
+    ({}, Kind(greedy=True)),
+    ({"top_p": 0.5, "typical_p": 0.5, "seed": 5}, Kind(greedy=True)),
+    ({"temperature": 1.0, "top_k": 1}, Kind(greedy=True)),
+    ({"min_tokens": 1}, Kind()),
+    ({"logit_bias": {1: 1.0}}, Kind()),
+    ({"bad_words_token_ids": [[1]]}, Kind()),
+    ({"guided_regex": "a"}, Kind()),
+    ({"logprobs": 0}, Kind(num_top=1)),
+    ({"repetition_penalty": 1.1}, Kind(counts=True)),
+    ({"presence_penalty": 0.1}, Kind(counts=True)),
+    ({"frequency_penalty": 0.1}, Kind(counts=True)),
+    ({"temperature": 1.0}, Kind()),
+    ({"temperature": 1.0, "top_k": 5, "top_p": 0.5}, Kind()),
+    ({"temperature": 1.0, "top_p": 0.5}, Kind(weighs=True)),
+    ({"temperature": 1.0, "top_k": VOCAB_SIZE, "top_p": 0.5}, Kind(weighs=True)),
+]
+
+
+@pytest.mark.parametrize(("sampling", "kind"), KINDS, ids=[str(sampling) for sampling, _ in KINDS])
+def test_a_step_needs_what_its_rows_ask_for(sampling: dict[str, Any], kind: Kind) -> None:
+    sampler = ColumnSampler(2, VOCAB_SIZE, CPU)
+    requests = [sampling_request("plain", temperature=0.0), sampling_request("a", **{"temperature": 0.0, **sampling})]
+    assert all(sampler.refusal(request) is None for request in requests)
+    assign(sampler, [0, 1], requests)
+    assert sampler.needs([0]).kind == Kind(greedy=True)
+    assert sampler.needs([0, 1]).kind == sampler.needs([1]).kind == kind
+
+
 def test_a_bad_word_of_two_tokens_forbids_neither_alone() -> None:
     sampler, request = ColumnSampler(1, 20, CPU), sampling_request(temperature=0.0, bad_words_token_ids=[[3, 4]])
     assert sampler.refusal(request) is None

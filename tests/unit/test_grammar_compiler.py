@@ -277,7 +277,9 @@ def test_a_worker_that_died_between_two_grammars_is_replaced(monkeypatch: pytest
     workers[0]._process.kill()
     workers[0]._process.wait()
     assert compiler.submit(GrammarSpec("choice", '["b"]'), ALICE).result(timeout=60).start().is_complete is False
+    assert [worker.is_alive for worker in workers] == [False, True]
     compiler.close()
+    assert [worker.is_alive for worker in workers] == [False, False]
 
 
 @pytest.mark.parametrize("pattern", ["(a*)*b", "(a|aa)+c", "(.*)*x(.*)*"])
@@ -359,3 +361,24 @@ def test_masks_that_cost_too_much_time_end_only_their_request(monkeypatch: pytes
         allowed_tokens(expensive)
     monkeypatch.undo()
     accept_text(other, "abc")
+
+
+def test_each_token_adds_to_the_mask_time_that_a_request_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matcher, "ALLOWANCE_S", 0.0)
+    monkeypatch.setattr(matcher, "TOKEN_ALLOWANCE_S", 60.0)
+    grammar = compiled("regex", "[a-z]+")
+    first, second = grammar.start(), grammar.start()
+    second.accept(ord("a") + 1)
+    assert EOS in allowed_tokens(second)
+    with pytest.raises(GrammarError, match=r"of mask time in 0 tokens, more than a request may use"):
+        allowed_tokens(first)
+
+
+def test_a_table_is_replaced_once_however_many_requests_failed_with_it() -> None:
+    grammar = compiled.__wrapped__("regex", "ab")
+    failed_number = grammar.table_number
+    grammar.replace_table(failed_number)
+    replacement = grammar.table_number, grammar._matcher
+    grammar.replace_table(failed_number)
+    assert replacement == (grammar.table_number, grammar._matcher)
+    assert replacement[0] != failed_number

@@ -50,6 +50,12 @@ CASES: list[tuple[str, Any, list[Any], list[Any]]] = [
      {"maxProperties": 1, "not": {"additionalProperties": WHOLE}},
      [{"a": "x"}], [{}, {"a": 1}, {"a": "x", "b": 1}]),
     ("minProperties", {"minProperties": 1, "type": "object"}, [{"a": 1}], [{}]),
+    ("minProperties of listed names",
+     {"properties": {"a": WHOLE, "b": WHOLE, "c": TEXT}, "additionalProperties": False, "minProperties": 2, "type": "object"},
+     [{"a": 1, "c": "x"}, {"a": 1, "b": 2, "c": ""}], [{}, {"a": 1}]),
+    ("minProperties of required names",
+     {"required": ["a", "b"], "minProperties": 2, "type": "object"},
+     [{"a": 1, "b": 2}, {"b": 1, "c": 0, "a": 2}], [{"a": 1}, {"a": 1, "c": 2}]),
     ("maxProperties", {"maxProperties": 1}, [{}, {"a": 1}], [{"a": 1, "b": 2}]),
     ("dependentRequired", {"dependentRequired": {"a": ["b"]}}, [{"b": 1}, {"a": 1, "b": 2}, {}], [{"a": 1}]),
     ("dependentSchemas", {"dependentSchemas": {"a": {"required": ["b"]}}}, [{"b": 1}, {"a": 1, "b": 2}, 3], [{"a": 1}]),
@@ -94,6 +100,11 @@ CASES: list[tuple[str, Any, list[Any], list[Any]]] = [
     ("any order within a limit",
      {"required": ["a", "b"], "maxProperties": 3},
      [{"b": 1, "a": 2}, {"a": 1, "c": 1, "b": 1}], [{"a": 1}, {"a": 1, "c": 2}, {"a": 1, "b": 1, "c": 1, "d": 1}]),
+    ("any order of required and other names within a limit",
+     {"allOf": [{"properties": {"a": WHOLE}}, {"properties": {"b": WHOLE}, "required": ["b"]}], "maxProperties": 2,
+      "type": "object"},
+     [{"b": 1}, {"b": 1, "a": 2}, {"a": 2, "b": 1}, {"c": "x", "b": 1}],
+     [{}, {"a": 1}, {"a": 1, "c": 1}, {"a": 1, "b": 1, "c": 1}, {"b": "x"}]),
     ("two rules that are broken",
      {"prefixItems": [{"not": {"patternProperties": {"^a": rule}}, "$ref": "#/$defs/ab"} for rule in (TEXT, WHOLE)],
       "$defs": {"ab": {"type": "object", "properties": {"ab": True}, "additionalProperties": False}}, "minItems": 2},
@@ -168,6 +179,7 @@ CASES: list[tuple[str, Any, list[Any], list[Any]]] = [
     ("multipleOf", {"type": "integer", "multipleOf": 7}, [0, 14, -21, 700], [1, 15, 8]),
     ("decimal multipleOf", {"multipleOf": 0.25}, [0.5, 1, -2.75], [0.3, 1.125]),
     ("minLength", {"minLength": 2, "maxLength": 3}, ["ab", "é😀", "abc"], ["a", "abcd", "😀"]),
+    ("one length", {"minLength": 2, "maxLength": 2, "type": "string"}, ["ab", "é😀"], ["a", "abc"]),
     ("not a pattern that dialects read differently", {"type": "string", "not": {"pattern": "^\\d$"}}, ["a"], ["1", "٣"]),
     ("not a text", {"type": "string", "not": {"enum": ["a", "bc"]}}, ["", "b", "ab"], ["a", "bc", 1]),
     ("pattern", {"pattern": "^[a-c]+-\\d{2}$"}, ["a-12", "cab-00", 7], ["a-1", "d-12", "a-123"]),
@@ -197,7 +209,6 @@ CASES: list[tuple[str, Any, list[Any], list[Any]]] = [
      {"if": {"properties": {"k": {"const": 1}}, "required": ["k"]}, "then": {"required": ["v"]}, "else": {"maxProperties": 1}},
      [{"k": 1, "v": 0}, {"k": 2}, {}], [{"k": 1}, {"k": 2, "v": 0}]),
     ("$ref", {"$ref": "#/$defs/n", "maximum": 9, "$defs": {"n": {"minimum": 3}}}, [3, 9], [2, 10]),
-    ("$ref to itself", {"$ref": "#", "type": "integer"}, [1], ["a"]),
     ("$ref alone in draft 7",
      {"$schema": DRAFT_7, "$ref": "#/definitions/n", "maximum": 9, "definitions": {"n": {"minimum": 3}}},
      [3, 10], [2]),
@@ -224,8 +235,8 @@ def test_a_keyword_accepts_valid_values_and_rejects_invalid_ones(schema: Any, va
     assert [value for value in invalid if schema_accepts(schema, value)] == []
 
 
-# an exponent in the values, and schemas that apply to themselves or whose other keywords are ignored
-UNLISTED = ("number", "recursion", "$ref to itself", "$ref alone in draft 7")
+# an exponent in the values, and schemas that refer to themselves or whose other keywords are ignored
+UNLISTED = ("number", "recursion", "$ref alone in draft 7")
 LISTED = [
     ({**schema, "enum": [*valid, *invalid]}, valid, invalid)
     for name, schema, valid, invalid in CASES
@@ -290,10 +301,14 @@ def test_a_format_accepts_valid_texts_and_rejects_invalid_ones(name: str) -> Non
 
 REFUSED = {
     "uniqueItems": {"items": TEXT, "uniqueItems": True},
+    "uniqueItems over items": {"prefixItems": [{"const": 1}], "items": {"const": 2}, "uniqueItems": True},
+    "the negation of uniqueItems over": {"items": {"enum": [1, 2]}, "uniqueItems": True, "not": {"uniqueItems": True}},
     "the negation of an array with items of several kinds": {"type": "array", "not": {"prefixItems": [TEXT], "items": WHOLE}},
     "the negation of uniqueItems": {"type": "array", "not": {"uniqueItems": True}},
+    "that are not a list of": {"items": {"enum": [1, 2]}, "contains": {"const": 1}, "uniqueItems": True},
     "minProperties above 1": {"minProperties": 2},
     "the negation of a rule for open names": {"type": "object", "not": {"additionalProperties": WHOLE}},
+    "a name may repeat": {"type": "object", "maxProperties": 2, "not": {"additionalProperties": WHOLE}},
     "another document": {"$ref": "https://example.com/other.json"},
     "nowhere": {"$ref": "#/definitions/missing"},
     "lookbehind": {"pattern": "(?<=a)b"},
@@ -334,6 +349,12 @@ INCLUDED = {"$ref": "#/$defs/a", "unevaluatedProperties": False}
         ({"uniqueItems": 1}, "uniqueItems must be a boolean"),
         ({"contains": TEXT, "minContains": -1}, "minContains must be a whole number"),
         ({"contains": TEXT, "maxContains": "2"}, "maxContains must be a whole number"),
+        ({"items": None}, "#/items: a schema must be an object or a boolean, not null"),
+        ({"$schema": DRAFT_7, "items": [TEXT], "additionalItems": None}, "#/additionalItems: a schema must be"),
+        ({"items": [TEXT, None]}, "#/items/1: a schema must be an object or a boolean, not null"),
+        ({"prefixItems": None}, "#/prefixItems: prefixItems must be an array of schemas"),
+        ({"prefixItems": [TEXT, 5]}, "#/prefixItems/1: a schema must be an object or a boolean, not a number"),
+        ({"$schema": None}, "the dialect null"),
     ],
     ids=lambda value: str(value)[:50],
 )
@@ -348,6 +369,14 @@ def test_an_invalid_schema_is_refused_with_the_place(schema: Any, message: str) 
         ({"$schema": "http://json-schema.org/draft-03/schema#"}, "dialect"),
         ({"type": "string", "enum": [1]}, "cannot be satisfied"),
         ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "cannot be satisfied"),
+        (
+            {
+                "allOf": [{"properties": {"a": {"$ref": "#"}}}, {"properties": {"b": WHOLE}}],
+                "required": ["a"],
+                "type": "object",
+            },
+            "cannot be satisfied",
+        ),
         ({"type": "string", "pattern": "^a", "allOf": [{"pattern": "^b"}]}, "cannot be satisfied"),
         ({"type": "integer", "minimum": 3, "maximum": 2}, "cannot be satisfied"),
         ({"type": "number", "minimum": 2, "exclusiveMaximum": 2}, "cannot be satisfied"),
@@ -364,9 +393,51 @@ def test_an_unsatisfiable_schema_or_unknown_dialect_is_refused(schema: Any, mess
         compiled("json", json.dumps(schema))
 
 
+ITSELF = {"$ref": "#"}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        ITSELF | {"enum": [1]},
+        {"allOf": [WHOLE, ITSELF]},
+        {"anyOf": [WHOLE, ITSELF]},
+        {"oneOf": [WHOLE, ITSELF]},
+        {"not": ITSELF},
+        ITSELF | {"unevaluatedProperties": False},
+        {"if": ITSELF, "then": WHOLE},
+        {"if": WHOLE, "else": ITSELF},
+        {"dependentSchemas": {"a": ITSELF}},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"anyOf": [WHOLE, {"$ref": "#/$defs/a"}]}}},
+        {"items": {"$ref": "#/$defs/a"}, "$defs": {"a": {"$ref": "#/$defs/a"}}},
+    ],
+    ids=str,
+)
+def test_a_schema_that_leads_back_to_itself_for_the_same_value_is_refused(schema: Any) -> None:
+    with pytest.raises(GrammarError, match=r"at #(/\$defs/a)?: it applies to the same value again, without end"):
+        compiled("json", json.dumps(schema))
+
+
+def test_a_schema_may_apply_to_a_value_in_several_ways() -> None:
+    definitions = {"a": WHOLE, "b": {"$ref": "#/$defs/c"}, "c": {"allOf": [{"$ref": "#/$defs/a"}, {"minimum": 5}]}}
+    schema = {"allOf": [{"$ref": "#/$defs/a"}, {"not": {"$ref": "#/$defs/b"}}], "$defs": definitions}
+    assert schema_accepts(schema, 4)
+    assert not schema_accepts(schema, 5)
+
+
+def test_a_long_chain_of_references_is_followed() -> None:
+    links = {f"a{index}": {"$ref": f"#/$defs/a{index + 1}"} for index in range(3000)}
+    assert schema_accepts({"$ref": "#/$defs/a0", "$defs": {**links, "a3000": WHOLE}}, 1)
+
+
 def test_an_error_names_the_place_in_the_schema() -> None:
     with pytest.raises(GrammarError, match="#/properties/a/items/pattern"):
         compiled("json", json.dumps({"properties": {"a": {"items": {"pattern": "(?<!x)"}}}}))
+
+
+def test_a_limit_that_cannot_be_enforced_is_refused_at_its_own_place() -> None:
+    with pytest.raises(GrammarError, match="at #/minProperties: minProperties above 1 where names are open"):
+        compiled("json", json.dumps({"properties": {"a": WHOLE}, "minProperties": 2, "type": "object"}))
 
 
 def test_unused_definitions_are_not_checked() -> None:
@@ -377,6 +448,35 @@ def test_an_escaped_property_name_is_the_same_name() -> None:
     grammar = compiled("json", json.dumps({"properties": {"é": WHOLE}}))
     assert accepts(grammar, '{"\\u00e9":1}')
     assert not accepts(grammar, '{"\\u00E9":"x"}')
+
+
+RANGES = [
+    (0x7F, 0xFFF),
+    (0x1234, 0x2345),
+    (0x1234, 0x2FFF),
+    (0xABC, 0xABD),
+    (0xFFF0, 0x1000F),
+    (0x1F600, 0x1F64F),
+    (0x103FE, 0x10401),
+]
+
+
+@pytest.mark.parametrize(("low", "high"), [*RANGES, (0x10123, 0x20FED), (0x10000, 0x10FFFF)], ids=hex)
+def test_a_class_accepts_every_spelling_of_its_characters_and_of_no_others(low: int, high: int) -> None:
+    grammar = compiled("json", json.dumps({"type": "string", "pattern": f"^[\\u{{{low:x}}}-\\u{{{high:x}}}]$"}))
+    points = {
+        *range(low - 2, low + 3),
+        *range(high - 2, high + 3),
+        *range(low, high, (high - low) // 40 + 1),
+        *range(1, 0x11FFFF, 0x3FFF),
+    }
+    for point in sorted(points):
+        if point > 0x10FFFF or 0xD800 <= point <= 0xDFFF:
+            continue
+        escaped = json.dumps(chr(point)) if point > 0x7F else f'"\\u{point:04x}"'
+        upper = escaped.upper().replace("\\U", "\\u")
+        spellings = [escaped, upper] + ([json.dumps(chr(point), ensure_ascii=False)] if point > 0x7F else [])
+        assert [accepts(grammar, text) for text in spellings] == [low <= point <= high] * len(spellings), hex(point)
 
 
 def test_a_lone_surrogate_is_rejected() -> None:
@@ -425,11 +525,33 @@ def test_properties_come_in_the_order_of_the_schema() -> None:
     assert not schema_accepts(schema, {"a": 2, "b": 1})
 
 
-@pytest.mark.parametrize("limits", [{"properties": {"a": WHOLE}}, {"required": ["a"]}, {"required": ["a"], "maxProperties": 3}])
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"properties": {"a": WHOLE}},
+        {"required": ["a"]},
+        {"required": ["a"], "maxProperties": 3},
+        {"propertyNames": {"enum": ["a", "b"]}},
+    ],
+)
 def test_a_property_may_occur_only_once(limits: dict[str, Any]) -> None:
     grammar = compiled("json", json.dumps(limits))
     assert accepts(grammar, '{"a":1,"b":2}')
     assert not accepts(grammar, '{"a":1,"a":2}')
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {"type": "string", "pattern": "^a", "not": {"minLength": 1}}}, "additionalProperties": False},
+        {"patternProperties": {"^(?!a).$": WHOLE}, "additionalProperties": False, "propertyNames": {"pattern": "^a"}},
+        {"properties": {"a": False}, "patternProperties": {"^a$": WHOLE}, "additionalProperties": False},
+    ],
+    ids=str,
+)
+def test_a_property_that_cannot_be_completed_does_not_begin(schema: dict[str, Any]) -> None:
+    matcher = compiled("json", json.dumps({"anyOf": [schema, WHOLE], "type": ["object", "integer"]})).matcher()
+    assert matcher.try_consume_tokens([byte + 1 for byte in b'{"']) < 2
 
 
 def test_an_error_refers_to_the_schema_as_the_schema() -> None:
@@ -441,7 +563,9 @@ def test_an_error_refers_to_the_schema_as_the_schema() -> None:
 def test_a_schema_gives_the_same_grammar_in_every_process() -> None:
     """Hashes of strings differ between processes, so the order of rules may not depend on a set of names."""
     script = "import sys; from engine.grammar.lark import schema_to_lark; print(schema_to_lark(sys.argv[1]))"
-    command = [sys.executable, "-c", script, json.dumps({"additionalProperties": {"items": WHOLE}})]
+    evaluated = {"properties": dict.fromkeys("abcd", True), "patternProperties": dict.fromkeys(("^e", "^f", "^g"), True)}
+    schema = {"allOf": [evaluated], "unevaluatedProperties": {"additionalProperties": {"items": WHOLE}}}
+    command = [sys.executable, "-c", script, json.dumps(schema)]
     environments = [{**os.environ, "PYTHONHASHSEED": seed} for seed in "123"]
     texts = [subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout for env in environments]
     assert len({*texts}) == 1

@@ -42,6 +42,8 @@ LIMITS: list[tuple[Kind, str, str, str]] = [
      f"({'|'.join(['^a'] * (patterns.ALTERNATIVES_MAX + 1))})b", "more than 256 alternatives"),
     ("json", schema(type="array", minItems=json_grammar.REPEATED_MAX),
      schema(type="array", minItems=json_grammar.REPEATED_MAX + 1), "above 100000"),
+    ("json", schema(patternProperties=dict.fromkeys("abcdef", True)), schema(patternProperties=dict.fromkeys("abcdefg", True)),
+     "overlap in more than 64 ways"),
     ("json", schema(**unique_list(UNIQUE_VALUES_MAX)), schema(**unique_list(UNIQUE_VALUES_MAX + 1)), "at most 60 values"),
     ("json", f'{{"default": 1e{schema_nodes.NUMBER_EXPONENT_MAX}}}',
      f'{{"default": 1e{schema_nodes.NUMBER_EXPONENT_MAX + 1}}}', "exponents go to 400"),

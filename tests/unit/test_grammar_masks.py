@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -109,3 +110,14 @@ def test_a_forbidden_token_is_an_error_of_its_answer(masks: GrammarMasks) -> Non
     error = masks.accept(request, [0, BAD_TOKEN, 1])
     assert (str(error), error and error.param) == ("39 is not 1", "guided_regex")
     assert mask_rows(masks, request) == [[2, 0]], "nothing behind it was accepted"
+
+
+def test_closing_the_masks_ends_their_thread() -> None:
+    def threads() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name.startswith("grammar-masks")}
+
+    before, masks, request = threads(), GrammarMasks(VOCAB_SIZE), sampling_request("a")
+    masks.start(request, compiled_grammar())
+    assert len(threads() - before) == 1
+    masks.close()
+    assert threads() - before == set()

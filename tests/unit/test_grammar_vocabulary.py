@@ -92,3 +92,40 @@ def test_a_missing_or_malformed_tokenizer_file_is_refused(tmp_path: Path) -> Non
 def test_end_token_ids_beyond_the_vocabulary_are_dropped() -> None:
     data = sentencepiece_json({"type": "Metaspace"})
     assert vocabulary_of(data, 262, [1, 900, -1]).eos_token_ids == (1,)
+
+
+@pytest.mark.parametrize("options", [{"add_prefix_space": False}, {"prepend_scheme": "never", "add_prefix_space": True}])
+def test_metaspace_without_a_prefix_strips_no_space(options: dict[str, Any]) -> None:
+    assert not vocabulary_of(sentencepiece_json({"type": "Metaspace", **options}), 262, [1]).strips_first_space
+
+
+@pytest.mark.parametrize(
+    "strip",
+    [{"content": " ", "start": 0, "stop": 1}, {"content": " "}, {"content": "x", "start": 1}, {"type": "Fuse", "start": 1}],
+    ids=str,
+)
+def test_only_a_step_that_strips_leading_spaces_drops_the_first_space(strip: dict[str, Any]) -> None:
+    decoder = {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Strip", **strip}]}
+    assert not vocabulary_of(sentencepiece_json(decoder), 262, [1]).strips_first_space
+
+
+def test_a_step_that_replaces_another_character_does_not_make_a_sentencepiece_decoder() -> None:
+    replace = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+    assert vocabulary_of(sentencepiece_json(replace), 262, [1]).tokens[259] == b" a"
+    for other in ({"pattern": {"String": "_"}}, {"pattern": {"Regex": "▁"}}, {"type": "Other"}):
+        with pytest.raises(UnsupportedModel, match="the decoder"):
+            vocabulary_of(sentencepiece_json(replace | other), 262, [1])
+
+
+def test_tokens_beyond_the_model_are_left_out() -> None:
+    data = sentencepiece_json({"type": "Metaspace"})
+    data["added_tokens"].append({"id": 100, "content": "x", "special": False})
+    vocabulary = vocabulary_of(data, 100, [1])
+    assert (vocabulary.size, vocabulary.tokens[99]) == (100, bytes([97]))
+
+
+def test_special_and_end_tokens_have_no_bytes() -> None:
+    data = sentencepiece_json({"type": "Metaspace"})
+    vocabulary = vocabulary_of(data, 262, [258])
+    assert (vocabulary.tokens[1], vocabulary.tokens[258]) == (b"", b"")
+    assert vocabulary.tokens[257] == b"\xff"
