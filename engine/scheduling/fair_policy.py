@@ -216,6 +216,7 @@ class FairPolicy:
         scaled = lead * weight // account.weight
         self._accounts.set_weight(account, weight)
         backlog.set_lead(account, scaled, step)
+        self._leads.update(account)  # with another weight, decodes carry it across a threshold sooner
 
     def on_recompute(self, request: Request, num_lost: int) -> None:
         """One request of a tenant at a time is protected until it has gained as many tokens as it lost. So waste is bounded,
