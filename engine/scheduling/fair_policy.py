@@ -135,7 +135,6 @@ class FairPolicy:
         if may_pass and not self.is_ahead(account) and can_start(applicant) is Start.NOW:
             self._room_made_for = None
             return applicant
-        can_start(chosen)  # `start` requires that the last `can_start` was for this request
         return chosen
 
     def _overdue_class(self) -> Priority | None:
