@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from heapq import heapify, heappop, heappush
 from itertools import chain, count
 from weakref import ref
@@ -33,8 +33,9 @@ class WaitingQueue:
         return chain(self._preempted, self._regular, self._late)
 
     @property
-    def num_preempted(self) -> int:
-        return len(self._preempted)
+    def preempted(self) -> Collection[Request]:
+        """In the order of their preemption."""
+        return self._preempted.keys()
 
     @property
     def first_regular(self) -> Request | None:
