@@ -111,13 +111,10 @@ class Scheduler:
         yield from self.waiting()
 
     def add(self, request: Request) -> None:
-        """Queue a new request. Its length must be within `max_model_len`."""
+        """Queue a new request. Its length must be within `max_model_len`. A further answer of `request.forked_from` shares that
+        request's prompt blocks once they are computed."""
         assert request.max_total_tokens <= self.limits.max_model_len, f"request {request.request_id} exceeds the context"
         self._lifecycle.add(request)
-
-    def add_fork(self, request: Request) -> None:
-        """Queue a further answer of `request.forked_from`: it shares that request's prompt blocks once they are computed."""
-        self._lifecycle.add_fork(request)
 
     def preempt(self, request: Request) -> None:
         """Release a running request's blocks; it waits before its tenant's new requests and continues later."""

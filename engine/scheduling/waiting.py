@@ -127,7 +127,8 @@ class ParkedForks:
             yield from forks
 
     def park(self, request: Request) -> bool:
-        """Keep a fork until its parent's prompt is computed. False if that has happened already or cannot happen any more."""
+        """Keep a fork until its parent's prompt is computed. False if that has happened already or cannot happen any more, and
+        for a request that is no fork."""
         parent = request.forked_from
         if parent is None or parent.is_finished or parent.num_prompt_tokens_computed == parent.num_prompt_tokens:
             return False
@@ -144,8 +145,13 @@ class ParkedForks:
         self._num_parked -= 1
         return True
 
+    def of(self, parent: Request) -> list[Request]:
+        """The forks that wait for the prompt of a parent."""
+        return list(self._by_parent.get(parent, ()))
+
     def pop(self, parent: Request) -> list[Request]:
         """The forks of a parent whose prompt is computed, or that has ended."""
-        forks = list(self._by_parent.pop(parent, ()))
+        forks = self.of(parent)
+        self._by_parent.pop(parent, None)
         self._num_parked -= len(forks)
         return forks

@@ -272,10 +272,7 @@ class SchedulerFuzz:
             )
             self.live[request] = None
             self.delivered[request] = 0
-            if request.forked_from is None:
-                self.scheduler.add(request)
-            else:
-                self.scheduler.add_fork(request)
+            self.scheduler.add(request)
             requests.append(request)
         return requests
 
