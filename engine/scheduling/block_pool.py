@@ -175,9 +175,6 @@ class BlockPool:
         known = found[: found.index(None)] if None in found else found
         return [block_id for block_id in known if block_id is not None]
 
-    def ref_count(self, block_id: int) -> int:
-        return self._blocks[block_id].ref_count
-
     def is_used(self, block_id: int) -> bool:
         return self._blocks[block_id].ref_count > 0
 
