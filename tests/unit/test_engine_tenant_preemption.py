@@ -80,6 +80,20 @@ def test_a_reserved_seat_is_given_up_if_its_request_cannot_start_or_has_a_lower_
     assert policy.next_prefill(can_start) is chosen
 
 
+def test_a_protected_request_that_ends_is_forgotten() -> None:
+    scheduler = make_scheduler()
+    request = make_request("a", 12)
+    scheduler.add(request)
+    step(scheduler)
+    scheduler.preempt(request)
+    scheduler.pool.release(scheduler.pool.allocate(scheduler.pool.num_available))  # nothing of it is found again
+    step(scheduler)
+    alice = scheduler.accounts.find("alice", Priority.STANDARD, 1)
+    assert alice.recovering is request
+    scheduler.abort(request)
+    assert alice.recovering is None
+
+
 def test_a_request_starts_with_its_own_prefix_although_another_was_asked_about_last() -> None:
     scheduler = make_scheduler(caches=True)
     scheduler.add(make_request("first", 8))
