@@ -51,11 +51,10 @@ class WaitingQueue:
         self._late[request] = None
 
     def add(self, request: Request, *, first: bool) -> None:
-        """Add a request at the end of its kind; with `first`, an ordinary one goes before the other ordinary ones."""
+        """Add a request at the end of its kind; with `first`, an ordinary one goes before the other ordinary ones. A request
+        is late only once it has waited (`move_to_late`) or run."""
         if request.num_preemptions:
             self._preempted[request] = None
-        elif request.is_late:
-            self._late[request] = None
         else:
             self._regular[request] = None
             if first:
