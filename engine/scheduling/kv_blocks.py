@@ -172,14 +172,12 @@ class KvBlocks:
             self.prefix_cache.register(request, first, min(request.num_settled_tokens, request.num_tokens - 1))
         self._promise(request, -request.num_promised_blocks)
         self.pool.release(request.block_table, is_wanted=is_preempted if request.num_preemptions else None)
-        if request.account is not None:
-            request.account.num_blocks -= len(request.block_table)
+        account_of(request).num_blocks -= len(request.block_table)
         request.block_table = table_of()
 
     def _append_blocks(self, request: Request, blocks: Sequence[int]) -> None:
         request.block_table.extend(blocks)
-        if request.account is not None:
-            request.account.num_blocks += len(blocks)
+        account_of(request).num_blocks += len(blocks)
 
     def _promise(self, request: Request, num_blocks: int) -> None:
         request.num_promised_blocks += num_blocks
