@@ -252,10 +252,10 @@ class Scheduler:
     @contextmanager
     def probe(self) -> Iterator[ScheduledRequest | None]:
         """One greedy token after token 0, in a block lent while the context is open; None when no block is available."""
-        block_id = self.pool.allocate_scratch() if self.kv.num_spare > 0 else None
-        if block_id is None:
+        if not self.kv.num_spare:
             yield None
             return
+        block_id = self.pool.allocate_scratch()
         try:
             yield _probe_item(block_id)
         finally:
