@@ -214,8 +214,8 @@ class Scheduler:
         num_tokens = min(self.limits.max_num_batched_tokens - batch.num_tokens, request.num_tokens - start)
         if self.step_budget is not None:
             num_tokens = self.step_budget.chunk(start, num_tokens)
-            if not num_tokens:
-                return False
+        if not num_tokens:
+            return False
         if request.status is RequestStatus.QUEUED:
             self._lifecycle.start(request)
         self.kv.extend(request, start + num_tokens)

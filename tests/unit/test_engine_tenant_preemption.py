@@ -11,6 +11,7 @@ from engine.scheduling.policy import Start
 from engine.scheduling.preemption import TURN_STEPS
 from engine.scheduling.request import Request, RequestStatus
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.tenant_rotation import CYCLE_STEPS, DUE_S
 from tests.support.scheduling import BLOCK_SIZE, drain, make_request, make_scheduler, planned_tokens, step
 
 COSTS = TokenCosts(prefill_token_ps=10, prefill_pair_ps=0, decode_token_ps=10, decode_context_ps=0)
@@ -78,6 +79,24 @@ def test_a_reserved_seat_is_given_up_if_its_request_cannot_start_or_has_a_lower_
 
     policy._room_made_for = applicant
     assert policy.next_prefill(can_start) is chosen
+
+
+def test_a_request_that_returns_has_no_chunk_in_a_step_that_a_restarted_prompt_fills() -> None:
+    now_s = [0.0]
+    scheduler = make_scheduler(num_blocks=256, max_num_seqs=2, clock=lambda: now_s[0])
+    for name in ("old", "back"):
+        scheduler.add(make_request(name, 4, max_tokens=500))
+    for _ in range(CYCLE_STEPS + 2):
+        step(scheduler)
+    long = make_request("long", 64, max_tokens=50, tenant="bob")
+    scheduler.add(long)
+    while long.status is not RequestStatus.DECODE:
+        step(scheduler)
+    scheduler.preempt(long)
+    scheduler.pool.release(scheduler.pool.allocate(scheduler.pool.num_available))  # nothing of it is found again
+    assert planned_tokens(step(scheduler)) == [("old", 1), ("long", 15)]
+    now_s[0] += DUE_S + 0.1
+    assert planned_tokens(step(scheduler)) == [("long", 16)], "old has made room"
 
 
 def test_a_protected_request_that_ends_is_forgotten() -> None:
