@@ -17,13 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine.environment import prepare_environment
-
-prepare_environment()
-
-import torch  # noqa: E402 - must see the environment set above
-
-from bench.engine_pairs import (  # noqa: E402
+from bench.engine_pairs import (
     MAX_MODEL_LEN,
     SIZES,
     OtherWork,
@@ -33,9 +27,9 @@ from bench.engine_pairs import (  # noqa: E402
     make_prompts,
     time_pairs,
 )
-from bench.int4_checkpoint import write_int4  # noqa: E402
-from bench.rows import argument_parser, publish, row_header  # noqa: E402
-from engine import LLM, SamplingParams  # noqa: E402
+from bench.int4_checkpoint import write_int4
+from bench.rows import argument_parser, publish, row_header
+from engine import LLM, SamplingParams
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 64
 
@@ -116,7 +110,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--batches", default="1,16")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
     batches = [int(batch) for batch in options.batches.split(",")]
     row = {
         **row_header("quantised_cpu"),
