@@ -25,6 +25,7 @@ from bench.engine_pairs import (
     greedy_tokens,
     make_model,
     make_prompts,
+    ratio_figures,
     time_pairs,
 )
 from bench.int4_checkpoint import write_int4
@@ -41,9 +42,7 @@ def compare(plain: LLM, quantised: LLM, prompts: list[list[int]], num_outputs: i
     other_work = OtherWork()
     pairs = time_pairs(run_plain, run_quantised, rounds)
     return {
-        "ratio_median": round(statistics.median(a.wall_s / b.wall_s for a, b in pairs), 2),
-        "ratios": [round(a.wall_s / b.wall_s, 2) for a, b in pairs],
-        "cpu_ratio_median": round(statistics.median(a.cpu_s / b.cpu_s for a, b in pairs), 2),
+        **ratio_figures(pairs),
         "plain_wall_s": [round(a.wall_s, 3) for a, _ in pairs],
         "quantised_wall_s": [round(b.wall_s, 3) for _, b in pairs],
         "plain_tokens_per_s": round(tokens / min(a.wall_s for a, _ in pairs), 1),
