@@ -20,9 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
-import shlex
 import statistics
 import sys
 import tempfile
@@ -208,11 +206,6 @@ def make_row(latency: dict[str, list[Samples]], rates: Rates, cpu_ms: Rates) -> 
     }
 
 
-def _scheduling() -> str:
-    names = {os.SCHED_OTHER: "as others", os.SCHED_RR: "in real time"}
-    return f"{names.get(os.sched_getscheduler(0), 'otherwise')}, nice {os.nice(0)}"
-
-
 def _quantiles(samples: Sequence[float]) -> dict[str, float]:
     return {f"p{share * 100:g}": round(_quantile(samples, share), 2) for share in (0.5, 0.9, 0.99, 1.0)}
 
@@ -227,20 +220,13 @@ def _added_ms(samples: dict[str, list[float]], share: float) -> float:
 
 
 @contextmanager
-def gateway(folder: Path, answer_s: float, before: str, profile: Path | None = None) -> Iterator[tuple[int, str, int]]:
+def gateway(folder: Path, answer_s: float, profile: Path | None = None) -> Iterator[tuple[int, str, int]]:
     """Yield port, key and process id of a gateway over an engine that answers after `answer_s`."""
     model = folder / MODEL
     if not model.exists():
         make_hollow_model(model)
-    command = [
-        *shlex.split(before),
-        sys.executable,
-        "-m",
-        "bench.admission_gateway",
-        str(folder),
-        str(answer_s),
-        *([str(profile)] if profile else []),
-    ]
+    arguments = [str(folder), str(answer_s), *([str(profile)] if profile else [])]
+    command = [sys.executable, "-m", "bench.admission_gateway", *arguments]
     log = folder / "gateway.log"
     try:
         with started_gateway(command, TREE, log) as (port, pid):
@@ -284,7 +270,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="pairs of rounds at full speed")
     parser.add_argument("--seconds", type=float, default=10.0, help="length of a round at full speed")
     parser.add_argument("--folder", type=Path, help="directory of the database")
-    parser.add_argument("--before", default="", help="command that starts the gateway, such as `chrt -r 6` on a busy machine")
     parser.add_argument("--profile", type=Path, help="write cProfile's figures of the gateway at full speed to this file")
     options = parser.parse_args()
     prepare_to_serve()  # so that no garbage collection is measured as the gateway's
@@ -295,24 +280,19 @@ def main() -> None:
         cpu_ms: Rates = {kind: [] for kind in KINDS}
         host: dict[str, Host] = {}
         if options.blocks:
-            with gateway(folder, ANSWER_S, options.before) as (port, key, _):
+            with gateway(folder, ANSWER_S) as (port, key, _):
                 latency, host["blocks"] = uvloop.run(
                     measure_latency(port, key, speed_of_host, options.blocks, random.Random(1))
                 )
         if options.rounds:
-            with gateway(folder, 0.0, options.before, options.profile) as (port, key, pid):
+            with gateway(folder, 0.0, options.profile) as (port, key, pid):
                 rates, cpu_ms, host["rounds"] = uvloop.run(
                     measure_rate(port, key, pid, speed_of_host, options.rounds, options.seconds)
                 )
     if not options.blocks:
         print(rates, cpu_ms)
         return
-    row = {
-        **make_row(latency, rates, cpu_ms),
-        "host": host,
-        "gateway_started_by": options.before,
-        "clients_scheduled": _scheduling(),
-    }
+    row = {**make_row(latency, rates, cpu_ms), "host": host}
     if not options.no_save:
         save_row(row)
     print(json.dumps({name: value for name, value in row.items() if not name.startswith("samples")}, indent=1))

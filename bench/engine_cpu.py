@@ -1,16 +1,16 @@
-"""Our engine against transformers on the CPU: the same random model, the same requests, the same number of seats.
+"""Our engine against `generate` of transformers on the CPU: the same random model, the same requests, the same number of seats.
+`bench.engine_peers` compares it with continuous batching.
 
-Usage: python -m bench.engine_cpu [--size 8m|100m] [--rounds 3] [--threads 1] [--peers static,continuous,single]
+Usage: python -m bench.engine_cpu [--size 8m|100m] [--rounds 3] [--threads 1] [--requests 48]
 
-Every round runs our engine and each peer one right after the other, so that other work on the machine affects all; results are
-ratios within a round. Outputs are compared before anything is timed: greedy, float32, equal token for token up to the
-first near-tie. One JSON row per run is appended to bench/results/engine_cpu.jsonl.
+Every round runs both one right after the other, so that other work on the machine affects both; results are ratios within a
+round. Outputs are compared before anything is timed: greedy, float32, equal token for token up to the first near-tie. One JSON
+row per run is appended to bench/results/engine_cpu.jsonl.
 """
 
 from __future__ import annotations
 
 import random
-import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,10 +24,9 @@ prepare_environment()
 
 import torch  # noqa: E402 - must see the environment set above
 import transformers  # noqa: E402
-from transformers import ContinuousBatchingConfig, GenerationConfig  # noqa: E402
 
 from bench.chat_lengths import OUTPUT_LENS, PROMPT_LENS, draw_length  # noqa: E402
-from bench.engine_pairs import SIZES, OtherWork, environment, make_model, time_pairs  # noqa: E402
+from bench.engine_pairs import SIZES, OtherWork, environment, make_model, ratio_figures, time_pairs  # noqa: E402
 from bench.rows import argument_parser, publish, row_header  # noqa: E402
 from engine import LLM, SamplingParams  # noqa: E402
 
@@ -82,25 +81,6 @@ def run_static(model: Any, work: Workload) -> list[list[int]]:
     return answers
 
 
-def run_continuous(model: Any, work: Workload) -> list[list[int]]:
-    """transformers' continuous batching, tuned for this machine: small pages and a cache no larger than is used."""
-    settings = ContinuousBatchingConfig(page_size=32, num_blocks=512, max_batch_tokens=512, max_requests_per_batch=SEATS)
-    generation = GenerationConfig(do_sample=False, max_new_tokens=1, eos_token_id=-1, pad_token_id=0)
-    answers: dict[str, list[int]] = {}
-    with model.continuous_batching_context_manager(
-        generation_config=generation, continuous_batching_config=settings, warmup=False
-    ) as manager:
-        for index, (prompt, length) in enumerate(zip(work.prompts, work.output_lens, strict=True)):
-            manager.add_request(prompt, request_id=str(index), max_new_tokens=length, eos_token_id=-1)
-        while len(answers) < len(work.prompts):
-            result = manager.get_result(timeout=120)
-            if result is None:
-                raise RuntimeError("continuous batching gave no result within two minutes")
-            if result.is_finished():
-                answers[result.request_id] = list(result.generated_tokens)
-    return [answers[str(index)] for index in range(len(work.prompts))]
-
-
 def equal_share(ours: list[list[int]], theirs: list[list[int]]) -> float:
     """Share of requests whose tokens are all equal; at a near-tie two float32 programs may differ."""
     return sum(a == b for a, b in zip(ours, theirs, strict=True)) / len(ours)
@@ -112,23 +92,20 @@ def compare(
     """Compare outputs, then time `rounds` pairs."""
     equal = equal_share(ours(), theirs())
     other_work = OtherWork()
-    pairs = time_pairs(ours, theirs, rounds)
-    ratios = [their_cost.wall_s / our_cost.wall_s for our_cost, their_cost in pairs]
+    pairs = time_pairs(theirs, ours, rounds)
     return {
         "peer": peer,
         "equal_requests": round(equal, 3),
-        "ratio_median": round(statistics.median(ratios), 2),
-        "ratios": [round(ratio, 2) for ratio in ratios],
-        "ours_tokens_per_s": round(tokens / min(our_cost.wall_s for our_cost, _ in pairs), 1),
-        "peer_tokens_per_s": round(tokens / min(their_cost.wall_s for _, their_cost in pairs), 1),
-        "cpu_ratio_median": round(statistics.median(their_cost.cpu_s / our_cost.cpu_s for our_cost, their_cost in pairs), 2),
-        "ours_tokens_per_cpu_s": round(tokens / min(our_cost.cpu_s for our_cost, _ in pairs), 1),
-        "peer_tokens_per_cpu_s": round(tokens / min(their_cost.cpu_s for _, their_cost in pairs), 1),
+        **ratio_figures(pairs),
+        "ours_tokens_per_s": round(tokens / min(our_cost.wall_s for _, our_cost in pairs), 1),
+        "peer_tokens_per_s": round(tokens / min(their_cost.wall_s for their_cost, _ in pairs), 1),
+        "ours_tokens_per_cpu_s": round(tokens / min(our_cost.cpu_s for _, our_cost in pairs), 1),
+        "peer_tokens_per_cpu_s": round(tokens / min(their_cost.cpu_s for their_cost, _ in pairs), 1),
         "other_cpu_cores": round(other_work.cores(), 2),
     }
 
 
-def measure(size: str, rounds: int, peers: Sequence[str], count: int) -> list[dict[str, Any]]:
+def measure(size: str, rounds: int, count: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
         model = make_model(size, directory)
@@ -136,18 +113,14 @@ def measure(size: str, rounds: int, peers: Sequence[str], count: int) -> list[di
         one = Workload([work.prompts[0]], [128])
         llm = LLM(directory, device="cpu", max_num_seqs=SEATS, enable_prefix_caching=False, threads=torch.get_num_threads())
         rows = []
-        for peer, name, run_peer, peer_work in (
-            ("static", "transformers generate, batches of 16", run_static, work),
-            ("single", "transformers generate, one request", run_static, one),
-            ("continuous", "transformers continuous batching, tuned", run_continuous, work),
+        for name, peer_work in (
+            ("transformers generate, batches of 16", work),
+            ("transformers generate, one request", one),
         ):
-            if peer not in peers:
-                continue
-            ours, theirs = partial(run_ours, llm, peer_work), partial(run_peer, model, peer_work)
+            ours, theirs = partial(run_ours, llm, peer_work), partial(run_static, model, peer_work)
             rows.append(compare(name, rounds, ours, theirs, peer_work.num_output_tokens))
-            if peer == "single":
-                for side in ("ours", "peer"):
-                    rows[-1][f"{side}_ms_per_token"] = round(1000 / rows[-1][f"{side}_tokens_per_s"], 2)
+        for side in ("ours", "peer"):
+            rows[-1][f"{side}_ms_per_token"] = round(1000 / rows[-1][f"{side}_tokens_per_s"], 2)
         return rows
 
 
@@ -157,11 +130,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--requests", type=int, default=NUM_REQUESTS)
-    parser.add_argument("--peers", default="static,continuous,single")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     transformers.logging.set_verbosity_error()
-    rows = measure(options.size, options.rounds, options.peers.split(","), options.requests)
+    rows = measure(options.size, options.rounds, options.requests)
     row = {
         **row_header("engine_cpu"),
         "size": options.size,

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import random
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,16 @@ def time_pairs(first: Callable[[], object], second: Callable[[], object], rounds
             second_cost, first_cost = timed(second), timed(first)
         pairs.append((first_cost, second_cost))
     return pairs
+
+
+def ratio_figures(pairs: Sequence[tuple[Cost, Cost]]) -> dict[str, Any]:
+    """How many times as long as the second the first of each pair took, by wall-clock and by CPU time."""
+    ratios = [first.wall_s / second.wall_s for first, second in pairs]
+    return {
+        "ratio_median": round(statistics.median(ratios), 2),
+        "ratios": [round(ratio, 2) for ratio in ratios],
+        "cpu_ratio_median": round(statistics.median(first.cpu_s / second.cpu_s for first, second in pairs), 2),
+    }
 
 
 def make_model(size: str, directory: Path) -> Any:

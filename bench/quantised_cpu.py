@@ -17,13 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine.environment import prepare_environment
-
-prepare_environment()
-
-import torch  # noqa: E402 - must see the environment set above
-
-from bench.engine_pairs import (  # noqa: E402
+from bench.engine_pairs import (
     MAX_MODEL_LEN,
     SIZES,
     OtherWork,
@@ -31,11 +25,12 @@ from bench.engine_pairs import (  # noqa: E402
     greedy_tokens,
     make_model,
     make_prompts,
+    ratio_figures,
     time_pairs,
 )
-from bench.int4_checkpoint import write_int4  # noqa: E402
-from bench.rows import argument_parser, publish, row_header  # noqa: E402
-from engine import LLM, SamplingParams  # noqa: E402
+from bench.int4_checkpoint import write_int4
+from bench.rows import argument_parser, publish, row_header
+from engine import LLM, SamplingParams
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 64
 
@@ -47,9 +42,7 @@ def compare(plain: LLM, quantised: LLM, prompts: list[list[int]], num_outputs: i
     other_work = OtherWork()
     pairs = time_pairs(run_plain, run_quantised, rounds)
     return {
-        "ratio_median": round(statistics.median(a.wall_s / b.wall_s for a, b in pairs), 2),
-        "ratios": [round(a.wall_s / b.wall_s, 2) for a, b in pairs],
-        "cpu_ratio_median": round(statistics.median(a.cpu_s / b.cpu_s for a, b in pairs), 2),
+        **ratio_figures(pairs),
         "plain_wall_s": [round(a.wall_s, 3) for a, _ in pairs],
         "quantised_wall_s": [round(b.wall_s, 3) for _, b in pairs],
         "plain_tokens_per_s": round(tokens / min(a.wall_s for a, _ in pairs), 1),
@@ -116,7 +109,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--batches", default="1,16")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
     batches = [int(batch) for batch in options.batches.split(",")]
     row = {
         **row_header("quantised_cpu"),

@@ -1,6 +1,7 @@
-"""The cost of sampling a step's tokens, by kind of request: milliseconds, and ratios to one `softmax` of the same logits.
+"""The cost of sampling a step's tokens on a CPU, by kind of request: milliseconds, and ratios to one `softmax` of the
+same logits.
 
-Usage: python -m bench.sampler_step [--rows 64] [--vocab 32000] [--rounds 15] [--device cpu] [--threads 1]
+Usage: python -m bench.sampler_step [--rows 64] [--vocab 32000] [--rounds 15] [--threads 1]
 
 The ratio is comparable between machines and loads, because both are measured alternately in one process. One JSON row per run
 is appended to bench/results/sampler_step.jsonl.
@@ -54,12 +55,8 @@ def make_row(index: int, vocab_size: int, sampling: dict[str, Any]) -> SampledRo
 def timed(work: Callable[[torch.Tensor], object], logits: torch.Tensor) -> float:
     """Seconds of one call on a copy of the logits, without the copying."""
     copy = logits.clone()
-    if logits.is_cuda:
-        torch.cuda.synchronize()
     started_s = time.perf_counter()
     work(copy)
-    if logits.is_cuda:
-        torch.cuda.synchronize()
     return time.perf_counter() - started_s
 
 
@@ -82,18 +79,16 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     generator = torch.Generator().manual_seed(0)
-    logits = (torch.randn(options.rows, options.vocab, generator=generator) * 4).to(options.device)
+    logits = torch.randn(options.rows, options.vocab, generator=generator) * 4
     cases = {name: measure(logits, sampling, options.rounds) for name, sampling in CASES.items()}
     for name, figures in cases.items():
         print(f"{name:12} {figures['ms']:9.3f} ms   {figures['ratio_to_softmax']:7.2f} × softmax")
     row = {
         **row_header("sampler_step"),
-        "device": torch.cuda.get_device_name() if logits.is_cuda else "cpu",
         "torch": torch.__version__,
         **{key: getattr(options, key) for key in ("rows", "vocab", "rounds", "threads")},
         "cases": cases,

@@ -30,7 +30,7 @@ import torch  # noqa: E402 - must see the environment set above
 import transformers  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
-from bench.engine_pairs import environment, greedy_tokens, time_pairs  # noqa: E402
+from bench.engine_pairs import environment, greedy_tokens, ratio_figures, time_pairs  # noqa: E402
 from bench.rows import TREE, argument_parser, publish, row_header  # noqa: E402
 from engine import LLM  # noqa: E402
 
@@ -121,7 +121,6 @@ def compare(case: Case, rounds: int, num_tokens: int, threads: int) -> dict[str,
         before = speculative.status()
         pairs = time_pairs(lambda: answers(plain), lambda: answers(speculative), rounds)
         after = speculative.status()
-    ratios = [slow.wall_s / fast.wall_s for slow, fast in pairs]
     total = num_tokens * len(case.prompts)
     drafted = after.draft_tokens_total - before.draft_tokens_total
     return {
@@ -129,10 +128,8 @@ def compare(case: Case, rounds: int, num_tokens: int, threads: int) -> dict[str,
         "method": case.speculative_config["method"],
         "repeats": case.repeats,
         "tokens_equal": True,
-        "ratio_median": round(statistics.median(ratios), 2),
-        "ratio_interval_95": bootstrap_interval(ratios),
-        "ratios": [round(ratio, 2) for ratio in ratios],
-        "cpu_ratio_median": round(statistics.median(slow.cpu_s / fast.cpu_s for slow, fast in pairs), 2),
+        **ratio_figures(pairs),
+        "ratio_interval_95": bootstrap_interval([slow.wall_s / fast.wall_s for slow, fast in pairs]),
         "plain_tokens_per_s": round(total / min(slow.wall_s for slow, _ in pairs), 1),
         "guessing_tokens_per_s": round(total / min(fast.wall_s for _, fast in pairs), 1),
         "tokens_per_step": round(rounds * total / (after.steps_total - before.steps_total), 2),
@@ -155,7 +152,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--models", default="demo,100m")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
     transformers.logging.set_verbosity_error()
     with tempfile.TemporaryDirectory() as folder:
         rows = [

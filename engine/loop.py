@@ -308,10 +308,11 @@ class Engine:
 
     def _enqueue(self, answers: Sequence[Request]) -> None:
         """Queue the answers of a request: the first computes the prompt, the others share it."""
-        self._scheduler.add(answers[0])
-        for request in answers[1:]:
-            request.forked_from = answers[0]
-            self._scheduler.add_fork(request)
+        first, *others = answers
+        for request in others:
+            request.forked_from = first
+        for request in answers:
+            self._scheduler.add(request)
 
     def _end(self, request: Request, reason: FinishReason) -> TokenEvent:
         if self._grammars.remove(request):

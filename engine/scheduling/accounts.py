@@ -200,6 +200,8 @@ class Accounts:
 
     def stop_running(self, account: Account, request: Request) -> None:
         """Free the seat of a running request; if it decoded, call `stop_decoding` first."""
+        if account.recovering is request:
+            account.recovering = None
         account.prefilling.pop(request, None)
         self.prefilling.pop(request, None)
         del account.running[request], self.running_requests[request]

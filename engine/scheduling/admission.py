@@ -25,7 +25,7 @@ SHORT_TOKENS = 1 << 12
 
 class Admission:
     """Admits requests. `start` must follow a `can_start` that returned NOW or a `can_return` that returned True for the same
-    request, with no change in between."""
+    request, with no change in between; answers about other requests change nothing."""
 
     def __init__(self, accounts: Accounts, kv: KvBlocks, *, max_num_seqs: int, step_budget: StepBudget | None) -> None:
         self._accounts = accounts
@@ -35,8 +35,7 @@ class Admission:
         self._step_budget = step_budget
         self._forecast = KvForecast(kv.pool.num_blocks * kv.block_size, kv.block_size)
         self._next_blocks = NextPrefillBlocks(kv.prefix_cache)
-        self._found = FoundPrefix()
-        self._found_for: Request | None = None  # the request that prefix belongs to
+        self._found: tuple[Request, FoundPrefix] | None = None  # the last prefix found, and the request that it belongs to
         self._step = 0  # the step being planned
         self._reused_tokens = 0  # from other answers or the prefix cache, in this step
         self._deferred: Request | None = None  # the first long prompt deferred in this step
@@ -64,21 +63,29 @@ class Admission:
         if _shares_prompt(request):
             has_room = self._kv.num_spare > 0
         else:
-            self._find(request)
-            if self._is_being_computed(request, len(self._found.blocks)):
+            found = self._find(request)
+            if self._is_being_computed(request, len(found.blocks)):
                 return Start.LATER
-            has_room = self._kv.has_room(request, self._found)
+            has_room = self._kv.has_room(request, found)
         if has_room and self._accounts.running_requests:
             has_room = self._forecast.fits(self._step, self._own_tokens(request), predicted_remaining(request))
         return Start.NOW if has_room else Start.NO_ROOM
 
     def can_return(self, request: Request) -> bool:
         """Whether a preempted request can take the seat that another request of its tenant has just freed."""
-        self._find(request)
-        return self.has_seat and not request.num_unknown_tokens and self._kv.has_room(request, self._found)
+        has_room = self._kv.has_room(request, self._find(request))
+        return has_room and self.has_seat and not request.num_unknown_tokens
 
-    def _find(self, request: Request) -> None:
-        self._found, self._found_for = self._kv.find(request), request
+    def _find(self, request: Request) -> FoundPrefix:
+        found = self._kv.find(request)
+        self._found = request, found
+        return found
+
+    def _found_for(self, request: Request) -> FoundPrefix:
+        """The prefix of a request about which `can_start` or `can_return` was asked just before, perhaps not as the last."""
+        if self._found is None or self._found[0] is not request:
+            return self._find(request)
+        return self._found[1]
 
     def _exceeds_reuse_limit(self, request: Request) -> bool:
         """Whether this step has reused so many tokens that a long prompt must wait for the next one."""
@@ -104,18 +111,18 @@ class Admission:
         """KV slots that a request needs beyond the blocks that other requests hold."""
         if _shares_prompt(request):
             return self._block_size
-        found = self._found
+        found = self._found_for(request)
         num_shared = len(found.blocks) - found.num_on_host - found.num_unowned
         return request.num_tokens - num_shared * self._block_size
 
     def first_position(self, request: Request) -> int:
         """Start of the next chunk of a request: after its computed tokens or, if it waits, after those that it shares with its
-        parent or that the `can_start` or `can_return` called for it just before has found."""
+        parent or finds."""
         if request.status is not RequestStatus.QUEUED:
             return request.num_computed_tokens
         if _shares_prompt(request):
             return request.num_prompt_tokens - 1
-        return len(self._found.blocks) * self._block_size
+        return len(self._found_for(request).blocks) * self._block_size
 
     def start(self, request: Request) -> int:
         """Assign blocks and a predicted end to a request that got a seat. Returns how many blocks come from the host tier."""
@@ -125,11 +132,10 @@ class Admission:
             self._kv.fork(request, request.forked_from)
             self._reused_tokens += request.num_computed_tokens
             return 0
-        assert request is self._found_for, f"request {request.request_id} starts with the prefix found for another one"
-        self._found_for = None
-        self._kv.attach_prefix(request, self._found)
+        found, self._found = self._found_for(request), None
+        self._kv.attach_prefix(request, found)
         self._reused_tokens += request.num_computed_tokens
-        return self._found.num_on_host
+        return found.num_on_host
 
     def advance(self, request: Request) -> None:
         """Note the next block of a running prefill, which computes it in this step or the next."""

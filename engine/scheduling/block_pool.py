@@ -96,26 +96,25 @@ class BlockPool:
         return allocated
 
     def _evict(self) -> int:
-        block_id, _ = (self._probation or self._protected).popitem(last=False)
-        content_hash = self._drop_content(self._blocks[block_id])
+        block_id, content_hash = self._drop_oldest()
         self.on_evict(block_id, content_hash)
         return block_id
 
-    def _drop_content(self, block: Block) -> bytes:
+    def _drop_oldest(self) -> tuple[int, bytes]:
+        """Forget the content of the first cached block in the order of eviction; return both."""
+        block_id, _ = (self._probation or self._protected).popitem(last=False)
+        block = self._blocks[block_id]
         content_hash = block.content_hash
-        assert content_hash is not None, f"block {block.block_id} was cached without content"
+        assert content_hash is not None, f"block {block_id} was cached without content"
         del self._by_hash[content_hash]
         block.content_hash = None
         block.deserves_protection = False
-        return content_hash
+        return block_id, content_hash
 
-    def allocate_scratch(self) -> int | None:
-        """A block for work outside of steps; its old content is dropped without `on_evict`. None when all are used."""
-        if not self.num_available:
-            return None
-        if not self._free:
-            block_id, _ = (self._probation or self._protected).popitem(last=False)
-            self._drop_content(self._blocks[block_id])
+    def allocate_scratch(self) -> int:
+        """Allocate a block for work outside of steps; its old content is dropped without `on_evict`."""
+        if self.num_cached and not self._free:
+            block_id, _ = self._drop_oldest()
             self._free.append(block_id)
         return self.allocate(1)[0]
 
@@ -174,9 +173,6 @@ class BlockPool:
         found = list(map(self._by_hash.get, hashes))
         known = found[: found.index(None)] if None in found else found
         return [block_id for block_id in known if block_id is not None]
-
-    def ref_count(self, block_id: int) -> int:
-        return self._blocks[block_id].ref_count
 
     def is_used(self, block_id: int) -> bool:
         return self._blocks[block_id].ref_count > 0

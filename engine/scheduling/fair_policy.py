@@ -135,7 +135,6 @@ class FairPolicy:
         if may_pass and not self.is_ahead(account) and can_start(applicant) is Start.NOW:
             self._room_made_for = None
             return applicant
-        can_start(chosen)  # `start` requires that the last `can_start` was for this request
         return chosen
 
     def _overdue_class(self) -> Priority | None:
@@ -216,6 +215,7 @@ class FairPolicy:
         scaled = lead * weight // account.weight
         self._accounts.set_weight(account, weight)
         backlog.set_lead(account, scaled, step)
+        self._leads.update(account)  # with another weight, decodes carry it across a threshold sooner
 
     def on_recompute(self, request: Request, num_lost: int) -> None:
         """One request of a tenant at a time is protected until it has gained as many tokens as it lost. So waste is bounded,

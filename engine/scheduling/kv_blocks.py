@@ -133,23 +133,15 @@ class KvBlocks:
             self.num_swapped_out += 1
 
     def fork(self, request: Request, parent: Request) -> None:
-        """Let `request` share the prompt blocks of `parent`, all of which are computed; its last token is computed again."""
-        table = parent.block_table[: self.blocks_for(request.num_prompt_tokens)]
-        self.pool.share(table)
-        self._append_blocks(request, table)
-        request.num_computed_tokens = request.num_prompt_tokens - 1
-        self.make_writable(request, request.num_computed_tokens)
-
-    def make_writable(self, request: Request, position: int) -> None:
-        """Copy on write: the block of `position` becomes the request's own if another request holds it too."""
-        index = position // self.block_size
-        source = request.block_table[index]
-        if self.pool.ref_count(source) == 1:
-            return
-        target = self.pool.allocate(1)[0]
+        """Let `request` share the prompt blocks of `parent`, all of which are computed. The last token is computed again, in a
+        copy of its block."""
+        shared = parent.block_table[: self.blocks_for(request.num_prompt_tokens)]
+        source, target = shared[-1], self.pool.allocate(1)[0]
+        self.pool.share(shared)
         self._moves.copies.append((source, target))
         self._copy_sources.append(source)
-        request.block_table[index] = target
+        self._append_blocks(request, [*shared[:-1], target])
+        request.num_computed_tokens = request.num_prompt_tokens - 1
 
     def extend(self, request: Request, num_tokens: int) -> None:
         """Hold blocks for the first `num_tokens` tokens, using promised blocks first."""
@@ -180,14 +172,12 @@ class KvBlocks:
             self.prefix_cache.register(request, first, min(request.num_settled_tokens, request.num_tokens - 1))
         self._promise(request, -request.num_promised_blocks)
         self.pool.release(request.block_table, is_wanted=is_preempted if request.num_preemptions else None)
-        if request.account is not None:
-            request.account.num_blocks -= len(request.block_table)
+        account_of(request).num_blocks -= len(request.block_table)
         request.block_table = table_of()
 
     def _append_blocks(self, request: Request, blocks: Sequence[int]) -> None:
         request.block_table.extend(blocks)
-        if request.account is not None:
-            request.account.num_blocks += len(blocks)
+        account_of(request).num_blocks += len(blocks)
 
     def _promise(self, request: Request, num_blocks: int) -> None:
         request.num_promised_blocks += num_blocks

@@ -109,6 +109,6 @@ class LeadTracker:
 def recovering(account: Account) -> Request | None:
     """The request of an account that is protected from preemption and pauses, while it is."""
     request = account.recovering
-    if request is not None and (request not in account.running or request.num_computed_tokens >= request.protected_len):
+    if request is not None and request.num_computed_tokens >= request.protected_len:
         request = account.recovering = None
     return request

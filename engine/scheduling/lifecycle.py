@@ -63,18 +63,13 @@ class Lifecycle:
         yield from self._forks
 
     def add(self, request: Request) -> None:
-        """Queue a new request. Its tenant's weight is the request's from now on."""
+        """Queue a new request, or park a fork until its prompt is computed. Its tenant has the request's weight from now on."""
         assert request not in self._queued, f"request {request.request_id} is queued twice"
-        self._deadlines.add(request)
-        account = self._accounts.find(request.tenant_id, request.priority, request.weight)
+        if request.forked_from is None:
+            self._deadlines.add(request)
+        request.account = account = self._accounts.find(request.tenant_id, request.priority, request.weight)
         if request.weight != account.weight:
             self._policy.set_weight(account, request.weight)
-        self._enqueue(request)
-
-    def add_fork(self, request: Request) -> None:
-        """Park a further answer of `request.forked_from`, or queue it if there is nothing to wait for."""
-        assert request.forked_from is not None, f"request {request.request_id} is no fork"
-        self._deadlines.add(request)
         if not self._forks.park(request):
             self._enqueue(request)
 
@@ -86,9 +81,8 @@ class Lifecycle:
             self._enqueue(fork, first=True)
 
     def _enqueue(self, request: Request, *, first: bool = False) -> None:
-        request.account = account = self._accounts.find(request.tenant_id, request.priority, request.weight)
         self._queued[request] = None
-        self._accounts.add_waiting(account, request, first=first)
+        self._accounts.add_waiting(account_of(request), request, first=first)
         self._policy.on_queued(request)
 
     def start(self, request: Request) -> None:
@@ -150,14 +144,14 @@ class Lifecycle:
     def end(self, request: Request, reason: FinishReason, token_ids: list[int] | None = None) -> TokenEvent:
         """End a live request. Returns its last event, with these tokens. Forks that wait for its prompt compute it
         themselves."""
-        account = request.account
+        account = account_of(request)
         if request in self._queued:
             del self._queued[request]
-            self._accounts.remove_waiting(account_of(request), request)
+            self._accounts.remove_waiting(account, request)
             self._policy.on_dequeued(request)
         elif not self._forks.remove(request):
             self._stop(request, is_failed=reason is FinishReason.ERROR)
-        if account is not None and reason in (FinishReason.STOP, FinishReason.LENGTH):
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
             account.record_output(request.num_output_tokens)
         request.finish(reason)
         for fork in self._forks.pop(request):
@@ -174,8 +168,11 @@ class Lifecycle:
         return event
 
     def expire(self) -> list[TokenEvent]:
-        """End the requests that were not scheduled before their `queue_deadline_s`."""
-        return [self.end(request, FinishReason.DEADLINE) for request in self._deadlines.expired(self._clock())]
+        """End the requests not scheduled before their `queue_deadline_s`, and the forks that wait for their prompts."""
+        expired = self._deadlines.expired(self._clock())
+        return [
+            self.end(answer, FinishReason.DEADLINE) for request in expired for answer in (*self._forks.of(request), request)
+        ]
 
     def charge(self, request: Request, cost_ps: int) -> None:
         """Charge the tenant of a request for more than its decodes."""

@@ -25,11 +25,6 @@ SKIPS_MAX = 32
 """Times that others may pass a request that does not fit. Then all others wait for it, so that it cannot starve."""
 
 
-def scan_limit(num_accounts: int) -> int:
-    """Waiting requests examined per account: about as many in all for one tenant as for several."""
-    return max(2, SCAN_REQUESTS_MAX // max(1, num_accounts // 2))
-
-
 class Start(Enum):
     """Whether a waiting request can start. LATER: a running prefill computes the block that it needs next, or this step has
     reused enough tokens."""

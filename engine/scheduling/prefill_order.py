@@ -11,7 +11,7 @@ from enum import IntEnum
 from itertools import islice
 
 from engine.scheduling.accounts import Account
-from engine.scheduling.policy import SCAN_REQUESTS_MAX, CanStart, PolicyContext, first_to_start, scan_limit
+from engine.scheduling.policy import SCAN_REQUESTS_MAX, CanStart, PolicyContext, first_to_start
 from engine.scheduling.request import Request
 from engine.scheduling.urgency import AGED_EVERY
 
@@ -20,6 +20,11 @@ AGEING_ROUNDS = 4
 
 OVERTAKEN_PREFILLS_MAX = 2
 """Running prefills that may be overtaken by requests that can still meet their first-token target: they hold seats."""
+
+
+def scan_limit(num_accounts: int) -> int:
+    """Waiting requests examined of each of these accounts: the fewer, the more accounts there are."""
+    return SCAN_REQUESTS_MAX // max(1, num_accounts // 2)
 
 
 class Rank(IntEnum):

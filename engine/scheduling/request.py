@@ -110,6 +110,7 @@ class Request:
     scheduled_step: int = -1  # the last step with a chunk of its prompt
     growth_step: int = -1  # the step in which its blocks will be full
     moved_step: int = -1  # the step of its last start or preemption
+    preempted_s: float = 0.0  # when it was last preempted
     is_aged: bool = False  # it was started because its class had waited too long
     is_late: bool = False  # it was moved after others, because its first token will be late
     account: Account | None = None  # the account charged for it; None before it reaches the scheduler

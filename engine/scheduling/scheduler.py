@@ -111,13 +111,10 @@ class Scheduler:
         yield from self.waiting()
 
     def add(self, request: Request) -> None:
-        """Queue a new request. Its length must be within `max_model_len`."""
+        """Queue a new request. Its length must be within `max_model_len`. A further answer of `request.forked_from` shares that
+        request's prompt blocks once they are computed."""
         assert request.max_total_tokens <= self.limits.max_model_len, f"request {request.request_id} exceeds the context"
         self._lifecycle.add(request)
-
-    def add_fork(self, request: Request) -> None:
-        """Queue a further answer of `request.forked_from`: it shares that request's prompt blocks once they are computed."""
-        self._lifecycle.add_fork(request)
 
     def preempt(self, request: Request) -> None:
         """Release a running request's blocks; it waits before its tenant's new requests and continues later."""
@@ -217,8 +214,8 @@ class Scheduler:
         num_tokens = min(self.limits.max_num_batched_tokens - batch.num_tokens, request.num_tokens - start)
         if self.step_budget is not None:
             num_tokens = self.step_budget.chunk(start, num_tokens)
-            if not num_tokens:
-                return False
+        if not num_tokens:
+            return False
         if request.status is RequestStatus.QUEUED:
             self._lifecycle.start(request)
         self.kv.extend(request, start + num_tokens)
@@ -255,10 +252,10 @@ class Scheduler:
     @contextmanager
     def probe(self) -> Iterator[ScheduledRequest | None]:
         """One greedy token after token 0, in a block lent while the context is open; None when no block is available."""
-        block_id = self.pool.allocate_scratch() if self.kv.num_spare > 0 else None
-        if block_id is None:
+        if not self.kv.num_spare:
             yield None
             return
+        block_id = self.pool.allocate_scratch()
         try:
             yield _probe_item(block_id)
         finally:

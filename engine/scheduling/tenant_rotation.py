@@ -10,9 +10,8 @@ rationed: at most one part in `RATION` of the time is spent on recomputing.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import islice, takewhile
 
 from engine.scheduling.accounts import Account, Accounts
 from engine.scheduling.kv_blocks import KvBlocks
@@ -30,24 +29,28 @@ RATION = 20
 FREE_TOKENS = 64
 """Up to this many recomputed tokens are not counted: the block that was not full, and a few lost ones."""
 
+SCAN_ACCOUNTS_MAX = 8
+"""Accounts examined in a step. The others come first in the next one."""
+
 NS_PER_S = 1_000_000_000
 
 
 class TenantRotation:
-    """The preempted requests of all tenants, in the order of preemption. At most one exchange per step."""
+    """Tenants with preempted requests take turns, and within each the requests in the order of preemption. At most one exchange
+    per step."""
 
     def __init__(self, accounts: Accounts, kv: KvBlocks, clock: Callable[[], float]) -> None:
         self._recompute_allowed_s = 0.0  # when the next exchange that costs something is allowed
         self._accounts = accounts
         self._kv = kv
         self._clock = clock
-        self._preempted_at_s: OrderedDict[Request, float] = OrderedDict()
+        self._waiting: dict[Account, None] = {}  # those that had preempted requests when last examined, the next first
         self._restarted: dict[Request, None] = {}  # preempted requests that have restarted and recompute what they lost
         self._returning: Request | None = None
 
     def on_preempted(self, request: Request) -> None:
-        self._preempted_at_s[request] = self._clock()
-        self._preempted_at_s.move_to_end(request)
+        request.preempted_s = self._clock()
+        self._waiting[account_of(request)] = None
 
     def on_started(self, request: Request) -> None:
         if request.num_preemptions:
@@ -65,33 +68,42 @@ class TenantRotation:
             yield returning
 
     def exchange(self, preempt: Callable[[Request], None]) -> None:
-        """Preempt a running request for the first request that is due, which will start in this step."""
-        for request in list(islice(self._preempted_at_s, SCAN_REQUESTS_MAX)):
-            if request.status is not RequestStatus.QUEUED:
-                del self._preempted_at_s[request]
-            elif self._clock() - self._preempted_at_s[request] <= DUE_S:
-                return
-            else:
-                other = self._exchange_partner(request)
-                if other is not None:
+        """Preempt a running request for a request of its tenant that is due, which will start in this step."""
+        for account in list(islice(self._waiting, SCAN_ACCOUNTS_MAX)):
+            del self._waiting[account]
+            first = next(iter(account.waiting.preempted), None)
+            if first is None:
+                continue
+            self._waiting[account] = None
+            other = self._longest_turn(account) if self._is_due(first) else None
+            if other is not None:
+                returning = self._first_that_fits(account, other)
+                if returning is not None:
                     preempt(other)
-                    self._returning = request
-                    return
+                    self._returning = returning
+                return
 
-    def _exchange_partner(self, request: Request) -> Request | None:
-        """The running request of the same tenant that has had the longest turn, if its turn is over and it frees enough."""
-        account = account_of(request)
+    def _is_due(self, request: Request) -> bool:
+        return self._clock() - request.preempted_s > DUE_S
+
+    def _longest_turn(self, account: Account) -> Request | None:
+        """The running request of an account that has had the longest turn, if its turn is over."""
         if account.is_paused:
             return None
         least = self._turn_steps(account)
-        for other in islice(account.running, SCAN_REQUESTS_MAX):
-            is_turn_over = self._accounts.step - other.moved_step >= least
-            if is_turn_over and other.status is RequestStatus.DECODE and other is not account.recovering:
-                return other if self._fits(request, other) else None
+        for request in islice(account.running, SCAN_REQUESTS_MAX):
+            is_turn_over = self._accounts.step - request.moved_step >= least
+            if is_turn_over and request.status is RequestStatus.DECODE and request is not account.recovering:
+                return request
         return None
 
+    def _first_that_fits(self, account: Account, other: Request) -> Request | None:
+        """The first request of an account that is due and can come back in the space that `other` leaves."""
+        due = takewhile(self._is_due, islice(account.waiting.preempted, SCAN_REQUESTS_MAX))
+        return next((request for request in due if self._fits(request, other)), None)
+
     def _turn_steps(self, account: Account) -> int:
-        turns = CYCLE_STEPS * len(account.running) // max(1, account.waiting.num_preempted)
+        turns = CYCLE_STEPS * len(account.running) // len(account.waiting.preempted)
         return min(CYCLE_STEPS, max(TURN_STEPS_MIN, turns))
 
     def _fits(self, request: Request, other: Request) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from heapq import heapify, heappop, heappush
 from itertools import chain, count
 from weakref import ref
@@ -33,8 +33,9 @@ class WaitingQueue:
         return chain(self._preempted, self._regular, self._late)
 
     @property
-    def num_preempted(self) -> int:
-        return len(self._preempted)
+    def preempted(self) -> Collection[Request]:
+        """In the order of their preemption."""
+        return self._preempted.keys()
 
     @property
     def first_regular(self) -> Request | None:
@@ -50,11 +51,10 @@ class WaitingQueue:
         self._late[request] = None
 
     def add(self, request: Request, *, first: bool) -> None:
-        """Add a request at the end of its kind; with `first`, an ordinary one goes before the other ordinary ones."""
+        """Add a request at the end of its kind; with `first`, an ordinary one goes before the other ordinary ones. A request
+        is late only once it has waited (`move_to_late`) or run."""
         if request.num_preemptions:
             self._preempted[request] = None
-        elif request.is_late:
-            self._late[request] = None
         else:
             self._regular[request] = None
             if first:
@@ -126,7 +126,8 @@ class ParkedForks:
             yield from forks
 
     def park(self, request: Request) -> bool:
-        """Keep a fork until its parent's prompt is computed. False if that has happened already or cannot happen any more."""
+        """Keep a fork until its parent's prompt is computed. False if that has happened already or cannot happen any more, and
+        for a request that is no fork."""
         parent = request.forked_from
         if parent is None or parent.is_finished or parent.num_prompt_tokens_computed == parent.num_prompt_tokens:
             return False
@@ -143,8 +144,13 @@ class ParkedForks:
         self._num_parked -= 1
         return True
 
+    def of(self, parent: Request) -> list[Request]:
+        """The forks that wait for the prompt of a parent."""
+        return list(self._by_parent.get(parent, ()))
+
     def pop(self, parent: Request) -> list[Request]:
         """The forks of a parent whose prompt is computed, or that has ended."""
-        forks = list(self._by_parent.pop(parent, ()))
+        forks = self.of(parent)
+        self._by_parent.pop(parent, None)
         self._num_parked -= len(forks)
         return forks

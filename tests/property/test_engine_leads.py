@@ -102,18 +102,16 @@ def test_accounts_ahead_and_over_the_cap_are_known_in_every_step(first: int) -> 
             operation(rng.randrange(len(WEIGHTS)))
 
 
-@pytest.mark.parametrize(("num_computed_tokens", "is_running"), [(4, True), (5, True), (4, False)])
-def test_a_recovering_request_is_protected_while_it_runs_until_it_has_recomputed_its_tokens(
-    num_computed_tokens: int, is_running: bool
-) -> None:
+def test_a_recovering_request_is_protected_until_it_has_recomputed_its_tokens() -> None:
     account = Accounts(COSTS).find("alice", Priority.STANDARD, 1)
     assert recovering(account) is None
     request = make_request("a", 1)
-    request.protected_len, request.num_computed_tokens = 5, num_computed_tokens
+    request.protected_len, request.num_computed_tokens = 5, 4
     account.recovering = request
-    account.running |= dict.fromkeys([request] if is_running else [])
-    expected = request if (num_computed_tokens, is_running) == (4, True) else None
-    assert (recovering(account), account.recovering) == (expected, expected)
+    assert recovering(account) is request
+    request.num_computed_tokens = 5
+    assert recovering(account) is None
+    assert account.recovering is None
 
 
 def test_an_account_is_paused_again_when_its_request_is_no_longer_protected() -> None:

@@ -25,7 +25,8 @@ from engine.scheduling.fair_policy import SCAN_ACCOUNTS_MAX, FairPolicy
 from engine.scheduling.host_tier import HostTier
 from engine.scheduling.lead_tracking import FairSettings
 from engine.scheduling.limits import SchedulerLimits
-from engine.scheduling.policy import Start, scan_limit
+from engine.scheduling.policy import Start
+from engine.scheduling.prefill_order import scan_limit
 from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.request import Request, RequestStatus
 from engine.scheduling.scheduled_batch import ScheduledBatch, ScheduledRequest, StepOutput
@@ -272,10 +273,7 @@ class SchedulerFuzz:
             )
             self.live[request] = None
             self.delivered[request] = 0
-            if request.forked_from is None:
-                self.scheduler.add(request)
-            else:
-                self.scheduler.add_fork(request)
+            self.scheduler.add(request)
             requests.append(request)
         return requests
 

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from engine.protocol import Priority
-from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.block_pool import BlockPool, OutOfBlocks
 from engine.scheduling.costs import TokenCosts
 from engine.scheduling.host_tier import HostTier
 from engine.scheduling.kv_blocks import KvBlocks
@@ -119,7 +119,8 @@ def test_scratch_allocation_evicts_without_calling_on_evict() -> None:
     add_cached(pool, b"a")
     block_id = pool.allocate_scratch()
     assert block_id == 0
-    assert pool.allocate_scratch() is None
+    with pytest.raises(OutOfBlocks):
+        pool.allocate_scratch()
     pool.release([0])
     assert pool.lookup(b"a") is None, "it was written over"
     pool.check_invariants([])

@@ -349,6 +349,26 @@ def test_a_changed_weight_scales_the_lead_of_the_account() -> None:
     drain(scheduler)
 
 
+def test_a_tenant_whose_weight_was_lowered_loses_its_seat_once_it_is_ahead() -> None:
+    costs = TokenCosts(prefill_token_ps=100, prefill_pair_ps=0, decode_token_ps=4000, decode_context_ps=0)
+    scheduler = make_scheduler(num_blocks=64, max_num_seqs=1, costs=costs)
+    policy = scheduler.policy
+    assert isinstance(policy, FairPolicy)
+    scheduler.add(make_request("runs", 4, max_tokens=200, weight=1000))
+    step(scheduler)
+    scheduler.add(make_request("waits", 4, weight=1000))
+    bob = make_request("bob", 4, tenant="bob")
+    scheduler.add(bob)
+    step(scheduler)
+    scheduler.add(make_request("light", 4))
+    alice = scheduler.accounts.find("alice", Priority.STANDARD, 1)
+    while policy._leads.lead_of(alice) <= policy.settings.hysteresis_ps:
+        assert bob.first_scheduled_s is None
+        step(scheduler)
+    step(scheduler)
+    assert bob.first_scheduled_s is not None
+
+
 @pytest.mark.parametrize("policy", [FcfsPolicy, VtcPolicy])
 def test_fcfs_and_vtc_serve_all_requests(policy: type[FcfsPolicy | VtcPolicy]) -> None:
     scheduler = make_scheduler(num_blocks=64, max_num_seqs=3, budget=16, policy=policy, costs=VtcPolicy.TOKEN_PRICES)

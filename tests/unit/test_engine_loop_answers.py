@@ -277,14 +277,14 @@ def test_a_request_still_queued_at_its_deadline_ends_unserved() -> None:
         request_id="late",
         tenant_id="bob",
         prompt_token_ids=[1],
-        sampling=generation_request("x", [1]).sampling,
+        sampling=generation_request("x", [1], n=2).sampling,
         queue_deadline_s=2.0,
     )
     harness.engine.submit(late)
     assert all(event.request_id == "first" for event in harness.engine.step())
     harness.clock.advance(2.5)
     ended = [event for event in harness.engine.step() if event.request_id == "late"]
-    assert [(event.finish_reason, event.num_output_tokens) for event in ended] == [(FinishReason.DEADLINE, 0)]
+    assert [(event.finish_reason, event.num_output_tokens) for event in ended] == 2 * [(FinishReason.DEADLINE, 0)]
     assert len(tokens([event for event in harness.run() if event.request_id == "first"])) > 0
 
 

@@ -28,7 +28,7 @@ def _add_with_forks(scheduler: Scheduler, num_forks: int, num_prompt_tokens: int
     forks = [make_request("a", num_prompt_tokens, index=index + 1, forked_from=first) for index in range(num_forks)]
     scheduler.add(first)
     for fork in forks:
-        scheduler.add_fork(fork)
+        scheduler.add(fork)
     return first, forks
 
 

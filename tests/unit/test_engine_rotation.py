@@ -9,6 +9,7 @@ from engine.scheduling.accounts import Account, Accounts
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.costs import TokenCosts
 from engine.scheduling.kv_blocks import KvBlocks
+from engine.scheduling.policy import SCAN_REQUESTS_MAX
 from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.request import Request, RequestStatus
 from engine.scheduling.tenant_rotation import (
@@ -16,6 +17,7 @@ from engine.scheduling.tenant_rotation import (
     DUE_S,
     FREE_TOKENS,
     RATION,
+    SCAN_ACCOUNTS_MAX,
     TURN_STEPS_MIN,
     TenantRotation,
 )
@@ -58,11 +60,27 @@ class Harness:
         self.rotation.on_preempted(request)
         return request
 
+    def start(self, request: Request) -> None:
+        """Give a waiting request a seat."""
+        assert request.account is not None
+        self.accounts.start_running(request.account, request)
+        request.move_to(RequestStatus.PREFILL)
+        self.rotation.on_started(request)
+
     def _queued(self, name: str, tenant: str, num_tokens: int, *, num_preemptions: int = 0) -> Request:
         request = make_request(name, num_tokens, tenant=tenant)
         request.num_preemptions, request.account = num_preemptions, self.account(tenant)
         self.accounts.add_waiting(self.account(tenant), request, first=False)
         return request
+
+    def preempt(self, request: Request) -> None:
+        """Take the seat of a running request."""
+        assert request.account is not None
+        request.num_preemptions += 1
+        self.accounts.stop_running(request.account, request)
+        self.accounts.add_waiting(request.account, request, first=False)
+        request.move_to(RequestStatus.QUEUED)
+        self.rotation.on_preempted(request)
 
     def exchange(self) -> list[Request]:
         """The requests that are preempted in this step, one at most."""
@@ -168,9 +186,9 @@ def test_tokens_whose_blocks_are_still_cached_are_not_rationed() -> None:
     harness.accounts.step, harness.now_s = CYCLE_LATER, DUE_S_LATER
     assert harness.exchange()
     assert harness.first_prefills() == [lost]
-    lost.move_to(RequestStatus.PREFILL)
+    harness.start(lost)
     assert harness.exchange()
-    assert harness.first_prefills() == [kept]
+    assert harness.first_prefills() == [lost, kept]
 
 
 def test_exchanges_that_recompute_many_tokens_are_rationed() -> None:
@@ -187,8 +205,9 @@ def test_exchanges_that_recompute_many_tokens_are_rationed() -> None:
         harness.now_s = DUE_S_LATER + passed_s
         harness.exchange()
         for request in harness.first_prefills():
-            started.append(request)
-            request.move_to(RequestStatus.PREFILL)
+            if request not in started:
+                started.append(request)
+                harness.start(request)
     assert started == [first, short, second], "few tokens are free"
 
 
@@ -196,8 +215,7 @@ def test_a_request_started_by_the_policy_leaves_the_rotation_and_keeps_precedenc
     harness = Harness()
     old = harness.add_running("old")
     started, back = harness.add_waiting("started"), harness.add_waiting("back")
-    started.move_to(RequestStatus.PREFILL)
-    harness.rotation.on_started(started)
+    harness.start(started)
     harness.rotation.on_started(old)
     harness.accounts.step, harness.now_s = CYCLE_LATER, DUE_S_LATER
     assert harness.exchange() == [old]
@@ -209,9 +227,7 @@ def test_a_request_started_by_the_policy_leaves_the_rotation_and_keeps_precedenc
     started.move_to(RequestStatus.DECODE)
     assert harness.first_prefills() == []
     harness.exchange()
-    assert (list(harness.rotation._restarted), list(harness.rotation._preempted_at_s)) == ([], [back]), (
-        "no other is kept in memory"
-    )
+    assert list(harness.rotation._restarted) == []
 
 
 def test_a_request_preempted_again_waits_behind_the_others() -> None:
@@ -219,7 +235,30 @@ def test_a_request_preempted_again_waits_behind_the_others() -> None:
     harness.add_running("old")
     first, second = harness.add_waiting("first"), harness.add_waiting("second")
     harness.now_s += 1.0
-    harness.rotation.on_preempted(first)
+    harness.start(first)
+    harness.preempt(first)
     harness.accounts.step, harness.now_s = CYCLE_LATER, DUE_S_LATER
     harness.exchange()
     assert harness.first_prefills() == [second]
+
+
+def test_requests_of_tenants_that_run_none_keep_no_other_from_its_turn() -> None:
+    harness = Harness()
+    for number in range(2 * SCAN_REQUESTS_MAX):
+        harness.add_waiting(f"charlie{number}", tenant="charlie")
+    old, back = harness.add_running("old"), harness.add_waiting("back")
+    harness.accounts.step, harness.now_s = CYCLE_LATER, DUE_S_LATER
+    assert harness.exchange() == [old]
+    assert harness.first_prefills() == [back]
+
+
+def test_each_of_many_tenants_has_its_turn() -> None:
+    harness, num_tenants = Harness(), 2 * SCAN_ACCOUNTS_MAX
+    for number in range(num_tenants):
+        harness.add_waiting(f"first of {number}", tenant=f"idle{number}")
+    for number in range(num_tenants):
+        harness.add_running(f"running of {number}", tenant=f"busy{number}")
+        harness.add_waiting(f"waiting of {number}", tenant=f"busy{number}")
+    harness.accounts.step, harness.now_s = CYCLE_LATER, DUE_S_LATER
+    returned = {request.tenant_id for _ in range(2 * num_tenants) if harness.exchange() for request in harness.first_prefills()}
+    assert returned == {f"busy{number}" for number in range(num_tenants)}

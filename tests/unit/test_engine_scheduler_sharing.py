@@ -22,7 +22,7 @@ def test_forks_share_the_blocks_of_the_prompt_and_copy_the_partial_one() -> None
     forks = [make_request("a", 10, index=index, forked_from=first) for index in (1, 2)]
     scheduler.add(first)
     for fork in forks:
-        scheduler.add_fork(fork)
+        scheduler.add(fork)
     assert planned_tokens(step(scheduler)) == [("a", 10)]
     batch = scheduler.schedule()
     assert planned_tokens(batch) == [("a", 1), ("a", 1), ("a", 1)]
@@ -42,7 +42,7 @@ def test_if_the_first_answer_is_aborted_a_fork_computes_the_prompt() -> None:
     first = make_request("a", 12)
     fork = make_request("a", 12, index=1, forked_from=first)
     scheduler.add(first)
-    scheduler.add_fork(fork)
+    scheduler.add(fork)
     assert scheduler.num_waiting == 2
     scheduler.abort(first)
     assert planned_tokens(step(scheduler)) == [("a", 12)]
@@ -55,10 +55,10 @@ def test_a_late_fork_shares_the_prompt_of_a_live_answer_or_computes_it() -> None
     first = make_request("a", 10)
     scheduler.add(first)
     step(scheduler)
-    scheduler.add_fork(make_request("a", 10, index=1, forked_from=first))
+    scheduler.add(make_request("a", 10, index=1, forked_from=first))
     assert planned_tokens(step(scheduler)) == [("a", 1), ("a", 1)]
     drain(scheduler)
-    scheduler.add_fork(make_request("a", 10, index=2, forked_from=first))
+    scheduler.add(make_request("a", 10, index=2, forked_from=first))
     assert planned_tokens(step(scheduler)) == [("a", 10)]
     drain(scheduler)
 
@@ -70,7 +70,7 @@ def test_parked_forks_end_with_the_first_answer_at_the_deadline() -> None:
     scheduler.add(make_request("holder", 4, max_tokens=20))
     scheduler.add(first)
     for index in (1, 2):
-        scheduler.add_fork(make_request("a", 12, index=index, forked_from=first, queue_deadline_s=5.0))
+        scheduler.add(make_request("a", 12, index=index, forked_from=first))
     step(scheduler)
     now[0] = 5.0
     assert sorted(event.index for event in scheduler.expire()) == [0, 1, 2]
@@ -83,7 +83,7 @@ def test_a_parked_fork_can_be_aborted() -> None:
     first = make_request("a", 12)
     fork = make_request("a", 12, index=1, forked_from=first)
     scheduler.add(first)
-    scheduler.add_fork(fork)
+    scheduler.add(fork)
     event = scheduler.abort(fork)
     assert event is not None
     assert (event.index, event.finish_reason) == (1, FinishReason.ABORTED)
