@@ -1,8 +1,8 @@
 """The fields of `POST /v1/chat/completions`: those that are supported, refused by name, or accepted and ignored.
 
 Ignored, as documented: `store`, `metadata`, `user`, `safety_identifier`, `prompt_cache_key`, `prompt_cache_retention`,
-`prompt_cache_options`, `verbosity`, `parallel_tool_calls`, `stream_options.include_obfuscation`, a message's `annotations` and
-its `type` if it is `text`, and `prompt_cache_breakpoint` of a content part.
+`prompt_cache_options`, `verbosity`, `parallel_tool_calls`, `stream_options.include_obfuscation`, a message's `annotations`,
+`parsed`, `provider_specific_fields` and its `type` if it is `text`, and `prompt_cache_breakpoint` of a content part.
 """
 
 from __future__ import annotations
@@ -68,6 +68,9 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     name: str | None = None
     refusal: str | None = None
     annotations: list[Any] | None = None  # part of OpenAI's responses, which clients send back
+    parsed: Any = None  # added to a response by the official clients' `parse`, and sent back
+    provider_specific_fields: Any = None  # added to a response by LiteLLM, and sent back
+    reasoning_content: str | None = None  # sent back, often empty, by clients for reasoning models
     tool_calls: list[Any] | None = None
     tool_call_id: str | None = None
     function_call: Any = None
@@ -209,7 +212,7 @@ def _checked_message(message: Message, path: str) -> dict[str, Any]:
         raise UnsupportedParameter(f"{path}.role {message.role} is not supported by this version", param=f"{path}.role")
     if message.type not in (None, "text"):
         raise UnsupportedParameter(f"{path}.type {message.type!r} is not supported; send text", param=f"{path}.type")
-    for name in ("tool_calls", "function_call", "audio", "tool_call_id"):
+    for name in ("tool_calls", "function_call", "audio", "tool_call_id", "reasoning_content"):
         if getattr(message, name):
             raise UnsupportedParameter(f"{path}.{name} is not supported by this version", param=f"{path}.{name}")
     role = "system" if message.role == "developer" else message.role

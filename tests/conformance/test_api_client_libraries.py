@@ -35,6 +35,27 @@ REQUESTS_BY_LIBRARY: dict[str, dict[str, Any]] = {
             {"role": "user", "name": "bob", "content": "over"},
         ],
     },
+    "openai for python, an answer of its method parse sent back": {
+        "messages": [
+            *HELLO,
+            {"role": "assistant", "content": '{"ok": true}', "refusal": None, "tool_calls": None, "parsed": {"ok": True}},
+            {"role": "user", "content": "over"},
+        ],
+    },
+    "LiteLLM 1.106, an answer sent back": {
+        "messages": [
+            *HELLO,
+            {"role": "assistant", "content": "jumps", "function_call": None, "provider_specific_fields": {"refusal": None}},
+            {"role": "user", "content": "over"},
+        ],
+    },
+    "avante.nvim, an answer without reasoning sent back": {
+        "messages": [
+            *HELLO,
+            {"role": "assistant", "content": "jumps", "reasoning_content": ""},
+            {"role": "user", "content": "over"},
+        ],
+    },
     "developer role": {"messages": [{"role": "developer", "content": "Be terse."}, *HELLO], "tools": [], "tool_choice": "none"},
     "lm-eval 0.4.9, local-chat-completions": {
         "messages": [{"role": "user", "content": "Hi", "type": "text"}],
@@ -79,6 +100,14 @@ def test_structured_outputs_of_vllm_constrain_the_answer(server: Server, form: d
     (choice,) = answer.json()["choices"]
     assert choice["finish_reason"] == "stop"
     assert re.fullmatch(pattern, choice["message"]["content"], re.DOTALL)
+
+
+def test_a_message_with_reasoning_is_refused(server: Server) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": "jumps", "reasoning_content": "It is a fox."}, *HELLO]
+    answer = post(server, "/v1/chat/completions", {"messages": messages})
+
+    assert answer.json()["error"]["code"] == "unsupported_parameter"
+    assert answer.json()["error"]["param"] == "messages[1].reasoning_content"
 
 
 def test_a_message_of_an_unsupported_type_is_refused(server: Server) -> None:
