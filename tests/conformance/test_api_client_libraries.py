@@ -117,14 +117,26 @@ def test_a_message_of_an_unsupported_type_is_refused(server: Server) -> None:
     assert answer.json()["error"]["param"] == "messages[0].type"
 
 
-@pytest.mark.parametrize("path", ["/v1/responses", "/responses", "/v1/completions", "/v1/messages", "/v1/audio/speech"])
-def test_unsupported_endpoints_point_to_chat_completions(server: Server, path: str) -> None:
+@pytest.mark.parametrize("path", ["/v1/responses", "/responses", "/v1/responses/resp_1", "/v1/completions", "/v1/embeddings"])
+def test_a_planned_endpoint_says_so_and_names_the_one_that_exists(server: Server, path: str) -> None:
     answer = post(server, path, {"input": "Hi"})
 
     assert answer.status_code == 404
     error = answer.json()["error"]
     assert error["code"] == "not_found"
-    assert error["message"] == f"{path} is not supported by this version; use chat completions, POST /v1/chat/completions"
+    assert error["message"] == (
+        f"{path} is planned for a later version; this version generates text at POST /v1/chat/completions only"
+    )
+
+
+@pytest.mark.parametrize("path", ["/v1/audio/speech", "/v1/images/generations", "/v1/vector_stores", "/v1/realtime/calls"])
+def test_an_unsupported_endpoint_names_the_one_that_exists(server: Server, path: str) -> None:
+    answer = post(server, path, {"input": "Hi"})
+
+    assert answer.status_code == 404
+    error = answer.json()["error"]
+    assert error["code"] == "not_found"
+    assert error["message"] == f"{path} is not supported; this version generates text at POST /v1/chat/completions only"
 
 
 @pytest.mark.parametrize("base", ["/v1/v1", "/v1/chat/completions", "/api/v1"])
