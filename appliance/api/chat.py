@@ -89,7 +89,10 @@ async def _prepare(request_id: str, checked: _CheckedBody, principal: Principal,
     services.generations.check_can_accept(model, principal.tenant.id)
     assert model.max_model_len is not None, "a ready engine has reported its context length"
     prompt_token_ids = await model.tokenizer.chat_prompt(
-        messages, max_model_len=model.max_model_len, tenant_id=principal.tenant.id
+        messages,
+        max_model_len=model.max_model_len,
+        tenant_id=principal.tenant.id,
+        enable_thinking=False if body.reasoning_effort == "none" else None,
     )
     sampling = sampling_params(body, model, prompt_tokens=len(prompt_token_ids))
     sampling = await with_bad_words(sampling, model, tenant_id=principal.tenant.id)

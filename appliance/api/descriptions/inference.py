@@ -90,7 +90,10 @@ FIELDS = {
     "functions": "Not supported: anything but null or an empty list is refused.",
     "ChatCompletionRequest.function_call": "`none` or `auto`; anything else is refused, because functions are not supported.",
     "modalities": 'Only `["text"]` is supported.',
-    "reasoning_effort": "Only `none` is supported.",
+    "reasoning_effort": (
+        "Only `none` is supported: the chat template gets `enable_thinking` false, by which templates such as Qwen3's turn "
+        "reasoning off."
+    ),
     "audio": "Not supported: anything but null is refused.",
     "prediction": "Not supported: anything but null is refused.",
     "web_search_options": "Not supported: anything but null is refused.",
