@@ -89,7 +89,10 @@ async def _prepare(request_id: str, checked: _CheckedBody, principal: Principal,
     info = model.engine.info  # read once: the engine may end while the prompt is tokenised
     assert info is not None, "the engine is ready"
     prompt_token_ids = await model.tokenizer.chat_prompt(
-        messages, max_model_len=info.max_model_len, tenant_id=principal.tenant.id
+        messages,
+        max_model_len=info.max_model_len,
+        tenant_id=principal.tenant.id,
+        enable_thinking=False if body.reasoning_effort == "none" else None,
     )
     sampling = sampling_params(body, info, model.sampling_defaults, prompt_tokens=len(prompt_token_ids))
     sampling = await with_bad_words(sampling, model, tenant_id=principal.tenant.id)

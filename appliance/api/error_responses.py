@@ -28,9 +28,12 @@ _FRAMEWORK_ERRORS = {
 
 CHAT_PATH = "/chat/completions"
 # First path segments of endpoints that similar servers offer and this version does not.
+_PLANNED_PATHS = frozenset({
+    "batches", "completions", "detokenize", "embeddings", "files", "messages", "responses", "tokenize",
+})  # fmt: skip
 _UNSUPPORTED_PATHS = frozenset({
-    "audio", "batches", "completions", "detokenize", "embeddings", "files", "images", "messages", "moderations", "rerank",
-    "responses", "score", "tokenize",
+    "assistants", "audio", "containers", "conversations", "evals", "fine_tuning", "images", "moderations", "realtime", "rerank",
+    "score", "threads", "uploads", "vector_stores", "videos",
 })  # fmt: skip
 
 log = structlog.get_logger()
@@ -83,8 +86,10 @@ def _framework_error_response(request: Request[Any, Any, Any], error: HTTPExcept
 
 def _unknown_path_message(method: str, path: str) -> str:
     """Return the message of a 404, with a hint for users whose client library calls the wrong path."""
-    if path.removeprefix("/v1").removeprefix("/").split("/")[0] in _UNSUPPORTED_PATHS:
-        return f"{path} is not supported by this version; use chat completions, POST /v1{CHAT_PATH}"
+    endpoint = path.removeprefix("/v1").removeprefix("/").split("/")[0]
+    if endpoint in _PLANNED_PATHS or endpoint in _UNSUPPORTED_PATHS:
+        state = "planned for a later version" if endpoint in _PLANNED_PATHS else "not supported"
+        return f"{path} is {state}; this version generates text at POST /v1{CHAT_PATH} only"
     hint = "use a base URL that ends in /v1" if path.endswith(CHAT_PATH) else "GET /schema/openapi.json lists all paths"
     return f"no such path: {method} {path}; {hint}"
 

@@ -1,12 +1,13 @@
 """The fields of `POST /v1/chat/completions`: those that are supported, refused by name, or accepted and ignored.
 
 Ignored, as documented: `store`, `metadata`, `user`, `safety_identifier`, `prompt_cache_key`, `prompt_cache_retention`,
-`prompt_cache_options`, `verbosity`, `parallel_tool_calls`, `stream_options.include_obfuscation`, a message's `annotations` and
-its `type` if it is `text`, and `prompt_cache_breakpoint` of a content part.
+`prompt_cache_options`, `verbosity`, `parallel_tool_calls`, `stream_options.include_obfuscation`, a message's `annotations`,
+`parsed`, `provider_specific_fields` and its `type` if it is `text`, and `prompt_cache_breakpoint` of a content part.
 """
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any
 
 import msgspec
@@ -36,6 +37,15 @@ OPENAI_ROLES = (*TEXT_ROLES, "tool", "function")
 CONTENT_PARTS = ("text", "refusal")
 PART_FIELDS_IGNORED = ("prompt_cache_breakpoint",)
 NEVER_SUPPORTED = ("tools", "functions", "audio", "prediction", "web_search_options", "moderation", "prompt_logprobs")
+# The values that are supported of fields that request something else with any other.
+ONLY_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "reasoning_effort": ("none",),
+}
+TOOL_FIELDS = ("tools", "functions", "tool_choice", "function_call")
 
 GuidedJson = Annotated[str, chars(0, GUIDED_BYTES_MAX["guided_json"])]
 GuidedRegex = Annotated[str, chars(1, GUIDED_BYTES_MAX["guided_regex"])]
@@ -68,6 +78,9 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     name: str | None = None
     refusal: str | None = None
     annotations: list[Any] | None = None  # part of OpenAI's responses, which clients send back
+    parsed: Any = None  # added to a response by the official clients' `parse`, and sent back
+    provider_specific_fields: Any = None  # added to a response by LiteLLM, and sent back
+    reasoning_content: str | None = None  # sent back, often empty, by clients for reasoning models
     tool_calls: list[Any] | None = None
     tool_call_id: str | None = None
     function_call: Any = None
@@ -169,17 +182,16 @@ def check_supported(body: ChatCompletionRequest) -> None:
         raise InvalidValue("stream_options needs stream to be true", param="stream_options")
     for name in NEVER_SUPPORTED:
         if getattr(body, name) not in (None, []):
-            raise UnsupportedParameter(f"{name} is not supported by this version", param=name)
-    is_unsupported = {
-        "best_of": body.best_of not in (None, 1),
-        "tool_choice": body.tool_choice not in (None, "none", "auto"),
-        "function_call": body.function_call not in (None, "none", "auto"),
-        "modalities": body.modalities not in (None, ["text"]),
-        "reasoning_effort": body.reasoning_effort not in (None, "none"),
-    }
-    for name, unsupported in is_unsupported.items():
-        if unsupported:
-            raise UnsupportedParameter(f"{name} with this value is not supported by this version", param=name)
+            raise _unsupported(name, "is not supported by this version")
+    for name, supported in ONLY_SUPPORTED.items():
+        if getattr(body, name) not in (None, *supported):
+            values = " or ".join(value if isinstance(value, str) else json.dumps(value) for value in supported)
+            raise _unsupported(name, f"must be {values} in this version")
+
+
+def _unsupported(name: str, problem: str) -> UnsupportedParameter:
+    alternative = "; for output of a given form use response_format" if name in TOOL_FIELDS else ""
+    return UnsupportedParameter(f"{name} {problem}{alternative}", param=name)
 
 
 def service_tier_of(body: ChatCompletionRequest) -> str | None:
@@ -209,7 +221,7 @@ def _checked_message(message: Message, path: str) -> dict[str, Any]:
         raise UnsupportedParameter(f"{path}.role {message.role} is not supported by this version", param=f"{path}.role")
     if message.type not in (None, "text"):
         raise UnsupportedParameter(f"{path}.type {message.type!r} is not supported; send text", param=f"{path}.type")
-    for name in ("tool_calls", "function_call", "audio", "tool_call_id"):
+    for name in ("tool_calls", "function_call", "audio", "tool_call_id", "reasoning_content"):
         if getattr(message, name):
             raise UnsupportedParameter(f"{path}.{name} is not supported by this version", param=f"{path}.{name}")
     role = "system" if message.role == "developer" else message.role
@@ -231,15 +243,18 @@ def _text(message: Message, path: str) -> str:
 
 
 def _part_text(part: dict[str, Any], path: str) -> str:
-    kind = part.get("type")
-    if not isinstance(kind, str):
-        raise InvalidValue(f"{path}.type must be a string", param=f"{path}.type")
+    kind = _required_string(part, "type", path)
     if kind not in CONTENT_PARTS:
         raise UnsupportedParameter(f"{path}: content of type {kind!r} is not supported; send text", param=f"{path}.type")
     for name, value in part.items():
         if value is not None and name not in ("type", kind, *PART_FIELDS_IGNORED):
             raise UnknownParameter(f"unknown parameter: {path}.{name}", param=f"{path}.{name}")
-    text = part.get(kind)
-    if not isinstance(text, str):
-        raise InvalidValue(f"{path}.{kind} must be a string", param=f"{path}.{kind}")
-    return text
+    return _required_string(part, kind, path)
+
+
+def _required_string(part: dict[str, Any], name: str, path: str) -> str:
+    value, field = part.get(name), f"{path}.{name}"
+    if not isinstance(value, str):
+        problem = f"{field} must be a string" if name in part else f"missing parameter: {field}"
+        raise InvalidValue(problem, param=field)
+    return value

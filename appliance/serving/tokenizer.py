@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -57,17 +58,27 @@ class ModelTokenizer:
             raise NotAModel(str(error)) from error
         return cls(_read_tokenizer(folder / "tokenizer.json"), template)
 
-    async def chat_prompt(self, messages: Sequence[Mapping[str, Any]], *, max_model_len: int, tenant_id: str) -> list[int]:
+    async def chat_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        max_model_len: int,
+        tenant_id: str,
+        enable_thinking: bool | None = None,
+    ) -> list[int]:
         """Return the prompt's token ids. The caller checks their number. Tenants take turns with long prompts.
+
+        `enable_thinking` is passed to the chat template unless it is None.
 
         Raises InvalidValue when the template rejects the messages, ContextLengthExceeded when the text is certainly too long
         even before it is tokenised, and Overloaded when too many long prompts wait.
         """
+        render = partial(self._render, enable_thinking=enable_thinking)
         size = sum(len(str(value or "")) for message in messages for value in message.values())
         if size > RENDERED_INLINE_CHARS_MAX or len(messages) > RENDERED_INLINE_MESSAGES_MAX:
-            text = await self._in_thread(tenant_id, self._render, messages)
+            text = await self._in_thread(tenant_id, render, messages)
         else:
-            text = self._render(messages)
+            text = render(messages)
         if len(text) <= TOKENISED_INLINE_CHARS_MAX:
             return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
         self._check_could_fit(text, max_model_len)
@@ -97,11 +108,11 @@ class ModelTokenizer:
         done.add_done_callback(lambda _done: self._free_threads.release())
         return await asyncio.shield(done)
 
-    def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def _render(self, messages: Sequence[Mapping[str, Any]], *, enable_thinking: bool | None) -> str:
         if self._template is None:
             raise InvalidValue("this model has no chat template, so it cannot answer chat messages", param="model")
         try:
-            return self._template.render(messages)
+            return self._template.render(messages, enable_thinking=enable_thinking)
         except ChatTemplateError as error:
             raise InvalidValue(str(error), param="messages") from error
 

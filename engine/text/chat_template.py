@@ -71,9 +71,20 @@ class ChatTemplate:
         source, origin = _find(directory / "chat_template.jinja", path, settings)
         return cls(source, _special_tokens(settings, path), origin=origin)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
-        """Prompt text, special tokens included: encode it without adding them again. Raises `ChatTemplateError`."""
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        enable_thinking: bool | None = None,
+    ) -> str:
+        """Prompt text, special tokens included: encode it without adding them again. Raises `ChatTemplateError`.
+
+        `enable_thinking` is the variable by which templates such as Qwen3's turn reasoning off; undefined if None.
+        """
         values = {"tools": None, "documents": None, **self._special_tokens, **iteration_budget()}
+        if enable_thinking is not None:
+            values["enable_thinking"] = enable_thinking
         try:
             return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **values)
         except (jinja2.TemplateError, *TEMPLATE_FAULTS) as error:

@@ -35,6 +35,27 @@ REQUESTS_BY_LIBRARY: dict[str, dict[str, Any]] = {
             {"role": "user", "name": "bob", "content": "over"},
         ],
     },
+    "openai for python, an answer of its method parse sent back": {
+        "messages": [
+            *HELLO,
+            {"role": "assistant", "content": '{"ok": true}', "refusal": None, "tool_calls": None, "parsed": {"ok": True}},
+            {"role": "user", "content": "over"},
+        ],
+    },
+    "LiteLLM 1.106, an answer sent back": {
+        "messages": [
+            *HELLO,
+            {"role": "assistant", "content": "jumps", "function_call": None, "provider_specific_fields": {"refusal": None}},
+            {"role": "user", "content": "over"},
+        ],
+    },
+    "avante.nvim, an answer without reasoning sent back": {
+        "messages": [
+            *HELLO,
+            {"role": "assistant", "content": "jumps", "reasoning_content": ""},
+            {"role": "user", "content": "over"},
+        ],
+    },
     "developer role": {"messages": [{"role": "developer", "content": "Be terse."}, *HELLO], "tools": [], "tool_choice": "none"},
     "lm-eval 0.4.9, local-chat-completions": {
         "messages": [{"role": "user", "content": "Hi", "type": "text"}],
@@ -81,6 +102,14 @@ def test_structured_outputs_of_vllm_constrain_the_answer(server: Server, form: d
     assert re.fullmatch(pattern, choice["message"]["content"], re.DOTALL)
 
 
+def test_a_message_with_reasoning_is_refused(server: Server) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": "jumps", "reasoning_content": "It is a fox."}, *HELLO]
+    answer = post(server, "/v1/chat/completions", {"messages": messages})
+
+    assert answer.json()["error"]["code"] == "unsupported_parameter"
+    assert answer.json()["error"]["param"] == "messages[1].reasoning_content"
+
+
 def test_a_message_of_an_unsupported_type_is_refused(server: Server) -> None:
     answer = post(server, "/v1/chat/completions", {"messages": [{**HELLO[0], "type": "function_call_output"}]})
 
@@ -88,14 +117,26 @@ def test_a_message_of_an_unsupported_type_is_refused(server: Server) -> None:
     assert answer.json()["error"]["param"] == "messages[0].type"
 
 
-@pytest.mark.parametrize("path", ["/v1/responses", "/responses", "/v1/completions", "/v1/messages", "/v1/audio/speech"])
-def test_unsupported_endpoints_point_to_chat_completions(server: Server, path: str) -> None:
+@pytest.mark.parametrize("path", ["/v1/responses", "/responses", "/v1/responses/resp_1", "/v1/completions", "/v1/embeddings"])
+def test_a_planned_endpoint_says_so_and_names_the_one_that_exists(server: Server, path: str) -> None:
     answer = post(server, path, {"input": "Hi"})
 
     assert answer.status_code == 404
     error = answer.json()["error"]
     assert error["code"] == "not_found"
-    assert error["message"] == f"{path} is not supported by this version; use chat completions, POST /v1/chat/completions"
+    assert error["message"] == (
+        f"{path} is planned for a later version; this version generates text at POST /v1/chat/completions only"
+    )
+
+
+@pytest.mark.parametrize("path", ["/v1/audio/speech", "/v1/images/generations", "/v1/vector_stores", "/v1/realtime/calls"])
+def test_an_unsupported_endpoint_names_the_one_that_exists(server: Server, path: str) -> None:
+    answer = post(server, path, {"input": "Hi"})
+
+    assert answer.status_code == 404
+    error = answer.json()["error"]
+    assert error["code"] == "not_found"
+    assert error["message"] == f"{path} is not supported; this version generates text at POST /v1/chat/completions only"
 
 
 @pytest.mark.parametrize("base", ["/v1/v1", "/v1/chat/completions", "/api/v1"])

@@ -217,6 +217,15 @@ async def test_ignored_fields_do_not_change_the_answer(client: AsyncOpenAI) -> N
     assert answer.choices[0].message.content == plain.choices[0].message.content
 
 
+async def test_reasoning_effort_none_sets_enable_thinking_in_the_chat_template(client: AsyncOpenAI) -> None:
+    async def prompt_tokens(**options: Any) -> int:
+        answer = await client.chat.completions.create(**GREEDY, max_tokens=1, **options)
+        return int(answer.usage.prompt_tokens)
+
+    # Told so, the template of this model adds a token at the end.
+    assert await prompt_tokens(reasoning_effort="none") == await prompt_tokens() + 1
+
+
 async def test_32_concurrent_streams_of_mixed_lengths_finish_and_are_recorded(server: Server, client: AsyncOpenAI) -> None:
     async def one(index: int) -> tuple[str, int, int]:
         messages = [{"role": "user", "content": "fox " * (1 + 7 * index)}]

@@ -88,6 +88,15 @@ async def test_a_pydantic_class_is_parsed_from_a_stream(client: AsyncOpenAI) -> 
     assert [isinstance(choice.message.parsed, Reply) for choice in answer.choices] == [True, True]
 
 
+async def test_an_answer_that_was_parsed_can_be_sent_back_as_history(client: AsyncOpenAI) -> None:
+    parsed = await client.chat.completions.parse(**FIELDS, response_format=Reply, seed=1)
+    history: Any = parsed.choices[0].message.model_dump(warnings=False)
+    assert "parsed" in history
+    text = await answer_text(client, messages=[*HELLO, history, *HELLO], max_tokens=2, extra_body={"ignore_eos": True})
+
+    assert text
+
+
 @pytest.mark.parametrize("temperature", [0, 1])
 async def test_structured_output_of_the_demo_model_ends_without_reaching_max_tokens(
     client: AsyncOpenAI, temperature: float

@@ -114,16 +114,22 @@ def test_a_body_that_is_not_an_object_is_refused_without_a_field(body: bytes, me
     assert (refused.value.message, refused.value.param) == (message, None)
 
 
+INSTEAD_OF_TOOLS = "; for output of a given form use response_format"
+
+
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("tools", '[{"type": "function"}]', "tools is not supported by this version"),
-        ("functions", "[{}]", "functions is not supported by this version"),
+        ("tools", '[{"type": "function"}]', f"tools is not supported by this version{INSTEAD_OF_TOOLS}"),
+        ("functions", "[{}]", f"functions is not supported by this version{INSTEAD_OF_TOOLS}"),
         ("audio", "{}", "audio is not supported by this version"),
         ("prediction", "{}", "prediction is not supported by this version"),
         ("prompt_logprobs", "0", "prompt_logprobs is not supported by this version"),
-        ("tool_choice", '"required"', "tool_choice with this value is not supported by this version"),
-        ("best_of", "2", "best_of with this value is not supported by this version"),
+        ("tool_choice", '"required"', f"tool_choice must be none or auto in this version{INSTEAD_OF_TOOLS}"),
+        ("function_call", '{"name": "f"}', f"function_call must be none or auto in this version{INSTEAD_OF_TOOLS}"),
+        ("best_of", "2", "best_of must be 1 in this version"),
+        ("reasoning_effort", '"high"', "reasoning_effort must be none in this version"),
+        ("modalities", '["text", "audio"]', 'modalities must be ["text"] in this version'),
     ],
 )
 def test_an_unsupported_field_is_refused_by_name(field: str, value: str, message: str) -> None:
@@ -154,7 +160,6 @@ def test_an_unsupported_field_with_a_neutral_value_is_accepted(field: str, value
         ('{"type": "text", "text": "a", "cache": {}}', UnknownParameter, "messages[0].content[1].cache"),
         ('{"type": "text", "text": "a", "refusal": "b"}', UnknownParameter, "messages[0].content[1].refusal"),
         ('{"type": ["text"], "text": "a"}', InvalidValue, "messages[0].content[1].type"),
-        ('{"text": "a"}', InvalidValue, "messages[0].content[1].type"),
     ],
 )
 def test_an_unknown_field_of_a_content_part_is_refused_by_name(part: str, kind: type[Exception], param: str) -> None:
@@ -164,6 +169,18 @@ def test_an_unknown_field_of_a_content_part_is_refused_by_name(part: str, kind: 
         check_messages(body.messages)
 
     assert getattr(refused.value, "param", None) == param
+
+
+@pytest.mark.parametrize(
+    ("part", "name"), [('{"text": "a"}', "type"), ('{"type": "text"}', "text"), ('{"type": "refusal"}', "refusal")]
+)
+def test_a_field_that_a_content_part_lacks_is_named_as_missing(part: str, name: str) -> None:
+    text = f'{{"model": "m", "messages": [{{"role": "user", "content": [{part}]}}]}}'
+    with pytest.raises(InvalidValue) as refused:
+        check_messages(decode_body(text.encode(), ChatCompletionRequest).messages)
+
+    param = f"messages[0].content[0].{name}"
+    assert (refused.value.message, refused.value.param) == (f"missing parameter: {param}", param)
 
 
 def test_cache_options_of_openai_are_accepted_and_ignored() -> None:

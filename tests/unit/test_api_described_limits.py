@@ -57,7 +57,7 @@ WITHOUT_LIMITS = {
         "model", "tools", "functions", "prompt_logprobs", "metadata", "user", "safety_identifier", "prompt_cache_key",
         "prompt_cache_retention", "verbosity",
     },
-    "Message": {"content", "name", "refusal", "annotations", "tool_calls", "tool_call_id"},
+    "Message": {"content", "name", "refusal", "annotations", "reasoning_content", "tool_calls", "tool_call_id"},
     "JsonSchema": {"description"},
     "StructuredOutputs": {"whitespace_pattern"},
     "ProjectBody": {"external_key_id", "geography", "residency"},

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from appliance.base.errors import RateLimitExceeded
-from appliance.metering.limits.decisions import LimitDecision
+from appliance.metering.limits.decisions import LimitDecision, LimitKind
 from appliance.metering.limits.refusals import not_priced, refusal
 
 
@@ -58,6 +58,32 @@ def test_a_budget_that_others_wait_for_is_worded_in_money() -> None:
     assert refusal([decision]).message.startswith(
         "2 requests are already waiting for the key's limit of 5 EUR budget of this month;"
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "need", "limit", "message"),
+    [
+        (
+            "tokens_per_day", 1800, 1000,
+            "the request needs 1800 tokens and the key's limit is 1000 tokens per day: it can never be admitted; shorten the "
+            "prompt or lower max_tokens, or ask for a higher limit",
+        ),
+        (
+            "requests", 1, 0,
+            "the request needs 1 and the key's limit is 0 requests per minute: it can never be admitted; ask for a higher "
+            "limit",
+        ),
+        (
+            "budget", 7 * 10**12, 5 * 10**12,
+            "the key's budget of this month (5 EUR) does not cover the request: 0 EUR are left, it may cost 7 EUR; lower "
+            "max_tokens or ask for a higher budget",
+        ),
+    ],
+)  # fmt: skip
+def test_a_refusal_that_waiting_cannot_resolve_says_what_can(kind: LimitKind, need: int, limit: int, message: str) -> None:
+    decision = dataclasses.replace(refused(0), kind=kind, need=need, limit=limit, level=0, wait_s=None, currency="EUR")
+
+    assert refusal([decision]).message == message
 
 
 @pytest.mark.parametrize(("currency", "words"), [("USD", "price in USD;"), (None, "price in the currency of this appliance;")])

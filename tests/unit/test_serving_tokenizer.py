@@ -146,6 +146,21 @@ async def test_a_long_prompt_has_the_same_ids_as_on_the_inline_path(tmp_path: Pa
     assert await model.chat_prompt(messages, max_model_len=CONTEXT, tenant_id="alice") == inline
 
 
+@pytest.mark.parametrize("inline_chars_max", [0, CONTEXT])
+async def test_a_template_is_told_that_the_model_must_not_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inline_chars_max: int
+) -> None:
+    monkeypatch.setattr(tokenizer, "RENDERED_INLINE_CHARS_MAX", inline_chars_max)
+    model = loaded(tmp_path, "{{ 'default' if enable_thinking is undefined else enable_thinking }}")
+
+    async def rendered(**options: Any) -> str:
+        ids = await model.chat_prompt(HELLO, max_model_len=CONTEXT, tenant_id="alice", **options)
+        return str(make_tokenizer().decode(ids))
+
+    assert await rendered() == "default"
+    assert await rendered(enable_thinking=False) == "False"
+
+
 async def test_a_text_that_cannot_fit_is_refused_without_tokenising_it(tmp_path: Path) -> None:
     model = loaded(tmp_path, "{{ messages[0].content }}")
     model._tokenizer = None  # type: ignore[assignment]  # any tokenising would fail
@@ -299,9 +314,9 @@ async def test_many_messages_are_rendered_in_a_thread_however_short(tmp_path: Pa
     model, threads = loaded(tmp_path, "{{ messages | length }}"), set()
     render = model._render
 
-    def noting(messages: Any) -> str:
+    def noting(messages: Any, **options: Any) -> str:
         threads.add(threading.current_thread())
-        return render(messages)
+        return render(messages, **options)
 
     model._render = noting  # type: ignore[method-assign]
     messages = [{"role": "user", "content": ""}] * (tokenizer.RENDERED_INLINE_MESSAGES_MAX + (not at_most))

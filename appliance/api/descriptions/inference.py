@@ -90,7 +90,10 @@ FIELDS = {
     "functions": "Not supported: anything but null or an empty list is refused.",
     "ChatCompletionRequest.function_call": "`none` or `auto`; anything else is refused, because functions are not supported.",
     "modalities": 'Only `["text"]` is supported.',
-    "reasoning_effort": "Only `none` is supported.",
+    "reasoning_effort": (
+        "Only `none` is supported: the chat template gets `enable_thinking` false, by which templates such as Qwen3's turn "
+        "reasoning off."
+    ),
     "audio": "Not supported: anything but null is refused.",
     "prediction": "Not supported: anything but null is refused.",
     "web_search_options": "Not supported: anything but null is refused.",
@@ -116,6 +119,9 @@ FIELDS = {
     "Message.name": "The name of the participant, for models whose chat template uses it.",
     "Message.refusal": "The text of an assistant's refusal, used if `content` is null.",
     "annotations": "Accepted for compatibility; has no effect.",
+    "parsed": "Accepted for compatibility; has no effect. The official clients add it to an answer that they parse.",
+    "provider_specific_fields": "Accepted for compatibility; has no effect. LiteLLM adds it to an answer.",
+    "reasoning_content": "Not supported: anything but null or an empty string is refused.",
     "tool_calls": "Not supported: anything but null or an empty list is refused.",
     "tool_call_id": "Not supported: anything but null is refused.",
     "Message.function_call": "Not supported: anything but null is refused.",

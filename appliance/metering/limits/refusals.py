@@ -40,7 +40,8 @@ def budget_exceeded(decision: LimitDecision) -> BudgetExceeded:
     limit, left = (_money(picos, decision.currency) for picos in (decision.limit, max(decision.level, 0)))
     need = _money(decision.need + PICOS_PER_MICRO - 1, decision.currency)
     message = (
-        f"{_owner(decision)} budget of this month ({limit}) does not cover the request: {left} are left, it may cost {need}"
+        f"{_owner(decision)} budget of this month ({limit}) does not cover the request: {left} are left, it may cost {need}; "
+        "lower max_tokens or ask for a higher budget"
     )
     return BudgetExceeded(message)
 
@@ -53,9 +54,10 @@ def not_priced(model: str, currency: str | None) -> ModelNotPriced:
 
 
 def _never_fits(decision: LimitDecision) -> RequestExceedsLimit:
+    remedy = "shorten the prompt or lower max_tokens, or ask" if decision.kind in TOKEN_KINDS else "ask"
     return RequestExceedsLimit(
         f"the request needs {_need(decision)} and {_owner(decision)} limit is {decision.limit} "
-        f"{_LIMIT_NAMES[decision.kind]}: it can never be admitted",
+        f"{_LIMIT_NAMES[decision.kind]}: it can never be admitted; {remedy} for a higher limit",
         limit_type=_limit_type(decision),
     )
 
