@@ -412,3 +412,19 @@ async def test_after_a_change_of_currency_only_costs_in_the_new_one_count(
     with pytest.raises(BudgetExceeded):
         await admit(admission, with_dollars, 1, cost=in_dollars)
     await admit(admission, bob, 10, cost=in_euros)
+
+
+async def test_what_a_running_request_reserves_counts_only_while_the_budget_is_in_its_currency(admission: Admission) -> None:
+    bob = with_tenant(principal(), limits=Limits(monthly_budget=100))
+    with_dollars = with_tenant(bob, currency="USD")
+    in_dollars, in_euros = dataclasses.replace(price(), currency="USD"), price()
+    await admit(admission, bob, 70, cost=in_euros)
+    early = await admit(admission, bob, 20, cost=in_dollars)
+    await admit(admission, with_dollars, 80, cost=in_dollars)
+    with pytest.raises(RateLimitExceeded, match="running requests have reserved"):
+        await admit(admission, with_dollars, 1, cost=in_dollars)
+    early.void()
+    await admit(admission, with_dollars, 20, cost=in_dollars)
+    await admit(admission, bob, 30, cost=in_euros)
+    with pytest.raises(RateLimitExceeded, match="running requests have reserved"):
+        await admit(admission, bob, 1, cost=in_euros)

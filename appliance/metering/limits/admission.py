@@ -123,7 +123,7 @@ class Admission:
                     continue
                 touched.add(allowance)
                 if rule is not None:
-                    allowance.set_currency(rule.currency)
+                    allowance.currency = rule.currency
                 allowance.configure(rule.limits if rule else NO_LIMITS, rule.mode if rule else allowance.mode, at)
         self._queue.wake(touched)
 
@@ -212,7 +212,7 @@ class Admission:
         at = self._moment()
         allowances = [self._allowances[rule.owner] for rule in rules]
         for rule, allowance in zip(rules, allowances, strict=True):
-            allowance.set_currency(rule.currency)
+            allowance.currency = rule.currency
             allowance.configure(rule.limits, rule.mode, at)
         for other in self._other_allowances(request, allowances):
             other.configure(NO_LIMITS, other.mode, at)  # its own limits for this model were removed
@@ -258,7 +258,7 @@ class Admission:
         holds: list[Hold] = []
         try:
             for allowance, need in needs.by_allowance.items():
-                holds.append(allowance.shadow_hold(at) if allowance in shadow_refusing else allowance.take(need, at))
+                holds.append(allowance.shadow_hold(need, at) if allowance in shadow_refusing else allowance.take(need, at))
             for other in self._other_allowances(request, needs.by_allowance):
                 other.enter(at)
                 holds.append(other.adopt(needs.enforced, at.day))
