@@ -190,6 +190,15 @@ async def test_a_failed_attempt_is_retried_after_its_delay_and_finally_given_up(
     assert await alerts.outbox.count_pending() == 0
 
 
+async def test_messages_of_a_disabled_webhook_are_not_counted_as_pending(alerts: AlertParts) -> None:
+    disabled, _ = await add_webhook(alerts), await add_webhook(alerts)
+    await alerts.enqueue()
+    await alerts.webhooks.update(disabled, WebhookChanges(disabled=True), access=WHOLE_APPLIANCE)
+    assert await alerts.outbox.count_pending() == 1
+    await alerts.webhooks.update(disabled, WebhookChanges(disabled=False), access=WHOLE_APPLIANCE)
+    assert await alerts.outbox.count_pending() == 2
+
+
 async def test_a_message_retried_by_hand_during_an_attempt_is_not_delayed_by_its_failure(
     alerts: AlertParts, clock: FakeClock
 ) -> None:
