@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, date, datetime, timedelta
 
 import pytest
 
@@ -218,6 +218,26 @@ def test_the_last_days_are_kept_and_the_oldest_goes_first() -> None:
     for moment in moments[1:]:
         windows.enter(moment)
     assert [windows.find(day)[0] is not None for day in days] == [False, *[True] * WINDOWS_KEPT]
+
+
+@pytest.mark.parametrize(
+    ("days", "day", "month"),
+    [
+        (("2027-01-01", "2026-12-31"), "2027-01-01", "2027-01-01"),
+        (("2027-01-02", "2026-12-31"), "2026-12-31", "2027-01-01"),
+        (("2027-01-01", "2026-11-30"), "2026-11-30", "2026-11-01"),
+        (("2026-12-31", "2027-01-01", "2026-12-31"), "2026-12-31", "2026-12-01"),
+    ],
+    ids=["one day back", "two days back", "two months back", "back to what was entered"],
+)
+def test_a_clock_that_steps_back_a_little_stays_in_the_day_and_month_that_have_begun(
+    days: tuple[str, ...], day: str, month: str
+) -> None:
+    moments = [Moment(START, 0.0, date.fromisoformat(entered), START) for entered in days]
+    windows = Windows(moments[0])
+    for moment in moments[1:]:
+        found = windows.enter(moment)
+    assert [period.start.isoformat() for period in found] == [day, month]
 
 
 async def test_a_clock_that_jumps_a_year_ahead_and_is_set_right_finds_its_day_again(
