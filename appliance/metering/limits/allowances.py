@@ -205,6 +205,13 @@ class Allowance:
         costs = month.window(need.currency or self.currency)
         return Hold(allowance=self, held=Amount(tokens=0, cost_picos=0), day=day, month=costs, is_shadow_refused=True)
 
+    def held_by(self, hold: Hold, at: Moment) -> Amount:
+        """Return what a request has reserved of the current day, and of the current month in the budget's currency."""
+        return Amount(
+            tokens=hold.held.tokens if hold.day is self._windows.enter(at)[0] else 0,
+            cost_picos=hold.held.cost_picos if hold.month is self._current_costs(at) else 0,
+        )
+
     def is_budget_spent(self, month: Window, at: Moment) -> bool:
         """Return whether settled and running requests have used up an enforced budget, if `month` is that of the current month
         in the budget's currency."""
