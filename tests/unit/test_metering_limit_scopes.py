@@ -89,6 +89,32 @@ async def test_remaining_requests_and_tokens_are_each_those_of_the_tightest_limi
     )
 
 
+async def test_the_limit_with_the_least_left_is_reported_even_if_it_is_the_larger_one(admission: Admission) -> None:
+    bob = with_tenant(principal(), limits=Limits(tokens_per_minute=1000))
+    await admit(admission, bob, 950)
+    other_key = with_key(bob, id="key_other", limits=Limits(tokens_per_minute=100))
+    await admit(admission, other_key, 0)
+    tokens = admission.snapshot(other_key).tokens
+    assert tokens is not None
+    assert (tokens.limit, tokens.remaining) == (1000, 50)
+
+
+async def test_of_two_limits_with_as_much_left_either_is_reported(admission: Admission) -> None:
+    bob = principal(Limits(tokens_per_minute=100), Limits(tokens_per_minute=100))
+    await admit(admission, bob, 10)
+    tokens = admission.snapshot(bob).tokens
+    assert tokens is not None
+    assert tokens.remaining == 90
+
+
+async def test_a_limit_in_debt_has_nothing_remaining_and_is_reset_when_the_debt_is_paid_and_it_is_full(
+    admission: Admission,
+) -> None:
+    bob = principal(Limits(tokens_per_minute=600))
+    (await admit(admission, bob, 10)).settle(900)
+    assert admission.snapshot(bob).tokens == RateLimit(limit=600, remaining=0, reset_s=90.0)
+
+
 async def test_a_new_limit_counts_running_requests(admission: Admission) -> None:
     bob = principal()
     running = [await admit(admission, bob, 10) for _ in range(3)]
