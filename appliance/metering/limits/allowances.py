@@ -164,8 +164,8 @@ class Allowance:
         if limits.tokens_per_day is not None:
             yield self._decide_per_day(limits.tokens_per_day, need.expected.tokens, at, ahead)
         if limits.monthly_budget is not None:
-            counts = need.currency is None or need.currency == self.currency
-            yield self._decide_budget(limits.monthly_budget, need.expected.cost_picos if counts else 0, at, ahead)
+            cost_picos = need.expected.cost_picos if need.currency == self.currency else 0
+            yield self._decide_budget(limits.monthly_budget, cost_picos, at, ahead)
 
     def take(self, need: Need, at: Moment) -> Hold:
         """Take `need`. Call it only when `refusals` is empty, without an await in between. When it raises, nothing is taken."""
@@ -186,7 +186,7 @@ class Allowance:
         """Count a running request that was admitted on `day` without these limits: they were not loaded then, or do not apply
         to it. Takes nothing from the buckets; a day or month that is not kept is ignored."""
         known_day, known_month = self._windows.find(day)
-        return self._reserve(need, known_day or Window(day), known_month or Month(day.replace(day=1)))
+        return self._reserve(need, known_day or Window(day), known_month or Month(day))
 
     def _reserve(self, need: Need, day: Window, month: Month) -> Hold:
         costs = month.window(need.currency or self.currency)
