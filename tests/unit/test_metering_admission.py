@@ -136,8 +136,9 @@ async def test_a_request_larger_than_the_limit_is_refused_without_retry(admissio
     assert refused.value.type == "tokens"
 
 
-async def test_an_estimated_output_never_makes_a_request_too_large(admission: Admission) -> None:
-    bob = principal(Limits(tokens_per_minute=100))
+@pytest.mark.parametrize("limits", [Limits(tokens_per_minute=100), Limits(tokens_per_day=100)], ids=case_id)
+async def test_an_estimated_output_never_makes_a_request_too_large(admission: Admission, limits: Limits) -> None:
+    bob = principal(limits)
     assert (await admit(admission, bob, 40, None)).reserved_tokens == 100
     with pytest.raises(RequestExceedsLimit):
         await admit(admission, bob, 101, None)
