@@ -255,6 +255,15 @@ async def test_a_correction_while_the_sums_are_read_is_counted_once(clock: FakeC
     assert [each.level for each in dry_run.decisions if each.kind == "budget"] == [3 * 10**6]
 
 
+async def test_a_correction_of_usage_of_long_ago_changes_no_limit(clock: FakeClock, cast: Cast) -> None:
+    admission, request = utc_admission(clock, EmptySums()), one_token_request(cast, factories.price(), budget=15)
+    before = (await admission.dry_run(request)).decisions
+    admission.correct(
+        factories.adjustment(cast.bob, cost_picos=-3 * 10**6, billing_day=clock.now().date() - timedelta(days=400))
+    )
+    assert (await admission.dry_run(request)).decisions == before
+
+
 async def test_a_correction_changes_only_a_budget_in_its_currency(clock: FakeClock, cast: Cast) -> None:
     admission, in_euros = utc_admission(clock, EmptySums()), one_token_request(cast, factories.price(), budget=15)
     bob = in_euros.principal

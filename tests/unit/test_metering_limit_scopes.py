@@ -423,6 +423,14 @@ async def test_a_soft_budget_ends_no_request_and_counts_each_ended_request_once(
     assert running.record_progress(0, 27)
 
 
+async def test_a_change_that_leaves_a_budget_hard_keeps_the_costs_of_running_requests(admission: Admission) -> None:
+    hard, shared = with_tenant(principal(), cut_at_budget=True), policy(monthly_budget=100)
+    dear, cheap = [await admit(admission, hard, 0, cost=price(), policy=shared) for _ in range(2)]
+    assert not dear.record_progress(0, 30)
+    dear.set_cut_at_budget(True)
+    assert cheap.record_progress(0, 4), "3 · 30 + 3 · 4"
+
+
 @pytest.mark.parametrize("owner", ["tenant", "key", "model"])
 async def test_a_request_running_across_months_counts_in_the_month_of_admission_with_new_limits(
     admission: Admission, clock: FakeClock, owner: str

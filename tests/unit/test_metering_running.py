@@ -10,6 +10,7 @@ import pytest
 from appliance.base.errors import RateLimitExceeded
 from appliance.metering.limits.admission import Admission
 from appliance.metering.limits.admission_request import AdmissionRequest
+from appliance.metering.limits.output_estimates import EXPECTED_OUTPUT_TOKENS
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.running_requests import WAIT_S_MAX, WAIT_S_MIN
 from appliance.metering.prices import Price
@@ -93,7 +94,9 @@ async def test_a_request_beyond_its_estimate_is_expected_to_double_up_to_its_max
 ) -> None:
     bob = principal(Limits(concurrent_requests=1))
     running = await admission.admit(admission_request(bob, None, room=1000))
-    generate(clock, running, 301, 0.1)
+    generate(clock, running, EXPECTED_OUTPUT_TOKENS, 0.1)
+    assert await retry_after_s(admission, bob) == 26  # 256 more
+    generate(clock, running, 45, 0.1)
     assert await retry_after_s(admission, bob) == 31  # 301 more
     generate(clock, running, 600, 0.1)
     assert await retry_after_s(admission, bob) == 10  # 99 are left
