@@ -397,6 +397,22 @@ async def test_usage_refused_in_shadow_mode_in_one_currency_gives_no_room_in_ano
     assert (await admit(admission, with_dollars, 41, cost=in_dollars)).shadow_refusals
 
 
+async def test_usage_refused_in_shadow_mode_counts_towards_the_budget_in_its_own_currency(admission: Admission) -> None:
+    in_dollars = dataclasses.replace(price(), currency="USD")
+    refused = await admit(admission, principal(), 60, cost=in_dollars, policy=policy("shadow", tokens_per_minute=10))
+    assert refused.shadow_refusals
+    refused.settle(60)
+    await admit(admission, principal(), 100, cost=price(), policy=policy(monthly_budget=100))
+
+
+async def test_a_request_settled_with_a_part_of_its_prompt_costs_that_part(admission: Admission) -> None:
+    shared = policy(monthly_budget=100)
+    (await admit(admission, principal(), 10, cost=price(), policy=shared)).settle(4)
+    with pytest.raises(BudgetExceeded):
+        await admit(admission, principal(), 97, cost=price(), policy=shared)
+    await admit(admission, principal(), 96, cost=price(), policy=shared)
+
+
 async def test_rejected_draft_tokens_with_a_price_count_towards_a_hard_budget(admission: Admission) -> None:
     hard, shared = with_tenant(principal(), cut_at_budget=True), policy(monthly_budget=100)
     with_rejected_drafts = dataclasses.replace(price(), rejected_draft=2_000_000)
