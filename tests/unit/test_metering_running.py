@@ -15,6 +15,7 @@ from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.running_requests import WAIT_S_MAX, WAIT_S_MIN
 from appliance.metering.prices import Price
 from appliance.tenancy.principals import Limits, Principal
+from tests.support.case_ids import case_id
 from tests.support.clock import FakeClock
 from tests.support.empty_sums import EmptySums
 from tests.support.factories import price, principal
@@ -102,16 +103,19 @@ async def test_a_request_beyond_its_estimate_is_expected_to_double_up_to_its_max
     assert await retry_after_s(admission, bob) == 10  # 99 are left
 
 
-async def test_a_refusal_by_reservations_estimates_when_enough_is_released(admission: Admission, clock: FakeClock) -> None:
-    bob = principal(Limits(tokens_per_day=2200))
-    first = await admission.admit(admission_request(bob, None, room=990))  # holds 1000 and is expected to take 266
-    second = await admission.admit(admission_request(bob, None, room=990))
+@pytest.mark.parametrize("limits", [Limits(tokens_per_day=2200), Limits(monthly_budget=2200)], ids=case_id)
+async def test_a_refusal_by_reservations_estimates_when_enough_is_released(
+    admission: Admission, clock: FakeClock, limits: Limits
+) -> None:
+    bob, cost = principal(limits), price(prompt=10**6, cached=10**6, completion=10**6)
+    first = await admission.admit(admission_request(bob, None, room=990, cost=cost))  # holds 1000, is expected to take 266
+    second = await admission.admit(admission_request(bob, None, room=990, cost=cost))
     generate(clock, first, 156, 0.1)
     generate(clock, second, 56, 0.1)
     # 200 are left. The first gives 734 back after its last 100 tokens, the second as much after its last 200, 0.1 s each.
     # (The first had 156 in 21.1 s, because it stood still while the second ran.)
-    assert await retry_after_s(admission, bob, prompt=200 + 734 - 100) == 14
-    assert await retry_after_s(admission, bob, prompt=200 + 735 - 100) == 20
+    assert await retry_after_s(admission, bob, prompt=200 + 734 - 100, cost=cost) == 14
+    assert await retry_after_s(admission, bob, prompt=200 + 735 - 100, cost=cost) == 20
 
 
 @pytest.mark.parametrize("other", ["in another currency", "admitted the day before"])
@@ -152,6 +156,16 @@ async def test_waiters_ahead_take_the_first_free_slots(admission: Admission, clo
     assert await retry_after_s(admission, bob) > 15, "the waiter ahead gets the first slot"
     first.settle(50)
     (await waiting).void()
+
+
+async def test_a_place_kept_for_a_waiter_while_nothing_runs_is_retried_after_the_shortest_wait(admission: Admission) -> None:
+    bob = principal(Limits(concurrent_requests=1, requests_per_minute=1))
+    (await admission.admit(admission_request(bob))).settle(10)
+    waiting = asyncio.ensure_future(admission.admit(admission_request(bob), 60))
+    await asyncio.sleep(0)
+    decisions = (await admission.dry_run(admission_request(bob))).decisions
+    assert [each.wait_s for each in decisions if each.kind == "concurrency"] == [WAIT_S_MIN]
+    waiting.cancel()
 
 
 async def test_a_wait_that_never_ends_is_no_estimate(admission: Admission) -> None:
