@@ -565,6 +565,13 @@ async def test_a_budget_reserves_the_higher_price_of_a_prompt(admission: Admissi
     await admit(admission, bob, prompt=1, output=1, cost=dearer_when_cached)
 
 
+async def test_no_length_is_learnt_from_requests_that_were_not_served(admission: Admission) -> None:
+    bob = principal()
+    for _ in range(OUTPUTS_MIN):
+        (await admit(admission, bob, 0, None)).void()
+    assert (await admit(admission, bob, 0, None)).reserved_tokens == EXPECTED_OUTPUT_TOKENS
+
+
 async def test_the_expected_output_is_learnt_per_answer(admission: Admission) -> None:
     bob = principal()
     for _ in range(OUTPUTS_MIN):
