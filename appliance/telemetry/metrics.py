@@ -84,7 +84,9 @@ class Metrics:
             registry=self.registry,
         )
         self._ledger_up = Gauge("gatehouse_ledger_up", "1 if usage can be recorded", registry=self.registry)
-        self._alerts_pending = Gauge("gatehouse_alerts_pending", "Alerts waiting for delivery", registry=self.registry)
+        self._alerts_pending = Gauge(
+            "gatehouse_alerts_pending", "Alerts waiting for delivery, without those of disabled targets", registry=self.registry
+        )
         self._alerts_delivered = Counter("gatehouse_alerts_delivered", "Alerts delivered", registry=self.registry)
         self._alerts_given_up = Counter("gatehouse_alerts_given_up", "Alerts no longer retried", registry=self.registry)
         self._alerts_failed = self._counter("alert_attempts_failed", "Failed attempts to deliver an alert", ["reason"])

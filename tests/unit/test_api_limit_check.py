@@ -99,10 +99,13 @@ async def test_with_an_admission_wait_of_the_tier_a_request_would_wait(api: ApiA
     impatient = await check(api, bob)
     await api.call("PATCH", "/tiers/standard", json={"admission_wait_ms": 2000})
     patient = await check(api, bob)
+    await api.call("PATCH", f"/tenants/{bob}", json={"suspended": True})
+    suspended = await check(api, bob)
 
     assert (impatient["would_wait"], impatient["error"]["retry_after_s"]) == (False, 1.0)
     assert (patient["allowed"], patient["would_wait"], patient["error"]) == (False, True, None)
     assert (patient["wait_s"], patient["admission_wait_ms"]) == (1.0, 2000)
+    assert (suspended["would_wait"], suspended["wait_s"]) == (False, None)
 
 
 async def test_a_limit_in_shadow_mode_denies_without_refusing(api: ApiApp) -> None:
@@ -111,7 +114,7 @@ async def test_a_limit_in_shadow_mode_denies_without_refusing(api: ApiApp) -> No
 
     assert answer["decisions"][0]["allowed"] is False
     assert answer["decisions"][0]["mode"] == "shadow"
-    assert (answer["allowed"], answer["error"]) == (True, None)
+    assert (answer["allowed"], answer["would_wait"], answer["error"]) == (True, False, None)
 
 
 async def test_an_unknown_model_is_reported(api: ApiApp) -> None:

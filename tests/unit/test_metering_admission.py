@@ -136,8 +136,9 @@ async def test_a_request_larger_than_the_limit_is_refused_without_retry(admissio
     assert refused.value.type == "tokens"
 
 
-async def test_an_estimated_output_never_makes_a_request_too_large(admission: Admission) -> None:
-    bob = principal(Limits(tokens_per_minute=100))
+@pytest.mark.parametrize("limits", [Limits(tokens_per_minute=100), Limits(tokens_per_day=100)], ids=case_id)
+async def test_an_estimated_output_never_makes_a_request_too_large(admission: Admission, limits: Limits) -> None:
+    bob = principal(limits)
     assert (await admit(admission, bob, 40, None)).reserved_tokens == 100
     with pytest.raises(RequestExceedsLimit):
         await admit(admission, bob, 101, None)
@@ -562,6 +563,13 @@ async def test_a_budget_reserves_the_higher_price_of_a_prompt(admission: Admissi
         await admit(admission, bob, prompt=1, output=1, cost=dearer_when_cached)
     first.settle(501)
     await admit(admission, bob, prompt=1, output=1, cost=dearer_when_cached)
+
+
+async def test_no_length_is_learnt_from_requests_that_were_not_served(admission: Admission) -> None:
+    bob = principal()
+    for _ in range(OUTPUTS_MIN):
+        (await admit(admission, bob, 0, None)).void()
+    assert (await admit(admission, bob, 0, None)).reserved_tokens == EXPECTED_OUTPUT_TOKENS
 
 
 async def test_the_expected_output_is_learnt_per_answer(admission: Admission) -> None:

@@ -443,6 +443,15 @@ async def test_running_requests_count_towards_new_limits_whether_they_began_befo
     assert admission._allowances[model].running == 1
 
 
+def test_the_last_minute_before_a_start_is_in_use_of_limits_whose_levels_were_not_saved(clock: FakeClock) -> None:
+    at = utc_admission(clock, EmptySums())._moment()
+    allowance = Allowance(Owner("tenant", "bob"), "EUR", at)
+    recent = tuple((at.now - timedelta(seconds=seconds), tokens) for seconds, tokens in ((2, 20), (1, 10)))
+    allowance.restore(PeriodSums(tokens_today=0, cost_month_picos=0, recent=recent), at)
+    allowance.configure(Limits(tokens_per_minute=120, requests_per_minute=12), "enforce", at)
+    assert allowance.in_use(at) == {"tokens": 30 - 2 * 2, "requests": 2, "concurrency": 0}
+
+
 def test_sums_read_across_midnight_belong_to_the_day_before(clock: FakeClock) -> None:
     calendar = utc_admission(clock, EmptySums())
     clock.advance(12 * 3600 - 1)
@@ -453,7 +462,7 @@ def test_sums_read_across_midnight_belong_to_the_day_before(clock: FakeClock) ->
     allowance._windows.enter(morning)
     allowance.restore(PeriodSums(tokens_today=90, cost_month_picos=5), evening)
     today, month = allowance._windows.enter(morning)
-    assert (today.used, month.used) == (0, 5)
+    assert (today.used, month.window("EUR").used) == (0, 5)
 
 
 @pytest.fixture

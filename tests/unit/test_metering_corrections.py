@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from datetime import datetime, timedelta
 from typing import Any
 
+import msgspec
 import pytest
 
 from appliance.base.db import Database
@@ -31,6 +32,7 @@ from tests.support import factories
 from tests.support.case_ids import case_id
 from tests.support.cast import Cast
 from tests.support.clock import START, FakeClock
+from tests.support.empty_sums import EmptySums
 from tests.support.ledgers import all_events, euro_prices, running_ledger, settle, utc_admission, utc_corrections, utc_sums
 from tests.support.query_plans import query_plan
 
@@ -252,6 +254,28 @@ async def test_a_correction_while_the_sums_are_read_is_counted_once(clock: FakeC
     admission = utc_admission(clock, SumsDuringCorrection())
     dry_run = await admission.dry_run(one_token_request(cast, factories.price(), budget=15))
     assert [each.level for each in dry_run.decisions if each.kind == "budget"] == [3 * 10**6]
+
+
+async def test_a_correction_of_usage_of_long_ago_changes_no_limit(clock: FakeClock, cast: Cast) -> None:
+    admission, request = utc_admission(clock, EmptySums()), one_token_request(cast, factories.price(), budget=15)
+    before = (await admission.dry_run(request)).decisions
+    admission.correct(
+        factories.adjustment(cast.bob, cost_picos=-3 * 10**6, billing_day=clock.now().date() - timedelta(days=400))
+    )
+    assert (await admission.dry_run(request)).decisions == before
+
+
+async def test_a_correction_changes_only_a_budget_in_its_currency(clock: FakeClock, cast: Cast) -> None:
+    admission, in_euros = utc_admission(clock, EmptySums()), one_token_request(cast, factories.price(), budget=15)
+    bob = in_euros.principal
+    with_dollars = dataclasses.replace(bob, tenant=dataclasses.replace(bob.tenant, currency="USD"))
+    in_dollars = msgspec.structs.replace(in_euros, principal=with_dollars)
+    await admission.dry_run(in_euros)
+    for currency, change in (("EUR", -3), ("USD", -4)):
+        admission.correct(factories.adjustment(cast.bob, cost_picos=change * 10**6, currency=currency))
+    for request, left in ((in_euros, 15 + 3), (in_dollars, 15 + 4)):
+        decisions = (await admission.dry_run(request)).decisions
+        assert [each.level for each in decisions if each.kind == "budget"] == [left * 10**6]
 
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)

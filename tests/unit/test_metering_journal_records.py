@@ -1,13 +1,22 @@
-"""Journal records survive encoding and decoding, also between versions."""
+"""Journal records survive encoding and decoding, also between versions, and what is missing in the tables is replayed."""
 
 from __future__ import annotations
 
 from datetime import timedelta
+from pathlib import Path
 
-from appliance.metering.ledger.journal_records import JournaledEvent, decode, encode
+import pytest
+
+from appliance.base.db import Database
+from appliance.base.journal import Journal, remaining_records
+from appliance.metering.calendar import BillingCalendar
+from appliance.metering.ledger.journal_records import INTEGER_MAX, JournaledEvent, decode, encode, replay
 from appliance.metering.ledger.records import PendingEvent, RequestRecord, Settlement, Usage
 from appliance.metering.prices import Price
+from tests.support.cast import Cast
 from tests.support.clock import START, FakeClock
+from tests.support.factories import pending, posted
+from tests.support.ledgers import all_events
 
 
 def test_an_entry_survives_encoding_and_decoding(clock: FakeClock) -> None:
@@ -26,6 +35,45 @@ def test_a_settlement_survives_encoding_and_decoding() -> None:
         request_id="req", status="posted", finish_reason="stop", usage=usage, record=record, cause="key_revoked"
     )
     assert decode(encode(settlement)) == settlement
+
+
+def test_the_largest_count_of_the_tables_is_encoded_and_the_next_is_refused() -> None:
+    most = posted("req", completion=INTEGER_MAX)
+    assert decode(encode(most)) == most
+    with pytest.raises(ValueError, match="64 bits"):
+        encode(posted("req", completion=INTEGER_MAX + 1))
+
+
+async def test_replay_counts_what_was_missing_and_empties_the_journal(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
+) -> None:
+    journal, calendar = Journal(tmp_path / "j"), BillingCalendar()
+    events = [pending(cast.bob) for _ in range(2)]
+    records = [
+        encode(JournaledEvent(epoch_id=cast.epoch_id, currency="EUR", billing_day=START.date(), event=event))
+        for event in events
+    ]
+    for record in (*records, encode(posted(events[0].request_id))):
+        await journal.append(record)
+    assert await replay(database, journal, clock, calendar) == 3
+    assert remaining_records(tmp_path / "j") == []
+    assert await replay(database, journal, clock, calendar) == 0
+    await journal.close()
+
+
+async def test_an_unreadable_record_is_logged_and_keeps_none_behind_it_from_the_tables(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    journal, event = Journal(tmp_path / "j"), pending(cast.bob)
+    good = JournaledEvent(epoch_id=cast.epoch_id, currency="EUR", billing_day=START.date(), event=event)
+    for record in (b"half a r\xc3", encode(good)):
+        await journal.append(record)
+    assert await replay(database, journal, clock, BillingCalendar()) == 1
+    assert [each.request_id for each in await all_events(database)] == [event.request_id]
+    log = capfd.readouterr().out
+    assert "unreadable journal record" in log
+    assert "half a r\N{REPLACEMENT CHARACTER}" in log
+    await journal.close()
 
 
 def complete_entry(clock: FakeClock) -> PendingEvent:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, date, datetime, timedelta
 
 import pytest
 
@@ -87,6 +87,32 @@ async def test_remaining_requests_and_tokens_are_each_those_of_the_tightest_limi
     assert admission.snapshot(bob) == RateLimitState(
         requests=RateLimit(limit=1, remaining=0, reset_s=60.0), tokens=RateLimit(limit=600, remaining=600, reset_s=0.0)
     )
+
+
+async def test_the_limit_with_the_least_left_is_reported_even_if_it_is_the_larger_one(admission: Admission) -> None:
+    bob = with_tenant(principal(), limits=Limits(tokens_per_minute=1000))
+    await admit(admission, bob, 950)
+    other_key = with_key(bob, id="key_other", limits=Limits(tokens_per_minute=100))
+    await admit(admission, other_key, 0)
+    tokens = admission.snapshot(other_key).tokens
+    assert tokens is not None
+    assert (tokens.limit, tokens.remaining) == (1000, 50)
+
+
+async def test_of_two_limits_with_as_much_left_either_is_reported(admission: Admission) -> None:
+    bob = principal(Limits(tokens_per_minute=100), Limits(tokens_per_minute=100))
+    await admit(admission, bob, 10)
+    tokens = admission.snapshot(bob).tokens
+    assert tokens is not None
+    assert tokens.remaining == 90
+
+
+async def test_a_limit_in_debt_has_nothing_remaining_and_is_reset_when_the_debt_is_paid_and_it_is_full(
+    admission: Admission,
+) -> None:
+    bob = principal(Limits(tokens_per_minute=600))
+    (await admit(admission, bob, 10)).settle(900)
+    assert admission.snapshot(bob).tokens == RateLimit(limit=600, remaining=0, reset_s=90.0)
 
 
 async def test_a_new_limit_counts_running_requests(admission: Admission) -> None:
@@ -220,6 +246,26 @@ def test_the_last_days_are_kept_and_the_oldest_goes_first() -> None:
     assert [windows.find(day)[0] is not None for day in days] == [False, *[True] * WINDOWS_KEPT]
 
 
+@pytest.mark.parametrize(
+    ("days", "day", "month"),
+    [
+        (("2027-01-01", "2026-12-31"), "2027-01-01", "2027-01-01"),
+        (("2027-01-02", "2026-12-31"), "2026-12-31", "2027-01-01"),
+        (("2027-01-01", "2026-11-30"), "2026-11-30", "2026-11-01"),
+        (("2026-12-31", "2027-01-01", "2026-12-31"), "2026-12-31", "2026-12-01"),
+    ],
+    ids=["one day back", "two days back", "two months back", "back to what was entered"],
+)
+def test_a_clock_that_steps_back_a_little_stays_in_the_day_and_month_that_have_begun(
+    days: tuple[str, ...], day: str, month: str
+) -> None:
+    moments = [Moment(START, 0.0, date.fromisoformat(entered), START) for entered in days]
+    windows = Windows(moments[0])
+    for moment in moments[1:]:
+        found = windows.enter(moment)
+    assert [period.start.isoformat() for period in found] == [day, month]
+
+
 async def test_a_clock_that_jumps_a_year_ahead_and_is_set_right_finds_its_day_again(
     admission: Admission, clock: FakeClock
 ) -> None:
@@ -351,6 +397,22 @@ async def test_usage_refused_in_shadow_mode_in_one_currency_gives_no_room_in_ano
     assert (await admit(admission, with_dollars, 41, cost=in_dollars)).shadow_refusals
 
 
+async def test_usage_refused_in_shadow_mode_counts_towards_the_budget_in_its_own_currency(admission: Admission) -> None:
+    in_dollars = dataclasses.replace(price(), currency="USD")
+    refused = await admit(admission, principal(), 60, cost=in_dollars, policy=policy("shadow", tokens_per_minute=10))
+    assert refused.shadow_refusals
+    refused.settle(60)
+    await admit(admission, principal(), 100, cost=price(), policy=policy(monthly_budget=100))
+
+
+async def test_a_request_settled_with_a_part_of_its_prompt_costs_that_part(admission: Admission) -> None:
+    shared = policy(monthly_budget=100)
+    (await admit(admission, principal(), 10, cost=price(), policy=shared)).settle(4)
+    with pytest.raises(BudgetExceeded):
+        await admit(admission, principal(), 97, cost=price(), policy=shared)
+    await admit(admission, principal(), 96, cost=price(), policy=shared)
+
+
 async def test_rejected_draft_tokens_with_a_price_count_towards_a_hard_budget(admission: Admission) -> None:
     hard, shared = with_tenant(principal(), cut_at_budget=True), policy(monthly_budget=100)
     with_rejected_drafts = dataclasses.replace(price(), rejected_draft=2_000_000)
@@ -375,6 +437,14 @@ async def test_a_soft_budget_ends_no_request_and_counts_each_ended_request_once(
     running.set_cut_at_budget(True)
     assert not running.record_progress(0, 26), "10 of the other, 10 + 3 · 26"
     assert running.record_progress(0, 27)
+
+
+async def test_a_change_that_leaves_a_budget_hard_keeps_the_costs_of_running_requests(admission: Admission) -> None:
+    hard, shared = with_tenant(principal(), cut_at_budget=True), policy(monthly_budget=100)
+    dear, cheap = [await admit(admission, hard, 0, cost=price(), policy=shared) for _ in range(2)]
+    assert not dear.record_progress(0, 30)
+    dear.set_cut_at_budget(True)
+    assert cheap.record_progress(0, 4), "3 · 30 + 3 · 4"
 
 
 @pytest.mark.parametrize("owner", ["tenant", "key", "model"])
@@ -412,3 +482,19 @@ async def test_after_a_change_of_currency_only_costs_in_the_new_one_count(
     with pytest.raises(BudgetExceeded):
         await admit(admission, with_dollars, 1, cost=in_dollars)
     await admit(admission, bob, 10, cost=in_euros)
+
+
+async def test_what_a_running_request_reserves_counts_only_while_the_budget_is_in_its_currency(admission: Admission) -> None:
+    bob = with_tenant(principal(), limits=Limits(monthly_budget=100))
+    with_dollars = with_tenant(bob, currency="USD")
+    in_dollars, in_euros = dataclasses.replace(price(), currency="USD"), price()
+    await admit(admission, bob, 70, cost=in_euros)
+    early = await admit(admission, bob, 20, cost=in_dollars)
+    await admit(admission, with_dollars, 80, cost=in_dollars)
+    with pytest.raises(RateLimitExceeded, match="running requests have reserved"):
+        await admit(admission, with_dollars, 1, cost=in_dollars)
+    early.void()
+    await admit(admission, with_dollars, 20, cost=in_dollars)
+    await admit(admission, bob, 30, cost=in_euros)
+    with pytest.raises(RateLimitExceeded, match="running requests have reserved"):
+        await admit(admission, bob, 1, cost=in_euros)

@@ -190,6 +190,15 @@ async def test_a_failed_attempt_is_retried_after_its_delay_and_finally_given_up(
     assert await alerts.outbox.count_pending() == 0
 
 
+async def test_messages_of_a_disabled_webhook_are_not_counted_as_pending(alerts: AlertParts) -> None:
+    disabled, _ = await add_webhook(alerts), await add_webhook(alerts)
+    await alerts.enqueue()
+    await alerts.webhooks.update(disabled, WebhookChanges(disabled=True), access=WHOLE_APPLIANCE)
+    assert await alerts.outbox.count_pending() == 1
+    await alerts.webhooks.update(disabled, WebhookChanges(disabled=False), access=WHOLE_APPLIANCE)
+    assert await alerts.outbox.count_pending() == 2
+
+
 async def test_a_message_retried_by_hand_during_an_attempt_is_not_delayed_by_its_failure(
     alerts: AlertParts, clock: FakeClock
 ) -> None:
@@ -262,17 +271,20 @@ async def test_other_messages_and_tests_of_other_webhooks_do_not_count_towards_t
         assert delivery.payload["data"] == {"webhook_id": webhook_id, "note": "This is a test. Nothing has happened."}
 
 
+@pytest.mark.parametrize("of_appliance", [False, True])
 async def test_tests_of_removed_webhooks_count_for_new_webhooks_of_the_same_owner(
-    alerts: AlertParts, cast: Cast, clock: FakeClock
+    alerts: AlertParts, cast: Cast, clock: FakeClock, of_appliance: bool
 ) -> None:
+    bob = cast.bob.tenant.id
+    owner, other = (None, bob) if of_appliance else (bob, None)
     for _ in range(TESTS_PER_HOUR_MAX):
-        removed = await add_webhook(alerts, cast.bob.tenant.id)
+        removed = await add_webhook(alerts, owner)
         await alerts.outbox.send_test(removed, access=WHOLE_APPLIANCE)
         await alerts.webhooks.remove(removed, access=WHOLE_APPLIANCE)
-    made_again = await add_webhook(alerts, cast.bob.tenant.id)
+    made_again = await add_webhook(alerts, owner)
     with pytest.raises(RateLimitExceeded):
         await alerts.outbox.send_test(made_again, access=WHOLE_APPLIANCE)
-    for other_owner in (cast.charlie.tenant.id, None):
+    for other_owner in (cast.charlie.tenant.id, other):
         await alerts.outbox.send_test(await add_webhook(alerts, other_owner), access=WHOLE_APPLIANCE)
     clock.advance(3600)
     await alerts.outbox.send_test(made_again, access=WHOLE_APPLIANCE)
@@ -298,6 +310,9 @@ async def test_manual_retries_are_limited_per_owner_and_hour(
     await alerts.outbox.retry(appliance_webhook, test_message.id, access=WHOLE_APPLIANCE)
     clock.advance(refused.value.retry_after_s)
     await alerts.outbox.retry(bobs[0].webhook_id, bobs[0].id, access=WHOLE_APPLIANCE)
+    with pytest.raises(RateLimitExceeded) as refused_again:
+        await alerts.outbox.retry(bobs[0].webhook_id, bobs[0].id, access=WHOLE_APPLIANCE)
+    assert refused_again.value.retry_after_s == 1
 
 
 async def test_unknown_webhooks_and_messages_of_other_webhooks_are_not_found(alerts: AlertParts) -> None:

@@ -86,6 +86,21 @@ def test_a_refusal_that_waiting_cannot_resolve_says_what_can(kind: LimitKind, ne
     assert refusal([decision]).message == message
 
 
+def test_a_limit_that_is_overdrawn_has_nothing_left() -> None:
+    tokens = dataclasses.replace(refused(5.0), level=-3)
+    assert "needs 800 tokens, 0 are left;" in refusal([tokens]).message
+    budget = dataclasses.replace(tokens, kind="budget", level=-3 * 10**6, currency="EUR", wait_s=None)
+    assert "does not cover the request: 0 EUR are left," in refusal([budget]).message
+
+
+@pytest.mark.parametrize(("picos", "euros"), [(10**6, "0.000001"), (10**6 + 1, "0.000002"), (2 * 10**6, "0.000002")])
+def test_what_a_request_may_cost_is_rounded_up_to_a_micro_unit(picos: int, euros: str) -> None:
+    budget = dataclasses.replace(refused(5.0), kind="budget", need=picos, currency="EUR", wait_s=None)
+    assert refusal([budget]).message.endswith(f"it may cost {euros} EUR; lower max_tokens or ask for a higher budget")
+
+
 @pytest.mark.parametrize(("currency", "words"), [("USD", "price in USD;"), (None, "price in the currency of this appliance;")])
 def test_the_error_for_an_unpriced_model_names_the_currency(currency: str | None, words: str) -> None:
-    assert words in not_priced("demo", currency).message
+    error = not_priced("demo", currency)
+    assert words in error.message
+    assert error.param == "model"

@@ -10,18 +10,23 @@ import pytest
 from appliance.base.errors import RateLimitExceeded
 from appliance.metering.limits.admission import Admission
 from appliance.metering.limits.admission_request import AdmissionRequest
+from appliance.metering.limits.output_estimates import EXPECTED_OUTPUT_TOKENS
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.running_requests import WAIT_S_MAX, WAIT_S_MIN
+from appliance.metering.prices import Price
 from appliance.tenancy.principals import Limits, Principal
+from tests.support.case_ids import case_id
 from tests.support.clock import FakeClock
 from tests.support.empty_sums import EmptySums
-from tests.support.factories import principal
+from tests.support.factories import price, principal
 from tests.support.ledgers import utc_admission
 
 
-def admission_request(who: Principal, output: int | None = 100, prompt: int = 10, room: int | None = None) -> AdmissionRequest:
+def admission_request(
+    who: Principal, output: int | None = 100, prompt: int = 10, room: int | None = None, cost: Price | None = None
+) -> AdmissionRequest:
     return AdmissionRequest(
-        principal=who, model="demo", prompt_tokens=prompt, max_output_tokens=output, price=None, output_room=room
+        principal=who, model="demo", prompt_tokens=prompt, max_output_tokens=output, price=cost, output_room=room
     )
 
 
@@ -32,11 +37,13 @@ def generate(clock: FakeClock, reservation: Reservation, tokens: int, token_s: f
         reservation.record_progress(0, reservation.output_tokens + 1)
 
 
-async def retry_after_s(admission: Admission, who: Principal, output: int | None = 100, prompt: int = 10) -> float:
+async def retry_after_s(
+    admission: Admission, who: Principal, output: int | None = 100, prompt: int = 10, cost: Price | None = None
+) -> float:
     """Return the `retry-after` of a refused request; the dry run reports the same wait, as an estimate."""
     with pytest.raises(RateLimitExceeded) as refused:
-        await admission.admit(admission_request(who, output, prompt))
-    (decision,) = (await admission.dry_run(admission_request(who, output, prompt))).refusals
+        await admission.admit(admission_request(who, output, prompt, cost=cost))
+    (decision,) = (await admission.dry_run(admission_request(who, output, prompt, cost=cost))).refusals
     assert decision.estimated
     assert decision.wait_s == refused.value.retry_after_s
     assert "about" in refused.value.message
@@ -88,22 +95,44 @@ async def test_a_request_beyond_its_estimate_is_expected_to_double_up_to_its_max
 ) -> None:
     bob = principal(Limits(concurrent_requests=1))
     running = await admission.admit(admission_request(bob, None, room=1000))
-    generate(clock, running, 301, 0.1)
+    generate(clock, running, EXPECTED_OUTPUT_TOKENS, 0.1)
+    assert await retry_after_s(admission, bob) == 26  # 256 more
+    generate(clock, running, 45, 0.1)
     assert await retry_after_s(admission, bob) == 31  # 301 more
     generate(clock, running, 600, 0.1)
     assert await retry_after_s(admission, bob) == 10  # 99 are left
 
 
-async def test_a_refusal_by_reservations_estimates_when_enough_is_released(admission: Admission, clock: FakeClock) -> None:
-    bob = principal(Limits(tokens_per_day=2200))
-    first = await admission.admit(admission_request(bob, None, room=990))  # holds 1000 and is expected to take 266
-    second = await admission.admit(admission_request(bob, None, room=990))
+@pytest.mark.parametrize("limits", [Limits(tokens_per_day=2200), Limits(monthly_budget=2200)], ids=case_id)
+async def test_a_refusal_by_reservations_estimates_when_enough_is_released(
+    admission: Admission, clock: FakeClock, limits: Limits
+) -> None:
+    bob, cost = principal(limits), price(prompt=10**6, cached=10**6, completion=10**6)
+    first = await admission.admit(admission_request(bob, None, room=990, cost=cost))  # holds 1000, is expected to take 266
+    second = await admission.admit(admission_request(bob, None, room=990, cost=cost))
     generate(clock, first, 156, 0.1)
     generate(clock, second, 56, 0.1)
     # 200 are left. The first gives 734 back after its last 100 tokens, the second as much after its last 200, 0.1 s each.
     # (The first had 156 in 21.1 s, because it stood still while the second ran.)
-    assert await retry_after_s(admission, bob, prompt=200 + 734 - 100) == 14
-    assert await retry_after_s(admission, bob, prompt=200 + 735 - 100) == 20
+    assert await retry_after_s(admission, bob, prompt=200 + 734 - 100, cost=cost) == 14
+    assert await retry_after_s(admission, bob, prompt=200 + 735 - 100, cost=cost) == 20
+
+
+@pytest.mark.parametrize("other", ["in another currency", "admitted the day before"])
+async def test_only_what_is_held_of_the_limit_is_expected_to_be_released(
+    admission: Admission, clock: FakeClock, other: str
+) -> None:
+    in_euros = price(prompt=10**6, cached=10**6, completion=10**6)
+    in_dollars = dataclasses.replace(in_euros, currency="USD")
+    is_currency = other == "in another currency"
+    bob = principal(Limits(monthly_budget=1200) if is_currency else Limits(tokens_per_day=1200))
+    clock.advance(12 * 3600 - 1)
+    sooner = await admission.admit(admission_request(bob, None, room=990, cost=in_dollars if is_currency else in_euros))
+    clock.advance(1)
+    later = await admission.admit(admission_request(bob, None, room=990, cost=in_euros))
+    generate(clock, sooner, 250, 0.1)
+    generate(clock, later, 156, 0.1)
+    assert await retry_after_s(admission, bob, 0, prompt=201, cost=in_euros) == 10, "100 tokens, 0.1 s each"
 
 
 async def test_a_request_that_would_exactly_fit_without_running_ones_is_held(admission: Admission) -> None:
@@ -127,6 +156,16 @@ async def test_waiters_ahead_take_the_first_free_slots(admission: Admission, clo
     assert await retry_after_s(admission, bob) > 15, "the waiter ahead gets the first slot"
     first.settle(50)
     (await waiting).void()
+
+
+async def test_a_place_kept_for_a_waiter_while_nothing_runs_is_retried_after_the_shortest_wait(admission: Admission) -> None:
+    bob = principal(Limits(concurrent_requests=1, requests_per_minute=1))
+    (await admission.admit(admission_request(bob))).settle(10)
+    waiting = asyncio.ensure_future(admission.admit(admission_request(bob), 60))
+    await asyncio.sleep(0)
+    decisions = (await admission.dry_run(admission_request(bob))).decisions
+    assert [each.wait_s for each in decisions if each.kind == "concurrency"] == [WAIT_S_MIN]
+    waiting.cancel()
 
 
 async def test_a_wait_that_never_ends_is_no_estimate(admission: Admission) -> None:

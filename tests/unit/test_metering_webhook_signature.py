@@ -137,6 +137,7 @@ def test_a_url_that_is_invalid_or_not_permitted_is_refused(target: object) -> No
 def test_plain_http_is_permitted_only_in_networks_listed_by_the_operator() -> None:
     with pytest.raises(InvalidValue, match="webhook_networks"):
         check_web_target("http://alerts.internal/", TargetPolicy())
+    assert check_web_target("https://alerts.example.com/", TargetPolicy()) == "https://alerts.example.com/"
     listed, other = ipaddress.ip_address("10.1.0.9"), ipaddress.ip_address("1.1.1.1")
     assert OFFICE.allows(listed, encrypted=False)
     assert OFFICE.allows(ipaddress.ip_address("::ffff:10.1.0.9"), encrypted=False)

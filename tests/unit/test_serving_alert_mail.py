@@ -37,7 +37,14 @@ DATA: dict[str, dict[str, Any]] = {
         "currency": "EUR",
     },
     "tokens_per_day.threshold": {**TENANT, "percent": 100, "day": "2026-11-21", "tokens_per_day": 1000, "tokens": 1001},
-    "invoice.closed": {**TENANT, "invoice_id": "inv_1", "number": "2026-0007", "month": "2026-10", "total_micros": 1_500_000},
+    "invoice.closed": {
+        **TENANT,
+        "invoice_id": "inv_1",
+        "number": "2026-0007",
+        "month": "2026-10",
+        "total_micros": 1_500_000,
+        "currency": "EUR",
+    },
     "key.expiring": {**TENANT, "key_name": "ci", "prefix": "gh_aaaaaaaa", "expires_at": "2026-11-25T00:00:00.000Z"},
     "engine.down": {"model": "demo", "state": "failed", "down_s": 61, "error": None},
     TEST_EVENT: {"webhook_id": "wh_1", "note": "a test"},
@@ -175,7 +182,7 @@ def test_amounts_have_no_unit_in_their_label_and_the_decimals_they_need() -> Non
     assert small.sentence.endswith("0.000052 EUR of 0.000100 EUR.")
     assert dict(small.facts)["monthly budget"] == "0.000100 EUR"
     assert dict(small.facts)["spent"] == "0.000052 EUR"
-    bill = {**DATA["invoice.closed"], "tax_micros": 962_390, "due_micros": 6_030_000, "currency": "EUR"}
+    bill = {**DATA["invoice.closed"], "tax_micros": 962_390, "due_micros": 6_030_000}
     closed = text_of("invoice.closed", {**bill, "total_micros": 6_027_602})
     facts = dict(closed.facts)
     assert (facts["total with tax"], facts["tax"], facts["amount due"]) == ("6.03 EUR", "0.96 EUR", "6.03 EUR")
@@ -185,6 +192,16 @@ def test_amounts_have_no_unit_in_their_label_and_the_decimals_they_need() -> Non
     in_yen = text_of("invoice.closed", {**bill, "due_micros": 2_301_000_000, "currency": "JPY"})
     assert in_yen.sentence.endswith("is closed: 2301 JPY due.")
     assert dict(in_yen.facts)["amount due"] == "2301 JPY"
+
+
+@pytest.mark.parametrize(
+    ("currency", "amounts"), [("KWD", ("6.028", "0.962", "6.028")), ("EUR", ("6.03", "0.96", "6.03")), ("JPY", ("6", "1", "6"))]
+)
+def test_every_amount_of_an_invoice_has_the_decimals_of_its_currency(currency: str, amounts: tuple[str, ...]) -> None:
+    bill = {"total_micros": 6_027_602, "tax_micros": 962_000, "due_micros": 6_028_000, "currency": currency}
+    facts = dict(text_of("invoice.closed", {**DATA["invoice.closed"], **bill}).facts)
+    shown = [facts[name] for name in ("total with tax", "tax", "amount due")]
+    assert shown == [f"{amount} {currency}" for amount in amounts]
 
 
 @pytest.mark.parametrize("event", [*EVENTS, TEST_EVENT])

@@ -240,8 +240,13 @@ class Outbox:
         return None if earliest is None else max((earliest - self._clock.now()).total_seconds(), 0.0)
 
     async def count_pending(self) -> int:
-        """Return how many messages are pending."""
-        query = select(func.count()).select_from(outbox).where(outbox.c.next_attempt_at.is_not(None))
+        """Return how many messages are pending, without those that wait because their webhook is disabled."""
+        query = (
+            select(func.count())
+            .select_from(outbox)
+            .join(webhooks, webhooks.c.id == outbox.c.webhook_id)
+            .where(outbox.c.next_attempt_at.is_not(None), *_active_conditions())
+        )
         async with self._db.reading() as connection:
             return int((await connection.execute(query)).scalar_one())
 

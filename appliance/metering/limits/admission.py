@@ -215,7 +215,7 @@ class Admission:
             if rule is None:
                 allowance.configure(NO_LIMITS, allowance.mode, at)
             else:
-                allowance.set_currency(rule.currency)
+                allowance.currency = rule.currency
                 allowance.configure(rule.limits, rule.mode, at)
 
     def _try(self, request: AdmissionRequest, needs: Needs, waiter: Waiter | None = None) -> Reservation | Refusals:
@@ -252,7 +252,7 @@ class Admission:
         holds: list[Hold] = []
         try:
             for allowance, need in needs.by_allowance.items():
-                holds.append(allowance.shadow_hold(at) if allowance in shadow_refusing else allowance.take(need, at))
+                holds.append(allowance.shadow_hold(need, at) if allowance in shadow_refusing else allowance.take(need, at))
             for other in self._loaded(request.tenant_id, request.key_id, request.model):
                 if other not in needs.by_allowance:  # limits that were removed and may be set again, or set while it waited
                     other.enter(at)

@@ -14,7 +14,7 @@ from appliance.metering.limits.decisions import SHADOW, LimitDecision, LimitKind
 from appliance.metering.limits.owners import Owner
 from appliance.metering.limits.sums import RECENT, PeriodSums
 from appliance.metering.limits.token_bucket import MICROS_PER_S, Take, TokenBucket, ceil_to_ms
-from appliance.metering.limits.windows import Moment, Window, Windows
+from appliance.metering.limits.windows import Moment, Month, Window, Windows
 from appliance.tenancy.principals import Limits
 
 RUNNING_RETRY_S = 1.0  # shortest `retry-after` when only running requests are in the way: their end is unknown
@@ -76,8 +76,8 @@ class Allowance:
         """Restore the usage recorded by earlier processes. Called once, before the first request."""
         day, month = self._windows.enter(at)
         day.used += sums.tokens_today
-        month.used += sums.cost_month_picos
-        month.other_currencies.update(sums.other_costs_picos)
+        for currency, cost_picos in {**sums.other_costs_picos, self.currency: sums.cost_month_picos}.items():
+            month.window(currency).used += cost_picos
         self._through_posting = sums.through_posting
         self._recent = [(_monotonic_at(moment, at), tokens) for moment, tokens in sums.recent]
         for kind, saved in sums.levels.items():
@@ -99,23 +99,7 @@ class Allowance:
         if day is not None:
             day.used += used.tokens
         if month is not None:
-            self.add_cost(month, used.cost_picos, currency)
-
-    def add_cost(self, month: Window, cost_picos: int, currency: str | None) -> None:
-        """Add a cost to a month; costs in other currencies are kept apart."""
-        if currency is None or currency == self.currency:
-            month.used += cost_picos
-        else:
-            month.other_currencies[currency] = month.other_currencies.get(currency, 0) + cost_picos
-
-    def set_currency(self, currency: str) -> None:
-        """Switch the budget to `currency`: costs in it count, earlier ones included; those in the former one no longer do."""
-        if currency == self.currency:
-            return
-        for month in self._windows.months:
-            month.other_currencies[self.currency], month.used = month.used, month.other_currencies.pop(currency, 0)
-            month.shadow_used = 0
-        self.currency = currency
+            month.window(currency or self.currency).used += used.cost_picos
 
     def configure(self, limits: Limits, mode: str, at: Moment) -> None:
         """Apply current limits; earlier usage counts towards them."""
@@ -163,7 +147,10 @@ class Allowance:
         if limits.tokens_per_day is not None and day.used + day.reserved + tokens > limits.tokens_per_day:
             return False
         budget = self._budget_picos
-        return budget is None or month.used + month.reserved + need.expected.cost_picos <= budget
+        if budget is None:
+            return True
+        costs = month.window(self.currency)
+        return costs.used + costs.reserved + need.expected.cost_picos <= budget
 
     def decisions(self, need: Need, at: Moment, ahead: Ahead = NOTHING_AHEAD) -> Iterator[LimitDecision]:
         """Yield each limit's decision on `need`, leaving room for the waiters `ahead`."""
@@ -180,8 +167,8 @@ class Allowance:
             wait_s = None if tokens > limit else _seconds_until(at.next_day_start, at.now)
             yield self._decide_window("tokens_per_day", day, tokens, limit, wait_s, ahead)
         if (budget := self._budget_picos) is not None:
-            cost = self.counted_cost(need.expected.cost_picos, need.currency)
-            yield self._decide_window("budget", month, cost, budget, None, ahead)
+            cost = need.expected.cost_picos if need.currency == self.currency else 0
+            yield self._decide_window("budget", month.window(self.currency), cost, budget, None, ahead)
 
     def take(self, need: Need, at: Moment) -> Hold:
         """Take `need`. Call it only when `refusals` is empty, without an await in between. When it raises, nothing is taken."""
@@ -202,37 +189,46 @@ class Allowance:
         """Count a running request that was admitted on `day` without these limits: they were not loaded then, or do not apply
         to it. Takes nothing from the buckets; a day or month that is not kept is ignored."""
         known_day, known_month = self._windows.find(day)
-        return self._reserve(need, known_day or Window(day), known_month or Window(day.replace(day=1)))
+        return self._reserve(need, known_day or Window(day), known_month or Month(day))
 
-    def _reserve(self, need: Need, day: Window, month: Window) -> Hold:
+    def _reserve(self, need: Need, day: Window, month: Month) -> Hold:
+        costs = month.window(need.currency or self.currency)
         held = Amount(
             tokens=_reservable(need.worst.tokens, self.limits.tokens_per_day, day),
-            cost_picos=_reservable(self.counted_cost(need.worst.cost_picos, need.currency), self._budget_picos, month),
+            cost_picos=_reservable(need.worst.cost_picos, self._budget_picos, costs),
         )
         day.reserved += held.tokens
-        month.reserved += held.cost_picos
+        costs.reserved += held.cost_picos
         self.running += 1
-        return Hold(allowance=self, held=held, day=day, month=month)
+        return Hold(allowance=self, held=held, day=day, month=costs)
 
-    def shadow_hold(self, at: Moment) -> Hold:
+    def shadow_hold(self, need: Need, at: Moment) -> Hold:
         """Return an empty hold, for a request that these limits would have refused outside shadow mode."""
         day, month = self._windows.enter(at)
-        return Hold(allowance=self, held=Amount(tokens=0, cost_picos=0), day=day, month=month, is_shadow_refused=True)
+        costs = month.window(need.currency or self.currency)
+        return Hold(allowance=self, held=Amount(tokens=0, cost_picos=0), day=day, month=costs, is_shadow_refused=True)
+
+    def held_by(self, hold: Hold, at: Moment) -> Amount:
+        """Return what a request has reserved of the current day, and of the current month in the budget's currency."""
+        return Amount(
+            tokens=hold.held.tokens if hold.day is self._windows.enter(at)[0] else 0,
+            cost_picos=hold.held.cost_picos if hold.month is self._current_costs(at) else 0,
+        )
 
     def is_budget_spent(self, month: Window, at: Moment) -> bool:
-        """Return whether settled and running requests have used up an enforced budget, if `month` is the current month."""
+        """Return whether settled and running requests have used up an enforced budget, if `month` is that of the current month
+        in the budget's currency."""
         budget = self._budget_picos
         if budget is None or not self.is_enforced:
             return False
-        return month.used + month.running_cost >= budget and month is self._windows.enter(at)[1]
+        return month.used + month.running_cost >= budget and month is self._current_costs(at)
+
+    def _current_costs(self, at: Moment) -> Window:
+        return self._windows.enter(at)[1].window(self.currency)
 
     @property
     def _budget_picos(self) -> int | None:
         return None if self.limits.monthly_budget is None else self.limits.monthly_budget * PICOS_PER_MICRO
-
-    def counted_cost(self, cost_picos: int, currency: str | None) -> int:
-        """Return how much of a cost counts towards the budget: zero if it is in another currency, such as a former one."""
-        return cost_picos if currency is None or currency == self.currency else 0
 
     def _bucket_for(
         self, kind: LimitKind, capacity: int | None, now_s: float, recent: Sequence[tuple[float, int]]
@@ -299,7 +295,8 @@ class Allowance:
 
 @dataclass(slots=True, kw_only=True)
 class Hold:
-    """What one request has taken from one allowance; it is returned to the same buckets and windows.
+    """What one request has taken from one allowance; it is returned to the same buckets and windows. `month` is that of the
+    currency that the request is paid in.
 
     `is_shadow_refused`: limits in shadow mode would have refused it, so it takes nothing, and its usage counts as
     `shadow_used`.
@@ -314,11 +311,10 @@ class Hold:
     is_shadow_refused: bool = False
     running_picos: int = 0
 
-    def record_cost(self, cost_picos: int, currency: str | None, at: Moment) -> bool:
+    def record_cost(self, cost_picos: int, at: Moment) -> bool:
         """Update the running request's cost so far; return whether the budget is used up."""
         if self.is_shadow_refused:
             return False
-        cost_picos = self.allowance.counted_cost(cost_picos, currency)
         self.month.running_cost += cost_picos - self.running_picos
         self.running_picos = cost_picos
         return self.allowance.is_budget_spent(self.month, at)
@@ -328,13 +324,13 @@ class Hold:
         self.month.running_cost -= self.running_picos
         self.running_picos = 0
 
-    def settle(self, used: Amount, currency: str | None, monotonic_s: float) -> None:
+    def settle(self, used: Amount, monotonic_s: float) -> None:
         """Replace the reserved amount by the used one."""
         self.day.used += used.tokens
-        self.allowance.add_cost(self.month, used.cost_picos, currency)
+        self.month.used += used.cost_picos
         if self.is_shadow_refused:
             self.day.shadow_used += used.tokens
-            self.month.shadow_used += self.allowance.counted_cost(used.cost_picos, currency)
+            self.month.shadow_used += used.cost_picos
             return
         self._release()
         if self.tokens is not None:

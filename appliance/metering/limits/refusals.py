@@ -24,7 +24,7 @@ def refusal(decisions: Sequence[LimitDecision]) -> Refused:
     if never:
         return _never_fits(never[0])
     for decision in decisions:
-        if decision.kind == "budget" and decision.wait_s is None:
+        if decision.wait_s is None:
             return budget_exceeded(decision)
     longest = max(decisions, key=lambda decision: decision.wait_s or 0.0)
     wait_s = longest.wait_s or 0.0

@@ -66,7 +66,7 @@ class Reservation:
             return False
         at = self._moment()
         cost_picos = self.request.cost(cached_tokens, completion_tokens, rejected_tokens=rejected_tokens)
-        spent = [hold.record_cost(cost_picos, self.request.currency, at) for hold in self.holds]  # every hold must be updated
+        spent = [hold.record_cost(cost_picos, at) for hold in self.holds]  # every hold must be updated
         return any(spent)
 
     def set_cut_at_budget(self, cut_at_budget: bool) -> None:
@@ -108,7 +108,7 @@ class Reservation:
         self.request_id = request_id
         now_s = self._moment().monotonic_s
         for hold in self.holds:
-            hold.settle(used, self.request.currency, now_s)
+            hold.settle(used, now_s)
         self._on_end(self, -(-completion // self.request.num_answers))
 
     def mark_recorded(self) -> None:

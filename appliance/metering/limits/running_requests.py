@@ -79,11 +79,11 @@ class RunningRequests:
         """Return `decision` with the time after which the running requests in its way have probably released enough."""
         if not decision.estimated:
             return decision
-        now_s = self._moment().monotonic_s
+        at = self._moment()
         releases = self._estimates.get(allowance)
-        if releases is None or now_s - releases.made_s >= ESTIMATE_TTL_S:
-            releases = self._estimates[allowance] = _estimate_releases(self._holders.get(allowance, {}), now_s)
-        wait_s = releases.wait_s(decision) - (now_s - releases.made_s)
+        if releases is None or at.monotonic_s - releases.made_s >= ESTIMATE_TTL_S:
+            releases = self._estimates[allowance] = _estimate_releases(allowance, self._holders.get(allowance, {}), at)
+        wait_s = releases.wait_s(decision) - (at.monotonic_s - releases.made_s)
         return dataclasses.replace(decision, wait_s=float(math.ceil(min(max(wait_s, WAIT_S_MIN), WAIT_S_MAX))))
 
     def _index(self, reservation: Reservation, hold: Hold) -> None:
@@ -91,23 +91,24 @@ class RunningRequests:
             self._holders.setdefault(hold.allowance, {})[reservation] = hold
 
 
-def _estimate_releases(holders: Mapping[Reservation, Hold], now_s: float) -> ReleaseEstimate:
+def _estimate_releases(allowance: Allowance, holders: Mapping[Reservation, Hold], at: Moment) -> ReleaseEstimate:
     """Estimate when these holders of an allowance release what they hold.
 
     A request whose pace is not known yet is assumed to have the median pace of the others; without one, it may end at once.
     """
-    paces = {reservation: reservation.seconds_per_token(now_s) for reservation in holders}
+    paces = {reservation: reservation.seconds_per_token(at.monotonic_s) for reservation in holders}
     median_s = median([pace_s for pace_s in paces.values() if pace_s is not None] or [0.0])
     ends: list[tuple[float, int, int]] = []
     for reservation, hold in holders.items():
         pace_s, left = paces[reservation], reservation.tokens_left
         used = reservation.request.prompt_tokens + reservation.output_tokens + left
         share = max(1 - used / max(reservation.need.worst.tokens, 1), 0.0)
-        released = int(hold.held.tokens * share), int(hold.held.cost_picos * share)
+        held = allowance.held_by(hold, at)
+        released = int(held.tokens * share), int(held.cost_picos * share)
         ends.append((left * (median_s if pace_s is None else pace_s), *released))
     ends.sort()
     return ReleaseEstimate(
-        made_s=now_s,
+        made_s=at.monotonic_s,
         waits_s=[wait_s for wait_s, _tokens, _cost in ends],
         tokens=list(accumulate(tokens for _wait_s, tokens, _cost in ends)),
         cost_picos=list(accumulate(cost for _wait_s, _tokens, cost in ends)),

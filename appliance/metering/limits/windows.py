@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import date, datetime, timedelta
+from typing import TypeVar
 
 import msgspec
 
 WINDOWS_KEPT = 4
+
+_Period = TypeVar("_Period")
 
 
 class Moment(msgspec.Struct, frozen=True):
@@ -27,11 +30,10 @@ class Moment(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Window:
-    """What is used and reserved in one day (tokens) or month (pico-units of money) of the billing calendar.
+    """What is used and reserved in one day (tokens), or in one month in one currency (its pico-units).
 
     `shadow_used` is the part of `used` that limits in shadow mode would have refused. `running_cost` is the part of `reserved`
-    that running requests have cost so far. `other_currencies` are costs in other currencies, which do not count towards the
-    budget.
+    that running requests have cost so far.
     """
 
     start: date
@@ -39,7 +41,21 @@ class Window:
     reserved: int = 0
     shadow_used: int = 0
     running_cost: int = 0
-    other_currencies: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Month:
+    """One month of the billing calendar. Each currency has its own window: amounts in different ones cannot be added."""
+
+    start: date
+    _by_currency: dict[str, Window] = field(default_factory=dict)
+
+    def window(self, currency: str) -> Window:
+        """Return what is used and reserved in `currency`."""
+        found = self._by_currency.get(currency)
+        if found is None:
+            found = self._by_currency[currency] = Window(self.start)
+        return found
 
 
 class Windows:
@@ -47,36 +63,31 @@ class Windows:
 
     def __init__(self, at: Moment) -> None:
         self._days: dict[date, Window] = {}
-        self._months: dict[date, Window] = {}
-        self.day = _entered(self._days, at.day, 1)
-        self.month = _entered(self._months, at.month, 31)
+        self._months: dict[date, Month] = {}
+        self.day = _entered(self._days, at.day, 1, Window)
+        self.month = _entered(self._months, at.month, 31, Month)
 
-    def enter(self, at: Moment) -> tuple[Window, Window]:
+    def enter(self, at: Moment) -> tuple[Window, Month]:
         """Make the day and month of `at` current and return them."""
         if self.day.start != at.day:
-            self.day = _entered(self._days, at.day, 1)
-            self.month = _entered(self._months, at.month, 31)
+            self.day = _entered(self._days, at.day, 1, Window)
+            self.month = _entered(self._months, at.month, 31, Month)
         return self.day, self.month
 
-    def find(self, day: date) -> tuple[Window | None, Window | None]:
+    def find(self, day: date) -> tuple[Window | None, Month | None]:
         """Return a day and its month, None for one that was never entered or is no longer kept."""
         return self._days.get(day), self._months.get(day.replace(day=1))
 
-    @property
-    def months(self) -> Iterable[Window]:
-        """Return the months that are kept."""
-        return self._months.values()
 
+def _entered(periods: dict[date, _Period], start: date, step_days: int, new: Callable[[date], _Period]) -> _Period:
+    """Return the day or month that begins at `start`, also when the clock returns to it after a jump.
 
-def _entered(windows: dict[date, Window], start: date, step_days: int) -> Window:
-    """Return the window that begins at `start`, also when the clock returns to it after a jump.
-
-    If the clock steps back into a window that was never entered, a window that begins at most `step_days` later is returned
-    instead: otherwise a clock set back over midnight would grant a second day.
+    If the clock steps back into one that was never entered, one that begins at most `step_days` later is returned instead:
+    otherwise a clock set back over midnight would grant a second day.
     """
-    entered = min((known for known in windows if start <= known <= start + timedelta(days=step_days)), default=start)
-    window = windows.pop(entered, None) or Window(entered)
-    windows[entered] = window
-    while len(windows) > WINDOWS_KEPT:
-        del windows[next(iter(windows))]
-    return window
+    entered = min((known for known in periods if start <= known <= start + timedelta(days=step_days)), default=start)
+    period = periods.pop(entered, None) or new(entered)
+    periods[entered] = period
+    while len(periods) > WINDOWS_KEPT:
+        del periods[next(iter(periods))]
+    return period

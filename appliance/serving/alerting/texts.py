@@ -141,8 +141,6 @@ def _fact(name: str, value: object, data: Data) -> str:
         return format_picos(value, currency)
     if isinstance(value, int) and name == "monthly_budget":
         return format_picos(value * PICOS_PER_MICRO, currency, _decimals(value))
-    if isinstance(value, int) and name == "due_micros":
-        return _payment(value, data)
     if isinstance(value, int) and name.endswith("_micros"):
-        return format_picos(value * PICOS_PER_MICRO, currency, 2)
+        return _payment(value, data)
     return str(value)
