@@ -16,7 +16,7 @@ from appliance.metering.prices import Price
 from tests.support.cast import Cast
 from tests.support.clock import START, FakeClock
 from tests.support.factories import pending, posted
-from tests.support.ledgers import all_events
+from tests.support.ledgers import all_events, without_alerts
 
 
 def test_an_entry_survives_encoding_and_decoding(clock: FakeClock) -> None:
@@ -55,9 +55,9 @@ async def test_replay_counts_what_was_missing_and_empties_the_journal(
     ]
     for record in (*records, encode(posted(events[0].request_id))):
         await journal.append(record)
-    assert await replay(database, journal, clock, calendar) == 3
+    assert await replay(database, journal, clock, calendar, without_alerts) == 3
     assert remaining_records(tmp_path / "j") == []
-    assert await replay(database, journal, clock, calendar) == 0
+    assert await replay(database, journal, clock, calendar, without_alerts) == 0
     await journal.close()
 
 
@@ -68,7 +68,7 @@ async def test_an_unreadable_record_is_logged_and_keeps_none_behind_it_from_the_
     good = JournaledEvent(epoch_id=cast.epoch_id, currency="EUR", billing_day=START.date(), event=event)
     for record in (b"half a r\xc3", encode(good)):
         await journal.append(record)
-    assert await replay(database, journal, clock, BillingCalendar()) == 1
+    assert await replay(database, journal, clock, BillingCalendar(), without_alerts) == 1
     assert [each.request_id for each in await all_events(database)] == [event.request_id]
     log = capfd.readouterr().out
     assert "unreadable journal record" in log
