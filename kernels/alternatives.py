@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-HOPPER_GEMV, GEMV, TILES = "Hopper GEMV", "GEMV", "tiles"
+HOPPER, GEMV, TILES = "Hopper kernel", "GEMV", "tiles"
 ONE_LAUNCH, SPLITS, ROTATION_BEFORE = "one launch", "splits and merge", "rotation before"
 ROTATION_INSIDE = "rotation inside"
 
@@ -38,12 +38,12 @@ class Choice:
 
 PRODUCTS = {
     (16, 1): Choice("16-bit products of one row", (GEMV, TILES)),
-    (8, 1): Choice("8-bit products of one row", (HOPPER_GEMV, GEMV, TILES)),
-    (4, 1): Choice("4-bit products of one row", (HOPPER_GEMV, TILES)),
-    (8, 8): Choice("8-bit products of 2 to 8 rows", (HOPPER_GEMV, TILES), num_rows=8),
-    (4, 8): Choice("4-bit products of 2 to 8 rows", (HOPPER_GEMV, TILES), num_rows=8),
-    (8, 16): Choice("8-bit products of 9 to 16 rows", (HOPPER_GEMV, TILES), num_rows=16),
-    (4, 16): Choice("4-bit products of 9 to 16 rows", (HOPPER_GEMV, TILES), num_rows=16),
+    (8, 1): Choice("8-bit products of one row", (HOPPER, GEMV, TILES)),
+    (4, 1): Choice("4-bit products of one row", (HOPPER, TILES)),
+    (8, 8): Choice("8-bit products of 2 to 8 rows", (HOPPER, TILES), num_rows=8),
+    (4, 8): Choice("4-bit products of 2 to 8 rows", (HOPPER, TILES), num_rows=8),
+    (8, 16): Choice("8-bit products of 9 to 16 rows", (HOPPER, TILES), num_rows=16),
+    (4, 16): Choice("4-bit products of 9 to 16 rows", (HOPPER, TILES), num_rows=16),
 }
 """Products of rows of 16 bits, by bits of a weight and the most rows."""
 LONE_ATTENTION = Choice("attention of one row", (ONE_LAUNCH, SPLITS, ROTATION_BEFORE))

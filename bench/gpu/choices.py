@@ -46,7 +46,7 @@ from kernels.triton.attention_splits import DecodeTiling
 from kernels.triton.card_properties import capability, has_gluon, multiprocessors
 from kernels.triton.fused_linear import AnyTiles, linear_add, normed_linear
 from kernels.triton.fused_row import GemvTiles
-from kernels.triton.hopper_gemv import OPERAND_ROWS, HopperGemvTiles
+from kernels.triton.hopper_rows import OPERAND_ROWS, HopperTiles
 from kernels.triton.newest_token import Rotation
 from kernels.triton.rope_and_cache import rope_and_cache
 from kernels.triton.rotated_decode import rotated_decode
@@ -179,7 +179,7 @@ def _candidates(context: Context, weight: Weight, outputs: int, rows: int, *, ga
     if not isinstance(weight, torch.Tensor) and not context.rehearsal and has_gluon(context.device):
         padded = 1 if rows == 1 else -(-rows // OPERAND_ROWS) * OPERAND_ROWS
         candidates |= {
-            f"operands, {block_n} outputs, {warps} warps of {registers} registers": HopperGemvTiles(
+            f"operands, {block_n} outputs, {warps} warps of {registers} registers": HopperTiles(
                 warps, registers, block_n, padded
             )
             for block_n in ((16,) if rows == 1 else (16, 32))

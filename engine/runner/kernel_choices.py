@@ -86,7 +86,7 @@ class KernelChoices:
         return all(map(_is_default, self.chosen))
 
     def listed(self) -> str:
-        """For the log: `8-bit products of one row: GEMV (Hopper GEMV 2210.0 µs, GEMV 2105.5 µs, tiles refused); …`"""
+        """For the log: `8-bit products of one row: GEMV (Hopper kernel 2210.0 µs, GEMV 2105.5 µs, tiles refused); …`"""
         return "; ".join(f"{each.name}: {each.serves} ({_figures(each)})" for each in self.chosen)
 
     def described(self) -> str:
