@@ -102,6 +102,7 @@ def multiply_few_rows(
     tiles = choose_separate_tiles(x, weight, out.shape[1]) if out.is_contiguous() else None
     if tiles is None or serving_product(weight_bits(weight), x.shape[0], HOPPER, TILES) != HOPPER:
         return False
+    assert x.stride(1) == 1, "rows of x are contiguous"
     launch(x, weight, Epilogue(out=out, bias=bias), tiles)
     return True
 

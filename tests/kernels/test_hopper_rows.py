@@ -111,3 +111,9 @@ def test_products_are_tiled_where_that_was_decided(pack: Callable[[torch.Tensor]
         assert (fused(), separate()) == (True, True)
         with alternative_in_force(PRODUCTS[bits, limit], TILES):
             assert (fused(), separate()) == (False, False)
+
+
+def test_rows_that_are_not_contiguous_are_refused() -> None:
+    x = torch.zeros(256, 2, dtype=torch.bfloat16).T
+    with pytest.raises(AssertionError, match="rows of x are contiguous"):
+        multiply_few_rows(x, pack_int8(torch.ones(ENOUGH, 256)), None, torch.empty(2, ENOUGH, dtype=x.dtype))
