@@ -1,8 +1,8 @@
 """Kernels that do the same work in decode steps of few rows, and which of them serves. Imports no compiler.
 
-A launcher asks its `Choice` for each launch. An engine on a GPU times the alternatives with the steps of its model when it
-starts, and puts the fastest in force (`engine.runner.kernel_choices`). What is in force applies to the process; without a
-decision the first alternative serves that supports a launch.
+A launcher asks its `Choice` for each launch. An engine on a GPU serves by the oldest alternatives until it has timed all with
+the steps of its model, and then by the fastest (`engine.runner.kernel_choices`). What is in force applies to the process; where
+nothing is, the first alternative serves that supports a launch.
 
 To add a choice, list it in CHOICES, call `serving` where its launcher decides, and have the compile gate compile what the
 alternatives launch. Starts then compile, time and check it.
@@ -27,6 +27,11 @@ class Choice:
     name: str
     alternatives: tuple[str, ...]
     num_rows: int = 1
+
+    @property
+    def oldest(self) -> str:
+        """The alternative that has run on a card."""
+        return self.alternatives[-1]
 
     def serving(self, *supported: str) -> str:
         """The alternative for a launch that `supported` can serve: the one in force, or else the next older one."""
@@ -59,6 +64,11 @@ def put_in_force(alternatives: Mapping[str, str]) -> None:
     """From now on let these alternatives serve, by the name of their choice, and for every other choice the first one."""
     _in_force.clear()
     _in_force.update(alternatives)
+
+
+def oldest_alternatives() -> dict[str, str]:
+    """The oldest alternative of every choice, by its name."""
+    return {choice.name: choice.oldest for choice in CHOICES}
 
 
 def serving_product(bits: int, num_rows: int, *supported: str) -> str:

@@ -15,7 +15,7 @@ from functools import cache
 
 import torch
 
-from kernels.alternatives import CHOICES, Choice, alternative_in_force, consulted, put_in_force
+from kernels.alternatives import CHOICES, Choice, alternative_in_force, consulted, oldest_alternatives, put_in_force
 from kernels.attention_rows import AttentionRow, AttentionShape
 from kernels.cpu import sampling as plain_sampling
 from kernels.cpu.activation import gelu, gelu_tanh
@@ -97,6 +97,7 @@ __all__ = [
     "kernel_cache",
     "lasting_zeros",
     "layer_norm",
+    "oldest_alternatives",
     "operations",
     "pack_awq",
     "pack_fp8",

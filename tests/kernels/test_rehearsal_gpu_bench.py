@@ -38,7 +38,8 @@ from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.slot_runner import SlotRunner
 from engine.runner.slots import SlotState
 from engine.runner.token_spans import TokenSpan
-from engine.switches import EARLY_LAUNCH, MEASURED_KERNELS
+from engine.switches import EARLY_LAUNCH
+from kernels.alternatives import CHOICES, oldest_alternatives, put_in_force
 from kernels.attention_rows import AttentionShape
 from kernels.reference.attention import paged_decode as exact_decode
 from tests.support.rehearsal import DEVICE, H100, H200, Kind, Schedule, rehearsal
@@ -196,13 +197,17 @@ def test_tiles_of_products_are_compiled_together_before_any_is_timed(monkeypatch
     assert launched["timed"] <= launched["compiled"]
 
 
-def test_compared_tokens_are_those_of_engines_without_timed_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compared_tokens_are_those_of_the_default_kernels_without_timing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     with rehearsal(Schedule.EARLY, total_bytes=8 << 30, times_kernels=True), replace_triton_operations():
         context = Context(DEVICE, True, dict(FACTS), lambda _: None, time.monotonic() + 600)
+        put_in_force(oldest_alternatives())  # by an earlier engine
         with same_tokens._engine(context, tmp_path) as ahead:
-            switched_off = ahead.info.switched_off
-    assert MEASURED_KERNELS in switched_off, "the twin serves by the default kernels"
+            serving = {choice.serving(*choice.alternatives) for choice in CHOICES}
+    assert ahead.info.kernel_choices == []
+    assert serving == {choice.alternatives[0] for choice in CHOICES}
 
 
 @pytest.mark.parametrize("fault", ["graphs", "slots", "chunks"])
