@@ -20,6 +20,7 @@ import torch
 
 from bench.gpu import calibration, check_rows, models, same_tokens, serve, serve_chunks, serve_idle, traffic
 from bench.gpu.context import Context
+from bench.gpu.device_lost import DeviceLost
 from bench.gpu.idle import Idle
 from bench.gpu.inputs import FP8, make_pages, make_queries
 from bench.gpu.models import random_engine
@@ -34,6 +35,7 @@ from engine.loop import Engine
 from engine.protocol import GenerationRequest
 from engine.runner.chunk_step import ChunkShape, ChunkStep, SamplingInputs
 from engine.runner.cuda_graphs import CudaGraphs
+from engine.runner.kernel_trials import KernelFault
 from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.slot_runner import SlotRunner
 from engine.runner.slots import SlotState
@@ -413,3 +415,22 @@ def test_a_lost_device_ends_its_part_at_the_failing_row(monkeypatch: pytest.Monk
         with pytest.raises(SystemExit, match="the device is broken since a row: CUDA error: an illegal memory access"):
             context.guard("a row", breaks)
     assert [line["row"]["error"] for line in lines] == ["ValueError: the first to see it"]
+
+
+def test_a_kernel_that_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hangs() -> None:
+        raise KernelFault("it does not end")
+
+    with rehearsal():
+        context = Context(DEVICE, True, dict(FACTS), lambda _: None, time.monotonic() + 600)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("it would wait for ever"))
+        with pytest.raises(DeviceLost, match="since a row: it does not end"):
+            context.guard("a row", hangs)
+
+
+def test_rows_of_an_earlier_process_are_not_measured_again() -> None:
+    measured: list[str] = []
+    context = Context(torch.device("cpu"), True, {}, lambda _: None, 600.0, done=frozenset({"first", "second"}))
+    for names in ("first", ["first", "second"], ["second", "third"]):
+        context.guard(names, lambda names=names: measured.append(names[-1]))  # type: ignore[misc]
+    assert measured == ["third"]
