@@ -44,6 +44,7 @@ from engine.switches import EARLY_LAUNCH
 from kernels.alternatives import CHOICES, oldest_alternatives, put_in_force
 from kernels.attention_rows import AttentionShape
 from kernels.reference.attention import paged_decode as exact_decode
+from kernels.variants import CompilationFailed
 from tests.support.rehearsal import DEVICE, H100, H200, Kind, Schedule, rehearsal
 from tests.support.rehearsal.table import replace_triton_operations
 
@@ -197,6 +198,36 @@ def test_tiles_of_products_are_compiled_together_before_any_is_timed(monkeypatch
         choices._products(Context(DEVICE, True, dict(FACTS), lambda _: None, time.monotonic() + 600), "int8")
     assert launched["timed"]
     assert launched["timed"] <= launched["compiled"]
+
+
+def test_tiles_that_cannot_be_compiled_or_run_leave_the_others_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    choices = importlib.import_module("bench.gpu.choices")
+    launch, failing, lines = choices.fused_linear._launch, choices.ROW_TILES[-1], list[dict[str, Any]]()
+
+    def fails(x: torch.Tensor, weight: Any, epilogue: Any, tiles: Any) -> None:
+        if tiles == failing:
+            raise RuntimeError("out of resources")
+        launch(x, weight, epilogue, tiles)
+
+    @contextmanager
+    def compiling(_: str) -> Iterator[None]:
+        yield
+        raise CompilationFailed("one of them")
+
+    def seconds(calls: Sequence[Callable[[], object]], *_: object, **__: object) -> list[float]:
+        calls[0]()
+        return [1.0]
+
+    monkeypatch.setattr(choices, "_launch_candidates", lambda *_: None)
+    monkeypatch.setattr(choices.fused_linear, "_launch", fails)
+    monkeypatch.setattr(choices, "compiling", compiling)
+    monkeypatch.setattr(choices, "seconds", seconds)
+    monkeypatch.setattr(choices, "TILE_CHOICES", {"int8": (1,)})
+    with rehearsal(Schedule.EARLY, total_bytes=8 << 30, runs_kernels=False):
+        choices._products(Context(DEVICE, True, dict(FACTS), lines.append, time.monotonic() + 600), "int8")
+    [row] = [line["row"] for line in lines]
+    assert set(row["facts"]["failed"].values()) == {"RuntimeError: out of resources"}
+    assert all(len(us) == len(choices.ROW_TILES) for us in row["facts"]["us"].values())
 
 
 def test_compared_tokens_are_those_of_the_default_kernels_without_timing(
