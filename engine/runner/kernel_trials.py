@@ -39,9 +39,9 @@ DEATHS_MAX = 2
 process by itself ends the next one too."""
 
 POLL_S = 0.001
-HANG_POLLS = 60_000
-"""About a minute, for launches that take milliseconds. Polls are counted, so that time in which the process was suspended does
-not count."""
+HANG_POLLS = 20_000
+"""Twenty seconds and more, for launches that take milliseconds, or a second on a card that is shared. Polls are counted, so
+that time in which the process was suspended does not count."""
 
 Alternative = tuple[ops.Choice, str]
 
