@@ -119,23 +119,24 @@ def build_engine(
             run_largest_step(decoder, limits, max_draft_tokens=options.max_draft_tokens)
         times.record("steps")
     meter.record("steps")
-    slot_runner = _make_slot_runner(resolved, cached, limits, meter, choices) if cached.mode.has_slots else None
-    if slot_runner is not None:
-        times.record("graphs")
-    weights_bytes = sum(loaded.size.num_bytes for loaded in (model, draft) if loaded)
-    rotary_bytes = sum(table.num_bytes for decoder in cached.runner.decoders for table in decoder.rotaries)
-    graphs = None if slot_runner is None else slot_runner.steps.calls.captured_graphs
-    measured = meter.measured(weights_bytes, cached.plan.kv_bytes, rotary_bytes, graphs)
-    models = cached.runner.target, cached.runner.draft
-    speed = measure_speed(
-        resolved.config,
-        PassTiming(*models, limits) if slot_runner is None else SlotTiming(slot_runner.steps),
-        *models,
-        limits,
-        weight_bytes=model.size.num_bytes / model.size.num_parameters,
-        max_draft_tokens=options.max_draft_tokens,
-    )
-    times.record("speed")
+    with choices.first_use():
+        slot_runner = _make_slot_runner(resolved, cached, limits, meter, choices) if cached.mode.has_slots else None
+        if slot_runner is not None:
+            times.record("graphs")
+        weights_bytes = sum(loaded.size.num_bytes for loaded in (model, draft) if loaded)
+        rotary_bytes = sum(table.num_bytes for decoder in cached.runner.decoders for table in decoder.rotaries)
+        graphs = None if slot_runner is None else slot_runner.steps.calls.captured_graphs
+        measured = meter.measured(weights_bytes, cached.plan.kv_bytes, rotary_bytes, graphs)
+        models = cached.runner.target, cached.runner.draft
+        speed = measure_speed(
+            resolved.config,
+            PassTiming(*models, limits) if slot_runner is None else SlotTiming(slot_runner.steps),
+            *models,
+            limits,
+            weight_bytes=model.size.num_bytes / model.size.num_parameters,
+            max_draft_tokens=options.max_draft_tokens,
+        )
+        times.record("speed")
     budget = _make_step_budget(options, speed.step_times, () if slot_runner is None else slot_runner.chunk_sizes)
     scheduler = _make_scheduler(resolved, cached.plan, limits, speed, budget)
     info = _make_info(resolved, model, cached, measured, choices, load_s=times.total_s)
@@ -217,10 +218,12 @@ def _make_slot_runner(
 
 
 def _kernel_choices(resolved: ResolvedOptions, model: LoadedDecoder, cached: CachedModels) -> KernelChoices:
-    """The kernels that serve: on a GPU those that were fastest where steps are captured, otherwise the defaults."""
+    """The kernels that serve: on a GPU those that were fastest where steps are captured."""
     options = resolved.options
-    if resolved.device.type != "cuda" or options.batch_invariant or not is_on(MEASURED_KERNELS):
+    if resolved.device.type != "cuda" or options.batch_invariant:
         return KernelChoices(None)
+    if not is_on(MEASURED_KERNELS):
+        return KernelChoices.oldest()
     facts = {
         "model": repr(resolved.config),
         "draft": repr(resolved.draft),

@@ -29,6 +29,7 @@ prepare_environment()
 
 from engine.build import build_engine  # noqa: E402 - torch must see the environment set above
 from engine.loop import Engine  # noqa: E402
+from engine.runner.kernel_trials import KernelFault  # noqa: E402
 
 STATUS_INTERVAL_S = 0.5
 PROGRESS_INTERVAL_S = 0.25
@@ -70,6 +71,9 @@ def run(connection: FrameSocket, options: argparse.Namespace) -> int:
         return 0
     except TransportError:
         raise
+    except KernelFault as error:
+        log.error("the engine must be started again: %s", error)
+        _end()  # without a reason that the gateway would take for final
     except EngineError as error:
         log.error("the engine stops: %s", error)
         _die(connection, str(error))
@@ -81,14 +85,19 @@ def run(connection: FrameSocket, options: argparse.Namespace) -> int:
 
 
 def _die(connection: FrameSocket, reason: str) -> NoReturn:
-    """The last frame says why; the exit status is 1. Nothing is freed: on a GPU that is lost, torch (2.11) aborts the process
-    as soon as Python frees page-locked memory."""
+    """The last frame says why."""
     try:
         connection.send(EngineFrame(fatal=reason))
         connection.drain(DRAIN_TIMEOUT_S)
     finally:
-        logging.shutdown()
-        os._exit(1)
+        _end()
+
+
+def _end() -> NoReturn:
+    """Exit with status 1. Nothing is freed: on a GPU that is lost, torch (2.11) aborts the process as soon as Python frees
+    page-locked memory."""
+    logging.shutdown()
+    os._exit(1)
 
 
 class LoadReport:

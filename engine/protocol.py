@@ -199,12 +199,12 @@ class MemoryPart:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelChoice:
     """Which of several kernels serves, chosen by time. `us`: microseconds of a decode step with each of them, the default
-    first. `refused`: those whose results were wrong."""
+    first. `refused`: those that must not serve, and why."""
 
     name: str
     serves: str
     us: dict[str, float] = field(default_factory=dict)
-    refused: list[str] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """Kernels that do the same work in decode steps of few rows, and which of them serves. Imports no compiler.
 
-A launcher asks its `Choice` for each launch. An engine on a GPU times the alternatives with the steps of its model when it
-starts, and puts the fastest in force (`engine.runner.kernel_choices`). What is in force applies to the process; without a
-decision the first alternative serves that supports a launch.
+A launcher asks its `Choice` for each launch. An engine on a GPU serves by the oldest alternatives until it has timed all with
+the steps of its model, and then by the fastest (`engine.runner.kernel_choices`). What is in force applies to the process; where
+nothing is, the first alternative serves that supports a launch.
 
 To add a choice, list it in CHOICES, call `serving` where its launcher decides, and have the compile gate compile what the
 alternatives launch. Starts then compile, time and check it.
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-HOPPER_GEMV, GEMV, TILES = "Hopper GEMV", "GEMV", "tiles"
+HOPPER, GEMV, TILES = "Hopper kernel", "GEMV", "tiles"
 ONE_LAUNCH, SPLITS, ROTATION_BEFORE = "one launch", "splits and merge", "rotation before"
 ROTATION_INSIDE = "rotation inside"
 
@@ -28,6 +28,11 @@ class Choice:
     alternatives: tuple[str, ...]
     num_rows: int = 1
 
+    @property
+    def oldest(self) -> str:
+        """The alternative that has run on a card."""
+        return self.alternatives[-1]
+
     def serving(self, *supported: str) -> str:
         """The alternative for a launch that `supported` can serve: the one in force, or else the next older one."""
         for found in _observers:
@@ -38,12 +43,12 @@ class Choice:
 
 PRODUCTS = {
     (16, 1): Choice("16-bit products of one row", (GEMV, TILES)),
-    (8, 1): Choice("8-bit products of one row", (HOPPER_GEMV, GEMV, TILES)),
-    (4, 1): Choice("4-bit products of one row", (HOPPER_GEMV, TILES)),
-    (8, 8): Choice("8-bit products of 2 to 8 rows", (HOPPER_GEMV, TILES), num_rows=8),
-    (4, 8): Choice("4-bit products of 2 to 8 rows", (HOPPER_GEMV, TILES), num_rows=8),
-    (8, 16): Choice("8-bit products of 9 to 16 rows", (HOPPER_GEMV, TILES), num_rows=16),
-    (4, 16): Choice("4-bit products of 9 to 16 rows", (HOPPER_GEMV, TILES), num_rows=16),
+    (8, 1): Choice("8-bit products of one row", (HOPPER, GEMV, TILES)),
+    (4, 1): Choice("4-bit products of one row", (HOPPER, TILES)),
+    (8, 8): Choice("8-bit products of 2 to 8 rows", (HOPPER, TILES), num_rows=8),
+    (4, 8): Choice("4-bit products of 2 to 8 rows", (HOPPER, TILES), num_rows=8),
+    (8, 16): Choice("8-bit products of 9 to 16 rows", (HOPPER, TILES), num_rows=16),
+    (4, 16): Choice("4-bit products of 9 to 16 rows", (HOPPER, TILES), num_rows=16),
 }
 """Products of rows of 16 bits, by bits of a weight and the most rows."""
 LONE_ATTENTION = Choice("attention of one row", (ONE_LAUNCH, SPLITS, ROTATION_BEFORE))
@@ -59,6 +64,11 @@ def put_in_force(alternatives: Mapping[str, str]) -> None:
     """From now on let these alternatives serve, by the name of their choice, and for every other choice the first one."""
     _in_force.clear()
     _in_force.update(alternatives)
+
+
+def oldest_alternatives() -> dict[str, str]:
+    """The oldest alternative of every choice, by its name."""
+    return {choice.name: choice.oldest for choice in CHOICES}
 
 
 def serving_product(bits: int, num_rows: int, *supported: str) -> str:

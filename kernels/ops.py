@@ -15,7 +15,7 @@ from functools import cache
 
 import torch
 
-from kernels.alternatives import CHOICES, Choice, alternative_in_force, consulted, put_in_force
+from kernels.alternatives import CHOICES, Choice, alternative_in_force, consulted, oldest_alternatives, put_in_force
 from kernels.attention_rows import AttentionRow, AttentionShape
 from kernels.device_words import DeviceWords, Pieces, Words
 from kernels.fusible_products import FusibleProduct, HasWeight, fusible_form
@@ -96,6 +96,7 @@ __all__ = [
     "kernel_cache",
     "lasting_zeros",
     "layer_norm",
+    "oldest_alternatives",
     "operations",
     "pack_awq",
     "pack_fp8",

@@ -7,6 +7,7 @@ those that could not be ranked by their machine code. One row is a model's rate 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -27,6 +28,7 @@ from bench.gpu.serve import head_in_8_bits
 from bench.gpu.sooner import SOONER
 from bench.gpu.targets import TILE_CHOICES, product_tiles_row, slabs_row
 from bench.gpu.timing import Call, seconds
+from engine.device import is_lost
 from engine.runner.warm_up import compiles_at_first_use, compiling
 from kernels.operations import FUSED_ROWS_MAX
 from kernels.quantised_weights import Int4Weight, Weight, values_and_scales
@@ -46,10 +48,13 @@ from kernels.triton.attention_splits import DecodeTiling
 from kernels.triton.card_properties import capability, has_gluon, multiprocessors
 from kernels.triton.fused_linear import AnyTiles, linear_add, normed_linear
 from kernels.triton.fused_row import GemvTiles
-from kernels.triton.hopper_gemv import OPERAND_ROWS, HopperGemvTiles
+from kernels.triton.hopper_rows import OPERAND_ROWS, HopperTiles
 from kernels.triton.newest_token import Rotation
 from kernels.triton.rope_and_cache import rope_and_cache
 from kernels.triton.rotated_decode import rotated_decode
+from kernels.variants import CompilationFailed
+
+log = logging.getLogger("gatehouse.bench")
 
 ROW_TILES = [GemvTiles(2, 2048), GemvTiles(2, 2048, 8), GemvTiles(4, 1024), GemvTiles(8, 512), GemvTiles(16, 512, 8)]
 PREFILL = "prefill 8k: chosen tile over others"
@@ -90,16 +95,20 @@ def _products(context: Context, kind: str) -> None:
     weights = {part: [weight(*size) for _ in range(layers)] for part, size in sizes.items()}
     streams = {rows: _stream(context, rows, hidden, weights["out"][0]) for rows in TILE_CHOICES[kind]}
     if compiles_at_first_use(device):
-        with compiling("candidates"):  # nearly a hundred, which one after another take longer than the part may
-            for stream, (part, size) in product(streams.values(), sizes.items()):
-                _launch_candidates(context, part, size, weights[part][0], stream)
+        try:
+            with compiling("candidates"):  # nearly a hundred, which one after another take longer than the part may
+                for stream, (part, size) in product(streams.values(), sizes.items()):
+                    _launch_candidates(context, part, size, weights[part][0], stream)
+        except CompilationFailed:
+            log.exception("the candidates that are left are compiled one by one")
     for rows, stream in streams.items():
-        name = product_tiles_row(kind, rows)
-        times_s = {part: _candidate_times(context, part, sizes[part], weights[part], stream) for part in sizes}
+        name, failed = product_tiles_row(kind, rows), dict[str, str]()
+        times_s = {part: _candidate_times(context, part, sizes[part], weights[part], stream, failed) for part in sizes}
         fastest = sum(min(part_times_s.values()) for part_times_s in times_s.values())
         row = Row(name=name, value=sum(part_times_s[CHOSEN] for part_times_s in times_s.values()) / fastest)
         row.facts = {
-            "us": {part: {case: each * 1e6 for case, each in part_times_s.items()} for part, part_times_s in times_s.items()}
+            "us": {part: {case: each * 1e6 for case, each in part_times_s.items()} for part, part_times_s in times_s.items()},
+            "failed": failed,
         }
         context.emit(row)
 
@@ -147,9 +156,10 @@ def _product_call(context: Context, part: str, size: tuple[int, int], stream: St
 
 
 def _candidate_times(
-    context: Context, part: str, size: tuple[int, int], weights: list[Weight], stream: Stream
+    context: Context, part: str, size: tuple[int, int], weights: list[Weight], stream: Stream, failed: dict[str, str]
 ) -> dict[str, float]:
-    """Seconds of a product of as many rows as `stream` has with the chosen tiles, and with other candidates."""
+    """Seconds of a product of as many rows as `stream` has with the chosen tiles, and with other candidates; `failed` gets the
+    errors of candidates that cannot run. Raises what fails with the chosen tiles, and what loses the device."""
     is_gated, has_squares_out, rows = part == "gate_up", part in ("out", "down"), len(stream.total)
     outputs, x = size[0] // 2 if is_gated else size[0], torch.empty(rows, size[1], dtype=context.dtype, device=context.device)
     call = _product_call(context, part, size, stream)
@@ -158,8 +168,14 @@ def _candidate_times(
     times_s = {CHOSEN: median(seconds(calls, context.device))}
     for label, tiles in _candidates(context, weights[0], outputs, rows, gated=is_gated).items():
         if tiles != chosen:
-            with _returning(fused_linear, "choose_tiles", tiles):
-                times_s[label] = median(seconds(calls, context.device, samples=3))
+            try:
+                with _returning(fused_linear, "choose_tiles", tiles):
+                    times_s[label] = median(seconds(calls, context.device, samples=3))
+            except Exception as error:
+                if is_lost(context.device):
+                    error.add_note(f"{part} with {label}")
+                    raise
+                failed[f"{part}, {label}"] = f"{type(error).__name__}: {str(error)[:300]}"
     return times_s
 
 
@@ -179,7 +195,7 @@ def _candidates(context: Context, weight: Weight, outputs: int, rows: int, *, ga
     if not isinstance(weight, torch.Tensor) and not context.rehearsal and has_gluon(context.device):
         padded = 1 if rows == 1 else -(-rows // OPERAND_ROWS) * OPERAND_ROWS
         candidates |= {
-            f"operands, {block_n} outputs, {warps} warps of {registers} registers": HopperGemvTiles(
+            f"operands, {block_n} outputs, {warps} warps of {registers} registers": HopperTiles(
                 warps, registers, block_n, padded
             )
             for block_n in ((16,) if rows == 1 else (16, 32))

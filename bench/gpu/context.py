@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
+from bench.gpu.device_lost import DeviceLost
 from bench.gpu.rows import Row
+from engine.errors import EngineBroken
 
 TRACE_CHARS_MAX = 1500
 
@@ -27,7 +29,8 @@ class FactMissing(RuntimeError):
 @dataclass(slots=True)
 class Context:
     """State of the running part. `facts`: figures of earlier parts and of this one, such as bandwidth, flops and tokens per
-    second; `measured`: names of the rows emitted without an error; `engines`: number of open engines."""
+    second; `measured`: names of the rows emitted without an error; `done`: names of the rows emitted by earlier processes, with
+    an error or without; `engines`: number of open engines."""
 
     device: torch.device
     rehearsal: bool
@@ -37,6 +40,7 @@ class Context:
     clock: Callable[[], float] = time.monotonic
     failures: int = field(default=0)
     measured: set[str] = field(default_factory=set)
+    done: frozenset[str] = frozenset()
     engines: int = field(default=0)
 
     @property
@@ -97,29 +101,34 @@ class Context:
 
     def guard(self, names: str | Sequence[str], measure: Callable[[], object]) -> None:
         """Run `measure`. If it raises, emit an error row for each of `names` that was not measured yet and continue, unless the
-        device is broken: all that follows would fail without saying anything useful, so the part exits.
+        device is broken: all that follows would fail without saying anything useful, so the process exits. Nothing is run if
+        all of these rows are done.
 
         Afterwards torch's cached GPU memory is released, except between successful rows of an open engine: its steps would
         request all of it from the driver again, piece by piece, while they are timed."""
-        failures = self.failures
+        failures, listed = self.failures, [names] if isinstance(names, str) else names
+        if self.done.issuperset(listed):
+            return
         try:
             measure()
         except Exception as error:
             self.failures += 1
             trace = "".join(traceback.format_exception(error))[-TRACE_CHARS_MAX:]
-            listed = [names] if isinstance(names, str) else names
             for name in [name for name in listed if name not in self.measured] or [f"after {listed[-1]}"]:
                 self.emit(Row(name=name, error=f"{type(error).__name__}: {str(error)[:300]}", note=trace))
             log.exception("failed rows=%s", names)
-            self._check_device(names)
+            self.check_device(names, error)
         if self.device.type == "cuda" and (not self.engines or self.failures > failures):
             gc.collect()  # engines have reference cycles, and the next one needs their memory
             torch.cuda.empty_cache()
 
-    def _check_device(self, names: str | Sequence[str]) -> None:
+    def check_device(self, names: str | Sequence[str], failed: Exception) -> None:
+        """Raise `DeviceLost` if the device is broken behind an error of these rows."""
+        if isinstance(failed, EngineBroken):  # by a kernel that does not end, it may be, which would be waited for
+            raise DeviceLost(f"the device is broken since {names}: {failed}") from failed
         if self.device.type != "cuda":
             return
         try:
             torch.cuda.synchronize(self.device)
         except RuntimeError as error:
-            raise SystemExit(f"the device is broken since {names}: {str(error).splitlines()[0]}") from error
+            raise DeviceLost(f"the device is broken since {names}: {str(error).splitlines()[0]}") from error

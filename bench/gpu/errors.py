@@ -40,11 +40,16 @@ def check_errors(context: Context, name: str, cases: Cases[ResultTriple]) -> Non
 
 
 def _evaluate_cases(cases: Cases[T], measure: Callable[[T], R]) -> dict[str, R]:
-    """Apply `measure` to each case; results by name. Raises AssertionError for duplicate names: one would hide the other."""
+    """Apply `measure` to each case; results by name. An error names its case. Raises AssertionError for duplicate names:
+    one would hide the other."""
     found: dict[str, R] = {}
     for label, make in cases:
         assert label not in found, f"two cases are named {label}"
-        found[label] = measure(make())
+        try:
+            found[label] = measure(make())
+        except Exception as error:
+            error.add_note(f"in the case {label}, number {len(found) + 1} of {len(cases)}")
+            raise
     return found
 
 

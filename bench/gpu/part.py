@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn, TextIO
 
-from bench.gpu import requirements
+from bench.gpu import device_lost, requirements
 from bench.gpu.plan import BY_NAME
 from bench.parent import end_with_parent
 
@@ -68,11 +68,16 @@ def main() -> None:
     if not options.rehearse and not torch.cuda.is_available():
         raise SystemExit("torch finds no NVIDIA GPU here; `bench/gpu.sh --rehearse` tries the program without one")
     device = torch.device("cpu" if options.rehearse else "cuda")
-    context = Context(device, options.rehearse, facts, write, until_s)
+    context = Context(device, options.rehearse, facts, write, until_s, done=frozenset(start["done"]))
     for name, function in zip(options.names, functions, strict=True):
         log.info("begins part=%s left_s=%.0f", name, context.left_s)
         torch.manual_seed(0)
-        function(context)
+        try:
+            function(context)
+        except Exception as error:
+            log.exception("failed part=%s", name)
+            context.check_device(name, error)
+            raise
     signal.setitimer(signal.ITIMER_REAL, 0)
     faulthandler.cancel_dump_traceback_later()
     write({"done": options.names})
@@ -135,6 +140,8 @@ def run_and_exit() -> NoReturn:
     except SystemExit as error:
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
+        if isinstance(error, device_lost.DeviceLost):
+            _exit(device_lost.STATUS)
         _exit(1 if isinstance(error.code, str) else error.code or 0)
     except BaseException:  # noqa: BLE001 - printed, and the process ends
         traceback.print_exc()

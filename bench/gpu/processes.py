@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from bench.gpu import device_lost
 from bench.gpu.plan import Job, Stage, allotted_s
 from bench.gpu.rows import Row
 from bench.rows import TREE
@@ -31,6 +32,8 @@ REHEARSAL_LIMIT_FACTOR = 8.0
 STAGE_MIN_S = 8.0
 """With less time left than this, a stage is not begun."""
 NOT_BEGUN = "not begun"
+RESTART_MIN_S = 20.0
+"""With less of its time left than this, a part whose process has lost the device is not continued by another one."""
 IMPORT_S = 120.0
 """Time that the first part may take to import before its own time begins; no other part imports meanwhile."""
 TF32_VARIABLES = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")
@@ -54,6 +57,7 @@ class Process:
 
     def __init__(self, job: Job, *, rehearse: bool, environment: dict[str, str]) -> None:
         self.job = job
+        self._rehearse, self._environment = rehearse, environment
         self.allowed_s = job.limit_s * (REHEARSAL_LIMIT_FACTOR if rehearse else 1.0)
         self.limit_s = 0.0
         self.grace_s = 0.0
@@ -79,12 +83,17 @@ class Process:
         self._is_read = True
         threading.Thread(target=self._read, args=(lines,), daemon=True).start()
 
-    def begin(self, facts: dict[str, Any], limit_s: float) -> None:
+    def successor(self) -> Process:
+        """Another process of the same job."""
+        return Process(self.job, rehearse=self._rehearse, environment=self._environment)
+
+    def begin(self, facts: dict[str, Any], limit_s: float, done: Sequence[str] = ()) -> None:
+        """Let it measure all rows but those that are `done`."""
         self.limit_s, self._begun_s = limit_s, time.monotonic()
         stdin = self._process.stdin
         assert stdin is not None
         with suppress(BrokenPipeError):  # it ended during its imports; its log says why
-            stdin.write(json.dumps({"facts": facts, "until_s": self._begun_s + limit_s}) + "\n")
+            stdin.write(json.dumps({"facts": facts, "until_s": self._begun_s + limit_s, "done": list(done)}) + "\n")
             stdin.close()
 
     def _read(self, lines: Lines) -> None:
@@ -160,8 +169,8 @@ class Recorder:
         elif "facts" in message:
             self.outcome.facts.update(message["facts"])
 
-    def add_end(self, process: Process) -> None:
-        """Close a process and record its part."""
+    def add_end(self, process: Process) -> int | None:
+        """Close a process and record its part; return its exit status."""
         elapsed_s = round(process.elapsed_s, 2)
         status, log_text = process.close()
         log_text = log_text.replace(f"{TREE}/", "")
@@ -178,8 +187,11 @@ class Recorder:
         self.outcome.parts.append(record)
         if self.logs is not None:
             self.logs.mkdir(parents=True, exist_ok=True)
-            (self.logs / f"{process.job.name.replace(' ', '-')}.txt").write_text(log_text, "utf-8")
+            number = sum(part["part"] == process.job.name for part in self.outcome.parts)
+            name = f"{process.job.name} {number}" if number > 1 else process.job.name
+            (self.logs / f"{name.replace(' ', '-')}.txt").write_text(log_text, "utf-8")
         self.show(f"-- {process.job.name}: {elapsed_s} s{', ' + record['error'] if 'error' in record else ''}")
+        return status
 
     def add_skipped(self, process: Process, reason: str) -> None:
         self.outcome.parts.append({**_part_record(process.job), "error": f"{NOT_BEGUN}: {reason}"})
@@ -291,7 +303,8 @@ def _run(processes: Sequence[Process], lines: Lines, allotted_s: float, recorder
                 continue  # it was abandoned before its output ended
             if line is None:
                 running.remove(process)
-                recorder.add_end(process)
+                if recorder.add_end(process) == device_lost.STATUS and process.left_s >= RESTART_MIN_S:
+                    running.append(_continued(process, lines, recorder))
             else:
                 recorder.add_line(process, line)
     except BaseException:  # the run is interrupted: write the outcome before waiting for processes to end
@@ -299,6 +312,14 @@ def _run(processes: Sequence[Process], lines: Lines, allotted_s: float, recorder
         raise
     finally:
         _end(running)
+
+
+def _continued(process: Process, lines: Lines, recorder: Recorder) -> Process:
+    """Another process for the rows of a part that are left when its process has lost the device."""
+    successor = process.successor()
+    successor.start_reader(lines)
+    successor.begin(recorder.outcome.facts, process.left_s, [row.name for row in recorder.outcome.rows])
+    return successor
 
 
 def shorten_log(text: str) -> str:

@@ -35,13 +35,14 @@ from bench.gpu.targets import CHUNKS_ONE_BY_ONE, SAME_TOKENS
 from engine.layers.forward_inputs import ForwardInputs
 from engine.loop import Engine
 from engine.protocol import GenerationRequest, SamplingParams
+from engine.runner.kernel_choices import KernelChoices
 from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.token_spans import TokenSpan
 from engine.sampling.logits_filters import is_greedy, scale_of
 from engine.sampling.randomness import key, signed
 from engine.step_sizes import step_size
-from engine.switches import GRAPHS, MEASURED_KERNELS
+from engine.switches import GRAPHS
 from kernels.ops import plain_sampling
 
 MODEL, LAYERS = "qwen3-0.6b", 4
@@ -183,10 +184,11 @@ def _in_turn(context: Context) -> AbstractContextManager[object]:
 
 @contextmanager
 def _engine(context: Context, folder: Path, **options: Any) -> Iterator[Engine]:
-    """Serves by the default kernels: the twin, which times none, would round in another order than kernels that were timed."""
+    """Serves by the default kernels, which are the newest: those that were timed would round in another order than the twin,
+    which times none."""
     options = {"max_num_seqs": context.size(SEATS, 4), "max_model_len": 1024, "kv_cache_bytes": KV_BYTES, **options}
     with (
-        mock.patch.dict(os.environ, {MEASURED_KERNELS: "0"}),
+        mock.patch("engine.build._kernel_choices", return_value=KernelChoices(None)),
         random_engine(context, folder, MODEL, layers=context.size(LAYERS, 1), **options) as engine,
     ):
         yield engine

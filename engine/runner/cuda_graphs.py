@@ -21,6 +21,7 @@ from typing import Protocol
 
 import torch
 
+from engine.errors import EngineBroken
 from engine.memory.device import CapturedGraphs, driver_bytes
 from engine.runner.graph_eviction import GraphEviction
 
@@ -141,12 +142,17 @@ class CudaGraphs:
         are captured later."""
         before, num_captured = (self._graphs, self._eviction, self._failed), self._num_captured
         self._graphs, self._eviction, self._failed = {}, GraphEviction(self._max_graphs), {}
+        is_lost = False
         try:
             yield
+        except EngineBroken:  # the process must end, and the device answers nothing
+            is_lost = True
+            raise
         finally:
-            with self._counting_driver_bytes():
-                self._graphs, self._eviction, self._failed = before
-            self._num_captured = num_captured
+            if not is_lost:
+                with self._counting_driver_bytes():
+                    self._graphs, self._eviction, self._failed = before
+                self._num_captured = num_captured
 
     def discard(self, key: Hashable) -> None:
         """As `Calls.discard`. The graph is not counted any more."""

@@ -2,7 +2,8 @@
 
 For each choice that the model's layers ask for, the decode step is captured with each alternative, as far as its logits, over
 requests with long contexts. The graphs are replayed in turn, so that clock and temperature are the same for all, and medians
-are compared. First the logits are: an alternative that disagrees with the oldest one is refused.
+are compared. First the logits are: an alternative that disagrees with the oldest one is refused, as is one that cannot run or
+has ended an earlier start (`kernel_trials`).
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from statistics import median
 
 import torch
 
+from engine.config.pooling import PoolingConfig
 from engine.protocol import KernelChoice
+from engine.runner.embedder import Embedder
+from engine.runner.kernel_trials import KernelFault, KernelTrials, TrialsImpossible, first_line, wait_for
 from engine.runner.slot_steps import SlotSteps
 from engine.runner.slots import SlotWrites
 from engine.runner.token_spans import TokenSpan
-from engine.switches import MEASURED_KERNELS
 from kernels import ops
 
 log = logging.getLogger("gatehouse.engine")
@@ -56,7 +59,8 @@ class KernelTiming:
         self._num_filled = 0
 
     def compile(self) -> None:
-        """Within `compiling`: find the choices that the model's layers ask for, and request the kernels of all alternatives."""
+        """Within `compiling`, with the oldest alternatives in force: find the choices that the model's layers ask for, and
+        request the kernels of the other alternatives."""
         if self._steps.limits.max_model_len < 2:
             return  # no request has a context
         for num_rows in dict.fromkeys(map(self._num_rows, ops.CHOICES)):
@@ -66,20 +70,23 @@ class KernelTiming:
                 if self._num_rows(choice) == num_rows and len(supported) > 1:
                     self._alternatives[choice] = [each for each in choice.alternatives if each in supported]
         for choice, alternatives in self._alternatives.items():
-            for alternative in alternatives[1:]:
+            for alternative in alternatives[:-1]:
                 with ops.alternative_in_force(choice, alternative):
                     self._launch(self._num_rows(choice))
+                    self._embed(self._num_rows(choice))
 
     @torch.inference_mode()
-    def run(self) -> list[KernelChoice]:
-        """Decide, and put the decisions in force. Raises `CaptureFailed`."""
-        chosen: list[KernelChoice] = []
+    def run(self, trials: KernelTrials) -> list[KernelChoice]:
+        """Decide, put the decisions in force, and have `trials` mark what serves. Raises `CaptureFailed`, `KernelFault` and
+        `TrialsImpossible`."""
+        chosen: dict[ops.Choice, KernelChoice] = {}
         with self._steps.calls.fresh_graphs():
             for choice in ops.CHOICES:
                 if choice in self._alternatives:
-                    chosen.append(self._choose(choice))
-                    ops.put_in_force({each.name: each.serves for each in chosen})
-        return chosen
+                    chosen[choice] = self._choose(choice, trials)
+                    ops.put_in_force(ops.oldest_alternatives() | {each.name: each.serves for each in chosen.values()})
+                    trials.serve(*((choice, each.serves) for choice, each in chosen.items()))
+        return [*chosen.values()]
 
     def _num_rows(self, choice: ops.Choice) -> int:
         """As many as there are seats, and two blocks for each."""
@@ -96,33 +103,49 @@ class KernelTiming:
         for decoder in self._steps.decoders:
             decoder.forward_spans([TokenSpan((0,), 0, (row,), (0,)) for row in range(num_rows)])
 
-    def _choose(self, choice: ops.Choice) -> KernelChoice:
+    def _embed(self, num_tokens: int) -> None:
+        """A text, whose layers are not fused."""
+        limits = self._steps.limits
+        length = min(num_tokens, limits.max_model_len, limits.max_num_batched_tokens)
+        Embedder(self._steps.target.text_model, PoolingConfig(mode="last")).embed([[0] * length])
+
+    def _choose(self, choice: ops.Choice, trials: KernelTrials) -> KernelChoice:
         alternatives, num_rows = self._alternatives[choice], self._num_rows(choice)
+        refused = {name: why for name, why in trials.refusals(choice).items() if name in alternatives}
         self._fill_contexts(num_rows)
-        running = ""
-        try:
-            replays: dict[str, Callable[[], None]] = {}
-            for running in alternatives:
-                with ops.alternative_in_force(choice, running):
-                    replays[running] = self._captured((choice.name, running), num_rows)
-            logits: dict[str, torch.Tensor] = {}
-            for running, replay in replays.items():
-                replay()
-                logits[running] = self._steps.decodes.step.logits(num_rows).to("cpu", torch.float32, copy=True)
-        except RuntimeError as error:
-            log.error("%s by %s cannot be timed; %s=0 serves the default: %s", choice.name, running, MEASURED_KERNELS, error)
-            raise
         target = self._steps.target
-        refused = wrong_results(logits, tolerance(target.dtype, has_experts=target.has_experts))
-        for alternative in refused:
-            log.error("%s by %s: wrong results on this GPU, it does not serve", choice.name, alternative)
-        right = [alternative for alternative in alternatives if alternative not in refused] or alternatives[-1:]
-        times_s = interleaved_s({alternative: replays[alternative] for alternative in right})
-        us = {alternative: round(1e6 * time_s, 1) for alternative, time_s in times_s.items()}
+        replays: dict[str, Callable[[], None]] = {}
+        logits: dict[str, torch.Tensor] = {}
+        for running in [each for each in alternatives if each not in refused]:
+            try:
+                with trials.running((choice, running)), ops.alternative_in_force(choice, running):
+                    replays[running] = self._captured((choice.name, running), num_rows)
+                    replays[running]()
+            except (KernelFault, TrialsImpossible):
+                raise
+            except Exception as error:
+                if running == choice.oldest or isinstance(error.__cause__ or error, torch.OutOfMemoryError):
+                    log.error("%s by %s cannot be timed: %s", choice.name, running, error)
+                    raise
+                replays.pop(running, None)
+                refused[running] = f"it cannot run: {type(error).__name__}: {first_line(error)}"
+                continue
+            logits[running] = self._steps.decodes.step.logits(num_rows).to("cpu", torch.float32, copy=True)
+        for name in wrong_results(logits, tolerance(target.dtype, has_experts=target.has_experts)):
+            refused[name] = "wrong results"
+        for name, why in refused.items():
+            log.error("%s by %s does not serve: %s", choice.name, name, why)
+        right = [name for name in replays if name not in refused] or alternatives[-1:]
+        with trials.running(*((choice, name) for name in right)):
+            times_s = interleaved_s({name: replays[name] for name in right})
+        us = {name: round(1e6 * time_s, 1) for name, time_s in times_s.items()}
         return KernelChoice(name=choice.name, serves=fastest(times_s), us=us, refused=refused)
 
     def _captured(self, key: tuple[str, str], num_rows: int) -> Callable[[], None]:
+        """Capture a step that has been seen to end: what follows might wait for it without a limit."""
         calls, step = self._steps.calls, partial(self._steps.decodes.step, num_rows, None)
+        step()
+        wait_for(self._steps.device)
         calls.make_ready(key, step, is_kept=True)
         return partial(calls.run, key, step)
 

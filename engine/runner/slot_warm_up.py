@@ -46,8 +46,8 @@ def warm_up(steps: SlotSteps, choices: KernelChoices) -> None:
     if compiles_at_first_use(steps.device):
         with compiling("sampling"):
             _compile_sampling(steps)
-            if timing is not None:
-                timing.compile()
+    if timing is not None and not _compile_alternatives(timing):
+        timing = None
     largest = steps.decodes.shape(steps.inputs.max_rows, Kind(), has_drafts=steps.has_drafts)
     _capture(steps.decodes, largest)
     if timing is not None:
@@ -60,9 +60,21 @@ def warm_up(steps: SlotSteps, choices: KernelChoices) -> None:
         _prepare(steps.decodes, WARM_ROWS[:0:-1], has_drafts=True)
     if steps.chunks is not None:
         steps.chunks.warm_up()
-    if timing is not None and not choices.are_defaults and largest.size <= ops.FUSED_ROWS_MAX:
+    if timing is not None and not choices.are_oldest and largest.size <= ops.FUSED_ROWS_MAX:
         steps.calls.discard(largest)  # captured before the decision
         _capture(steps.decodes, largest)
+
+
+def _compile_alternatives(timing: KernelTiming) -> bool:
+    """Compile what is timed. Where that fails the oldest kernels serve, which have been compiled, and the next start tries
+    again."""
+    try:
+        with compiling("alternatives"):
+            timing.compile()
+    except ops.CompilationFailed as error:
+        log.error("%s: the oldest kernels serve", error)
+        return False
+    return True
 
 
 def _prepare(steps: DecodeSteps, sizes: Sequence[int], *, has_drafts: bool = False) -> None:

@@ -7,13 +7,13 @@ engine has found to be the fastest (`kernels.alternatives`). Each launcher is be
     product, up to 16 rows        linear; above by cuBLAS
       8-bit weights               linear_int8, linear_fp8; many e4m3 rows by torch._scaled_mm
       4-bit weights               linear_int4
-      up to 16 rows on Hopper     fused_byte_rows, fused_int4_rows, chosen by hopper_gemv
+      up to 16 rows on Hopper     fused_byte_rows, fused_int4_rows, chosen by hopper_rows
       either, above 512 rows      dequantised_slabs, multiplied by cuBLAS
       binds a weight              linear; quantised weights quantised_products
       parts                       linear_tiles (the kernel of 16- and 8-bit weights), int4_codes, split_k
     fused product, 2 to 16 rows   fused_linear; 4-bit weights fused_int4
       1 row                       fused_row
-      1 to 16 rows on Hopper      8-bit weights fused_byte_rows, 4-bit weights fused_int4_rows, chosen by hopper_gemv
+      1 to 16 rows on Hopper      8-bit weights fused_byte_rows, 4-bit weights fused_int4_rows, chosen by hopper_rows
       parts                       epilogue; on Hopper gluon_epilogue
     attention, 1 request          lone_decode, called by rotated_decode
       2 to 16 requests            attention_decode with rotation, called by rotated_decode

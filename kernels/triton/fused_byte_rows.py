@@ -17,7 +17,7 @@ of each warp are loaded before the wait. Each output belongs to one program, whi
 All products are exact, and summed in float32. To keep sums of small numbers normal, x is multiplied by 2^64 where e4m3 becomes
 bfloat16.
 
-Written in Gluon for the same reason as `fused_int4_rows`, and tested by executing its PTX (`tests/ptx`). `hopper_gemv` chooses
+Written in Gluon for the same reason as `fused_int4_rows`, and tested by executing its PTX (`tests/ptx`). `hopper_rows` chooses
 what it serves: other cards, columns that are not whole chunks and matrices of few outputs have `fused_row`, `fused_linear` and
 `linear_tiles`.
 """
@@ -47,7 +47,7 @@ from kernels.triton.gluon_epilogue import (
     sums_layout,
     wait_for_previous,
 )
-from kernels.triton.hopper_gemv import HopperGemvTiles
+from kernels.triton.hopper_rows import HopperTiles
 
 WORD_BYTES = gl.constexpr(4)
 COLUMNS, WORDS = gl.constexpr(CHUNK_COLUMNS), gl.constexpr(CHUNK_COLUMNS // 4)
@@ -200,7 +200,7 @@ def fused_byte_rows_kernel(
     )  # fmt: skip
 
 
-def launch_byte_rows(x: torch.Tensor, weight: Int8Weight | Fp8Weight, epilogue: Epilogue, tiles: HopperGemvTiles) -> None:
+def launch_byte_rows(x: torch.Tensor, weight: Int8Weight | Fp8Weight, epilogue: Epilogue, tiles: HopperTiles) -> None:
     """As `fused_linear.py`, for weights of 8 bits. x: [M, K] of 16 bits, M ≤ 16, K in whole chunks.
 
     2 · N · K operations on tensor cores for M rounded up to a multiple of 8. Rows beyond M and outputs beyond N are masked.

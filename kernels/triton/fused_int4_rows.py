@@ -41,7 +41,7 @@ from kernels.triton.gluon_epilogue import (
     sums_layout,
     wait_for_previous,
 )
-from kernels.triton.hopper_gemv import HopperGemvTiles
+from kernels.triton.hopper_rows import HopperTiles
 from kernels.triton.int4_codes import unpack_instructions
 
 COLUMNS, RUN, RUNS = gl.constexpr(CHUNK_COLUMNS), gl.constexpr(RUN_COLUMNS), gl.constexpr(CHUNK_RUNS)
@@ -210,7 +210,7 @@ def fused_int4_rows_kernel(
     )  # fmt: skip
 
 
-def launch_int4_rows(x: torch.Tensor, weight: Int4Weight, epilogue: Epilogue, tiles: HopperGemvTiles) -> None:
+def launch_int4_rows(x: torch.Tensor, weight: Int4Weight, epilogue: Epilogue, tiles: HopperTiles) -> None:
     """As `fused_int4.launch`, for M ≤ 16. x: [M, K] of 16 bits, columns in the weight's order, in groups of whole chunks.
 
     2 · N · K operations on tensor cores for M rounded up to a multiple of 8, and as many again for the sums of x of each 16

@@ -20,16 +20,16 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.alternatives import GEMV, HOPPER_GEMV, TILES, serving_product
+from kernels.alternatives import GEMV, HOPPER, TILES, serving_product
 from kernels.operations import FUSED_ROWS_MAX
 from kernels.quantised_weights import Int4Weight, Weight, values_and_scales
 from kernels.residual_stream import Gate, Stream
-from kernels.triton import fused_int4, fused_row, hopper_gemv
+from kernels.triton import fused_int4, fused_row, hopper_rows
 from kernels.triton.card_properties import capability, card, multiprocessors, power_of_two
 from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.epilogue import Epilogue, apply_epilogue, load_squares
 from kernels.triton.fused_row import GemvTiles
-from kernels.triton.hopper_gemv import HopperGemvTiles
+from kernels.triton.hopper_rows import HopperTiles
 from kernels.triton.linear_int4 import Int4Tiles
 from kernels.triton.linear_tiles import Tiles, cast_weight
 from kernels.triton.split_k import CONVERT, STREAM, choose_splits, split_cost, split_workspace
@@ -52,7 +52,7 @@ class FusedTiles(Tiles):
     column_warps: int = 1
 
 
-AnyTiles = FusedTiles | Int4Tiles | HopperGemvTiles | GemvTiles
+AnyTiles = FusedTiles | Int4Tiles | HopperTiles | GemvTiles
 
 
 @triton.jit
@@ -211,9 +211,9 @@ def fused_tiles(
 def choose_tiles(x: torch.Tensor, weight: Weight, num_outputs: int, *, gated: bool, has_squares_out: bool) -> AnyTiles:
     """The tiles of the kernel that serves. `has_squares_out`: whether the outputs' sums of squares are stored."""
     tiles: dict[str, AnyTiles] = {}
-    hopper = None if isinstance(weight, torch.Tensor) else hopper_gemv.choose_tiles(x, weight, num_outputs, gated=gated)
+    hopper = None if isinstance(weight, torch.Tensor) else hopper_rows.choose_tiles(x, weight, num_outputs, gated=gated)
     if hopper is not None:
-        tiles[HOPPER_GEMV] = hopper
+        tiles[HOPPER] = hopper
     if isinstance(weight, Int4Weight):
         bits = 4
         tiles[TILES] = fused_int4.fused_int4_tiles(num_outputs, weight.num_columns, multiprocessors(x.device), gated=gated)
@@ -241,9 +241,9 @@ def _launch(x: torch.Tensor, weight: Weight, epilogue: Epilogue, tiles: AnyTiles
     assert x.stride(1) == 1, "rows of x are contiguous"
     if not num_rows:
         return
-    if isinstance(tiles, HopperGemvTiles):
+    if isinstance(tiles, HopperTiles):
         assert not isinstance(weight, torch.Tensor)
-        hopper_gemv.launch(x, weight, epilogue, tiles)
+        hopper_rows.launch(x, weight, epilogue, tiles)
         return
     if isinstance(weight, Int4Weight):
         assert isinstance(tiles, Int4Tiles)

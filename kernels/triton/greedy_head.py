@@ -22,7 +22,7 @@ import triton.language as tl
 from kernels.gumbel import NO_TOKEN
 from kernels.operations import FUSED_ROWS_MAX
 from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight, Weight, values_and_scales
-from kernels.triton import hopper_gemv
+from kernels.triton import hopper_rows
 from kernels.triton.card_properties import capability, card, multiprocessors, power_of_two
 from kernels.triton.early_launch import early_launch, wait_for_previous
 from kernels.triton.linear import skinny_tiles
@@ -94,7 +94,7 @@ def bind_greedy_head(weight: Weight) -> Callable[[torch.Tensor], torch.Tensor] |
     values, scales = values_and_scales(weight)
     if not isinstance(weight, torch.Tensor):
         row = torch.empty(1, values.shape[1], dtype=torch.bfloat16, device=values.device)
-        if hopper_gemv.choose_separate_tiles(row, weight, values.shape[0]) is not None:
+        if hopper_rows.choose_separate_tiles(row, weight, values.shape[0]) is not None:
             return None
     weight_bytes, (num_tokens, num_columns) = values.element_size(), values.shape
     card_facts = capability(values.device), multiprocessors(values.device)

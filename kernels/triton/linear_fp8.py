@@ -9,7 +9,7 @@ import torch
 from kernels.quantised_weights import FP8, Fp8Weight
 from kernels.triton.card_properties import capability, card, multiprocessors
 from kernels.triton.dequantised_slabs import dequantise_rows, multiply_slabs, takes_slabs
-from kernels.triton.hopper_gemv import multiply_few_rows
+from kernels.triton.hopper_rows import multiply_few_rows
 from kernels.triton.linear_tiles import MEMORY_BOUND_ROWS_MAX, byte_tiles, launch
 
 

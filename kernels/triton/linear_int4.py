@@ -13,7 +13,7 @@ from kernels.quantised_weights import CHUNK_COLUMNS, Int4Weight
 from kernels.triton.card_properties import capability, card, multiprocessors, power_of_two
 from kernels.triton.dequantised_slabs import multiply_slabs, takes_slabs
 from kernels.triton.early_launch import early_launch, wait_for_previous
-from kernels.triton.hopper_gemv import multiply_few_rows
+from kernels.triton.hopper_rows import multiply_few_rows
 from kernels.triton.int4_codes import COLUMNS, RUN, RUNS, accumulate_int4, unpack_scales
 from kernels.triton.split_k import CONVERT, choose_splits, reduce_and_store, split_workspace
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from bench.gpu import check_attention, check_products, driver, requirements
+from bench.gpu import check_attention, check_products, device_lost, driver, requirements
 from bench.gpu.context import Context
 from bench.gpu.idle import WORK, idle_from_trace
 from bench.gpu.part import STACK_DUMP_S
@@ -304,7 +304,7 @@ def test_a_part_reports_its_progress_and_its_watchdog_the_stack_of_a_hang(name: 
         assert process.stdout is not None
         last_resort.start()
         next(line for line in process.stdout if '"ready"' in line)
-        process.stdin.write(json.dumps({"facts": {}, "until_s": time.monotonic() + STACK_DUMP_S + 3.0}) + "\n")
+        process.stdin.write(json.dumps({"facts": {}, "until_s": time.monotonic() + STACK_DUMP_S + 3.0, "done": []}) + "\n")
         process.stdin.flush()
         told = next(line for line in process.stdout if line.startswith(("Current thread", "Timeout")))
         where = next(line for line in process.stdout if f"in {name}" in line)
@@ -317,12 +317,13 @@ def test_a_part_reports_its_progress_and_its_watchdog_the_stack_of_a_hang(name: 
 LOSES_DEVICE = """
 import os, sys, types
 from bench.gpu import part, plan
+from bench.gpu.device_lost import DeviceLost
 class PageLockedMemory:
     def __del__(self):
         os.abort()  # as torch's, where the device is lost
 def breaks(context):
     kept = PageLockedMemory()
-    raise SystemExit("the device is broken since then")
+    raise DeviceLost("the device is broken since then")
 sys.modules["loses_device"] = types.SimpleNamespace(breaks=breaks)
 plan.BY_NAME["breaks"] = plan.Part("breaks", "checks", "loses_device", "breaks", 1, 1, "checks")
 sys.argv = ["part", "breaks", "--rehearse"]
@@ -331,11 +332,11 @@ part.run_and_exit()
 
 
 def test_a_part_that_loses_the_device_reports_it_last_and_does_not_abort() -> None:
-    start = json.dumps({"facts": {}, "until_s": time.monotonic() + STANDS_STILL_S}) + "\n"
+    start = json.dumps({"facts": {}, "until_s": time.monotonic() + STANDS_STILL_S, "done": []}) + "\n"
     ended = subprocess.run(
         [sys.executable, "-c", LOSES_DEVICE], cwd=REPO, input=start, capture_output=True, text=True, check=False
     )
-    assert ended.returncode == 1
+    assert ended.returncode == device_lost.STATUS
     assert ended.stderr.splitlines()[-1] == "the device is broken since then"
 
 

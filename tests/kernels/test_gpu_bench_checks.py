@@ -78,6 +78,16 @@ def test_values_that_are_not_finite_exceed_every_allowed_error(spoilt: int) -> N
     assert told[0]["row"]["note"].startswith("worst: spoilt")
 
 
+def test_an_error_names_the_case_that_raised_it() -> None:
+    def fails() -> ResultTriple:
+        raise RuntimeError("an illegal memory access")
+
+    one, told = torch.ones(1), list[dict[str, Any]]()
+    context = Context(torch.device("cpu"), False, {}, told.append, 0.0)
+    check_errors(context, "rms norm", [("1 row", lambda: (one, one, one)), ("9 rows", fails)])
+    assert "in the case 9 rows, number 2 of 2" in told[0]["row"]["note"]
+
+
 @pytest.mark.parametrize("check", [check_errors, check_equal])
 def test_two_cases_of_one_name_are_refused(check: Callable[..., None]) -> None:
     one, zero, told = torch.ones(1), torch.zeros(1), list[dict[str, Any]]()

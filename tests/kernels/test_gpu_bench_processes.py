@@ -9,13 +9,15 @@ import queue
 import select
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
-from bench.gpu import part, processes
+from bench.gpu import device_lost, part, processes
 from bench.gpu.plan import BY_NAME, Job
 from bench.gpu.processes import Outcome, Recorder
 from bench.gpu.report import complete_rows, document, table
@@ -36,7 +38,7 @@ class Stuck:
     abandon_reason: str = ""
     ends: int = 0
 
-    def begin(self, facts: dict[str, Any], limit_s: float) -> None: ...
+    def begin(self, facts: dict[str, Any], limit_s: float, done: Sequence[str] = ()) -> None: ...
 
     def time_out(self) -> None:
         self.timed_out, self.ends = True, self.ends + 1
@@ -185,6 +187,51 @@ def test_a_part_exits_when_the_run_that_started_it_is_killed() -> None:
 
 
 @dataclass(eq=False)
+class Losing(Stuck):
+    """A process that emits a row, loses the device and ends; its successor emits another one."""
+
+    left_s: float = 60.0
+    lines: Any = None
+    rows: tuple[str, ...] = ("first",)
+    status: int = device_lost.STATUS
+    done: Sequence[str] = ()
+    next: Losing | None = None
+
+    def start_reader(self, lines: Any) -> None:
+        self.lines = lines
+
+    def begin(self, facts: dict[str, Any], limit_s: float, done: Sequence[str] = ()) -> None:
+        self.done = done
+        for name in self.rows:
+            self.lines.put((self, json.dumps({"row": Row(name=name).as_dict()}) + "\n"))
+        self.lines.put((self, None))
+
+    def successor(self) -> Losing:
+        self.next = Losing(self.job, rows=("second",), status=0)
+        return self.next
+
+    def close(self) -> tuple[int | None, str]:
+        return self.status, "its log"
+
+
+@pytest.mark.parametrize(
+    ("left_s", "rows"), [(processes.RESTART_MIN_S, ["first", "second"]), (processes.RESTART_MIN_S - 1.0, ["first"])]
+)
+def test_another_process_goes_on_with_what_is_left_where_one_has_lost_the_device(
+    left_s: float, rows: list[str], tmp_path: Path
+) -> None:
+    lines: Any = queue.Queue()
+    process, outcome = Losing(Job((BY_NAME["formats"],)), left_s=left_s), Outcome()
+    process.start_reader(lines)
+    processes._run([process], lines, 1.0, Recorder(outcome, lambda _: None, tmp_path))  # type: ignore[list-item]
+    assert [row.name for row in outcome.rows] == rows
+    assert outcome.parts[0]["error"] == f"exit status {device_lost.STATUS}: its log"
+    assert len({*tmp_path.iterdir()}) == len(outcome.parts) == len(rows)
+    if process.next is not None:
+        assert process.next.done == ["first"]
+
+
+@dataclass(eq=False)
 class Noted(Stuck):
     """A process that ends as soon as it is told to begin, and notes what is done with it."""
 
@@ -195,7 +242,7 @@ class Noted(Stuck):
     def start_reader(self, lines: Any) -> None:
         self.lines = lines
 
-    def begin(self, facts: dict[str, Any], limit_s: float) -> None:
+    def begin(self, facts: dict[str, Any], limit_s: float, done: Sequence[str] = ()) -> None:
         self.notes.append(f"{self.job.name} begins")
         self.lines.put((self, None))
 

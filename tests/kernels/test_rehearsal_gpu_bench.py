@@ -20,6 +20,7 @@ import torch
 
 from bench.gpu import calibration, check_rows, models, same_tokens, serve, serve_chunks, serve_idle, traffic
 from bench.gpu.context import Context
+from bench.gpu.device_lost import DeviceLost
 from bench.gpu.idle import Idle
 from bench.gpu.inputs import FP8, make_pages, make_queries
 from bench.gpu.models import random_engine
@@ -34,13 +35,16 @@ from engine.loop import Engine
 from engine.protocol import GenerationRequest
 from engine.runner.chunk_step import ChunkShape, ChunkStep, SamplingInputs
 from engine.runner.cuda_graphs import CudaGraphs
+from engine.runner.kernel_trials import KernelFault
 from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.slot_runner import SlotRunner
 from engine.runner.slots import SlotState
 from engine.runner.token_spans import TokenSpan
-from engine.switches import EARLY_LAUNCH, MEASURED_KERNELS
+from engine.switches import EARLY_LAUNCH
+from kernels.alternatives import CHOICES, oldest_alternatives, put_in_force
 from kernels.attention_rows import AttentionShape
 from kernels.reference.attention import paged_decode as exact_decode
+from kernels.variants import CompilationFailed
 from tests.support.rehearsal import DEVICE, H100, H200, Kind, Schedule, rehearsal
 from tests.support.rehearsal.table import replace_triton_operations
 
@@ -196,13 +200,47 @@ def test_tiles_of_products_are_compiled_together_before_any_is_timed(monkeypatch
     assert launched["timed"] <= launched["compiled"]
 
 
-def test_compared_tokens_are_those_of_engines_without_timed_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_that_cannot_be_compiled_or_run_leave_the_others_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    choices = importlib.import_module("bench.gpu.choices")
+    launch, failing, lines = choices.fused_linear._launch, choices.ROW_TILES[-1], list[dict[str, Any]]()
+
+    def fails(x: torch.Tensor, weight: Any, epilogue: Any, tiles: Any) -> None:
+        if tiles == failing:
+            raise RuntimeError("out of resources")
+        launch(x, weight, epilogue, tiles)
+
+    @contextmanager
+    def compiling(_: str) -> Iterator[None]:
+        yield
+        raise CompilationFailed("one of them")
+
+    def seconds(calls: Sequence[Callable[[], object]], *_: object, **__: object) -> list[float]:
+        calls[0]()
+        return [1.0]
+
+    monkeypatch.setattr(choices, "_launch_candidates", lambda *_: None)
+    monkeypatch.setattr(choices.fused_linear, "_launch", fails)
+    monkeypatch.setattr(choices, "compiling", compiling)
+    monkeypatch.setattr(choices, "seconds", seconds)
+    monkeypatch.setattr(choices, "TILE_CHOICES", {"int8": (1,)})
+    with rehearsal(Schedule.EARLY, total_bytes=8 << 30, runs_kernels=False):
+        choices._products(Context(DEVICE, True, dict(FACTS), lines.append, time.monotonic() + 600), "int8")
+    [row] = [line["row"] for line in lines]
+    assert set(row["facts"]["failed"].values()) == {"RuntimeError: out of resources"}
+    assert all(len(us) == len(choices.ROW_TILES) for us in row["facts"]["us"].values())
+
+
+def test_compared_tokens_are_those_of_the_default_kernels_without_timing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     with rehearsal(Schedule.EARLY, total_bytes=8 << 30, times_kernels=True), replace_triton_operations():
         context = Context(DEVICE, True, dict(FACTS), lambda _: None, time.monotonic() + 600)
+        put_in_force(oldest_alternatives())  # by an earlier engine
         with same_tokens._engine(context, tmp_path) as ahead:
-            switched_off = ahead.info.switched_off
-    assert MEASURED_KERNELS in switched_off, "the twin serves by the default kernels"
+            serving = {choice.serving(*choice.alternatives) for choice in CHOICES}
+    assert ahead.info.kernel_choices == []
+    assert serving == {choice.alternatives[0] for choice in CHOICES}
 
 
 @pytest.mark.parametrize("fault", ["graphs", "slots", "chunks"])
@@ -408,3 +446,22 @@ def test_a_lost_device_ends_its_part_at_the_failing_row(monkeypatch: pytest.Monk
         with pytest.raises(SystemExit, match="the device is broken since a row: CUDA error: an illegal memory access"):
             context.guard("a row", breaks)
     assert [line["row"]["error"] for line in lines] == ["ValueError: the first to see it"]
+
+
+def test_a_kernel_that_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hangs() -> None:
+        raise KernelFault("it does not end")
+
+    with rehearsal():
+        context = Context(DEVICE, True, dict(FACTS), lambda _: None, time.monotonic() + 600)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("it would wait for ever"))
+        with pytest.raises(DeviceLost, match="since a row: it does not end"):
+            context.guard("a row", hangs)
+
+
+def test_rows_of_an_earlier_process_are_not_measured_again() -> None:
+    measured: list[str] = []
+    context = Context(torch.device("cpu"), True, {}, lambda _: None, 600.0, done=frozenset({"first", "second"}))
+    for names in ("first", ["first", "second"], ["second", "third"]):
+        context.guard(names, lambda names=names: measured.append(names[-1]))  # type: ignore[misc]
+    assert measured == ["third"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ import torch
 from engine.loop import Engine
 from engine.protocol import EngineInfo
 from engine.runner import kernel_timing
+from engine.runner.kernel_trials import KernelFault
 from engine.switches import GRAPHS, MEASURED_KERNELS
 from kernels.alternatives import (
     CHOICES,
@@ -30,10 +32,11 @@ from kernels.alternatives import (
     TILES,
     put_in_force,
 )
+from kernels.variants import CompilationFailed
 from tests.support.engines import generation_request, run_to_end, small_engine, tokens
 from tests.support.kernel_device import interpret_without_gpu
 from tests.support.rehearsal import Schedule, rehearsal
-from tests.support.rehearsal.card import Card
+from tests.support.rehearsal.card import Card, current_card
 from tests.support.rehearsal.table import replace_triton_operations
 
 interpret_without_gpu()
@@ -76,6 +79,11 @@ def starting(cache: Path, fast: set[str] = FAST) -> Iterator[Card]:
 
 def engine_of(model: Path, **options: Any) -> Engine:
     return small_engine(model, **({"device": "cuda", "dtype": "float16"} | SMALL | options))
+
+
+def in_force() -> list[str]:
+    """The alternative of each choice that serves launches which all of them support."""
+    return [choice.serving(*choice.alternatives) for choice in CHOICES]
 
 
 @dataclass
@@ -151,7 +159,7 @@ def test_one_line_of_the_log_says_what_serves_and_why(first: Started) -> None:
 
 
 def test_none_of_the_right_alternatives_is_refused(first: Started) -> None:
-    assert [choice.refused for choice in first.info.kernel_choices] == [[], [], []]
+    assert [choice.refused for choice in first.info.kernel_choices] == [{}, {}, {}]
     assert "ERROR" not in first.log
 
 
@@ -193,9 +201,86 @@ def test_a_kernel_with_wrong_results_does_not_serve_though_it_is_the_fastest(lla
     with mock.patch.object(rotated_decode, "lone_decode", wrong):
         found = started(llama, tmp_path, fast={ONE_LAUNCH})
     attention = next(choice for choice in found.info.kernel_choices if choice.name == LONE_ATTENTION.name)
-    assert (attention.serves, attention.refused) == (SPLITS, [ONE_LAUNCH])
-    assert "ERROR attention of one row by one launch: wrong results on this GPU" in found.log
+    assert (attention.serves, attention.refused) == (SPLITS, {ONE_LAUNCH: "wrong results"})
+    assert "ERROR attention of one row by one launch does not serve: wrong results" in found.log
     assert "attention of one row by splits and merge (one launch refused: wrong results)" in found.info.kernels
+
+
+@contextmanager
+def one_launch_as(function: Callable[..., None]) -> Iterator[None]:
+    """Within the block this function runs instead of the alternative, but not where its kernel is only to be compiled."""
+    is_compiling = False
+
+    @contextmanager
+    def compiling(_: str) -> Iterator[None]:
+        nonlocal is_compiling
+        is_compiling = True
+        yield
+        is_compiling = False
+
+    def launched(*args: Any, **options: Any) -> None:
+        if not is_compiling:
+            function(*args, **options)
+
+    with (
+        mock.patch.object(rotated_decode, "lone_decode", launched),
+        mock.patch("engine.runner.slot_warm_up.compiling", compiling),
+    ):
+        yield
+
+
+def marked(cache: Path) -> set[str]:
+    """The alternatives that marks say are running."""
+    return {json.loads(path.read_bytes())["alternative"] for path in cache.rglob("mark-*")}
+
+
+def test_a_kernel_that_has_not_run_yet_runs_only_while_a_mark_says_so(llama: Path, tmp_path: Path) -> None:
+    runs: list[bool] = []
+
+    def noted(*args: Any, **options: Any) -> None:
+        runs.append(ONE_LAUNCH in marked(tmp_path))
+        lone_decode(*args, **options)
+
+    with starting(tmp_path, fast={ONE_LAUNCH}), one_launch_as(noted):
+        engine_of(llama)
+    assert runs
+    assert all(runs)
+    assert marked(tmp_path) == set()
+
+
+def test_a_kernel_that_loses_the_card_is_refused_by_all_later_starts(llama: Path, tmp_path: Path) -> None:
+    def illegal(*_: object, **__: object) -> None:
+        current_card().broken = RuntimeError("illegal access")
+
+    with one_launch_as(illegal):
+        with pytest.raises(KernelFault, match="attention of one row by one launch: the GPU failed"):
+            started(llama, tmp_path, fast={ONE_LAUNCH})
+        second, third = started(llama, tmp_path, fast={ONE_LAUNCH}), started(llama, tmp_path)
+    for later, told in ((second, "does not serve"), (third, "does not serve since an earlier start")):
+        attention = next(choice for choice in later.info.kernel_choices if choice.name == LONE_ATTENTION.name)
+        assert attention.refused[ONE_LAUNCH].startswith("the GPU failed: ")
+        assert f"ERROR attention of one row by one launch {told}: the GPU failed: " in later.log
+    assert second.answer == third.answer
+
+
+def test_a_fault_after_the_decision_refuses_what_was_decided(llama: Path, tmp_path: Path) -> None:
+    def illegal(*_: object, **__: object) -> None:
+        current_card().broken = RuntimeError("illegal access")
+        raise RuntimeError("illegal access")
+
+    with mock.patch("engine.build.measure_speed", illegal), pytest.raises(KernelFault):
+        started(llama, tmp_path, fast={ONE_LAUNCH, ROTATION_INSIDE})
+    second = started(llama, tmp_path)
+    refused = {choice.name: [*choice.refused] for choice in second.info.kernel_choices}
+    assert refused == {ROW_PRODUCTS.name: [GEMV], LONE_ATTENTION.name: [ONE_LAUNCH], FEW_ROWS_ATTENTION.name: [ROTATION_INSIDE]}
+    assert second.serving == {ROW_PRODUCTS.name: TILES, LONE_ATTENTION.name: SPLITS, FEW_ROWS_ATTENTION.name: ROTATION_BEFORE}
+
+
+def test_alternatives_that_cannot_be_compiled_leave_the_oldest_ones_serving(llama: Path, tmp_path: Path) -> None:
+    with mock.patch.object(kernel_timing.KernelTiming, "compile", side_effect=CompilationFailed("no such instruction")):
+        found = started(llama, tmp_path)
+    assert "ERROR no such instruction: the oldest kernels serve" in found.log
+    assert in_force() == [choice.oldest for choice in CHOICES]
 
 
 WITHOUT_GRAPHS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
@@ -216,20 +301,26 @@ def test_engines_without_graphs_serve_by_what_one_with_graphs_decided_and_decide
     assert (decided.serving, decided.answer) == (first.serving, first.answer)
     assert undecided.serving == {}
     assert not [*tmp_path.rglob("*.json")]
+    assert in_force() == [choice.oldest for choice in CHOICES]
 
 
-OFF: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
-    "on a CPU": ({"device": "cpu", "dtype": "float32"}, {}),
-    "batch-invariant": ({"batch_invariant": True}, {}),
-    "switched off": ({}, {MEASURED_KERNELS: "0"}),
+OFF: dict[str, tuple[dict[str, Any], dict[str, str], list[str]]] = {
+    "on a CPU": ({"device": "cpu", "dtype": "float32"}, {}, [choice.alternatives[0] for choice in CHOICES]),
+    "batch-invariant": ({"batch_invariant": True}, {}, [choice.alternatives[0] for choice in CHOICES]),
+    "switched off": ({}, {MEASURED_KERNELS: "0"}, [choice.oldest for choice in CHOICES]),
 }
 
 
-@pytest.mark.parametrize(("options", "variables"), OFF.values(), ids=OFF)
+@pytest.mark.parametrize(("options", "variables", "serving"), OFF.values(), ids=OFF)
 def test_nothing_is_timed_or_read(
-    options: dict[str, Any], variables: dict[str, str], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any],
+    variables: dict[str, str],
+    serving: list[str],
+    llama: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    put_in_force({choice.name: choice.alternatives[-1] for choice in CHOICES})  # by an earlier engine of the process
+    put_in_force({choice.name: choice.alternatives[1] for choice in CHOICES})  # by an earlier engine of the process
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     used = mock.Mock(side_effect=AssertionError("kernels are not to be timed"))
@@ -238,4 +329,4 @@ def test_nothing_is_timed_or_read(
     with starting(tmp_path), replace_triton_operations():
         engine = engine_of(llama, **options)
     assert engine.info.kernel_choices == []
-    assert [choice.serving(*choice.alternatives) for choice in CHOICES] == [choice.alternatives[0] for choice in CHOICES]
+    assert in_force() == serving

@@ -13,10 +13,10 @@ import torch
 from kernels.quantised_weights import Fp8Weight, Int8Weight, pack_fp8, pack_int8
 from kernels.reference import quantised as exact
 from kernels.residual_stream import Gate
-from kernels.triton import hopper_gemv
+from kernels.triton import hopper_rows
 from kernels.triton.fused_linear import linear_add, normed_linear
 from kernels.triton.greedy_head import bind_greedy_head
-from kernels.triton.hopper_gemv import HopperGemvTiles
+from kernels.triton.hopper_rows import HopperTiles
 from kernels.triton.linear_fp8 import linear_fp8
 from kernels.triton.linear_int8 import linear_int8
 from tests.support.fused_rows import CPU, EPS, check_edges, check_rows
@@ -30,7 +30,7 @@ PACKERS: dict[str, Pack] = {"int8": pack_int8, "fp8": pack_fp8, "fp8 as one": pa
 
 @pytest.fixture(autouse=True)
 def single_multiprocessor() -> object:
-    with mock.patch.object(hopper_gemv, "multiprocessors", return_value=1):
+    with mock.patch.object(hopper_rows, "multiprocessors", return_value=1):
         yield
 
 
@@ -43,16 +43,16 @@ def pack(kind: str, outputs: int, count: int, seed: int) -> Int8Weight | Fp8Weig
     ("kind", "sizes", "gate", "dtype", "has_bias", "tiles"),
     [  # both types of rows, products with and without a gate, each number of warps twice
         # width of the stream, columns, outputs of the gate
-        ("int8", (128, 384, 80), "silu", torch.bfloat16, False, HopperGemvTiles(4, 128)),
+        ("int8", (128, 384, 80), "silu", torch.bfloat16, False, HopperTiles(4, 128)),
         # 19 chunks, outputs that are no multiple of 16
-        ("fp8", (256, 2432, 40), None, torch.bfloat16, True, HopperGemvTiles(8, 128)),
-        ("fp8", (128, 256, 24), "gelu_tanh", torch.float16, True, HopperGemvTiles(4, 128)),
-        ("fp8 as one", (128, 384, 80), "silu", torch.bfloat16, False, HopperGemvTiles(8, 128)),
-        ("int8", (128, 384, 24), "gelu_tanh", torch.float16, True, HopperGemvTiles(4, 168, num_rows=2)),
-        ("fp8", (256, 2432, 40), None, torch.bfloat16, True, HopperGemvTiles(8, 168, 32, num_rows=7)),
-        ("int8", (256, 1280, 40), None, torch.bfloat16, False, HopperGemvTiles(8, 168, 32, num_rows=8)),
-        ("fp8 as one", (128, 384, 80), "silu", torch.bfloat16, False, HopperGemvTiles(4, 168, num_rows=9)),
-        ("int8", (128, 640, 48), None, torch.float16, True, HopperGemvTiles(8, 168, num_rows=16)),
+        ("fp8", (256, 2432, 40), None, torch.bfloat16, True, HopperTiles(8, 128)),
+        ("fp8", (128, 256, 24), "gelu_tanh", torch.float16, True, HopperTiles(4, 128)),
+        ("fp8 as one", (128, 384, 80), "silu", torch.bfloat16, False, HopperTiles(8, 128)),
+        ("int8", (128, 384, 24), "gelu_tanh", torch.float16, True, HopperTiles(4, 168, num_rows=2)),
+        ("fp8", (256, 2432, 40), None, torch.bfloat16, True, HopperTiles(8, 168, 32, num_rows=7)),
+        ("int8", (256, 1280, 40), None, torch.bfloat16, False, HopperTiles(8, 168, 32, num_rows=8)),
+        ("fp8 as one", (128, 384, 80), "silu", torch.bfloat16, False, HopperTiles(4, 168, num_rows=9)),
+        ("int8", (128, 640, 48), None, torch.float16, True, HopperTiles(8, 168, num_rows=16)),
     ],
 )
 def test_fused_rows_with_8_bit_weights_match_the_reference(
@@ -61,7 +61,7 @@ def test_fused_rows_with_8_bit_weights_match_the_reference(
     gate: Gate | None,
     dtype: torch.dtype,
     has_bias: bool,
-    tiles: HopperGemvTiles,
+    tiles: HopperTiles,
     card: EmulatedCard,
 ) -> None:
     """`tiles.num_rows` is the number of rows."""
@@ -69,14 +69,14 @@ def test_fused_rows_with_8_bit_weights_match_the_reference(
     weights = pack(kind, width, columns, 1), pack(kind, inner * (2 if gate else 1), width, 2)
     launched = card.launched["fused_byte_rows_kernel"]
     padded = replace(tiles, num_rows=1 if tiles.num_rows == 1 else -(-tiles.num_rows // 8) * 8)
-    with mock.patch.object(hopper_gemv, "hopper_gemv_tiles", return_value=padded):
+    with mock.patch.object(hopper_rows, "hopper_tiles", return_value=padded):
         check_rows(tiles.num_rows, *weights, sizes, gate, dtype, has_bias=has_bias)
     assert card.launched["fused_byte_rows_kernel"] > launched
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 8, 9, 16])
 def test_nothing_is_read_or_written_beyond_the_rows_and_outputs(num_rows: int) -> None:
-    check_edges(num_rows, pack("int8", 72, 640, 1), hopper_gemv.hopper_gemv_tiles(num_rows, 72, 1, gated=False, bits=8))
+    check_edges(num_rows, pack("int8", 72, 640, 1), hopper_rows.hopper_tiles(num_rows, 72, 1, gated=False, bits=8))
 
 
 def test_a_row_among_others_has_the_bits_that_it_has_among_fewer() -> None:

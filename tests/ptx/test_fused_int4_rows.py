@@ -12,9 +12,9 @@ from kernels.quantised_weights import Int4Weight, pack_int4
 from kernels.reference import fused_linear as reference
 from kernels.reference import quantised as exact
 from kernels.residual_stream import Gate
-from kernels.triton import hopper_gemv
+from kernels.triton import hopper_rows
 from kernels.triton.fused_linear import linear_add, normed_linear
-from kernels.triton.hopper_gemv import HopperGemvTiles
+from kernels.triton.hopper_rows import HopperTiles
 from kernels.triton.linear_int4 import linear_int4
 from tests.support.fused_rows import CPU, EPS, check_edges, check_rows
 from tests.support.kernel_cases import Guarded, normal, padded_rows
@@ -31,16 +31,16 @@ def pack(outputs: int, columns: int, seed: int, scale_dtype: torch.dtype = torch
     ("sizes", "gate", "dtype", "has_bias", "tiles"),
     [
         # width of the stream, columns, outputs of the gate
-        ((96, 384, 80), "silu", torch.bfloat16, False, HopperGemvTiles(4, 128)),
+        ((96, 384, 80), "silu", torch.bfloat16, False, HopperTiles(4, 128)),
         # 19 chunks, outputs that are no multiple of 16
-        ((72, 2432, 40), None, torch.bfloat16, True, HopperGemvTiles(8, 128)),
+        ((72, 2432, 40), None, torch.bfloat16, True, HopperTiles(8, 128)),
         # columns that are no whole chunk
-        ((160, 300, 24), "gelu_tanh", torch.float16, True, HopperGemvTiles(8, 128)),
-        ((72, 304, 24), "gelu_tanh", torch.float16, True, HopperGemvTiles(4, 168, num_rows=2)),
-        ((72, 2432, 40), None, torch.bfloat16, True, HopperGemvTiles(8, 168, 32, num_rows=7)),
-        ((96, 1304, 40), None, torch.bfloat16, False, HopperGemvTiles(8, 168, 32, num_rows=8)),
-        ((96, 384, 80), "silu", torch.bfloat16, False, HopperGemvTiles(4, 168, num_rows=9)),
-        ((128, 600, 48), None, torch.float16, True, HopperGemvTiles(8, 168, num_rows=16)),
+        ((160, 300, 24), "gelu_tanh", torch.float16, True, HopperTiles(8, 128)),
+        ((72, 304, 24), "gelu_tanh", torch.float16, True, HopperTiles(4, 168, num_rows=2)),
+        ((72, 2432, 40), None, torch.bfloat16, True, HopperTiles(8, 168, 32, num_rows=7)),
+        ((96, 1304, 40), None, torch.bfloat16, False, HopperTiles(8, 168, 32, num_rows=8)),
+        ((96, 384, 80), "silu", torch.bfloat16, False, HopperTiles(4, 168, num_rows=9)),
+        ((128, 600, 48), None, torch.float16, True, HopperTiles(8, 168, num_rows=16)),
     ],
 )
 def test_fused_rows_with_4_bit_weights_match_the_reference(
@@ -48,7 +48,7 @@ def test_fused_rows_with_4_bit_weights_match_the_reference(
     gate: Gate | None,
     dtype: torch.dtype,
     has_bias: bool,
-    tiles: HopperGemvTiles,
+    tiles: HopperTiles,
     card: EmulatedCard,
 ) -> None:
     """`tiles.num_rows` is the number of rows."""
@@ -57,14 +57,14 @@ def test_fused_rows_with_4_bit_weights_match_the_reference(
     weights = pack(width, columns, 1, scale_dtype), pack(inner * (2 if gate else 1), width, 2, scale_dtype)
     launched = card.launched["fused_int4_rows_kernel"]
     padded = replace(tiles, num_rows=1 if tiles.num_rows == 1 else -(-tiles.num_rows // 8) * 8)
-    with mock.patch.object(hopper_gemv, "hopper_gemv_tiles", return_value=padded):
+    with mock.patch.object(hopper_rows, "hopper_tiles", return_value=padded):
         check_rows(tiles.num_rows, *weights, sizes, gate, dtype, has_bias=has_bias)
     assert card.launched["fused_int4_rows_kernel"] > launched
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 8, 9, 16])
 def test_nothing_is_read_or_written_beyond_the_rows_and_outputs(num_rows: int) -> None:
-    check_edges(num_rows, pack(72, 608, 1), hopper_gemv.hopper_gemv_tiles(num_rows, 72, 1, gated=False, bits=4))
+    check_edges(num_rows, pack(72, 608, 1), hopper_rows.hopper_tiles(num_rows, 72, 1, gated=False, bits=4))
 
 
 def test_a_row_among_others_has_the_bits_that_it_has_among_fewer() -> None:

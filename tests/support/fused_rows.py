@@ -10,10 +10,10 @@ import torch
 from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight, Weight
 from kernels.reference import fused_linear as reference
 from kernels.residual_stream import Gate
-from kernels.triton import hopper_gemv
+from kernels.triton import hopper_rows
 from kernels.triton.epilogue import Epilogue
 from kernels.triton.fused_linear import linear_add, normed_linear
-from kernels.triton.hopper_gemv import HopperGemvTiles
+from kernels.triton.hopper_rows import HopperTiles
 from tests.support.kernel_cases import Guarded, normal, padded_rows
 from tests.support.kernel_tolerances import assert_near
 
@@ -48,7 +48,7 @@ def check_rows(
     assert_near(product, exact, "matmul", scale=8)
 
 
-def check_edges(num_rows: int, weight: Int8Weight | Fp8Weight | Int4Weight, tiles: HopperGemvTiles) -> None:
+def check_edges(num_rows: int, weight: Int8Weight | Fp8Weight | Int4Weight, tiles: HopperTiles) -> None:
     """A product and its residual sum, with NaN in the rows after the last, write nothing but their outputs."""
     outputs, columns = (
         (weight.num_rows, weight.num_columns)
@@ -64,7 +64,7 @@ def check_edges(num_rows: int, weight: Int8Weight | Fp8Weight | Int4Weight, tile
     epilogue = Epilogue(
         out=out.tensor, residual=operands[0], norm_weight=operands[1], weighted=weighted.tensor, squares_out=squares.tensor
     )
-    hopper_gemv.launch(x[:num_rows], weight, epilogue, tiles)
+    hopper_rows.launch(x[:num_rows], weight, epilogue, tiles)
     expected = reference.linear_add(x[:num_rows], weight, *operands)
     assert_near(out.check(), expected.total, "matmul")
     assert_near(weighted.check(), expected.weighted, "matmul", scale=4)

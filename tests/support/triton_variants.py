@@ -42,6 +42,7 @@ from engine.resolved_options import ResolvedOptions
 from engine.runner.cuda_graphs import DirectCalls
 from engine.runner.embedder import Embedder
 from engine.runner.kernel_choices import KernelChoices
+from engine.runner.kernel_trials import KernelTrials
 from engine.runner.token_return import Fetch, ImmediateFetch, TokenReturn
 from engine.scheduling.scheduled_batch import BlockMoves
 from engine.speculation.adaptive_drafter import AdaptiveDrafter
@@ -309,7 +310,10 @@ def times_in_order(replays: dict[str, Callable[[], None]], *, first_is_slowest: 
 def choices_to_be_timed(resolved: ResolvedOptions, _: LoadedDecoder, cached: CachedModels) -> KernelChoices:
     """The choices of an engine with graphs, which `GraphStandIn` replaces."""
     has_choices = cached.mode.has_slots and not resolved.options.batch_invariant
-    return KernelChoices(resolved.options.model / "choices.json" if has_choices else None)
+    folder = resolved.options.model
+    if not has_choices:
+        return KernelChoices(None)
+    return KernelChoices(folder / "choices.json", KernelTrials(folder / "trials", "start", resolved.device))
 
 
 def mode_without_graphs(_: ModelConfig, options: EngineOptions, **__: Any) -> StepMode:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -26,6 +27,7 @@ from engine.runner.kernel_timing import (
     tolerance,
     wrong_results,
 )
+from engine.runner.kernel_trials import KernelFault, KernelTrials, Mark, TrialsImpossible
 from engine.switches import EARLY_LAUNCH
 from kernels.alternatives import GEMV, PRODUCTS, TILES, put_in_force
 from kernels.variants import KernelCache
@@ -37,8 +39,16 @@ BY_TILES = KernelChoice(name=CHOICE.name, serves=TILES, us={GEMV: 4200.0, TILES:
 class Timing:
     """Stands in for `KernelTiming`."""
 
-    def run(self) -> list[KernelChoice]:
+    def run(self, _: KernelTrials) -> list[KernelChoice]:
         return [BY_TILES]
+
+
+def choices_in(path: Path, *, decides: bool = True) -> KernelChoices:
+    return KernelChoices(path, trials_beside(path), decides=decides)
+
+
+def trials_beside(path: Path) -> KernelTrials:
+    return KernelTrials(path.parent / "trials", "start", torch.device("cpu"))
 
 
 def decide(choices: KernelChoices) -> None:
@@ -141,11 +151,11 @@ def test_short_steps_are_timed_more_often_than_long_ones(
 
 def test_decisions_are_in_force_and_in_the_file_for_the_next_start(tmp_path: Path) -> None:
     path = tmp_path / "new folder" / "choices.json"
-    first = KernelChoices(path)
+    first = choices_in(path)
     assert first.needs_timing
     decide(first)
     put_in_force({})
-    second = KernelChoices(path)
+    second = choices_in(path)
     assert second.chosen == [BY_TILES]
     assert not second.needs_timing
     assert CHOICE.serving(GEMV, TILES) == TILES
@@ -158,40 +168,119 @@ def test_an_engine_without_decisions_withdraws_those_of_another_one(tmp_path: Pa
     assert CHOICE.serving(GEMV, TILES) == GEMV
 
 
-def test_where_a_step_cannot_be_captured_the_defaults_serve_and_nothing_is_kept(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("error", [CaptureFailed("no room"), torch.OutOfMemoryError("no room"), TrialsImpossible("no room")])
+def test_where_nothing_can_be_tried_the_oldest_serve_and_nothing_is_kept(
+    error: Exception, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Failing:
-        def run(self) -> list[KernelChoice]:
-            put_in_force({CHOICE.name: TILES})
-            raise CaptureFailed("no room")
+        def run(self, _: KernelTrials) -> list[KernelChoice]:
+            put_in_force({CHOICE.name: GEMV})
+            raise error
 
-    choices = KernelChoices(tmp_path / "choices.json")
+    choices = choices_in(tmp_path / "choices.json")
     choices.decide(Failing())  # type: ignore[arg-type]
-    assert "no room: the default kernels serve" in caplog.text
-    assert CHOICE.serving(GEMV, TILES) == GEMV
+    assert "no room: the oldest kernels serve" in caplog.text
+    assert CHOICE.serving(GEMV, TILES) == TILES
     assert choices.chosen == []
-    assert choices.are_defaults
+    assert choices.are_oldest
     assert not any(tmp_path.iterdir())
 
 
-def test_a_kernel_that_fails_while_it_is_timed_is_named_with_the_switch_that_avoids_it(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def capture(_: KernelTiming, key: tuple[str, str], num_rows: int) -> Callable[[], None]:
-        assert num_rows == 1
-        if key == (CHOICE.name, TILES):
-            raise RuntimeError("an illegal memory access")
-        return lambda: None
+def test_the_oldest_serve_until_there_is_a_decision(tmp_path: Path) -> None:
+    choices_in(tmp_path / "choices.json")
+    assert CHOICE.serving(GEMV, TILES) == TILES
 
-    monkeypatch.setattr(KernelTiming, "_fill_contexts", lambda *_: None)
-    monkeypatch.setattr(KernelTiming, "_num_rows", lambda *_: 1)
-    monkeypatch.setattr(KernelTiming, "_captured", capture)
-    timing = KernelTiming(SimpleNamespace(calls=DirectCalls()))  # type: ignore[arg-type]
-    timing._alternatives = {CHOICE: [GEMV, TILES]}
-    with pytest.raises(RuntimeError, match="illegal memory access"):
-        timing.run()
-    assert "16-bit products of one row by tiles cannot be timed; GATEHOUSE_MEASURED_KERNELS=0" in caplog.text
+
+def test_of_two_first_starts_the_first_that_has_decided_decides_for_both(tmp_path: Path) -> None:
+    class Later(Timing):
+        def run(self, _: KernelTrials) -> list[KernelChoice]:
+            return [KernelChoice(name=CHOICE.name, serves=GEMV, us={GEMV: 4200.0, TILES: 4300.0})]
+
+    first, second = choices_in(tmp_path / "choices.json"), choices_in(tmp_path / "choices.json")
+    decide(first)
+    second.decide(Later())  # type: ignore[arg-type]
+    assert second.chosen == [BY_TILES]
+    assert CHOICE.serving(GEMV, TILES) == TILES
+    assert os.listdir(tmp_path) == ["choices.json"]
+
+
+@pytest.fixture
+def by_gemv(tmp_path: Path) -> Path:
+    """A decision of a start that was ended while this alternative served, as its mark says."""
+    path = tmp_path / "choices.json"
+    path.write_bytes(msgspec.json.encode([KernelChoice(name=CHOICE.name, serves=GEMV, us={GEMV: 1.0, TILES: 2.0})]))
+    mark = Mark(start="start", choice=CHOICE.name, alternative=GEMV)
+    (tmp_path / "trials").mkdir()
+    (tmp_path / "trials" / "mark-1").write_bytes(msgspec.json.encode(mark))
+    return path
+
+
+def test_a_decision_is_made_again_if_the_start_that_made_it_was_ended(by_gemv: Path, caplog: pytest.LogCaptureFixture) -> None:
+    choices = choices_in(by_gemv)
+    assert choices.needs_timing
+    assert "kernels are timed anew" in caplog.text
+    assert CHOICE.serving(GEMV, TILES) == TILES
+    decide(choices)
+    assert choices_in(by_gemv).chosen == [BY_TILES]
+
+
+def test_an_engine_that_decides_nothing_leaves_a_decision_that_it_does_not_use(by_gemv: Path) -> None:
+    assert choices_in(by_gemv, decides=False).chosen == []
+    assert by_gemv.exists()
+
+
+class Steps:
+    """Timing of two alternatives, of which `failing` raises `error` when it runs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, failing: str, error: Exception) -> None:
+        def capture(_: KernelTiming, key: tuple[str, str], num_rows: int) -> Callable[[], None]:
+            assert num_rows == 1
+            if key == (CHOICE.name, failing):
+                raise error
+            return lambda: None
+
+        monkeypatch.setattr(KernelTiming, "_fill_contexts", lambda *_: None)
+        monkeypatch.setattr(KernelTiming, "_num_rows", lambda *_: 1)
+        monkeypatch.setattr(KernelTiming, "_captured", capture)
+        monkeypatch.setattr(kernel_timing, "interleaved_s", lambda replays: dict.fromkeys(replays, 1.0))
+        target = SimpleNamespace(dtype=torch.float32, has_experts=False)
+        step = SimpleNamespace(logits=lambda _: torch.arange(5.0)[None])
+        self.timing = KernelTiming(SimpleNamespace(calls=DirectCalls(), target=target, decodes=SimpleNamespace(step=step)))  # type: ignore[arg-type]
+        self.timing._alternatives = {CHOICE: [GEMV, TILES]}
+
+
+def test_an_alternative_that_cannot_run_is_refused_and_the_others_are_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    steps = Steps(monkeypatch, GEMV, CaptureFailed("out of resources"))
+    [chosen] = steps.timing.run(trials_beside(tmp_path / "choices.json"))
+    assert chosen == KernelChoice(
+        name=CHOICE.name, serves=TILES, us={TILES: 1e6}, refused={GEMV: "it cannot run: CaptureFailed: out of resources"}
+    )
+    assert "16-bit products of one row by GEMV does not serve: it cannot run" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("failing", "error"),
+    [(TILES, CaptureFailed("the oldest fails")), (GEMV, torch.OutOfMemoryError("no room")), (GEMV, KernelFault("illegal"))],
+)
+def test_what_is_not_the_fault_of_an_alternative_ends_the_timing(
+    failing: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = Steps(monkeypatch, failing, error)
+    with pytest.raises(type(error)):
+        steps.timing.run(trials_beside(tmp_path / "choices.json"))
+
+
+def test_an_alternative_that_ended_earlier_starts_does_not_run(
+    by_gemv: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    mark = by_gemv.parent / "trials" / "mark-1"
+    (mark.parent / "mark-2").write_bytes(mark.read_bytes())
+    steps = Steps(monkeypatch, GEMV, AssertionError("it must not run"))
+    [chosen] = steps.timing.run(trials_beside(by_gemv))
+    assert (chosen.serves, chosen.refused) == (TILES, {GEMV: "2 starts ended while it ran"})
+    assert "16-bit products of one row by GEMV does not serve: 2 starts ended" in caplog.text
 
 
 def path_for(monkeypatch: pytest.MonkeyPatch, facts: dict[str, object], revision: str = "1") -> Path:
@@ -230,11 +319,11 @@ def test_what_may_change_a_decision_has_kernels_timed_anew(change: str, monkeypa
 def test_a_broken_file_is_told_and_replaced(content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "choices.json"
     path.write_bytes(content)
-    choices = KernelChoices(path)
+    choices = choices_in(path)
     assert choices.needs_timing
-    assert f"kernels are timed anew: {path} cannot be read" in caplog.text
+    assert f"kernels are timed anew: {path} is not used" in caplog.text
     decide(choices)
-    assert not KernelChoices(path).needs_timing
+    assert not choices_in(path).needs_timing
 
 
 def test_a_file_that_cannot_be_written_is_told_and_the_decisions_serve(
@@ -242,7 +331,7 @@ def test_a_file_that_cannot_be_written_is_told_and_the_decisions_serve(
 ) -> None:
     (tmp_path / "file").touch()
     path = tmp_path / "file" / "choices.json"
-    choices = KernelChoices(path)
+    choices = choices_in(path)
     decide(choices)
     assert f"the next start times kernels again: {path} cannot be written" in caplog.text
     assert choices.chosen == [BY_TILES]
@@ -252,23 +341,25 @@ def test_what_serves_is_logged_with_the_figures_and_described_where_it_is_not_th
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    choices = KernelChoices(tmp_path / "choices.json")
+    choices = choices_in(tmp_path / "choices.json")
     decide(choices)
     choices.log_decisions()
     assert "kernels chosen=now 16-bit products of one row: tiles (GEMV 4200.0 µs, tiles 3900.0 µs)" in caplog.text
     assert choices.described() == "16-bit products of one row by tiles"
-    assert not choices.are_defaults
+    assert choices.are_oldest
 
 
 def test_what_an_earlier_start_refused_is_an_error_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    refusal = KernelChoice(name=CHOICE.name, serves=TILES, us={TILES: 3900.0}, refused=[GEMV])
-    first = KernelChoices(tmp_path / "choices.json")
+    refusal = KernelChoice(name=CHOICE.name, serves=TILES, us={TILES: 3900.0}, refused={GEMV: "wrong results"})
+    first = choices_in(tmp_path / "choices.json")
     first.chosen = [refusal]
-    first._write(tmp_path / "choices.json")
-    later = KernelChoices(tmp_path / "choices.json")
+    first._store(tmp_path / "choices.json")
+    later = choices_in(tmp_path / "choices.json")
     later.log_decisions()
     [record] = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert record.getMessage().startswith("16-bit products of one row by GEMV: wrong results")
+    assert record.getMessage().startswith(
+        "16-bit products of one row by GEMV does not serve since an earlier start: wrong results"
+    )
     assert later.described() == "16-bit products of one row by tiles (GEMV refused: wrong results)"
 
 

@@ -9,7 +9,7 @@ import pytest
 from kernels.alternatives import (
     CHOICES,
     GEMV,
-    HOPPER_GEMV,
+    HOPPER,
     LONE_ATTENTION,
     ONE_LAUNCH,
     PRODUCTS,
@@ -33,31 +33,31 @@ def defaults() -> Iterator[None]:
 
 
 def test_without_a_decision_the_first_alternative_serves_that_supports_the_launch() -> None:
-    assert BYTES.serving(HOPPER_GEMV, GEMV, TILES) == HOPPER_GEMV
+    assert BYTES.serving(HOPPER, GEMV, TILES) == HOPPER
     assert BYTES.serving(GEMV, TILES) == GEMV
 
 
 def test_the_alternative_in_force_serves_where_it_supports_the_launch() -> None:
     put_in_force({BYTES.name: TILES})
-    assert BYTES.serving(HOPPER_GEMV, GEMV, TILES) == TILES
-    put_in_force({BYTES.name: HOPPER_GEMV})
+    assert BYTES.serving(HOPPER, GEMV, TILES) == TILES
+    put_in_force({BYTES.name: HOPPER})
     assert BYTES.serving(GEMV, TILES) == GEMV
 
 
 def test_an_alternative_that_was_passed_over_serves_no_other_launch() -> None:
     put_in_force({BYTES.name: GEMV})
-    assert BYTES.serving(HOPPER_GEMV, TILES) == TILES
+    assert BYTES.serving(HOPPER, TILES) == TILES
 
 
 @pytest.mark.parametrize(
     ("bits", "num_rows", "limit"), [(8, 1, 1), (8, 2, 8), (8, 8, 8), (8, 9, 16), (8, 16, 16), (4, 1, 1), (4, 7, 8), (4, 10, 16)]
 )
 def test_products_are_decided_by_bits_and_number_of_rows(bits: int, num_rows: int, limit: int) -> None:
-    assert serving_product(bits, num_rows, HOPPER_GEMV, TILES) == HOPPER_GEMV
+    assert serving_product(bits, num_rows, HOPPER, TILES) == HOPPER
     put_in_force({PRODUCTS[bits, limit].name: TILES})
-    assert serving_product(bits, num_rows, HOPPER_GEMV, TILES) == TILES
+    assert serving_product(bits, num_rows, HOPPER, TILES) == TILES
     put_in_force({choice.name: TILES for choice in PRODUCTS.values() if choice is not PRODUCTS[bits, limit]})
-    assert serving_product(bits, num_rows, HOPPER_GEMV, TILES) == HOPPER_GEMV
+    assert serving_product(bits, num_rows, HOPPER, TILES) == HOPPER
 
 
 def test_products_without_alternatives_are_tiled() -> None:
@@ -83,7 +83,7 @@ def test_an_alternative_is_in_force_for_a_block_beside_what_was_decided() -> Non
 
 
 def test_what_launches_ask_for_is_noted_with_all_alternatives_that_support_one_of_them() -> None:
-    BYTES.serving(HOPPER_GEMV, GEMV, TILES)
+    BYTES.serving(HOPPER, GEMV, TILES)
     with consulted() as found:
         BYTES.serving(GEMV, TILES)
         BYTES.serving(TILES)

@@ -6,7 +6,7 @@ from kernels.triton.card_properties import HOPPER
 from kernels.triton.fused_byte_rows import fused_byte_rows_kernel
 from kernels.triton.gate.compilation import Compilation
 from kernels.triton.gate.epilogue import LLAMA_8B, PLAIN, epilogue_types, squares_block
-from kernels.triton.hopper_gemv import OPERAND_ROWS, hopper_gemv_tiles
+from kernels.triton.hopper_rows import OPERAND_ROWS, hopper_tiles
 
 SIZES = LLAMA_8B | {PLAIN: (28672, 4096)}
 KINDS = ("i8", "fp8e4nv")
@@ -49,8 +49,8 @@ def _compilation(
 ) -> Compilation:
     """`row` and `kind` are the types of x and of the weight; `outputs`: instead of those of Llama-8B's product."""
     gated, row_type = name == "gate_up", f"*{row}"
-    tiles = hopper_gemv_tiles(rows, outputs or SIZES[name][0], 132, gated=gated, bits=8)
-    previous = hopper_gemv_tiles(rows, outputs or 4096, 132, gated=False, bits=8)
+    tiles = hopper_tiles(rows, outputs or SIZES[name][0], 132, gated=gated, bits=8)
+    previous = hopper_tiles(rows, outputs or 4096, 132, gated=False, bits=8)
     constants = {
         "GATE": gate if gated else None, "COLUMN_SCALES": column_scales,
         "SQUARES_BLOCK": squares_block(name, (outputs or 4096) // previous.block_n), "NUM_ROWS": tiles.num_rows,

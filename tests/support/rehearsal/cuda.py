@@ -35,6 +35,10 @@ def cuda_replacements(card: Card) -> dict[str, Any]:
         L2_cache_size=card.kind.l2_bytes, shared_memory_per_block_optin=227 << 10, warp_size=32,
     )  # fmt: skip
 
+    def mem_get_info(*_: object) -> tuple[int, int]:
+        card.check_alive()
+        return card.total_bytes - card.used_bytes, card.total_bytes
+
     def reset_peak(*_: object) -> None:
         card.peak_bytes = card.allocated_bytes
 
@@ -54,7 +58,7 @@ def cuda_replacements(card: Card) -> dict[str, Any]:
         "get_device_name": lambda *_: properties.name,
         "get_device_capability": lambda *_: CAPABILITY,
         "get_device_properties": lambda *_: properties,
-        "mem_get_info": lambda *_: (card.total_bytes - card.used_bytes, card.total_bytes),
+        "mem_get_info": mem_get_info,
         "memory_allocated": lambda *_: card.allocated_bytes,
         "max_memory_allocated": lambda *_: card.peak_bytes,
         "memory_reserved": lambda *_: card.reserved_bytes,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.alternatives import HOPPER_GEMV, TILES, serving_product
+from kernels.alternatives import HOPPER, TILES, serving_product
 from kernels.operations import FUSED_ROWS_MAX
 from kernels.quantised_weights import CHUNK_COLUMNS, Fp8Weight, Int4Weight, Int8Weight
 from kernels.triton.card_properties import has_gluon, multiprocessors
@@ -22,7 +22,7 @@ bandwidth (docs/adr/0066-few-rows-on-hopper.md), and a kernel that adds in their
 
 
 @dataclass(frozen=True, slots=True)
-class HopperGemvTiles:
+class HopperTiles:
     """`num_warps` warps with a chunk of 128 columns each; `block_n` outputs, a multiple of the 16 of a matrix instruction;
     `num_rows` rows of x: 1, or the real number rounded up to 8 or 16."""
 
@@ -32,7 +32,7 @@ class HopperGemvTiles:
     num_rows: int = 1
 
 
-def hopper_gemv_tiles(num_rows: int, num_outputs: int, multiprocessors: int, *, gated: bool, bits: int) -> HopperGemvTiles:
+def hopper_tiles(num_rows: int, num_outputs: int, multiprocessors: int, *, gated: bool, bits: int) -> HopperTiles:
     """The tiles for weights of `bits` bits.
 
     Eight warps, to keep enough loads in flight for matrices of few outputs. Four for a gated product, whose programs have twice
@@ -45,11 +45,11 @@ def hopper_gemv_tiles(num_rows: int, num_outputs: int, multiprocessors: int, *, 
     """
     padded = 1 if num_rows == 1 else -(-num_rows // OPERAND_ROWS) * OPERAND_ROWS
     if gated:
-        return HopperGemvTiles(4, 168 if padded > OPERAND_ROWS and bits == 4 else 128, num_rows=padded)
+        return HopperTiles(4, 168 if padded > OPERAND_ROWS and bits == 4 else 128, num_rows=padded)
     block_n = 32 if padded > 1 and occupies(32, num_outputs, multiprocessors) else 16
     if padded <= OPERAND_ROWS:
-        return HopperGemvTiles(8, 80 if block_n == 16 else 128, block_n, padded)
-    return HopperGemvTiles(8, 168 if -(-num_outputs // block_n) <= multiprocessors else 128, block_n, padded)
+        return HopperTiles(8, 80 if block_n == 16 else 128, block_n, padded)
+    return HopperTiles(8, 168 if -(-num_outputs // block_n) <= multiprocessors else 128, block_n, padded)
 
 
 def occupies(block_n: int, num_outputs: int, multiprocessors: int) -> bool:
@@ -59,7 +59,7 @@ def occupies(block_n: int, num_outputs: int, multiprocessors: int) -> bool:
 
 def choose_tiles(
     x: torch.Tensor, weight: Int8Weight | Fp8Weight | Int4Weight, num_outputs: int, *, gated: bool = False
-) -> HopperGemvTiles | None:
+) -> HopperTiles | None:
     """The tiles of Hopper's kernels for x: [M, K], or None where another kernel serves it: on other cards, for more rows, rows
     that are not of 16 bits, columns or groups that are not whole chunks, and for 8-bit weights of so few outputs that
     multiprocessors would be left without a program."""
@@ -71,19 +71,17 @@ def choose_tiles(
             return None
     elif num_columns % CHUNK_COLUMNS or not occupies(16, num_outputs, count):
         return None
-    return hopper_gemv_tiles(num_rows, num_outputs, count, gated=gated, bits=weight_bits(weight))
+    return hopper_tiles(num_rows, num_outputs, count, gated=gated, bits=weight_bits(weight))
 
 
-def choose_separate_tiles(
-    x: torch.Tensor, weight: Int8Weight | Fp8Weight | Int4Weight, num_outputs: int
-) -> HopperGemvTiles | None:
+def choose_separate_tiles(x: torch.Tensor, weight: Int8Weight | Fp8Weight | Int4Weight, num_outputs: int) -> HopperTiles | None:
     """As `choose_tiles`, for a product that is not fused with norms: None for a head of 8 bits, too."""
     if not isinstance(weight, Int4Weight) and num_outputs >= HEAD_OUTPUTS_MIN:
         return None
     return choose_tiles(x, weight, num_outputs)
 
 
-def launch(x: torch.Tensor, weight: Int8Weight | Fp8Weight | Int4Weight, epilogue: Epilogue, tiles: HopperGemvTiles) -> None:
+def launch(x: torch.Tensor, weight: Int8Weight | Fp8Weight | Int4Weight, epilogue: Epilogue, tiles: HopperTiles) -> None:
     """Multiplies x: [M, K] of 16 bits, columns in the checkpoint's order, in its rows contiguous, and stores what the epilogue
     has."""
     if isinstance(weight, Int4Weight):
@@ -102,8 +100,9 @@ def multiply_few_rows(
     """Writes x Wᵀ + bias to `out`, [M, N], and returns True if Hopper's kernels serve the product and store rows as they lie in
     `out`; otherwise returns False."""
     tiles = choose_separate_tiles(x, weight, out.shape[1]) if out.is_contiguous() else None
-    if tiles is None or serving_product(weight_bits(weight), x.shape[0], HOPPER_GEMV, TILES) != HOPPER_GEMV:
+    if tiles is None or serving_product(weight_bits(weight), x.shape[0], HOPPER, TILES) != HOPPER:
         return False
+    assert x.stride(1) == 1, "rows of x are contiguous"
     launch(x, weight, Epilogue(out=out, bias=bias), tiles)
     return True
 

@@ -11,13 +11,13 @@ import torch
 
 from kernels.alternatives import PRODUCTS, TILES, alternative_in_force
 from kernels.quantised_weights import pack_fp8, pack_int4, pack_int8
-from kernels.triton import fused_linear, hopper_gemv
-from kernels.triton.hopper_gemv import (
+from kernels.triton import fused_linear, hopper_rows
+from kernels.triton.hopper_rows import (
     HEAD_OUTPUTS_MIN,
-    HopperGemvTiles,
+    HopperTiles,
     choose_separate_tiles,
     choose_tiles,
-    hopper_gemv_tiles,
+    hopper_tiles,
     multiply_few_rows,
     weight_bits,
 )
@@ -30,8 +30,8 @@ ENOUGH = 1920
 def card() -> Iterator[mock.Mock]:
     """An H200; `has_gluon` can be changed."""
     with (
-        mock.patch.object(hopper_gemv, "has_gluon", return_value=True) as has_gluon,
-        mock.patch.object(hopper_gemv, "multiprocessors", return_value=132),
+        mock.patch.object(hopper_rows, "has_gluon", return_value=True) as has_gluon,
+        mock.patch.object(hopper_rows, "multiprocessors", return_value=132),
     ):
         yield has_gluon
 
@@ -50,7 +50,7 @@ def test_rows_are_padded_to_8_or_16_but_a_single_one(num_rows: int, padded: int)
 
 def test_programs_have_32_outputs_where_multiprocessors_are_not_left_without_one() -> None:
     def block_n(num_outputs: int, num_rows: int) -> int:
-        return hopper_gemv_tiles(num_rows, num_outputs, 132, gated=False, bits=8).block_n
+        return hopper_tiles(num_rows, num_outputs, 132, gated=False, bits=8).block_n
 
     assert [block_n(4096, rows) for rows in (1, 8, 16)] == [16, 32, 32]
     assert [block_n(3000, rows) for rows in (1, 8, 16)] == [16, 16, 16]
@@ -59,7 +59,7 @@ def test_programs_have_32_outputs_where_multiprocessors_are_not_left_without_one
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_sums_have_the_same_order_for_any_number_of_rows(gated: bool, bits: int) -> None:
-    warps = {hopper_gemv_tiles(rows, 4096, 132, gated=gated, bits=bits).num_warps for rows in range(1, 17)}
+    warps = {hopper_tiles(rows, 4096, 132, gated=gated, bits=bits).num_warps for rows in range(1, 17)}
     assert len(warps) == 1
 
 
@@ -87,7 +87,7 @@ def test_heads_of_8_bits_keep_the_tiles_whose_order_their_fused_argmax_has() -> 
 
 def test_weights_of_4_bits_need_groups_of_whole_chunks_alone() -> None:
     assert choose_tiles(row_of(2), pack_int4(torch.ones(48, 256), 64), 48) is None
-    assert choose_tiles(row_of(2, 240), pack_int4(torch.ones(48, 240), 128), 48) == HopperGemvTiles(8, 80, 16, 8)
+    assert choose_tiles(row_of(2, 240), pack_int4(torch.ones(48, 240), 128), 48) == HopperTiles(8, 80, 16, 8)
 
 
 @pytest.mark.parametrize("pack", [pack_int8, pack_int4], ids=["int8", "int4"])
@@ -98,10 +98,10 @@ def test_products_are_tiled_where_that_was_decided(pack: Callable[[torch.Tensor]
 
     def fused() -> bool:
         tiles = fused_linear.choose_tiles(x, weight, ENOUGH, gated=False, has_squares_out=False)
-        return isinstance(tiles, HopperGemvTiles)
+        return isinstance(tiles, HopperTiles)
 
     def separate() -> bool:
-        with mock.patch.object(hopper_gemv, "launch"):
+        with mock.patch.object(hopper_rows, "launch"):
             return multiply_few_rows(x, weight, None, torch.empty(num_rows, ENOUGH, dtype=x.dtype))
 
     with (
@@ -111,3 +111,9 @@ def test_products_are_tiled_where_that_was_decided(pack: Callable[[torch.Tensor]
         assert (fused(), separate()) == (True, True)
         with alternative_in_force(PRODUCTS[bits, limit], TILES):
             assert (fused(), separate()) == (False, False)
+
+
+def test_rows_that_are_not_contiguous_are_refused() -> None:
+    x = torch.zeros(256, 2, dtype=torch.bfloat16).T
+    with pytest.raises(AssertionError, match="rows of x are contiguous"):
+        multiply_few_rows(x, pack_int8(torch.ones(ENOUGH, 256)), None, torch.empty(2, ENOUGH, dtype=x.dtype))

@@ -1,0 +1,206 @@
+"""Marks of kernels that run for the first time: processes killed on purpose, failing devices, and folders that refuse marks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from engine.main import main
+from engine.runner import kernel_trials
+from engine.runner.kernel_trials import DEATHS_MAX, DeviceHangs, KernelFault, KernelTrials, TrialsImpossible, wait_for
+from kernels.alternatives import GEMV, HOPPER, PRODUCTS, TILES
+from tests.support import forked_processes
+
+CHOICE = PRODUCTS[8, 1]
+DEADLINE_S = 120
+CUDA = torch.device("cuda", 0)
+
+
+def trials_in(folder: Path, start: str = "start") -> KernelTrials:
+    return KernelTrials(folder, start, torch.device("cpu"))
+
+
+def end_while_running(folder: str, *alternatives: str) -> None:
+    """Run in a process of its own: killed by itself while these alternatives run."""
+    with trials_in(Path(folder)).running(*((CHOICE, name) for name in alternatives)):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed(folder: Path, *alternatives: str) -> None:
+    process = forked_processes.start(__name__, "end_while_running", str(folder), *alternatives)
+    assert forked_processes.wait_for_exit(process, DEADLINE_S) == -signal.SIGKILL
+
+
+def serve_with_a_fault(connection: socket.socket) -> int:
+    """Run the engine's program in a process of its own, whose start raises `KernelFault`."""
+    with mock.patch("engine.main.build_engine", side_effect=KernelFault("illegal access")):
+        return main(["--fd", str(connection.detach()), "--options", '{"model": "any"}'])
+
+
+def test_an_engine_that_ends_by_a_fault_says_nothing_final_so_that_the_gateway_starts_it_again() -> None:
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            process = forked_processes.start(__name__, "serve_with_a_fault", theirs)
+        assert forked_processes.wait_for_exit(process, DEADLINE_S) == 1
+        assert ours.recv(1000) == b""
+
+
+@pytest.fixture
+def lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that computes nothing any more after an error."""
+    monkeypatch.setattr(kernel_trials, "is_lost", lambda _: True)
+
+
+def marks(folder: Path) -> list[Path]:
+    return [*folder.glob("*")]
+
+
+def test_an_alternative_is_refused_when_starts_were_killed_while_it_ran(tmp_path: Path) -> None:
+    for _ in range(DEATHS_MAX):
+        killed(tmp_path, HOPPER)
+    assert trials_in(tmp_path).refusals(CHOICE) == {HOPPER: "2 starts ended while it ran"}
+    assert trials_in(tmp_path).refusals(CHOICE) == {HOPPER: "2 starts ended while it ran"}, "that holds for all later starts"
+
+
+def test_one_killed_start_refuses_nothing_and_is_forgotten_when_the_next_one_ends_well(tmp_path: Path) -> None:
+    killed(tmp_path, HOPPER, GEMV)
+    trials = trials_in(tmp_path)
+    assert trials.refusals(CHOICE) == {}
+    assert trials.has_left((CHOICE, HOPPER))
+    with trials.first_use(), trials.running((CHOICE, HOPPER)):
+        pass
+    assert not trials.has_left((CHOICE, HOPPER))
+    assert trials.has_left((CHOICE, GEMV)), "it has not run again"
+    assert len(marks(tmp_path)) == 1
+
+
+def test_an_alternative_that_is_tried_well_and_then_ends_the_start_is_refused(tmp_path: Path) -> None:
+    for _ in range(DEATHS_MAX):
+        with trials_in(tmp_path).running((CHOICE, HOPPER)):
+            pass
+        killed(tmp_path, HOPPER)
+    assert HOPPER in trials_in(tmp_path).refusals(CHOICE)
+
+
+def test_killed_starts_of_another_model_refuse_nothing(tmp_path: Path) -> None:
+    for _ in range(DEATHS_MAX):
+        killed(tmp_path, HOPPER)
+    other = trials_in(tmp_path, "another model")
+    assert other.refusals(CHOICE) == {}
+    assert not other.has_left((CHOICE, HOPPER))
+
+
+def test_a_mark_of_a_process_that_lives_is_not_that_of_one_that_was_killed(tmp_path: Path) -> None:
+    with trials_in(tmp_path).running((CHOICE, HOPPER)):
+        assert len(marks(tmp_path)) == 1
+        assert not trials_in(tmp_path).has_left((CHOICE, HOPPER))
+
+
+def test_the_oldest_alternative_has_no_mark(tmp_path: Path) -> None:
+    with trials_in(tmp_path / "none").running((CHOICE, TILES)):
+        assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("error", [ValueError("its own"), KeyboardInterrupt()])
+def test_an_error_that_leaves_the_device_in_order_refuses_nothing(error: BaseException, tmp_path: Path) -> None:
+    with pytest.raises(type(error)), trials_in(tmp_path).running((CHOICE, HOPPER)):
+        raise error
+    assert marks(tmp_path) == []
+
+
+@pytest.mark.usefixtures("lost")
+def test_a_device_that_fails_refuses_the_alternative_at_once_and_for_every_model(tmp_path: Path) -> None:
+    told = "8-bit products of one row by Hopper kernel: the GPU failed: RuntimeError: illegal access; a new process"
+    with pytest.raises(KernelFault, match=told), trials_in(tmp_path).running((CHOICE, HOPPER)):
+        raise RuntimeError("illegal access\nFor debugging consider …")
+    why = {HOPPER: "the GPU failed: RuntimeError: illegal access"}
+    assert trials_in(tmp_path).refusals(CHOICE) == trials_in(tmp_path, "another model").refusals(CHOICE) == why
+    assert trials_in(tmp_path).has_left((CHOICE, HOPPER))
+
+
+def fail_while_running(name: str, trials: KernelTrials, *, serving: str) -> None:
+    with trials.first_use():
+        trials.serve((CHOICE, serving))
+        with trials.running((CHOICE, name)):
+            raise RuntimeError("illegal access")
+
+
+@pytest.mark.usefixtures("lost")
+def test_a_fault_refuses_what_runs_for_the_first_time_and_not_what_serves_meanwhile(tmp_path: Path) -> None:
+    with pytest.raises(KernelFault):
+        fail_while_running(HOPPER, trials_in(tmp_path), serving=GEMV)
+    assert [*trials_in(tmp_path).refusals(CHOICE)] == [HOPPER]
+
+
+@pytest.mark.usefixtures("lost")
+def test_a_fault_while_the_oldest_runs_refuses_what_serves_for_the_first_time(tmp_path: Path) -> None:
+    with pytest.raises(KernelFault):
+        fail_while_running(TILES, trials_in(tmp_path), serving=GEMV)
+    assert [*trials_in(tmp_path).refusals(CHOICE)] == [GEMV]
+
+
+def test_what_serves_is_marked_until_the_start_is_over(tmp_path: Path) -> None:
+    trials = trials_in(tmp_path)
+    with trials.first_use():
+        trials.serve((CHOICE, HOPPER))
+        trials.serve((CHOICE, HOPPER), (PRODUCTS[8, 8], HOPPER))
+        assert len(marks(tmp_path)) == 2
+    assert marks(tmp_path) == []
+
+
+class Stuck:
+    """An event of a device that never gets there; replaces `torch.cuda.Event`."""
+
+    num_polls = 0
+
+    def record(self) -> None:
+        """Behind a kernel without end."""
+
+    def query(self) -> bool:
+        Stuck.num_polls += 1
+        return False
+
+
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> type[Stuck]:
+    monkeypatch.setattr(torch.cuda, "Event", Stuck)
+    monkeypatch.setattr(kernel_trials, "HANG_POLLS", 3)
+    monkeypatch.setattr(kernel_trials, "POLL_S", 0.0)
+    monkeypatch.setattr(Stuck, "num_polls", 0)
+    return Stuck
+
+
+def test_a_device_that_does_not_end_is_not_waited_for_without_a_limit(stuck: type[Stuck]) -> None:
+    with pytest.raises(DeviceHangs):
+        wait_for(CUDA)
+    assert stuck.num_polls == 3
+
+
+@pytest.mark.usefixtures("stuck")
+def test_an_alternative_that_does_not_end_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(KernelFault), KernelTrials(tmp_path, "start", CUDA).running((CHOICE, HOPPER)):
+        pass
+    assert trials_in(tmp_path).refusals(CHOICE)[HOPPER].startswith("the GPU failed: DeviceHangs: not done after")
+
+
+def test_nothing_runs_where_it_cannot_be_marked(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(TrialsImpossible, match="cannot be written"),
+        trials_in(tmp_path / "file" / "trials").running((CHOICE, HOPPER)),
+    ):
+        pytest.fail("it runs")
+
+
+def test_a_mark_that_cannot_be_read_is_told_and_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "mark-torn").write_bytes(b'{"start')
+    (tmp_path / "mark-being-written").touch()
+    assert trials_in(tmp_path).refusals(CHOICE) == {}
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["a mark of kernels on trial is ignored"]
