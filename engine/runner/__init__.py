@@ -8,6 +8,7 @@ steps over slots         slot_runner, from the parts that slot_steps makes: slot
   ways to run them       cuda_graphs, graph_eviction; on a CPU recorded_step
   to the device          staging, row_masks
   to the host            token_return, launched_step
-before the first step    runner_choice; warm_up, slot_warm_up; kernel_choices, kernel_timing; calibration, slot_timing
+before the first step    runner_choice; warm_up, slot_warm_up; kernel_choices, kernel_timing, kernel_trials;
+                         calibration, slot_timing
 whole texts              embedder, text_models
 """
