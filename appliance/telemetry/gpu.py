@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import pynvml
@@ -30,6 +31,7 @@ class GpuProbe:
     def __init__(self) -> None:
         self.error: str | None = NO_GPU
         self._open = False
+        self._in_use = Lock()
 
     def open(self) -> None:
         """Initialise NVML. A missing library or driver is no failure: it means a machine without a GPU."""
@@ -42,20 +44,24 @@ class GpuProbe:
         self.error = None
 
     def close(self) -> None:
-        """Shut NVML down."""
-        if self._open:
-            pynvml.nvmlShutdown()
-            self._open = False
+        """Shut NVML down, unless another thread reads: a driver that does not answer would not answer to this either."""
+        was_open, self._open = self._open, False
+        if was_open and self._in_use.acquire(blocking=False):
+            try:
+                pynvml.nvmlShutdown()
+            finally:
+                self._in_use.release()
 
     def read(self) -> list[GpuReading]:
         """Return one reading per GPU. If one GPU fails, return an empty list and set `error`."""
-        if not self._open:
-            return []
-        try:
-            readings = [_read(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        except pynvml.NVMLError as error:
-            self.error = f"GPU cannot be read: {error}"
-            return []
+        with self._in_use:
+            if not self._open:
+                return []
+            try:
+                readings = [_read(index) for index in range(pynvml.nvmlDeviceGetCount())]
+            except pynvml.NVMLError as error:
+                self.error = f"GPU cannot be read: {error}"
+                return []
         self.error = None if readings else NO_GPU
         return readings
 

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from datetime import datetime
 
 from appliance.base.background import Background, repeat
+from appliance.base.call_thread import CallThread
 from appliance.base.clock import Clock
 from appliance.telemetry.gpu import GpuReading
 from appliance.telemetry.host import HostReading
@@ -19,6 +20,8 @@ from appliance.telemetry.readings import DatabaseReading, EngineReading, Process
 
 SAMPLE_INTERVAL_S = 1.0
 HISTORY_SAMPLES = 120
+GPU_ANSWER_S = 2.0
+GPU_SILENT = "the GPU driver does not answer"
 
 
 class TooManySubscribers(Exception):
@@ -65,6 +68,8 @@ class SystemSampler:
         self._host = host
         self._gpus = gpus
         self._gpu_error = gpu_error
+        self._gpu_thread: CallThread | None = None
+        self._gpu_reading: asyncio.Task[list[GpuReading]] | None = None
         self._engines = engines
         self._gateway = ProcessReading(role="gateway", pid=os.getpid(), model=None, started_at=started_at, restarts=0)
         self._database = database
@@ -88,6 +93,12 @@ class SystemSampler:
     async def stop(self) -> None:
         """Stop the task. Open subscriptions end when their readers are cancelled."""
         await self._sampling.stop()
+        reading, self._gpu_reading = self._gpu_reading, None
+        if reading is not None:
+            reading.cancel()
+        thread, self._gpu_thread = self._gpu_thread, None
+        if thread is not None:
+            thread.end(wait=False)
 
     async def sample(self) -> SystemSnapshot:
         """Take a snapshot now, store it and pass it to every subscriber."""
@@ -116,13 +127,13 @@ class SystemSampler:
             self._subscribers.discard(slot)
 
     async def _read(self) -> SystemSnapshot:
-        gpus = await asyncio.to_thread(self._gpus)  # a driver may answer slowly, or never if its GPU is lost
+        gpus, gpu_error = await self._read_gpus()
         engines = list(self._engines())
         return SystemSnapshot(
             at=self._clock.now(),
             engines=engines,
             gpus=gpus,
-            gpu_error=self._gpu_error(),
+            gpu_error=gpu_error,
             host=self._host(),
             database=await self._database(),
             processes=[self._gateway, *(_engine_process(engine) for engine in engines)],
@@ -130,6 +141,23 @@ class SystemSampler:
             requests_waiting=sum(engine.status_or_zeros.num_waiting for engine in engines),
             tokens_per_second=sum(engine.tokens_per_second for engine in engines),
         )
+
+    async def _read_gpus(self) -> tuple[list[GpuReading], str | None]:
+        """Return the readings of all GPUs, and why there are none.
+
+        If a GPU is lost, its driver may never answer. Snapshots wait GPU_ANSWER_S for it once, and not again until it has
+        answered.
+        """
+        reading, timeout_s = self._gpu_reading, 0.0
+        if reading is None:
+            self._gpu_thread = self._gpu_thread or CallThread("gpu readings")
+            reading, timeout_s = asyncio.create_task(self._gpu_thread.call(self._gpus)), GPU_ANSWER_S
+            self._gpu_reading = reading
+        await asyncio.wait({reading}, timeout=timeout_s)
+        if not reading.done():
+            return [], GPU_SILENT
+        self._gpu_reading = None
+        return reading.result(), self._gpu_error()
 
 
 def _engine_process(engine: EngineReading) -> ProcessReading:

@@ -15,10 +15,10 @@ import pytest
 from sqlalchemy import Connection, bindparam, insert, select, text, update
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
+from appliance.base.call_thread import CallThread
 from appliance.base.counters import POSTING
 from appliance.base.db import Database, after_commit
 from appliance.base.prepared import Prepared
-from appliance.base.sqlite_thread import CallThread
 from appliance.base.tables import counters, epochs
 from tests.support.clock import FakeClock
 

@@ -77,6 +77,66 @@ async def test_a_gpu_that_does_not_answer_blocks_no_other_task(sampler: SystemSa
     assert (await sampling).gpus == []
 
 
+async def test_snapshots_are_taken_while_the_gpu_driver_does_not_answer(
+    sampler: SystemSampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = threading.Event()
+
+    def read() -> list[GpuReading]:
+        answer.wait(60)
+        return []
+
+    monkeypatch.setattr(system_sampler, "GPU_ANSWER_S", 0.0)
+    monkeypatch.setattr(sampler, "_gpus", read)
+
+    first, second = await sampler.sample(), await sampler.sample()
+    answer.set()
+    async with asyncio.timeout(60):
+        while (answered := await sampler.sample()).gpu_error != NO_GPU:
+            pass
+
+    assert first.gpu_error == second.gpu_error == "the GPU driver does not answer"
+    assert answered.gpus == []
+    await sampler.stop()
+
+
+async def test_a_gpu_driver_that_never_answers_does_not_keep_the_process_alive(
+    sampler: SystemSampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_daemon: list[bool] = []
+
+    def note_thread() -> list[GpuReading]:
+        is_daemon.append(threading.current_thread().daemon)
+        return []
+
+    monkeypatch.setattr(sampler, "_gpus", note_thread)
+    await sampler.sample()
+
+    assert is_daemon == [True]
+    await sampler.stop()
+
+
+async def test_a_sampler_stops_while_the_gpu_driver_does_not_answer(
+    sampler: SystemSampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, answer = threading.Event(), threading.Event()
+
+    def read() -> list[GpuReading]:
+        began.set()
+        answer.wait(60)
+        return []
+
+    monkeypatch.setattr(system_sampler, "GPU_ANSWER_S", 0.0)
+    monkeypatch.setattr(sampler, "_gpus", read)
+    await sampler.sample()
+    await asyncio.to_thread(began.wait, 60)
+    async with asyncio.timeout(30):
+        await sampler.stop()
+
+    assert not answer.is_set()
+    answer.set()
+
+
 async def test_history_is_bounded(sampler: SystemSampler) -> None:
     for _ in range(system_sampler.HISTORY_SAMPLES + 5):
         await sampler.sample()
@@ -117,6 +177,38 @@ def test_a_lost_gpu_is_reported_as_an_error(monkeypatch: pytest.MonkeyPatch) -> 
     assert probe.read() == []
     assert "GPU cannot be read" in (probe.error or "")
     probe.close()
+
+
+def test_nvml_is_not_shut_down_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    probe = GpuProbe()
+
+    def close_meanwhile() -> int:
+        probe.close()
+        calls.append("read")
+        return 0
+
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlShutdown", lambda: calls.append("shut down"))
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", close_meanwhile)
+    probe.open()
+    probe.read()
+
+    assert calls == ["read"]
+
+
+def test_nvml_is_shut_down_once_and_not_read_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlShutdown", lambda: calls.append("shut down"))
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: calls.append("read"))
+    probe = GpuProbe()
+    probe.open()
+    probe.close()
+    probe.close()
+    probe.read()
+
+    assert calls == ["shut down"]
 
 
 def test_values_that_a_gpu_does_not_report_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
