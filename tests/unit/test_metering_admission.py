@@ -392,6 +392,29 @@ async def test_a_cost_in_another_currency_takes_nothing_from_the_budget(clock: F
         await admit(admission, bob, 20, 10, dataclasses.replace(cost, currency="CHF"))
 
 
+COSTS_NOTHING_HERE = [None, price(prompt=0, cached=0, completion=0), dataclasses.replace(price(), currency="CHF")]
+
+
+@pytest.mark.parametrize("cost", COSTS_NOTHING_HERE, ids=["no price", "price of zero", "another currency"])
+async def test_an_overdrawn_budget_refuses_no_request_that_costs_nothing_in_it(clock: FakeClock, cost: Price | None) -> None:
+    admission = utc_admission(clock, FixedSums(cost_month_picos=10**12))
+    bob = principal(Limits(monthly_budget=100))
+    with pytest.raises(BudgetExceeded):
+        await admit(admission, bob, 1, 0, price())
+
+    (await admit(admission, bob, 20, 10, cost)).settle(30)
+
+
+@pytest.mark.parametrize("cost", COSTS_NOTHING_HERE, ids=["no price", "price of zero", "another currency"])
+async def test_a_spent_hard_budget_ends_no_request_that_costs_nothing_in_it(clock: FakeClock, cost: Price | None) -> None:
+    admission = utc_admission(clock, FixedSums(cost_month_picos=10**12))
+    bob = principal(Limits(monthly_budget=10**6))
+    bob = dataclasses.replace(bob, tenant=dataclasses.replace(bob.tenant, cut_at_budget=True))
+    running = await admit(admission, bob, 20, 10, cost)
+
+    assert not running.record_progress(0, 5)
+
+
 async def test_the_sums_are_read_once_for_many_concurrent_requests(clock: FakeClock) -> None:
     sums = FixedSums(tokens_today=95)
     admission = utc_admission(clock, sums)

@@ -258,10 +258,13 @@ class Allowance:
     def _decide_window(
         self, kind: LimitKind, window: Window, need: int, limit: int, wait_s: float | None, ahead: Ahead
     ) -> LimitDecision:
-        """Decide by what is used and reserved; `wait_s` is for a refusal that the end of running requests cannot lift."""
+        """Decide by what is used and reserved; `wait_s` is for a refusal that the end of running requests cannot lift.
+
+        A request that needs nothing is allowed, even if an earlier one has overdrawn the limit.
+        """
         used = window.used if self.is_enforced else window.used - window.shadow_used
         left = limit - used - window.reserved
-        allowed = need <= left and not ahead.wants_window
+        allowed = need == 0 or (need <= left and not ahead.wants_window)
         held = not allowed and used + need <= limit
         return self._decision(kind, allowed, need, limit, left, RUNNING_RETRY_S if held else wait_s, held=held, ahead=ahead)
 
@@ -312,12 +315,12 @@ class Hold:
     running_picos: int = 0
 
     def record_cost(self, cost_picos: int, at: Moment) -> bool:
-        """Update the running request's cost so far; return whether the budget is used up."""
+        """Update the running request's cost so far; return whether it has a cost and the budget is used up."""
         if self.is_shadow_refused:
             return False
         self.month.running_cost += cost_picos - self.running_picos
         self.running_picos = cost_picos
-        return self.allowance.is_budget_spent(self.month, at)
+        return cost_picos > 0 and self.allowance.is_budget_spent(self.month, at)
 
     def clear_running_cost(self) -> None:
         """Stop counting the running request's cost so far."""
