@@ -55,9 +55,7 @@ def test_a_limit_on_requests_is_worded_in_requests() -> None:
 
 def test_a_budget_that_others_wait_for_is_worded_in_money() -> None:
     decision = dataclasses.replace(refused(5.0, ahead=2), kind="budget", limit=5 * 10**12, currency="EUR")
-    assert refusal([decision]).message.startswith(
-        "2 requests are already waiting for the key's limit of 5 EUR budget of this month;"
-    )
+    assert refusal([decision]).message.startswith("2 requests are already waiting for the key's budget of this month (5 EUR);")
 
 
 @pytest.mark.parametrize(

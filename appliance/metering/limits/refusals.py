@@ -37,10 +37,10 @@ def refusal(decisions: Sequence[LimitDecision]) -> Refused:
 
 def budget_exceeded(decision: LimitDecision) -> BudgetExceeded:
     """Return the error for a spent budget."""
-    limit, left = (_money(picos, decision.currency) for picos in (decision.limit, max(decision.level, 0)))
+    left = _money(max(decision.level, 0), decision.currency)
     need = _money(decision.need + PICOS_PER_MICRO - 1, decision.currency)
     message = (
-        f"{_owner(decision)} budget of this month ({limit}) does not cover the request: {left} are left, it may cost {need}; "
+        f"{_limit(decision)} does not cover the request: {left} are left, it may cost {need}; "
         "lower max_tokens or ask for a higher budget"
     )
     return BudgetExceeded(message)
@@ -78,18 +78,20 @@ def _reason(decision: LimitDecision) -> str:
         return f"running requests have reserved the rest of {_owner(decision)} {name}"
     if decision.ahead:
         requests = "1 request is" if decision.ahead == 1 else f"{decision.ahead} requests are"
-        return f"{requests} already waiting for {_owner(decision)} limit of {_size(decision)}"
+        return f"{requests} already waiting for {_limit(decision)}"
     left = max(decision.level, 0)
-    return f"{_owner(decision)} limit of {_size(decision)} is reached: the request needs {_need(decision)}, {left} are left"
+    return f"{_limit(decision)} is reached: the request needs {_need(decision)}, {left} are left"
 
 
 def _need(decision: LimitDecision) -> str:
     return f"{decision.need} tokens" if decision.kind in TOKEN_KINDS else str(decision.need)
 
 
-def _size(decision: LimitDecision) -> str:
-    size = _money(decision.limit, decision.currency) if decision.kind == "budget" else str(decision.limit)
-    return f"{size} {_LIMIT_NAMES[decision.kind]}"
+def _limit(decision: LimitDecision) -> str:
+    name = _LIMIT_NAMES[decision.kind]
+    if decision.kind == "budget":
+        return f"{_owner(decision)} {name} ({_money(decision.limit, decision.currency)})"
+    return f"{_owner(decision)} limit of {decision.limit} {name}"
 
 
 def _owner(decision: LimitDecision) -> str:
