@@ -204,6 +204,20 @@ def test_every_amount_of_an_invoice_has_the_decimals_of_its_currency(currency: s
     assert shown == [f"{amount} {currency}" for amount in amounts]
 
 
+@pytest.mark.parametrize(
+    ("currency", "micros", "shown"),
+    [
+        ("EUR", 5_000_000, "5.00"), ("JPY", 5_000_000, "5"), ("KWD", 5_001_000, "5.001"),
+        ("EUR", 5_001_000, "5.001000"), ("JPY", 5_010_000, "5.010000"),
+    ],
+)  # fmt: skip
+def test_a_budget_has_the_decimals_of_its_currency_unless_it_needs_more(currency: str, micros: int, shown: str) -> None:
+    budget = {"monthly_budget": micros, "spent_picos": micros * 10**6, "currency": currency}
+    alert = text_of("budget.threshold", {**TENANT, **BUDGET, **budget})
+    assert alert.sentence.endswith(f": {shown} {currency} of {shown} {currency}.")
+    assert dict(alert.facts)["monthly budget"] == f"{shown} {currency}"
+
+
 @pytest.mark.parametrize("event", [*EVENTS, TEST_EVENT])
 def test_every_event_has_a_text(event: str) -> None:
     text = text_of(event, DATA[event])

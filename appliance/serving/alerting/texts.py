@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from appliance.base.money import PICOS_PER_MICRO, format_picos, minor_unit_decimals
+from appliance.base.money import PICOS_PER_MICRO, format_picos, minor_unit_decimals, payable_micros
 from appliance.metering.alerts.send_limits import TEST_EVENT
 
 SUBJECT_CHARS_MAX = 300
-MICROS_PER_CENT = 10_000
 _LABELS = {"due_micros": "amount due", "total_micros": "total with tax", "down_s": "seconds down"}
 Data = Mapping[str, Any]
 Headline = tuple[str, str]  # what happened, and the figures (may be empty)
@@ -61,7 +60,7 @@ def _sender(address: str | None) -> str:
 
 
 def _budget(data: Data) -> Headline:
-    decimals = _decimals(data["monthly_budget"])
+    decimals = _decimals(data["monthly_budget"], data["currency"])
     limit = format_picos(data["monthly_budget"] * PICOS_PER_MICRO, data["currency"], decimals)
     spent = format_picos(data["spent_picos"], data["currency"], decimals)
     return _reached(data, f"the budget of {data['month']}"), f"{spent} of {limit}"
@@ -124,9 +123,9 @@ _HEADLINES: dict[str, Callable[[Data], Headline]] = {
 }
 
 
-def _decimals(micros: int) -> int:
-    """Return the number of decimals to show: 2, or 6 if the amount is not a whole number of cents."""
-    return 6 if micros % MICROS_PER_CENT else 2
+def _decimals(micros: int, currency: str) -> int:
+    """Return the number of decimals to show: those of `currency`, or 6 if the amount is not a whole number of its coins."""
+    return 6 if micros != payable_micros(micros, currency) else minor_unit_decimals(currency)
 
 
 def _label(name: str) -> str:
@@ -140,7 +139,7 @@ def _fact(name: str, value: object, data: Data) -> str:
     if isinstance(value, int) and name.endswith("_picos"):
         return format_picos(value, currency)
     if isinstance(value, int) and name == "monthly_budget":
-        return format_picos(value * PICOS_PER_MICRO, currency, _decimals(value))
+        return format_picos(value * PICOS_PER_MICRO, currency, _decimals(value, currency))
     if isinstance(value, int) and name.endswith("_micros"):
         return _payment(value, data)
     return str(value)
