@@ -79,7 +79,8 @@ class Members:
         temporary: bool = False,
         in_transaction: Callable[[AsyncConnection, Member], Awaitable[None]] | None = None,
     ) -> Member:
-        """Create a member; `in_transaction` runs in the same transaction. Raises NameTaken and InvalidValue.
+        """Create a member; `in_transaction` runs in the same transaction, before the audit entry, whose lock comes last. Raises
+        NameTaken and InvalidValue.
 
         A `temporary` password is known to somebody else, so the member must change it at the first sign-in.
         """
@@ -97,10 +98,10 @@ class Members:
             async with self._db.writing() as connection:
                 secrets = {"password_hash": password_hash, "password_temporary": temporary}
                 await connection.execute(insert(members).values(**secrets, **row))
-                facts = audit.recorded_fields(member, "id", "created_at")
-                await audit.record(connection, self._clock, "member.create", "member", member.id, after=facts)
                 if in_transaction is not None:
                     await in_transaction(connection, member)
+                facts = audit.recorded_fields(member, "id", "created_at")
+                await audit.record(connection, self._clock, "member.create", "member", member.id, after=facts)
         except IntegrityError as error:
             raise NameTaken(f"there is a member {member.email} already", param="email") from error
         return member

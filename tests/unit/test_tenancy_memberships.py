@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import select, update
 
 from appliance.base.acting import SYSTEM
 from appliance.base.db import Database
 from appliance.base.errors import InvalidCredentials, InvalidValue, LastOwner, NameTaken, NotFound, RoleNotAllowed
-from appliance.base.tables import audit_log, sessions
+from appliance.base.tables import audit_log, sessions, tenants
+from appliance.tenancy import audit
 from appliance.tenancy import memberships as memberships_module
 from appliance.tenancy.access import WHOLE_APPLIANCE, Access
 from appliance.tenancy.members import Members
@@ -19,6 +20,8 @@ from appliance.tenancy.roles import Role, TenantRole
 from appliance.tenancy.sessions import Sessions
 from tests.support.cast import ALICE_PASSWORD, Cast
 from tests.support.clock import FakeClock
+from tests.support.databases import transaction_is_blocked
+from tests.support.ledgers import poll_until
 
 DORA = "dora@example.com"
 
@@ -44,6 +47,19 @@ async def test_a_new_member_is_invited_with_a_valid_password(people: Members, me
     access = await memberships.access(member, SYSTEM)
     assert not access.sees_all
     assert access.tenants == {cast.bob.tenant.id: TenantRole.DEVELOPER}
+
+
+async def test_a_new_member_is_invited_while_a_new_name_of_the_tenant_is_being_recorded(
+    people: Members, memberships: Memberships, cast: Cast, clock: FakeClock, database: Database, database_url: str
+) -> None:
+    async with database.writing() as connection:
+        await connection.execute(update(tenants).where(tenants.c.id == cast.bob.tenant.id).values(name="renamed"))
+        invitation = memberships.invite(people, cast.bob.tenant.id, DORA, "developer", access=WHOLE_APPLIANCE)
+        inviting = asyncio.create_task(invitation)
+        await poll_until(lambda: database.kind == "sqlite" or transaction_is_blocked(database_url))
+        await audit.record(connection, clock, "tenant.update", "tenant", cast.bob.tenant.id)
+    membership, _password = await inviting
+    assert membership.email == DORA
 
 
 async def test_an_existing_member_is_added_and_keeps_the_password(
