@@ -264,7 +264,6 @@ class Appliance:
             log.warning("records of an earlier run written from the journal to the tables", count=missing)
 
     async def _start_parts(self, services: Services) -> None:
-        self._gpu.open()
         await services.sampler.start()
         services.metrics.attach(lambda: services.sampler.latest)
         engines = [model.engine for model in services.models.list()]

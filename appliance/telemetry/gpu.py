@@ -30,22 +30,12 @@ class GpuProbe:
 
     def __init__(self) -> None:
         self.error: str | None = NO_GPU
-        self._open = False
+        self._is_open: bool | None = None  # None before the first reading
         self._in_use = Lock()
-
-    def open(self) -> None:
-        """Initialise NVML. A missing library or driver is no failure: it means a machine without a GPU."""
-        try:
-            pynvml.nvmlInit()
-        except pynvml.NVMLError as error:
-            self.error = _error_text(error)
-            return
-        self._open = True
-        self.error = None
 
     def close(self) -> None:
         """Shut NVML down, unless another thread reads: a driver that does not answer would not answer to this either."""
-        was_open, self._open = self._open, False
+        was_open, self._is_open = self._is_open, False
         if was_open and self._in_use.acquire(blocking=False):
             try:
                 pynvml.nvmlShutdown()
@@ -53,9 +43,11 @@ class GpuProbe:
                 self._in_use.release()
 
     def read(self) -> list[GpuReading]:
-        """Return one reading per GPU. If one GPU fails, return an empty list and set `error`."""
+        """Return one reading per GPU. If one GPU fails, return an empty list and set `error`. Initialises NVML at first."""
         with self._in_use:
-            if not self._open:
+            if self._is_open is None:
+                self._is_open = self._initialise()
+            if not self._is_open:
                 return []
             try:
                 readings = [_read(index) for index in range(pynvml.nvmlDeviceGetCount())]
@@ -64,6 +56,15 @@ class GpuProbe:
                 return []
         self.error = None if readings else NO_GPU
         return readings
+
+    def _initialise(self) -> bool:
+        """Return whether NVML can be used. A missing library or driver is no failure: it means a machine without a GPU."""
+        try:
+            pynvml.nvmlInit()
+        except pynvml.NVMLError as error:
+            self.error = _error_text(error)
+            return False
+        return True
 
 
 def _error_text(error: Any) -> str:

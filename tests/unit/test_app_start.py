@@ -12,7 +12,7 @@ from appliance import app
 from appliance.app import Appliance
 from appliance.base.database_claim import claim_database
 from appliance.base.settings import load_settings
-from appliance.telemetry.gpu import GpuProbe
+from appliance.telemetry.gpu import GpuProbe, GpuReading
 
 
 async def test_a_start_that_fails_after_the_sampler_ends_it_and_closes_the_gpus(
@@ -21,8 +21,9 @@ async def test_a_start_that_fails_after_the_sampler_ends_it_and_closes_the_gpus(
     done: list[str] = []
 
     class Probe(GpuProbe):
-        def open(self) -> None:
-            done.append("open")
+        def read(self) -> list[GpuReading]:
+            done.append("read")
+            return []
 
         def close(self) -> None:
             done.append("close")
@@ -42,5 +43,5 @@ async def test_a_start_that_fails_after_the_sampler_ends_it_and_closes_the_gpus(
         await Appliance(settings).start()
 
     assert "system sampler" not in running()
-    assert done == ["open", "close"]
+    assert (done[0], done[-1]) == ("read", "close")
     await (await claim_database(settings.database_url)).release()

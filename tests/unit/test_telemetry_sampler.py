@@ -158,7 +158,6 @@ def test_without_a_driver_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(pynvml, "nvmlInit", raise_library_not_found)
     probe = GpuProbe()
-    probe.open()
 
     assert probe.read() == []
     assert probe.error == "no NVIDIA GPU"
@@ -172,7 +171,6 @@ def test_a_lost_gpu_is_reported_as_an_error(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(pynvml, "nvmlShutdown", lambda: None)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", raise_gpu_is_lost)
     probe = GpuProbe()
-    probe.open()
 
     assert probe.read() == []
     assert "GPU cannot be read" in (probe.error or "")
@@ -191,7 +189,6 @@ def test_nvml_is_not_shut_down_while_it_is_read(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
     monkeypatch.setattr(pynvml, "nvmlShutdown", lambda: calls.append("shut down"))
     monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", close_meanwhile)
-    probe.open()
     probe.read()
 
     assert calls == ["read"]
@@ -199,16 +196,35 @@ def test_nvml_is_not_shut_down_while_it_is_read(monkeypatch: pytest.MonkeyPatch)
 
 def test_nvml_is_shut_down_once_and_not_read_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
+
+    def count() -> int:
+        calls.append("read")
+        return 0
+
     monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
     monkeypatch.setattr(pynvml, "nvmlShutdown", lambda: calls.append("shut down"))
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: calls.append("read"))
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", count)
     probe = GpuProbe()
-    probe.open()
+    probe.read()
     probe.close()
     probe.close()
     probe.read()
 
-    assert calls == ["shut down"]
+    assert calls == ["read", "shut down"]
+
+
+def test_nvml_is_opened_by_the_first_reading_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def raise_driver_not_loaded() -> None:
+        calls.append("open")
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", raise_driver_not_loaded)
+    probe = GpuProbe()
+
+    assert (probe.read(), probe.read()) == ([], [])
+    assert calls == ["open"]
 
 
 def test_values_that_a_gpu_does_not_report_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +244,6 @@ def test_values_that_a_gpu_does_not_report_are_none(monkeypatch: pytest.MonkeyPa
     for name, answer in answers.items():
         monkeypatch.setattr(pynvml, name, answer)
     probe = GpuProbe()
-    probe.open()
     (reading,) = probe.read()
     assert (reading.name, reading.power_w, reading.utilization, reading.temperature_c) == ("Card", 250.0, None, None)
 
