@@ -226,8 +226,9 @@ async def _create_draft(client: AdminClient, tenant: Row, month: str, only: str 
 
 
 def _why_nothing(verb: str, month: str, skipped: Counter[str]) -> str:
-    """Return why nothing was done for any tenant: `Nothing to close for 2026-10: 3 already closed.`"""
-    reasons = [f"{skipped[code]} {_SKIPPED[code]}" for code in _SKIPPED if skipped[code]]
+    """Return why nothing was done for any tenant: `Nothing to close for 2026-10: 3 tenants already closed.`"""
+    counts = {code: skipped[code] for code in _SKIPPED if skipped[code]}
+    reasons = [f"{count} {'tenant' if count == 1 else 'tenants'} {_SKIPPED[code]}" for code, count in counts.items()]
     return f"Nothing to {verb} for {month}: {', '.join(reasons) or 'there are no tenants'}."
 
 

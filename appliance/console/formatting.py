@@ -158,9 +158,8 @@ def exact_time(moment: datetime | None, calendar: BillingCalendar = _UTC) -> str
     text = f"{utc:{_DAY} {_TIME_OF_DAY}} UTC"
     if calendar.time_zone == "UTC":
         return text
-    local_format = _TIME_OF_DAY if local.date() == utc.date() else f"{_DAY} {_TIME_OF_DAY}"
-    local_text = f"({local:{local_format}} {calendar.time_zone})"
-    return f"{text} {local_text.replace(' ', _NO_BREAK)}"
+    local_format = _TIME_OF_DAY if local.date() == utc.date() else f"{_DAY}{_NO_BREAK}{_TIME_OF_DAY}"
+    return f"{text} ({local:{local_format}} {calendar.time_zone})"
 
 
 def ago(moment: datetime | None, now: datetime, calendar: BillingCalendar = _UTC) -> Markup:

@@ -48,7 +48,7 @@ class ApplianceRecords:
             statement = upsert_for(connection.dialect.name, appliance_records, ["name"], list(columns))
             await connection.execute(statement.values(name=name, **columns))
             old = {} if before is None else before.value
-            await audit.record(connection, self._clock, f"{name}.change", "box", name, before=old, after=value)
+            await audit.record(connection, self._clock, f"{name}.change", "appliance", name, before=old, after=value)
         return ApplianceRecord(value, now)
 
 

@@ -97,9 +97,17 @@ class Site:
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def site(migrated_sqlite_file: Path, tmp_path: Path, chromium: Browser) -> AsyncIterator[Site]:
-    """A served console that samples several times a second. Fails if the browser has reported warnings or errors."""
-    async with open_console(migrated_sqlite_file, tmp_path, SystemClock(), interval_s=SAMPLE_INTERVAL_S) as console:
+async def site(
+    migrated_sqlite_file: Path, tmp_path: Path, chromium: Browser, request: pytest.FixtureRequest
+) -> AsyncIterator[Site]:
+    """A served console that samples several times a second. Fails if the browser has reported warnings or errors.
+
+    The parameter, if there is one, is the billing time zone.
+    """
+    zone: str = getattr(request, "param", "UTC")
+    async with open_console(
+        migrated_sqlite_file, tmp_path, SystemClock(), interval_s=SAMPLE_INTERVAL_S, time_zone=zone
+    ) as console:
         listener = socket.create_server(("127.0.0.1", 0))
         config = uvicorn.Config(console.app, log_level="warning", ws="none", lifespan="off", timeout_graceful_shutdown=1)
         server = uvicorn.Server(config)

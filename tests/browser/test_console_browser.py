@@ -90,6 +90,20 @@ async def test_an_invalid_field_of_a_page_is_focused_and_visible(site: Site, scr
     site.complaints.clear()  # Chromium reports every answer of 4xx to its console
 
 
+@pytest.mark.parametrize("scripts", [True, False])
+async def test_an_alert_target_without_events_is_refused_with_the_focus_on_the_events(site: Site, scripts: bool) -> None:
+    page = await site.alice(java_script_enabled=scripts)
+    await page.goto("/alerts")
+    await page.get_by_role("link", name="Add alert target").click()
+    await page.get_by_label("Address").fill("https://example.com/")
+    for event in await page.get_by_role("checkbox").all():
+        await event.uncheck()
+    await page.get_by_role("button", name="Add", exact=True).click()
+
+    await expect(page.get_by_role("group", name="Events")).to_be_focused()
+    site.complaints.clear()  # Chromium reports every answer of 4xx to its console
+
+
 async def test_escape_closes_the_dialog_and_restores_the_focus(site: Site) -> None:
     page = await site.alice()
     await page.goto("/tenants")

@@ -109,12 +109,12 @@ def test_a_month_with_nothing_to_close_prints_why_and_logs_nothing(gatehouse: Ru
     before = entries()
     status, answer, note = gatehouse("invoices", "draft", "--month", "2025-12", "--all")
     assert (status, answer, entries()) == (0, {"data": []}, before)
-    assert note == "Nothing to draft for 2025-12: 3 with nothing to bill.\n"
+    assert note == "Nothing to draft for 2025-12: 3 tenants with nothing to bill.\n"
 
     gatehouse("invoices", "close", "--month", "2026-01", "--all")
     before = entries()
     assert gatehouse("invoices", "close", "--month", "2026-01", "--all")[2] == (
-        "Nothing to close for 2026-01: 1 already closed, 2 with nothing to bill.\n"
+        "Nothing to close for 2026-01: 1 tenant already closed, 2 tenants with nothing to bill.\n"
     )
     assert entries() == before
 

@@ -86,6 +86,11 @@ async def test_no_password_is_sent_back(console: ConsoleApp) -> None:
     assert NEW not in answer.text
 
 
+async def test_password_managers_find_the_account_beside_the_new_password(console: ConsoleApp) -> None:
+    page = (await (await console.alice()).get("/account")).text
+    assert '<input name="username" value="alice@example.com" autocomplete="username" readonly hidden>' in page
+
+
 async def test_guessing_the_password_in_a_stolen_session_is_slowed_down(console: ConsoleApp) -> None:
     alice = await console.alice()
     for _ in range(PER_ACCOUNT.burst):

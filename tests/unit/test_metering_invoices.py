@@ -586,6 +586,7 @@ async def test_allowances_the_seller_and_closing_are_in_the_audit_log(books: Boo
         rows = (await connection.execute(select(audit_log).order_by(audit_log.c.id))).mappings().all()
     ours = [row for row in rows if row["actor_name"] == "alice@example.com"]
     assert [row["action"] for row in ours] == ["allowance.set", "seller.change", "invoice.draft", "invoice.close"]
+    assert [row["target_kind"] for row in ours] == ["tenant", "appliance", "invoice", "invoice"]
     assert '"number":"2026-0001"' in ours[-1]["after"].replace(" ", "")
 
 

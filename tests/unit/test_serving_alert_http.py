@@ -50,7 +50,7 @@ def names(**addresses: str | list[str]) -> Any:
         except ValueError:
             found = addresses.get(host.replace(".", "_"), [])
         if not found:
-            raise OSError(f"nobody knows {host}:{port}")
+            raise OSError(-2, f"nobody knows {host}:{port}")
         return [ipaddress.ip_address(address) for address in ([found] if isinstance(found, str) else found)]
 
     return resolve
@@ -191,6 +191,7 @@ async def test_a_closed_port_is_a_failure(send: Sending) -> None:
 async def test_an_unknown_host_name_is_a_failure(send: Sending) -> None:
     failure = await refused(send("https://nowhere.example.com/"))
     assert failure.reason == "name"
+    assert str(failure) == "the name nowhere.example.com cannot be resolved: nobody knows nowhere.example.com:443"
 
 
 async def test_the_system_resolver_is_used_by_default(send: Sending) -> None:

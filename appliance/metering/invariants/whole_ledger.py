@@ -92,7 +92,7 @@ async def _check_postings(connection: AsyncConnection) -> Finding:
         return Finding("postings", "broken", f"{events} events have the postings {first} to {last}")
     if counter != events:
         return Finding("postings", "broken", f"{events} events have postings, but the counter is at {counter}")
-    return Finding("postings", "holds", f"1 to {events} without a gap")
+    return Finding("postings", "holds", f"{events} events, numbered without a gap")
 
 
 async def _check_rollups(connection: AsyncConnection, kind: str, calendar: BillingCalendar) -> Finding:

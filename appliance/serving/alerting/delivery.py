@@ -51,7 +51,7 @@ class SendFailed(Exception):
 
 def one_line(error: Exception, chars_max: int) -> str:
     """Return the message of `error`, or its type if it has none, as one printable line of at most `chars_max` characters."""
-    text = str(error) or type(error).__name__
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__  # without the number of an OSError
     return "".join(character if character.isprintable() else " " for character in text)[:chars_max]
 
 
