@@ -4,7 +4,8 @@ A kernel that has not run on this kind of card may make an illegal access, which
 Before such an alternative (`kernels.alternatives`) runs, a mark is written beside the decisions between kernels. It is removed
 when all that the alternative launched has ended. A mark that is left refuses the alternative at later starts:
 
-with a fault       which the process that wrote it saw: at once, for every model on this kind of card
+with a fault       which the process that wrote it saw: at once, for every model on this kind of card that has not decided for
+                   the alternative before
 without one        if there are DEATHS_MAX of them, for the same model and options: the process was ended while the alternative
                    ran, which may have another cause, such as an operator
 
