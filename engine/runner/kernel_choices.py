@@ -154,7 +154,7 @@ class KernelChoices:
         self.chosen, self._are_stored = found, True
 
     def _store(self, path: Path) -> None:
-        """Whole or not at all, and only if no other start has done so."""
+        """Whole or not at all, and only if no other start has done so, as far as the file system can tell."""
         unfinished = path.with_suffix(f".{secrets.token_hex(8)}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -163,6 +163,8 @@ class KernelChoices:
                 os.link(unfinished, path)
             except FileExistsError:
                 self._read(path)
+            except OSError:  # the file system may have no links
+                unfinished.replace(path)
         except OSError as error:
             log.warning("the next start times kernels again: %s cannot be written: %s", path, error)
         finally:

@@ -4,7 +4,8 @@ A kernel that has not run on this kind of card may make an illegal access, which
 Before such an alternative (`kernels.alternatives`) runs, a mark is written beside the decisions between kernels. It is removed
 when all that the alternative launched has ended. A mark that is left refuses the alternative at later starts:
 
-with a fault       which the process that wrote it saw: at once, for every model on this kind of card
+with a fault       which the process that wrote it saw: at once, for every model on this kind of card that has not decided for
+                   the alternative before
 without one        if there are DEATHS_MAX of them, for the same model and options: the process was ended while the alternative
                    ran, which may have another cause, such as an operator
 
@@ -21,7 +22,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,7 +118,8 @@ class KernelTrials:
             if files and (isinstance(error, DeviceHangs) or is_lost(self._device)):
                 fault = f"the GPU failed: {type(error).__name__}: {first_line(error)}"
                 for descriptor, (choice, name) in zip(files.values(), unproven, strict=True):
-                    _record(descriptor, Mark(start=self._start, choice=choice.name, alternative=name, fault=fault))
+                    with suppress(OSError):  # the mark without a fault is left
+                        _record(descriptor, Mark(start=self._start, choice=choice.name, alternative=name, fault=fault))
                     os.close(descriptor)
                 listed = ", ".join(f"{choice.name} by {name}" for choice, name in unproven)
                 raise KernelFault(f"{listed}: {fault}; a new process serves without this kernel") from error
@@ -175,10 +177,11 @@ def _left_marks(folder: Path) -> Iterator[tuple[Path, Mark]]:
         try:
             with path.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                if content := file.read():
+                content = file.read()
+                if content and os.fstat(file.fileno()).st_nlink:
                     yield path, msgspec.json.decode(content, type=Mark)
-        except BlockingIOError:
-            continue  # of a process that lives
+        except (BlockingIOError, FileNotFoundError):
+            continue  # of a process that lives, which may remove it meanwhile
         except (OSError, msgspec.MsgspecError) as error:
             log.warning("a mark of kernels on trial is ignored: %s cannot be read: %s", path, error)
 

@@ -71,6 +71,7 @@ def _load_encoder(options: EngineOptions, device: torch.device) -> TextModel:
 
 
 def _load_decoder(options: EngineOptions, device: torch.device) -> TextModel:
+    ops.put_in_force(ops.oldest_alternatives())  # no steps by which kernels could be timed, and no marks for new ones
     config = load_embedder_config(options.model)
     dtype = resolve_dtype(options.dtype, config.torch_dtype, device)
     max_len = _max_len(options, config.max_position_len)

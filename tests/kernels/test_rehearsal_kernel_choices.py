@@ -15,9 +15,11 @@ import pytest
 import torch
 
 from engine.loop import Engine
+from engine.options import EngineOptions
 from engine.protocol import EngineInfo
 from engine.runner import kernel_timing
 from engine.runner.kernel_trials import KernelFault
+from engine.runner.text_models import load_text_model
 from engine.switches import GRAPHS, MEASURED_KERNELS
 from kernels.alternatives import (
     CHOICES,
@@ -330,3 +332,9 @@ def test_nothing_is_timed_or_read(
         engine = engine_of(llama, **options)
     assert engine.info.kernel_choices == []
     assert in_force() == serving
+
+
+def test_a_model_for_embeddings_serves_by_the_oldest_kernels(llama: Path) -> None:
+    with rehearsal(), replace_triton_operations():
+        load_text_model(EngineOptions(model=llama, device="cuda", dtype="float16", threads=1))
+    assert in_force() == [choice.oldest for choice in CHOICES]

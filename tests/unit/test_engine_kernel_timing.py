@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -201,6 +202,13 @@ def test_of_two_first_starts_the_first_that_has_decided_decides_for_both(tmp_pat
     second.decide(Later())  # type: ignore[arg-type]
     assert second.chosen == [BY_TILES]
     assert CHOICE.serving(GEMV, TILES) == TILES
+    assert os.listdir(tmp_path) == ["choices.json"]
+
+
+def test_a_decision_is_kept_on_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "link", mock.Mock(side_effect=PermissionError("operation not permitted")))
+    decide(choices_in(tmp_path / "choices.json"))
+    assert choices_in(tmp_path / "choices.json").chosen == [BY_TILES]
     assert os.listdir(tmp_path) == ["choices.json"]
 
 

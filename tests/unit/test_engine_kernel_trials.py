@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -197,6 +198,40 @@ def test_nothing_runs_where_it_cannot_be_marked(tmp_path: Path) -> None:
         trials_in(tmp_path / "file" / "trials").running((CHOICE, HOPPER)),
     ):
         pytest.fail("it runs")
+
+
+def removed_by_another(path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Let the process that wrote this mark remove it just before another one calls a function of `kernel_trials`."""
+    module, function = getattr(kernel_trials, name.partition(".")[0]), name.partition(".")[2]
+    called = getattr(module, function)
+
+    def after_removal(*args: Any, **options: Any) -> Any:
+        path.unlink(missing_ok=True)
+        return called(*args, **options)
+
+    monkeypatch.setattr(module, function, after_removal)
+
+
+@pytest.mark.parametrize("name", ["Path.open", "fcntl.flock"])
+def test_a_mark_that_is_removed_while_it_is_read_is_none(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    killed(tmp_path, HOPPER)
+    removed_by_another(marks(tmp_path)[0], monkeypatch, name)
+    assert not trials_in(tmp_path).has_left((CHOICE, HOPPER))
+    assert caplog.records == []
+
+
+@pytest.mark.usefixtures("lost")
+def test_a_fault_that_cannot_be_written_still_ends_the_process_and_leaves_the_mark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = mock.Mock(side_effect=[None, None, None, OSError("no space left"), OSError("no space left")])
+    monkeypatch.setattr(os, "fsync", full)  # of two marks and their folder, then of two faults
+    with pytest.raises(KernelFault, match="illegal access"), trials_in(tmp_path).running((CHOICE, HOPPER), (CHOICE, GEMV)):
+        raise RuntimeError("illegal access")
+    assert trials_in(tmp_path).has_left((CHOICE, HOPPER))
+    assert trials_in(tmp_path).has_left((CHOICE, GEMV))
 
 
 def test_a_mark_that_cannot_be_read_is_told_and_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
