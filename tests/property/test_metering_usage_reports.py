@@ -19,7 +19,7 @@ from appliance.base.tables import usage_events
 from appliance.metering import usage
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rollups
-from appliance.metering.ledger.records import UsageEvent
+from appliance.metering.ledger.records import BILLED, UsageEvent
 from appliance.metering.usage import GROUPS, UsageFilter, UsageReports
 from appliance.tenancy.access import WHOLE_APPLIANCE, Access
 from appliance.tenancy.keys import Keys
@@ -206,6 +206,21 @@ async def test_totals_equal_the_plain_sums_of_the_period(database: Database, eve
     assert {(row.tenant_id, row.currency): row.cost_picos for row in rows} == expected
     assert {(row.start, row.end) for row in rows} == {(start, end)}
     assert await reports.totals(start, end, ["tenant"], rows_max=2, access=WHOLE_APPLIANCE) == rows[:2]
+
+
+@pytest.mark.parametrize("zone", ["Pacific/Kiritimati", "America/St_Johns"])
+async def test_a_report_counts_each_event_once_after_a_change_of_the_time_zone(
+    database: Database, events: list[UsageEvent], zone: str
+) -> None:
+    calendar, start = BillingCalendar(zone), START - timedelta(days=1, hours=5)
+    assert await rollups.align_days(database, calendar)
+    reports = UsageReports(database, calendar=calendar)
+    for end in (START + timedelta(hours=hours) for hours in range(-12, 40, 3)):
+        inside = [event.cost_picos for event in events if start <= event.admitted_at < end and event.status in BILLED]
+        rows = await reports.usage(start, end, "day", access=WHOLE_APPLIANCE)
+        assert sum(row.cost_picos for row in rows) == sum(inside)
+    async with database.reading() as connection:
+        assert await rollups.mismatched_levels(connection, database.kind, calendar) == []
 
 
 @pytest.mark.parametrize(

@@ -326,7 +326,7 @@ async def test_the_upgraded_database_can_be_used_at_once(filled_url: str) -> Non
         )
         found = [(row.tenant_id, row.requests, row.completion_tokens) for row in rows]
         assert found == [("tn_bob", 1, 7), ("tn_bob", 1, 7), ("tn_charlie", 1, 7)]
-        # The first version knew days of UTC alone; those events keep their day, and the sums move to where it begins elsewhere.
+        # The first version knew days of UTC alone; elsewhere a day begins at another hour.
         assert await rollups.align_days(database, BillingCalendar("Europe/Berlin"))
         assert not await rollups.align_days(database, BillingCalendar("Europe/Berlin"))
     findings = await check_ledger(filled_url, running=False, time_zone="Europe/Berlin")

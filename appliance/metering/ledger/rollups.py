@@ -1,17 +1,19 @@
 """Rollups: sums of billed events by minute, hour and day, updated in the settling transaction and rebuilt on demand.
 
-    minute, hour   of UTC, by the time of admission
-    day            of the billing time zone, by the event's billing day; `start_at` is the beginning of that day
+    minute, hour   of UTC
+    day            of the billing time zone
 
-Voided and pending events are in no sum; an adjustment adds its signed counts and no request. At each level an event is added to
-one row of its owner (tenant, key, model, currency) and to one row of the whole appliance (model, currency). The latter have a
-table of their own and are the sums of the owners' rows. Knows no reports.
+All three go by the time of admission. So a report may add whole days to minutes and single events at its ends, also after the
+time zone was changed, when events keep the billing day that they had. Voided and pending events are in no sum; an adjustment
+adds its signed counts and no request. At each level an event is added to one row of its owner (tenant, key, model, currency)
+and to one row of the whole appliance (model, currency). The latter have a table of their own and are the sums of the owners'
+rows. Knows no reports.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import date, datetime
+from datetime import datetime
 from operator import add as add_integers
 from typing import Any
 
@@ -96,11 +98,11 @@ def sum_rows(events: Iterable[UsageEvent], calendar: BillingCalendar) -> list[di
     for event in events:
         if event.status in BILLED:
             minute = event.admitted_at.replace(second=0, microsecond=0)
-            key = (minute, event.billing_day, event.tenant_id, event.key_id, event.model, event.currency)
+            key = (minute, event.tenant_id, event.key_id, event.model, event.currency)
             _add_to(by_minute, key, _counts(event))
     sums: dict[tuple[Any, ...], list[int]] = {}
-    for (minute, day, *owner), counts in by_minute.items():
-        for bucket, start_at in _bucket_starts(minute, day, calendar):
+    for (minute, *owner), counts in by_minute.items():
+        for bucket, start_at in _bucket_starts(minute, calendar):
             _add_to(sums, (bucket, start_at, *owner), counts)
     return [dict(zip((*KEYS, *COUNTS), (*key, *row), strict=True)) for key, row in sums.items()]
 
@@ -228,9 +230,18 @@ def _comparable(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 async def _days(connection: AsyncConnection, calendar: BillingCalendar) -> list[dict[str, Any]]:
-    found = (await connection.execute(_summed(DAY, usage_events.c.billing_day))).mappings().all()
-    starts: dict[date, datetime] = {on: calendar.day_start(on) for on in {row["start_at"] for row in found}}
-    return [{**row, "start_at": starts[row["start_at"]], **{name: int(row[name]) for name in COUNTS}} for row in found]
+    """Return the owners' rows by day, from the events. Only Python knows time zones, so each day is a query of its own."""
+    admitted_at = usage_events.c.admitted_at
+    first = select(func.min(admitted_at))
+    rows: list[dict[str, Any]] = []
+    moment = (await connection.execute(first)).scalar_one()
+    while moment is not None:
+        start, end = calendar.day_start(moment), calendar.next_day_start(moment)
+        of_day = _summed(DAY, literal(start, UtcDateTime())).where(admitted_at >= start, admitted_at < end)
+        found = (await connection.execute(of_day)).mappings().all()
+        rows += [{**row, **{name: int(row[name]) for name in COUNTS}} for row in found]
+        moment = (await connection.execute(first.where(admitted_at >= end))).scalar_one()
+    return rows
 
 
 async def _insert_days(connection: AsyncConnection, calendar: BillingCalendar) -> None:
@@ -244,8 +255,8 @@ async def _insert_over_tenants(connection: AsyncConnection, levels: Iterable[str
         await connection.execute(insert(usage_appliance_rollups).from_select([*KEYS_OVER_TENANTS, *COUNTS], query))
 
 
-def _bucket_starts(minute: datetime, day: date, calendar: BillingCalendar) -> Sequence[tuple[str, datetime]]:
-    return ((MINUTE, minute), (HOUR, minute.replace(minute=0)), (DAY, calendar.day_start(day)))
+def _bucket_starts(minute: datetime, calendar: BillingCalendar) -> Sequence[tuple[str, datetime]]:
+    return ((MINUTE, minute), (HOUR, minute.replace(minute=0)), (DAY, calendar.day_start(minute)))
 
 
 def _owner_columns() -> list[ColumnElement[Any]]:
