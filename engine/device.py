@@ -19,13 +19,16 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` is the first GPU if torch sees one, else the CPU; `cuda` without a usable GPU is an error."""
+    """`auto` is the first GPU if torch sees one, else the CPU; `cuda` without a usable GPU is an error. For `cpu` the driver is
+    not asked, so that models run on the CPU of a machine whose driver hangs."""
+    if name == "cpu":
+        return torch.device("cpu")
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
         raise EngineConfigError("device", f"is cuda, but torch finds no usable NVIDIA GPU here; use cpu or auto. {_no_gpu()}")
-    if name == "auto" and not available and DRIVER.exists():
+    if not available and DRIVER.exists():
         log.warning("serving on the CPU although an NVIDIA driver is installed: torch finds no usable GPU. %s", _no_gpu())
-    return torch.device("cuda", 0) if name == "cuda" or (name == "auto" and available) else torch.device("cpu")
+    return torch.device("cuda", 0) if available else torch.device("cpu")
 
 
 def _no_gpu() -> str:

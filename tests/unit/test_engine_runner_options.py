@@ -88,6 +88,11 @@ def test_the_reason_why_torch_cannot_use_a_gpu_is_reported(
     assert re.search(f"serving on the CPU although an NVIDIA driver is installed: .* {reason}$", caplog.text.strip())
 
 
+def test_a_driver_that_hangs_does_not_hold_up_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("the driver was asked"))
+    assert resolve_device("cpu").type == "cpu"
+
+
 def test_page_locked_memory_is_counted_as_the_next_power_of_two(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(main_memory, "main_memory_bytes", lambda: 100 << 30)
     options = EngineOptions(model=model, swap_space=65.0)
