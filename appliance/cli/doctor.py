@@ -328,20 +328,22 @@ def _switches(settings: Settings) -> list[Check]:
 
 
 def _gpu(settings: Settings, gpu: VisibleGpu | None, no_gpu_reason: str) -> list[Check]:
-    from engine.visible_gpu import NO_GPU
+    from engine.visible_gpu import NO_ANSWER, NO_GPU
 
     devices = {settings.for_model(model).device for model in settings.models} or {settings.device}
     if gpu is not None:
         found = f"{gpu.name} ({gpu.memory_bytes // MIB} MiB)"
         return [Check("gpu", "ok", found), *([] if devices == {"cpu"} else _toolchain())]
-    if "cuda" in devices:
+    if "cuda" in devices or (no_gpu_reason.startswith(NO_ANSWER) and devices != {"cpu"}):
         return [Check("gpu", "wrong", no_gpu_reason, _no_gpu_advice(no_gpu_reason))]
     return [Check("gpu", "ok" if no_gpu_reason == NO_GPU else "note", f"{no_gpu_reason}: models run on the CPU")]
 
 
 def _no_gpu_advice(reason: str) -> str:
-    from engine.visible_gpu import NO_GPU
+    from engine.visible_gpu import NO_ANSWER, NO_GPU
 
+    if reason.startswith(NO_ANSWER):
+        return "look at the kernel's log (dmesg) and restart this machine, or start with --device cpu"
     if reason != NO_GPU and "CUDA_VISIBLE_DEVICES" in os.environ:
         return "correct or unset CUDA_VISIBLE_DEVICES, or omit --device"
     return "install the NVIDIA driver, or omit --device"

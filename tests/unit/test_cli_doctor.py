@@ -15,7 +15,7 @@ from appliance.cli import model_check
 from appliance.cli.main import main
 from appliance.serving.model_builder import DEMO_MODEL
 from engine import visible_gpu
-from engine.visible_gpu import NO_GPU, VisibleGpu
+from engine.visible_gpu import NO_ANSWER, NO_GPU, VisibleGpu
 from tests.support.published_configs import LLAMA_8B
 from tests.support.typed_commands import CommandResult
 
@@ -132,6 +132,16 @@ def test_a_machine_without_a_gpu_is_no_fault(doctor: Any, monkeypatch: pytest.Mo
     monkeypatch.setattr(visible_gpu, "first_visible_gpu", lambda: (None, NO_GPU))
     row = doctor("")["gpu"]
     assert (row["state"], row["found"]) == ("ok", "no NVIDIA GPU: models run on the CPU")
+
+
+@pytest.mark.parametrize(("device", "state"), [("auto", "wrong"), ("cuda", "wrong"), ("cpu", "note")])
+def test_a_driver_that_hangs_is_a_fault_unless_all_models_run_on_the_cpu(
+    device: str, state: str, doctor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(visible_gpu, "first_visible_gpu", lambda: (None, f"{NO_ANSWER} within 30 s"))
+    row = doctor(f"device = '{device}'")["gpu"]
+    assert (row["state"], row["found"].partition(":")[0]) == (state, "the NVIDIA driver does not answer within 30 s")
+    assert ("restart this machine" in row["advice"]) == (state == "wrong")
 
 
 @pytest.mark.parametrize("in_model_table", [False, True])
