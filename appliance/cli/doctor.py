@@ -176,6 +176,9 @@ def _database(settings: Settings) -> list[Check]:
         return [
             Check("database", "wrong", f"{kind} with encoding {encoding}: names with other characters cannot be stored", advice)
         ]
+    if current is not None and not migrations.is_known(current):
+        advice = "start the newer version that migrated it, or restore a backup"
+        return [Check("database", "wrong", f"{kind}, at revision {current}, which this version does not know", advice)]
     if current != head:
         where = f"at revision {current}" if current else "no tables yet"
         return [Check("database", "note", f"{kind}, {where}", "the next start upgrades it")]
