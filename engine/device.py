@@ -25,7 +25,8 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cpu")
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
-        raise EngineConfigError("device", f"is cuda, but torch finds no usable NVIDIA GPU here; use cpu or auto. {_no_gpu()}")
+        advice = "use cpu, or auto, which stays on the GPU once it has served there"
+        raise EngineConfigError("device", f"is cuda, but torch finds no usable NVIDIA GPU here; {advice}. {_no_gpu()}")
     if not available and DRIVER.exists():
         log.warning("serving on the CPU although an NVIDIA driver is installed: torch finds no usable GPU. %s", _no_gpu())
     return torch.device("cuda", 0) if available else torch.device("cpu")
