@@ -137,12 +137,14 @@ def _readiness(url: str) -> list[Check]:
 
     try:
         answer = httpx.get(f"{url}/health/ready", timeout=10, trust_env=False)
-        parts = answer.json().get("parts", {})
+        parts, notes = (answer.json().get(name, {}) for name in ("parts", "notes"))
     except (httpx.HTTPError, ValueError) as error:
         return [Check("ready", "wrong", f"the appliance does not respond: {error}", "look at its log; restart it")]
     bad = {name: state for name, state in parts.items() if state != "ok"}
     if answer.is_success:
-        return [Check("ready", "ok", "all parts are ready")]
+        advice = "its reason is in the console and the log"
+        slow = [Check("ready", "note", f"{name} {note}", advice) for name, note in notes.items()]
+        return [Check("ready", "ok", "all parts are ready"), *slow]
     sentences = [state if name.startswith("engine ") else f"{name} {state}" for name, state in bad.items()]
     found = ", ".join(sentences) or f"status {answer.status_code}"
     return [Check("ready", "wrong", found, "wait if a model is loading, else look at the log")]

@@ -9,8 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from appliance.cli import doctor as doctor_command
 from appliance.cli import model_check
 from appliance.cli.main import main
 from appliance.serving.model_builder import DEMO_MODEL
@@ -142,6 +144,15 @@ def test_a_driver_that_hangs_is_a_fault_unless_all_models_run_on_the_cpu(
     row = doctor(f"device = '{device}'")["gpu"]
     assert (row["state"], row["found"].partition(":")[0]) == (state, "the NVIDIA driver does not answer within 30 s")
     assert ("restart this machine" in row["advice"]) == (state == "wrong")
+
+
+def test_an_engine_of_the_running_appliance_that_does_not_use_the_gpu_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = {"parts": {"gateway": "ok"}, "notes": {"engine demo": "serves on the CPU"}}
+    monkeypatch.setattr(httpx, "get", lambda *_, **__: httpx.Response(200, json=body))
+    assert [(check.state, check.found) for check in doctor_command._readiness("http://appliance")] == [
+        ("ok", "all parts are ready"),
+        ("note", "engine demo serves on the CPU"),
+    ]
 
 
 @pytest.mark.parametrize("in_model_table", [False, True])
