@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import os
 import socket
+import sys
 from collections import Counter
 from dataclasses import dataclass, replace
 
@@ -250,6 +251,11 @@ def make_event(
         index=index,
         error_param=error_param,
     )
+
+
+def command(fd: int, *options: str) -> list[str]:
+    """Return the command line that runs this module on an inherited socket."""
+    return [sys.executable, "-m", "tests.support.fake_engine", "--fd", str(fd), *options]
 
 
 def engine_info(seats: int = 64, device: str = "cpu") -> EngineInfo:

@@ -22,13 +22,9 @@ from appliance.serving.supervisor import Supervisor, engine_environment
 from engine.protocol import EngineFrame, GenerationRequest, SamplingParams
 from engine.switches import SWITCHES
 from tests.support.clock import FakeClock
-from tests.support.fake_engine import DIE, STALL
+from tests.support.fake_engine import DIE, STALL, command
 
 DEADLINE_S = 60.0
-
-
-def command(fd: int, *options: str) -> list[str]:
-    return [sys.executable, "-m", "tests.support.fake_engine", "--fd", str(fd), *options]
 
 
 def make_request(first_token: int) -> GenerationRequest:
