@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from engine.device import device_name, format_name
+from engine.device import device_name, format_name, unused_gpu
 from engine.environment import default_threads
 from engine.formats import UNQUANTISED
 from engine.grammar.compiler import GrammarCompiler
@@ -297,6 +297,7 @@ def _make_info(
         kv_scales=cached.runner.target.kv_scales,
         memory=resolved.forecast.parts(measured),
         memory_note=resolved.forecast.shortened_note(resolved.config, options),
+        device_note=unused_gpu(options.device, device),
         switched_off=switched_off(),
         kernel_choices=choices.chosen,
     )

@@ -19,13 +19,26 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` is the first GPU if torch sees one, else the CPU; `cuda` without a usable GPU is an error."""
+    """`auto` is the first GPU if torch sees one, else the CPU; `cuda` without a usable GPU is an error. For `cpu` the driver is
+    not asked, so that models run on the CPU of a machine whose driver hangs."""
+    if name == "cpu":
+        return torch.device("cpu")
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
-        raise EngineConfigError("device", f"is cuda, but torch finds no usable NVIDIA GPU here; use cpu or auto. {_no_gpu()}")
-    if name == "auto" and not available and DRIVER.exists():
-        log.warning("serving on the CPU although an NVIDIA driver is installed: torch finds no usable GPU. %s", _no_gpu())
-    return torch.device("cuda", 0) if name == "cuda" or (name == "auto" and available) else torch.device("cpu")
+        advice = "use cpu, or auto, which stays on the GPU once it has served there"
+        raise EngineConfigError("device", f"is cuda, but torch finds no usable NVIDIA GPU here; {advice}. {_no_gpu()}")
+    device = torch.device("cuda", 0) if available else torch.device("cpu")
+    note = unused_gpu(name, device)
+    if note is not None:
+        log.warning("serving on the CPU although an NVIDIA driver is installed: %s", note)
+    return device
+
+
+def unused_gpu(name: str, device: torch.device) -> str | None:
+    """Why `auto` is the CPU although NVIDIA's driver is loaded, in torch's words; None if it is not."""
+    if name != "auto" or device.type == "cuda" or not DRIVER.exists():
+        return None
+    return f"torch finds no usable GPU. {_no_gpu()}"
 
 
 def _no_gpu() -> str:

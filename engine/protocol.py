@@ -211,7 +211,7 @@ class KernelChoice:
 class EngineInfo:
     """Facts about a loaded model, sent once when the engine is ready. `quantization`: the form in which weights are kept, as in
     the option of that name, or none. `kv_scales` of keys and values in 8 bits: unit, or from the checkpoint. `switched_off`:
-    the variables of `engine.switches` that are set to 0."""
+    the variables of `engine.switches` that are set to 0. `device_note`: why an engine on the CPU uses no NVIDIA GPU."""
 
     model: str
     architecture: str
@@ -234,6 +234,7 @@ class EngineInfo:
     kv_scales: str = "none"
     memory: list[MemoryPart] = field(default_factory=list)
     memory_note: str | None = None
+    device_note: str | None = None
     switched_off: list[str] = field(default_factory=list)
     kernel_choices: list[KernelChoice] = field(default_factory=list)
 

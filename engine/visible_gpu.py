@@ -2,17 +2,25 @@
 
 An engine takes the first GPU that CUDA shows it. Which one that is depends on CUDA_VISIBLE_DEVICES (indexes, UUIDs, MIG
 instances, or none) and CUDA_DEVICE_ORDER; the driver applies both, so that nothing is parsed here. Asking creates no context
-and takes no memory of the GPU. Source of names and numbers: cuda.h.
+and takes no memory of the GPU. It is done in a process of its own, because a call of a driver that hangs cannot be ended in
+this one. Source of names and numbers: cuda.h.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
+import subprocess
+import sys
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 LIBRARY = "libcuda.so.1"
 NO_GPU = "no NVIDIA GPU"
+NO_ANSWER = "the NVIDIA driver does not answer"
+ANSWER_S_MAX = 30.0  # the driver initialises each GPU, which takes seconds where nothing keeps it initialised
+_EXIT_S_MAX = 1.0
 
 _FUNCTIONS = (
     "cuInit", "cuDeviceGet", "cuDeviceGetName", "cuDeviceTotalMem_v2", "cuDeviceGetAttribute", "cuGetErrorString",
@@ -39,8 +47,33 @@ class _DriverError(Exception):
         self.result = result
 
 
-def first_visible_gpu() -> tuple[VisibleGpu | None, str]:
-    """Return the GPU and an empty text, or None and why there is none."""
+def first_visible_gpu(answer_s_max: float = ANSWER_S_MAX) -> tuple[VisibleGpu | None, str]:
+    """Return the GPU and an empty text, or None and why there is none; `NO_ANSWER` and the limit if the driver hangs."""
+    process = subprocess.Popen(
+        [sys.executable, "-I", __file__], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    try:
+        answer, _ = process.communicate(timeout=answer_s_max)
+    except subprocess.TimeoutExpired:
+        _abandon(process)
+        return None, f"{NO_ANSWER} within {answer_s_max:g} s"
+    if process.returncode:
+        return None, f"the NVIDIA driver ended the process that asked it (exit status {process.returncode})"
+    gpu, reason = json.loads(answer.splitlines()[-1])
+    return gpu and VisibleGpu(gpu[0], gpu[1], tuple(gpu[2])), reason
+
+
+def _abandon(process: subprocess.Popen[str]) -> None:
+    """Kill `process` without waiting for its end: inside the kernel, a call that hangs cannot be interrupted."""
+    process.kill()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=_EXIT_S_MAX)
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+def ask_driver() -> tuple[VisibleGpu | None, str]:
+    """Return what `first_visible_gpu` does, asked in this process and for as long as the driver takes."""
     try:
         driver = ctypes.CDLL(LIBRARY)
     except OSError:
@@ -82,3 +115,7 @@ def _reason(driver: Any, result: int) -> str:
     text = ctypes.c_char_p()
     driver.cuGetErrorString(ctypes.c_int(result), ctypes.byref(text))
     return f"CUDA finds no usable GPU: {(text.value or b'unknown error').decode(errors='replace')} ({result})"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(ask_driver()))

@@ -16,6 +16,7 @@ from appliance.base.database_errors import as_outage
 from appliance.base.errors import GatehouseError, InternalError
 
 MEDIA_TYPE = "application/json"
+CHALLENGE = 'Bearer realm="gatehouse"'  # required of 401 (RFC 9110, 15.5.2); Bearer needs a parameter (RFC 6750, 3)
 
 # The `type` and `code` of errors that the framework itself raises, by status.
 _FRAMEWORK_ERRORS = {
@@ -62,7 +63,7 @@ def encode_error(error: GatehouseError) -> bytes:
 def error_response(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
     """Return the response to any exception that left a handler, or that the framework raised before it found one."""
     if isinstance(error, GatehouseError):
-        return Response(encode_error(error), status_code=error.status, media_type=MEDIA_TYPE, headers=_retry_headers(error))
+        return Response(encode_error(error), status_code=error.status, media_type=MEDIA_TYPE, headers=_headers(error))
     if isinstance(error, HTTPException) and error.status_code in _FRAMEWORK_ERRORS:
         return _framework_error_response(request, error)
     log.error("request failed", path=request.scope["path"], exc_info=error)
@@ -94,8 +95,10 @@ def _unknown_path_message(method: str, path: str) -> str:
     return f"no such path: {method} {path}; {hint}"
 
 
-def _retry_headers(error: GatehouseError) -> dict[str, str]:
+def _headers(error: GatehouseError) -> dict[str, str]:
     headers = {}
+    if error.status == 401:
+        headers["www-authenticate"] = CHALLENGE
     if error.retry_after_s is not None:
         headers["retry-after"] = str(whole_seconds(error.retry_after_s))
         headers["retry-after-ms"] = str(math.ceil(error.retry_after_s * 1000))

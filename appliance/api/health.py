@@ -28,6 +28,7 @@ class HealthShape(msgspec.Struct, kw_only=True):
     status: str
     version: str
     parts: dict[str, str]
+    notes: dict[str, str]
 
 
 @get("/health/live", summary="Check that the process is alive")
@@ -46,7 +47,7 @@ async def check_ready(request: Request[Any, Any, Any]) -> Response[HealthShape]:
     services = services_of(request)
     parts = await _parts(services)
     is_ready = all(state == "ok" for state in parts.values())
-    body = HealthShape(status="ok" if is_ready else "not ready", version=services.version, parts=parts)
+    body = HealthShape(status="ok" if is_ready else "not ready", version=services.version, parts=parts, notes=_notes(services))
     return Response(body, status_code=200 if is_ready else 503, headers={} if is_ready else {"retry-after": "1"})
 
 
@@ -72,3 +73,10 @@ async def _parts(services: Services) -> dict[str, str]:
     for model in services.models.list():
         parts[f"engine {model.name}"] = services.readiness.problem(model) or "ok"
     return parts
+
+
+def _notes(services: Services) -> dict[str, str]:
+    """Return what slows a ready part down. Its reason stays in the console and the log."""
+    engines = {model.name: model.engine.info for model in services.models.list()}
+    slow = [name for name, info in engines.items() if info is not None and info.device_note is not None]
+    return {f"engine {name}": "serves on the CPU, because the GPU cannot be used" for name in slow}

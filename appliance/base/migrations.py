@@ -64,14 +64,31 @@ def head_revision() -> str:
     return head
 
 
+def is_known(revision: str) -> bool:
+    """Return whether this version has the migration of this revision; if not, a newer version has migrated the database."""
+    return revision in {script.revision for script in ScriptDirectory.from_config(_config()).walk_revisions()}
+
+
+def schema_problem(current: str | None) -> str | None:
+    """Return why this version cannot work with a schema at revision `current` (None: no tables) and what mends it; None if it
+    can."""
+    if current == head_revision():
+        return None
+    remedy = "run gatehouse db upgrade, or start the appliance"
+    if current is None:
+        return f"the database has no tables yet: {remedy}"
+    if is_known(current):
+        return f"the database is at revision {current}, but this version needs {head_revision()}: {remedy}"
+    return (
+        f"the database is at revision {current}, which this version does not know (its newest is {head_revision()}): "
+        "start the newer version, or restore a backup"
+    )
+
+
 def _check_known(connection: Connection) -> str | None:
     current = MigrationContext.configure(connection).get_current_revision()
-    known = {script.revision for script in ScriptDirectory.from_config(_config()).walk_revisions()}
-    if current is not None and current not in known:
-        raise UnusableData(
-            f"the database is at revision {current}, which this version does not know (its newest is {head_revision()}): "
-            "start the newer version, or restore a backup"
-        )
+    if current is not None and not is_known(current):
+        raise UnusableData(schema_problem(current))
     return current
 
 

@@ -151,13 +151,12 @@ def check_has_tables(settings: Settings) -> None:
 
 @asynccontextmanager
 async def open_database(settings: Settings) -> AsyncIterator[Database]:
-    """Yield the database, for commands that bypass the appliance. Raises CommandFailed unless its schema is the newest."""
+    """Yield the database, for commands that bypass the appliance. Raises CommandFailed unless its schema is this version's."""
     from appliance.base import db, migrations
 
-    if await asyncio.to_thread(migrations.current_revision, settings.database_url) != migrations.head_revision():
-        raise CommandFailed(
-            "the database schema is not up to date: start the appliance once, or run gatehouse db upgrade", code="database"
-        )
+    problem = migrations.schema_problem(await asyncio.to_thread(migrations.current_revision, settings.database_url))
+    if problem is not None:
+        raise CommandFailed(problem, code="database")
     async with db.Database.open(settings.database_url) as database:
         yield database
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from appliance.cli import output
-from appliance.cli.connection import check_has_tables, hold_claim, read_control
+from appliance.cli.connection import check_has_tables, hold_claim, open_database, read_control
 from appliance.cli.failure import CommandFailed, WrongUsage
 from appliance.cli.options import DEFAULTS, CommonOptions
 
@@ -92,16 +92,16 @@ def check(options: CommonOptions = DEFAULTS) -> None:
 @app.command("rebuild-rollups")
 def rebuild_rollups(options: CommonOptions = DEFAULTS) -> None:
     """Rebuild the usage sums from the usage events. Computes the sums by minute, hour and day again."""
-    from appliance.base.db import Database
     from appliance.metering.calendar import BillingCalendar
     from appliance.metering.ledger import rollups
 
     settings = options.settings()
     _refuse_while_running(settings)
+    check_has_tables(settings)
 
     async def rebuild() -> int:
-        async with Database.open(settings.database_url) as db:
-            return await rollups.rebuild(db, BillingCalendar(settings.time_zone))
+        async with open_database(settings) as database:
+            return await rollups.rebuild(database, BillingCalendar(settings.time_zone))
 
     rows = _run_exclusively(settings, lambda: asyncio.run(rebuild()))
     if options.as_json:

@@ -137,12 +137,14 @@ def _readiness(url: str) -> list[Check]:
 
     try:
         answer = httpx.get(f"{url}/health/ready", timeout=10, trust_env=False)
-        parts = answer.json().get("parts", {})
+        parts, notes = (answer.json().get(name, {}) for name in ("parts", "notes"))
     except (httpx.HTTPError, ValueError) as error:
         return [Check("ready", "wrong", f"the appliance does not respond: {error}", "look at its log; restart it")]
     bad = {name: state for name, state in parts.items() if state != "ok"}
     if answer.is_success:
-        return [Check("ready", "ok", "all parts are ready")]
+        advice = "its reason is in the console and the log"
+        slow = [Check("ready", "note", f"{name} {note}", advice) for name, note in notes.items()]
+        return [Check("ready", "ok", "all parts are ready"), *slow]
     sentences = [state if name.startswith("engine ") else f"{name} {state}" for name, state in bad.items()]
     found = ", ".join(sentences) or f"status {answer.status_code}"
     return [Check("ready", "wrong", found, "wait if a model is loading, else look at the log")]
@@ -176,6 +178,9 @@ def _database(settings: Settings) -> list[Check]:
         return [
             Check("database", "wrong", f"{kind} with encoding {encoding}: names with other characters cannot be stored", advice)
         ]
+    if current is not None and not migrations.is_known(current):
+        advice = "start the newer version that migrated it, or restore a backup"
+        return [Check("database", "wrong", f"{kind}, at revision {current}, which this version does not know", advice)]
     if current != head:
         where = f"at revision {current}" if current else "no tables yet"
         return [Check("database", "note", f"{kind}, {where}", "the next start upgrades it")]
@@ -328,20 +333,22 @@ def _switches(settings: Settings) -> list[Check]:
 
 
 def _gpu(settings: Settings, gpu: VisibleGpu | None, no_gpu_reason: str) -> list[Check]:
-    from engine.visible_gpu import NO_GPU
+    from engine.visible_gpu import NO_ANSWER, NO_GPU
 
     devices = {settings.for_model(model).device for model in settings.models} or {settings.device}
     if gpu is not None:
         found = f"{gpu.name} ({gpu.memory_bytes // MIB} MiB)"
         return [Check("gpu", "ok", found), *([] if devices == {"cpu"} else _toolchain())]
-    if "cuda" in devices:
+    if "cuda" in devices or (no_gpu_reason.startswith(NO_ANSWER) and devices != {"cpu"}):
         return [Check("gpu", "wrong", no_gpu_reason, _no_gpu_advice(no_gpu_reason))]
     return [Check("gpu", "ok" if no_gpu_reason == NO_GPU else "note", f"{no_gpu_reason}: models run on the CPU")]
 
 
 def _no_gpu_advice(reason: str) -> str:
-    from engine.visible_gpu import NO_GPU
+    from engine.visible_gpu import NO_ANSWER, NO_GPU
 
+    if reason.startswith(NO_ANSWER):
+        return "look at the kernel's log (dmesg) and restart this machine, or start with --device cpu"
     if reason != NO_GPU and "CUDA_VISIBLE_DEVICES" in os.environ:
         return "correct or unset CUDA_VISIBLE_DEVICES, or omit --device"
     return "install the NVIDIA driver, or omit --device"

@@ -124,9 +124,11 @@ def _run(given: list[str]) -> int:
         output.failed(str(error), "unusable_data", as_json=as_json)
         return 1
     except _database_error() as error:
+        from appliance.base.database_errors import is_outage
         from appliance.base.db import reason_of
 
-        output.failed(f"the database is unavailable: {reason_of(error)}", "database", as_json=as_json)
+        fault = "is unavailable" if is_outage(error) else "reports an error"
+        output.failed(f"the database {fault}: {reason_of(error)}", "database", as_json=as_json)
         return 1
     except typer.TyperException as error:
         return output.usage_error(error, as_json=as_json)

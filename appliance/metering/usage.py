@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from sqlalchemy import ColumnElement, Select, and_, func, literal, or_, select
 
@@ -29,6 +30,7 @@ BUCKETS = ("minute", "hour", "day")
 GROUPS = ("tenant", "key", "model")
 _GROUP_COLUMNS = {"tenant": "tenant_id", "key": "key_id", "model": "model"}
 USAGE_ROWS_MAX = 50_000
+T = TypeVar("T")
 STATUSES: tuple[Status, ...] = get_args(Status)
 KINDS = ("usage", "adjustment")
 
@@ -103,12 +105,16 @@ class UsageReports:
         if not segments:
             return []
         if rows_max is None:
-            found = await self._read(report_query(segments, scope).limit(USAGE_ROWS_MAX + 1))
-            if len(found) > USAGE_ROWS_MAX:
-                raise InvalidValue(f"the report has more than {USAGE_ROWS_MAX} rows; choose a larger bucket", param="bucket")
+            query = report_query(segments, scope).limit(USAGE_ROWS_MAX + 1)
         else:
-            found = await self._read(page_query(segments, scope, rows_max, None))
-        return [row for row, _key in self._rows(found, scope, bucket)]
+            query = page_query(segments, scope, rows_max, None)
+
+        def build(found: Sequence[Any]) -> list[UsageRow]:
+            if rows_max is None and len(found) > USAGE_ROWS_MAX:
+                raise InvalidValue(f"the report has more than {USAGE_ROWS_MAX} rows; choose a larger bucket", param="bucket")
+            return [row for row, _key in self._rows(found, scope, bucket)]
+
+        return await self._read(query, build)
 
     async def usage_page(
         self,
@@ -136,8 +142,11 @@ class UsageReports:
         segments = self._segments(start, end, bucket)
         if after is not None:
             segments = segments_from(segments, after.start_at)
-        found = await self._read(page_query(segments, scope, check_limit(limit) + 1, after)) if segments else []
-        rows = self._rows(found, scope, bucket)
+        rows_max = check_limit(limit) + 1
+        if not segments:
+            return Page(data=[], next_cursor=None)
+        query = page_query(segments, scope, rows_max, after)
+        rows = await self._read(query, lambda found: self._rows(found, scope, bucket))
         period = [to_micros(start), to_micros(end)]
 
         def position(row: tuple[UsageRow, RowKey]) -> list[str | int]:
@@ -146,10 +155,12 @@ class UsageReports:
         page = page_of(rows, limit, name, position)
         return Page(data=[row for row, _key in page.data], next_cursor=page.next_cursor)
 
-    async def _read(self, query: Select[Any]) -> Sequence[Any]:
+    async def _read(self, query: Select[Any], build: Callable[[Sequence[Any]], list[T]]) -> list[T]:
+        """Return what `build` makes of the rows, in a thread: USAGE_ROWS_MAX of them would block the event loop for hundreds of
+        milliseconds."""
         async with self._db.reading() as connection:
-            rows: Sequence[Any] = (await connection.execute(query)).all()
-        return rows
+            result = await connection.execute(query)
+            return await asyncio.to_thread(lambda: build(result.all()))
 
     def _segments(self, start: datetime, end: datetime, bucket: str) -> list[Segment]:
         check_choice(bucket, "bucket", BUCKETS)
@@ -185,9 +196,9 @@ class UsageReports:
         segments = self._segments(start, end, "day")
         if not segments:
             return []
-        found = await self._read(totals_query(segments, scope, measure=measure, currency=currency).limit(rows_max))
+        query = totals_query(segments, scope, measure=measure, currency=currency).limit(rows_max)
         columns = (*scope.columns, "currency")
-        return [_usage_row(start, end, scope, columns, row) for row in found]
+        return await self._read(query, lambda found: [_usage_row(start, end, scope, columns, row) for row in found])
 
     async def ledger_page(
         self,

@@ -38,13 +38,16 @@ def build_models(
     )
 
 
-def engine_command(folder: ModelFolder, settings: Settings, fd: int) -> list[str]:
+def engine_command(folder: ModelFolder, settings: Settings, fd: int, *, on_gpu: bool = False) -> list[str]:
     """Return the command line of an engine process that uses the inherited socket `fd`. All engines share the GPU, if there is
-    one: each is told of the others, so that it leaves them memory."""
+    one: each is told of the others, so that it leaves them memory. `on_gpu`: the engine has served on a GPU; without one it
+    must fail to start, instead of going on many times slower."""
     engines = {model.path: settings.for_model(model).engine_options() for model in settings.models}
     own = engines.pop(folder.path, None) or settings.engine_options()
     others = [{"model": str(path), **_without_prefixes(options)} for path, options in engines.items()]
     options = {"model": str(folder.path), "name": folder.name, **own, "colocated_models": others}
+    if on_gpu:
+        options["device"] = "cuda"
     return [sys.executable, "-m", "engine.main", "--fd", str(fd), "--options", json.dumps(options)]
 
 
@@ -66,7 +69,7 @@ def _serve(
     metrics.add_model(folder.name)
     supervisor = Supervisor(
         name=folder.name,
-        command=lambda fd: engine_command(folder, settings, fd),
+        command=lambda fd: engine_command(folder, settings, fd, on_gpu=supervisor.has_served_on_gpu),
         clock=clock,
         on_frame=_with_step_metrics(on_frame, metrics, folder.name),
         on_restart=lambda: metrics.engine_restarted(folder.name),

@@ -68,6 +68,7 @@ class Supervisor:
         self.pid: int | None = None
         self.started_at: datetime | None = None
         self.restarts = 0
+        self.has_served_on_gpu = False
         self.stats = EngineStats()
         self.last_token_monotonic_s: float | None = None
         self.ready_monotonic_s: float | None = None
@@ -284,6 +285,7 @@ class Supervisor:
             self.last_token_monotonic_s = now_s
         if frame.ready is not None and self.state in ("loading", "restarting"):
             self.error = None
+            self.has_served_on_gpu |= frame.ready.device == "cuda"
             self.ready_monotonic_s, self._start_s = now_s, now_s - self._starts_monotonic_s
             self._set_state("ready")
             log.info("engine ready", role="engine", model=self.name, device=frame.ready.device, load_s=frame.ready.load_s)

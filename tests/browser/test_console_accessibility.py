@@ -5,17 +5,15 @@ The schemes differ only by the values of `light-dark()`, so that the dark one is
 
 from __future__ import annotations
 
-from typing import Any, Literal
-
 import pytest
-from axe_playwright_python.async_playwright import Axe  # type: ignore[import-untyped]
-from playwright.async_api import Page, expect
+from playwright.async_api import expect
 
 from appliance.metering.economics import Hardware, HostedPrice
 from appliance.metering.invoicing.seller import Seller
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import Limits, TenantChanges
 from tests.browser.conftest import Site
+from tests.support.accessibility import violations
 from tests.support.cast import Person
 from tests.support.clock import START
 from tests.support.console_fixtures import tenant_reading
@@ -23,11 +21,6 @@ from tests.support.factories import pending, posted
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
 
-SERIOUS = ("serious", "critical")
-RULES: tuple[tuple[Literal["light", "dark"], dict[str, Any]], ...] = (
-    ("light", {"resultTypes": ["violations"]}),
-    ("dark", {"resultTypes": ["violations"], "runOnly": ["color-contrast", "link-in-text-block"]}),
-)
 WIDTHS = (1280, 1024, 768)
 LONG_NAME = "A tenant whose lawyers insisted on the whole registered name of the company, GmbH & Co. KG"
 
@@ -69,17 +62,6 @@ async def pages(site: Site) -> list[str]:
     sheets = [f"/settings/{name}" for name in ("models", "seller", "economics")]
     plain += [*appliance_pages, *sheets, f"{of_tenant}/members/new", f"{of_key}/rotate"]
     return [*plain, of_tenant, f"{of_tenant}/archive", f"{of_tenant}/keys/new", of_key, f"{of_key}/revoke"]
-
-
-async def violations(page: Page) -> list[str]:
-    """Return the serious violations that axe finds, with their elements."""
-    found = []
-    for scheme, options in RULES:
-        await page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
-        rules = [rule for rule in (await Axe().run(page, options=options)).response["violations"] if rule["impact"] in SERIOUS]
-        found += [f"{scheme}: {rule['id']}: {[node['html'][:120] for node in rule['nodes']]}" for rule in rules]
-    await page.emulate_media(color_scheme="light", reduced_motion="reduce")
-    return found
 
 
 async def test_no_page_has_a_serious_violation(site: Site) -> None:

@@ -16,7 +16,7 @@ from playwright.async_api import Page, expect
 
 from appliance.base.clock import SystemClock
 from tests.browser.conftest import Site
-from tests.browser.test_console_accessibility import violations
+from tests.support.accessibility import violations
 from tests.support.cast import ALICE_PASSWORD
 from tests.support.oidc_provider import FakeProvider
 

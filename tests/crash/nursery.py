@@ -164,7 +164,7 @@ def _serve(options: StartOptions, descriptor: int) -> None:
     defaults["checkpoint_interval_s"] = options.checkpoint_interval_s / 2
     recovery.EVENTS_PER_TRANSACTION = options.recovered_per_transaction
 
-    def engine_command(folder: ModelFolder, settings: Settings, fd: int) -> list[str]:
+    def engine_command(folder: ModelFolder, settings: Settings, fd: int, *, on_gpu: bool = False) -> list[str]:
         engine_options = ["--fd", str(fd), "--step-s", str(options.step_s), "--truths", options.truths]
         return [sys.executable, "-m", "tests.crash.witness_engine", *engine_options]
 

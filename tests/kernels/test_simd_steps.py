@@ -9,7 +9,7 @@ from kernels.reference import decode_inputs as reference_inputs
 from kernels.reference import embedding as reference_embedding
 from kernels.reference import token_counts as reference_counts
 from kernels.simd.table import OPERATIONS
-from tests.kernels.test_triton_decode_inputs import COLUMNS, NUM_SLOTS, prepared, state
+from tests.support.decode_inputs import COLUMNS, NUM_SLOTS, prepared, state
 from tests.support.kernel_cases import Guarded
 
 pytestmark = pytest.mark.usefixtures("threads")

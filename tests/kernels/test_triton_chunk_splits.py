@@ -22,7 +22,7 @@ from kernels.triton import attention_prefill as prefill  # noqa: E402
 from kernels.triton import chunk_splits  # noqa: E402
 from kernels.triton.attention_splits import SPLIT_QUERIES, DecodeWorkspace  # noqa: E402
 from kernels.triton.card_properties import CARDS, power_of_two  # noqa: E402
-from tests.kernels.test_triton_attention_prefill import BLOCK, FP8, SHAPE, Chunks, Rows  # noqa: E402
+from tests.support.prefill_chunks import BLOCK, FP8, SHAPE, Chunks, Rows  # noqa: E402
 
 LLAMA = AttentionShape(BLOCK, 32, 8, 128)
 SPLITS_MAX = 5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from itertools import combinations
 from typing import Any
@@ -181,10 +181,12 @@ async def test_a_report_that_is_too_long_reads_hardly_more_rows_than_the_limit(
     reports, period = UsageReports(database, calendar=BillingCalendar()), (START - timedelta(days=1), START + timedelta(days=3))
     read, read_rows = reports._read, list[int]()
 
-    async def counted(query: Select[Any]) -> Sequence[Any]:
-        rows = await read(query)
-        read_rows.append(len(rows))
-        return rows
+    async def counted(query: Select[Any], build: Callable[[Sequence[Any]], list[Any]]) -> list[Any]:
+        def counting(rows: Sequence[Any]) -> list[Any]:
+            read_rows.append(len(rows))
+            return build(rows)
+
+        return await read(query, counting)
 
     monkeypatch.setattr(reports, "_read", counted)
     monkeypatch.setattr(usage, "USAGE_ROWS_MAX", 3)

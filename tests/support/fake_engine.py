@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import os
 import socket
+import sys
 from collections import Counter
 from dataclasses import dataclass, replace
 
@@ -57,9 +58,15 @@ class FakeEngine:
     """
 
     def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, step_s: float = 0.0, seats: int = 64
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        *,
+        step_s: float = 0.0,
+        seats: int = 64,
+        device: str = "cpu",
     ) -> None:
-        self._seats = seats
+        self._info = engine_info(seats, device)
         self._reader = reader
         self._writer = writer
         self._step_s = step_s
@@ -77,7 +84,7 @@ class FakeEngine:
     async def run(self) -> None:
         """Serve until the gateway closes the connection."""
         self.send(EngineFrame(load_fraction=0.5))
-        self.send(EngineFrame(ready=engine_info(self._seats)))
+        self.send(EngineFrame(ready=self._info))
         stepping = asyncio.create_task(self._step_forever())
         try:
             while True:
@@ -246,7 +253,12 @@ def make_event(
     )
 
 
-def engine_info(seats: int = 64) -> EngineInfo:
+def command(fd: int, *options: str) -> list[str]:
+    """Return the command line that runs this module on an inherited socket."""
+    return [sys.executable, "-m", "tests.support.fake_engine", "--fd", str(fd), *options]
+
+
+def engine_info(seats: int = 64, device: str = "cpu") -> EngineInfo:
     """Return the facts of a fictitious model."""
     return EngineInfo(
         model="fake",
@@ -258,7 +270,7 @@ def engine_info(seats: int = 64) -> EngineInfo:
         num_kv_blocks=64,
         max_num_seqs=seats,
         dtype="float32",
-        device="cpu",
+        device=device,
         device_name="none",
         kernels="none",
         num_parameters=0,
@@ -308,9 +320,9 @@ async def connected_pair() -> tuple[socket.socket, tuple[asyncio.StreamReader, a
     return ours, await asyncio.open_unix_connection(sock=theirs)
 
 
-async def _serve(fd: int, step_s: float) -> None:
+async def _serve(fd: int, step_s: float, device: str) -> None:
     reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=fd))
-    await FakeEngine(reader, writer, step_s=step_s).run()
+    await FakeEngine(reader, writer, step_s=step_s, device=device).run()
 
 
 def main() -> None:
@@ -318,13 +330,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--step-s", type=float, default=0.0)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--fatal")
     options = parser.parse_args()
     if options.fatal:
         with socket.socket(fileno=options.fd) as connection:
             connection.sendall(encode_frame(EngineFrame(fatal=options.fatal)))
         return
-    asyncio.run(_serve(options.fd, options.step_s))
+    asyncio.run(_serve(options.fd, options.step_s, options.device))
 
 
 if __name__ == "__main__":

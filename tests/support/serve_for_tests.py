@@ -43,7 +43,7 @@ def _use_fake_engine(step_s: float, truths: Path | None) -> None:
     extra_arguments = [] if truths is None else ["--truths", str(truths)]
     module = "tests.support.fake_engine" if truths is None else "tests.crash.witness_engine"
 
-    def engine_command(folder: ModelFolder, settings: Settings, fd: int) -> list[str]:
+    def engine_command(folder: ModelFolder, settings: Settings, fd: int, *, on_gpu: bool = False) -> list[str]:
         assert folder.path.is_dir()
         assert settings.models
         return [sys.executable, "-m", module, "--fd", str(fd), "--step-s", str(step_s), *extra_arguments]

@@ -39,3 +39,15 @@ async def test_credentials_are_checked_before_parameters(api: ApiApp) -> None:
     answer = await api.client.get("/admin/v1/system?expand=keys", headers={"authorization": "Bearer gha_unknown"})
 
     assert answer.status_code == 401
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/admin/v1/tenants"])
+@pytest.mark.parametrize("authorization", ["", "Bearer gha_unknown"])
+async def test_a_refused_credential_is_told_the_scheme(api: ApiApp, path: str, authorization: str) -> None:
+    answer = await api.client.get(path, headers={"authorization": authorization})
+    assert (answer.status_code, answer.headers.get("www-authenticate")) == (401, 'Bearer realm="gatehouse"')
+
+
+async def test_other_refusals_ask_for_no_credential(api: ApiApp) -> None:
+    answer = await api.client.get("/admin/v1/tenants?expand=keys")
+    assert (answer.status_code, answer.headers.get("www-authenticate")) == (400, None)

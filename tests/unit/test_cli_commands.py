@@ -503,11 +503,13 @@ def test_commands_before_the_first_start_create_no_administrator(gatehouse: Any,
     assert gatehouse("admin", "create", "admin@localhost").status == 0, "an earlier command created the first administrator"
 
 
+@pytest.mark.usefixtures("verify_in_process")
 def test_a_folder_without_a_model_is_refused_with_the_reason(gatehouse: Any, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     answer = gatehouse("models", "verify", str(tmp_path / "model"), "--json")
     assert answer.status == 1
     assert answer.json()["error"]["code"] == "not_a_model"
+    assert "has no config.json" in answer.json()["error"]["message"]
     assert gatehouse("models", "add", str(tmp_path / "model")).status == 1
 
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import httpx
 import pytest
 
+from appliance.base import migrations
 from appliance.cli.connection import AdminClient, Control, read_control
 from appliance.cli.failure import CommandFailed
+from tests.support.typed_commands import Run
 
 
 def write_control(folder: Path, **changes: object) -> None:
@@ -87,3 +92,54 @@ async def test_query_parameters_of_none_are_not_sent() -> None:
     requests: list[httpx.Request] = []
     await client_answering(httpx.Response(200, json={}), requests).call("GET", "/usage", query={"start": "now", "end": None})
     assert dict(requests[0].url.params) == {"start": "now"}
+
+
+@pytest.fixture
+def set_revision(tmp_path: Path, gatehouse: Run) -> Callable[[str], None]:
+    """Return a function that migrates the database to an older revision, or marks it as migrated by a newer version."""
+
+    def set_to(revision: str) -> None:
+        url = f"sqlite:///{tmp_path}/gatehouse.db"
+        if revision < migrations.head_revision():
+            migrations.downgrade(url, revision)
+        else:
+            with closing(sqlite3.connect(tmp_path / "gatehouse.db")) as connection, connection:
+                connection.execute("UPDATE alembic_version SET version_num = ?", (revision,))
+
+    return set_to
+
+
+@pytest.mark.parametrize("command", ["db rebuild-rollups", "db check", "admin token --list", "audit verify"])
+@pytest.mark.parametrize(
+    ("revision", "remedy"),
+    [("0008", "run gatehouse db upgrade, or start the appliance"), ("9999", "start the newer version, or restore a backup")],
+)
+def test_a_schema_of_another_version_is_reported_with_its_remedy(
+    command: str, revision: str, remedy: str, gatehouse: Run, set_revision: Callable[[str], None]
+) -> None:
+    set_revision(revision)
+    answer = gatehouse(*command.split())
+    assert f"at revision {revision}" in answer.out + answer.err
+    assert remedy in answer.out + answer.err
+    assert "unavailable" not in answer.out + answer.err
+
+
+@pytest.mark.usefixtures("skip_tensor_check")
+def test_doctor_does_not_promise_an_upgrade_of_a_newer_schema(gatehouse: Run, set_revision: Callable[[str], None]) -> None:
+    set_revision("9999")
+    (row,) = [row for row in gatehouse("doctor", "--json", "--port", "0").json()["data"] if row["check"] == "database"]
+    assert (row["state"], row["found"]) == ("wrong", "sqlite, at revision 9999, which this version does not know")
+    assert row["advice"].startswith("start the newer version")
+
+
+def test_sums_are_not_rebuilt_where_there_is_no_appliance(gatehouse: Run, tmp_path: Path) -> None:
+    answer = gatehouse("db", "rebuild-rollups", "--json", "--data-dir", str(tmp_path / "typo"))
+    assert answer.json()["error"]["code"] == "no_appliance"
+    assert not (tmp_path / "typo").exists()
+
+
+def test_a_missing_table_is_not_taken_for_an_unreachable_database(gatehouse: Run, tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "gatehouse.db")) as connection, connection:
+        connection.execute("DROP TABLE counters")
+    answer = gatehouse("db", "rebuild-rollups", "--json").json()
+    assert answer["error"] == {"code": "database", "message": "the database reports an error: no such table: counters"}

@@ -9,13 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from appliance.cli import doctor as doctor_command
 from appliance.cli import model_check
 from appliance.cli.main import main
 from appliance.serving.model_builder import DEMO_MODEL
 from engine import visible_gpu
-from engine.visible_gpu import NO_GPU, VisibleGpu
+from engine.visible_gpu import NO_ANSWER, NO_GPU, VisibleGpu
 from tests.support.published_configs import LLAMA_8B
 from tests.support.typed_commands import CommandResult
 
@@ -132,6 +134,25 @@ def test_a_machine_without_a_gpu_is_no_fault(doctor: Any, monkeypatch: pytest.Mo
     monkeypatch.setattr(visible_gpu, "first_visible_gpu", lambda: (None, NO_GPU))
     row = doctor("")["gpu"]
     assert (row["state"], row["found"]) == ("ok", "no NVIDIA GPU: models run on the CPU")
+
+
+@pytest.mark.parametrize(("device", "state"), [("auto", "wrong"), ("cuda", "wrong"), ("cpu", "note")])
+def test_a_driver_that_hangs_is_a_fault_unless_all_models_run_on_the_cpu(
+    device: str, state: str, doctor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(visible_gpu, "first_visible_gpu", lambda: (None, f"{NO_ANSWER} within 30 s"))
+    row = doctor(f"device = '{device}'")["gpu"]
+    assert (row["state"], row["found"].partition(":")[0]) == (state, "the NVIDIA driver does not answer within 30 s")
+    assert ("restart this machine" in row["advice"]) == (state == "wrong")
+
+
+def test_an_engine_of_the_running_appliance_that_does_not_use_the_gpu_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = {"parts": {"gateway": "ok"}, "notes": {"engine demo": "serves on the CPU"}}
+    monkeypatch.setattr(httpx, "get", lambda *_, **__: httpx.Response(200, json=body))
+    assert [(check.state, check.found) for check in doctor_command._readiness("http://appliance")] == [
+        ("ok", "all parts are ready"),
+        ("note", "engine demo serves on the CPU"),
+    ]
 
 
 @pytest.mark.parametrize("in_model_table", [False, True])

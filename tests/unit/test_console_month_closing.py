@@ -9,8 +9,8 @@ from appliance.metering.invoicing.rows import Invoice
 from appliance.tenancy.access import WHOLE_APPLIANCE, Access
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import Browser, ConsoleApp
+from tests.support.console_invoices import MONTH, bill_usage, draft, end_month
 from tests.support.factories import pending
-from tests.unit.test_console_invoices import MONTH, bill_usage, draft, end_month
 
 CLOSING = f"/invoices/months/{MONTH}/close"
 

@@ -142,6 +142,13 @@ async def test_measured_and_predicted_memory_are_shown_part_by_part(console: Con
     assert "the context is 512 tokens: it needs more" in page
 
 
+async def test_console_and_system_api_say_that_a_gpu_is_not_used(console: ConsoleApp) -> None:
+    console.engine_side.info = dataclasses.replace(make_engine_info(), device_note="torch finds no usable GPU. Too old.")
+    assert "On the CPU although an NVIDIA driver is loaded: torch finds no usable GPU. Too old." in await overview(console)
+    (engine,) = system_shape(await console.services.sampler.sample(), "1").engine
+    assert engine.device_note == "torch finds no usable GPU. Too old."
+
+
 async def test_the_system_api_reports_the_same_memory(console: ConsoleApp) -> None:
     (engine,) = system_shape(await console.services.sampler.sample(), "1").engine
 

@@ -9,12 +9,14 @@ import re
 import threading
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from appliance.base.ids import new_id
 from appliance.console.charts import columns
 from appliance.console.usage import GROUPS, MEASURES, PERIODS, bounds
+from appliance.metering import usage
 from appliance.metering.calendar import BillingCalendar
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import TenantChanges
@@ -186,6 +188,26 @@ async def test_a_csv_file_with_too_many_rows_is_refused(console: ConsoleApp, mon
 
     assert (refused.status_code, "more than 1 rows" in refused.text) == (400, True)
     assert len(list(csv.DictReader(io.StringIO(whole.text)))) == 1
+
+
+@pytest.mark.parametrize("report", ["usage", "totals"])
+async def test_the_rows_of_a_report_are_built_outside_the_event_loop(
+    report: str, console: ConsoleApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await bill_usage(console, console.cast.bob)
+    threads: list[threading.Thread] = []
+    build = usage._usage_row
+
+    def build_noting_thread(*given: Any) -> usage.UsageRow:
+        threads.append(threading.current_thread())
+        return build(*given)
+
+    monkeypatch.setattr(usage, "_usage_row", build_noting_thread)
+    start = console.services.clock.now() - timedelta(days=1)
+    method = getattr(console.services.reports, report)
+    assert len(await method(start, start + timedelta(days=3), access=WHOLE_APPLIANCE)) == 1
+    assert len(threads) == 1
+    assert threads[0] is not threading.main_thread()
 
 
 async def test_the_csv_file_is_made_outside_the_event_loop(console: ConsoleApp, monkeypatch: pytest.MonkeyPatch) -> None:

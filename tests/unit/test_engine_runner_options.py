@@ -13,7 +13,7 @@ import torch
 from engine import LLM
 from engine import device as device_module
 from engine.config.model import load_model_config
-from engine.device import resolve_device
+from engine.device import resolve_device, unused_gpu
 from engine.errors import EngineConfigError
 from engine.main import INTER_TOKEN_TARGET_MS, _engine_options, parse_arguments
 from engine.memory import main_memory
@@ -85,7 +85,14 @@ def test_the_reason_why_torch_cannot_use_a_gpu_is_reported(
     assert resolve_device("cpu").type == "cpu"
     assert not caplog.records
     assert resolve_device("auto").type == "cpu"
+    assert re.search(f"^torch finds no usable GPU. .* {reason}$", unused_gpu("auto", torch.device("cpu")) or "")
+    assert unused_gpu("cpu", torch.device("cpu")) is None
     assert re.search(f"serving on the CPU although an NVIDIA driver is installed: .* {reason}$", caplog.text.strip())
+
+
+def test_a_driver_that_hangs_does_not_hold_up_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("the driver was asked"))
+    assert resolve_device("cpu").type == "cpu"
 
 
 def test_page_locked_memory_is_counted_as_the_next_power_of_two(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

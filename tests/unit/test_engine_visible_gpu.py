@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
 from collections.abc import Callable
 from ctypes import CFUNCTYPE, POINTER, c_char_p, c_int, c_size_t, c_uint
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine import visible_gpu
-from engine.visible_gpu import VisibleGpu, first_visible_gpu
+from engine.visible_gpu import VisibleGpu, ask_driver, first_visible_gpu
 
 SUCCESS, NO_DEVICE, SYSTEM_NOT_READY = 0, 100, 802
 SMALL, LARGE = VisibleGpu("Small", 24 << 30, (8, 9)), VisibleGpu("Large", 141 << 30, (9, 0))
@@ -66,19 +68,19 @@ def use_driver(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeCudaDriver], No
 
 def test_it_is_the_first_one_and_not_the_largest(use_driver: Callable[[FakeCudaDriver], None]) -> None:
     use_driver(FakeCudaDriver(SMALL, LARGE))
-    assert first_visible_gpu() == (SMALL, "")
+    assert ask_driver() == (SMALL, "")
     use_driver(FakeCudaDriver(LARGE, SMALL))
-    assert first_visible_gpu() == (LARGE, "")
+    assert ask_driver() == (LARGE, "")
 
 
 def test_without_the_library_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(visible_gpu, "LIBRARY", "libcuda-that-is-not-installed.so.1")
-    assert first_visible_gpu() == (None, "no NVIDIA GPU")
+    assert ask_driver() == (None, "no NVIDIA GPU")
 
 
 def test_without_a_device_there_is_none(use_driver: Callable[[FakeCudaDriver], None]) -> None:
     use_driver(FakeCudaDriver(init=NO_DEVICE))
-    assert first_visible_gpu() == (None, "no NVIDIA GPU")
+    assert ask_driver() == (None, "no NVIDIA GPU")
 
 
 @pytest.mark.parametrize("visible", ["", "-1", "9"])
@@ -87,16 +89,56 @@ def test_a_variable_that_hides_all_is_named(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     use_driver(FakeCudaDriver(init=NO_DEVICE))
-    assert first_visible_gpu() == (None, f"CUDA_VISIBLE_DEVICES={visible!r} leaves no GPU")
+    assert ask_driver() == (None, f"CUDA_VISIBLE_DEVICES={visible!r} leaves no GPU")
 
 
 def test_another_error_is_given_in_the_words_of_the_driver(use_driver: Callable[[FakeCudaDriver], None]) -> None:
     use_driver(FakeCudaDriver(init=SYSTEM_NOT_READY))
-    assert first_visible_gpu() == (None, "CUDA finds no usable GPU: system not yet initialized (802)")
+    assert ask_driver() == (None, "CUDA finds no usable GPU: system not yet initialized (802)")
 
 
 def test_a_library_without_the_functions_of_the_driver_is_named(use_driver: Callable[[FakeCudaDriver], None]) -> None:
     driver = FakeCudaDriver(SMALL)
     del driver.cuDeviceTotalMem_v2
     use_driver(driver)
-    assert first_visible_gpu() == (None, "libcuda.so.1 is not NVIDIA's driver: it lacks cuDeviceTotalMem_v2")
+    assert ask_driver() == (None, "libcuda.so.1 is not NVIDIA's driver: it lacks cuDeviceTotalMem_v2")
+
+
+DRIVER_IN_C = """
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+int cuInit(unsigned flags) { %s; return 0; }
+int cuDeviceGet(int *device, int ordinal) { *device = ordinal; return 0; }
+int cuDeviceGetName(char *name, int size, int device) { strncpy(name, "Small", size); return 0; }
+int cuDeviceTotalMem_v2(size_t *bytes, int device) { *bytes = 24UL << 30; return 0; }
+int cuDeviceGetAttribute(int *value, int attribute, int device) { *value = attribute == 75 ? 8 : 9; return 0; }
+int cuGetErrorString(int result, const char **text) { return 0; }
+"""
+
+
+@pytest.fixture
+def install_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Return a function that lets new processes find a driver whose `cuInit` runs this statement of C."""
+
+    def install(init: str) -> None:
+        command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(tmp_path / visible_gpu.LIBRARY)]
+        subprocess.run(command, input=DRIVER_IN_C % init, text=True, check=True)
+        monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+
+    return install
+
+
+def test_a_driver_that_answers_is_asked_in_another_process(install_driver: Callable[[str], None]) -> None:
+    install_driver("")
+    assert first_visible_gpu() == (SMALL, "")
+
+
+def test_a_driver_that_hangs_is_given_up_after_the_limit(install_driver: Callable[[str], None]) -> None:
+    install_driver("for (;;) pause()")
+    assert first_visible_gpu(0.5) == (None, "the NVIDIA driver does not answer within 0.5 s")
+
+
+def test_a_driver_that_crashes_is_named(install_driver: Callable[[str], None]) -> None:
+    install_driver("abort()")
+    assert first_visible_gpu() == (None, "the NVIDIA driver ended the process that asked it (exit status -6)")

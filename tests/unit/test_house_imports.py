@@ -163,6 +163,17 @@ def test_benches_import_only_existing_names() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_no_test_module_imports_another() -> None:
+    """What several need is in tests/support."""
+    found = [
+        f"{module} imports {name}"
+        for module, path in modules("tests")
+        for name in imports(path)
+        if within(name, "tests") and any(part.startswith("test_") for part in name.split(".")[:-1])
+    ]
+    assert not found, "\n".join(found)
+
+
 def test_reference_kernels_import_no_implementation() -> None:
     wrong = [
         f"{module} imports {name}"

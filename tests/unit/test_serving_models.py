@@ -144,6 +144,13 @@ def options_of(folder: Path, **values: Any) -> EngineOptions:
     return _engine_options(parse_arguments(engine_command(ModelFolder.check(folder), settings, 7)[3:]))
 
 
+def test_an_engine_that_has_served_on_a_gpu_is_not_started_again_on_the_cpu(tmp_path: Path) -> None:
+    folder = ModelFolder.check(make_hollow_model(tmp_path / "model"))
+    settings = load_settings(options={"data_dir": tmp_path, "device": "auto"}, environ={})
+    devices = [json.loads(engine_command(folder, settings, 7, on_gpu=on_gpu)[-1])["device"] for on_gpu in (False, True)]
+    assert devices == ["auto", "cuda"]
+
+
 def test_each_engine_learns_of_the_models_that_share_its_gpu(tmp_path: Path) -> None:
     first, second, third = (make_hollow_model(tmp_path / name) for name in ("first", "second", "third"))
     assert colocated(options_of(first, models=[str(first), str(second), str(third)])) == [second, third]
@@ -250,7 +257,7 @@ def test_settings_and_engine_accept_the_same_number_of_shared_prefixes(tmp_path:
 
 async def test_switches_of_the_settings_reach_the_engine_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = [sys.executable, "-m", "tests.support.fake_engine", "--fd"]  # reports its switches like an engine
-    monkeypatch.setattr(model_builder, "engine_command", lambda _folder, _settings, fd: [*stand_in, str(fd)])
+    monkeypatch.setattr(model_builder, "engine_command", lambda _folder, _settings, fd, **_: [*stand_in, str(fd)])
     environ = {"GATEHOUSE_GRAPHS": "0", "GATEHOUSE_OVERLAPPED_PREFILL": "0", "GATEHOUSE_MODELS": str(tmp_path / "model")}
     make_hollow_model(tmp_path / "model")
     settings = load_settings(options={"data_dir": tmp_path}, environ=environ)

@@ -22,13 +22,9 @@ from appliance.serving.supervisor import Supervisor, engine_environment
 from engine.protocol import EngineFrame, GenerationRequest, SamplingParams
 from engine.switches import SWITCHES
 from tests.support.clock import FakeClock
-from tests.support.fake_engine import DIE, STALL
+from tests.support.fake_engine import DIE, STALL, command
 
 DEADLINE_S = 60.0
-
-
-def command(fd: int, *options: str) -> list[str]:
-    return [sys.executable, "-m", "tests.support.fake_engine", "--fd", str(fd), *options]
 
 
 def make_request(first_token: int) -> GenerationRequest:
@@ -61,6 +57,28 @@ async def test_requests_get_model_loading_while_the_engine_loads() -> None:
         assert caught.value.retry_after_s is not None
         await watched.wait_for_state("ready")
         assert (await watched.submit(make_request(5)).take())[0].token_ids
+
+
+async def test_a_restart_knows_that_the_engine_has_served_on_a_gpu() -> None:
+    started: list[bool] = []
+
+    def command_on(fd: int) -> list[str]:
+        started.append(watched.has_served_on_gpu)
+        return command(fd, "--device", "cpu" if len(started) > 1 else "cuda")
+
+    watched = Supervisor(name="fake", command=command_on, clock=SystemClock())
+    watched.start()
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            for _ in range(2):
+                await watched.wait_for_state("ready")
+                assert watched.pid is not None
+                os.kill(watched.pid, signal.SIGKILL)
+                await watched.wait_for_state("restarting")
+            await watched.wait_for_state("ready")
+    finally:
+        await watched.stop()
+    assert started == [False, True, True]
 
 
 async def test_a_killed_engine_is_restarted_and_its_streams_fail() -> None:

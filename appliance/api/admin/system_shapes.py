@@ -74,6 +74,7 @@ class EngineShape(Shape, kw_only=True):
     host_kv_blocks: HostBlocksShape
     memory: list[MemoryPartShape]
     memory_note: str | None
+    device_note: str | None
     preemptions_total: int
     draft_tokens_total: int
     accepted_draft_tokens_total: int
@@ -166,6 +167,7 @@ def _engine(engine: EngineReading) -> EngineShape:
         ),
         memory=[MemoryPartShape.of(part) for part in info.memory] if info else [],
         memory_note=info.memory_note if info else None,
+        device_note=info.device_note if info else None,
         preemptions_total=status.preemptions_total,
         draft_tokens_total=status.draft_tokens_total,
         accepted_draft_tokens_total=status.accepted_draft_tokens_total,

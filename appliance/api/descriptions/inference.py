@@ -163,5 +163,6 @@ FIELDS = {
     "Live.status": "Always `ok`.",
     "Health.status": "`ok` or `not ready`.",
     "parts": "Each part of the appliance: `ok`, or the reason why it is not ready.",
+    "notes": "Parts that are ready but slower than they should be, each with the reason.",
     "version": "The version of Gatehouse.",
 }

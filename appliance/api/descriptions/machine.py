@@ -31,6 +31,7 @@ FIELDS = {
     "host_kv_blocks": "KV blocks in host memory, which hold blocks evicted from the device.",
     "memory": "The device memory of the engine, by part.",
     "memory_note": "Why the context length was reduced to fit into the memory or the KV cache; null if it was not.",
+    "device_note": "Why the engine runs on the CPU although an NVIDIA driver is loaded; null if it does not.",
     "preemptions_total": "How often requests were preempted: paused so that others could use their memory.",
     "draft_tokens_total": "Tokens proposed by speculative decoding.",
     "accepted_draft_tokens_total": "Proposed tokens that became output.",

@@ -76,15 +76,16 @@ async def check_ledger(
 ) -> list[Finding]:
     """Return one finding per invariant. `running`: whether an appliance is using this database now.
 
-    Tables of an older version are the only finding: the statements of the other checks are for the newest ones.
+    Tables of another version are the only finding: the statements of the other checks are for the newest ones.
     Secrets are checked only if `data_dir` is given. `on_progress` receives the fraction of events read, the longest part.
     Raises UnusableData if there are no tables, and the database's own error.
     """
-    current, newest = migrations.current_revision(url), migrations.head_revision()
-    if current is None:
-        raise UnusableData("the database has no tables yet: start the appliance once, or run gatehouse db upgrade")
-    if current != newest:
-        return [Finding("tables", "broken", f"at revision {current}, but the newest is {newest}: run gatehouse db upgrade")]
+    current = migrations.current_revision(url)
+    problem = migrations.schema_problem(current)
+    if problem is not None:
+        if current is None:
+            raise UnusableData(problem)
+        return [Finding("tables", "broken", problem)]
     async with db.Database.open(url) as database:
         async with database.reading() as connection:
             findings = [await _check_tables(connection, database.kind), await _check_unique(connection)]
