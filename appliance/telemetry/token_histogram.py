@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,7 @@ from itertools import accumulate
 
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 
 @dataclass(slots=True)
@@ -44,7 +46,7 @@ class TokenHistogram(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the family."""
         family = HistogramMetricFamily(self._name, self._text, labels=["model"])
-        bounds = [*map(str, self._bounds_s), "+Inf"]
+        bounds = [floatToGoString(bound) for bound in (*self._bounds_s, math.inf)]
         for model, values in list(self._by_model.items()):
             family.add_metric([model], list(zip(bounds, accumulate(values.counts), strict=True)), values.sum_s)
             family.add_sample(f"{self._name}_created", {"model": model}, values.created_s)
