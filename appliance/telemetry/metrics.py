@@ -13,7 +13,6 @@ from prometheus_client.registry import Collector
 
 from appliance.base.errors import GatehouseError
 from appliance.telemetry.readings import EngineReading, SystemSnapshot, TenantReading
-from appliance.telemetry.token_histogram import TokenHistogram
 from engine.protocol import EngineStatus, PlainReason
 
 M = TypeVar("M", Counter, Histogram)
@@ -92,10 +91,7 @@ class Metrics:
         self._alerts_given_up = Counter("gatehouse_alerts_given_up", "Alerts no longer retried", registry=self.registry)
         self._alerts_failed = self._counter("alert_attempts_failed", "Failed attempts to deliver an alert", ["reason"])
         self._ttft_s = self._histogram("time_to_first_token_seconds", "Admission to first token", LATENCY_BUCKETS_S)
-        self._inter_token_s = TokenHistogram(
-            "gatehouse_inter_token_latency_seconds", "Time between two tokens", TOKEN_BUCKETS_S
-        )
-        self.registry.register(self._inter_token_s)
+        self._inter_token_s = self._histogram("inter_token_latency_seconds", "Time between two tokens", TOKEN_BUCKETS_S)
         for reason in sorted(_codes(GatehouseError)):
             self._rejected.labels(reason)
         self._request_s = self._histogram("request_seconds", "Admission to end", LATENCY_BUCKETS_S)
@@ -143,7 +139,9 @@ class Metrics:
 
     def inter_token(self, model: str, intervals_s: list[float]) -> None:
         """Observe the intervals between tokens of one stream."""
-        self._inter_token_s.observe(model, intervals_s)
+        histogram = self._child(self._inter_token_s, model)
+        for interval_s in intervals_s:
+            histogram.observe(interval_s)
 
     def engine_step(self, model: str, step_s: float) -> None:
         """Observe the duration of one engine step."""
