@@ -216,7 +216,7 @@ def serve_gateway(
     """Serve until terminated; the first line of the output is the port. `make_engine_command` returns the command of an engine
     that serves on a file descriptor. `profile`: path of cProfile's output."""
 
-    def engine_command(_folder: ModelFolder, _settings: Settings, fd: int) -> list[str]:
+    def engine_command(folder: ModelFolder, settings: Settings, fd: int, *, on_gpu: bool = False) -> list[str]:  # noqa: ARG001
         return make_engine_command(fd)
 
     def announce(started: Started) -> None:
@@ -225,7 +225,7 @@ def serve_gateway(
         sys.stdout.write(f"{started.port}\n")
         sys.stdout.flush()
 
-    model_builder.engine_command = engine_command  # type: ignore[assignment]
+    model_builder.engine_command = engine_command
     configure_logging("warning", json=False)
     options = {
         "data_dir": str(folder / "data"),

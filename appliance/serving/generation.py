@@ -171,10 +171,11 @@ class Generation:
 
     def _apply_counts(self, event: TokenEvent) -> None:
         is_first = self.live.ttft_s is None
-        intervals_s = self.live.apply_event(event, now=self._clock.now(), monotonic_s=self._clock.monotonic_s())
+        intervals_s = self.live.apply_event(event, monotonic_s=self._clock.monotonic_s())
         is_budget_spent = self._bill.record_progress(event)
         self._metrics.inter_token(self.live.model, intervals_s)
         if is_first and self.live.ttft_s is not None:
+            self.live.first_token_at = self._clock.now()
             self._model.engine.stats.note_ttft(self.live.ttft_s)
         if is_budget_spent:
             self.end_early("budget_exceeded")

@@ -87,7 +87,7 @@ class LiveRequest:
         for answer in answers:
             self._count_preemptions(self._counts(answer.index), answer.num_preemptions)
 
-    def apply_event(self, event: TokenEvent, *, now: datetime, monotonic_s: float) -> list[float]:
+    def apply_event(self, event: TokenEvent, *, monotonic_s: float) -> list[float]:
         """Apply the counts of `event`; return the inter-token intervals (seconds) that its tokens ended."""
         counts = self._counts(event.index)
         self._set_completion(counts, event.num_output_tokens)
@@ -105,7 +105,7 @@ class LiveRequest:
             return []
         self.state = "decode"
         self.queue_position = None
-        return self._count_tokens(counts, len(event.token_ids), now, monotonic_s, event.decode_s)
+        return self._count_tokens(counts, len(event.token_ids), monotonic_s, event.decode_s)
 
     def set_completion(self, index: int, completion_tokens: int) -> None:
         """Set the number of billed tokens of answer `index`."""
@@ -136,13 +136,10 @@ class LiveRequest:
             self.preemptions += preemptions - counts.preemptions
             counts.preemptions = preemptions
 
-    def _count_tokens(
-        self, counts: _AnswerCounts, num_tokens: int, now: datetime, monotonic_s: float, engine_decode_s: float
-    ) -> list[float]:
+    def _count_tokens(self, counts: _AnswerCounts, num_tokens: int, monotonic_s: float, engine_decode_s: float) -> list[float]:
         last_s, counts.last_token_monotonic_s = counts.last_token_monotonic_s, monotonic_s
         if self._first_token_monotonic_s is None:
             self._first_token_monotonic_s = monotonic_s
-            self.first_token_at = now
             self.ttft_s = monotonic_s - self.admitted_monotonic_s
         # Tokens that arrived in one burst took the engine longer than the gateway saw.
         self.decode_s = max(self.decode_s or 0.0, monotonic_s - self._first_token_monotonic_s, engine_decode_s)

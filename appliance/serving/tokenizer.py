@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel
 
 from appliance.base.errors import ContextLengthExceeded, InvalidValue
 from appliance.serving.fair_semaphore import FairSemaphore
@@ -17,7 +18,7 @@ from appliance.serving.model_folder import NotAModel
 from appliance.serving.vocabulary import Vocabulary
 from engine.text.bad_words import bad_words_token_ids
 from engine.text.chat_template import ChatTemplate, ChatTemplateError, NoChatTemplate
-from engine.text.detokenizer import AnswerText
+from engine.text.detokenizer import AnswerText, TokenText
 from engine.text.length import fewest_tokens
 
 T = TypeVar("T")
@@ -46,6 +47,9 @@ class ModelTokenizer:
             retry_after_s=RETRY_AFTER_S,
         )
         self.vocabulary = Vocabulary(tokenizer)
+        self._token_text: TokenText | None = None
+        if isinstance(tokenizer.decoder, ByteLevel):
+            self._token_text = cache(lambda token_id: self._decode([token_id]))
 
     @classmethod
     def load(cls, folder: Path) -> ModelTokenizer:
@@ -86,7 +90,9 @@ class ModelTokenizer:
 
     def answer_text(self, *, stop: Sequence[str], stop_token_ids: Sequence[int], min_tokens: int) -> AnswerText:
         """Return the incremental detokeniser of one answer, which also finds stop strings."""
-        return AnswerText(self._decode, stop=stop, stop_token_ids=stop_token_ids, min_tokens=min_tokens)
+        return AnswerText(
+            self._decode, token_text=self._token_text, stop=stop, stop_token_ids=stop_token_ids, min_tokens=min_tokens
+        )
 
     async def bad_words_token_ids(self, words: Sequence[str], *, tenant_id: str) -> list[list[int]]:
         """Return the token ids of words that an answer must not contain. Tenants take turns with long lists.

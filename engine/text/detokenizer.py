@@ -18,6 +18,7 @@ SHOWN_TOKENS_MAX = 9  # where the shown tokens are cut to SHOWN_TOKENS_KEPT, and
 PENDING_TOKENS_MAX = 8  # a character has at most four bytes; with more pending tokens than this, the bytes are not text
 
 Decode = Callable[[Sequence[int]], str]
+TokenText = Callable[[int], str]
 
 
 class AnswerText:
@@ -28,11 +29,16 @@ class AnswerText:
     """
 
     def __init__(
-        self, decode: Decode, *, stop: Sequence[str] = (), stop_token_ids: Collection[int] = (), min_tokens: int = 0
+        self,
+        decode: Decode,
+        *,
+        token_text: TokenText | None = None,
+        stop: Sequence[str] = (),
+        stop_token_ids: Collection[int] = (),
+        min_tokens: int = 0,
     ) -> None:
-        """`decode` turns ids into text and omits special tokens. A token of `stop_token_ids` that ends the answer has no
-        text."""
-        self._detokenizer = Detokenizer(decode)
+        """`decode` and `token_text`: as of `Detokenizer`. A token of `stop_token_ids` that ends the answer has no text."""
+        self._detokenizer = Detokenizer(decode, token_text)
         self._stop = StopStrings(stop)
         self._stop_token_ids = frozenset(stop_token_ids)
         self._min_tokens = min_tokens
@@ -65,16 +71,23 @@ class AnswerText:
 
 
 class Detokenizer:
-    """The text of one request. `decode` turns ids into text and omits special tokens."""
+    """The text of one request."""
 
-    def __init__(self, decode: Decode) -> None:
+    def __init__(self, decode: Decode, token_text: TokenText | None = None) -> None:
+        """`decode` turns ids into text and omits special tokens. `token_text`: the same for one token, given for tokenizers
+        whose text is that of the tokens' bytes, joined. They need no context after a whole character."""
         self._decode = decode
+        self._token_text = token_text
         self._shown: list[int] = []
         self._shown_text = ""
         self._pending: list[int] = []
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that `token_ids` complete; an unfinished character is held back until its rest arrives."""
+        if self._token_text is not None and len(token_ids) == 1 and not self._pending and not self._shown:
+            text = self._token_text(token_ids[0])
+            if not text.endswith(REPLACEMENT):
+                return text
         self._pending.extend(token_ids)
         num_pending = len(self._pending)
         shortest = max(0, num_pending - PENDING_TOKENS_MAX)
@@ -99,7 +112,9 @@ class Detokenizer:
         """The first `count` pending tokens are shown now; `decoded` is the text of the tokens shown before and these."""
         self._shown += self._pending[:count]
         del self._pending[:count]
-        if len(self._shown) > SHOWN_TOKENS_MAX:
+        if self._token_text is not None and not decoded.endswith(REPLACEMENT):
+            self._shown, decoded = [], ""
+        elif len(self._shown) > SHOWN_TOKENS_MAX:
             decoded = self._keep_last()
         self._shown_text = decoded
 

@@ -41,6 +41,16 @@ def test_pieces_add_up_to_the_text_without_broken_characters(text: str, data: st
     assert "".join(pieces) + decoder.flush() == text
 
 
+@given(ids=st.lists(st.one_of(st.sampled_from([0, 1, 2, 3]), st.integers(0, 300)), max_size=80))
+@settings(deadline=None)
+def test_texts_of_single_tokens_give_the_same_pieces_as_decoding_tokens_in_their_context(ids: list[int]) -> None:
+    in_context = make_detokenizer()
+    by_token = Detokenizer(lambda ids: str(tokenizer().decode(ids)), lambda token_id: str(tokenizer().decode([token_id])))
+
+    assert [by_token.push([token_id]) for token_id in ids] == [in_context.push([token_id]) for token_id in ids]
+    assert by_token.flush() == in_context.flush()
+
+
 @given(text=st.text(st.sampled_from("aé語🦜"), max_size=30), data=st.data())
 @settings(deadline=None)
 def test_characters_of_several_byte_tokens_are_emitted_whole(text: str, data: st.DataObject) -> None:

@@ -153,3 +153,16 @@ def test_the_cost_of_detokenising_a_token_does_not_grow_with_the_answer() -> Non
     assert "".join(detokenizer.push([byte]) for byte in b"word " * 40) == "word " * 40
     assert max(lengths) <= SHOWN_TOKENS_MAX + 1
     assert len(lengths) <= 2 * 200
+
+
+def test_a_token_with_a_text_of_its_own_is_not_decoded_again() -> None:
+    decoded: list[Sequence[int]] = []
+
+    def decode(ids: Sequence[int]) -> str:
+        decoded.append(ids)
+        return decode_bytes(ids)
+
+    detokenizer = Detokenizer(decode, lambda byte: decode_bytes([byte]))
+
+    assert "".join(detokenizer.push([byte]) for byte in "a 🦜 b".encode()) == "a 🦜 b"
+    assert max(map(len, decoded)) == len("🦜".encode())

@@ -367,7 +367,7 @@ async def test_a_live_request_sums_its_answers_and_shows_the_most_advanced_state
     token_under_way = TokenEvent(
         request_id=live.id, token_ids=[7], num_output_tokens=1, num_prompt_tokens_computed=1, num_preemptions=1
     )
-    live.apply_event(token_under_way, now=live.admitted_at, monotonic_s=live.admitted_monotonic_s)
+    live.apply_event(token_under_way, monotonic_s=live.admitted_monotonic_s)
     assert live.preemptions == 3, "the token was launched before its answer was preempted once more"
     generation.end_early("disconnected")
     await generation.outcome

@@ -158,6 +158,7 @@ async def test_timings_are_observed_once_per_request(
     for name in ("request_seconds", "time_to_first_token_seconds"):
         assert f'gatehouse_{name}_sum{{model="tiny"}} 2.5' in shown
     assert ttfts_s == [generation.live.ttft_s] == [2.5]
+    assert generation.live.first_token_at == clock.now()
     assert generation.live.kv_blocks == 0
 
 

@@ -35,25 +35,25 @@ def _event(number: int, **changes: object) -> TokenEvent:
 
 def test_an_answer_received_in_one_burst_has_the_engines_speed() -> None:
     live = _live()
-    live.apply_event(_event(1), now=NOW, monotonic_s=1.0)
-    live.apply_event(_event(2), now=NOW, monotonic_s=1.00006)
-    live.apply_event(_event(3, finish_reason=FinishReason.LENGTH, decode_s=0.02), now=NOW, monotonic_s=1.00012)
+    live.apply_event(_event(1), monotonic_s=1.0)
+    live.apply_event(_event(2), monotonic_s=1.00006)
+    live.apply_event(_event(3, finish_reason=FinishReason.LENGTH, decode_s=0.02), monotonic_s=1.00012)
     assert live.tokens_per_second == pytest.approx(100.0)
 
 
 def test_an_answer_merged_while_unread_has_a_speed() -> None:
     live = _live()
     whole = merge_events(_event(1), _event(2, finish_reason=FinishReason.LENGTH, decode_s=0.02))
-    live.apply_event(whole, now=NOW, monotonic_s=1.0)
+    live.apply_event(whole, monotonic_s=1.0)
     assert live.tokens_per_second == pytest.approx(50.0)
 
 
 def test_the_end_of_one_answer_never_shortens_the_decode_time_of_several() -> None:
     live = _live()
-    live.apply_event(_event(1), now=NOW, monotonic_s=1.0)
-    live.apply_event(_event(1, index=1), now=NOW, monotonic_s=1.0)
-    live.apply_event(_event(2, finish_reason=FinishReason.LENGTH, decode_s=0.5), now=NOW, monotonic_s=1.0001)
-    live.apply_event(_event(2, index=1, finish_reason=FinishReason.LENGTH, decode_s=0.1), now=NOW, monotonic_s=1.0002)
+    live.apply_event(_event(1), monotonic_s=1.0)
+    live.apply_event(_event(1, index=1), monotonic_s=1.0)
+    live.apply_event(_event(2, finish_reason=FinishReason.LENGTH, decode_s=0.5), monotonic_s=1.0001)
+    live.apply_event(_event(2, index=1, finish_reason=FinishReason.LENGTH, decode_s=0.1), monotonic_s=1.0002)
     assert live.decode_s == pytest.approx(0.5)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
 
 from appliance.base.errors import ContextLengthExceeded, InvalidValue, Overloaded
 from appliance.serving import tokenizer
@@ -280,6 +281,22 @@ def test_a_request_that_does_not_fit_is_refused_with_the_numbers(
         output_room(prompt_tokens=prompt_tokens, max_tokens=max_tokens, max_model_len=32)
 
     assert caught.value.param == param
+
+
+def test_a_token_keeps_the_space_that_its_tokenizer_strips_at_the_start_of_a_text() -> None:
+    spaced = Tokenizer(models.BPE(vocab={"▁a": 0, "▁b": 1}, merges=[]))
+    spaced.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    answer = ModelTokenizer(spaced, None).answer_text(stop=(), stop_token_ids=(), min_tokens=0)
+
+    assert [answer.push([token_id])[0] for token_id in (0, 1, 0)] == ["a", " b", " a"]
+
+
+def test_texts_of_tokens_are_those_of_the_whole_answer(tmp_path: Path) -> None:
+    served, text = loaded(tmp_path, None), "the quick — é 漢 fox"
+    answer = served.answer_text(stop=(), stop_token_ids=(), min_tokens=0)
+    ids = make_tokenizer().encode(text, add_special_tokens=False).ids
+
+    assert "".join(answer.push([token_id])[0] for token_id in ids) == text
 
 
 async def test_bad_words_are_encoded_as_the_tokenizer_writes_them(tmp_path: Path) -> None:

@@ -87,5 +87,5 @@ def test_rejected_drafts_of_all_answers_add_up() -> None:
     )  # fmt: skip
     for index, rejected in ((0, 2), (1, 3), (0, 5), (1, 3)):
         event = TokenEvent("req", [1], 1, 3, index=index, num_rejected_draft_tokens=rejected)
-        live.apply_event(event, now=START, monotonic_s=1.0)
+        live.apply_event(event, monotonic_s=1.0)
     assert live.rejected_tokens == 8
