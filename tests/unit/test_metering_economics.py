@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
@@ -14,7 +14,10 @@ from appliance.metering.calendar import BillingCalendar
 from appliance.metering.economics import Economics, Hardware, HostedPrice, Measured, economics_of
 from appliance.metering.economics_report import EconomicsReport
 from appliance.metering.usage import UsageReports
-from tests.support.clock import FakeClock
+from tests.support.cast import Cast
+from tests.support.clock import START, FakeClock
+from tests.support.factories import pending, posted
+from tests.support.ledgers import running_ledger
 
 UNIT = 10**6
 HOSTED = HostedPrice(name="hosted, small", prompt=150_000, cached_prompt=75_000, completion=600_000)
@@ -115,3 +118,47 @@ async def test_the_hardware_is_stored_and_the_report_requires_it(database: Datab
     kept, economics = await report.report([])
     assert kept == BOX
     assert economics.value("prompt_tokens") == 0
+
+
+async def test_usage_is_measured_in_the_thirty_days_before_the_last_full_hour(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    clock.advance(1234.5)
+    first, last = START - timedelta(days=30), START - timedelta(microseconds=1)
+    report = EconomicsReport(ApplianceRecords(database, clock), UsageReports(database, calendar=BillingCalendar()), clock)
+    unused = await report.measured()
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        for admitted_at, completion in (
+            (first - timedelta(microseconds=1), 1),
+            (first, 2),
+            (first + timedelta(hours=30), 3),
+            (first + timedelta(hours=30), 5),
+            (last - timedelta(hours=1), 8),
+            (last, 2),
+            (START, 1000),
+        ):
+            entry = pending(cast.bob, admitted_at=admitted_at)
+            await ledger.open(entry)
+            await ledger.settle(posted(entry.request_id, prompt=10, cached=4, completion=completion))
+
+    period = {"start": first, "end": START}
+    assert unused == Measured(**period)
+    assert await report.measured() == Measured(
+        **period, prompt_tokens=50, cached_tokens=20, completion_tokens=20, busy_hour_tokens=28,
+        busy_hour=first + timedelta(hours=30),
+    )  # fmt: skip
+
+
+async def test_of_two_equally_busy_hours_the_later_one_is_named(database: Database, clock: FakeClock, cast: Cast) -> None:
+    report = EconomicsReport(ApplianceRecords(database, clock), UsageReports(database, calendar=BillingCalendar()), clock)
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        for hours in (3, 2, 4):
+            entry = pending(cast.bob, admitted_at=START - timedelta(hours=hours))
+            await ledger.open(entry)
+            await ledger.settle(posted(entry.request_id))
+    assert (await report.measured()).busy_hour == START - timedelta(hours=2)
+
+
+def test_energy_is_priced_per_kilowatt_hour() -> None:
+    economics = economics_of(dataclasses.replace(BOX, power_w=1_501, kwh_price_micros=301), MEASURED, [])
+    assert economics.value("energy_month") == 329_815  # 1.501 kW × 730 h × 0.000301, rounded half up

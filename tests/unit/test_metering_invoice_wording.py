@@ -39,7 +39,7 @@ def test_each_kind_of_line_has_its_own_name() -> None:
         ({"tax_basis_points": 1900, "tax_label": "VAT"}, "VAT 19 %"),
         ({"tax_basis_points": 775, "tax_label": None}, "Tax 7.75 %"),
         ({"tax_basis_points": 810, "tax_label": "VAT"}, "VAT 8.1 %"),
-        ({"tax_basis_points": 1000}, "Tax 10 %"),
+        ({"tax_basis_points": 10_000}, "Tax 100 %"),
         ({"tax_basis_points": 5}, "Tax 0.05 %"),
         ({"tax_basis_points": 1900, "tax_label": "19% MwSt."}, "19% MwSt."),
         ({}, "Tax 0 %"),
