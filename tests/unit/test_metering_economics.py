@@ -11,7 +11,7 @@ from appliance.base.db import Database
 from appliance.base.errors import InvalidValue, NotFound
 from appliance.metering.appliance_records import ApplianceRecords
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.economics import Economics, Hardware, HostedPrice, Measured, economics_of
+from appliance.metering.economics import Economics, Hardware, HostedPrice, Measured, economics_of, hardware_from_record
 from appliance.metering.economics_report import EconomicsReport
 from appliance.metering.usage import UsageReports
 from tests.support.cast import Cast
@@ -65,6 +65,17 @@ def test_one_token_below_the_break_even_this_appliance_costs_more() -> None:
     assert (row.break_even_tokens_month - 1) * hosted_picos < total_picos * MEASURED.tokens
 
 
+def test_figures_are_in_the_order_of_their_derivation_with_their_units() -> None:
+    monthly, million = "micro-units a month", "micro-units per million tokens"
+    assert [(figure.name, figure.unit) for figure in economics_of(BOX, MEASURED, []).figures] == [
+        ("hardware_cost", "micro-units"), ("months", "months"), ("hardware_month", monthly), ("power", "W"),
+        ("kwh_price", "micro-units per kWh"), ("energy_month", monthly), ("other_month", monthly), ("total_month", monthly),
+        ("prompt_tokens", "tokens"), ("cached_tokens", "tokens"), ("completion_tokens", "tokens"),
+        ("busy_hour_tokens", "tokens"), ("tokens_month_mean", "tokens a month"), ("tokens_month_busy", "tokens a month"),
+        ("cost_per_million_mean", million), ("cost_per_million_busy", million),
+    ]  # fmt: skip
+
+
 def test_every_figure_names_its_source() -> None:
     sources = {figure.name: figure.source for figure in economics_of(BOX, MEASURED, []).figures}
     assert all(sources.values())
@@ -79,6 +90,8 @@ def test_power_is_read_from_the_gpus_unless_it_was_entered() -> None:
     assert read.value("power") == 1000
     assert "2 GPUs" in next(figure.source for figure in read.figures if figure.name == "power")
     assert economics_of(BOX, MEASURED, [350]).value("power") == 1000
+    one = economics_of(unmeasured, MEASURED, [350])
+    assert "1 GPU " in next(figure.source for figure in one.figures if figure.name == "power")
 
 
 def test_unknown_figures_are_none() -> None:
@@ -96,9 +109,16 @@ def test_unknown_figures_are_none() -> None:
     ("changes", "param"),
     [
         ({"months": 0}, "months"),
+        ({"months": 241}, "months"),
         ({"cost_micros": -1}, "cost_micros"),
+        ({"kwh_price_micros": -1}, "kwh_price_micros"),
+        ({"other_monthly_micros": -1}, "other_monthly_micros"),
         ({"currency": "eur"}, "currency"),
         ({"power_w": 1.5}, "power_w"),
+        ({"power_w": -1}, "power_w"),
+        ({"power_w": 1_000_001}, "power_w"),
+        ({"other_power_w": -1}, "other_power_w"),
+        ({"other_power_w": 1_000_001}, "other_power_w"),
         ({"hosted": (HOSTED,) * 21}, "hosted"),
     ],
     ids=str,
@@ -108,6 +128,27 @@ def test_an_invalid_hardware_field_is_named(changes: dict[str, object], param: s
     with pytest.raises(InvalidValue) as refused:
         Hardware(**fields)  # type: ignore[arg-type]
     assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"name": "two\nlines"}, {"prompt": -1}, {"completion": -1}, {"cached_prompt": -1}, {"completion": 10**12 + 1}],
+    ids=str,
+)
+def test_an_invalid_field_of_a_hosted_price_is_named(changes: dict[str, object]) -> None:
+    with pytest.raises(InvalidValue) as refused:
+        HostedPrice(**{"name": "hosted", "prompt": 1, "completion": 1, **changes})  # type: ignore[arg-type]
+    assert refused.value.param == f"hosted.{next(iter(changes))}"
+
+
+def test_the_smallest_and_the_largest_values_are_accepted() -> None:
+    Hardware(currency="EUR", cost_micros=0, months=1, kwh_price_micros=0, power_w=0, other_power_w=1_000_000)
+    most = dataclasses.replace(HOSTED, prompt=0, completion=10**12, cached_prompt=0)
+    Hardware(currency="EUR", cost_micros=1, months=240, kwh_price_micros=1, power_w=1_000_000, hosted=(most,) * 20)
+
+
+def test_fields_that_a_newer_version_has_stored_are_ignored() -> None:
+    assert hardware_from_record(BOX.to_record() | {"cooling_micros": 7}) == BOX
 
 
 async def test_the_hardware_is_stored_and_the_report_requires_it(database: Database, clock: FakeClock) -> None:
