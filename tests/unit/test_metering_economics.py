@@ -57,6 +57,15 @@ def test_the_figures_are_those_of_the_worked_example() -> None:
     assert row.saved_month_micros == 149_041_667 - 1_300 * UNIT
 
 
+def test_a_hosted_price_without_one_for_cached_prompts_charges_them_like_others() -> None:
+    plain = dataclasses.replace(HOSTED, cached_prompt=None)
+    same = dataclasses.replace(HOSTED, cached_prompt=HOSTED.prompt)
+    assert (
+        economics_of(dataclasses.replace(BOX, hosted=(plain,)), MEASURED, []).break_even
+        == economics_of(dataclasses.replace(BOX, hosted=(same,)), MEASURED, []).break_even
+    )
+
+
 def test_one_token_below_the_break_even_this_appliance_costs_more() -> None:
     (row,) = economics_of(BOX, MEASURED, []).break_even
     assert row.break_even_tokens_month is not None
@@ -99,9 +108,11 @@ def test_unknown_figures_are_none() -> None:
     without_power = economics_of(unmeasured, MEASURED, [])
     assert without_power.value("total_month") is None
     assert without_power.value("cost_per_million_mean") is None
+    assert "total_month is unknown" in without_power.figures[-1].source
     assert without_power.break_even[0].break_even_tokens_month is None
     unused = economics_of(BOX, Measured(start=MEASURED.start, end=MEASURED.end), [])
     assert unused.value("cost_per_million_busy") is None
+    assert "no usage was measured" in unused.figures[-1].source
     assert set(dataclasses.astuple(unused.break_even[0])) == {HOSTED.name, None}
 
 
