@@ -193,10 +193,10 @@ async def test_usage_is_measured_in_the_thirty_days_before_the_last_full_hour(
             await ledger.open(entry)
             await ledger.settle(posted(entry.request_id, prompt=10, cached=4, completion=completion))
 
-    period = {"start": first, "end": START}
-    assert unused == Measured(**period)
-    assert await report.measured() == Measured(
-        **period, prompt_tokens=50, cached_tokens=20, completion_tokens=20, busy_hour_tokens=28,
+    nothing = Measured(start=first, end=START)
+    assert unused == nothing
+    assert await report.measured() == dataclasses.replace(
+        nothing, prompt_tokens=50, cached_tokens=20, completion_tokens=20, busy_hour_tokens=28,
         busy_hour=first + timedelta(hours=30),
     )  # fmt: skip
 
