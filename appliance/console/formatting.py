@@ -155,8 +155,8 @@ def exact_time(moment: datetime | None, calendar: BillingCalendar = _UTC) -> str
     if moment is None:
         return NOTHING
     utc, local = moment.astimezone(UTC), calendar.local(moment)
-    text = f"{utc:{_DAY} {_TIME_OF_DAY}} UTC"
-    if calendar.time_zone == "UTC":
+    text = f"{utc.date()} {utc:{_TIME_OF_DAY}} UTC"
+    if calendar.time_zone == "UTC" or local.tzinfo is UTC:
         return text
     local_format = _TIME_OF_DAY if local.date() == utc.date() else f"{_DAY}{_NO_BREAK}{_TIME_OF_DAY}"
     return f"{text} ({local:{local_format}} {calendar.time_zone})"

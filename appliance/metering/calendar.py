@@ -28,11 +28,14 @@ class BillingCalendar:
         """Return the billing day of `moment`. Raises ValueError if it has no time zone."""
         if moment.tzinfo is None:
             raise ValueError("moment must have a time zone")
-        return moment.astimezone(self._zone).date()
+        return self.local(moment).date()
 
     def local(self, moment: datetime) -> datetime:
-        """Return `moment` as local time of the zone."""
-        return moment.astimezone(self._zone)
+        """Return `moment` as local time of the zone, in UTC where that would be before the year 1 or after the year 9999."""
+        try:
+            return moment.astimezone(self._zone)
+        except OverflowError:
+            return moment.astimezone(UTC)
 
     def day_start(self, of: datetime | date) -> datetime:
         """Return the start in UTC of the day `of`, or of the day that contains the moment `of`."""

@@ -15,6 +15,7 @@ import pytest
 from appliance.base.db import Database
 from appliance.base.errors import InvoiceClosed, MonthNotOver, MonthOutOfOrder
 from appliance.metering.calendar import BillingCalendar
+from appliance.metering.invariants import invoices as invariants
 from appliance.metering.invoicing.free_allowances import FreeAllowances
 from appliance.metering.invoicing.invoices import Invoices
 from appliance.metering.invoicing.lines import FREE_ALLOWANCE, InvoiceLine, usage_picos
@@ -100,6 +101,7 @@ async def test_every_event_is_on_exactly_one_invoice_or_still_open(
     numbers = sorted(head.number or "" for head in (await invoices.list(state="closed", access=WHOLE_APPLIANCE)).data)
     assert len(numbers) >= 4
     assert numbers == [f"2026-{count:04d}" for count in range(1, len(numbers) + 1)]
+    await _assert_check_holds(database)
 
 
 async def test_an_allowance_deducts_at_most_the_cost_of_each_month(database: Database, clock: FakeClock, cast: Cast) -> None:
@@ -126,6 +128,14 @@ async def test_an_allowance_deducts_at_most_the_cost_of_each_month(database: Dat
             used = sum(line.rounded_micros for line in lines if line.month == of and line.kind != FREE_ALLOWANCE)
             granted = -sum(line.rounded_micros for line in lines if line.month == of and line.kind == FREE_ALLOWANCE)
             assert granted == min(free[of], max(0, used))
+    await _assert_check_holds(database)
+
+
+async def _assert_check_holds(database: Database) -> None:
+    """Assert that `db check` computes the same lines again, from the events, the allowances and the earlier invoices."""
+    async with database.reading() as connection:
+        finding = await invariants.check(connection)
+    assert finding.state == "holds", finding
 
 
 async def _close(invoices: Invoices, twin: Twin, person: Person, month: str) -> None:

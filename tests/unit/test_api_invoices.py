@@ -88,6 +88,27 @@ async def test_an_invoice_can_be_downloaded_as_csv_and_pdf(api: ApiApp, bob: Per
     assert await api.refusal("GET", f"/invoices/{draft['id']}.docx", 404) == ("not_found", "invoice_id")
 
 
+async def test_a_csv_file_has_empty_cells_where_an_invoice_has_no_number_and_a_line_no_model_or_price(
+    api: ApiApp, bob: Person
+) -> None:
+    allowance = {"first_month": "2026-01", "monthly_micros": 1_000_000}
+    await api.call("POST", f"/tenants/{bob.tenant.id}/allowances", status=201, json=allowance)
+    path = f"/invoices/{(await drafted(api, bob))['id']}"
+    draft = (await api.client.get(f"/admin/v1{path}.csv")).text
+    number = (await api.call("POST", f"{path}/close"))["number"]
+    closed = (await api.client.get(f"/admin/v1{path}.csv")).text
+
+    heading, *lines = closed.split("\r\n")
+    assert heading.startswith("number,tenant_id,month,line_month,model,kind,tokens,requests,unit_price_micros,")
+    cells = f"{number},{bob.tenant.id},2026-01,2026-01"
+    assert lines == [
+        f"{cells},'=demo,prompt,1000000,1,3000000,3000000000000,3000000,EUR,no",
+        f"{cells},,free_allowance,0,0,,-1000000000000,-1000000,EUR,no",
+        "",
+    ]
+    assert draft == closed.replace(f"{number},", ",")
+
+
 async def test_the_events_behind_an_invoice_are_listed(api: ApiApp, bob: Person) -> None:
     draft = await drafted(api, bob)
     (event,) = (await api.call("GET", f"/invoices/{draft['id']}/events"))["data"]

@@ -179,6 +179,18 @@ def test_an_exact_time_repeats_the_date_in_the_billing_zone_only_if_it_differs()
     assert late == "2026-07-01 22:30:00 UTC (2026-07-02\N{NO-BREAK SPACE}00:30:00 Europe/Zurich)"
 
 
+@pytest.mark.parametrize(
+    ("zone", "moment", "text"),
+    [
+        ("Europe/Zurich", datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC), "9999-12-31 23:59:59 UTC"),
+        ("America/New_York", datetime(1, 1, 1, tzinfo=UTC), "0001-01-01 00:00:00 UTC"),
+    ],
+)
+def test_an_exact_time_without_a_date_in_the_billing_zone_is_in_utc_alone(zone: str, moment: datetime, text: str) -> None:
+    """Such as an expiry that was meant as `never`, or the start of a first price that was meant as `always`."""
+    assert formatting.exact_time(moment, BillingCalendar(zone)) == text
+
+
 def test_missing_percentages_and_rates_are_shown_as_a_dash() -> None:
     assert (formatting.percent(0.374), formatting.percent(None)) == ("37 %", "–")
     assert (formatting.rate(12.34), formatting.rate(1234.5), formatting.rate(None)) == ("12.3", "1,234", "–")

@@ -348,6 +348,17 @@ async def test_an_expiry_date_ends_at_midnight_of_the_billing_zone(
         assert "Through this day, Asia/Tokyo." in page
 
 
+async def test_a_key_that_expires_at_the_end_of_the_calendar_has_its_pages_in_every_zone(
+    migrated_sqlite_file: Path, tmp_path: Path, clock: FakeClock
+) -> None:
+    async with open_console(migrated_sqlite_file, tmp_path, clock, time_zone="Asia/Tokyo") as console:
+        alice, changes = await console.alice(), KeyChanges(expires_at=datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC))
+        key = await console.services.keys.update(console.cast.bob.key.id, changes, access=WHOLE_APPLIANCE)
+
+        assert "9999-12-31 23:59:59 UTC" in (await alice.get("/keys")).text
+        assert 'value="9999-12-31"' in (await alice.get(f"/keys/{key.id}")).text
+
+
 async def test_key_and_tenant_pages_show_daily_tokens_and_monthly_budget_used(console: ConsoleApp, clock: FakeClock) -> None:
     alice, bob = await console.alice(), console.cast.bob
     await console.services.tenants.update(

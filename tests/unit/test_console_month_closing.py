@@ -7,6 +7,8 @@ import pytest
 from appliance.base.ids import new_id
 from appliance.metering.invoicing.rows import Invoice
 from appliance.tenancy.access import WHOLE_APPLIANCE, Access
+from tests.support.billing import Tokens, add_price, post_event
+from tests.support.cast import Person, make_person
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import Browser, ConsoleApp
 from tests.support.console_invoices import MONTH, bill_usage, draft, end_month
@@ -60,6 +62,44 @@ async def test_nothing_is_closed_if_the_sums_have_changed_since_the_confirmation
 
     assert (answer.status_code, "have changed" in answer.text) == (422, True)
     assert f'href="{address}/close"' in (await alice.get(address)).text
+
+
+async def test_a_month_is_confirmed_by_currency_and_without_drafts_in_two_currencies(
+    console: ConsoleApp, clock: FakeClock
+) -> None:
+    alice, services = await console.alice(), console.services
+    people = [
+        console.cast.bob,
+        console.cast.charlie,
+        *[await make_person(services.db, clock, name) for name in ("Dora", "Emil")],
+    ]
+    price = await add_price(services.db)
+
+    async def use(person: Person, tokens: int, currency: str) -> None:
+        used = Tokens(prompt=tokens * 1_000_000, completion=0)
+        epoch_id = console.cast.epoch_id
+        await post_event(services.db, person, clock.now().date(), used, epoch_id=epoch_id, price=price, currency=currency)
+
+    for person, tokens, currency in zip(people, (1, 2, 3, 4), ("USD", "EUR", "USD", "EUR"), strict=True):
+        await use(person, tokens, currency)
+        await draft(console, alice, person)
+    await use(people[3], 5, "USD")
+    end_month(clock)
+    alice = await console.alice()
+
+    page = (await alice.get(CLOSING)).text
+    assert 'name="confirmed" value="EUR:1:2000000 USD:2:4000000"' in page
+    assert "1 invoice in EUR</dt><dd><b>2.00 EUR" in page
+    assert "2 invoices in USD</dt><dd><b>4.00 USD" in page
+    assert "because of costs in two currencies: Emil.<" in page
+
+    answer = await alice.post(CLOSING, confirmed="EUR:1:2000000 USD:2:4000000")
+
+    assert (answer.status_code, answer.headers["location"]) == (303, "/invoices?state=closed")
+    heads = (await services.invoices.list(access=WHOLE_APPLIANCE)).data
+    assert {head.tenant_id: head.state for head in heads} == {
+        person.tenant.id: "draft" if person is people[3] else "closed" for person in people
+    }
 
 
 async def test_a_draft_that_cannot_be_closed_is_reported_and_the_others_are_closed(

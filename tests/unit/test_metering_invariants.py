@@ -425,11 +425,15 @@ async def test_a_corrected_ledger_holds_every_invariant(
     corrections, event_id = utc_corrections(database, clock), await event_id_of(database, ledger)
     await corrections.add(event_id, Correction(note="twice", completion_tokens=-7))
     await corrections.add(event_id, Correction(note="for the trouble", cost_picos=-5))
+    await corrections.add(event_id, Correction(note="all that was computed", prompt_tokens=-14))
     assert await states(database_url) == dict.fromkeys(INVARIANTS, "holds")
 
 
-async def test_a_correction_below_zero_is_found(database: Database, database_url: str, ledger: str) -> None:
-    await adjust_by_hand(database, ledger)
+@on_databases("refund", {}, {"completion_tokens": 0, "price_id": None, "cost_picos": -5 * 10**9})
+async def test_a_correction_below_zero_is_found(
+    database: Database, database_url: str, ledger: str, refund: dict[str, Any]
+) -> None:
+    await adjust_by_hand(database, ledger, **refund)
     assert await broken_invariants(database_url) == {"corrections"}
 
 

@@ -131,10 +131,11 @@ def test_an_allowance_deducts_at_most_the_cost_of_the_month_and_its_own_amount(
         (1_000_000, 50, "EUR", 1_000_000, 10_000),  # a half is rounded up
         (-1_000_000, 50, "EUR", -1_000_000, -10_000),  # a refund is the negative of the same charge
         (-1_005_000, 1900, "EUR", -1_010_000, -190_000),
-        (499_999, 1000, "JPY", 0, 0),
+        (499_999, 1000, "XOF", 0, 0),
         (14_500_000, 1000, "JPY", 15_000_000, 2_000_000),
         (999_000, 5, "BHD", 999_000, 0),  # 0.0004995: not first to a micro-unit, and then to a coin
         (1_000_000, 5, "BHD", 1_000_000, 1_000),
+        (12_350, 1900, "CLF", 12_400, 2_400),  # 0.0124 and 0.002356
     ],
 )
 def test_tax_is_computed_on_the_payable_amount_and_rounded_once(

@@ -119,6 +119,75 @@ def test_an_empty_invoice_and_a_credit_note_are_labelled() -> None:
     assert "in your favour" in page
 
 
+NOTES = {"payment_note": "By transfer only.", "tax_note": "Reverse charge."}
+ON_TIME, IBAN = "2 December 2026", "IBAN CH93 0076 2011 6238 5295 7"
+
+
+@pytest.mark.parametrize(
+    ("micros", "draft", "shown", "hidden"),
+    [
+        (
+            18_518_518,
+            False,
+            ("Please pay 20.02 EUR by 2 December 2026, naming 2026-0001.", "Due", IBAN, *NOTES.values()),
+            ("Nothing is", "favour"),
+        ),
+        (
+            0,
+            False,
+            ("Nothing is to be paid.", NOTES["tax_note"]),
+            ("Please pay", ON_TIME, IBAN, NOTES["payment_note"], "favour"),
+        ),
+        (
+            -18_518_518,
+            False,
+            ("Amount in your favour", "20.02 EUR", NOTES["tax_note"]),
+            ("Please pay", ON_TIME, IBAN, NOTES["payment_note"]),
+        ),
+        (
+            18_518_518,
+            True,
+            ("Amount due", "20.02 EUR", NOTES["tax_note"]),
+            ("Please pay", ON_TIME, IBAN, NOTES["payment_note"], "Date"),
+        ),
+    ],
+)
+def test_terms_of_payment_are_those_of_the_amount_due(
+    micros: int, draft: bool, shown: tuple[str, ...], hidden: tuple[str, ...]
+) -> None:
+    drawn = invoice(line(micros=micros), draft=draft)
+    (page,) = texts(dataclasses.replace(drawn, seller={**drawn.seller, **NOTES}))
+    assert [part for part in shown if part not in page] == []
+    assert [part for part in hidden if part in page] == []
+
+
+def test_rounding_and_tax_are_shown_only_where_there_are_any() -> None:
+    whole = invoice(line(micros=10_000_000))
+    (page,) = texts(whole)
+    assert "Rounding" not in page
+    assert "Net amount" not in page
+    assert "VAT 8.1 %\n0.81" in page
+    (free,) = texts(invoice(line(micros=0)))
+    assert "VAT 8.1 %\n0.00" in free
+    untaxed = dataclasses.replace(
+        whole,
+        seller={"name": "Small AG"},
+        totals=totals_of(whole.lines, tax_basis_points=0, currency="EUR"),
+    )
+    (page,) = texts(untaxed)
+    assert "%" not in page
+
+
+def test_the_file_carries_number_seller_month_and_buyer() -> None:
+    found = PdfReader(io.BytesIO(render_pdf(invoice(line())))).metadata
+    assert found is not None
+    assert (found.title, found.author) == ("Invoice 2026-0001", "Example Rechenzentrum AG")
+    assert found.subject == "October 2026, Bob & Söhne GmbH"
+    draft = PdfReader(io.BytesIO(render_pdf(invoice(line(), draft=True)))).metadata
+    assert draft is not None
+    assert draft.title == "Draft invoice 2026-10"
+
+
 @pytest.mark.parametrize(
     ("name", "shown"),
     [

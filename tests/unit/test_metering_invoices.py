@@ -612,7 +612,10 @@ async def test_the_audit_entry_of_an_allowance_has_its_old_and_new_amount(books:
         ({"name": "x", "address": "one line"}, "address"),
         ({"name": "x", "bank": ["a\nb"]}, "bank"),
         ({"name": "x", "tax_basis_points": 10_001}, "tax_basis_points"),
+        ({"name": "x", "tax_basis_points": -1}, "tax_basis_points"),
         ({"name": "x", "payment_terms_days": -1}, "payment_terms_days"),
+        ({"name": "x", "payment_terms_days": 366}, "payment_terms_days"),
+        ({"name": "x", "address": ["line"] * 9}, "address"),
         ({"name": "x", "email": "\x00"}, "email"),
     ],
     ids=str,
@@ -621,6 +624,12 @@ def test_an_invalid_field_of_the_seller_is_named(fields: dict[str, object], para
     with pytest.raises(GatehouseError) as refused:
         Seller(**fields)  # type: ignore[arg-type]
     assert refused.value.param == param
+
+
+def test_the_largest_values_of_the_seller_are_accepted() -> None:
+    most = Seller(name="x", address=(" line ",) * 8, payment_terms_days=365, tax_basis_points=10_000)
+    assert most.address == ("line",) * 8
+    assert Seller(name="x", payment_terms_days=0).bank == ()
 
 
 def test_the_worked_example_in_the_documentation_matches_the_code() -> None:

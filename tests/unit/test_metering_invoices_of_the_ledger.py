@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, date, datetime, timedelta
 
 import pytest
 
@@ -155,3 +155,33 @@ async def test_events_corrected_to_zero_in_another_currency_do_not_prevent_closi
     )  # fmt: skip
     async with database.reading() as connection:
         assert (await invoice_invariant.check(connection)).state == "holds"
+
+
+async def test_the_first_and_last_day_of_a_month_are_on_its_invoice(database: Database, clock: FakeClock, cast: Cast) -> None:
+    price, invoices = await add_price(database), euro_invoices(database, clock, BillingCalendar("UTC"))
+    days = {8: (1, 31), 9: (1, 30), 10: (1, 31), 11: (1,)}
+    for month, days_of_month in days.items():
+        for day in days_of_month:
+            await post_event(database, cast.bob, date(2026, month, day), Tokens(prompt=1), epoch_id=cast.epoch_id, price=price)
+    for month in (8, 9, 10):
+        drafted = await invoices.draft(cast.bob.tenant.id, f"2026-{month:02d}", access=WHOLE_APPLIANCE)
+        for invoice in (drafted, await invoices.close(drafted.head.id, access=WHOLE_APPLIANCE)):
+            events = (await invoices.events(invoice.head.id, access=WHOLE_APPLIANCE)).data
+            assert [(event.billing_day.month, event.billing_day.day) for event in events] == [
+                (month, 1),
+                (month, days[month][1]),
+            ]
+            assert [(line.kind, line.tokens) for line in invoice.lines] == [("prompt", 2), ("completion", 10)]
+
+
+async def test_a_line_counts_the_requests_with_tokens_of_its_kind(database: Database, clock: FakeClock, cast: Cast) -> None:
+    price, invoices = await add_price(database), euro_invoices(database, clock, BillingCalendar("UTC"))
+    for tokens in (
+        Tokens(prompt=1, completion=1), Tokens(prompt=1, completion=1), Tokens(prompt=1, completion=1, rejected=1),
+        Tokens(prompt=1, cached=1, completion=0, rejected=1), Tokens(prompt=2, cached=1, completion=1),
+    ):  # fmt: skip
+        await post_event(database, cast.bob, OCTOBER.date(), tokens, epoch_id=cast.epoch_id, price=price)
+    drafted = await invoices.draft(cast.bob.tenant.id, "2026-10", access=WHOLE_APPLIANCE)
+    assert [(line.kind, line.requests) for line in drafted.lines] == [
+        ("prompt", 4), ("cached_prompt", 2), ("completion", 4), ("rejected_draft", 2),
+    ]  # fmt: skip

@@ -11,8 +11,6 @@ from appliance.metering.invoicing.lines import usage_picos
 from appliance.metering.invoicing.rows import TIME_ZONE, Invoice, InvoiceHead
 from appliance.metering.invoicing.wording import ABORT_POLICY
 
-_INT64_MAX = 2**63 - 1
-
 
 class InvoiceLineShape(Shape, kw_only=True):
     """A line of an invoice. Its exact amount, `exact_picos`, is rounded once, to `rounded_micros`."""
@@ -107,13 +105,13 @@ def invoice_shape(invoice: Invoice) -> InvoiceShape:
     return InvoiceShape.of(
         head,
         currency=invoice.currency,
-        lines=[InvoiceLineShape.of(line, exact_picos=_exact(line.exact_picos)) for line in invoice.lines],
+        lines=[InvoiceLineShape.of(line) for line in invoice.lines],
         subtotal_micros=totals.subtotal_micros,
         tax_micros=totals.tax_micros,
         total_micros=totals.total_micros,
         rounding_micros=totals.rounding_micros,
         due_micros=totals.due_micros,
-        usage_picos=_exact(usage_picos(invoice.lines)),
+        usage_picos=usage_picos(invoice.lines),
         seller=seller or None,
         buyer=dict(invoice.buyer),
         time_zone=invoice.seller.get(TIME_ZONE, "UTC"),
@@ -128,8 +126,3 @@ def invoice_head_shape(head: InvoiceHead) -> InvoiceHeadShape:
     """Return an invoice without its lines as JSON."""
     unknown = {"total_micros": None, "tax_micros": None} if head.state == "draft" else {}
     return InvoiceHeadShape.of(head, **unknown)
-
-
-def _exact(picos: int) -> int:
-    """Return `picos` in a form that the encoder accepts: integers beyond 64 bits become raw JSON."""
-    return picos if abs(picos) <= _INT64_MAX else msgspec.Raw(str(picos).encode())  # type: ignore[return-value]
