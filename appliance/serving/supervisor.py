@@ -44,6 +44,7 @@ STEADY_S = 60.0  # an engine that crashes later than this after its start is res
 CRASHES_BEFORE_READY_MAX = 5
 FAILED_PAUSE_S = 300.0  # rarely enough that loading a model in vain does not disturb the others
 EXIT_GRACE_S = 5.0
+KILLED_GRACE_S = 10.0  # a killed process has ended within milliseconds, unless it waits in the kernel
 SILENCE_MAX_S = 120.0  # an engine sends a frame per step, and two per second when idle; the longest step takes far less
 LOADING_STALL_MAX_S = 600.0  # without progress; reading one part of a large model from a slow disk, or compiling, takes minutes
 SILENCE_POLL_S = 1.0
@@ -114,7 +115,7 @@ class Supervisor:
         self._supervision.start()
 
     async def stop(self) -> None:
-        """Ask the engine to exit, and kill it if it has not done so after EXIT_GRACE_S."""
+        """Ask the engine to exit, and kill it if it has not done so after EXIT_GRACE_S. One that cannot be ended is left."""
         self._set_state("stopped")
         if self._client is not None:
             self._client.shut_down()
@@ -221,10 +222,10 @@ class Supervisor:
         self.pid, self.started_at = process.pid, self._clock.now()
         assert process.stdout is not None
         logging_task = asyncio.create_task(forward_log(process.stdout, model=self.name, pid=process.pid))
-        watchdog = asyncio.create_task(self._kill_when_silent(process))
+        watchdog = asyncio.create_task(self._kill_when_silent(process, client))
         try:
             await self._follow(client)
-            exit_status = await _wait_or_kill(process, grace_s=EXIT_GRACE_S)
+            exit_status = await self._wait_for_exit(process)
         finally:
             watchdog.cancel()
             if process.returncode is None:
@@ -234,6 +235,19 @@ class Supervisor:
         self.error = client.fatal or f"the process ended with {_describe_exit(exit_status)}"
         return client.info is not None, client.fatal
 
+    async def _wait_for_exit(self, process: asyncio.subprocess.Process) -> int:
+        """Return the exit status of a process that has closed its socket. One that cannot be ended is waited for: as long as it
+        holds the GPU and its memory, a new one could not start."""
+        exit_status = await _wait_or_kill(process, grace_s=EXIT_GRACE_S)
+        if exit_status is not None:
+            return exit_status
+        if self.state != "stopped":
+            why = "it waits in the kernel, for a GPU driver or a disk that does not answer: restart the machine"
+            self.error = f"the process {process.pid} cannot be ended; {why}"
+            self._set_state("failed")
+            log.error("engine cannot be ended", role="engine", model=self.name, reason=self.error)
+        return await process.wait()
+
     async def _follow(self, client: EngineClient) -> None:
         """Process what the engine sends until its socket is closed."""
         try:
@@ -241,7 +255,7 @@ class Supervisor:
         except Exception:  # owned task: a bug here must not leave the model without an engine
             log.exception("what an engine sent could not be processed", role="engine", model=self.name)
 
-    async def _kill_when_silent(self, process: asyncio.subprocess.Process) -> None:
+    async def _kill_when_silent(self, process: asyncio.subprocess.Process, client: EngineClient) -> None:
         """Kill an engine that hangs, because its requests would otherwise wait for ever.
 
         A ready engine hangs if it sends nothing for SILENCE_MAX_S, a loading one if it makes no progress for
@@ -256,6 +270,8 @@ class Supervisor:
             if is_silent and was_silent:
                 log.error("engine hangs; killing it", role="engine", model=self.name, silent_s=round(silent_s))
                 process.kill()
+                await asyncio.sleep(EXIT_GRACE_S)  # its end closes the socket and cancels this
+                client.hang_up()
                 return
             was_silent = is_silent
 
@@ -327,12 +343,13 @@ async def _end_log(process: asyncio.subprocess.Process, logging_task: asyncio.Ta
         process._transport.close()  # type: ignore[attr-defined]  # no public way to close the pipe, which ends the task
 
 
-async def _wait_or_kill(process: asyncio.subprocess.Process, *, grace_s: float) -> int:
-    """Wait for `process` to exit, kill it after `grace_s`, and return its exit status."""
-    try:
-        async with asyncio.timeout(grace_s):
-            return await process.wait()
-    except TimeoutError:
-        with suppress(ProcessLookupError):
-            process.kill()
-        return await process.wait()
+async def _wait_or_kill(process: asyncio.subprocess.Process, *, grace_s: float) -> int | None:
+    """Wait for `process` to exit, kill it after `grace_s`, and return its exit status; None if it does not end even then."""
+    for timeout_s in (grace_s, KILLED_GRACE_S):
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await process.wait()
+        except TimeoutError:
+            with suppress(ProcessLookupError):
+                process.kill()
+    return None

@@ -154,6 +154,47 @@ async def test_a_hanging_engine_is_killed_and_restarted(monkeypatch: pytest.Monk
         await watched.wait_for_state("ready")
 
 
+async def test_an_engine_that_cannot_be_killed_fails_with_that_reason_until_it_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("SILENCE_MAX_S", "EXIT_GRACE_S", "KILLED_GRACE_S"):
+        monkeypatch.setattr(supervisor, name, 0.5)
+    monkeypatch.setattr(supervisor, "SILENCE_POLL_S", 0.05)
+    async with supervised() as watched:
+        await watched.wait_for_state("ready")
+        stream = watched.submit(make_request(STALL))
+        pid = watched.pid
+        assert pid is not None
+        with monkeypatch.context() as patched:
+            patched.setattr(asyncio.subprocess.Process, "kill", lambda _self: None)  # as of a process that waits in the kernel
+            os.kill(pid, signal.SIGSTOP)
+            with pytest.raises(EngineUnavailable):
+                await stream.take()
+            await watched.wait_for_state("failed")
+        assert watched.error is not None
+        assert f"process {pid} cannot be ended" in watched.error
+        assert watched.pid == pid
+        os.kill(pid, signal.SIGKILL)
+        await watched.wait_for_state("ready")
+
+
+async def test_a_stop_does_not_wait_for_ever_for_an_engine_that_cannot_be_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("EXIT_GRACE_S", "KILLED_GRACE_S"):
+        monkeypatch.setattr(supervisor, name, 0.1)
+    watched = Supervisor(name="fake", command=command, clock=SystemClock())
+    watched.start()
+    async with asyncio.timeout(DEADLINE_S):
+        await watched.wait_for_state("ready")
+        process = watched._process
+        assert process is not None
+        with monkeypatch.context() as patched:
+            patched.setattr(asyncio.subprocess.Process, "kill", lambda _self: None)
+            process.send_signal(signal.SIGSTOP)
+            await watched.stop()
+        process.kill()
+        await process.wait()
+
+
 async def test_an_engine_that_hangs_while_loading_is_killed_and_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "LOADING_STALL_MAX_S", 0.2)
     monkeypatch.setattr(supervisor, "SILENCE_POLL_S", 0.05)
