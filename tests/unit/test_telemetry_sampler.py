@@ -228,6 +228,22 @@ def test_nvml_is_opened_by_the_first_reading_only(monkeypatch: pytest.MonkeyPatc
     assert calls == ["open"]
 
 
+def test_a_driver_that_works_again_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = [pynvml.NVMLError(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)]
+
+    def raise_first() -> None:
+        if failures:
+            raise failures.pop()
+
+    monkeypatch.setattr(pynvml, "nvmlInit", raise_first)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 0)
+    probe = GpuProbe()
+    probe.read()
+    assert "GPU cannot be read" in (probe.error or "")
+    probe.read()
+    assert probe.error == NO_GPU
+
+
 def test_values_that_a_gpu_does_not_report_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     def raise_not_supported(*_arguments: Any) -> None:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
