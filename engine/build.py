@@ -144,7 +144,7 @@ def build_engine(
     choices.log_decisions()
     _log_start(info, _describe_mode(cached, slot_runner, is_requested=options.enforce_eager), times)
     grammars = _make_grammar_queue(options, info, cached.runner.masks, has_one_caller=has_one_caller)
-    return Engine(scheduler, slot_runner or cached.runner, info, grammars)
+    return Engine(scheduler, slot_runner or cached.runner, info, grammars, on_failure=choices.note_failure)
 
 
 def _load_models(resolved: ResolvedOptions, *, progress: Callable[[float], None]) -> tuple[LoadedDecoder, LoadedDecoder | None]:

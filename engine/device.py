@@ -9,20 +9,25 @@ import torch
 
 from engine.errors import EngineConfigError
 from engine.formats import computed_dtype
+from engine.visible_gpu import NO_ANSWER, first_visible_gpu
 
 log = logging.getLogger("gatehouse.engine")
 
 DRIVER = Path("/proc/driver/nvidia/version")
 """Exists on Linux if NVIDIA's driver is loaded."""
 
+DRIVER_ANSWER_S_MAX = 120.0
+"""For the first call, which initialises all GPUs of the machine where nothing keeps them initialised."""
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def resolve_device(name: str) -> torch.device:
     """`auto` is the first GPU if torch sees one, else the CPU; `cuda` without a usable GPU is an error. For `cpu` the driver is
-    not asked, so that models run on the CPU of a machine whose driver hangs."""
+    not asked, so that models run on the CPU of a machine whose driver hangs; otherwise that is an error, too."""
     if name == "cpu":
         return torch.device("cpu")
+    _check_driver_answers(name)
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
         advice = "use cpu, or auto, which stays on the GPU once it has served there"
@@ -32,6 +37,17 @@ def resolve_device(name: str) -> torch.device:
     if note is not None:
         log.warning("serving on the CPU although an NVIDIA driver is installed: %s", note)
     return device
+
+
+def _check_driver_answers(name: str) -> None:
+    """Raise `EngineConfigError` if NVIDIA's driver hangs. Another process asks it: torch's call could be neither ended nor told
+    apart from a slow start."""
+    if not DRIVER.exists() or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return
+    _, reason = first_visible_gpu(DRIVER_ANSWER_S_MAX)
+    if reason.startswith(NO_ANSWER):
+        advice = "look at the kernel's log (dmesg) and restart this machine, or use cpu"
+        raise EngineConfigError("device", f"is {name}, but {reason}: {advice}")
 
 
 def unused_gpu(name: str, device: torch.device) -> str | None:

@@ -59,12 +59,14 @@ class Engine:
         grammars: GrammarQueue,
         *,
         clock: Callable[[], float] = time.monotonic,
+        on_failure: Callable[[Exception], None] = lambda _error: None,
     ) -> None:
-        """Steps overlap if `runner` can launch them ahead."""
+        """Steps overlap if `runner` can launch them ahead. `on_failure` is called with an error that a step raises."""
         self.info = info
         self._scheduler = scheduler
         self._runner = runner
         self._clock = clock
+        self._on_failure = on_failure
         self._grammars = grammars
         self._step_budget = scheduler.step_budget
         self._live: dict[str, list[Request]] = {}
@@ -146,6 +148,13 @@ class Engine:
 
     def step_in_columns(self) -> StepEvents:
         """As `step`, without an object for each token."""
+        try:
+            return self._step()
+        except Exception as error:
+            self._on_failure(error)
+            raise
+
+    def _step(self) -> StepEvents:
         started_s = self._clock()
         step_events = StepEvents(self._admit_parked() + self._expire_parked() + self._scheduler.expire())
         if self._in_flight_step is not None and self._scheduler.should_settle_first():

@@ -138,6 +138,11 @@ class AsyncFrameSocket:
         self._unsent += frame
         self._write()
 
+    def end(self) -> None:
+        """Have `receive` raise `PeerClosed` after the frames that have arrived."""
+        self._ended = True
+        self._arrived.set()
+
     def close(self) -> None:
         """Close the socket; unsent frames are dropped."""
         self._closed = True

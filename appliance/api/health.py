@@ -11,6 +11,7 @@ from appliance.api.auth import authenticate_administrator, is_from_this_machine
 from appliance.api.connection_services import services_of
 from appliance.serving.services import Services
 from appliance.tenancy.roles import Action
+from engine.protocol import EngineInfo
 
 METRICS_MEDIA_TYPE = "text/plain; version=0.0.4"  # the framework adds the charset
 
@@ -78,5 +79,12 @@ async def _parts(services: Services) -> dict[str, str]:
 def _notes(services: Services) -> dict[str, str]:
     """Return what slows a ready part down. Its reason stays in the console and the log."""
     engines = {model.name: model.engine.info for model in services.models.list()}
-    slow = [name for name, info in engines.items() if info is not None and info.device_note is not None]
-    return {f"engine {name}": "serves on the CPU, because the GPU cannot be used" for name in slow}
+    return {f"engine {name}": note for name, info in engines.items() if info is not None and (note := _engine_note(info))}
+
+
+def _engine_note(info: EngineInfo) -> str | None:
+    if info.device_note is not None:
+        return "serves on the CPU, because the GPU cannot be used"
+    if any(choice.refused for choice in info.kernel_choices):
+        return "serves by older kernels, because newer ones were refused"
+    return None

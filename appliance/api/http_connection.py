@@ -1,14 +1,20 @@
-"""An HTTP connection that limits what a peer can cost us: size and duration of a request head, silence within a body.
+"""An HTTP connection that limits what a peer can cost us: size and duration of a request head, silence within a body, and the
+time for which it takes nothing of a response.
                first byte               head ends                  body ends
   between ────────────────────► head ──────────────────► body ────────────────────► between
 keep-alive limit (uvicorn's)    HEAD_DEADLINE_S in all,  BODY_IDLE_S between bytes,
 HEAD_DEADLINE_S when new        HEAD_BYTES_MAX           total: `max_body_bytes` in the application
+In every phase a peer that takes nothing of a response from one check to the next (SENDING_CHECK_S) is disconnected.
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import resource
+import struct
+import termios
+from contextlib import suppress
 from typing import Any
 
 import structlog
@@ -22,6 +28,7 @@ from appliance.base.ids import new_id
 HEAD_BYTES_MAX = 64 * 1024
 HEAD_DEADLINE_S = 30.0
 BODY_IDLE_S = 60.0
+SENDING_CHECK_S = 150.0  # two checks: 150 to 300 s. Longer than proxies wait, so that a client may pause to think
 LINE_OVERHEAD_BYTES = 4  # colon, space and line end of a header
 
 log = structlog.get_logger()
@@ -37,9 +44,22 @@ class HeadCoalescingTransport:
         self._transport = transport
         self._loop = loop
         self._head = b""
+        self._written_bytes = 0
+
+    @property
+    def taken_bytes(self) -> int:
+        """Return how much of what was written has reached the peer's machine, which takes no more than its reader leaves room
+        for. The kernel's own queue is counted as unsent: it holds megabytes, and makes room for more only in large steps."""
+        unsent_bytes = self._transport.get_write_buffer_size()
+        queued = bytearray(4)
+        with suppress(OSError, ValueError, AttributeError):  # no socket, closed, or of a kind that does not tell
+            fcntl.ioctl(self._transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, queued)
+            unsent_bytes += struct.unpack("i", queued)[0]
+        return self._written_bytes - unsent_bytes
 
     def write(self, data: bytes) -> None:
         """Send `data`, preceded by the head if one is held back."""
+        self._written_bytes += len(data)
         if self._head:
             head, self._head = self._head, b""
             self._transport.write(head + data)
@@ -71,6 +91,8 @@ class LimitedConnection(HttpToolsProtocol):
     _parsed_bytes = 0  # bytes of the head that the parser has reported
     _num_heads = 0
     _deadline: asyncio.TimerHandle | None = None
+    _sending_check: asyncio.TimerHandle | None = None
+    _taken_bytes: int | None = None  # at the last check; None if nothing was to be sent then
     _running: RequestResponseCycle | None = None  # uvicorn's `cycle` is the newest request's, which may still be queued
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -85,10 +107,13 @@ class LimitedConnection(HttpToolsProtocol):
             return
         self.transport = HeadCoalescingTransport(transport, self.loop)  # type: ignore[assignment]
         self._set_deadline(HEAD_DEADLINE_S)
+        self._check_sending()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Clear the deadline and notify the running request, which uvicorn does not if another request is queued behind it."""
+        """Clear the deadlines and notify the running request, which uvicorn does not if another request is queued behind it."""
         self._clear_deadline()
+        if self._sending_check is not None:
+            self._sending_check.cancel()
         super().connection_lost(exc)
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
@@ -184,6 +209,18 @@ class LimitedConnection(HttpToolsProtocol):
         )
         self.transport.write(head.encode() + body)
         self.transport.close()
+
+    def _check_sending(self) -> None:
+        """Abort the connection if the peer has taken nothing since the last check, although there was something to be sent. A
+        closed one is checked too: it waits until all is sent."""
+        is_sending = self.transport.get_write_buffer_size() > 0
+        taken_bytes = self.transport.taken_bytes if is_sending else None  # type: ignore[attr-defined]
+        if is_sending and taken_bytes == self._taken_bytes:
+            log.info("connection ended: the client reads nothing of the response", address=self.client and self.client[0])
+            self.transport.abort()
+            return
+        self._taken_bytes = taken_bytes
+        self._sending_check = self.loop.call_later(SENDING_CHECK_S, self._check_sending)
 
     def _renew_deadline(self) -> None:
         """Set the single deadline of a head, or renew that of a body. A peer that waits for its response has no deadline."""

@@ -100,6 +100,10 @@ class EngineClient:
             self._flush()
             self._write(GatewayFrame(shutdown=True))
 
+    def hang_up(self) -> None:
+        """End `run` as if the engine had closed its end, which it cannot while it waits in the kernel."""
+        self._socket.end()
+
     async def run(self) -> None:
         """Read frames until the engine closes its end. All open queues then end in EngineUnavailable."""
         reason = "the engine process ended"

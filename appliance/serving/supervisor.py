@@ -3,12 +3,16 @@
        ┌─────────┐ ready  ┌───────┐
 start ►│ loading ├───────►│ ready │
        └──┬───┬──┘        └───┬───┘
-   fatal, │   │ died          │ died
- or five  │   ▼               ▼
-  crashes │  ┌────────────┐ ready again ──► ready
+     said │   │ died          │ died
+      why │   ▼               ▼
+          │  ┌────────────┐ ready again ──► ready
           │  │ restarting │◄── backoff 0.5 s doubling to 30 s
-          ▼  └────────────┘
-       failed                  stop from anywhere ──► stopped
+          ▼  └─────┬──────┘
+       failed ◄────┘ five attempts in a row: the next one every FAILED_PAUSE_S, until one is ready
+                               stop from anywhere ──► stopped
+
+A reason that the engine gives before it has ever served is final: model or settings must be changed. Later the same words may
+have a cause that passes, such as a GPU that is lost or that another program uses.
 """
 
 from __future__ import annotations
@@ -38,7 +42,9 @@ BACKOFF_FIRST_S = 0.5
 BACKOFF_MAX_S = 30.0
 STEADY_S = 60.0  # an engine that crashes later than this after its start is restarted with the first backoff
 CRASHES_BEFORE_READY_MAX = 5
+FAILED_PAUSE_S = 300.0  # rarely enough that loading a model in vain does not disturb the others
 EXIT_GRACE_S = 5.0
+KILLED_GRACE_S = 10.0  # a killed process has ended within milliseconds, unless it waits in the kernel
 SILENCE_MAX_S = 120.0  # an engine sends a frame per step, and two per second when idle; the longest step takes far less
 LOADING_STALL_MAX_S = 600.0  # without progress; reading one part of a large model from a slow disk, or compiling, takes minutes
 SILENCE_POLL_S = 1.0
@@ -109,7 +115,7 @@ class Supervisor:
         self._supervision.start()
 
     async def stop(self) -> None:
-        """Ask the engine to exit, and kill it if it has not done so after EXIT_GRACE_S."""
+        """Ask the engine to exit, and kill it if it has not done so after EXIT_GRACE_S. One that cannot be ended is left."""
         self._set_state("stopped")
         if self._client is not None:
             self._client.shut_down()
@@ -124,7 +130,8 @@ class Supervisor:
         if self.state == "loading":
             raise ModelLoading(f"model {self.name} is being loaded", retry_after_s=RETRY_AFTER_LOADING_S)
         reason = f": {self.error}" if self.error else ""
-        retry_after_s = self._ready_in_s(self._starts_monotonic_s) if self.state == "restarting" else BACKOFF_MAX_S
+        ready_in_s = self._ready_in_s(self._starts_monotonic_s)
+        retry_after_s = ready_in_s if self.state == "restarting" else max(ready_in_s, BACKOFF_MAX_S)
         raise EngineUnavailable(f"the engine of {self.name} is {self.state}{reason}", retry_after_s=retry_after_s)
 
     def _restart_eta_s(self) -> float | None:
@@ -135,9 +142,7 @@ class Supervisor:
 
     def _ready_in_s(self, starts_monotonic_s: float) -> float:
         """Return the estimated seconds until an engine started at that time is ready, from the duration of its last start."""
-        if self._start_s is None:
-            return RETRY_AFTER_LOADING_S
-        return max(starts_monotonic_s + self._start_s - self._clock.monotonic_s(), RETRY_AFTER_LOADING_S)
+        return max(starts_monotonic_s + (self._start_s or 0.0) - self._clock.monotonic_s(), RETRY_AFTER_LOADING_S)
 
     def _pause_s(self) -> float:
         """Return the backoff between the end of this process and the start of the next one."""
@@ -171,24 +176,32 @@ class Supervisor:
         self._state_changed = asyncio.Event()
 
     async def _keep_running(self) -> None:
-        crashes_before_ready = 0
+        has_served, crashes_before_ready = False, 0
         while True:
             was_ready, fatal = await self._run_process()
             if self.state == "stopped":
                 return
+            has_served |= was_ready
             crashes_before_ready = 0 if was_ready else crashes_before_ready + 1
-            if (fatal is not None and not was_ready) or crashes_before_ready >= CRASHES_BEFORE_READY_MAX:
+            if fatal is not None and not has_served:
                 self._set_state("failed")
                 log.error("engine failed", role="engine", model=self.name, reason=self.error)
                 return
-            pause_s = self._pause_s()
-            log.warning("engine ended; restarting", role="engine", model=self.name, reason=self.error, wait_s=pause_s)
-            self._starts_monotonic_s = self._clock.monotonic_s() + pause_s
-            self._set_state("restarting")
-            await asyncio.sleep(pause_s)
-            self._backoff_s = min(BACKOFF_MAX_S, pause_s * 2)
+            await self._pause(has_failed=crashes_before_ready >= CRASHES_BEFORE_READY_MAX)
             self.restarts += 1
             self._on_restart()
+
+    async def _pause(self, *, has_failed: bool) -> None:
+        """Log why the process ended, and wait until the next one is to be started."""
+        pause_s = FAILED_PAUSE_S if has_failed else self._pause_s()
+        if has_failed:
+            log.error("engine failed; trying again later", role="engine", model=self.name, reason=self.error, wait_s=pause_s)
+        else:
+            log.warning("engine ended; restarting", role="engine", model=self.name, reason=self.error, wait_s=pause_s)
+        self._starts_monotonic_s = self._clock.monotonic_s() + pause_s
+        self._set_state("failed" if has_failed else "restarting")
+        await asyncio.sleep(pause_s)
+        self._backoff_s = min(BACKOFF_MAX_S, pause_s * 2)
 
     async def _run_process(self) -> tuple[bool, str | None]:
         """Run one engine process to its end; return whether it was ever ready, and the fatal error it reported, if any."""
@@ -209,10 +222,10 @@ class Supervisor:
         self.pid, self.started_at = process.pid, self._clock.now()
         assert process.stdout is not None
         logging_task = asyncio.create_task(forward_log(process.stdout, model=self.name, pid=process.pid))
-        watchdog = asyncio.create_task(self._kill_when_silent(process))
+        watchdog = asyncio.create_task(self._kill_when_silent(process, client))
         try:
             await self._follow(client)
-            exit_status = await _wait_or_kill(process, grace_s=EXIT_GRACE_S)
+            exit_status = await self._wait_for_exit(process)
         finally:
             watchdog.cancel()
             if process.returncode is None:
@@ -222,6 +235,19 @@ class Supervisor:
         self.error = client.fatal or f"the process ended with {_describe_exit(exit_status)}"
         return client.info is not None, client.fatal
 
+    async def _wait_for_exit(self, process: asyncio.subprocess.Process) -> int:
+        """Return the exit status of a process that has closed its socket. One that cannot be ended is waited for: as long as it
+        holds the GPU and its memory, a new one could not start."""
+        exit_status = await _wait_or_kill(process, grace_s=EXIT_GRACE_S)
+        if exit_status is not None:
+            return exit_status
+        if self.state != "stopped":
+            why = "it waits in the kernel, for a GPU driver or a disk that does not answer: restart the machine"
+            self.error = f"the process {process.pid} cannot be ended; {why}"
+            self._set_state("failed")
+            log.error("engine cannot be ended", role="engine", model=self.name, reason=self.error)
+        return await process.wait()
+
     async def _follow(self, client: EngineClient) -> None:
         """Process what the engine sends until its socket is closed."""
         try:
@@ -229,7 +255,7 @@ class Supervisor:
         except Exception:  # owned task: a bug here must not leave the model without an engine
             log.exception("what an engine sent could not be processed", role="engine", model=self.name)
 
-    async def _kill_when_silent(self, process: asyncio.subprocess.Process) -> None:
+    async def _kill_when_silent(self, process: asyncio.subprocess.Process, client: EngineClient) -> None:
         """Kill an engine that hangs, because its requests would otherwise wait for ever.
 
         A ready engine hangs if it sends nothing for SILENCE_MAX_S, a loading one if it makes no progress for
@@ -238,12 +264,14 @@ class Supervisor:
         was_silent = False
         while True:
             await asyncio.sleep(SILENCE_POLL_S)
-            is_ready, is_loading = self.state == "ready", self.state in ("loading", "restarting")
+            is_ready, is_loading = self.state == "ready", self.state in ("loading", "restarting", "failed")
             silent_s = self._clock.monotonic_s() - (self._last_frame_monotonic_s if is_ready else self._progress_monotonic_s)
             is_silent = (is_ready and silent_s > SILENCE_MAX_S) or (is_loading and silent_s > LOADING_STALL_MAX_S)
             if is_silent and was_silent:
                 log.error("engine hangs; killing it", role="engine", model=self.name, silent_s=round(silent_s))
                 process.kill()
+                await asyncio.sleep(EXIT_GRACE_S)  # its end closes the socket and cancels this
+                client.hang_up()
                 return
             was_silent = is_silent
 
@@ -283,7 +311,7 @@ class Supervisor:
             self.stats.note_status(frame.status, now_s)
         if frame.decoded or any(event.token_ids for event in frame.events):
             self.last_token_monotonic_s = now_s
-        if frame.ready is not None and self.state in ("loading", "restarting"):
+        if frame.ready is not None and self.state != "stopped":
             self.error = None
             self.has_served_on_gpu |= frame.ready.device == "cuda"
             self.ready_monotonic_s, self._start_s = now_s, now_s - self._starts_monotonic_s
@@ -315,12 +343,13 @@ async def _end_log(process: asyncio.subprocess.Process, logging_task: asyncio.Ta
         process._transport.close()  # type: ignore[attr-defined]  # no public way to close the pipe, which ends the task
 
 
-async def _wait_or_kill(process: asyncio.subprocess.Process, *, grace_s: float) -> int:
-    """Wait for `process` to exit, kill it after `grace_s`, and return its exit status."""
-    try:
-        async with asyncio.timeout(grace_s):
-            return await process.wait()
-    except TimeoutError:
-        with suppress(ProcessLookupError):
-            process.kill()
-        return await process.wait()
+async def _wait_or_kill(process: asyncio.subprocess.Process, *, grace_s: float) -> int | None:
+    """Wait for `process` to exit, kill it after `grace_s`, and return its exit status; None if it does not end even then."""
+    for timeout_s in (grace_s, KILLED_GRACE_S):
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await process.wait()
+        except TimeoutError:
+            with suppress(ProcessLookupError):
+                process.kill()
+    return None

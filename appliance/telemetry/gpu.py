@@ -30,7 +30,7 @@ class GpuProbe:
 
     def __init__(self) -> None:
         self.error: str | None = NO_GPU
-        self._is_open: bool | None = None  # None before the first reading
+        self._is_open: bool | None = None  # None: to be initialised by the next reading
         self._in_use = Lock()
 
     def close(self) -> None:
@@ -43,7 +43,7 @@ class GpuProbe:
                 self._in_use.release()
 
     def read(self) -> list[GpuReading]:
-        """Return one reading per GPU. If one GPU fails, return an empty list and set `error`. Initialises NVML at first."""
+        """Return one reading per GPU. If one GPU fails, return an empty list and set `error`. Initialises NVML if it is not."""
         with self._in_use:
             if self._is_open is None:
                 self._is_open = self._initialise()
@@ -57,13 +57,14 @@ class GpuProbe:
         self.error = None if readings else NO_GPU
         return readings
 
-    def _initialise(self) -> bool:
-        """Return whether NVML can be used. A missing library or driver is no failure: it means a machine without a GPU."""
+    def _initialise(self) -> bool | None:
+        """Return whether NVML can be used; None to try again, because a driver may be repaired. A missing library or driver is
+        no failure: it means a machine without a GPU."""
         try:
             pynvml.nvmlInit()
         except pynvml.NVMLError as error:
             self.error = _error_text(error)
-            return False
+            return False if self.error == NO_GPU else None
         return True
 
 

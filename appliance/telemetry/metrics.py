@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from appliance.base.errors import GatehouseError
+from appliance.telemetry.gpu import NO_GPU
 from appliance.telemetry.readings import EngineReading, SystemSnapshot, TenantReading
 from engine.protocol import EngineStatus, PlainReason
 
@@ -30,6 +31,10 @@ ENGINE_GAUGES: dict[str, tuple[str, Callable[[EngineReading], float]]] = {
         lambda e: e.status_or_zeros.kv_blocks_used / max(e.status_or_zeros.kv_blocks_total, 1),
     ),
     "gatehouse_engine_up": ("1 if the engine accepts requests", lambda e: float(e.state == "ready")),
+    "gatehouse_engine_gpu_unused": (
+        "1 if the engine serves on the CPU although an NVIDIA driver is installed",
+        lambda e: float(e.info is not None and e.info.device_note is not None),
+    ),
     "gatehouse_host_kv_blocks": ("KV blocks that fit in main memory", lambda e: e.status_or_zeros.host_blocks_total),
     "gatehouse_host_kv_blocks_used": ("KV blocks kept in main memory", lambda e: e.status_or_zeros.host_blocks_used),
 }
@@ -294,6 +299,8 @@ def _gpu_families(snapshot: SystemSnapshot) -> Iterator[Metric]:
         total.add_metric([str(gpu.index)], gpu.memory_total_bytes)
     yield used
     yield total
+    is_up = snapshot.gpu_error in (None, NO_GPU)
+    yield GaugeMetricFamily("gatehouse_gpu_driver_up", "1 if the GPU driver answers, or there is no GPU", value=float(is_up))
 
 
 def _host_families(snapshot: SystemSnapshot) -> Iterator[Metric]:

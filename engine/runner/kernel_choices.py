@@ -102,6 +102,12 @@ class KernelChoices:
                 self._trials.serve()
         self._put_in_force()
 
+    def note_failure(self, error: Exception) -> None:
+        """Called with an error that ends an engine in service: if the device has failed, what was chosen is marked."""
+        if self._trials is not None:
+            choices = {choice.name: choice for choice in ops.CHOICES}
+            self._trials.record_service_fault([(choices[each.name], each.serves) for each in self.chosen], error)
+
     @property
     def are_oldest(self) -> bool:
         """Whether the oldest alternatives serve."""
@@ -142,7 +148,7 @@ class KernelChoices:
                 if each.name not in choices or each.serves not in choices[each.name].alternatives or not each.us:
                     raise ValueError(f"it has no decision on {each.name} that this version knows")
                 if self._trials is not None and self._trials.has_left((choices[each.name], each.serves)):
-                    raise ValueError(f"the start that decided ended while {each.name} was served by {each.serves}")
+                    raise ValueError(f"the engine ended while {each.name} was served by {each.serves}")
         except FileNotFoundError:
             return
         except (OSError, ValueError, msgspec.MsgspecError) as error:

@@ -9,6 +9,9 @@ with a fault       which the process that wrote it saw: at once, for every model
 without one        if there are DEATHS_MAX of them, for the same model and options: the process was ended while the alternative
                    ran, which may have another cause, such as an operator
 
+in service         if there are DEATHS_MAX of them within SERVICE_FAULTS_S, for the same model and options: the alternative
+                   passed its first start, and served when the device failed, which may have another cause
+
 A process holds a lock (flock) on its marks, so that others that start meanwhile do not count them; the system releases it
 when the process ends. The oldest alternatives have run on a card: they have no marks and are never refused.
 """
@@ -39,6 +42,8 @@ DEATHS_MAX = 2
 """One death may have any cause: an operator's kill -9, the gateway's at its stop, a lack of memory. A kernel that has ended one
 process by itself ends the next one too."""
 
+SERVICE_FAULTS_S = 24 * 60 * 60.0
+
 POLL_S = 0.001
 HANG_POLLS = 20_000
 """Twenty seconds and more, for launches that take milliseconds, or a second on a card that is shared. Polls are counted, so
@@ -58,12 +63,14 @@ class TrialsImpossible(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """`start`: the model and options, as a digest. `fault`: what the device did, empty while that is not known."""
+    """`start`: the model and options, as a digest. `fault`: what the device did, empty while that is not known. `in_service`:
+    it did so after the start."""
 
     start: str
     choice: str
     alternative: str
     fault: str = ""
+    in_service: bool = False
 
 
 class KernelTrials:
@@ -78,14 +85,40 @@ class KernelTrials:
 
     def refusals(self, choice: ops.Choice) -> dict[str, str]:
         """Why alternatives of a choice do not serve, by their name."""
-        marks = [mark for mark in self._left.values() if mark.choice == choice.name]
+        marks = [mark for mark in self._left.values() if mark.choice == choice.name and not mark.in_service]
         deaths = Counter(mark.alternative for mark in marks if mark.start == self._start)
         found = {name: f"{number} starts ended while it ran" for name, number in deaths.items() if number >= DEATHS_MAX}
-        return found | {mark.alternative: mark.fault for mark in marks if mark.fault}
+        return self._service_refusals(choice) | found | {mark.alternative: mark.fault for mark in marks if mark.fault}
+
+    def _service_refusals(self, choice: ops.Choice) -> dict[str, str]:
+        marks = [
+            mark for mark in self._left.values() if mark.in_service and (mark.start, mark.choice) == (self._start, choice.name)
+        ]
+        faults = Counter(mark.alternative for mark in marks)
+        told = "the GPU failed {} times within a day while it served"
+        return {name: told.format(number) for name, number in faults.items() if number >= DEATHS_MAX}
 
     def has_left(self, *alternatives: Alternative) -> bool:
-        """Whether a start with the same model and options ended while one of these ran."""
-        return bool(self._own_paths(alternatives))
+        """Whether a start with the same model and options ended while one of these ran, or one is refused because of faults in
+        service."""
+        return bool(self._own_paths(alternatives)) or any(
+            name in self._service_refusals(choice) for choice, name in alternatives
+        )
+
+    def record_service_fault(self, alternatives: Sequence[Alternative], error: Exception) -> None:
+        """Mark these alternatives, which served, if `error` comes from a device that has failed. The process then ends."""
+        unproven = [(choice, name) for choice, name in alternatives if name != choice.oldest]
+        if not unproven or not is_lost(self._device):
+            return
+        listed = ", ".join(f"{choice.name} by {name}" for choice, name in unproven)
+        log.error("the GPU failed while newer kernels served (%s): the oldest serve after %d times a day", listed, DEATHS_MAX)
+        try:
+            files = self._write(unproven, fault=_told(error), in_service=True)
+        except TrialsImpossible as impossible:
+            log.error("this fault will not be counted: %s", impossible)
+            return
+        for descriptor in files.values():
+            os.close(descriptor)
 
     @contextmanager
     def first_use(self) -> Iterator[None]:
@@ -116,7 +149,7 @@ class KernelTrials:
             raise
         except Exception as error:
             if files and (isinstance(error, DeviceHangs) or is_lost(self._device)):
-                fault = f"the GPU failed: {type(error).__name__}: {first_line(error)}"
+                fault = _told(error)
                 for descriptor, (choice, name) in zip(files.values(), unproven, strict=True):
                     with suppress(OSError):  # the mark without a fault is left
                         _record(descriptor, Mark(start=self._start, choice=choice.name, alternative=name, fault=fault))
@@ -133,9 +166,10 @@ class KernelTrials:
 
     def _own_paths(self, alternatives: Sequence[Alternative]) -> list[Path]:
         keys = [(self._start, choice.name, name) for choice, name in alternatives]
-        return [path for path, mark in self._left.items() if (mark.start, mark.choice, mark.alternative) in keys]
+        own = [(path, mark) for path, mark in self._left.items() if not mark.in_service]
+        return [path for path, mark in own if (mark.start, mark.choice, mark.alternative) in keys]
 
-    def _write(self, alternatives: Sequence[Alternative]) -> dict[Path, int]:
+    def _write(self, alternatives: Sequence[Alternative], *, fault: str = "", in_service: bool = False) -> dict[Path, int]:
         """Marks that outlive a crash of the machine: their open files, each locked by this process."""
         files: dict[Path, int] = {}
         try:
@@ -145,7 +179,8 @@ class KernelTrials:
                 descriptor, path = tempfile.mkstemp(prefix="mark-", dir=self._folder)
                 files[Path(path)] = descriptor
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
-                _record(descriptor, Mark(start=self._start, choice=choice.name, alternative=name))
+                mark = Mark(start=self._start, choice=choice.name, alternative=name, fault=fault, in_service=in_service)
+                _record(descriptor, mark)
             if alternatives:
                 _sync(self._folder)
         except OSError as error:
@@ -172,14 +207,21 @@ def wait_for(device: torch.device) -> None:
 
 
 def _left_marks(folder: Path) -> Iterator[tuple[Path, Mark]]:
-    """Those of processes that have ended. A file without content is one that is being written."""
+    """Those of processes that have ended. A file without content is one that is being written. Faults in service that are older
+    than SERVICE_FAULTS_S are removed."""
     for path in sorted(folder.glob("mark-*")):
         try:
             with path.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 content = file.read()
-                if content and os.fstat(file.fileno()).st_nlink:
-                    yield path, msgspec.json.decode(content, type=Mark)
+                state = os.fstat(file.fileno())
+                if not content or not state.st_nlink:
+                    continue
+                mark = msgspec.json.decode(content, type=Mark)
+                if mark.in_service and time.time() - state.st_mtime > SERVICE_FAULTS_S:
+                    path.unlink(missing_ok=True)
+                    continue
+                yield path, mark
         except (BlockingIOError, FileNotFoundError):
             continue  # of a process that lives, which may remove it meanwhile
         except (OSError, msgspec.MsgspecError) as error:
@@ -197,6 +239,10 @@ def _sync(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _told(error: Exception) -> str:
+    return f"the GPU failed: {type(error).__name__}: {first_line(error)}"
 
 
 def first_line(error: Exception) -> str:

@@ -14,11 +14,12 @@ from unittest import mock
 import pytest
 import torch
 
+from engine.errors import EngineBroken
 from engine.loop import Engine
 from engine.options import EngineOptions
 from engine.protocol import EngineInfo
 from engine.runner import kernel_timing
-from engine.runner.kernel_trials import KernelFault
+from engine.runner.kernel_trials import DEATHS_MAX, KernelFault
 from engine.runner.text_models import load_text_model
 from engine.switches import GRAPHS, MEASURED_KERNELS
 from kernels.alternatives import (
@@ -276,6 +277,27 @@ def test_a_fault_after_the_decision_refuses_what_was_decided(llama: Path, tmp_pa
     refused = {choice.name: [*choice.refused] for choice in second.info.kernel_choices}
     assert refused == {ROW_PRODUCTS.name: [GEMV], LONE_ATTENTION.name: [ONE_LAUNCH], FEW_ROWS_ATTENTION.name: [ROTATION_INSIDE]}
     assert second.serving == {ROW_PRODUCTS.name: TILES, LONE_ATTENTION.name: SPLITS, FEW_ROWS_ATTENTION.name: ROTATION_BEFORE}
+
+
+def lose_the_card_in_service(model: Path, cache: Path, fast: set[str]) -> None:
+    with starting(cache, fast) as card:
+        engine = engine_of(model)
+        engine.submit(generation_request("a", [5, 6, 7], max_tokens=8))
+        engine.step()
+        card.broken = RuntimeError("illegal access")
+        with pytest.raises(EngineBroken):
+            [engine.step() for _ in range(3)]
+
+
+def test_kernels_that_served_when_the_card_was_lost_twice_are_replaced_by_the_oldest(llama: Path, tmp_path: Path) -> None:
+    fast = {ONE_LAUNCH, ROTATION_INSIDE}
+    for _ in range(DEATHS_MAX):
+        lose_the_card_in_service(llama, tmp_path, fast)
+    third = started(llama, tmp_path, fast)
+    assert third.serving == {ROW_PRODUCTS.name: TILES, LONE_ATTENTION.name: SPLITS, FEW_ROWS_ATTENTION.name: ROTATION_BEFORE}
+    told = "ERROR attention of one row by one launch does not serve: the GPU failed 2 times within a day while it served"
+    assert told in third.log
+    assert started(llama, tmp_path, fast).serving == third.serving, "that holds for later starts"
 
 
 def test_alternatives_that_cannot_be_compiled_leave_the_oldest_ones_serving(llama: Path, tmp_path: Path) -> None:

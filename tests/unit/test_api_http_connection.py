@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
+import socket
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any, cast
 
 import pytest
@@ -17,6 +19,8 @@ from appliance.api.http_connection import (
     BODY_IDLE_S,
     HEAD_BYTES_MAX,
     HEAD_DEADLINE_S,
+    SENDING_CHECK_S,
+    HeadCoalescingTransport,
     LimitedConnection,
     raise_open_files_limit,
 )
@@ -33,6 +37,11 @@ class RecordingTransport(asyncio.Transport):
         self.writes: list[bytes] = []
         self.sent = b""
         self.closed = False
+        self.num_unsent = 0
+
+    def get_write_buffer_size(self) -> int:
+        """Return how much of what was written is still to be sent, as the test says."""
+        return self.num_unsent
 
     def write(self, data: Any) -> None:
         """Record the data."""
@@ -270,6 +279,104 @@ async def test_a_slow_response_does_not_time_out() -> None:
     assert not wire.closed
     may_end.set()
     await answered(wire)
+
+
+async def endless(_scope: Any, receive: Any, send: Any) -> None:
+    """Answer with a stream that does not end before the client has left."""
+    await receive()
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"data", "more_body": True})
+    await receive()
+
+
+async def streaming() -> tuple[LimitedConnection, RecordingTransport, Timers]:
+    """Return a connection on which `endless` has begun to answer."""
+    connection, wire, timers = await opened(endless)
+    connection.data_received(GET)
+    await answered(wire)
+    return connection, wire, timers
+
+
+async def test_a_peer_that_takes_nothing_between_two_checks_is_disconnected() -> None:
+    _connection, wire, timers = await streaming()
+    wire.num_unsent = len(wire.sent)
+    timers.advance(SENDING_CHECK_S)
+    assert not wire.closed
+    timers.advance(SENDING_CHECK_S)
+    assert wire.closed
+
+
+async def test_a_peer_that_takes_a_byte_between_two_checks_stays_connected() -> None:
+    _connection, wire, timers = await streaming()
+    wire.num_unsent = len(wire.sent)
+    for _ in range(5):
+        timers.advance(SENDING_CHECK_S)
+        wire.num_unsent -= 1
+    assert not wire.closed
+
+
+async def test_a_peer_that_takes_as_much_as_is_written_stays_connected() -> None:
+    connection, wire, timers = await streaming()
+    wire.num_unsent = len(wire.sent)
+    for _ in range(5):
+        timers.advance(SENDING_CHECK_S)
+        connection.transport.write(b"data")
+    assert not wire.closed
+
+
+async def test_a_peer_that_is_owed_nothing_stays_connected_however_long_the_answer_takes() -> None:
+    _connection, wire, timers = await streaming()
+    for _ in range(5):
+        timers.advance(SENDING_CHECK_S)
+    assert not wire.closed
+
+
+async def test_a_closed_connection_whose_peer_takes_nothing_of_the_rest_is_ended() -> None:
+    connection, wire, timers = await streaming()
+    wire.num_unsent = len(wire.sent)
+    timers.advance(SENDING_CHECK_S)
+    connection.transport.close()
+    wire.closed = False  # it waits until the rest is sent
+    timers.advance(SENDING_CHECK_S)
+    assert wire.closed
+
+
+async def test_a_lost_connection_is_not_checked_any_more() -> None:
+    connection, _wire, timers = await streaming()
+    connection.connection_lost(None)
+    assert all(handle.cancelled() for _at, _callback, handle in timers.pending)
+
+
+async def test_what_the_peers_machine_takes_counts_though_the_transport_has_as_much_left_to_send() -> None:
+    loop, (ours, theirs) = asyncio.get_running_loop(), socket.socketpair()
+    theirs.setblocking(False)
+    transport, _protocol = await loop.create_connection(asyncio.Protocol, sock=ours)
+    with closing(theirs), closing(HeadCoalescingTransport(transport, loop)) as sending:
+        sending.write(bytes(4_000_000))
+        left, taken = transport.get_write_buffer_size(), sending.taken_bytes
+        assert left > 0
+        theirs.recv(200_000)
+        assert transport.get_write_buffer_size() == left
+        assert sending.taken_bytes > taken
+        transport.abort()
+
+
+async def test_a_peer_that_shuts_down_its_sending_side_counts_as_disconnected() -> None:
+    messages: asyncio.Queue[str] = asyncio.Queue()
+
+    async def wait_for_disconnect(_scope: Any, receive: Any, _send: Any) -> None:
+        while (kind := (await receive())["type"]) != "http.disconnect":
+            messages.put_nowait(kind)
+        messages.put_nowait(kind)
+
+    config = uvicorn.Config(wait_for_disconnect, http=LimitedConnection, ws="none", lifespan="off", log_config=None)
+    ours, theirs = socket.socketpair()
+    with closing(theirs):
+        await asyncio.get_running_loop().connect_accepted_socket(lambda: LimitedConnection(config, ServerState(), {}), ours)
+        theirs.sendall(GET)
+        assert await messages.get() == "http.request"
+        theirs.shutdown(socket.SHUT_WR)
+        assert await messages.get() == "http.disconnect"
 
 
 async def test_a_disconnect_with_a_pipelined_request_also_ends_the_first() -> None:

@@ -17,6 +17,7 @@ from litestar.routes import HTTPRoute
 
 from appliance.api import descriptions, openapi
 from appliance.api.descriptions import administration, billing, inference, machine, organization, parameters
+from engine.protocol import KernelChoice
 from tests.support.api_app import ApiApp
 from tests.support.fake_engine import engine_info
 
@@ -282,14 +283,24 @@ async def test_readiness_lists_the_part_that_is_not_ready(api: ApiApp, path: str
     assert parts["ledger"] == "cannot be written"
 
 
-async def test_readiness_notes_a_gpu_that_is_not_used_without_the_reason(api: ApiApp, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_readiness_notes_what_slows_an_engine_down_without_the_reason(
+    api: ApiApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert (await api.client.get("/health")).json()["notes"] == {}
-    infos = {"fast": None, "slow": dataclasses.replace(engine_info(), device_note="the NVIDIA GPU is not used: its driver")}
+    refused = KernelChoice(name="products", serves="tiles", us={"tiles": 1.0}, refused={"GEMV": "wrong results"})
+    infos = {
+        "fast": None,
+        "slow": dataclasses.replace(engine_info(), device_note="the NVIDIA GPU is not used: its driver"),
+        "old": dataclasses.replace(engine_info(), kernel_choices=[refused]),
+    }
     models = [SimpleNamespace(name=name, engine=SimpleNamespace(info=info)) for name, info in infos.items()]
     monkeypatch.setattr(api.services.models, "list", lambda: models)
     monkeypatch.setattr(api.services.readiness, "problem", lambda _model: None)
     notes = (await api.client.get("/health")).json()["notes"]
-    assert notes == {"engine slow": "serves on the CPU, because the GPU cannot be used"}
+    assert notes == {
+        "engine slow": "serves on the CPU, because the GPU cannot be used",
+        "engine old": "serves by older kernels, because newer ones were refused",
+    }
 
 
 async def test_metrics_have_their_documented_names(api: ApiApp) -> None:

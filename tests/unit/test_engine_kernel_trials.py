@@ -14,7 +14,15 @@ import torch
 
 from engine.main import main
 from engine.runner import kernel_trials
-from engine.runner.kernel_trials import DEATHS_MAX, DeviceHangs, KernelFault, KernelTrials, TrialsImpossible, wait_for
+from engine.runner.kernel_trials import (
+    DEATHS_MAX,
+    SERVICE_FAULTS_S,
+    DeviceHangs,
+    KernelFault,
+    KernelTrials,
+    TrialsImpossible,
+    wait_for,
+)
 from kernels.alternatives import GEMV, HOPPER, PRODUCTS, TILES
 from tests.support import forked_processes
 
@@ -154,6 +162,60 @@ def test_what_serves_is_marked_until_the_start_is_over(tmp_path: Path) -> None:
         trials.serve((CHOICE, HOPPER), (PRODUCTS[8, 8], HOPPER))
         assert len(marks(tmp_path)) == 2
     assert marks(tmp_path) == []
+
+
+def fail_in_service(folder: Path, *alternatives: str, start: str = "start") -> None:
+    """What an engine that serves by these alternatives does when the device is lost."""
+    error = RuntimeError("illegal access\nFor debugging consider …")
+    trials_in(folder, start).record_service_fault([(CHOICE, name) for name in alternatives], error)
+
+
+@pytest.mark.usefixtures("lost")
+def test_an_alternative_is_refused_when_the_device_failed_repeatedly_while_it_served(tmp_path: Path) -> None:
+    for number in range(DEATHS_MAX):
+        assert not trials_in(tmp_path).has_left((CHOICE, HOPPER)), f"{number} faults may have another cause"
+        fail_in_service(tmp_path, HOPPER)
+    assert trials_in(tmp_path).has_left((CHOICE, HOPPER))
+    assert trials_in(tmp_path).refusals(CHOICE) == {HOPPER: "the GPU failed 2 times within a day while it served"}
+    assert trials_in(tmp_path, "another model").refusals(CHOICE) == {}
+
+
+@pytest.mark.usefixtures("lost")
+def test_a_start_that_ends_well_does_not_make_a_fault_in_service_forgotten(tmp_path: Path) -> None:
+    for _ in range(DEATHS_MAX):
+        trials = trials_in(tmp_path)
+        with trials.first_use(), trials.running((CHOICE, HOPPER)):
+            pass
+        fail_in_service(tmp_path, HOPPER)
+    assert [*trials_in(tmp_path).refusals(CHOICE)] == [HOPPER]
+
+
+@pytest.mark.usefixtures("lost")
+def test_faults_in_service_are_forgotten_after_a_day(tmp_path: Path) -> None:
+    for _ in range(DEATHS_MAX):
+        fail_in_service(tmp_path, HOPPER)
+    for path in marks(tmp_path):
+        os.utime(path, times=(0, path.stat().st_mtime - SERVICE_FAULTS_S - 1))
+    assert trials_in(tmp_path).refusals(CHOICE) == {}
+    assert marks(tmp_path) == []
+
+
+@pytest.mark.usefixtures("lost")
+def test_the_oldest_alternative_is_not_refused_for_faults_in_service(tmp_path: Path) -> None:
+    fail_in_service(tmp_path, TILES)
+    assert marks(tmp_path) == []
+
+
+def test_an_error_in_service_that_leaves_the_device_in_order_leaves_no_mark(tmp_path: Path) -> None:
+    fail_in_service(tmp_path, HOPPER)
+    assert marks(tmp_path) == []
+
+
+@pytest.mark.usefixtures("lost")
+def test_a_fault_in_service_that_cannot_be_marked_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    fail_in_service(tmp_path / "file" / "trials", HOPPER)
+    assert "cannot be written" in caplog.text
 
 
 class Stuck:

@@ -26,6 +26,7 @@ from engine.runner.model_runner import ModelRunner
 from engine.scheduling.scheduled_batch import BlockMoves
 from engine.speculation.options import SpeculativeOptions
 from engine.text.shared_prefixes import shared_prefixes
+from engine.visible_gpu import NO_ANSWER
 from tests.support.engines import generation_request, run_to_end, small_engine
 from tests.support.tiny_models import make_model
 from tests.support.tiny_tokenizer import VOCAB_SIZE, write_tokenizer
@@ -93,6 +94,22 @@ def test_the_reason_why_torch_cannot_use_a_gpu_is_reported(
 def test_a_driver_that_hangs_does_not_hold_up_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("the driver was asked"))
     assert resolve_device("cpu").type == "cpu"
+
+
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+def test_a_driver_that_hangs_is_named_instead_of_waited_for(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_module, "DRIVER", tmp_path)
+    monkeypatch.setattr(device_module, "first_visible_gpu", lambda limit_s: (None, f"{NO_ANSWER} within {limit_s:g} s"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("torch would wait for ever"))
+    with pytest.raises(EngineConfigError, match=rf"^device is {name}, but the NVIDIA driver does not answer within 120 s: "):
+        resolve_device(name)
+
+
+def test_without_a_driver_none_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_module, "DRIVER", tmp_path / "none")
+    monkeypatch.setattr(device_module, "first_visible_gpu", lambda _limit_s: pytest.fail("the driver was asked"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve_device("auto").type == "cpu"
 
 
 def test_page_locked_memory_is_counted_as_the_next_power_of_two(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,6 +154,47 @@ async def test_a_hanging_engine_is_killed_and_restarted(monkeypatch: pytest.Monk
         await watched.wait_for_state("ready")
 
 
+async def test_an_engine_that_cannot_be_killed_fails_with_that_reason_until_it_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("SILENCE_MAX_S", "EXIT_GRACE_S", "KILLED_GRACE_S"):
+        monkeypatch.setattr(supervisor, name, 0.5)
+    monkeypatch.setattr(supervisor, "SILENCE_POLL_S", 0.05)
+    async with supervised() as watched:
+        await watched.wait_for_state("ready")
+        stream = watched.submit(make_request(STALL))
+        pid = watched.pid
+        assert pid is not None
+        with monkeypatch.context() as patched:
+            patched.setattr(asyncio.subprocess.Process, "kill", lambda _self: None)  # as of a process that waits in the kernel
+            os.kill(pid, signal.SIGSTOP)
+            with pytest.raises(EngineUnavailable):
+                await stream.take()
+            await watched.wait_for_state("failed")
+        assert watched.error is not None
+        assert f"process {pid} cannot be ended" in watched.error
+        assert watched.pid == pid
+        os.kill(pid, signal.SIGKILL)
+        await watched.wait_for_state("ready")
+
+
+async def test_a_stop_does_not_wait_for_ever_for_an_engine_that_cannot_be_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("EXIT_GRACE_S", "KILLED_GRACE_S"):
+        monkeypatch.setattr(supervisor, name, 0.1)
+    watched = Supervisor(name="fake", command=command, clock=SystemClock())
+    watched.start()
+    async with asyncio.timeout(DEADLINE_S):
+        await watched.wait_for_state("ready")
+        process = watched._process
+        assert process is not None
+        with monkeypatch.context() as patched:
+            patched.setattr(asyncio.subprocess.Process, "kill", lambda _self: None)
+            process.send_signal(signal.SIGSTOP)
+            await watched.stop()
+        process.kill()
+        await process.wait()
+
+
 async def test_an_engine_that_hangs_while_loading_is_killed_and_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "LOADING_STALL_MAX_S", 0.2)
     monkeypatch.setattr(supervisor, "SILENCE_POLL_S", 0.05)
@@ -176,11 +217,53 @@ async def test_a_model_that_cannot_be_loaded_fails_for_good_with_the_engines_err
             watched.check_ready()
 
 
-async def test_an_engine_that_never_becomes_ready_is_given_up() -> None:
+async def test_an_engine_that_never_becomes_ready_fails_after_five_attempts() -> None:
     async with supervised("--unknown-option") as watched:
         await watched.wait_for_state("failed")
 
         assert watched.restarts == supervisor.CRASHES_BEFORE_READY_MAX - 1
+
+
+async def test_an_engine_that_failed_without_a_reason_of_its_own_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "FAILED_PAUSE_S", 0.01)
+    is_mended = False
+    watched = Supervisor(
+        name="fake", command=lambda fd: command(fd, *([] if is_mended else ["--unknown-option"])), clock=SystemClock()
+    )
+    watched.start()
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            await watched.wait_for_state("failed")
+            is_mended = True
+            await watched.wait_for_state("ready")
+    finally:
+        await watched.stop()
+    assert watched.error is None
+
+
+async def test_a_reason_that_an_engine_has_after_it_has_served_is_not_final() -> None:
+    commands = iter([[], ["--fatal", "the GPU is lost"], []])
+    watched = Supervisor(name="fake", command=lambda fd: command(fd, *next(commands)), clock=SystemClock())
+    watched.start()
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            await watched.wait_for_state("ready")
+            assert watched.pid is not None
+            os.kill(watched.pid, signal.SIGKILL)
+            await watched.wait_for_state("restarting")
+            await watched.wait_for_state("ready")
+    finally:
+        await watched.stop()
+    assert watched.restarts == 2
+
+
+async def test_while_an_engine_has_failed_retry_after_is_the_expected_start_of_the_next_attempt() -> None:
+    async with supervised("--unknown-option") as watched:
+        await watched.wait_for_state("failed")
+        with pytest.raises(EngineUnavailable) as refusal:
+            watched.check_ready()
+
+    assert refusal.value.retry_after_s == pytest.approx(supervisor.FAILED_PAUSE_S, abs=DEADLINE_S)
 
 
 async def test_an_engine_process_that_cannot_be_started_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:

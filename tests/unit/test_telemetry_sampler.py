@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from appliance.telemetry.metrics import OTHER_TENANTS, Metrics
 from appliance.telemetry.readings import DatabaseReading
 from appliance.telemetry.sampler import SystemSampler, TooManySubscribers
 from tests.support.clock import FakeClock
-from tests.support.console_fixtures import EngineSide, engine_status, tenant_reading
+from tests.support.console_fixtures import EngineSide, engine_status, make_engine_info, tenant_reading
 
 
 @pytest.fixture
@@ -227,6 +228,22 @@ def test_nvml_is_opened_by_the_first_reading_only(monkeypatch: pytest.MonkeyPatc
     assert calls == ["open"]
 
 
+def test_a_driver_that_works_again_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = [pynvml.NVMLError(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)]
+
+    def raise_first() -> None:
+        if failures:
+            raise failures.pop()
+
+    monkeypatch.setattr(pynvml, "nvmlInit", raise_first)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 0)
+    probe = GpuProbe()
+    probe.read()
+    assert "GPU cannot be read" in (probe.error or "")
+    probe.read()
+    assert probe.error == NO_GPU
+
+
 def test_values_that_a_gpu_does_not_report_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     def raise_not_supported(*_arguments: Any) -> None:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
@@ -288,10 +305,7 @@ async def test_engine_usage_by_tenant_is_exported_with_bounded_labels(
     monkeypatch.setattr("appliance.telemetry.metrics.TENANTS_MAX", 1)
     side = EngineSide(clock, tenants=[tenant_reading("bob", running=3, waiting=2, blocks=40)])
     side.tenants += [tenant_reading("charlie", blocks=5), tenant_reading("dora", blocks=6)]
-    sampler, metrics = side.sampler(3600.0), Metrics()
-    metrics.attach(lambda: sampler.latest)
-    await sampler.sample()
-    text = (await metrics.render()).decode()
+    text = await exported(side)
 
     assert 'gatehouse_tenant_kv_blocks{model="demo",tenant="bob"} 40.0' in text
     assert 'gatehouse_tenant_requests_running{model="demo",tenant="bob"} 3.0' in text
@@ -305,10 +319,7 @@ async def test_host_memory_blocks_speculation_and_slow_path_steps_are_exported(c
     status = engine_status(
         host_blocks_total=100, host_blocks_used=7, accepted_draft_tokens_total=30, plain_steps_total=plain, **totals
     )
-    sampler, metrics = EngineSide(clock, status=status).sampler(3600.0), Metrics()
-    metrics.attach(lambda: sampler.latest)
-    await sampler.sample()
-    text = (await metrics.render()).decode()
+    text = await exported(EngineSide(clock, status=status))
 
     for line in (
         'gatehouse_host_kv_blocks{model="demo"} 100.0',
@@ -323,6 +334,27 @@ async def test_host_memory_blocks_speculation_and_slow_path_steps_are_exported(c
         'gatehouse_engine_plain_steps_total{model="demo",reason="logit_bias"} 5.0',
     ):
         assert line in text
+
+
+@pytest.mark.parametrize(("note", "value"), [("torch finds no usable GPU.", 1), (None, 0)], ids=["on the CPU", "as expected"])
+async def test_an_engine_on_the_cpu_of_a_machine_with_a_gpu_is_exported(clock: FakeClock, note: str | None, value: int) -> None:
+    side = EngineSide(clock, info=dataclasses.replace(make_engine_info(), device_note=note))
+    assert f'gatehouse_engine_gpu_unused{{model="demo"}} {value}.0' in await exported(side)
+
+
+@pytest.mark.parametrize(
+    ("error", "value"), [(None, 1), (NO_GPU, 1), (system_sampler.GPU_SILENT, 0), ("GPU cannot be read: Driver mismatch", 0)]
+)
+async def test_a_gpu_driver_that_gives_no_readings_is_exported(clock: FakeClock, error: str | None, value: int) -> None:
+    assert f"gatehouse_gpu_driver_up {value}.0" in await exported(EngineSide(clock, gpu_error=error))
+
+
+async def exported(side: EngineSide) -> str:
+    """Return the metrics of these readings."""
+    sampler, metrics = side.sampler(3600.0), Metrics()
+    metrics.attach(lambda: sampler.latest)
+    await sampler.sample()
+    return (await metrics.render()).decode()
 
 
 async def test_the_system_api_reports_engine_usage_by_tenant(clock: FakeClock) -> None:
