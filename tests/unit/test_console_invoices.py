@@ -225,6 +225,24 @@ async def test_sums_are_listed_in_order_of_computation_as_on_the_pdf(console: Co
     assert positions == sorted(positions)
 
 
+async def test_a_tax_of_zero_is_listed_with_its_rate(console: ConsoleApp) -> None:
+    await console.services.appliance_records.put("seller", {"name": "Alice Ltd", "tax_label": "VAT", "tax_basis_points": 2000})
+    await bill_usage(console, console.cast.bob)
+    alice = await console.alice()
+    page = (await alice.get(await draft(console, alice, console.cast.bob))).text
+    assert "<dt>VAT 20 %</dt><dd>0.00 EUR</dd>" in page
+
+
+async def test_an_issuer_without_tax_shows_its_reason_instead_of_a_rate(console: ConsoleApp) -> None:
+    seller = {"name": "Alice Ltd", "tax_label": "VAT", "tax_basis_points": 0, "tax_note": "Reverse charge."}
+    await console.services.appliance_records.put("seller", seller)
+    await bill_usage(console, console.cast.bob)
+    alice = await console.alice()
+    page = (await alice.get(await draft(console, alice, console.cast.bob))).text
+    assert "VAT 0 %" not in page
+    assert "Reverse charge." in page
+
+
 async def test_exact_costs_have_all_digits_and_the_free_allowance_has_no_token_count(console: ConsoleApp) -> None:
     bob = console.cast.bob
     prices = console.services.prices
