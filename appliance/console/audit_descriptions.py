@@ -28,7 +28,7 @@ ACTIONS: dict[str, dict[str, str]] = {
         "key.rotate": "Key rotated",
         "key.revoke": "Key revoked",
     },
-    "People": {
+    "Members and sign-in": {
         "member.create": "Member added",
         "member.change": "Member changed",
         "member.change_password": "Password changed",
