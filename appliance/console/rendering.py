@@ -37,7 +37,7 @@ STYLES = (
     *("layers", "base", "shell", "buttons", "forms", "badges", "tiles"),
     *("cards", "charts", "tables", "audit", "dialog", "toasts", "login", "account", "print"),
 )
-SCRIPTS = ("live", "heights", "rows", "dialog", "toasts", "keyboard", "copy")
+SCRIPTS = ("live", "heights", "rows", "dialog", "scope", "toasts", "keyboard", "copy")
 # Messages about a completed change, shown on the page that follows it. The cookie carries the name, never the text.
 DONE = {
     "tenant-created": "Tenant created. Create an API key next.",

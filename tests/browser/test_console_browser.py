@@ -9,6 +9,7 @@ from playwright.async_api import Dialog, expect
 from sqlalchemy import update
 
 from appliance.base.tables import outbox
+from appliance.metering.alerts.outbox import TENANT_EVENTS
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.browser.conftest import Site
 from tests.support.factories import pending, posted
@@ -102,6 +103,23 @@ async def test_an_alert_target_without_events_is_refused_with_the_focus_on_the_e
 
     await expect(page.get_by_role("group", name="Events")).to_be_focused()
     site.complaints.clear()  # Chromium reports every answer of 4xx to its console
+
+
+async def test_events_of_the_whole_appliance_can_be_chosen_for_that_scope_only(site: Site) -> None:
+    page, bob = await site.alice(), site.console.cast.bob.tenant
+    await page.goto("/alerts/new")
+    scope, engine_down = page.get_by_label("Scope"), page.get_by_label("Engine down")
+    await expect(engine_down).to_be_checked()
+    await scope.select_option("")
+    await expect(engine_down).to_be_enabled()
+    await scope.select_option(bob.id)
+    await expect(engine_down).to_be_disabled()
+    await page.get_by_label("Address").fill("https://example.com/")
+    await page.get_by_role("button", name="Add", exact=True).click()
+
+    await expect(page.get_by_role("heading", name="Signing secret")).to_be_visible()
+    (webhook,) = (await site.console.services.alerts.webhooks.list(access=WHOLE_APPLIANCE)).data
+    assert (webhook.tenant_id, webhook.events) == (bob.id, TENANT_EVENTS)
 
 
 async def test_escape_closes_the_dialog_and_restores_the_focus(site: Site) -> None:
