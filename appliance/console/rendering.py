@@ -68,6 +68,7 @@ DONE = {
     "month-closed": "Invoices closed. They have their numbers and cannot be changed.",
     "draft-discarded": "Draft discarded. Its usage is kept; the month can be drafted again.",
     "price-added": "Price added. It applies from its start time on.",
+    "price-added-not-served": "Price added. No model of this name is served: check its spelling.",
     "price-withdrawn": "Price withdrawn. The price in force is unchanged.",
     "request-cancelled": "Cancelled. Its KV blocks are free; generated tokens are billed.",
     "signed-out": "Signed out.",
