@@ -54,6 +54,7 @@ async def test_a_tenant_and_a_key_are_created_its_secret_copied_and_the_key_revo
     async with page.expect_navigation():
         await dialog.get_by_role("link", name="I have stored it").click()
     await expect(dialog).to_be_hidden()
+    await expect(page.get_by_role("link", name="New key")).to_be_focused()
     assert secret not in await page.content()
 
     await page.get_by_role("link", name="Revoke reports").click()
@@ -134,6 +135,22 @@ async def test_escape_closes_the_dialog_and_restores_the_focus(site: Site) -> No
 
     await expect(page.get_by_role("dialog")).to_be_hidden()
     await expect(opener).to_be_focused()
+
+
+async def test_the_focus_returns_to_the_opener_after_a_dialog_has_saved_its_form(site: Site) -> None:
+    page = await site.alice(viewport={"width": 1280, "height": 600})
+    await page.goto(f"/tenants/{site.console.cast.bob.tenant.id}")
+    opener = page.get_by_role("region", name="Terms").get_by_role("link", name="Change")
+    await opener.click()
+    dialog = page.get_by_role("dialog")
+    await expect(dialog.get_by_label("Limit mode")).to_be_focused()
+    async with page.expect_navigation():
+        await dialog.get_by_role("button", name="Save").click()
+
+    await expect(opener).to_be_focused()
+    await expect(opener).to_be_in_viewport()
+    await page.reload()
+    await expect(opener).not_to_be_focused()
 
 
 async def test_a_click_outside_closes_an_empty_dialog_but_keeps_one_with_input(site: Site) -> None:
