@@ -42,7 +42,7 @@ SCRIPTS = ("live", "heights", "rows", "dialog", "scope", "toasts", "keyboard", "
 DONE = {
     "tenant-created": "Tenant created. Create an API key next.",
     "tenant-saved": "Tenant saved. New limits apply at once.",
-    "tenant-suspended": "Tenant suspended. All its requests are refused.",
+    "tenant-suspended": "Tenant suspended. All its requests are refused; running ones are aborted.",
     "tenant-resumed": "Tenant resumed.",
     "tenant-archived": "Tenant archived. Its ledger is kept.",
     "key-saved": "Key saved. New limits apply at once.",

@@ -198,6 +198,41 @@ async def test_a_cancelled_request_leaves_the_table(site: Site) -> None:
     assert "billed" in confirmations[0]
 
 
+async def test_cancelling_on_the_page_of_a_request_asks_for_confirmation(site: Site) -> None:
+    console = site.console
+    entry = pending(console.cast.bob, admitted_at=console.services.clock.now())
+    await console.services.ledger.open(entry)
+    console.engine_side.add(console.cast.bob, entry.request_id)
+    page = await site.alice()
+    await page.goto(f"/requests/{entry.request_id}")
+    page.once("dialog", lambda dialog: dialog.dismiss())
+    await page.get_by_role("button", name="Cancel").click()
+    assert console.engine_side.aborted == []
+    page.once("dialog", lambda dialog: dialog.accept())
+    await page.get_by_role("button", name="Cancel").click()
+    await expect(page.get_by_role("status").filter(has_text="Cancelled.")).to_be_visible()
+    assert console.engine_side.aborted == [entry.request_id]
+
+
+async def test_suspending_a_tenant_asks_for_confirmation_and_names_running_requests(site: Site) -> None:
+    page, bob, asked = await site.alice(), site.console.cast.bob.tenant, list[str]()
+    await page.goto(f"/tenants/{bob.id}")
+
+    async def answer(dialog: Dialog) -> None:
+        asked.append(dialog.message)
+        await (dialog.accept() if len(asked) == 2 else dialog.dismiss())
+
+    page.on("dialog", answer)
+    await page.get_by_role("button", name="Suspend").click()
+    assert "running ones are aborted" in asked[0]
+    async with page.expect_navigation():
+        await page.get_by_role("button", name="Suspend").click()
+    async with page.expect_navigation():
+        await page.get_by_role("button", name="Resume").click()
+    await expect(page.get_by_role("button", name="Suspend")).to_be_visible()
+    assert len(asked) == 2
+
+
 async def test_the_page_of_a_running_request_is_updated_until_it_ends(site: Site) -> None:
     console = site.console
     entry = pending(console.cast.bob, admitted_at=console.services.clock.now())
