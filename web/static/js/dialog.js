@@ -3,6 +3,7 @@
 (() => {
   const dialog = document.getElementById("dialog");
   if (!dialog) return;
+  const FIRST = "input:not([type=hidden]), select, textarea, [data-copy]";
   let pointerDownTarget = null;
   let hasInput = false;
   let opener = null;
@@ -12,10 +13,11 @@
     hasInput = false;
     opener = event.detail.ctx.sourceElement.getAttribute("href");
     dialog.showModal();
-    dialog.querySelector("input:not([type=hidden]), select, textarea")?.focus();
+    dialog.querySelector(FIRST)?.focus();
   });
   document.addEventListener("htmx:after:swap", () => {
     document.querySelector("[aria-invalid=true]")?.focus();
+    if (dialog.open && !dialog.contains(document.activeElement)) dialog.querySelector(`${FIRST}, button`)?.focus();
   });
   dialog.addEventListener("close", () => dialog.replaceChildren());
   dialog.addEventListener("input", () => (hasInput = true));
