@@ -271,6 +271,16 @@ async def test_updates_of_a_running_request_keep_focus_and_selection(site: Site)
     assert await page.evaluate("String(getSelection())") == entry.request_id
 
 
+async def test_the_message_about_a_saved_change_can_be_closed(site: Site) -> None:
+    page = await site.alice()
+    await page.goto(f"/tenants/{site.console.cast.bob.tenant.id}")
+    async with page.expect_navigation():
+        await page.get_by_role("button", name="Save").click()
+    message = page.get_by_role("status").filter(has_text="Tenant saved")
+    await message.get_by_role("button", name="Close").click()
+    await expect(page.get_by_text("Tenant saved")).to_have_count(0)
+
+
 async def test_an_action_that_comes_too_late_shows_a_persistent_toast(site: Site) -> None:
     side = site.console.engine_side
     side.add(site.console.cast.bob, "req_about_to_end")
