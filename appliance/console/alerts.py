@@ -37,7 +37,7 @@ EVENT_LABELS = {
     "tokens_per_day.threshold": "Daily token threshold reached",
     "invoice.closed": "Invoice closed",
     "key.expiring": "Key expiring soon",
-    "engine.down": "Engine down (whole appliance only)",
+    "engine.down": "Engine down",
     "webhook.test": "Test",
 }
 
@@ -221,7 +221,8 @@ async def _new_form(context: Context, form: Form | None) -> Html:
         form=form,
         kinds=KIND_LABELS,
         owners=await _owners(context),
-        events=_choices(offered, offered),
+        choices=_choices(offered, offered),
+        appliance_events=set(EVENTS) - set(TENANT_EVENTS),
     )
 
 
@@ -258,6 +259,7 @@ async def _alert_page(context: Context, webhook: Webhook, form: Form | None = No
         polls=not webhook.disabled and any(_is_due(delivery, context.services.clock.now()) for delivery in deliveries.data),
         event_labels=EVENT_LABELS,
         choices=_choices(webhook.events, EVENTS if webhook.tenant_id is None else TENANT_EVENTS),
+        appliance_events=(),
         form=form,
         notice=notice,
     )

@@ -68,6 +68,7 @@ async def _model_form(context: Context, model: str, form: Form | None) -> Html:
         "fragments/model_policy.html",
         title="Model limits across all tenants",
         model=model,
+        models=context.model_names,
         limits=None if policy is None else policy.limits,
         mode="enforce" if policy is None else policy.limit_mode,
         modes=LIMIT_MODES,

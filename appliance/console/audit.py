@@ -74,15 +74,15 @@ async def show_audit(context: ContextDependency) -> Html:
     )
     tenants = await tenants_by_name(services, access)
     names = {tenant.id: tenant.name for tenant in tenants}
-    of_keys = await services.keys.named({entry.target_id for entry in page.data if entry.target_kind == "key"}, access=access)
-    keys = {key.id: key.name for key in of_keys}
+    targets = await services.audit.target_names(page.data)
+    webhooks = await services.alerts.webhooks.names({one.target_id for one in page.data if one.target_kind == "webhook"})
     return context.page(
         "pages/audit.html",
         part="fragments/audit_rows.html",
         filters=filters,
         actions=ACTIONS,
         changes_expanded_max=CHANGES_EXPANDED_MAX,
-        rows=[audit_line(entry, names | keys) for entry in page.data],
+        rows=[audit_line(entry, names | targets | webhooks) for entry in page.data],
         tenants=tenants,
         tenant_names=names,
         sees_all=access.sees_all,

@@ -12,7 +12,8 @@ from appliance.base.money import format_exactly
 from appliance.console.formatting import units
 from appliance.tenancy.audit_chain import AuditEntry, decode_fields
 
-NOTHING = "none"
+NOT_SET, NOTHING = "not set", "none"
+"""The text of no value, such as no restriction, and of an empty list, such as no allowed model."""
 VALUE_CHARS_MAX = 200
 CHANGES_EXPANDED_MAX = 6
 # Labels of actions, in the groups of the filter. An action without a label is shown by its name.
@@ -28,7 +29,7 @@ ACTIONS: dict[str, dict[str, str]] = {
         "key.rotate": "Key rotated",
         "key.revoke": "Key revoked",
     },
-    "People": {
+    "Members and sign-in": {
         "member.create": "Member added",
         "member.change": "Member changed",
         "member.change_password": "Password changed",
@@ -118,7 +119,7 @@ class AuditLine:
 
 
 def audit_line(entry: AuditEntry, names: Mapping[str, str]) -> AuditLine:
-    """Format `entry`. `names` are names of tenants and keys by id."""
+    """Format `entry`. `names` are names of targets by id."""
     before, after = decode_fields(entry.before) or {}, decode_fields(entry.after) or {}
     page = _PAGES.get(entry.target_kind)
     return AuditLine(
@@ -171,7 +172,9 @@ def _format_value(name: str, value: Any, is_recorded: bool) -> str | None:
         return units(value)
     if isinstance(value, int) and name.endswith("_picos"):
         return format_exactly(value, "").strip()
-    if value is None or value == []:
+    if value is None:
+        return NOT_SET
+    if value == []:
         return NOTHING
     if isinstance(value, bool):
         return "yes" if value else "no"

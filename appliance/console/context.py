@@ -75,6 +75,11 @@ class Context:
         """Return the query parameters; the first value of a repeated one."""
         return self.request.query_params
 
+    @property
+    def model_names(self) -> list[str]:
+        """Return the names of the served models."""
+        return [model.name for model in self.services.models.list()]
+
     async def form(self) -> Form:
         """Return the form fields of the request, without uploaded files."""
         return Form({name: value for name, value in (await form_of(self.request)).items() if isinstance(value, str)})

@@ -47,7 +47,7 @@ async def check_request(context: ContextDependency, tenant_id: FromPath[str]) ->
     tenant = await context.services.tenants.get(tenant_id, access=access)
     page = await context.services.keys.list(tenant.id, KEYS_LISTED_MAX, None, access=access)
     keys = [key for key in page.data if key.revoked_at is None]
-    models = [served.name for served in context.services.models.list()]
+    models = context.model_names
     form = Form({"model": models[0] if models else "", "prompt_tokens": str(PROMPT_TOKENS)} | dict(context.query))
     result = await _run_check(context.services, form, tenant, keys)
     return context.page(

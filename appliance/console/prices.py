@@ -30,12 +30,14 @@ async def list_prices(context: ContextDependency) -> Html:
     services = context.services
     prices = await read_every_page(services.prices.list)
     currencies = await services.tenants.currencies(services.settings.currency)
-    served = [(model.name, currency) for model in services.models.list() for currency in currencies]
+    served = context.model_names
+    priced_in = [(model, currency) for model in served for currency in currencies]
     return context.page(
         "pages/prices.html",
         groups=group_prices(prices, services.clock.now()),
+        served=served,
         refuse_unpriced=services.settings.unpriced == "refuse",
-        unpriced=await services.prices.unpriced(served, services.clock.now()),
+        unpriced=await services.prices.unpriced(priced_in, services.clock.now()),
     )
 
 
@@ -57,7 +59,8 @@ async def add_price(context: ContextDependency) -> Html:
     if not form.errors:
         try:
             await context.services.prices.add(**values)
-            return context.redirect("/prices", done="price-added")
+            is_served = values["model"] in context.model_names
+            return context.redirect("/prices", done="price-added" if is_served else "price-added-not-served")
         except (BadRequest, Conflict) as error:
             form.fail_with(error, (*FIELDS, *(f"tier_{tier}" for tier in TIERS)))
     return _form(context, form, model=form.raw("model"), price_currency=form.raw("currency"), current=None)
@@ -125,7 +128,7 @@ def _form(context: Context, form: Form | None, *, model: str, price_currency: st
         unfold_discounts=current is not None and _has_discounts(current),
         tiers=TIERS,
         discounts=("batch_percent", "rejected_draft", *(f"tier_{tier}" for tier in TIERS)),
-        models=[served.name for served in context.services.models.list()],
+        models=context.model_names,
         zone=context.services.settings.time_zone,
     )
 

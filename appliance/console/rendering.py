@@ -37,12 +37,12 @@ STYLES = (
     *("layers", "base", "shell", "buttons", "forms", "badges", "tiles"),
     *("cards", "charts", "tables", "audit", "dialog", "toasts", "login", "account", "print"),
 )
-SCRIPTS = ("live", "heights", "rows", "dialog", "toasts", "keyboard", "copy")
+SCRIPTS = ("live", "heights", "rows", "dialog", "scope", "toasts", "keyboard", "copy")
 # Messages about a completed change, shown on the page that follows it. The cookie carries the name, never the text.
 DONE = {
     "tenant-created": "Tenant created. Create an API key next.",
     "tenant-saved": "Tenant saved. New limits apply at once.",
-    "tenant-suspended": "Tenant suspended. All its requests are refused.",
+    "tenant-suspended": "Tenant suspended. All its requests are refused; running ones are aborted.",
     "tenant-resumed": "Tenant resumed.",
     "tenant-archived": "Tenant archived. Its ledger is kept.",
     "key-saved": "Key saved. New limits apply at once.",
@@ -68,6 +68,7 @@ DONE = {
     "month-closed": "Invoices closed. They have their numbers and cannot be changed.",
     "draft-discarded": "Draft discarded. Its usage is kept; the month can be drafted again.",
     "price-added": "Price added. It applies from its start time on.",
+    "price-added-not-served": "Price added. No model of this name is served: check its spelling.",
     "price-withdrawn": "Price withdrawn. The price in force is unchanged.",
     "request-cancelled": "Cancelled. Its KV blocks are free; generated tokens are billed.",
     "signed-out": "Signed out.",

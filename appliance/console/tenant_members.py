@@ -20,7 +20,7 @@ from appliance.tenancy.roles import Action, TenantRole
 SHOWN_MAX = 200
 FIELDS = ("email", "role")
 ROLES = (
-    (TenantRole.MANAGER.value, "Manager: manages keys, people and alerts, reads invoices and the audit log"),
+    (TenantRole.MANAGER.value, "Manager: manages keys, members and alerts, reads invoices and the audit log"),
     (TenantRole.DEVELOPER.value, "Developer: reads keys, requests and usage, manages keys, cancels requests"),
     (TenantRole.VIEWER.value, "Viewer: reads keys, requests and usage"),
 )
@@ -99,7 +99,7 @@ async def _invitation(context: Context, tenant_id: str, form: Form | None) -> Ht
     tenant = await context.services.tenants.get(tenant_id, access=context.access)
     return context.sheet(
         "fragments/tenant_member_new.html",
-        title=f"Add a person to {tenant.name}",
+        title=f"Add a member to {tenant.name}",
         tenant=tenant,
         form=form,
         roles=ROLES,

@@ -135,6 +135,7 @@ def _model_form(context: Context, tenant: Tenant, model: str, form: Form | None)
         title=f"Model limits of {tenant.name}",
         tenant=tenant,
         model=model,
+        models=context.model_names,
         limits=tenant.model_limits.get(model),
         form=form,
     )

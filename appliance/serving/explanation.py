@@ -69,13 +69,13 @@ def _explain_before_first_token(timeline: Timeline) -> str:
     waited = "" if timeline.queue_s is None else f" after {_seconds(timeline.queue_s)} in the queue"
     if timeline.finish_reason is not None and timeline.completion_tokens:
         # Recovered after the gateway died: the ledger's checkpoints have token counts but no times.
-        return f"Ended after about {timeline.completion_tokens} tokens ({timeline.finish_reason}); its times are not known."
+        return f"Ended after about {timeline.completion_tokens:,} tokens ({timeline.finish_reason}); its times are not known."
     if timeline.finish_reason is not None:
         return f"Ended before its first token ({timeline.finish_reason}){waited}{_preempted(timeline.preemptions)}."
     if timeline.is_queued:
         return f"Waiting for a place in the batch{_ahead(timeline)}{_urgency(timeline)}{_preempted(timeline.preemptions)}."
     computed = timeline.prompt_tokens - timeline.cached_tokens
-    return f"Reading its prompt: {computed} of {timeline.prompt_tokens} tokens to compute{waited}."
+    return f"Reading its prompt: {computed:,} of {timeline.prompt_tokens:,} tokens to compute{waited}."
 
 
 def _explain_stage(stage: str, longest_s: float, total_s: float, timeline: Timeline) -> str:
@@ -85,10 +85,10 @@ def _explain_stage(stage: str, longest_s: float, total_s: float, timeline: Timel
         return f"Mostly waited for a place in the batch: {share}{own}{_urgency(timeline)}"
     if stage == "prefill":
         computed = timeline.prompt_tokens - timeline.cached_tokens
-        return f"Mostly read its prompt: {share} for {computed} tokens that were not cached"
+        return f"Mostly read its prompt: {share} for {computed:,} tokens that were not cached"
     # The first token belongs to prefill: the same rate as `LiveRequest.tokens_per_second`.
     rate = max(timeline.completion_tokens - 1, 0) / longest_s if longest_s > 0 else 0.0
-    return f"Mostly generated: {share} for {timeline.completion_tokens} tokens at {rate:.1f} per second"
+    return f"Mostly generated: {share} for {timeline.completion_tokens:,} tokens at {rate:.1f} per second"
 
 
 def _ahead(timeline: Timeline) -> str:
@@ -104,7 +104,7 @@ def _urgency(timeline: Timeline) -> str:
 
 
 def _requests(count: int) -> str:
-    return "one request" if count == 1 else f"{count} requests"
+    return "one request" if count == 1 else f"{count:,} requests"
 
 
 def _preempted(preemptions: int) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from appliance.base.acting import current_actor
 from appliance.base.clock import Clock
 from appliance.base.db import Database, insert_for
-from appliance.base.tables import audit_head, audit_log
+from appliance.base.tables import admin_tokens, api_keys, audit_head, audit_log, members
 from appliance.tenancy.access import Access
 from appliance.tenancy.audit_chain import (
     COLUMNS,
@@ -41,6 +41,12 @@ if TYPE_CHECKING:
 BATCH_ROWS = 1000
 HIDDEN = "(hidden)"
 _HEAD_ID = 1
+_NAMES = {
+    "key": (api_keys.c.id, api_keys.c.name),
+    "member": (members.c.id, members.c.email),
+    "membership": (members.c.id, members.c.email),
+    "token": (admin_tokens.c.id, admin_tokens.c.name),
+}
 _SECRET = re.compile(r"(^|_)(password|secret|digest|hash|pepper|token|totp)$")
 
 
@@ -146,6 +152,16 @@ class AuditLog:
             rows = (await connection.execute(query.limit(check_limit(limit) + 1))).mappings().all()
         page = page_of([_from_row(row) for row in rows], limit, "audit", lambda entry: [entry.id])
         return Page(data=page.data[::-1], next_cursor=None) if is_backward else page
+
+    async def target_names(self, entries: Sequence[AuditEntry]) -> dict[str, str]:
+        """Return the current names of keys, members and tokens that are targets of `entries`, by id."""
+        names: dict[str, str] = {}
+        async with self._db.reading() as connection:
+            for kind, (target_id, name) in _NAMES.items():
+                if ids := sorted({entry.target_id for entry in entries if entry.target_kind == kind}):
+                    found = await connection.execute(select(target_id, name).where(target_id.in_(ids)))
+                    names |= {row[0]: row[1] for row in found}
+        return names
 
     async def verify(
         self, expect: str | None = None, on_progress: Callable[[float], None] = lambda _fraction: None

@@ -21,7 +21,7 @@ from tests.support.factories import pending, posted
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
 
-WIDTHS = (1280, 1024, 768)
+WIDTHS = (1440, 1280, 1024, 768)
 LONG_NAME = "A tenant whose lawyers insisted on the whole registered name of the company, GmbH & Co. KG"
 
 
@@ -99,6 +99,27 @@ async def test_no_page_is_wider_than_a_phone(site: Site) -> None:
             wide.append(path)
 
     assert wide == []
+
+
+async def test_no_name_is_truncated_on_a_phone_which_shows_no_tooltips(site: Site) -> None:
+    page = await site.alice(viewport={"width": 390, "height": 800}, has_touch=True)
+    await pages(site)
+    names, cut = page.locator(".rows th .clip"), []
+    for path in ("/tenants", "/keys", "/members", "/alerts", "/usage"):
+        await page.goto(path)
+        cut += await names.evaluate_all("all => all.filter(one => one.scrollWidth > one.clientWidth).map(one => one.innerText)")
+
+    assert cut == []
+
+
+async def test_a_section_s_button_ends_where_its_card_ends(site: Site) -> None:
+    page = await site.alice(viewport={"width": 1440, "height": 900})
+    await page.goto(f"/tenants/{site.console.cast.bob.tenant.id}")
+    terms = page.get_by_role("region", name="Terms")
+    button, card = await terms.get_by_role("link", name="Change").bounding_box(), await terms.locator(".card").bounding_box()
+    assert button is not None
+    assert card is not None
+    assert button["x"] + button["width"] == card["x"] + card["width"]
 
 
 @pytest.mark.parametrize("width", [390, 320])

@@ -9,6 +9,7 @@ from playwright.async_api import Dialog, expect
 from sqlalchemy import update
 
 from appliance.base.tables import outbox
+from appliance.metering.alerts.outbox import TENANT_EVENTS
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.browser.conftest import Site
 from tests.support.factories import pending, posted
@@ -42,7 +43,8 @@ async def test_a_tenant_and_a_key_are_created_its_secret_copied_and_the_key_revo
     await page.get_by_role("link", name="New key").click()
     await dialog.get_by_label("Name").fill("reports")
     await dialog.get_by_role("button", name="Create key").click()
-    await dialog.get_by_role("button", name="Copy").first.click()
+    await expect(dialog.get_by_role("button", name="Copy").first).to_be_focused()
+    await page.keyboard.press("Enter")
     await expect(dialog.get_by_role("button", name="Copied")).to_be_visible()
     await expect(dialog.get_by_role("status").filter(has_text="Copied")).to_be_attached()
     secret = await page.evaluate("navigator.clipboard.readText()")
@@ -53,6 +55,7 @@ async def test_a_tenant_and_a_key_are_created_its_secret_copied_and_the_key_revo
     async with page.expect_navigation():
         await dialog.get_by_role("link", name="I have stored it").click()
     await expect(dialog).to_be_hidden()
+    await expect(page.get_by_role("link", name="New key")).to_be_focused()
     assert secret not in await page.content()
 
     await page.get_by_role("link", name="Revoke reports").click()
@@ -104,6 +107,23 @@ async def test_an_alert_target_without_events_is_refused_with_the_focus_on_the_e
     site.complaints.clear()  # Chromium reports every answer of 4xx to its console
 
 
+async def test_events_of_the_whole_appliance_can_be_chosen_for_that_scope_only(site: Site) -> None:
+    page, bob = await site.alice(), site.console.cast.bob.tenant
+    await page.goto("/alerts/new")
+    scope, engine_down = page.get_by_label("Scope"), page.get_by_label("Engine down")
+    await expect(engine_down).to_be_checked()
+    await scope.select_option("")
+    await expect(engine_down).to_be_enabled()
+    await scope.select_option(bob.id)
+    await expect(engine_down).to_be_disabled()
+    await page.get_by_label("Address").fill("https://example.com/")
+    await page.get_by_role("button", name="Add", exact=True).click()
+
+    await expect(page.get_by_role("heading", name="Signing secret")).to_be_visible()
+    (webhook,) = (await site.console.services.alerts.webhooks.list(access=WHOLE_APPLIANCE)).data
+    assert (webhook.tenant_id, webhook.events) == (bob.id, TENANT_EVENTS)
+
+
 async def test_escape_closes_the_dialog_and_restores_the_focus(site: Site) -> None:
     page = await site.alice()
     await page.goto("/tenants")
@@ -116,6 +136,22 @@ async def test_escape_closes_the_dialog_and_restores_the_focus(site: Site) -> No
 
     await expect(page.get_by_role("dialog")).to_be_hidden()
     await expect(opener).to_be_focused()
+
+
+async def test_the_focus_returns_to_the_opener_after_a_dialog_has_saved_its_form(site: Site) -> None:
+    page = await site.alice(viewport={"width": 1280, "height": 600})
+    await page.goto(f"/tenants/{site.console.cast.bob.tenant.id}")
+    opener = page.get_by_role("region", name="Terms").get_by_role("link", name="Change")
+    await opener.click()
+    dialog = page.get_by_role("dialog")
+    await expect(dialog.get_by_label("Limit mode")).to_be_focused()
+    async with page.expect_navigation():
+        await dialog.get_by_role("button", name="Save").click()
+
+    await expect(opener).to_be_focused()
+    await expect(opener).to_be_in_viewport()
+    await page.reload()
+    await expect(opener).not_to_be_focused()
 
 
 async def test_a_click_outside_closes_an_empty_dialog_but_keeps_one_with_input(site: Site) -> None:
@@ -163,6 +199,41 @@ async def test_a_cancelled_request_leaves_the_table(site: Site) -> None:
     assert "billed" in confirmations[0]
 
 
+async def test_cancelling_on_the_page_of_a_request_asks_for_confirmation(site: Site) -> None:
+    console = site.console
+    entry = pending(console.cast.bob, admitted_at=console.services.clock.now())
+    await console.services.ledger.open(entry)
+    console.engine_side.add(console.cast.bob, entry.request_id)
+    page = await site.alice()
+    await page.goto(f"/requests/{entry.request_id}")
+    page.once("dialog", lambda dialog: dialog.dismiss())
+    await page.get_by_role("button", name="Cancel").click()
+    assert console.engine_side.aborted == []
+    page.once("dialog", lambda dialog: dialog.accept())
+    await page.get_by_role("button", name="Cancel").click()
+    await expect(page.get_by_role("status").filter(has_text="Cancelled.")).to_be_visible()
+    assert console.engine_side.aborted == [entry.request_id]
+
+
+async def test_suspending_a_tenant_asks_for_confirmation_and_names_running_requests(site: Site) -> None:
+    page, bob, asked = await site.alice(), site.console.cast.bob.tenant, list[str]()
+    await page.goto(f"/tenants/{bob.id}")
+
+    async def answer(dialog: Dialog) -> None:
+        asked.append(dialog.message)
+        await (dialog.accept() if len(asked) == 2 else dialog.dismiss())
+
+    page.on("dialog", answer)
+    await page.get_by_role("button", name="Suspend").click()
+    assert "running ones are aborted" in asked[0]
+    async with page.expect_navigation():
+        await page.get_by_role("button", name="Suspend").click()
+    async with page.expect_navigation():
+        await page.get_by_role("button", name="Resume").click()
+    await expect(page.get_by_role("button", name="Suspend")).to_be_visible()
+    assert len(asked) == 2
+
+
 async def test_the_page_of_a_running_request_is_updated_until_it_ends(site: Site) -> None:
     console = site.console
     entry = pending(console.cast.bob, admitted_at=console.services.clock.now())
@@ -198,6 +269,16 @@ async def test_updates_of_a_running_request_keep_focus_and_selection(site: Site)
 
     await expect(cancel).to_be_focused()
     assert await page.evaluate("String(getSelection())") == entry.request_id
+
+
+async def test_the_message_about_a_saved_change_can_be_closed(site: Site) -> None:
+    page = await site.alice()
+    await page.goto(f"/tenants/{site.console.cast.bob.tenant.id}")
+    async with page.expect_navigation():
+        await page.get_by_role("button", name="Save").click()
+    message = page.get_by_role("status").filter(has_text="Tenant saved")
+    await message.get_by_role("button", name="Close").click()
+    await expect(page.get_by_text("Tenant saved")).to_have_count(0)
 
 
 async def test_an_action_that_comes_too_late_shows_a_persistent_toast(site: Site) -> None:

@@ -75,6 +75,13 @@ async def test_a_tenant_cannot_subscribe_to_engine_events(console: ConsoleApp) -
     assert (await add_webhook(console, alice, **all_events)).events == EVENTS
 
 
+async def test_a_refused_form_of_a_tenant_offers_no_events_of_the_whole_appliance(console: ConsoleApp) -> None:
+    alice = await console.alice()
+    answer = await alice.post_htmx("/alerts", **{**FIELDS, "target": "", "tenant_id": console.cast.bob.tenant.id})
+    assert re.search(r'name="engine.down"[^>]* disabled', answer.text)
+    assert not re.search(r'name="engine.down"[^>]* disabled', (await alice.get("/alerts/new")).text)
+
+
 async def test_tests_of_a_target_are_listed_and_limited_per_hour(console: ConsoleApp) -> None:
     alice = await console.alice()
     path = f"/alerts/{(await add_webhook(console, alice)).id}"

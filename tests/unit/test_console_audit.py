@@ -11,7 +11,7 @@ import pytest
 
 import appliance
 from appliance.base.acting import current_actor
-from appliance.console.audit_descriptions import ACTIONS, NOTHING, VALUE_CHARS_MAX, Change, audit_line
+from appliance.console.audit_descriptions import ACTIONS, NOT_SET, NOTHING, VALUE_CHARS_MAX, Change, audit_line
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.audit import record
 from appliance.tenancy.audit_chain import AuditEntry, canonical_json
@@ -54,12 +54,18 @@ def test_an_invoice_draft_is_named_by_its_month() -> None:
     assert audit_line(made, {}).target == "2026-11"
 
 
+def test_no_restriction_and_an_empty_list_are_told_apart() -> None:
+    made = entry(before={"allowed_models": None}, after={"allowed_models": []})
+
+    assert audit_line(made, {}).changes == (Change("allowed models", NOT_SET, NOTHING),)
+
+
 def test_a_change_lists_each_value_before_and_after() -> None:
     before = {"limits": {"tokens_per_minute": None, "requests_per_minute": 5}, "suspended": False, "allowed_models": ["a"]}
     after = {"limits": {"tokens_per_minute": 9000, "requests_per_minute": 6}, "suspended": True, "allowed_models": []}
     assert set(audit_line(entry(before=before, after=after), {}).changes) == {
         Change("allowed models", "a", NOTHING),
-        Change("limits › tokens per minute", NOTHING, "9000"),
+        Change("limits › tokens per minute", NOT_SET, "9000"),
         Change("limits › requests per minute", "5", "6"),
         Change("suspended", "no", "yes"),
     }
@@ -69,7 +75,7 @@ def test_budgets_and_prices_are_shown_in_currency_units_not_micros() -> None:
     before = {"limits": {"monthly_budget": None}, "model_limits": {"m": {"monthly_budget": 12_500_000}}}
     after = {"limits": {"monthly_budget": 5_000_000}, "model_limits": {"m": {"monthly_budget": 1}}}
     assert audit_line(entry(before=before, after=after), {}).changes == (
-        Change("limits › monthly budget", NOTHING, "5.00"),
+        Change("limits › monthly budget", NOT_SET, "5.00"),
         Change("model limits › m › monthly budget", "12.50", "0.000001"),
     )
     price = {"model": "m", "prompt": 150_000, "completion": 600_000, "batch_percent": 100}
@@ -86,7 +92,7 @@ def test_every_amount_of_an_entry_is_shown_in_currency_units() -> None:
         "total": "8.921792",
     }
     allowance = audit_line(entry("allowance.set", before={"monthly_micros": None}, after={"monthly_micros": 5_000_000}), {})
-    assert allowance.changes == (Change("monthly", NOTHING, "5.00"),)
+    assert allowance.changes == (Change("monthly", NOT_SET, "5.00"),)
     hosted = [
         {"cached_prompt": None, "completion": 10_000_000, "name": "Large", "prompt": 2_500_000},
         {"name": "Small", "prompt": 1},
@@ -99,7 +105,7 @@ def test_every_amount_of_an_entry_is_shown_in_currency_units() -> None:
 
 def test_a_time_is_formatted_as_elsewhere_in_the_console() -> None:
     line = audit_line(entry(before={"expires_at": None}, after={"expires_at": START}), {})
-    assert line.changes == (Change("expires at", NOTHING, "2026-11-21 12:00:00 UTC"),)
+    assert line.changes == (Change("expires at", NOT_SET, "2026-11-21 12:00:00 UTC"),)
 
 
 def test_a_creation_has_no_value_before_and_a_removal_none_after() -> None:
@@ -240,3 +246,40 @@ async def test_a_key_is_shown_by_its_name_if_the_entry_has_only_its_id(console: 
     page = html.unescape((await (await console.alice()).get("/audit?action=key.rotate")).text)
     (row,) = re.findall(r'data-label="Target".*', page)
     assert f">{key.name}<" in row
+
+
+async def test_members_tokens_and_alert_targets_are_shown_by_name_if_the_entry_has_only_their_id(console: ConsoleApp) -> None:
+    services, bob = console.services, console.cast.bob.tenant
+    member = await services.members.create("dora@example.com", "a password of tests", "member")
+    await services.members.change(member.id, role="viewer")
+    await services.memberships.add(bob.id, member.id, "viewer", access=WHOLE_APPLIANCE)
+    await services.memberships.change(bob.id, member.id, "developer", access=WHOLE_APPLIANCE)
+    token, _ = await services.admin_tokens.create("the nightly report", "viewer")
+    await services.admin_tokens.revoke(token.id)
+    url = "https://hooks.example.com/secret-path"
+    webhook, _ = await services.alerts.webhooks.create(kind="webhook", target=url, access=WHOLE_APPLIANCE)
+    await services.alerts.outbox.send_test(webhook.id, access=WHOLE_APPLIANCE)
+    await services.alerts.webhooks.remove(webhook.id, access=WHOLE_APPLIANCE)
+    alice, shown = await console.alice(), {}
+    for action in ("member.change", "membership.change", "token.revoke", "webhook.test"):
+        page = html.unescape((await alice.get(f"/audit?action={action}")).text)
+        shown[action] = re.findall(r'data-label="Target"><span class="clip" title="(\w+)">([^<]+)<', page)
+
+    assert shown == {
+        "member.change": [(member.id, "dora@example.com")],
+        "membership.change": [(member.id, "dora@example.com")],
+        "token.revoke": [(token.id, "the nightly report")],
+        "webhook.test": [(webhook.id, "https://hooks.example.com")],
+    }
+
+
+async def test_a_manager_sees_names_in_entries_of_the_own_tenant_only(console: ConsoleApp) -> None:
+    services, bob = console.services, console.cast.bob
+    webhook, _ = await services.alerts.webhooks.create(
+        kind="webhook", target="https://bob.example.com/x", tenant_id=bob.tenant.id, access=WHOLE_APPLIANCE
+    )
+    await services.alerts.webhooks.create(kind="webhook", target="https://alice.example.com/x", access=WHOLE_APPLIANCE)
+    await services.alerts.outbox.send_test(webhook.id, access=WHOLE_APPLIANCE)
+    page = (await (await console.member_of(bob, "manager")).get("/audit?action=webhook.test")).text
+    assert ">https://bob.example.com<" in page
+    assert "alice.example.com" not in page

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
 
 from appliance.base.ids import new_id
@@ -23,8 +24,9 @@ async def test_a_draft_shows_the_month_s_costs_so_far(console: ConsoleApp) -> No
     await bill_usage(console, console.cast.bob)
     alice = await console.alice()
     page = (await alice.get(await draft(console, alice, console.cast.bob))).text
-    for text in (f"{MONTH_NAME} of bob", "draft", "Prompt tokens", "Cached prompt tokens", "0.001200 EUR", "0.001230 EUR"):
-        assert text in page
+    assert all(text in page for text in (f"{MONTH_NAME} of bob", "draft", "0.001200 EUR", "0.001230 EUR"))
+    names = re.findall(r'<th scope="row" class="wraps">([^<]+)<', page)
+    assert names == ["Prompt tokens", "Cached prompt tokens", "Output tokens"]
     assert "/admin/v1/invoices/" in page
     assert MONTH_NAME in (await alice.get("/invoices")).text
 
@@ -223,6 +225,24 @@ async def test_sums_are_listed_in_order_of_computation_as_on_the_pdf(console: Co
         after = page.index(text, after)
         positions.append(after)
     assert positions == sorted(positions)
+
+
+async def test_a_tax_of_zero_is_listed_with_its_rate(console: ConsoleApp) -> None:
+    await console.services.appliance_records.put("seller", {"name": "Alice Ltd", "tax_label": "VAT", "tax_basis_points": 2000})
+    await bill_usage(console, console.cast.bob)
+    alice = await console.alice()
+    page = (await alice.get(await draft(console, alice, console.cast.bob))).text
+    assert "<dt>VAT 20 %</dt><dd>0.00 EUR</dd>" in page
+
+
+async def test_an_issuer_without_tax_shows_its_reason_instead_of_a_rate(console: ConsoleApp) -> None:
+    seller = {"name": "Alice Ltd", "tax_label": "VAT", "tax_basis_points": 0, "tax_note": "Reverse charge."}
+    await console.services.appliance_records.put("seller", seller)
+    await bill_usage(console, console.cast.bob)
+    alice = await console.alice()
+    page = (await alice.get(await draft(console, alice, console.cast.bob))).text
+    assert "VAT 0 %" not in page
+    assert "Reverse charge." in page
 
 
 async def test_exact_costs_have_all_digits_and_the_free_allowance_has_no_token_count(console: ConsoleApp) -> None:

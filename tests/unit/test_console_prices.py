@@ -114,6 +114,18 @@ async def test_a_model_without_a_price_links_to_the_form_for_owners_only(console
         assert link not in (await vera.get(page)).text
 
 
+@pytest.mark.parametrize(("model", "is_served"), [("demo", True), ("demmo", False)])
+async def test_a_price_of_a_model_that_is_not_served_is_added_with_a_remark(
+    console: ConsoleApp, model: str, is_served: bool
+) -> None:
+    alice = await console.alice()
+    assert (await alice.post("/prices", **{**FIELDS, "model": model})).headers["location"] == "/prices"
+    page = (await alice.get("/prices")).text
+    assert ("No model of this name is served" in page) is not is_served
+    assert ('<span class="badge">not served</span>' in page) is not is_served
+    assert '<option value="demo"></option>' in (await alice.fragment("/prices/new")).text
+
+
 async def test_a_viewer_can_only_read_prices(console: ConsoleApp) -> None:
     vera = await console.vera()
     assert "No prices." in (await vera.get("/prices")).text

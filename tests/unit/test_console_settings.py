@@ -47,6 +47,7 @@ async def test_limits_of_a_model_are_saved_and_removed_when_all_are_empty(consol
     assert policy is not None
     assert (policy.limits, policy.limit_mode) == (Limits(tokens_per_minute=5000), "shadow")
     page = (await alice.get("/settings")).text
+    assert '<option value="demo"></option>' in (await alice.fragment("/settings/models")).text
     for text in ("demo/large", "/settings/models?model=demo/large", ">shadow<"):
         assert text in page
     assert 'value="5000"' in (await alice.fragment("/settings/models?model=demo/large")).text

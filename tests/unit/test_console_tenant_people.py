@@ -22,7 +22,7 @@ async def roles_in(console: ConsoleApp, tenant_id: str) -> dict[str, str]:
 
 async def test_an_owner_invites_a_new_member_whose_password_is_shown_once(console: ConsoleApp) -> None:
     browser, path = await console.alice(), f"/tenants/{console.cast.bob.tenant.id}"
-    assert "Add a person to bob" in (await browser.fragment(f"{path}/members/new")).text
+    assert "Add a member to bob" in (await browser.fragment(f"{path}/members/new")).text
     answer = await browser.post_htmx(f"{path}/members", email="Dora@example.com", role="developer")
     (password,) = _SHOWN.findall(answer.text)
     assert f'href="{path}"' in answer.text
@@ -99,7 +99,7 @@ async def test_developers_and_viewers_can_only_read_the_members(console: Console
     member = await console.services.members.get_by_email(f"{role}@example.com")
     page = (await browser.get(f"/tenants/{bob.id}")).text
     assert member.email in page
-    assert "Add person" not in page
+    assert "Add member" not in page
     for path in ("members/new", f"members/{member.id}"):
         assert (await browser.get(f"/tenants/{bob.id}/{path}")).status_code == 403
     for path in ("members", f"members/{member.id}", f"members/{member.id}/remove"):

@@ -58,6 +58,7 @@ async def test_invalid_terms_are_refused_and_change_nothing(console: ConsoleApp,
 async def test_limits_per_model_are_saved_and_removed_when_all_are_empty(console: ConsoleApp) -> None:
     alice, bob = await console.alice(), console.cast.bob.tenant
     path = f"/tenants/{bob.id}/model-limits"
+    assert '<option value="demo"></option>' in (await alice.fragment(path)).text
     await alice.post(path, model="demo/large", tokens_per_minute="5,000")
     assert (await bob_as_stored(console)).model_limits == {"demo/large": Limits(tokens_per_minute=5000)}
     page = (await alice.get(f"/tenants/{bob.id}")).text

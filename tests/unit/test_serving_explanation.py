@@ -32,6 +32,10 @@ DONE = Timeline(
             "preempted 2 times to make room for other requests.",
         ),
         ({"ttft_s": 4.1}, "Mostly read its prompt: 4.0 s of 6.1 s for 40 tokens that were not cached."),
+        (
+            {"ttft_s": 4.1, "prompt_tokens": 25_540},
+            "Mostly read its prompt: 4.0 s of 6.1 s for 25,530 tokens that were not cached.",
+        ),
         ({"ttft_s": 0.15, "decode_s": 0.2}, "Quick: 350 ms in all."),
         ({"ttft_s": 0.15, "decode_s": 0.2, "finish_reason": "length"}, "Quick: 350 ms in all."),
         ({"ttft_s": 0.15, "decode_s": 0.2, "finish_reason": None}, "Quick: 350 ms so far."),

@@ -144,6 +144,12 @@ class Webhooks:
             query = query.where(webhooks.c.tenant_id == tenant_id)
         return await read_page(self._db, "webhooks", query, webhooks.c.id, limit, cursor, _from_row)
 
+    async def names(self, webhook_ids: Collection[str]) -> dict[str, str]:
+        """Return the redacted targets of `webhook_ids` by id, of removed webhooks too."""
+        query = select(webhooks.c.id, webhooks.c.kind, webhooks.c.target).where(webhooks.c.id.in_(sorted(webhook_ids)))
+        async with self._db.reading() as connection:
+            return {row.id: redact_target(row.kind, row.target) for row in await connection.execute(query)}
+
     async def failing(self, webhook_ids: Collection[str]) -> frozenset[str]:
         """Return those of `webhook_ids` whose newest attempted message is not delivered."""
         tried = or_(outbox.c.delivered_at.is_not(None), outbox.c.last_error.is_not(None))

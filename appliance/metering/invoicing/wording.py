@@ -21,8 +21,8 @@ ROUNDING_POLICY = (
 _KINDS = {
     "prompt": "Prompt tokens",
     "cached_prompt": "Cached prompt tokens",
-    "completion": "Completion tokens",
-    "rejected_draft": "Rejected speculative tokens",
+    "completion": "Output tokens",
+    "rejected_draft": "Rejected draft tokens",
 }
 _MONTHS = (
     "January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November", "December",

@@ -1,18 +1,23 @@
-// Opens the dialog when htmx has loaded a form into it, and empties it when it closes.
+// Opens the dialog when htmx has loaded a form into it, and empties it when it closes. If its form, or the button below a secret,
+// loads a page, the focus returns to the link that opened the dialog, as it does when the dialog is closed.
 (() => {
   const dialog = document.getElementById("dialog");
   if (!dialog) return;
+  const FIRST = "input:not([type=hidden]), select, textarea, [data-copy]";
   let pointerDownTarget = null;
   let hasInput = false;
+  let opener = null;
 
   document.addEventListener("htmx:after:swap", (event) => {
     if (event.detail.ctx?.target !== dialog || dialog.open) return;
     hasInput = false;
+    opener = event.detail.ctx.sourceElement.getAttribute("href");
     dialog.showModal();
-    dialog.querySelector("input:not([type=hidden])")?.focus();
+    dialog.querySelector(FIRST)?.focus();
   });
   document.addEventListener("htmx:after:swap", () => {
     document.querySelector("[aria-invalid=true]")?.focus();
+    if (dialog.open && !dialog.contains(document.activeElement)) dialog.querySelector(`${FIRST}, button`)?.focus();
   });
   dialog.addEventListener("close", () => dialog.replaceChildren());
   dialog.addEventListener("input", () => (hasInput = true));
@@ -25,4 +30,9 @@
   dialog.addEventListener("cancel", (event) => {
     if (dialog.querySelector(".secret")) event.preventDefault();
   });
+
+  addEventListener("pagehide", () => dialog.open && sessionStorage.setItem("dialog-opener", opener));
+  const lastOpener = sessionStorage.getItem("dialog-opener");
+  sessionStorage.removeItem("dialog-opener");
+  if (lastOpener) document.querySelector(`main a[href="${CSS.escape(lastOpener)}"]`)?.focus();
 })();

@@ -20,7 +20,11 @@
     if (kind !== "error") setTimeout(() => close(toast), SHOWN_FOR_MS);
   };
 
-  for (const toast of region.children) setTimeout(() => close(toast), SHOWN_FOR_MS);
+  // Screen readers announce only what is added after the page has loaded.
+  for (const toast of [...region.children]) {
+    close(toast);
+    show(toast.textContent, "done");
+  }
   document.addEventListener("gatehouse:toast", (event) => show(event.detail.text, event.detail.kind));
   document.addEventListener("htmx:response:error", (event) => {
     const { raw, status } = event.detail.ctx.response;
