@@ -105,9 +105,9 @@ class Server:
 
 
 def start_server(
-    model: Path, data_dir: Path, *, fake_engine_step_s: float | None = None, truths: Path | None = None, **options: Any
+    model: Path, data_dir: Path, *, fake_engine_step_s: float | None = None, engine_records: Path | None = None, **options: Any
 ) -> Server:
-    """Start an appliance on a free port and return once it listens. A fake engine writes its own counts to `truths`."""
+    """Start an appliance on a free port and return once it listens. A fake engine writes its own counts to `engine_records`."""
     data_dir.mkdir(parents=True, exist_ok=True)
     settings = {
         "data_dir": str(data_dir),
@@ -124,7 +124,7 @@ def start_server(
     ours, theirs = forked_processes.CONTEXT.Pipe(duplex=False)
     with ours:
         with theirs:
-            program = ("tests.support.serve_for_tests", "run", theirs, settings, fake_engine_step_s, truths)
+            program = ("tests.support.serve_for_tests", "run", theirs, settings, fake_engine_step_s, engine_records)
             process = forked_processes.start(*program, log=log_path)
         try:
             greeting = ours.recv()
