@@ -21,8 +21,8 @@ from tests.support.checkpoint_logprobs import (
     FAMILIES,
     assert_logprobs_equal,
     expected_logprobs,
-    make_sources,
     prompt_logprobs,
+    unquantised,
 )
 from tests.support.engines import small_engine
 
@@ -63,11 +63,6 @@ DECODED: dict[str, layouts.Layout] = {
 LAYOUTS = MULTIPLIED | DECODED
 
 
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return make_sources(tmp_path_factory.mktemp("sources"))
-
-
 def assert_equals_its_dequantised_weights(name: str, written: layouts.WrittenCheckpoint) -> None:
     """Compare with transformers; forms that are decoded are served in float32."""
     found = prompt_logprobs(written.directory, quantization="none" if name in DECODED else None)
@@ -75,16 +70,16 @@ def assert_equals_its_dequantised_weights(name: str, written: layouts.WrittenChe
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_checkpoint_equals_its_dequantised_weights(name: str, sources: dict[str, Path], tmp_path: Path) -> None:
-    assert_equals_its_dequantised_weights(name, layouts.write(sources["llama"], tmp_path / name, LAYOUTS[name]))
+def test_a_checkpoint_equals_its_dequantised_weights(name: str, tmp_path: Path) -> None:
+    assert_equals_its_dequantised_weights(name, layouts.write(unquantised("llama"), tmp_path / name, LAYOUTS[name]))
 
 
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])
 @pytest.mark.parametrize("name", DECODED)
 def test_a_requantised_checkpoint_equals_the_quantisation_of_its_decoded_weights(
-    name: str, quantization: str, sources: dict[str, Path], tmp_path: Path
+    name: str, quantization: str, tmp_path: Path
 ) -> None:
-    written = layouts.write(sources["llama"], tmp_path / name, DECODED[name])
+    written = layouts.write(unquantised("llama"), tmp_path / name, DECODED[name])
     found, expected = (prompt_logprobs(each, quantization=quantization) for each in (written.directory, written.twin))
     assert [row.tolist() for row in found] == [row.tolist() for row in expected]
 
@@ -97,40 +92,36 @@ def test_a_requantised_checkpoint_equals_the_quantisation_of_its_decoded_weights
         *("packed-4-zeros", "packed-4-ordered", "packed-8", "int8-row", "fp8-blocks", "gptq-8-ordered"),
     ],
 )
-def test_biases_fused_projections_experts_and_tied_heads_are_read(
-    name: str, family: str, sources: dict[str, Path], tmp_path: Path
-) -> None:
-    assert_equals_its_dequantised_weights(name, layouts.write(sources[family], tmp_path / name, LAYOUTS[name]))
+def test_biases_fused_projections_experts_and_tied_heads_are_read(name: str, family: str, tmp_path: Path) -> None:
+    assert_equals_its_dequantised_weights(name, layouts.write(unquantised(family), tmp_path / name, LAYOUTS[name]))
 
 
 SKIPPED = ("lm_head", "k_proj", "up_proj", "layers.0.mlp.down_proj")
 
 
 @pytest.mark.parametrize("name", ["packed-4", "int8-row", "fp8-blocks", "gptq-8"])
-def test_modules_that_are_not_quantised_are_read_between_those_that_are(
-    name: str, sources: dict[str, Path], tmp_path: Path
-) -> None:
-    written = layouts.write(sources["llama"], tmp_path / name, LAYOUTS[name], skipped=SKIPPED)
+def test_modules_that_are_not_quantised_are_read_between_those_that_are(name: str, tmp_path: Path) -> None:
+    written = layouts.write(unquantised("llama"), tmp_path / name, LAYOUTS[name], skipped=SKIPPED)
     assert_equals_its_dequantised_weights(name, written)
 
 
 @pytest.mark.parametrize("name", ["compressed-row-weights-only", "fp8-tensor-static", "awq", "gptq"])
-def test_modules_that_the_settings_exclude_are_read_as_they_are(name: str, sources: dict[str, Path], tmp_path: Path) -> None:
+def test_modules_that_the_settings_exclude_are_read_as_they_are(name: str, tmp_path: Path) -> None:
     settings = {**LAYOUTS[name].settings, "modules_to_not_convert": list(SKIPPED[1:])}
     layout = replace(LAYOUTS[name], settings=settings)
-    assert_equals_its_dequantised_weights(name, layouts.write(sources["llama"], tmp_path / name, layout, skipped=SKIPPED))
+    assert_equals_its_dequantised_weights(name, layouts.write(unquantised("llama"), tmp_path / name, layout, skipped=SKIPPED))
 
 
 @pytest.mark.parametrize("name", ["compressed-row-weights-only", "gptq", "packed-4", "packed-8", "fp8-blocks"])
-def test_a_quantised_output_head_is_read(name: str, sources: dict[str, Path], tmp_path: Path) -> None:
-    written = layouts.write(sources["llama"], tmp_path / name, LAYOUTS[name], skipped=())
+def test_a_quantised_output_head_is_read(name: str, tmp_path: Path) -> None:
+    written = layouts.write(unquantised("llama"), tmp_path / name, LAYOUTS[name], skipped=())
     assert "lm_head" in written.modules
     assert_equals_its_dequantised_weights(name, written)
 
 
 @pytest.mark.parametrize("head", ["int8", "none"])
-def test_head_quantization_applies_to_a_head_stored_in_blocks(head: str, sources: dict[str, Path], tmp_path: Path) -> None:
-    written = layouts.write(sources["llama"], tmp_path / "blocks", DECODED["fp8-blocks"], skipped=())
+def test_head_quantization_applies_to_a_head_stored_in_blocks(head: str, tmp_path: Path) -> None:
+    written = layouts.write(unquantised("llama"), tmp_path / "blocks", DECODED["fp8-blocks"], skipped=())
     options = {"quantization": "int8", "head_quantization": head}
     found, expected = (prompt_logprobs(each, **options) for each in (written.directory, written.twin))
     assert [row.tolist() for row in found] == [row.tolist() for row in expected]
@@ -143,15 +134,15 @@ def test_head_quantization_applies_to_a_head_stored_in_blocks(head: str, sources
         *("packed-4-ordered", "int8-row", "modelopt", "fp8-blocks"),
     ],
 )
-def test_batch_invariant_logprobs_are_bit_identical_in_any_batch(name: str, sources: dict[str, Path], tmp_path: Path) -> None:
-    written = layouts.write(sources["llama"], tmp_path / name, LAYOUTS[name])
+def test_batch_invariant_logprobs_are_bit_identical_in_any_batch(name: str, tmp_path: Path) -> None:
+    written = layouts.write(unquantised("llama"), tmp_path / name, LAYOUTS[name])
     options = {"batch_invariant": True, "quantization": "int8" if name in DECODED else None}
     together = prompt_logprobs(written.directory, **options)
     alone = prompt_logprobs(written.directory, **options, max_num_seqs=1, max_num_batched_tokens=5)
     assert [row.tolist() for row in together] == [row.tolist() for row in alone]
 
 
-def test_all_int8_codes_are_read(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_all_int8_codes_are_read(tmp_path: Path) -> None:
     """Including -128, which our own quantisation never produces."""
 
     def store(module: str, weight: torch.Tensor) -> tuple[layouts.Tensors, torch.Tensor]:
@@ -159,13 +150,13 @@ def test_all_int8_codes_are_read(sources: dict[str, Path], tmp_path: Path) -> No
         scale = torch.full((weight.shape[0], 1), 2.0**-9)
         return {"weight": codes.to(torch.int8), "weight_scale": scale}, codes * scale
 
-    written = layouts.write(sources["llama"], tmp_path / "codes", replace(MULTIPLIED["int8-row"], store=store))
+    written = layouts.write(unquantised("llama"), tmp_path / "codes", replace(MULTIPLIED["int8-row"], store=store))
     assert_logprobs_equal(prompt_logprobs(written.directory), expected_logprobs(written.reference()), written.layout)
 
 
-def test_gptq_settings_may_be_in_quantize_config_json(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_gptq_settings_may_be_in_quantize_config_json(tmp_path: Path) -> None:
     """Early versions of AutoGPTQ wrote this file without quant_method."""
-    folder = layouts.write(sources["llama"], tmp_path / "gptq", LAYOUTS["gptq"]).directory
+    folder = layouts.write(unquantised("llama"), tmp_path / "gptq", LAYOUTS["gptq"]).directory
     described = load_model_config(folder).quantization
     config = json.loads((folder / "config.json").read_text())
     settings = config.pop("quantization_config")
@@ -176,8 +167,8 @@ def test_gptq_settings_may_be_in_quantize_config_json(sources: dict[str, Path], 
     assert load_model_config(folder).quantization == described
 
 
-def test_modelopt_settings_may_be_in_hf_quant_config_json(sources: dict[str, Path], tmp_path: Path) -> None:
-    folder = layouts.write(sources["llama"], tmp_path / "modelopt", hub.modelopt_fp8(kv_cache=True)).directory
+def test_modelopt_settings_may_be_in_hf_quant_config_json(tmp_path: Path) -> None:
+    folder = layouts.write(unquantised("llama"), tmp_path / "modelopt", hub.modelopt_fp8(kv_cache=True)).directory
     described = load_model_config(folder).quantization
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]
@@ -187,18 +178,18 @@ def test_modelopt_settings_may_be_in_hf_quant_config_json(sources: dict[str, Pat
     assert load_model_config(folder).quantization == described
 
 
-def test_kv_scales_of_modelopt_are_used(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_kv_scales_of_modelopt_are_used(tmp_path: Path) -> None:
     scales = {
         f"model.layers.{layer}.self_attn.{name}": torch.tensor(0.5 + layer)
         for layer in range(2)
         for name in ("k_proj.k_scale", "v_proj.v_scale")
     }
-    written = layouts.write(sources["llama"], tmp_path / "modelopt", hub.modelopt_fp8(kv_cache=True), extra=scales)
+    written = layouts.write(unquantised("llama"), tmp_path / "modelopt", hub.modelopt_fp8(kv_cache=True), extra=scales)
     assert small_engine(written.directory, kv_cache_dtype="fp8").info.kv_scales == "checkpoint"
 
 
-def test_int4_weights_are_kept_packed_and_reported(sources: dict[str, Path], tmp_path: Path) -> None:
-    written = layouts.write(sources["llama"], tmp_path / "awq", LAYOUTS["awq"])
+def test_int4_weights_are_kept_packed_and_reported(tmp_path: Path) -> None:
+    written = layouts.write(unquantised("llama"), tmp_path / "awq", LAYOUTS["awq"])
     quantised, plain = small_engine(written.directory), small_engine(written.twin)
     assert (quantised.info.quantization, plain.info.quantization) == ("awq", "none")
     assert quantised.info.num_parameters == plain.info.num_parameters
