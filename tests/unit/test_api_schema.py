@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import re
 import threading
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from litestar.routes import HTTPRoute
 from appliance.api import descriptions, openapi
 from appliance.api.descriptions import administration, billing, inference, machine, organization, parameters
 from tests.support.api_app import ApiApp
-from tests.support.fake_engine import engine_info
+from tests.support.engine_messages import engine_info
 
 METHODS = {"GET", "POST", "PUT", "PATCH", "DELETE"}
 
@@ -284,7 +283,7 @@ async def test_readiness_lists_the_part_that_is_not_ready(api: ApiApp, path: str
 
 async def test_readiness_notes_a_gpu_that_is_not_used_without_the_reason(api: ApiApp, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (await api.client.get("/health")).json()["notes"] == {}
-    infos = {"fast": None, "slow": dataclasses.replace(engine_info(), device_note="the NVIDIA GPU is not used: its driver")}
+    infos = {"fast": None, "slow": engine_info(device_note="the NVIDIA GPU is not used: its driver")}
     models = [SimpleNamespace(name=name, engine=SimpleNamespace(info=info)) for name, info in infos.items()]
     monkeypatch.setattr(api.services.models, "list", lambda: models)
     monkeypatch.setattr(api.services.readiness, "problem", lambda _model: None)

@@ -41,8 +41,8 @@ from engine.step_sizes import graphs_kept
 from engine.weights import WeightsSize
 from kernels import ops
 from tests.support import quantised_checkpoints as layouts
+from tests.support.engine_messages import engine_info
 from tests.support.engines import overlapped_engine, small_engine
-from tests.support.fake_engine import engine_info
 from tests.support.published_configs import LLAMA_8B
 from tests.support.tiny_models import FAMILY_SETTINGS, saved_model, saved_text_model
 
@@ -366,7 +366,7 @@ def test_the_log_warns_of_parts_that_took_more_than_predicted(caplog: pytest.Log
         MemoryPart(name="slots", predicted_bytes=10 << 20, measured_bytes=11 << 20),
         MemoryPart(name="graphs", predicted_bytes=(64 << 30) // 100, measured_bytes=(68 << 30) // 100),
     ]
-    _log_start(replace(engine_info(), memory=parts), "plain", StartTimes())
+    _log_start(engine_info(memory=parts), "plain", StartTimes())
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
         "memory: activations took 2.0 GiB, 1.0 GiB were predicted",
         "memory: slots took 11.0 MiB, 10.0 MiB were predicted",

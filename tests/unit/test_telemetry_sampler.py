@@ -19,7 +19,8 @@ from appliance.telemetry.metrics import OTHER_TENANTS, Metrics
 from appliance.telemetry.readings import DatabaseReading
 from appliance.telemetry.sampler import SystemSampler, TooManySubscribers
 from tests.support.clock import FakeClock
-from tests.support.console_fixtures import EngineSide, engine_status, tenant_reading
+from tests.support.console_fixtures import EngineSide, tenant_reading
+from tests.support.engine_messages import engine_status
 
 
 @pytest.fixture
