@@ -15,14 +15,14 @@ import pytest
 
 from tests.support.engine_record import EngineRecord, Work
 from tests.support.fake_engine import ENDLESS_SEED
+from tests.support.polling import DEADLINE_S, block_until
 from tests.support.served_model import make_hollow_model
-from tests.support.server import Server, poll_until, running_server
+from tests.support.server import Server, running_server
 
 MODEL = "tiny"
 CLIENTS = 200
 STEP_S = 0.002
 MESSAGES = [{"role": "user", "content": "the lazy dog"}]
-SETTLED_DEADLINE_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def settled_events(server: Server, tenants: set[str]) -> dict[str, dict[str, Any
         found.update((row["request_id"], row) for row in rows if row["tenant_id"] in tenants)
         return all(row["status"] != "pending" for row in found.values())
 
-    poll_until(none_pending, SETTLED_DEADLINE_S, server.log)
+    block_until(none_pending, server.log)
     return found
 
 
@@ -110,7 +110,7 @@ async def metrics(server: Server) -> str:
 
 async def until_metrics(server: Server, text: str) -> None:
     """Wait until the metrics contain `text`."""
-    async with asyncio.timeout(SETTLED_DEADLINE_S):
+    async with asyncio.timeout(DEADLINE_S):
         while text not in await metrics(server):
             pass
 

@@ -12,8 +12,9 @@ import pytest
 from openai import AsyncOpenAI
 
 from tests.conformance.conftest import MODEL
+from tests.support.polling import DEADLINE_S, block_until
 from tests.support.served_model import make_hollow_model
-from tests.support.server import Server, poll_until, running_server
+from tests.support.server import Server, running_server
 
 LONG: dict[str, Any] = {
     "model": MODEL,
@@ -22,7 +23,6 @@ LONG: dict[str, Any] = {
     "temperature": 0,
     "ignore_eos": True,
 }
-DEADLINE_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def settled_event(server: Server, request_id: str) -> dict[str, Any]:
         events[:] = server.admin("GET", "/ledger", params={"request_id": request_id})["data"]
         return bool(events) and events[0]["status"] != "pending"
 
-    poll_until(settled, DEADLINE_S, lambda: f"{events}\n{server.log()}")
+    block_until(settled, lambda: f"{events}\n{server.log()}")
     return events[0]
 
 
@@ -65,7 +65,7 @@ def test_a_disconnect_frees_kv_blocks_and_bills_the_generated_tokens(server: Ser
     assert event["finish_reason"] == "disconnected"
     assert event["status"] == "posted"
     assert 1 <= event["completion_tokens"] < 900
-    poll_until(lambda: used_blocks(server) == 0, DEADLINE_S, server.log)
+    block_until(lambda: used_blocks(server) == 0, server.log)
 
 
 async def test_a_disconnect_before_an_unstreamed_answer_ends_the_request(slow_server: Server) -> None:
@@ -133,7 +133,7 @@ def test_several_answers_are_one_live_request_counted_for_their_tenant(slow_serv
         request_id = answer.headers["x-request-id"]
         lines = answer.iter_lines()
         next(lines)
-        poll_until(lambda: any(tenant["requests_running"] == 3 for tenant in holder()), DEADLINE_S, slow_server.log)
+        block_until(lambda: any(tenant["requests_running"] == 3 for tenant in holder()), slow_server.log)
         (tenant,) = holder()
         row = slow_server.admin("GET", f"/requests/{request_id}")
         metrics = httpx.get(f"{slow_server.url}/metrics", timeout=10).text
@@ -144,4 +144,4 @@ def test_several_answers_are_one_live_request_counted_for_their_tenant(slow_serv
     assert (row["state"], row["kv_blocks"]) == ("decode", 3)
     assert f'gatehouse_tenant_kv_blocks{{model="{MODEL}",tenant="tenant of three"}} 3.0' in metrics
     assert (event["finish_reason"], event["status"]) == ("disconnected", "posted")
-    poll_until(lambda: not holder(), DEADLINE_S, slow_server.log)
+    block_until(lambda: not holder(), slow_server.log)

@@ -10,7 +10,7 @@ import httpx
 
 from appliance.metering.alerts.signature import signature
 from tests.support.alerts import Receiver, receiving
-from tests.support.ledgers import poll_until
+from tests.support.polling import poll_until
 from tests.support.served_model import make_hollow_model
 from tests.support.server import Server, start_server
 

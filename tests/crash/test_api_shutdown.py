@@ -23,8 +23,9 @@ from appliance.base.database_claim import LOCK_KEY
 from appliance.base.settings import load_settings
 from appliance.serving.model_folder import NotAModel
 from tests.support.databases import Cluster
+from tests.support.polling import block_until
 from tests.support.served_model import make_hollow_model
-from tests.support.server import Server, poll_until, running_server
+from tests.support.server import Server, running_server
 
 MODEL = "tiny"
 STEP_S = 0.02
@@ -80,7 +81,7 @@ def test_a_second_signal_ends_immediately_and_requests_are_recorded_as_shut_down
             lines = answer.iter_lines()
             next(lines)
             server.send_signal(signal.SIGINT)
-            poll_until(lambda: server.ready().json()["parts"]["gateway"] == "draining", 60)
+            block_until(lambda: server.ready().json()["parts"]["gateway"] == "draining")
             server.send_signal(signal.SIGINT)
 
             assert server.wait_for_exit() == 0
@@ -155,7 +156,7 @@ def take_claim(url: str, waiting: psycopg.Connection[Any]) -> None:
     with ThreadPoolExecutor(1) as thread, psycopg.connect(url, autocommit=True) as connection:
         taken = thread.submit(waiting.execute, "SELECT pg_advisory_lock(%s)", (LOCK_KEY,))
         locks = "FROM pg_locks WHERE locktype = 'advisory'"
-        poll_until(lambda: connection.execute(f"SELECT {locks} AND NOT granted").fetchone() is not None, 60)
+        block_until(lambda: connection.execute(f"SELECT {locks} AND NOT granted").fetchone() is not None)
         connection.execute(f"SELECT pg_terminate_backend(pid) {locks} AND granted")
         taken.result(60)
 
@@ -187,7 +188,7 @@ def test_an_appliance_continues_after_reclaiming_its_database(tmp_path: Path, mo
     with running_server(model, tmp_path / "data", fake_engine_step_s=0.0, database_url=url) as server:
         with psycopg.connect(url) as other:
             other.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()")
-        poll_until(lambda: "database claimed again" in server.log(), 60, server.log)
+        block_until(lambda: "database claimed again" in server.log(), server.log)
         server.wait_until_ready()
         headers = {"authorization": f"Bearer {server.api_key}"}
         answer = httpx.post(f"{server.url}/v1/chat/completions", json={**body(5), "stream": False}, headers=headers, timeout=30)

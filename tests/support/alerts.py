@@ -25,9 +25,9 @@ from appliance.metering.alerts.webhooks import SEALING_PURPOSE, Endpoint, Webhoo
 from appliance.serving.alerting.delivery import AlertDelivery, Sender
 from appliance.telemetry.metrics import Metrics
 from tests.support.cast import PEPPER
+from tests.support.polling import DEADLINE_S
 
 LOOPBACK = TargetPolicy((ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128")))
-DEADLINE_S = 60.0
 TARGET = "https://alerts.example.com/in"
 
 

@@ -14,11 +14,10 @@ from typing import Any
 import httpx
 
 from tests.support import forked_processes
+from tests.support.polling import block_until
 
 ADMIN_TOKEN = "gha_token-of-the-tests"
-READY_DEADLINE_S = 300.0
 STOP_DEADLINE_S = 120.0
-POLL_S = 0.05
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,8 +61,8 @@ class Server:
         return httpx.get(f"{self.url}/health/ready", timeout=10)
 
     def wait_until_ready(self) -> None:
-        """Wait until requests are answered; fail with the log after READY_DEADLINE_S."""
-        poll_until(lambda: self._alive() and self.ready().status_code == 200, READY_DEADLINE_S, self.log)
+        """Wait until requests are answered; fail with the log after PROCESS_DEADLINE_S."""
+        block_until(lambda: self._alive() and self.ready().status_code == 200, self.log)
 
     def engine_pid(self) -> int:
         """Return the engine's process id once the system page, which is at most a second old, shows it."""
@@ -74,7 +73,7 @@ class Server:
             found[:] = [process["pid"] for process in processes if process["role"] == "engine" and process["pid"] is not None]
             return bool(found)
 
-        poll_until(find_engine, READY_DEADLINE_S, self.log)
+        block_until(find_engine, self.log)
         return found[0]
 
     def log(self) -> str:
@@ -142,11 +141,3 @@ def running_server(model: Path, data_dir: Path, **options: Any) -> Iterator[Serv
         yield server
     finally:
         server.kill()
-
-
-def poll_until(condition: Any, deadline_s: float, explain: Any = str) -> None:
-    """Return as soon as `condition()` holds; fail with `explain()` after `deadline_s`."""
-    end_s = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < end_s, f"not within {deadline_s} s: {explain()}"
-        time.sleep(POLL_S)

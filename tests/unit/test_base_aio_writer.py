@@ -18,7 +18,7 @@ from appliance.base import aio_writer
 from appliance.base import journal as journal_module
 from appliance.base.aio_writer import BLOCK_BYTES, BUFFER_BYTES, SLOW_SUBMITS_MAX, AioWriter
 from appliance.base.journal import Journal, remaining_records
-from tests.support.ledgers import DEADLINE_S, poll_until
+from tests.support.polling import DEADLINE_S, poll_until
 
 
 @pytest.fixture(autouse=True)
