@@ -37,8 +37,7 @@ def tuned_server(served_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def post(server: Server, **fields: Any) -> httpx.Response:
-    headers = {"authorization": f"Bearer {server.api_key}"}
-    return httpx.post(f"{server.url}/v1/chat/completions", json={**LONG, **fields}, headers=headers, timeout=120)
+    return server.chat({**LONG, **fields})
 
 
 def post_until_admitted(server: Server, **fields: Any) -> httpx.Response:
@@ -93,9 +92,7 @@ def engine_reading(server: Server) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_past_the_queue_deadline_gets_503_and_is_not_billed(tuned_server: Server, stream: bool) -> None:
-    headers = {"authorization": f"Bearer {tuned_server.api_key}"}
-    body = {**LONG, "stream": True, "n": 8}
-    with httpx.stream("POST", f"{tuned_server.url}/v1/chat/completions", json=body, headers=headers, timeout=120) as holder:
+    with tuned_server.stream_chat({**LONG, "n": 8}) as holder:
         lines = holder.iter_lines()
         next(lines)
         answer = post(tuned_server, stream=stream, max_tokens=1)

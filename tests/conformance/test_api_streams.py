@@ -50,10 +50,8 @@ def used_blocks(server: Server) -> int:
 
 
 def test_a_disconnect_frees_kv_blocks_and_bills_the_generated_tokens(server: Server) -> None:
-    headers = {"authorization": f"Bearer {server.api_key}"}
-    body = {**LONG, "stream": True}
     for _ in range(10):
-        with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=60) as answer:
+        with server.stream_chat(LONG) as answer:
             request_id = answer.headers["x-request-id"]
             lines = answer.iter_lines()
             for _ in range(20):
@@ -105,10 +103,7 @@ async def test_an_administrator_can_end_a_live_request(slow_server: Server) -> N
 
 
 def test_live_requests_are_listed_first_and_once(slow_server: Server) -> None:
-    headers = {"authorization": f"Bearer {slow_server.api_key}"}
-    with httpx.stream(
-        "POST", f"{slow_server.url}/v1/chat/completions", json={**LONG, "stream": True}, headers=headers, timeout=60
-    ) as answer:
+    with slow_server.stream_chat(LONG) as answer:
         request_id = answer.headers["x-request-id"]
         lines = answer.iter_lines()  # held: when the iterator goes, the connection is closed
         next(lines)
@@ -122,14 +117,12 @@ def test_live_requests_are_listed_first_and_once(slow_server: Server) -> None:
 
 def test_several_answers_are_one_live_request_counted_for_their_tenant(slow_server: Server) -> None:
     _, secret = slow_server.new_key(tenant={"name": "tenant of three", "tier": "interactive", "weight": 3})
-    headers = {"authorization": f"Bearer {secret}"}
-    body = {**LONG, "stream": True, "n": 3}
 
     def holder() -> list[dict[str, Any]]:
         engines = slow_server.admin("GET", "/system")["engine"]
         return [tenant for tenant in engines[0]["tenants"] if tenant["name"] == "tenant of three"]
 
-    with httpx.stream("POST", f"{slow_server.url}/v1/chat/completions", json=body, headers=headers, timeout=60) as answer:
+    with slow_server.stream_chat({**LONG, "n": 3}, key=secret) as answer:
         request_id = answer.headers["x-request-id"]
         lines = answer.iter_lines()
         next(lines)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.support import forked_processes
@@ -58,8 +57,7 @@ def parsed(answer: subprocess.CompletedProcess[str]) -> Any:
 
 def chat_status(server: Server, key: str) -> int:
     body = {"model": "tiny-llama", "max_tokens": 2, "ignore_eos": True, "messages": [{"role": "user", "content": "fox"}]}
-    headers = {"authorization": f"Bearer {key}"}
-    return httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=60).status_code
+    return server.chat(body, key=key).status_code
 
 
 def test_created_and_revoked_keys_take_effect_when_the_command_returns(gatehouse: Command, server: Server) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI
@@ -76,12 +75,7 @@ def test_killing_the_engine_ends_streams_settles_records_and_restarts_it(
         server.wait_until_ready()
         events = {event["request_id"]: event for event in server.list_all("/ledger")}
         block_until(lambda: restarts(server) == 1, server.log)  # the system page is a second old at most
-        answer = httpx.post(
-            f"{server.url}/v1/chat/completions",
-            json={"model": MODEL, "messages": LONG["messages"], "max_tokens": 3},
-            headers={"authorization": f"Bearer {server.api_key}"},
-            timeout=30,
-        )
+        answer = server.chat({"model": MODEL, "messages": LONG["messages"], "max_tokens": 3})
 
     assert [code for _, code, _ in seen] == ["engine_unavailable"] * STREAMS
     assert unready.status_code == 503

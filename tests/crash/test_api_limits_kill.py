@@ -21,8 +21,7 @@ CAPACITY = 600
 
 def chat(server: Server, secret: str, max_tokens: int) -> httpx.Response:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "the lazy dog"}], "max_tokens": max_tokens}
-    headers = {"authorization": f"Bearer {secret}"}
-    return httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=30)
+    return server.chat(body, key=secret)
 
 
 def limit_check(server: Server, tenant_id: str) -> dict[str, Any]:

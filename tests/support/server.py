@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -18,6 +18,7 @@ from tests.support.polling import block_until
 
 ADMIN_TOKEN = "gha_token-of-the-tests"
 STOP_DEADLINE_S = 120.0
+CHAT_TIMEOUT_S = 120.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,6 +56,18 @@ class Server:
         tenant_id = self.admin("POST", "/tenants", json=fields)["id"]
         made = self.admin("POST", f"/tenants/{tenant_id}/keys", json={"name": "key", **key})
         return tenant_id, made["key"]
+
+    def chat(self, body: dict[str, Any], *, key: str | None = None) -> httpx.Response:
+        """Send a chat request with `key`, by default the first key; return the whole answer."""
+        return httpx.post(**self._chat_request(body, key))
+
+    def stream_chat(self, body: dict[str, Any], *, key: str | None = None) -> AbstractContextManager[httpx.Response]:
+        """Send a chat request and read its answer as a stream, until the end of the block."""
+        return httpx.stream("POST", **self._chat_request({**body, "stream": True}, key))
+
+    def _chat_request(self, body: dict[str, Any], key: str | None) -> dict[str, Any]:
+        headers = {"authorization": f"Bearer {key or self.api_key}"}
+        return {"url": f"{self.url}/v1/chat/completions", "json": body, "headers": headers, "timeout": CHAT_TIMEOUT_S}
 
     def ready(self) -> httpx.Response:
         """Return the answer of the readiness probe."""
