@@ -134,10 +134,10 @@ def thread_writes(journal: Journal) -> bool:
     return journal._thread is not None
 
 
-async def kernel_written_journal(tmp_path: Path, records: int = 3) -> tuple[Journal, list[bytes]]:
+async def kernel_written_journal(tmp_path: Path) -> tuple[Journal, list[bytes]]:
     """Return a journal written by the kernel, and the records appended to it."""
     journal = Journal(tmp_path / "j", use_aio=True)
-    held = [b"held %d" % number for number in range(records)]
+    held = [b"held %d" % number for number in range(3)]
     for record in held:
         await journal.append(record)
     assert journal._aio is not None
