@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from engine.runner.model_runner import ModelRunner
 from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
 from tests.support.engines import generation_request, run_to_end, small_engine, tokens
 from tests.support.fake_runner import EOS, MAX_MODEL_LEN, FakeRunner, engine_over
-from tests.support.tiny_models import saved_model
+from tests.support.tiny_models import make_model
 
 
 def test_a_request_that_makes_a_step_raise_fails_alone() -> None:
@@ -198,9 +199,11 @@ def test_queue_positions_count_requests_of_the_same_tenant_and_all_answers_of_a_
     assert status.num_waiting == 6
 
 
-def test_the_probe_after_failed_steps_leaves_the_prefix_cache_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = saved_model("llama").directory
-    engine = small_engine(directory)
+def test_the_probe_after_failed_steps_leaves_the_prefix_cache_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model("llama", tmp_path)
+    engine = small_engine(tmp_path)
     good = generation_request("good", list(range(1, 40)), max_tokens=4)
     before = tokens(run_to_end(engine, [good])["good"])
     run = ModelRunner.run
