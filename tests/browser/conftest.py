@@ -16,8 +16,10 @@ import uvicorn
 from playwright.async_api import Browser, BrowserContext, ConsoleMessage, Error, Page, Playwright, async_playwright, expect
 
 from appliance.base.clock import SystemClock
+from appliance.serving.live_requests import LiveRequest
 from tests.support.cast import ALICE_PASSWORD
 from tests.support.console_fixtures import ConsoleApp, open_console
+from tests.support.factories import pending
 from tests.support.required_parts import is_required
 
 SAMPLE_INTERVAL_S = 0.15
@@ -90,6 +92,12 @@ class Site:
         await page.get_by_role("button", name="Sign in").click()
         await page.wait_for_url(f"{self.url}/")
         return page
+
+    async def running_request(self) -> LiveRequest:
+        """Start a request of Bob's and return it."""
+        entry = pending(self.console.cast.bob, admitted_at=self.console.services.clock.now())
+        await self.console.services.ledger.open(entry)
+        return self.console.engine_side.add(self.console.cast.bob, entry.request_id)
 
     def _collect(self, message: ConsoleMessage) -> None:
         if message.type in ("error", "warning"):

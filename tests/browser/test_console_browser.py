@@ -235,30 +235,24 @@ async def test_suspending_a_tenant_asks_for_confirmation_and_names_running_reque
 
 
 async def test_the_page_of_a_running_request_is_updated_until_it_ends(site: Site) -> None:
-    console = site.console
-    entry = pending(console.cast.bob, admitted_at=console.services.clock.now())
-    await console.services.ledger.open(entry)
-    live = console.engine_side.add(console.cast.bob, entry.request_id)
+    console, live = site.console, await site.running_request()
     page = await site.alice()
-    await page.goto(f"/requests/{entry.request_id}")
+    await page.goto(f"/requests/{live.id}")
     await expect(page.locator(".page-head .badge")).to_have_text("decode")
 
     live.kv_blocks = 41
     await expect(page.get_by_text("41", exact=True)).to_be_visible()
-    del console.engine_side.requests[entry.request_id]
-    await console.services.ledger.settle(posted(entry.request_id, reason="length"))
+    del console.engine_side.requests[live.id]
+    await console.services.ledger.settle(posted(live.id, reason="length"))
 
     await expect(page.locator(".page-head .badge")).to_have_text("length")
     await expect(page.locator("#request [hx-get]")).to_have_count(0)
 
 
 async def test_updates_of_a_running_request_keep_focus_and_selection(site: Site) -> None:
-    console = site.console
-    entry = pending(console.cast.bob, admitted_at=console.services.clock.now())
-    await console.services.ledger.open(entry)
-    live = console.engine_side.add(console.cast.bob, entry.request_id)
+    live = await site.running_request()
     page = await site.alice()
-    await page.goto(f"/requests/{entry.request_id}")
+    await page.goto(f"/requests/{live.id}")
     cancel = page.get_by_role("button", name="Cancel")
     await cancel.focus()
     await page.evaluate("getSelection().selectAllChildren(document.querySelector('#request code'))")
@@ -268,7 +262,7 @@ async def test_updates_of_a_running_request_keep_focus_and_selection(site: Site)
         await expect(page.get_by_text(blocks, exact=True)).to_be_visible()
 
     await expect(cancel).to_be_focused()
-    assert await page.evaluate("String(getSelection())") == entry.request_id
+    assert await page.evaluate("String(getSelection())") == live.id
 
 
 async def test_the_message_about_a_saved_change_can_be_closed(site: Site) -> None:

@@ -9,7 +9,8 @@ from playwright.async_api import Locator, Page, expect
 
 from appliance.console import live_board
 from tests.browser.conftest import Site
-from tests.support.console_fixtures import engine_status, tenant_reading
+from tests.support.console_fixtures import tenant_reading
+from tests.support.engine_messages import engine_status
 from tests.support.factories import pending, posted
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]

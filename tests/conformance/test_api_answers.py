@@ -6,7 +6,6 @@ import json
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI
@@ -82,8 +81,7 @@ async def test_too_many_answers_are_refused_with_the_limit(client: AsyncOpenAI) 
 
 def test_a_refused_schema_is_not_billed(repeating_server: Server) -> None:
     body = {"model": MODEL, "messages": HELLO, "guided_json": {"const": "impossible"}}
-    headers = {"authorization": f"Bearer {repeating_server.api_key}"}
-    answer = httpx.post(f"{repeating_server.url}/v1/chat/completions", json=body, headers=headers, timeout=60)
+    answer = repeating_server.chat(body)
     request_id = answer.headers["x-request-id"]
     (event,) = repeating_server.admin("GET", "/ledger", params={"request_id": request_id})["data"]
 

@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 from tests.conformance.conftest import MODEL
-from tests.support.server import Server, poll_until, running_server, start_server
+from tests.support.polling import block_until
+from tests.support.server import Server, running_server, start_server
 
-DEADLINE_S = 60.0
 PROMPT: list[Any] = [{"role": "user", "content": "the quick brown fox jumps over the lazy dog " * 4}]
 LONG: dict[str, Any] = {"model": MODEL, "messages": PROMPT, "max_tokens": 600, "temperature": 0, "ignore_eos": True}
 
@@ -37,8 +37,7 @@ def tuned_server(served_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def post(server: Server, **fields: Any) -> httpx.Response:
-    headers = {"authorization": f"Bearer {server.api_key}"}
-    return httpx.post(f"{server.url}/v1/chat/completions", json={**LONG, **fields}, headers=headers, timeout=120)
+    return server.chat({**LONG, **fields})
 
 
 def post_until_admitted(server: Server, **fields: Any) -> httpx.Response:
@@ -49,13 +48,13 @@ def post_until_admitted(server: Server, **fields: Any) -> httpx.Response:
         answers.append(post(server, **fields))
         return answers[-1].status_code != 503
 
-    poll_until(is_admitted, DEADLINE_S, server.log)
+    block_until(is_admitted, server.log)
     return answers[-1]
 
 
 def test_host_memory_blocks_and_draft_tokens_are_reported(tuned_server: Server) -> None:
     assert post_until_admitted(tuned_server).status_code == 200
-    poll_until(lambda: engine_reading(tuned_server)["draft_tokens_total"] > 0, DEADLINE_S, tuned_server.log)
+    block_until(lambda: engine_reading(tuned_server)["draft_tokens_total"] > 0, tuned_server.log)
 
     assert engine_reading(tuned_server)["host_kv_blocks"]["total"] > 0
     assert (
@@ -64,7 +63,7 @@ def test_host_memory_blocks_and_draft_tokens_are_reported(tuned_server: Server) 
 
 
 def test_rejected_draft_tokens_are_billed_to_their_request(tuned_server: Server) -> None:
-    poll_until(lambda: engine_reading(tuned_server)["requests_running"] == 0, DEADLINE_S, tuned_server.log)
+    block_until(lambda: engine_reading(tuned_server)["requests_running"] == 0, tuned_server.log)
     before = engine_reading(tuned_server)
     answer = post_until_admitted(tuned_server, max_tokens=60)
     (event,) = tuned_server.admin("GET", "/ledger", params={"request_id": answer.headers["x-request-id"]})["data"]
@@ -75,12 +74,12 @@ def test_rejected_draft_tokens_are_billed_to_their_request(tuned_server: Server)
         drafted, accepted = (now[name] - before[name] for name in names)
         return int(drafted - accepted)
 
-    poll_until(lambda: num_rejected() == event["rejected_tokens"], DEADLINE_S, tuned_server.log)
+    block_until(lambda: num_rejected() == event["rejected_tokens"], tuned_server.log)
 
 
 def test_the_ledger_records_every_token_of_the_engine(tuned_server: Server) -> None:
     post_until_admitted(tuned_server, n=2, max_tokens=20, stop=["e"])
-    poll_until(lambda: engine_reading(tuned_server)["requests_running"] == 0, DEADLINE_S, tuned_server.log)
+    block_until(lambda: engine_reading(tuned_server)["requests_running"] == 0, tuned_server.log)
     text = httpx.get(f"{tuned_server.url}/metrics").text
     assert "gatehouse_unrecorded_usage_tokens_total 0.0" in text
     assert "gatehouse_ledger_up 1.0" in text
@@ -93,9 +92,7 @@ def engine_reading(server: Server) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_past_the_queue_deadline_gets_503_and_is_not_billed(tuned_server: Server, stream: bool) -> None:
-    headers = {"authorization": f"Bearer {tuned_server.api_key}"}
-    body = {**LONG, "stream": True, "n": 8}
-    with httpx.stream("POST", f"{tuned_server.url}/v1/chat/completions", json=body, headers=headers, timeout=120) as holder:
+    with tuned_server.stream_chat({**LONG, "n": 8}) as holder:
         lines = holder.iter_lines()
         next(lines)
         answer = post(tuned_server, stream=stream, max_tokens=1)
@@ -121,7 +118,7 @@ def test_a_draft_model_that_cannot_be_loaded_ends_the_start_and_is_named(served_
     options: dict[str, Any] = {"speculative": {"method": "draft_model", "model": str(tmp_path / "hollow")}}
     server = start_server(served_folder, tmp_path / "data", **options)
     try:
-        poll_until(lambda: not server.process.is_alive(), DEADLINE_S, server.log)
+        block_until(lambda: not server.process.is_alive(), server.log)
 
         assert server.wait_for_exit() == 1
         assert "hollow" in server.log()

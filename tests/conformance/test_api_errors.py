@@ -12,7 +12,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from tests.conformance.conftest import MODEL
-from tests.support.server import READY_DEADLINE_S, Server, poll_until
+from tests.support.polling import block_until
+from tests.support.server import Server
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 CHAT = "/v1/chat/completions"
@@ -70,7 +71,7 @@ async def test_an_expired_key_is_refused(server: Server) -> None:
     def ask() -> httpx.Response:
         return request(server, "GET", "/v1/models", headers={"authorization": f"Bearer {secret}"})
 
-    poll_until(lambda: ask().status_code != 200, READY_DEADLINE_S, server.log)
+    block_until(lambda: ask().status_code != 200, server.log)
     assert_error(ask(), 401, "expired_api_key")
 
 

@@ -13,16 +13,16 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.crash.truth import Truth, Work
+from tests.support.engine_record import EngineRecord, Work
 from tests.support.fake_engine import ENDLESS_SEED
+from tests.support.polling import DEADLINE_S, block_until
 from tests.support.served_model import make_hollow_model
-from tests.support.server import Server, poll_until, running_server
+from tests.support.server import Server, running_server
 
 MODEL = "tiny"
 CLIENTS = 200
 STEP_S = 0.002
 MESSAGES = [{"role": "user", "content": "the lazy dog"}]
-SETTLED_DEADLINE_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -35,14 +35,15 @@ def engine_records(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(tmp_path_factory: pytest.TempPathFactory, engine_records: Path) -> Iterator[Server]:
     """An appliance with a fake engine."""
     model = make_hollow_model(tmp_path_factory.mktemp("models") / MODEL)
-    options = {"fake_engine_step_s": STEP_S, "truths": engine_records, "max_num_seqs": 256, "max_waiting_requests": 512}
+    options = {"fake_engine_step_s": STEP_S, "engine_records": engine_records, "max_num_seqs": 256, "max_waiting_requests": 512}
     with running_server(model, tmp_path_factory.mktemp("data"), **options) as server:
         yield server
 
 
 def recorded_work(engine_records: Path) -> dict[str, Work]:
     """Return what the engine has recorded of each request."""
-    return {request_id: work for path in engine_records.iterdir() for request_id, work in Truth.read(path).requests.items()}
+    records = map(EngineRecord.read, engine_records.iterdir())
+    return {request_id: work for record in records for request_id, work in record.requests.items()}
 
 
 def settled_events(server: Server, tenants: set[str]) -> dict[str, dict[str, Any]]:
@@ -54,7 +55,7 @@ def settled_events(server: Server, tenants: set[str]) -> dict[str, dict[str, Any
         found.update((row["request_id"], row) for row in rows if row["tenant_id"] in tenants)
         return all(row["status"] != "pending" for row in found.values())
 
-    poll_until(none_pending, SETTLED_DEADLINE_S, server.log)
+    block_until(none_pending, server.log)
     return found
 
 
@@ -109,7 +110,7 @@ async def metrics(server: Server) -> str:
 
 async def until_metrics(server: Server, text: str) -> None:
     """Wait until the metrics contain `text`."""
-    async with asyncio.timeout(SETTLED_DEADLINE_S):
+    async with asyncio.timeout(DEADLINE_S):
         while text not in await metrics(server):
             pass
 

@@ -63,11 +63,9 @@ async def test_continuous_usage_grows_with_the_stream(client: AsyncOpenAI) -> No
     assert counts[-1] == 5
 
 
-async def test_frames_end_with_two_line_feeds_and_the_last_one_is_done(server: Server) -> None:
+def test_frames_end_with_two_line_feeds_and_the_last_one_is_done(server: Server) -> None:
     body = {"model": MODEL, "messages": HELLO, "max_tokens": 3, "stream": True}
-    headers = {"authorization": f"Bearer {server.api_key}"}
-    async with httpx.AsyncClient() as client:
-        answer = await client.post(f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=60)
+    answer = server.chat(body)
 
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert "\r" not in answer.text

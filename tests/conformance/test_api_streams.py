@@ -12,8 +12,9 @@ import pytest
 from openai import AsyncOpenAI
 
 from tests.conformance.conftest import MODEL
+from tests.support.polling import DEADLINE_S, block_until
 from tests.support.served_model import make_hollow_model
-from tests.support.server import Server, poll_until, running_server
+from tests.support.server import Server, running_server
 
 LONG: dict[str, Any] = {
     "model": MODEL,
@@ -22,7 +23,6 @@ LONG: dict[str, Any] = {
     "temperature": 0,
     "ignore_eos": True,
 }
-DEADLINE_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def settled_event(server: Server, request_id: str) -> dict[str, Any]:
         events[:] = server.admin("GET", "/ledger", params={"request_id": request_id})["data"]
         return bool(events) and events[0]["status"] != "pending"
 
-    poll_until(settled, DEADLINE_S, lambda: f"{events}\n{server.log()}")
+    block_until(settled, lambda: f"{events}\n{server.log()}")
     return events[0]
 
 
@@ -50,10 +50,8 @@ def used_blocks(server: Server) -> int:
 
 
 def test_a_disconnect_frees_kv_blocks_and_bills_the_generated_tokens(server: Server) -> None:
-    headers = {"authorization": f"Bearer {server.api_key}"}
-    body = {**LONG, "stream": True}
     for _ in range(10):
-        with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=60) as answer:
+        with server.stream_chat(LONG) as answer:
             request_id = answer.headers["x-request-id"]
             lines = answer.iter_lines()
             for _ in range(20):
@@ -65,7 +63,7 @@ def test_a_disconnect_frees_kv_blocks_and_bills_the_generated_tokens(server: Ser
     assert event["finish_reason"] == "disconnected"
     assert event["status"] == "posted"
     assert 1 <= event["completion_tokens"] < 900
-    poll_until(lambda: used_blocks(server) == 0, DEADLINE_S, server.log)
+    block_until(lambda: used_blocks(server) == 0, server.log)
 
 
 async def test_a_disconnect_before_an_unstreamed_answer_ends_the_request(slow_server: Server) -> None:
@@ -105,10 +103,7 @@ async def test_an_administrator_can_end_a_live_request(slow_server: Server) -> N
 
 
 def test_live_requests_are_listed_first_and_once(slow_server: Server) -> None:
-    headers = {"authorization": f"Bearer {slow_server.api_key}"}
-    with httpx.stream(
-        "POST", f"{slow_server.url}/v1/chat/completions", json={**LONG, "stream": True}, headers=headers, timeout=60
-    ) as answer:
+    with slow_server.stream_chat(LONG) as answer:
         request_id = answer.headers["x-request-id"]
         lines = answer.iter_lines()  # held: when the iterator goes, the connection is closed
         next(lines)
@@ -122,18 +117,16 @@ def test_live_requests_are_listed_first_and_once(slow_server: Server) -> None:
 
 def test_several_answers_are_one_live_request_counted_for_their_tenant(slow_server: Server) -> None:
     _, secret = slow_server.new_key(tenant={"name": "tenant of three", "tier": "interactive", "weight": 3})
-    headers = {"authorization": f"Bearer {secret}"}
-    body = {**LONG, "stream": True, "n": 3}
 
     def holder() -> list[dict[str, Any]]:
         engines = slow_server.admin("GET", "/system")["engine"]
         return [tenant for tenant in engines[0]["tenants"] if tenant["name"] == "tenant of three"]
 
-    with httpx.stream("POST", f"{slow_server.url}/v1/chat/completions", json=body, headers=headers, timeout=60) as answer:
+    with slow_server.stream_chat({**LONG, "n": 3}, key=secret) as answer:
         request_id = answer.headers["x-request-id"]
         lines = answer.iter_lines()
         next(lines)
-        poll_until(lambda: any(tenant["requests_running"] == 3 for tenant in holder()), DEADLINE_S, slow_server.log)
+        block_until(lambda: any(tenant["requests_running"] == 3 for tenant in holder()), slow_server.log)
         (tenant,) = holder()
         row = slow_server.admin("GET", f"/requests/{request_id}")
         metrics = httpx.get(f"{slow_server.url}/metrics", timeout=10).text
@@ -144,4 +137,4 @@ def test_several_answers_are_one_live_request_counted_for_their_tenant(slow_serv
     assert (row["state"], row["kv_blocks"]) == ("decode", 3)
     assert f'gatehouse_tenant_kv_blocks{{model="{MODEL}",tenant="tenant of three"}} 3.0' in metrics
     assert (event["finish_reason"], event["status"]) == ("disconnected", "posted")
-    poll_until(lambda: not holder(), DEADLINE_S, slow_server.log)
+    block_until(lambda: not holder(), slow_server.log)

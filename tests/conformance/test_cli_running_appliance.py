@@ -14,15 +14,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.support import forked_processes
+from tests.support.polling import block_until
 from tests.support.served_model import make_hollow_model
-from tests.support.server import Server, poll_until
+from tests.support.server import Server
 
 GREETING_DEADLINE_S = 300.0
-LIST_DEADLINE_S = 60.0
 LAST_LINE = "Ctrl-C drains and stops."
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -58,8 +57,7 @@ def parsed(answer: subprocess.CompletedProcess[str]) -> Any:
 
 def chat_status(server: Server, key: str) -> int:
     body = {"model": "tiny-llama", "max_tokens": 2, "ignore_eos": True, "messages": [{"role": "user", "content": "fox"}]}
-    headers = {"authorization": f"Bearer {key}"}
-    return httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=60).status_code
+    return server.chat(body, key=key).status_code
 
 
 def test_created_and_revoked_keys_take_effect_when_the_command_returns(gatehouse: Command, server: Server) -> None:
@@ -84,7 +82,7 @@ def test_models_of_the_running_appliance_are_listed_with_state_and_quantization(
         rows = {row["name"]: row for row in parsed(gatehouse("models", "list", "--json"))["data"]}
         return (rows["tiny-llama"]["state"], rows["tiny-llama"]["quantization"]) == ("ready", "none")
 
-    poll_until(ready, LIST_DEADLINE_S)
+    block_until(ready)
 
 
 def test_doctor_reports_a_running_appliance_as_ok(gatehouse: Command, server: Server) -> None:

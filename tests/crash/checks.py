@@ -17,10 +17,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from appliance.base.db import Database
 from appliance.base.tables import counters, limit_levels, requests, usage_events, usage_rollups
 from appliance.metering.invariants.check import check_ledger
+from tests.crash.fork_server import StartOptions
 from tests.crash.load import Seen
-from tests.crash.nursery import StartOptions
 from tests.crash.points import Notes
-from tests.crash.truth import Truth
+from tests.support.engine_record import EngineRecord
 
 STEP_SLACK_S = 0.1  # a step and the transfer of its tokens through two sockets
 SETTLE_SLOW_S = 1.5  # of the two seconds for which a client's last frame waits for the record
@@ -30,12 +30,12 @@ PROBE = "probe_"
 
 @dataclass(slots=True, kw_only=True)
 class Evidence:
-    """What was observed of the lives since the last check. `truths` are the folders with the records of their engines, `lag_s`
+    """What was observed of the lives since the last check. `records` are the folders with the records of their engines, `lag_s`
     and `round_s` the slowest iteration of an event loop and the slowest commit. `was_older`: the database was downgraded to a
     version without causes, and upgraded again."""
 
     seen: list[Seen] = field(default_factory=list)
-    truths: list[Path] = field(default_factory=list)
+    records: list[Path] = field(default_factory=list)
     engine_killed: bool = False
     was_older: bool = False
     interval_s: float = 0.0
@@ -44,7 +44,7 @@ class Evidence:
 
     def add(self, options: StartOptions, notes: Notes, *, engine_killed: bool) -> None:
         """Add the records and notes of a life."""
-        self.truths.append(Path(options.truths))
+        self.records.append(Path(options.records))
         self.engine_killed |= engine_killed
         self.interval_s = max(self.interval_s, options.checkpoint_interval_s)
         self.lag_s = max(self.lag_s, notes.lag_s)
@@ -79,7 +79,7 @@ class LedgerCheck:
         self._database = database
         self._evidence = evidence
         self._tally = tally
-        self._truths = [Truth.read(path) for folder in evidence.truths for path in sorted(folder.glob("*.truth"))]
+        self._records = [EngineRecord.read(path) for folder in evidence.records for path in sorted(folder.glob("*.record"))]
 
     async def run(self, after_id: int) -> int:
         """Check the events with ids above `after_id`, and the sums of the whole ledger; return the last id."""
@@ -90,7 +90,7 @@ class LedgerCheck:
         self._check_posted_once(rows)
         events = {str(row["request_id"]): row for row in rows}
         self._check_completeness(events)
-        works = {name: (truth, work) for truth in self._truths for name, work in truth.requests.items()}
+        works = {name: (record, work) for record in self._records for name, work in record.requests.items()}
         for name, row in events.items():
             self._check_event(row, *works.get(name, (None, None)))
         self._check_clients(events)
@@ -122,12 +122,12 @@ class LedgerCheck:
                 self._find(f"{seen.request_id} was admitted ({seen.manner}) and is not in the ledger")
             elif bool(row["batch"]) is not seen.batch:
                 self._find(f"{seen.request_id} asked for batch work: {seen.batch}, and the ledger says {row['batch']}")
-        for truth in self._truths:
-            for name in truth.requests:
+        for record in self._records:
+            for name in record.requests:
                 if not name.startswith(PROBE) and name not in events:
                     self._find(f"{name} was heard by the engine and is not in the ledger")
 
-    def _check_event(self, row: Mapping[str, Any], truth: Truth | None, work: Any) -> None:
+    def _check_event(self, row: Mapping[str, Any], record: EngineRecord | None, work: Any) -> None:
         name, status = row["request_id"], row["status"]
         billed = (row["prompt_tokens"], row["completion_tokens"])
         done = (work.prompt_tokens, work.generated) if work else (0, 0)
@@ -141,7 +141,7 @@ class LedgerCheck:
         if status == "posted":
             self._check_posted(row, work)
         if status == "recovered":
-            self._check_recovered(row, truth, work)
+            self._check_recovered(row, record, work)
         elif row["estimated"]:
             self._find(f"{name} is {status} and estimated")
         self._tally.tokens += billed[1]
@@ -158,13 +158,13 @@ class LedgerCheck:
         if work is None or not ((work.sent if killed else work.generated) <= completion <= work.generated):
             self._find(f"{name} is posted ({row['finish_reason']}, {row['cause']}) with {completion} tokens, engine: {work}")
 
-    def _check_recovered(self, row: Mapping[str, Any], truth: Truth | None, work: Any) -> None:
+    def _check_recovered(self, row: Mapping[str, Any], record: EngineRecord | None, work: Any) -> None:
         name, completion = row["request_id"], row["completion_tokens"]
         if not row["estimated"] or row["finish_reason"] != "error":
             self._find(f"{name} is recovered and not flagged: {row['finish_reason']}, estimated {row['estimated']}")
-        if truth is None:
+        if record is None:
             return
-        lost, lost_s = work.generated - completion, truth.lost_s(name, completion)
+        lost, lost_s = work.generated - completion, record.lost_s(name, completion)
         self._tally.unbilled_tokens += max(lost, 0)
         self._tally.unbilled_tokens_max = max(self._tally.unbilled_tokens_max, lost)
         self._tally.unbilled_s_max = max(self._tally.unbilled_s_max, lost_s)

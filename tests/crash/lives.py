@@ -19,21 +19,21 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from appliance.base.db import Database
 from appliance.base.migrations import downgrade
 from bench.rows import append_row, row_header
 from tests.crash import points
 from tests.crash.checks import Evidence, LedgerCheck, Tally
+from tests.crash.fork_server import ForkServer, Gateway, StartOptions
 from tests.crash.load import MODEL, Load
-from tests.crash.nursery import ForkServer, Gateway, StartOptions
 from tests.crash.points import Notes, Plan, kill
-from tests.support.databases import postgresql_binaries, running_cluster
+from tests.support.databases import Cluster, postgresql_binaries, running_cluster
 from tests.support.raw_http import ConnectionLost, RawHttpClient
 from tests.support.served_model import make_hollow_model
 
@@ -50,11 +50,11 @@ CHECKPOINT_INTERVALS_S = (0.2, 0.2, 0.2, 0.75)  # the last is the default; the o
 NTH_MAX = {
     "bootstrap": 3,
     "recovery": 1,
-    "journal to tables": 1,
+    "journal replay": 1,
     "checkpoint": 3,
-    "levels of limits": 1,
-    "abort asked": 2,
-    "client left": 3,
+    "limit levels": 1,
+    "abort requested": 2,
+    "client disconnected": 3,
 }
 WARM_UP_S_MAX = 0.9
 COMMIT_US_MAX = 3000
@@ -98,14 +98,6 @@ def all_crashes(rng: random.Random, database: str) -> Iterator[Crash]:
             yield crash
             if number % 3 == 0:
                 yield starting[number // 3 % len(starting)]
-
-
-class Server(Protocol):
-    """Creates empty databases."""
-
-    def create(self) -> str:
-        """Return the URL of a new database."""
-        ...
 
 
 @dataclass(slots=True)
@@ -159,11 +151,17 @@ class Lives:
     """Runs lives one after another."""
 
     def __init__(
-        self, fork_server: ForkServer, server: Server, folder: Path, *, seed: int, on_life: Callable[[Result], object]
+        self,
+        fork_server: ForkServer,
+        databases: Cluster | Files,
+        folder: Path,
+        *,
+        seed: int,
+        on_life: Callable[[Result], object],
     ) -> None:
         self.result = Result()
         self._fork_server = fork_server
-        self._server = server
+        self._databases = databases
         self._folder = folder
         self._rng = random.Random(seed)
         self._on_life = on_life
@@ -174,7 +172,7 @@ class Lives:
         """Run `times` lives that are killed, and on each database a last one that shuts down normally."""
         firsts = cycle(Crash("first start", point, "gateway") for point in points.FIRST_START_POINTS)
         while self.result.lives < times:
-            deployment = Deployment(self._server.create(), self._folder / f"data-{self._num_starts}")
+            deployment = Deployment(self._databases.create(), self._folder / f"data-{self._num_starts}")
             count = min(LIVES_PER_DATABASE, times - self.result.lives)
             for number in range(count):
                 await self._live(deployment, next(firsts) if number < FIRST_STARTS else next(order))
@@ -240,7 +238,7 @@ class Lives:
         options = StartOptions(
             settings=settings,
             plan=plan,
-            truths=str(folder),
+            records=str(folder),
             notes=str(folder / "notes"),
             log=str(self._folder / "log"),
             step_s=STEP_S,
@@ -258,7 +256,7 @@ class Lives:
         for finding in check.findings:
             self._find(finding)
         self.result.checks += 1
-        for folder in deployment.evidence.truths:
+        for folder in deployment.evidence.records:
             shutil.rmtree(folder)
         deployment.evidence = Evidence()
 
@@ -351,29 +349,21 @@ async def _call(wire: RawHttpClient, path: str, body: dict[str, Any]) -> Any:
     return answer
 
 
-@contextmanager
-def database_server(kind: str, folder: Path) -> Iterator[Server]:
-    """Yield a factory of empty databases of `kind`."""
-    if kind == "sqlite":
-        yield Files(folder)
-        return
-    binaries = postgresql_binaries()
-    if binaries is None:
-        raise SystemExit("no PostgreSQL binaries on this machine")
-    with running_cluster(binaries) as cluster:
-        yield cluster
-
-
 def live(
-    times: int, kind: str, seed: int, *, order: Iterator[Crash] | None = None, on_life: Callable[[Result], object] = id
+    times: int,
+    cluster: Cluster | None,
+    seed: int,
+    *,
+    order: Iterator[Crash] | None = None,
+    on_life: Callable[[Result], object] = id,
 ) -> dict[str, Any]:
-    """Run `times` lives on databases of `kind`; return the row of results."""
+    """Run `times` lives on databases of the PostgreSQL server `cluster`, or on SQLite files; return the row of results."""
     began_s = time.monotonic()
+    kind = "sqlite" if cluster is None else "postgresql"
     with tempfile.TemporaryDirectory(prefix="gatehouse-lives-") as name, ForkServer() as fork_server:
         folder = Path(name)
-        with database_server(kind, folder) as server:
-            lives = Lives(fork_server, server, folder, seed=seed, on_life=on_life)
-            result = asyncio.run(lives.run(times, order or all_crashes(random.Random(seed), kind)))
+        lives = Lives(fork_server, cluster or Files(folder), folder, seed=seed, on_life=on_life)
+        result = asyncio.run(lives.run(times, order or all_crashes(random.Random(seed), kind)))
     return row_of(result, kind, seed, time.monotonic() - began_s)
 
 
@@ -416,7 +406,12 @@ def main() -> None:
         sys.stderr.write(f"\r{result.lives}/{options.times} lives, {result.checks} checks, {len(result.findings)} findings ")
         sys.stderr.flush()
 
-    row = live(options.times, options.database, options.seed, on_life=progress)
+    with ExitStack() as stack:
+        cluster = None
+        if options.database == "postgresql":
+            binaries = postgresql_binaries() or parser.error("no PostgreSQL binaries on this machine")
+            cluster = stack.enter_context(running_cluster(binaries))
+        row = live(options.times, cluster, options.seed, on_life=progress)
     sys.stderr.write("\n")
     for name, (struck, planned) in row["points"].items():
         sys.stdout.write(f"{name:<58} {struck:>4} of {planned}\n")

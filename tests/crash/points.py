@@ -29,7 +29,6 @@ from appliance.base.aio_writer import AioWriter
 from appliance.base.db import Database
 from appliance.base.journal import Journal
 from appliance.metering.ledger import rollups
-from appliance.metering.ledger import round as ledger_round
 from appliance.metering.ledger.round import Open, Round, Settle
 from appliance.metering.ledger.writer import Ledger
 from appliance.metering.limits.saved_levels import LevelSaver
@@ -46,43 +45,43 @@ LAG_POLL_S = 0.01
 CUTS = ("before COMMIT", "in COMMIT", "after COMMIT")
 SERVING_POINTS = (
     *(f"{kind}: {cut}" for kind in ("pending record", "checkpoint", "settlement") for cut in CUTS),
-    "admitted, engine not told",
-    "engine told",
-    "first token",
-    "tenth token",
-    "end heard, bucket not settled",
-    "bucket settled, record not written",
-    "events settled, sums not written",
-    "sums written",
-    *(f"levels of limits: {cut}" for cut in CUTS),
-    "settlement told",
-    "abort asked",
-    "client left",
+    "request admitted, not submitted to the engine",
+    "request submitted to the engine",
+    "first token received",
+    "tenth token received",
+    "answer ended, reservation not settled",
+    "reservation settled, settlement not begun",
+    "events settled, rollups not written",
+    "rollups written, not committed",
+    *(f"limit levels: {cut}" for cut in CUTS),
+    "outcome reported to the reader",
+    "abort requested",
+    "client disconnected",
 )
-JOURNAL_POINTS = tuple(f"line in the journal: {cut}" for cut in CUTS)  # on SQLite: where COMMIT is the write that waits
-REPLAY_POINTS = tuple(f"journal to tables: {cut}" for cut in (*CUTS, "not cleared"))
+JOURNAL_POINTS = tuple(f"journal write: {cut}" for cut in CUTS)  # on SQLite: where COMMIT is the write that waits
+REPLAY_POINTS = tuple(f"journal replay: {cut}" for cut in (*CUTS, "journal not cleared"))
 ENGINE_POINTS = (
-    "engine told",
-    "first token",
-    "tenth token",
+    "request submitted to the engine",
+    "first token received",
+    "tenth token received",
     "checkpoint: before COMMIT",
     "pending record: after COMMIT",
-    "abort asked",
+    "abort requested",
 )
 START_POINTS = (
     "migration: before COMMIT",
     "migration: after COMMIT",
-    *(f"epoch: {cut}" for cut in CUTS),
+    *(f"epoch start: {cut}" for cut in CUTS),
     *(f"recovery: {cut}" for cut in CUTS),
-    "ledger starts",
-    "engine starts",
+    "before the ledger starts",
+    "engine process started",
 )
 STOP_POINTS = (
-    "draining",
-    "stop: generations ended",
-    "stop: ledger drained",
-    "end of epoch: before COMMIT",
-    "end of epoch: after COMMIT",
+    "drain begun",
+    "generations stopped",
+    "ledger stopped",
+    "epoch end: before COMMIT",
+    "epoch end: after COMMIT",
 )
 FIRST_START_POINTS = (
     "migration: before COMMIT",
@@ -239,19 +238,18 @@ def _wrap_transactions(killer: Killer) -> None:
             killer.notes.write()
 
     Round._transaction = named  # type: ignore[method-assign]
-    assert ledger_round.Round is Round
 
 
 def _wrap_journal(killer: Killer) -> None:
     write, clear = Journal._write, Journal.clear
 
     def cut(self: Journal, batch: Any) -> None:
-        killer.reached_commit("line in the journal")
+        killer.reached_commit("journal write")
         write(self, batch)
-        killer.reached("line in the journal: after COMMIT")
+        killer.reached("journal write: after COMMIT")
 
     def before_clearing(self: Journal) -> None:
-        killer.reached("journal to tables: not cleared")
+        killer.reached("journal replay: journal not cleared")
         clear(self)
 
     Journal._write = cut  # type: ignore[method-assign]
@@ -260,10 +258,10 @@ def _wrap_journal(killer: Killer) -> None:
 
     def cut_by_kernel(self: AioWriter, index: int, data: bytes, offset: int, on_end: Callable[[bool], None]) -> None:
         def ended(is_durable: bool) -> None:
-            killer.reached("line in the journal: after COMMIT")
+            killer.reached("journal write: after COMMIT")
             on_end(is_durable)
 
-        killer.reached_commit("line in the journal")
+        killer.reached_commit("journal write")
         by_kernel(self, index, data, offset, ended)
 
     AioWriter.write = cut_by_kernel  # type: ignore[method-assign]
@@ -298,19 +296,19 @@ def _naming(function: Callable[..., Any], *kinds: str) -> Callable[..., Any]:
 
 def _wrap_start(killer: Killer) -> None:
     app: Any = appliance.app
-    app.begin_epoch = _naming(app.begin_epoch, "epoch")
-    app.replay = _naming(app.replay, "journal to tables")
+    app.begin_epoch = _naming(app.begin_epoch, "epoch start")
+    app.replay = _naming(app.replay, "journal replay")
     app.recover = _naming(app.recover, "recovery")
-    app.end_epoch = _naming(app.end_epoch, "end of epoch")
+    app.end_epoch = _naming(app.end_epoch, "epoch end")
     app.bootstrap = _naming(app.bootstrap, "bootstrap")
-    _before(killer, Ledger, "start", "ledger starts")
+    _before(killer, Ledger, "start", "before the ledger starts")
     spawn = Supervisor._spawn
 
     async def spawned(self: Supervisor, theirs: Any) -> Any:
         process = await spawn(self, theirs)
         killer.notes.engine_pid = process.pid
         killer.notes.write()
-        killer.reached("engine starts")
+        killer.reached("engine process started")
         return process
 
     Supervisor._spawn = spawned  # type: ignore[method-assign]
@@ -334,20 +332,20 @@ def _wrap_migration(killer: Killer, app: Any) -> None:
 
 
 def _wrap_serving(killer: Killer) -> None:
-    _before(killer, EngineClient, "submit", "admitted, engine not told")
-    _after(killer, EngineClient, "_flush", "engine told")
-    _before(killer, Bill, "end_reservation", "end heard, bucket not settled")
-    _after(killer, Bill, "end_reservation", "bucket settled, record not written")
-    _after(killer, Generation, "_settle", "settlement told")
-    _before(killer, rollups, "add", "events settled, sums not written")
-    _after(killer, rollups, "add", "sums written")
-    LevelSaver.save = _naming(LevelSaver.save, "levels of limits")  # type: ignore[method-assign]
+    _before(killer, EngineClient, "submit", "request admitted, not submitted to the engine")
+    _after(killer, EngineClient, "_flush", "request submitted to the engine")
+    _before(killer, Bill, "end_reservation", "answer ended, reservation not settled")
+    _after(killer, Bill, "end_reservation", "reservation settled, settlement not begun")
+    _after_await(killer, Generation, "_settle", "outcome reported to the reader")
+    _before(killer, rollups, "add", "events settled, rollups not written")
+    _after(killer, rollups, "add", "rollups written, not committed")
+    LevelSaver.save = _naming(LevelSaver.save, "limit levels")  # type: ignore[method-assign]
     end_early = Generation.end_early
 
     def left(self: Generation, reason: str, *args: Any, **options: Any) -> None:
         end_early(self, reason, *args, **options)
         if self.live.state != "finished":
-            killer.reached("abort asked" if reason == "aborted" else "client left")
+            killer.reached("abort requested" if reason == "aborted" else "client disconnected")
 
     Generation.end_early = left  # type: ignore[method-assign]
     count = Generation._apply_counts
@@ -355,8 +353,7 @@ def _wrap_serving(killer: Killer) -> None:
     def counted(self: Generation, event: Any) -> None:
         count(self, event)
         if event.token_ids:
-            killer.reached("first token" if event.num_output_tokens == 1 else "")
-            killer.reached("tenth token" if event.num_output_tokens == 10 else "")
+            killer.reached({1: "first token received", 10: "tenth token received"}.get(event.num_output_tokens, ""))
 
     Generation._apply_counts = counted  # type: ignore[method-assign]
 
@@ -366,12 +363,12 @@ def _wrap_stop(killer: Killer) -> None:
 
     async def drained(self: Generations, timeout_s: float) -> bool:
         self.draining = True
-        killer.reached("draining")
+        killer.reached("drain begun")
         return await drain(self, timeout_s)
 
     Generations.drain = drained  # type: ignore[method-assign]
-    _after_await(killer, Generations, "stop", "stop: generations ended")
-    _after_await(killer, Ledger, "stop", "stop: ledger drained")
+    _after_await(killer, Generations, "stop", "generations stopped")
+    _after_await(killer, Ledger, "stop", "ledger stopped")
 
 
 def _before(killer: Killer, owner: Any, name: str, point: str) -> None:
@@ -386,9 +383,6 @@ def _before(killer: Killer, owner: Any, name: str, point: str) -> None:
 
 def _after(killer: Killer, owner: Any, name: str, point: str) -> None:
     function = getattr(owner, name)
-    if asyncio.iscoroutinefunction(function):
-        _after_await(killer, owner, name, point)
-        return
 
     def wrapped(*args: Any, **options: Any) -> Any:
         result = function(*args, **options)

@@ -6,11 +6,9 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from appliance.metering.alerts.signature import signature
 from tests.support.alerts import Receiver, receiving
-from tests.support.ledgers import poll_until
+from tests.support.polling import poll_until
 from tests.support.served_model import make_hollow_model
 from tests.support.server import Server, start_server
 
@@ -32,8 +30,7 @@ def spend_the_budget(server: Server, port: int) -> tuple[str, str]:
         "messages": [{"role": "user", "content": "fox"}],
         "ignore_eos": True,
     }
-    headers = {"authorization": f"Bearer {key}"}
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=60)
+    answer = server.chat(body, key=key)
     assert answer.status_code == 200, answer.text
     assert answer.json()["usage"]["completion_tokens"] == 3
     return webhook["id"], webhook["secret"]

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI
 
+from tests.support.polling import block_until
 from tests.support.served_model import make_hollow_model, make_served_model
-from tests.support.server import READY_DEADLINE_S, Server, poll_until, running_server
+from tests.support.server import Server, running_server
 
 MODEL = "tiny"
 STREAMS = 4
@@ -74,13 +74,8 @@ def test_killing_the_engine_ends_streams_settles_records_and_restarts_it(
         unready = server.ready()
         server.wait_until_ready()
         events = {event["request_id"]: event for event in server.list_all("/ledger")}
-        poll_until(lambda: restarts(server) == 1, READY_DEADLINE_S, server.log)  # the system page is a second old at most
-        answer = httpx.post(
-            f"{server.url}/v1/chat/completions",
-            json={"model": MODEL, "messages": LONG["messages"], "max_tokens": 3},
-            headers={"authorization": f"Bearer {server.api_key}"},
-            timeout=30,
-        )
+        block_until(lambda: restarts(server) == 1, server.log)  # the system page is a second old at most
+        answer = server.chat({"model": MODEL, "messages": LONG["messages"], "max_tokens": 3})
 
     assert [code for _, code, _ in seen] == ["engine_unavailable"] * STREAMS
     assert unready.status_code == 503
@@ -98,7 +93,7 @@ def test_engines_exit_when_their_gateway_is_killed(tmp_path: Path) -> None:
         pid = server.engine_pid()
         server.kill()
 
-    poll_until(lambda: not Path(f"/proc/{pid}").exists() or _is_zombie(pid), READY_DEADLINE_S)
+    block_until(lambda: not Path(f"/proc/{pid}").exists() or _is_zombie(pid))
 
 
 def _is_zombie(pid: int) -> bool:

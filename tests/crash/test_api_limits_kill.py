@@ -10,19 +10,18 @@ from typing import Any
 
 import httpx
 
+from tests.support.polling import block_until
 from tests.support.served_model import make_hollow_model
-from tests.support.server import Server, poll_until, running_server, start_server
+from tests.support.server import Server, running_server, start_server
 
 MODEL = "tiny"
 STEP_S = 0.001
 CAPACITY = 600
-SAVED_WITHIN_S = 60.0
 
 
 def chat(server: Server, secret: str, max_tokens: int) -> httpx.Response:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "the lazy dog"}], "max_tokens": max_tokens}
-    headers = {"authorization": f"Bearer {secret}"}
-    return httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=30)
+    return server.chat(body, key=secret)
 
 
 def limit_check(server: Server, tenant_id: str) -> dict[str, Any]:
@@ -48,7 +47,7 @@ def test_a_kill_neither_refills_a_bucket_nor_forgets_a_negative_level(tmp_path: 
         assert chat(server, secret, 900).status_code == 200  # 256 are held, 900 used: the rest is a debt
         before = limit_check(server, tenant_id)
         assert before["level"] < 0
-        poll_until(lambda: saved_levels(data) > 0, SAVED_WITHIN_S, server.log)
+        block_until(lambda: saved_levels(data) > 0, server.log)
     finally:
         server.kill()
     with running_server(model, data, fake_engine_step_s=STEP_S) as again:

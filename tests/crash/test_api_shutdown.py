@@ -23,8 +23,9 @@ from appliance.base.database_claim import LOCK_KEY
 from appliance.base.settings import load_settings
 from appliance.serving.model_folder import NotAModel
 from tests.support.databases import Cluster
+from tests.support.polling import block_until
 from tests.support.served_model import make_hollow_model
-from tests.support.server import Server, poll_until, running_server
+from tests.support.server import Server, running_server
 
 MODEL = "tiny"
 STEP_S = 0.02
@@ -36,14 +37,14 @@ def model(tmp_path: Path) -> Path:
 
 
 def body(max_tokens: int) -> dict[str, Any]:
-    return {"model": MODEL, "messages": [{"role": "user", "content": "the lazy dog"}], "max_tokens": max_tokens, "stream": True}
+    return {"model": MODEL, "messages": [{"role": "user", "content": "the lazy dog"}], "max_tokens": max_tokens}
 
 
 async def stream_through_a_signal(server: Server) -> tuple[httpx.Response, str]:
     """Send SIGTERM during a stream; return the response to a later request, and the whole stream."""
     headers = {"authorization": f"Bearer {server.api_key}"}
-    url = f"{server.url}/v1/chat/completions"
-    async with httpx.AsyncClient(timeout=30, headers=headers) as client, client.stream("POST", url, json=body(150)) as answer:
+    url, streamed = f"{server.url}/v1/chat/completions", {**body(150), "stream": True}
+    async with httpx.AsyncClient(timeout=30, headers=headers) as client, client.stream("POST", url, json=streamed) as answer:
         lines = answer.aiter_lines()
         text = await anext(lines)
         server.send_signal(signal.SIGTERM)
@@ -73,25 +74,20 @@ def causes(data_dir: Path) -> list[tuple[str, str]]:
 
 
 def test_a_second_signal_ends_immediately_and_requests_are_recorded_as_shut_down(tmp_path: Path, model: Path) -> None:
-    with running_server(model, tmp_path / "data", fake_engine_step_s=1.0) as server:
-        headers = {"authorization": f"Bearer {server.api_key}"}
-        url = f"{server.url}/v1/chat/completions"
-        with httpx.stream("POST", url, json=body(900), headers=headers, timeout=30) as answer:
-            lines = answer.iter_lines()
-            next(lines)
-            server.send_signal(signal.SIGINT)
-            poll_until(lambda: server.ready().json()["parts"]["gateway"] == "draining", 60)
-            server.send_signal(signal.SIGINT)
+    with running_server(model, tmp_path / "data", fake_engine_step_s=1.0) as server, server.stream_chat(body(900)) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        server.send_signal(signal.SIGINT)
+        block_until(lambda: server.ready().json()["parts"]["gateway"] == "draining")
+        server.send_signal(signal.SIGINT)
 
-            assert server.wait_for_exit() == 0
+        assert server.wait_for_exit() == 0
     assert causes(tmp_path / "data") == [("aborted", "shutdown")]
 
 
 def test_a_request_that_outlives_the_drain_ends_with_a_retryable_error(tmp_path: Path, model: Path) -> None:
     with running_server(model, tmp_path / "data", fake_engine_step_s=STEP_S, drain_timeout_s=0.2) as server:
-        headers = {"authorization": f"Bearer {server.api_key}"}
-        url = f"{server.url}/v1/chat/completions"
-        with httpx.stream("POST", url, json=body(900), headers=headers, timeout=30) as answer:
+        with server.stream_chat(body(900)) as answer:
             lines = answer.iter_lines()
             next(lines)
             server.send_signal(signal.SIGTERM)
@@ -139,8 +135,7 @@ def test_an_unreachable_database_is_reported_on_one_line(tmp_path: Path, model: 
 def test_the_appliance_serves_over_postgresql(tmp_path: Path, model: Path, postgresql: Cluster) -> None:
     url = postgresql.create()
     with running_server(model, tmp_path / "data", fake_engine_step_s=0.0, database_url=url) as server:
-        headers = {"authorization": f"Bearer {server.api_key}"}
-        answer = httpx.post(f"{server.url}/v1/chat/completions", json={**body(5), "stream": False}, headers=headers, timeout=30)
+        answer = server.chat(body(5))
         (event,) = server.list_all("/ledger")
 
         assert answer.status_code == 200
@@ -155,7 +150,7 @@ def take_claim(url: str, waiting: psycopg.Connection[Any]) -> None:
     with ThreadPoolExecutor(1) as thread, psycopg.connect(url, autocommit=True) as connection:
         taken = thread.submit(waiting.execute, "SELECT pg_advisory_lock(%s)", (LOCK_KEY,))
         locks = "FROM pg_locks WHERE locktype = 'advisory'"
-        poll_until(lambda: connection.execute(f"SELECT {locks} AND NOT granted").fetchone() is not None, 60)
+        block_until(lambda: connection.execute(f"SELECT {locks} AND NOT granted").fetchone() is not None)
         connection.execute(f"SELECT pg_terminate_backend(pid) {locks} AND granted")
         taken.result(60)
 
@@ -166,8 +161,7 @@ def test_losing_the_database_to_another_appliance_ends_requests_and_exits_with_t
 ) -> None:
     url = postgresql.create()
     with running_server(model, tmp_path / "data", fake_engine_step_s=STEP_S, database_url=url) as server:
-        headers = {"authorization": f"Bearer {server.api_key}"}
-        with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body(900), headers=headers, timeout=60) as answer:
+        with server.stream_chat(body(900)) as answer:
             lines = answer.iter_lines()
             next(lines)
             with psycopg.connect(url, autocommit=True) as other:
@@ -187,10 +181,9 @@ def test_an_appliance_continues_after_reclaiming_its_database(tmp_path: Path, mo
     with running_server(model, tmp_path / "data", fake_engine_step_s=0.0, database_url=url) as server:
         with psycopg.connect(url) as other:
             other.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()")
-        poll_until(lambda: "database claimed again" in server.log(), 60, server.log)
+        block_until(lambda: "database claimed again" in server.log(), server.log)
         server.wait_until_ready()
-        headers = {"authorization": f"Bearer {server.api_key}"}
-        answer = httpx.post(f"{server.url}/v1/chat/completions", json={**body(5), "stream": False}, headers=headers, timeout=30)
+        answer = server.chat(body(5))
 
         assert answer.status_code == 200
         assert server.stop() == 0

@@ -21,6 +21,7 @@ FOLDER = Path(__file__).parent
 DEVICE = interpret_without_gpu()
 NO_TRAPS = "ignore:invalid value encountered:RuntimeWarning"
 """A card goes on with NaN. The interpreter's numpy warns of it, also where memory that nobody has written holds such bits."""
+WITHOUT_GPU = ("test_rehearsal_", "test_triton_interpreter.py")  # with a GPU nothing is rehearsed or interpreted
 COMPILING, OTHER_VERSIONS = "test_compiled_kernels.py", "test_other_tritons.py"
 JOBS = pytest.StashKey[TritonJobs]()
 # Whole models run kernels that have tests of their own, and what models ask for is decided before Triton is: both with this
@@ -29,7 +30,7 @@ OF_KERNELS = [path for path in sorted(FOLDER.glob("test_triton_*.py")) if not pa
 
 if importlib.util.find_spec("triton") is None:
     assert not is_required("triton"), "Triton is not installed; `python3 installer test` installs it"
-    collect_ignore_glob = ["test_triton_*.py", "test_comp*.py"]  # it is made for Linux alone
+    collect_ignore_glob = ["test_triton_*.py", "test_rehearsal_*.py", "test_comp*.py"]  # it is made for Linux alone
 elif DEVICE.type == "cpu":
     replace_language_once()
 
@@ -104,6 +105,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.path.parent == FOLDER:
             item.add_marker(pytest.mark.filterwarnings(OLD_INTERPRETER, NO_TRAPS))
+            if DEVICE.type == "cuda" and item.path.name.startswith(WITHOUT_GPU):
+                item.add_marker(pytest.mark.skip("needs Triton's interpreter, which a GPU replaces"))
     items.sort(key=lambda item: item.path.parent == FOLDER and item.path.name in (COMPILING, OTHER_VERSIONS))
 
 

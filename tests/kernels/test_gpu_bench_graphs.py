@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,6 @@ from bench.gpu.rows import Row
 from bench.host_step import make_engine
 from engine.loop import Engine
 from engine.runner.cuda_graphs import CudaGraphs
-from engine.runner.graph_eviction import GraphEviction
 from engine.runner.kernel_choices import KernelChoices
 from engine.runner.slot_warm_up import warm_up
 from engine.step_sizes import decode_graphs_kept
@@ -30,18 +30,19 @@ WHOLE = (
 )  # fmt: skip
 
 
-class NoGraph:
-    def replay(self) -> None: ...
+class UncapturedGraphs(CudaGraphs):
+    """Chooses what is captured and kept, and captures nothing."""
+
+    def _warm_up_and_capture(self, function: Callable[[], None]) -> Any:
+        return SimpleNamespace(replay=lambda: None)
+
+    def _counting_driver_bytes(self) -> Any:
+        return nullcontext()
 
 
 def graphs_of(num_places: int) -> CudaGraphs:
-    """Its choice of what is captured and kept, and nothing that a card is needed for."""
-    graphs = object.__new__(CudaGraphs)
-    graphs._max_graphs, graphs._eviction, graphs._graphs, graphs._failed = num_places, GraphEviction(num_places), {}, {}
-    graphs._num_captured = 0
-    graphs._warm_up_and_capture = lambda _: NoGraph()  # type: ignore[method-assign,return-value,assignment]
-    graphs._counting_driver_bytes = nullcontext  # type: ignore[method-assign,assignment]
-    return graphs
+    with mock.patch.object(torch.cuda, "graph_pool_handle"), mock.patch.object(torch.cuda, "Stream"):
+        return UncapturedGraphs(torch.device("cuda"), max_graphs=num_places)
 
 
 def rows_of(

@@ -18,9 +18,6 @@ from engine.switches import BUSY_WAIT
 from tests.support.rehearsal import DEVICE, Card, rehearsal
 from tests.support.slots import slot_state
 
-pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is rehearsed")
-
 
 @pytest.fixture
 def card() -> Iterator[Card]:

@@ -21,9 +21,6 @@ from tests.support.rehearsal.graphs import Graph
 from tests.support.rehearsal.table import replace_triton_operations
 from tests.support.tiny_models import make_first_layers, make_model
 
-pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is rehearsed")
-
 ROOM: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 128, "num_kv_blocks": 64, "max_num_batched_tokens": 64}
 LAYERS = 3
 

@@ -9,7 +9,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
 from engine.runner.decode_step import DecodeStep
 from engine.speculation.options import SpeculativeOptions
@@ -23,8 +22,6 @@ from tests.support.tiny_models import make_model
 interpret_without_gpu()
 from kernels.triton import attention_prefill  # noqa: E402
 from kernels.triton.attention_decode import paged_decode  # noqa: E402
-
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is rehearsed")
 
 SMALL: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 32, "num_kv_blocks": 8, "max_num_batched_tokens": 16}
 SPECULATIVE = SpeculativeOptions.parse({"method": "ngram", "num_speculative_tokens": 9, "prompt_lookup_max": 3})

@@ -28,6 +28,8 @@ from engine.sampling.columns import Kind
 from engine.scheduling.limits import STEP_DRAFT_TOKENS_MAX
 from engine.speculation.options import SpeculativeOptions
 from kernels import ops
+from kernels.triton import experts
+from kernels.triton.expert_tiles import SortedTokens, sort_by_expert
 from tests.support import quantised_checkpoints as layouts
 from tests.support.engines import generation_request, run_to_end, small_engine, tokens
 from tests.support.interpreted_fp8 import correct_e4m3
@@ -35,13 +37,6 @@ from tests.support.rehearsal import Schedule, rehearsal
 from tests.support.rehearsal.table import replace_triton_operations
 from tests.support.scripted_drafter import use_scripted_drafter
 from tests.support.tiny_models import make_model
-
-pytest.importorskip("triton")
-
-from kernels.triton import experts
-from kernels.triton.expert_tiles import SortedTokens, sort_by_expert
-
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is rehearsed")
 
 SMALL: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 32, "num_kv_blocks": 8, "max_num_batched_tokens": 16}
 PROMPTS = {"a": [5, 6, 7], "b": list(range(3, 21)), "c": [8]}

@@ -18,9 +18,6 @@ from tests.support.rehearsal import DEVICE, rehearsal
 from tests.support.rehearsal.graphs import Graph
 from tests.support.rehearsal.table import replace_triton_operations
 
-pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is rehearsed")
-
 SMALL: dict[str, Any] = {"max_num_seqs": 16, "max_model_len": 32, "num_kv_blocks": 32}
 
 

@@ -28,9 +28,6 @@ from tests.support.rehearsal import Schedule, rehearsal
 from tests.support.rehearsal.table import replace_triton_operations
 from tests.support.tiny_models import VOCAB_SIZE, make_first_layers, make_model
 
-pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is rehearsed")
-
 FOLDERS = "/engine/runner/", "/engine/sampling/", "/kernels/device_words.py", "/kernels/transfer.py"
 ONE_LINE_OF = 3000
 LAUNCHING = ((SlotRunner, "launch"), (LaunchedStep, "complete"), (LaunchedStep, "outputs"))

@@ -48,9 +48,6 @@ from kernels.variants import CompilationFailed
 from tests.support.rehearsal import DEVICE, H100, H200, Kind, Schedule, rehearsal
 from tests.support.rehearsal.table import replace_triton_operations
 
-pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is rehearsed")
-
 FACTS = {"bandwidth": 4e12, "flops": 8e14, "flops_fp8": 1.6e15, "gap_s": 1e-6}
 NUMBERS_ELSEWHERE = ("check attention", "check prefill", "check rows", "check products", "check fused products")
 """Checks whose kernels take long in the interpreter: they are launched here and computed by the rehearsal on the CPU."""

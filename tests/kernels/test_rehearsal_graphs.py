@@ -21,9 +21,6 @@ from tests.support.rehearsal.card import SEGMENT_BYTES
 from tests.support.rehearsal.graphs import Graph
 from tests.support.rehearsal.table import replace_triton_operations
 
-pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is rehearsed")
-
 SEATS = 16
 PROMPTS = {str(number): [5, 6, 7 + number] for number in range(9)}
 """More than the sizes that are captured before the first request."""

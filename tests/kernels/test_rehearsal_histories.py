@@ -10,7 +10,6 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -30,9 +29,6 @@ from tests.support.engines import small_engine
 from tests.support.rehearsal import Schedule, rehearsal
 from tests.support.rehearsal.table import replace_triton_operations
 from tests.support.tiny_models import make_first_layers, make_model
-
-pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is rehearsed")
 
 FAMILIES = ("llama", "gemma2", "qwen3")
 

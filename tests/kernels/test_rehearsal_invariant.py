@@ -6,21 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from engine.loop import Engine
 from engine.runner import slot_warm_up
+from kernels.triton import invariant_attention, invariant_linear
+from kernels.triton.linear_tiles import Tiles
 from tests.support.engines import generation_request, run_to_end, small_engine
 from tests.support.interpreted_rows import make_dot_row_invariant
 from tests.support.rehearsal import rehearsal
 from tests.support.tiny_models import make_model
-
-pytest.importorskip("triton")
-
-from kernels.triton import invariant_attention, invariant_linear
-from kernels.triton.linear_tiles import Tiles
-
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is rehearsed")
 
 SMALL: dict[str, Any] = {
     "max_num_seqs": 4, "max_model_len": 32, "num_kv_blocks": 16, "max_num_batched_tokens": 16, "enable_prefix_caching": False,

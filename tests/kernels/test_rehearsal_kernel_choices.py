@@ -46,8 +46,6 @@ interpret_without_gpu()
 from kernels.triton import rotated_decode  # noqa: E402
 from kernels.triton.lone_decode import lone_decode  # noqa: E402
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is rehearsed")
-
 SMALL: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 32, "num_kv_blocks": 8, "max_num_batched_tokens": 32}
 ROW_PRODUCTS = PRODUCTS[16, 1]
 DEFAULTS = {choice.name: choice.alternatives[0] for choice in (ROW_PRODUCTS, LONE_ATTENTION, FEW_ROWS_ATTENTION)}

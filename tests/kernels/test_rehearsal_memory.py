@@ -20,9 +20,6 @@ from tests.support.rehearsal.card import Card
 from tests.support.rehearsal.table import replace_triton_operations
 from tests.support.tiny_models import make_model
 
-pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is rehearsed")
-
 SMALL: dict[str, Any] = {
     "device": "cuda", "dtype": "float32", "max_num_seqs": 4, "max_model_len": 64, "max_num_batched_tokens": 64,
 }  # fmt: skip

@@ -22,8 +22,6 @@ from tests.support.tiny_models import make_model
 interpret_without_gpu()
 from kernels.triton import rotated_decode  # noqa: E402
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is rehearsed")
-
 SMALL: dict[str, Any] = {"max_num_seqs": 1, "max_model_len": 16, "num_kv_blocks": 4, "max_num_batched_tokens": 16}
 NUM_TOKENS = 5
 REQUEST = generation_request("a", [5, 6, 7], max_tokens=NUM_TOKENS)

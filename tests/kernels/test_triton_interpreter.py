@@ -21,7 +21,6 @@ KINDS = (tl.float32, tl.float16, tl.int32, tl.int64, tl.int1, tl.pointer_type(tl
 MORE_KINDS = (*KINDS, tl.float64, tl.int8, tl.uint8, tl.uint32, tl.bfloat16, tl.float8e4nv)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is interpreted")
 def test_a_second_launch_reuses_the_patched_language(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.ones(1, 64), torch.ones(64)
     rms_norm(x, weight, 1e-6)
@@ -32,14 +31,12 @@ def test_a_second_launch_reuses_the_patched_language(monkeypatch: pytest.MonkeyP
     assert not replaced
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is interpreted")
 def test_the_interpreter_is_refused_if_a_gpu_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GATEHOUSE_REQUIRE", "postgres,gpu")
     with pytest.raises(AssertionError, match="GATEHOUSE_REQUIRE names gpu"):
         interpret_without_gpu()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is interpreted")
 def test_every_bfloat16_is_converted_to_float32_and_back_as_by_torch() -> None:
     interpreter = importlib.import_module("triton.runtime.interpreter")
     codes = np.arange(1 << 16, dtype=np.uint16)
@@ -50,7 +47,6 @@ def test_every_bfloat16_is_converted_to_float32_and_back_as_by_torch() -> None:
     np.testing.assert_array_equal(narrowed, codes)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is interpreted")
 def test_cached_block_types_equal_new_ones() -> None:
     kinds = [tl.float32, tl.int32, tl.pointer_type(tl.float32), tl.pointer_type(tl.int32)]
     for shape in ([2, 4], [4, 2], [8]):
@@ -66,7 +62,6 @@ def test_cached_block_types_equal_new_ones() -> None:
             tl.block_type(tl.float32, [3])
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is interpreted")
 @pytest.mark.parametrize("kind", [tl.float32, tl.float16, tl.int32, tl.uint32, tl.int64, tl.int1, tl.pointer_type(tl.int32)])
 def test_scalar_promotion_equals_that_of_triton(kind: tl.dtype) -> None:
     interpreter = importlib.import_module("triton.runtime.interpreter")
@@ -92,14 +87,12 @@ def test_scalar_promotion_equals_that_of_triton(kind: tl.dtype) -> None:
                     assert [told(quick, operands, flags) for _ in range(2)] == [expected] * 2, (operands, flags)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is interpreted")
 def test_equal_shapes_are_one_object() -> None:
     kinds = [tl.block_type(kind, shape) for kind in (tl.float32, tl.int1) for shape in ([2, 4], [tl.constexpr(2), 4])]
     assert len({id(kind.shape) for kind in kinds}) == 1
     assert kinds[0].shape is not tl.block_type(tl.float32, [4, 2]).shape
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is interpreted")
 @pytest.mark.parametrize("first", KINDS)
 @pytest.mark.parametrize("second", KINDS)
 def test_type_promotion_and_broadcasting_equal_those_of_triton(first: tl.dtype, second: tl.dtype) -> None:
@@ -155,7 +148,6 @@ def told(compute: Callable[..., Any], *operands: Any) -> object:
     return str(found.type), found.dtype, str(handle.dtype), handle.data.dtype, handle.data.tobytes(), sizes
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is interpreted")
 @pytest.mark.parametrize("first", MORE_KINDS)
 def test_operators_give_the_results_of_triton(first: tl.dtype) -> None:
     rms_norm(torch.ones(1, 64), torch.ones(64), 1e-6)  # behind which tensors have the interpreter's operators
@@ -171,7 +163,6 @@ def test_operators_give_the_results_of_triton(first: tl.dtype) -> None:
                 assert told(quick, *pair) == told(plain, *pair), (name, one, other, operand)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is interpreted")
 @pytest.mark.parametrize("kind", MORE_KINDS)
 def test_casts_equal_those_of_triton(kind: tl.dtype) -> None:
     semantic = importlib.import_module("triton.runtime.interpreter").interpreter_semantic
@@ -181,7 +172,6 @@ def test_casts_equal_those_of_triton(kind: tl.dtype) -> None:
         assert told(semantic.cast, value, wanted) == told(plain, value, wanted), (shape, wanted)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is interpreted")
 def test_cached_expand_dims_equals_that_of_triton() -> None:
     rms_norm(torch.ones(1, 64), torch.ones(64), 1e-6)
     interpreter = importlib.import_module("triton.runtime.interpreter")

@@ -20,12 +20,12 @@ from engine.protocol import UnsupportedOption
 from engine.runner.embedder import Embedder
 from engine.runner.model_runner import ModelRunner
 from tests.support.engines import small_engine
-from tests.support.tiny_models import make_encoder, make_model
+from tests.support.tiny_models import make_encoder, make_model, saved_model
 from tests.support.tiny_tokenizer import VOCAB_SIZE, write_tokenizer
 
 LENS = (1, 2, 3, 15, 16, 17, 33, 60, 7, 7, 7, 120)
 MINILM = {
-    "vocab_size": 30522,
+    "vocab_size": 1000,
     "hidden_size": 384,
     "num_hidden_layers": 6,
     "num_attention_heads": 12,
@@ -76,7 +76,7 @@ def test_an_encoder_with_the_shape_of_minilm_equals_transformers(tmp_path: Path)
     torch.manual_seed(5)
     model = transformers.BertModel(transformers.BertConfig(**MINILM)).eval()
     model.save_pretrained(tmp_path)
-    texts = make_texts((3, 17, 64, 512), 30522)
+    texts = make_texts((3, 17, 64, 512), 1000)
     assert_near(load(tmp_path).embed(texts), reference(model, texts, "mean"))
 
 
@@ -91,17 +91,16 @@ def test_encoders_equal_transformers_with_every_pooling(architecture: str, mode:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3_text", "mistral-window", "qwen3_moe"])
-def test_decoders_embed_the_state_of_the_last_token_by_default(family: str, tmp_path: Path) -> None:
-    model = make_model(family, tmp_path)
+def test_decoders_embed_the_state_of_the_last_token_by_default(family: str) -> None:
+    directory, model = saved_model(family)
     texts = make_texts(LENS, 128)
-    llm = load(tmp_path, kv_cache_bytes=1_000_000)
+    llm = load(directory, kv_cache_bytes=1_000_000)
     assert_near(llm.embed(texts), reference(model.model, texts, "last"))
     assert_near(llm.embed(texts, pooling="mean"), reference(model.model, texts, "mean"))
 
 
-def test_embedding_leaves_the_prefix_cache_unchanged(tmp_path: Path) -> None:
-    make_model("llama", tmp_path)
-    llm = load(tmp_path, kv_cache_bytes=1_000_000)
+def test_embedding_leaves_the_prefix_cache_unchanged() -> None:
+    llm = load(saved_model("llama").directory, kv_cache_bytes=1_000_000)
     prompt = [list(range(5, 40))]
     first = llm.generate(prompt)[0].outputs[0].token_ids
     llm.embed(make_texts(LENS, 128))
@@ -229,7 +228,7 @@ def test_the_limit_of_a_text_is_read_from_a_file_named_after_the_architecture(tm
 
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen2-window", "qwen3"])
 def test_decoders_without_an_output_head_are_embedders(family: str, tmp_path: Path) -> None:
-    model = make_model(family, tmp_path).model
+    model = saved_model(family).reference.model
     model.save_pretrained(tmp_path)
     assert not any("lm_head" in name for name in load_file(tmp_path / "model.safetensors"))
     texts = make_texts(LENS, 128)
@@ -241,15 +240,15 @@ def test_an_embedding_model_refuses_to_generate(kind: str, tmp_path: Path) -> No
     if kind == "encoder":
         make_encoder("bert", tmp_path)
     else:
-        make_model("llama", tmp_path).model.save_pretrained(tmp_path)
+        saved_model("llama").reference.model.save_pretrained(tmp_path)
     with pytest.raises(EngineError, match="gives embeddings"):
         load(tmp_path).generate([[5]])
 
 
-def test_a_batch_invariant_engine_embeds_equally(tmp_path: Path) -> None:
-    model = make_model("qwen3", tmp_path)
+def test_a_batch_invariant_engine_embeds_equally() -> None:
+    directory, model = saved_model("qwen3")
     texts = make_texts((5, 9), 128)
-    runner = small_engine(tmp_path, batch_invariant=True).runner
+    runner = small_engine(directory, batch_invariant=True).runner
     assert isinstance(runner, ModelRunner)
     embedder = Embedder(runner.target.text_model, PoolingConfig(mode="last"))
     assert_near(embedder.embed(texts), reference(model.model, texts, "last"))

@@ -23,7 +23,7 @@ from tests.support.engines import (
     tokens,
 )
 from tests.support.quantised_checkpoints import to_e4m3
-from tests.support.tiny_models import VOCAB_SIZE, make_model
+from tests.support.tiny_models import VOCAB_SIZE, make_model, saved_model
 
 PROMPTS = [[(5 * i * i + 7 * i + seed) % (VOCAB_SIZE - 3) + 3 for i in range(length)] for seed, length in ((1, 70), (2, 17))]
 TOLERANCE, MEAN_TOLERANCE = 0.4, 0.02
@@ -87,9 +87,9 @@ def add_scales(directory: Path, names: tuple[str, str], scales: tuple[float, flo
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
-def test_without_scales_keys_and_values_are_rounded_directly(family: str, tmp_path: Path) -> None:
-    model = make_model(family, tmp_path, num_hidden_layers=2)
-    assert_near(engine_logprobs(tmp_path), expected_logprobs(model, (1.0, 1.0)))
+def test_without_scales_keys_and_values_are_rounded_directly(family: str) -> None:
+    directory, model = saved_model(family, num_hidden_layers=2)
+    assert_near(engine_logprobs(directory), expected_logprobs(model, (1.0, 1.0)))
 
 
 @pytest.mark.parametrize("maker", SPELLINGS)
@@ -118,22 +118,22 @@ def test_an_invalid_scale_is_refused_by_name(scale: float, tmp_path: Path) -> No
         small_engine(tmp_path)
 
 
-def test_logprobs_do_not_depend_on_the_chunks_of_the_prompt(tmp_path: Path) -> None:
-    make_model("llama", tmp_path)
-    assert_near(engine_logprobs(tmp_path, max_num_batched_tokens=16), engine_logprobs(tmp_path))
+def test_logprobs_do_not_depend_on_the_chunks_of_the_prompt() -> None:
+    llama = saved_model("llama").directory
+    assert_near(engine_logprobs(llama, max_num_batched_tokens=16), engine_logprobs(llama))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_batch_invariant_logprobs_are_bit_identical_in_any_batch(family: str, tmp_path: Path) -> None:
-    make_model(family, tmp_path)
-    together = engine_logprobs(tmp_path, batch_invariant=True)
-    alone = engine_logprobs(tmp_path, batch_invariant=True, max_num_seqs=1, max_num_batched_tokens=7)
+def test_batch_invariant_logprobs_are_bit_identical_in_any_batch(family: str) -> None:
+    directory = saved_model(family).directory
+    together = engine_logprobs(directory, batch_invariant=True)
+    alone = engine_logprobs(directory, batch_invariant=True, max_num_seqs=1, max_num_batched_tokens=7)
     assert torch.equal(together, alone)
 
 
-def test_the_cache_has_four_times_as_many_blocks_as_in_float32(tmp_path: Path) -> None:
-    make_model("llama", tmp_path)
-    plain, rounded = small_engine(tmp_path), small_engine(tmp_path, kv_cache_dtype="fp8")
+def test_the_cache_has_four_times_as_many_blocks_as_in_float32() -> None:
+    llama = saved_model("llama").directory
+    plain, rounded = small_engine(llama), small_engine(llama, kv_cache_dtype="fp8")
     assert (plain.info.kv_cache_dtype, rounded.info.kv_cache_dtype) == ("float32", "fp8_e4m3")
     assert rounded.info.kv_scales == "unit"
     assert rounded.info.num_kv_blocks // 4 == plain.info.num_kv_blocks
@@ -143,12 +143,12 @@ def test_the_cache_has_four_times_as_many_blocks_as_in_float32(tmp_path: Path) -
         assert num_bytes == engine.info.kv_bytes <= KV_CACHE_BYTES
 
 
-def test_fp8_blocks_survive_swapping_preemption_and_copies(tmp_path: Path) -> None:
-    make_model("llama", tmp_path)
+def test_fp8_blocks_survive_swapping_preemption_and_copies() -> None:
+    llama = saved_model("llama").directory
     options = {"kv_cache_dtype": "fp8", "swap_space": 0.001}
     request = generation_request("a", PROMPTS[0], max_tokens=12, n=2, temperature=1.0)
-    undisturbed = run_to_end(small_engine(tmp_path, **options), [request])
-    engine = small_engine(tmp_path, **options)
+    undisturbed = run_to_end(small_engine(llama, **options), [request])
+    engine = small_engine(llama, **options)
     events = engine.submit(request)
     for step in range(8):
         events += engine.step()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ from engine import LLM, SamplingParams
 from engine.offline.outputs import Logprob, RequestOutput
 from tests.support.engines import KV_CACHE_BYTES, generation_request, run_to_end, small_engine
 from tests.support.parity import LOGPROB_TOLERANCE
-from tests.support.tiny_models import VOCAB_SIZE, greedy, make_model
+from tests.support.tiny_models import VOCAB_SIZE, greedy, saved_model
 
 TOP = 5
 MAX_TOKENS = 12
@@ -27,10 +25,9 @@ def make_prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
     return [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
 
 
-@dataclass
 class ReferenceModel:
-    directory: Path
-    model: Any
+    def __init__(self, family: str) -> None:
+        self.directory, self.model = saved_model(family)
 
     def llm(self, **options: Any) -> LLM:
         return LLM(self.directory, device="cpu", threads=1, **{"kv_cache_bytes": KV_CACHE_BYTES, "max_num_seqs": 16, **options})
@@ -43,15 +40,8 @@ class ReferenceModel:
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> ReferenceModel:
-    directory = tmp_path_factory.mktemp("llama")
-    return ReferenceModel(directory, make_model("llama", directory))
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ReferenceModel:
-    directory = tmp_path_factory.mktemp(request.param)
-    return ReferenceModel(directory, make_model(request.param, directory))
+def llama() -> ReferenceModel:
+    return ReferenceModel("llama")
 
 
 def assert_entries(entries: list[dict[int, Logprob]], token_ids: list[int], expected: torch.Tensor, count: int) -> None:
@@ -82,7 +72,9 @@ def assert_output(case: ReferenceModel, output: RequestOutput) -> None:
 SCORED = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=TOP, prompt_logprobs=TOP)
 
 
-def test_prompts_of_mixed_lengths_in_one_batch_equal_transformers(case: ReferenceModel) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_of_mixed_lengths_in_one_batch_equal_transformers(family: str) -> None:
+    case = ReferenceModel(family)
     with case.llm() as llm:
         for output in llm.generate(make_prompts(), SCORED, use_tqdm=False):
             assert_output(case, output)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +13,7 @@ from engine.protocol import TokenEvent
 from engine.speculation.options import SpeculativeOptions
 from tests.support.engines import evict_all, generation_request, preempt_all, run_to_end, small_engine, tokens
 from tests.support.parity import assert_greedy
-from tests.support.tiny_models import VOCAB_SIZE, make_model
+from tests.support.tiny_models import VOCAB_SIZE, saved_model
 
 PROMPT_LENS = (5, 17, 40)
 MAX_TOKENS = 16
@@ -29,34 +26,26 @@ SWAP_SPACE_GIB = 0.002
 SMALL: dict[str, Any] = {"num_kv_blocks": 24, "max_model_len": 128, "max_num_batched_tokens": 48}
 
 
-@dataclass
-class Case:
-    """A model directory, and the model of transformers with the same weights."""
+def engine_of(family: str, **options: Any) -> Engine:
+    return small_engine(saved_model(family).directory, **{**SMALL, **options})
 
-    directory: Path
-    model: Any
 
-    def engine(self, **options: Any) -> Engine:
-        return small_engine(self.directory, **{**SMALL, **options})
-
-    def check(self, engine: Engine, interrupt: Callable[[Engine], None] | None = None, **sampling: Any) -> None:
-        """Run repetitive prompts in one batch, with `interrupt` called twice, and compare tokens with transformers'."""
-        prompts = make_prompts()
-        events: list[TokenEvent] = []
-        for index, prompt in enumerate(prompts):
-            assert not engine.submit(generation_request(str(index), prompt, max_tokens=MAX_TOKENS, logprobs=0, **sampling))
-        if interrupt is not None:
-            for _ in range(2):
-                events += [event for _ in range(5) for event in engine.step()]
-                assert engine.status().num_running == len(prompts), "the interruption comes too late"
-                interrupt(engine)
-        events += [event for of_one in run_to_end(engine, []).values() for event in of_one]
-        num_answers = sampling.get("n", 1)
-        answers = [
-            [e for e in events if (e.request_id, e.index) == (str(i), k)] for i, k in answer_keys(len(prompts), num_answers)
-        ]
-        assert_greedy(self.model, [prompt for prompt in prompts for _ in range(num_answers)], answers)
-        assert all(len(tokens(answer)) == MAX_TOKENS for answer in answers)
+def check(family: str, engine: Engine, interrupt: Callable[[Engine], None] | None = None, **sampling: Any) -> None:
+    """Run repetitive prompts in one batch, with `interrupt` called twice, and compare tokens with transformers'."""
+    prompts = make_prompts()
+    events: list[TokenEvent] = []
+    for index, prompt in enumerate(prompts):
+        assert not engine.submit(generation_request(str(index), prompt, max_tokens=MAX_TOKENS, logprobs=0, **sampling))
+    if interrupt is not None:
+        for _ in range(2):
+            events += [event for _ in range(5) for event in engine.step()]
+            assert engine.status().num_running == len(prompts), "the interruption comes too late"
+            interrupt(engine)
+    events += [event for of_one in run_to_end(engine, []).values() for event in of_one]
+    num_answers = sampling.get("n", 1)
+    answers = [[e for e in events if (e.request_id, e.index) == (str(i), k)] for i, k in answer_keys(len(prompts), num_answers)]
+    assert_greedy(saved_model(family).reference, [prompt for prompt in prompts for _ in range(num_answers)], answers)
+    assert all(len(tokens(answer)) == MAX_TOKENS for answer in answers)
 
 
 def answer_keys(num_prompts: int, num_answers: int) -> list[tuple[int, int]]:
@@ -70,16 +59,6 @@ def make_prompts() -> list[list[int]]:
     return [part + part for part in parts]
 
 
-@pytest.fixture(scope="module")
-def case_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
-    @cache
-    def make(family: str) -> Case:
-        directory = tmp_path_factory.mktemp(family)
-        return Case(directory, make_model(family, directory))
-
-    return make
-
-
 families = pytest.mark.parametrize("family", FAMILIES)
 
 
@@ -89,51 +68,49 @@ def preempt_and_evict(engine: Engine) -> None:
 
 
 @families
-def test_swapped_requests_equal_transformers(family: str, case_of: Callable[[str], Case]) -> None:
-    engine = case_of(family).engine(swap_space=SWAP_SPACE_GIB)
-    case_of(family).check(engine, preempt_and_evict)
+def test_swapped_requests_equal_transformers(family: str) -> None:
+    engine = engine_of(family, swap_space=SWAP_SPACE_GIB)
+    check(family, engine, preempt_and_evict)
     status = engine.status()
     assert status.swapped_in_blocks_total >= 10
     assert status.preemptions_total >= 6
 
 
 @families
-def test_recomputed_requests_equal_transformers(family: str, case_of: Callable[[str], Case]) -> None:
-    engine = case_of(family).engine()
-    case_of(family).check(engine, preempt_and_evict)
+def test_recomputed_requests_equal_transformers(family: str) -> None:
+    engine = engine_of(family)
+    check(family, engine, preempt_and_evict)
     assert engine.status().swapped_in_blocks_total == 0
     assert engine._scheduler.totals.recomputed_tokens > 250
 
 
 @families
-def test_prompt_lookup_equals_transformers(family: str, case_of: Callable[[str], Case]) -> None:
+def test_prompt_lookup_equals_transformers(family: str) -> None:
     config = SpeculativeOptions(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1)
-    engine = case_of(family).engine(speculative_config=config)
-    case_of(family).check(engine)
+    engine = engine_of(family, speculative_config=config)
+    check(family, engine)
     assert engine.status().draft_tokens_total > 0
 
 
 @families
-def test_a_draft_model_equals_transformers(family: str, case_of: Callable[[str], Case]) -> None:
-    case = case_of(family)
-    config = SpeculativeOptions(method="draft_model", model=case.directory, num_speculative_tokens=3)
-    engine = case.engine(speculative_config=config, swap_space=SWAP_SPACE_GIB, kv_cache_bytes=None)
-    case.check(engine)
+def test_a_draft_model_equals_transformers(family: str) -> None:
+    config = SpeculativeOptions(method="draft_model", model=saved_model(family).directory, num_speculative_tokens=3)
+    engine = engine_of(family, speculative_config=config, swap_space=SWAP_SPACE_GIB, kv_cache_bytes=None)
+    check(family, engine)
     assert engine.status().accepted_draft_tokens_total > 20, "the model drafts for itself"
 
 
 @families
-def test_several_answers_that_share_a_prompt_equal_transformers(family: str, case_of: Callable[[str], Case]) -> None:
-    engine = case_of(family).engine(num_kv_blocks=64)
-    case_of(family).check(engine, n=4)
+def test_several_answers_that_share_a_prompt_equal_transformers(family: str) -> None:
+    engine = engine_of(family, num_kv_blocks=64)
+    check(family, engine, n=4)
     assert engine.status().prompt_tokens_total == 2 * sum(PROMPT_LENS), "a prompt is computed and counted once"
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
-def test_drafts_with_swaps_or_several_answers_equal_transformers(method: str, case_of: Callable[[str], Case]) -> None:
-    case = case_of("llama")
-    model = case_of("qwen3").directory if method == "draft_model" else None
+def test_drafts_with_swaps_or_several_answers_equal_transformers(method: str) -> None:
+    model = saved_model("qwen3").directory if method == "draft_model" else None
     config = SpeculativeOptions(method=method, model=model, num_speculative_tokens=2, prompt_lookup_min=1)
-    engine = case.engine(speculative_config=config, swap_space=SWAP_SPACE_GIB, num_kv_blocks=64)
-    case.check(engine, preempt_and_evict if method == "ngram" else None, n=1 if method == "ngram" else 3)
+    engine = engine_of("llama", speculative_config=config, swap_space=SWAP_SPACE_GIB, num_kv_blocks=64)
+    check("llama", engine, preempt_and_evict if method == "ngram" else None, n=1 if method == "ngram" else 3)
     assert engine.status().draft_tokens_total > 0

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +11,11 @@ import pytest
 import torch
 import transformers
 
+from engine.loop import Engine
 from engine.protocol import TokenEvent
 from tests.support.engines import generation_request, run_to_end, small_engine, tokens
 from tests.support.parity import assert_greedy
-from tests.support.tiny_models import EOS, FAMILY_SETTINGS, LONGROPE, VOCAB_SIZE, greedy, make_model
+from tests.support.tiny_models import EOS, FAMILY_SETTINGS, LONGROPE, VOCAB_SIZE, greedy, make_model, saved_model
 
 PROMPT_LENS = (1, 15, 16, 17, 33, 70)
 MANY_PROMPT_LENS = (1, 2, 3, 5, 8, 13, 15, 16, 17, 21, 31, 32, 33, 47, 64, 90)
@@ -29,56 +27,39 @@ def make_prompts(lengths: tuple[int, ...], seed: int = 3) -> list[list[int]]:
     return [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
 
 
-@dataclass
-class Case:
-    """A model directory, and the model of transformers with the same weights."""
-
-    directory: Path
-    model: Any
-
-    def check(self, prompts: list[list[int]], engine: Any) -> None:
-        """Run `prompts` in one batch and compare greedy tokens and logprobs with transformers."""
-        requests = [generation_request(str(i), prompt, max_tokens=MAX_TOKENS, logprobs=0) for i, prompt in enumerate(prompts)]
-        events = run_to_end(engine, requests)
-        assert_greedy(self.model, prompts, [events[str(i)] for i in range(len(prompts))])
-
-
-@pytest.fixture(scope="module")
-def case_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
-    @cache
-    def make(family: str) -> Case:
-        directory = tmp_path_factory.mktemp(family)
-        return Case(directory, make_model(family, directory))
-
-    return make
+def check(reference: Any, prompts: list[list[int]], engine: Engine) -> None:
+    """Run `prompts` in one batch and compare greedy tokens and logprobs with transformers."""
+    requests = [generation_request(str(i), prompt, max_tokens=MAX_TOKENS, logprobs=0) for i, prompt in enumerate(prompts)]
+    events = run_to_end(engine, requests)
+    assert_greedy(reference, prompts, [events[str(i)] for i in range(len(prompts))])
 
 
 families = pytest.mark.parametrize("family", list(FAMILY_SETTINGS))
 
 
 @families
-def test_single_prompts_equal_transformers(family: str, case_of: Callable[[str], Case]) -> None:
-    case, prompts = case_of(family), make_prompts((1, 17, 70))
+def test_single_prompts_equal_transformers(family: str) -> None:
+    case, prompts = saved_model(family), make_prompts((1, 17, 70))
     engine = small_engine(case.directory, max_num_seqs=1, enable_prefix_caching=False)
     events = run_to_end(engine, [generation_request(str(i), prompt, max_tokens=MAX_TOKENS) for i, prompt in enumerate(prompts)])
-    assert [tokens(events[str(i)]) for i in range(3)] == [greedy(case.model, prompt, MAX_TOKENS) for prompt in prompts]
+    assert [tokens(events[str(i)]) for i in range(3)] == [greedy(case.reference, prompt, MAX_TOKENS) for prompt in prompts]
 
 
 @families
-def test_sixteen_prompts_in_one_batch_equal_transformers(family: str, case_of: Callable[[str], Case]) -> None:
-    case = case_of(family)
-    case.check(make_prompts(MANY_PROMPT_LENS), small_engine(case.directory))
+def test_sixteen_prompts_in_one_batch_equal_transformers(family: str) -> None:
+    case = saved_model(family)
+    check(case.reference, make_prompts(MANY_PROMPT_LENS), small_engine(case.directory))
 
 
 @families
-def test_prompts_in_small_chunks_equal_transformers(family: str, case_of: Callable[[str], Case]) -> None:
-    case = case_of(family)
-    case.check(make_prompts(PROMPT_LENS), small_engine(case.directory, max_num_seqs=4, max_num_batched_tokens=7))
+def test_prompts_in_small_chunks_equal_transformers(family: str) -> None:
+    case = saved_model(family)
+    check(case.reference, make_prompts(PROMPT_LENS), small_engine(case.directory, max_num_seqs=4, max_num_batched_tokens=7))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3-longrope", "qwen3_moe"])
-def test_preempted_and_recomputed_requests_equal_transformers(family: str, case_of: Callable[[str], Case]) -> None:
-    case, prompts = case_of(family), make_prompts(PROMPT_LENS)
+def test_preempted_and_recomputed_requests_equal_transformers(family: str) -> None:
+    case, prompts = saved_model(family), make_prompts(PROMPT_LENS)
     engine = small_engine(case.directory, enable_prefix_caching=False, max_num_batched_tokens=64)
     for index, prompt in enumerate(prompts):
         assert engine.submit(generation_request(str(index), prompt, max_tokens=MAX_TOKENS, logprobs=0)) == []
@@ -88,34 +69,34 @@ def test_preempted_and_recomputed_requests_equal_transformers(family: str, case_
         for request in list(engine._scheduler.running):
             engine._scheduler.preempt(request)
     events += [event for of_one in run_to_end(engine, []).values() for event in of_one]
-    assert_greedy(case.model, prompts, [[e for e in events if e.request_id == str(i)] for i in range(len(prompts))])
+    assert_greedy(case.reference, prompts, [[e for e in events if e.request_id == str(i)] for i in range(len(prompts))])
     assert engine.status().preemptions_total >= len(prompts)
     assert engine.status().prefix_cache_hit_tokens_total == 0, "blocks were found again where they were to be computed"
 
 
 @families
-def test_a_cached_prefix_equals_transformers(family: str, case_of: Callable[[str], Case]) -> None:
-    case, prompt = case_of(family), make_prompts((70,))[0]
+def test_a_cached_prefix_equals_transformers(family: str) -> None:
+    case, prompt = saved_model(family), make_prompts((70,))[0]
     engine = small_engine(case.directory)
-    case.check([prompt], engine)
+    check(case.reference, [prompt], engine)
     again = run_to_end(engine, [generation_request("again", prompt, max_tokens=MAX_TOKENS, logprobs=0)])["again"]
-    assert_greedy(case.model, [prompt], [again])
+    assert_greedy(case.reference, [prompt], [again])
     assert again[-1].num_cached_tokens == 64
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "mistral-window", "qwen2-window"])
 @pytest.mark.parametrize("block_size", [1, 4, 32])
-def test_windows_within_and_across_blocks_equal_transformers(
-    family: str, block_size: int, case_of: Callable[[str], Case]
-) -> None:
-    case = case_of(family)
-    case.check(make_prompts(PROMPT_LENS), small_engine(case.directory, block_size=block_size, max_num_batched_tokens=20))
+def test_windows_within_and_across_blocks_equal_transformers(family: str, block_size: int) -> None:
+    case = saved_model(family)
+    engine = small_engine(case.directory, block_size=block_size, max_num_batched_tokens=20)
+    check(case.reference, make_prompts(PROMPT_LENS), engine)
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 32])
-def test_other_block_sizes_equal_transformers(block_size: int, case_of: Callable[[str], Case]) -> None:
-    case = case_of("llama")
-    case.check(make_prompts(PROMPT_LENS), small_engine(case.directory, block_size=block_size, max_num_batched_tokens=20))
+def test_other_block_sizes_equal_transformers(block_size: int) -> None:
+    case = saved_model("llama")
+    engine = small_engine(case.directory, block_size=block_size, max_num_batched_tokens=20)
+    check(case.reference, make_prompts(PROMPT_LENS), engine)
 
 
 def test_sharded_weights_equal_transformers(tmp_path: Path) -> None:
@@ -161,13 +142,13 @@ def test_grouped_heads_and_head_dims_equal_transformers(heads: tuple[int, int], 
 
 def test_gemma_with_an_untied_head_equals_transformers(tmp_path: Path) -> None:
     model = make_model("gemma2", tmp_path, tie_word_embeddings=False)
-    Case(tmp_path, model).check(make_prompts((9,)), small_engine(tmp_path))
+    check(model, make_prompts((9,)), small_engine(tmp_path))
 
 
 def test_longrope_uses_long_factors_beyond_the_original_context(tmp_path: Path) -> None:
     rope = {**LONGROPE, "partial_rotary_factor": 0.67, "original_max_position_embeddings": 32}
     model = make_model("phi3-longrope", tmp_path, rope_parameters=rope, original_max_position_embeddings=32)
-    Case(tmp_path, model).check(make_prompts((33, 70)), small_engine(tmp_path, max_num_batched_tokens=16))
+    check(model, make_prompts((33, 70)), small_engine(tmp_path, max_num_batched_tokens=16))
 
 
 OLDER_SPELLINGS: dict[str, dict[str, Any]] = {
@@ -200,20 +181,21 @@ def test_older_spellings_of_configurations_equal_transformers(family: str, tmp_p
         config.pop(key, None)
     (tmp_path / "config.json").write_text(json.dumps({**config, **OLDER_SPELLINGS[family]}))
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    Case(tmp_path, model).check(make_prompts((33, 70)), small_engine(tmp_path))
+    check(model, make_prompts((33, 70)), small_engine(tmp_path))
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_routers_of_these_models_are_far_from_ties(family: str, case_of: Callable[[str], Case]) -> None:
-    case, gaps = case_of(family), []
+def test_routers_of_these_models_are_far_from_ties(family: str) -> None:
+    case, gaps = saved_model(family), []
 
     def measure(router: Any, _: Any, output: Any) -> None:
         ordered = output[0].sort(dim=-1, descending=True).values
         gaps.append((ordered[:, router.top_k - 1] - ordered[:, router.top_k]).min().item())
 
-    for layer in case.model.model.layers:
-        if hasattr(layer.mlp, "gate"):
-            layer.mlp.gate.register_forward_hook(measure)
+    gates = [layer.mlp.gate for layer in case.reference.model.layers if hasattr(layer.mlp, "gate")]
+    hooks = [gate.register_forward_hook(measure) for gate in gates]
     with torch.inference_mode():
-        case.model(torch.tensor([make_prompts((90,))[0]]))
+        case.reference(torch.tensor([make_prompts((90,))[0]]))
+    for hook in hooks:
+        hook.remove()
     assert min(gaps) > 1e-3

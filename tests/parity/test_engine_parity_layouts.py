@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +10,8 @@ import pytest
 from engine import LLM, SamplingParams
 from engine.offline.outputs import RequestOutput
 from tests.support.engines import KV_CACHE_BYTES
-from tests.support.tiny_models import make_model
-from tests.support.tiny_tokenizer import VOCAB_SIZE, write_tokenizer
+from tests.support.tiny_models import saved_text_model
+from tests.support.tiny_tokenizer import VOCAB_SIZE
 
 NUM_REQUESTS = 32
 CHOICES: dict[str, list[Any]] = {
@@ -46,14 +45,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    make_model("llama", directory, vocab_size=VOCAB_SIZE)
-    write_tokenizer(directory)
-    return directory
-
-
 def make_requests() -> tuple[list[list[int]], list[SamplingParams]]:
     rng = random.Random(5)
     lengths = [rng.choice([1, 7, 16, 17, 40, 100]) for _ in range(NUM_REQUESTS)]
@@ -65,10 +56,10 @@ def make_requests() -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, params
 
 
-def run_requests(model: Path, layout: dict[str, Any]) -> list[list[tuple[Any, ...]]]:
+def run_requests(layout: dict[str, Any]) -> list[list[tuple[Any, ...]]]:
     options = {"device": "cpu", "threads": 1, "kv_cache_bytes": KV_CACHE_BYTES * 2, "max_num_seqs": 16, **layout}
     prompts, params = make_requests()
-    with LLM(model, **options) as llm:
+    with LLM(saved_text_model(), **options) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         is_preempting = llm.status().preemptions_total > 0
     assert is_preempting == ("num_gpu_blocks_override" in layout)
@@ -92,12 +83,10 @@ def assert_shape(output: RequestOutput, sampling: SamplingParams) -> None:
 
 
 @pytest.fixture(scope="module")
-def answers_together(model: Path) -> list[list[tuple[Any, ...]]]:
-    return run_requests(model, {})
+def answers_together() -> list[list[tuple[Any, ...]]]:
+    return run_requests({})
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_answers_do_not_depend_on_how_they_are_computed(
-    layout: str, model: Path, answers_together: list[list[tuple[Any, ...]]]
-) -> None:
-    assert run_requests(model, LAYOUTS[layout]) == answers_together
+def test_answers_do_not_depend_on_how_they_are_computed(layout: str, answers_together: list[list[tuple[Any, ...]]]) -> None:
+    assert run_requests(LAYOUTS[layout]) == answers_together

@@ -25,9 +25,9 @@ from appliance.metering.alerts.webhooks import SEALING_PURPOSE, Endpoint, Webhoo
 from appliance.serving.alerting.delivery import AlertDelivery, Sender
 from appliance.telemetry.metrics import Metrics
 from tests.support.cast import PEPPER
+from tests.support.polling import DEADLINE_S
 
 LOOPBACK = TargetPolicy((ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128")))
-DEADLINE_S = 60.0
 TARGET = "https://alerts.example.com/in"
 
 
@@ -97,9 +97,9 @@ class AlertParts:
         return [Delivery(**{name: row[name] for name in Delivery.__slots__}) for row in rows]
 
 
-def alert_parts(database: Database, clock: Clock, *, target_policy: TargetPolicy = LOOPBACK, mail: bool = True) -> AlertParts:
+def alert_parts(database: Database, clock: Clock, *, mail: bool = True) -> AlertParts:
     """Return the components over `database`."""
-    webhooks = Webhooks(database, clock, Sealer(PEPPER, SEALING_PURPOSE), target_policy=target_policy, mail=mail)
+    webhooks = Webhooks(database, clock, Sealer(PEPPER, SEALING_PURPOSE), target_policy=LOOPBACK, mail=mail)
     return AlertParts(db=database, clock=clock, outbox=Outbox(database, clock), webhooks=webhooks)
 
 

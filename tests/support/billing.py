@@ -38,11 +38,11 @@ class Tokens:
         return computed + self.completion * completion + self.rejected * rejected
 
 
-async def add_price(database: Database, model: str = "demo", *, prompt: int = 1_000_000) -> Price:
+async def add_price(database: Database, *, prompt: int = 1_000_000) -> Price:
     """Add a price to the price book, in effect since 2020, and return it."""
     made = factories.price(prompt)
     columns = {name: getattr(made, name) for name in ("id", "effective_from", "currency", "prompt", "cached_prompt")}
-    columns |= {"model": model, "completion": made.completion, "batch_percent": 50, "created_at": made.created_at}
+    columns |= {"model": "demo", "completion": made.completion, "batch_percent": 50, "created_at": made.created_at}
     columns["effective_from"] = datetime(2020, 1, 1, tzinfo=UTC).replace(microsecond=int(made.id[-4:], 36) % 1_000_000)
     async with database.writing() as connection:
         await connection.execute(insert(prices).values(**columns, rejected_draft=made.rejected_draft))

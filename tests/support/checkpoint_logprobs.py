@@ -11,7 +11,7 @@ from engine import LLM, SamplingParams
 from tests.support import quantised_checkpoints as layouts
 from tests.support.engines import generation_request, run_to_end, small_engine
 from tests.support.parity import LOGPROB_TOLERANCE, reference_logprobs
-from tests.support.tiny_models import VOCAB_SIZE, make_model
+from tests.support.tiny_models import VOCAB_SIZE, saved_model
 
 LLM_OPTIONS: dict[str, Any] = {"device": "cpu", "threads": 1, "kv_cache_bytes": 1_000_000}
 ROUNDED_TOLERANCE, ROUNDED_MEAN_TOLERANCE = 0.3, 0.02
@@ -59,11 +59,9 @@ def assert_logprobs_equal(found: list[torch.Tensor], expected: list[torch.Tensor
     assert not rounded or float((ours - theirs).abs().mean()) < ROUNDED_MEAN_TOLERANCE
 
 
-def make_sources(directory: Path) -> dict[str, Path]:
-    """Unquantised models, by family."""
-    for family, changes in {"llama": {}, **FAMILIES}.items():
-        make_model(family, directory / family, **{**layouts.SIZES, "head_dim": 16, **changes})
-    return {family: directory / family for family in ("llama", *FAMILIES)}
+def unquantised(family: str) -> Path:
+    """The directory of a model to be quantised, `llama` or one of FAMILIES."""
+    return saved_model(family, **{**layouts.SIZES, "head_dim": 16, **FAMILIES.get(family, {})}).directory
 
 
 def llm_logprobs(directory: Path, **options: Any) -> torch.Tensor:

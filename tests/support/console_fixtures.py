@@ -53,48 +53,20 @@ from appliance.tenancy.sessions import Sessions
 from appliance.tenancy.tenants import Tenants
 from appliance.tenancy.tickets import PROVIDER_SIGN_IN_LIFE_S, SIGN_IN_LIFE_S, Tickets
 from appliance.tenancy.tiers import Tiers
-from engine.protocol import EngineInfo, EngineStatus, MemoryPart
+from engine.protocol import EngineInfo, EngineStatus
 from tests.support.cast import ALICE_PASSWORD, PEPPER, Cast, Person, make_cast
+from tests.support.engine_messages import GIB, engine_info, engine_status
 from tests.support.ledgers import euro_invoices, euro_prices, utc_admission, utc_corrections, utc_ledger, utc_sums
 from tests.support.reused_app import ReusedApp
 from tests.support.row_templates import make_from_template
 
-GIB = 1024**3
 BASE_URL = "http://gatehouse.test"
 VIEWER_PASSWORD = "vera's long password"
 MEMBER_PASSWORD = "a long password of tests"
 _CSRF = re.compile(r'name="csrf_token" value="([^"]+)"')
 
 
-def make_engine_info(*, device: str = "cpu", device_name: str = "A processor") -> EngineInfo:
-    """Facts of a small model."""
-    return EngineInfo(
-        model="demo",
-        architecture="LlamaForCausalLM",
-        max_model_len=2048,
-        vocab_size=8192,
-        eos_token_ids=[1],
-        block_size=16,
-        num_kv_blocks=1000,
-        max_num_seqs=64,
-        dtype="float32",
-        device=device,
-        device_name=device_name,
-        kernels="reference",
-        num_parameters=7_900_000,
-        weights_bytes=GIB,
-        kv_bytes=2 * GIB,
-        load_s=1.0,
-        memory=[
-            MemoryPart(name="weights", predicted_bytes=GIB, measured_bytes=GIB),
-            MemoryPart(name="activations", predicted_bytes=768 << 20),
-            MemoryPart(name="graphs", predicted_bytes=0),
-            MemoryPart(name="kv_cache", predicted_bytes=2 * GIB, measured_bytes=2 * GIB - (1 << 20)),
-        ],
-    )
-
-
-def tenant_reading(name: str, *, running: int = 1, waiting: int = 0, blocks: int = 0, service_s: float = 0.0) -> TenantReading:
+def tenant_reading(name: str, *, running: int = 1, waiting: int = 0, blocks: int = 0) -> TenantReading:
     """A tenant's use of the engine."""
     return TenantReading(
         tenant_id=f"tn_{name}",
@@ -102,27 +74,8 @@ def tenant_reading(name: str, *, running: int = 1, waiting: int = 0, blocks: int
         requests_running=running,
         requests_waiting=waiting,
         kv_blocks=blocks,
-        service_s=service_s,
+        service_s=0.0,
     )
-
-
-def engine_status(*, prompt_tokens: int = 0, **changes: Any) -> EngineStatus:
-    """Gauges of an engine with a quarter of its KV blocks in use."""
-    values: dict[str, Any] = {
-        "num_running": 3,
-        "num_waiting": 1,
-        "kv_blocks_total": 1000,
-        "kv_blocks_used": 250,
-        "kv_blocks_cached": 100,
-        "kv_blocks_free": 650,
-        "step_ms": 12.5,
-        "num_batched_tokens": 3,
-        "steps_total": 10,
-        "generation_tokens_total": 0,
-        "prefix_cache_hit_tokens_total": 0,
-        "preemptions_total": 0,
-    }
-    return EngineStatus(prompt_tokens_total=prompt_tokens, **{**values, **changes})
 
 
 @dataclass
@@ -136,7 +89,7 @@ class EngineSide:
     gpu_error: str | None = NO_GPU
     state: str = "ready"
     error: str | None = None
-    info: EngineInfo | None = field(default_factory=make_engine_info)
+    info: EngineInfo | None = field(default_factory=engine_info)
     status: EngineStatus | None = field(default_factory=engine_status)
     others: list[EngineReading] = field(default_factory=list)
     tokens_per_second: float = 0.0

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from engine.protocol import (
     DecodedToken,
     EngineFrame,
-    EngineInfo,
     EngineStatus,
     FinishReason,
     GatewayFrame,
@@ -30,6 +29,7 @@ from engine.protocol import (
 )
 from engine.switches import switched_off
 from engine.transport import LENGTH, decode_gateway_frame, encode_frame
+from tests.support.engine_messages import engine_info, engine_status
 
 DIE = 301  # the process ends as soon as such a prompt arrives
 FAIL = 302  # the request ends with an error
@@ -66,7 +66,9 @@ class FakeEngine:
         seats: int = 64,
         device: str = "cpu",
     ) -> None:
-        self._info = engine_info(seats, device)
+        self._info = engine_info(
+            max_model_len=MAX_MODEL_LEN, vocab_size=320, max_num_seqs=seats, device=device, switched_off=switched_off()
+        )
         self._reader = reader
         self._writer = writer
         self._step_s = step_s
@@ -180,6 +182,8 @@ class FakeEngine:
 
     def _status(self) -> EngineStatus:
         return engine_status(
+            num_running=len(self._live),
+            num_waiting=0,
             generation_tokens_total=self._generated,
             steps_total=self._steps,
             requests=[progress(live) for live in self._live.values()],
@@ -256,56 +260,6 @@ def make_event(
 def command(fd: int, *options: str) -> list[str]:
     """Return the command line that runs this module on an inherited socket."""
     return [sys.executable, "-m", "tests.support.fake_engine", "--fd", str(fd), *options]
-
-
-def engine_info(seats: int = 64, device: str = "cpu") -> EngineInfo:
-    """Return the facts of a fictitious model."""
-    return EngineInfo(
-        model="fake",
-        architecture="FakeForCausalLM",
-        max_model_len=MAX_MODEL_LEN,
-        vocab_size=320,
-        eos_token_ids=[0],
-        block_size=16,
-        num_kv_blocks=64,
-        max_num_seqs=seats,
-        dtype="float32",
-        device=device,
-        device_name="none",
-        kernels="none",
-        num_parameters=0,
-        weights_bytes=0,
-        kv_bytes=0,
-        load_s=0.0,
-        switched_off=switched_off(),
-    )
-
-
-def engine_status(
-    *,
-    generation_tokens_total: int = 0,
-    steps_total: int = 0,
-    requests: list[RequestProgress] | None = None,
-    tenants: list[TenantProgress] | None = None,
-) -> EngineStatus:
-    """Return an engine's gauges."""
-    return EngineStatus(
-        num_running=len(requests or []),
-        num_waiting=0,
-        kv_blocks_total=64,
-        kv_blocks_used=len(requests or []),
-        kv_blocks_cached=0,
-        kv_blocks_free=64 - len(requests or []),
-        step_ms=1.0,
-        num_batched_tokens=1,
-        steps_total=steps_total,
-        prompt_tokens_total=0,
-        generation_tokens_total=generation_tokens_total,
-        prefix_cache_hit_tokens_total=0,
-        preemptions_total=0,
-        requests=requests,
-        tenants=tenants,
-    )
 
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes:

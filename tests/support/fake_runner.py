@@ -8,13 +8,13 @@ from typing import Any
 from engine.fault_isolation import Runner
 from engine.grammar.queue import GrammarQueue
 from engine.loop import Engine
-from engine.protocol import EngineInfo
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.drafting import Drafter
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
 from engine.scheduling.scheduler import Scheduler
+from tests.support.engine_messages import engine_info
 from tests.support.engines import unused_grammars
 
 MAX_MODEL_LEN, BLOCK_SIZE, EOS = 64, 4, 9
@@ -61,10 +61,9 @@ def engine_over(
     chosen = {
         "max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": MAX_MODEL_LEN, "block_size": BLOCK_SIZE, **limits,
     }  # fmt: skip
-    info = EngineInfo(
-        model="fake", architecture="Fake", max_model_len=MAX_MODEL_LEN, vocab_size=10, eos_token_ids=[EOS],
-        block_size=BLOCK_SIZE, num_kv_blocks=num_blocks, dtype="none", device="none", device_name="none", kernels="none",
-        num_parameters=0, max_num_seqs=4, weights_bytes=0, kv_bytes=0, load_s=0.0,
+    info = engine_info(
+        max_model_len=MAX_MODEL_LEN, vocab_size=10, eos_token_ids=[EOS], block_size=BLOCK_SIZE, num_kv_blocks=num_blocks,
+        max_num_seqs=4,
     )  # fmt: skip
     pool = BlockPool(num_blocks)
     cache = PrefixCache(pool, BLOCK_SIZE) if caches else None

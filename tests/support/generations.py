@@ -138,7 +138,7 @@ LIMITS = RequestLimits(
 
 @asynccontextmanager
 async def open_serving(
-    database: Database, clock: Clock, folder: Path, epoch_id: str, *, step_s: float = 0.0, seats: int = 8, **options: Any
+    database: Database, clock: Clock, folder: Path, epoch_id: str, *, seats: int = 8, **options: Any
 ) -> AsyncIterator[Serving]:
     """Yield a serving layer whose engine runs `seats` requests at a time; at the end, everything must have settled."""
     ours, theirs = await connected_pair()
@@ -156,7 +156,7 @@ async def open_serving(
         prices=euro_prices(database, clock),
     )
     client = EngineClient(ours, on_frame=generations.note_frame)
-    engine = FakeEngine(*theirs, step_s=step_s, seats=seats)
+    engine = FakeEngine(*theirs, seats=seats)
     engine_client = InProcessEngine(client)
     model = ServedModel(
         name=MODEL,

@@ -144,23 +144,23 @@ def packed_8_bit_groups(*, group_size: int = GROUP, symmetric: bool = False) -> 
     )
 
 
-def gptq_8_bits(*, group_size: int = GROUP, desc_act: bool = False) -> Layout:
+def gptq_8_bits(*, desc_act: bool = False) -> Layout:
     """AutoGPTQ's layout with 8 bits: words of four codes along the inputs, zero points minus one."""
 
     def store(_: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-        num_groups = weight.shape[1] // group_size
+        num_groups = weight.shape[1] // GROUP
         order = [(column * 7) % num_groups for column in range(weight.shape[1])] if desc_act else None
         zeros = 100 + torch.arange(weight.shape[0] * num_groups).view(-1, num_groups) % 50
-        codes, scales, meaning = _eight_bit_groups(weight, group_size, order, zeros)
+        codes, scales, meaning = _eight_bit_groups(weight, GROUP, order, zeros)
         tensors = {
             "qweight": bytes_in_words(codes).T,
             "qzeros": bytes_in_words(zeros.T - 1),
             "scales": scales.T,
-            "g_idx": torch.tensor(order or [column // group_size for column in range(weight.shape[1])]),
+            "g_idx": torch.tensor(order or [column // GROUP for column in range(weight.shape[1])]),
         }
         return tensors, meaning
 
-    settings = {"quant_method": "gptq", "bits": 8, "group_size": group_size, "sym": False, "desc_act": desc_act}
+    settings = {"quant_method": "gptq", "bits": 8, "group_size": GROUP, "sym": False, "desc_act": desc_act}
     return Layout(settings=settings, store=store)
 
 

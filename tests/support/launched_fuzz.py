@@ -18,7 +18,6 @@ from weakref import WeakKeyDictionary
 
 from engine.loop import Engine
 from engine.protocol import (
-    EngineInfo,
     FinishReason,
     GenerationRequest,
     PlainReason,
@@ -36,6 +35,7 @@ from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.request import UNKNOWN_TOKEN, Request
 from engine.scheduling.scheduled_batch import BlockMoves, RowResult, ScheduledBatch, ScheduledRequest, StepOutput
 from engine.scheduling.scheduler import Scheduler
+from tests.support.engine_messages import engine_info
 from tests.support.engines import unused_grammars
 from tests.support.scheduler_fuzz import COSTS, GapMeter, RandomDrafter, SchedulerSetup, random_prompt, random_setup
 
@@ -261,11 +261,9 @@ class LaunchedFuzz:
             policy=partial(FairPolicy, settings=settings),
         )
         self.device = FakeDevice(setup.block_size, rng, is_synchronous=is_synchronous, fault_rate=fault_rate)
-        info = EngineInfo(
-            model="fake", architecture="Fake", max_model_len=limits.max_model_len, vocab_size=VOCAB_SIZE,
-            eos_token_ids=[STOP_TOKEN], block_size=setup.block_size, num_kv_blocks=setup.num_blocks, dtype="none",
-            device="none", device_name="none", kernels="none", num_parameters=0, max_num_seqs=setup.max_num_seqs,
-            weights_bytes=0, kv_bytes=0, load_s=0.0,
+        info = engine_info(
+            max_model_len=limits.max_model_len, vocab_size=VOCAB_SIZE, eos_token_ids=[STOP_TOKEN], block_size=setup.block_size,
+            num_kv_blocks=setup.num_blocks, max_num_seqs=setup.max_num_seqs,
         )  # fmt: skip
         self.engine = Engine(self.scheduler, self.device, info, unused_grammars(), clock=lambda: self.now_s)
         self.meter = GapMeter(quantum_ps, settings.cap_ps, math.lcm(*(weight for _, weight in setup.tenants)))

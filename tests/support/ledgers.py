@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -28,7 +28,6 @@ from appliance.metering.limits.owners import Owner
 from appliance.metering.limits.sums import SumsReader
 from appliance.metering.prices import PriceBook
 
-DEADLINE_S = 60.0
 UTC = BillingCalendar("UTC")
 EUR = "EUR"
 _TERMS: dict[str, Any] = {"currency": EUR, "calendar": UTC}
@@ -118,13 +117,6 @@ async def settle(ledger: Ledger, settlement: Settlement) -> UsageEvent:
     async with ledger._db.reading() as connection:
         row = (await connection.execute(select(usage_events).where(*of_request))).mappings().one()
     return event_from_row(row)
-
-
-async def poll_until(condition: Callable[[], bool]) -> None:
-    """Return when `condition` holds; fail after DEADLINE_S."""
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110 - whatever the condition reads, it has no event
-            await asyncio.sleep(0.001)
 
 
 class FailingDatabase(Database):

@@ -18,9 +18,9 @@ from appliance.serving import model_builder
 from appliance.serving.model_folder import ModelFolder
 
 
-def run(connection: Connection, options: dict[str, Any], fake_engine_step_s: float | None, truths: Path | None) -> None:
+def run(connection: Connection, options: dict[str, Any], fake_engine_step_s: float | None, records: Path | None) -> None:
     """Serve until stopped. With `fake_engine_step_s`, a fake engine takes that long per token, and writes its own counts to the
-    folder `truths` if given."""
+    folder `records` if given."""
 
     def listening(started: Started) -> None:
         first = started.first_start
@@ -33,15 +33,15 @@ def run(connection: Connection, options: dict[str, Any], fake_engine_step_s: flo
         )
 
     if fake_engine_step_s is not None:
-        _use_fake_engine(fake_engine_step_s, truths)
+        _use_fake_engine(fake_engine_step_s, records)
     settings = load_settings(options=options, environ={})
     configure_logging(settings.log_level, json=False)
     asyncio.run(serve(settings, on_listening=listening))
 
 
-def _use_fake_engine(step_s: float, truths: Path | None) -> None:
-    extra_arguments = [] if truths is None else ["--truths", str(truths)]
-    module = "tests.support.fake_engine" if truths is None else "tests.crash.witness_engine"
+def _use_fake_engine(step_s: float, records: Path | None) -> None:
+    extra_arguments = [] if records is None else ["--records", str(records)]
+    module = "tests.support.fake_engine" if records is None else "tests.support.recording_engine"
 
     def engine_command(folder: ModelFolder, settings: Settings, fd: int, *, on_gpu: bool = False) -> list[str]:
         assert folder.path.is_dir()

@@ -50,11 +50,11 @@ def write_text_files(folder: Path, *, template: str | None = TEMPLATE) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
 
 
-def make_served_model(folder: Path, *, context_len: int = CONTEXT_LEN) -> Path:
+def make_served_model(folder: Path) -> Path:
     """Write a servable model, a two-layer Llama as saved by transformers, and return its folder. Does not import torch or
     transformers, which would take longer than all other imports of the gateway's tests."""
     write_text_files(folder)
-    config = {**LLAMA, "vocab_size": VOCAB_SIZE, "max_position_embeddings": context_len}
+    config = {**LLAMA, "vocab_size": VOCAB_SIZE, "max_position_embeddings": CONTEXT_LEN}
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
     numbers = np.random.default_rng(7)
     weights = {
@@ -85,9 +85,9 @@ def _llama_shapes() -> dict[str, tuple[int, ...]]:
     return shapes | {f"{name}.weight": shape for name, shape in whole.items()}
 
 
-def make_hollow_model(folder: Path, *, context_len: int = CONTEXT_LEN) -> Path:
+def make_hollow_model(folder: Path) -> Path:
     """Write a folder that everything but an engine accepts as a model: for tests with a fake engine."""
     write_text_files(folder)
-    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": context_len}), "utf-8")
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": CONTEXT_LEN}), "utf-8")
     (folder / "model.safetensors").write_bytes(b"")
     return folder

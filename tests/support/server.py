@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -14,11 +14,11 @@ from typing import Any
 import httpx
 
 from tests.support import forked_processes
+from tests.support.polling import block_until
 
 ADMIN_TOKEN = "gha_token-of-the-tests"
-READY_DEADLINE_S = 300.0
 STOP_DEADLINE_S = 120.0
-POLL_S = 0.05
+CHAT_TIMEOUT_S = 120.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,13 +57,25 @@ class Server:
         made = self.admin("POST", f"/tenants/{tenant_id}/keys", json={"name": "key", **key})
         return tenant_id, made["key"]
 
+    def chat(self, body: dict[str, Any], *, key: str | None = None) -> httpx.Response:
+        """Send a chat request with `key`, by default the first key; return the whole answer."""
+        return httpx.post(**self._chat_request(body, key))
+
+    def stream_chat(self, body: dict[str, Any], *, key: str | None = None) -> AbstractContextManager[httpx.Response]:
+        """Send a chat request and read its answer as a stream, until the end of the block."""
+        return httpx.stream("POST", **self._chat_request({**body, "stream": True}, key))
+
+    def _chat_request(self, body: dict[str, Any], key: str | None) -> dict[str, Any]:
+        headers = {"authorization": f"Bearer {key or self.api_key}"}
+        return {"url": f"{self.url}/v1/chat/completions", "json": body, "headers": headers, "timeout": CHAT_TIMEOUT_S}
+
     def ready(self) -> httpx.Response:
         """Return the answer of the readiness probe."""
         return httpx.get(f"{self.url}/health/ready", timeout=10)
 
     def wait_until_ready(self) -> None:
-        """Wait until requests are answered; fail with the log after READY_DEADLINE_S."""
-        poll_until(lambda: self._alive() and self.ready().status_code == 200, READY_DEADLINE_S, self.log)
+        """Wait until requests are answered; fail with the log after PROCESS_DEADLINE_S."""
+        block_until(lambda: self._alive() and self.ready().status_code == 200, self.log)
 
     def engine_pid(self) -> int:
         """Return the engine's process id once the system page, which is at most a second old, shows it."""
@@ -74,7 +86,7 @@ class Server:
             found[:] = [process["pid"] for process in processes if process["role"] == "engine" and process["pid"] is not None]
             return bool(found)
 
-        poll_until(find_engine, READY_DEADLINE_S, self.log)
+        block_until(find_engine, self.log)
         return found[0]
 
     def log(self) -> str:
@@ -105,9 +117,9 @@ class Server:
 
 
 def start_server(
-    model: Path, data_dir: Path, *, fake_engine_step_s: float | None = None, truths: Path | None = None, **options: Any
+    model: Path, data_dir: Path, *, fake_engine_step_s: float | None = None, engine_records: Path | None = None, **options: Any
 ) -> Server:
-    """Start an appliance on a free port and return once it listens. A fake engine writes its own counts to `truths`."""
+    """Start an appliance on a free port and return once it listens. A fake engine writes its own counts to `engine_records`."""
     data_dir.mkdir(parents=True, exist_ok=True)
     settings = {
         "data_dir": str(data_dir),
@@ -124,7 +136,7 @@ def start_server(
     ours, theirs = forked_processes.CONTEXT.Pipe(duplex=False)
     with ours:
         with theirs:
-            program = ("tests.support.serve_for_tests", "run", theirs, settings, fake_engine_step_s, truths)
+            program = ("tests.support.serve_for_tests", "run", theirs, settings, fake_engine_step_s, engine_records)
             process = forked_processes.start(*program, log=log_path)
         try:
             greeting = ours.recv()
@@ -142,11 +154,3 @@ def running_server(model: Path, data_dir: Path, **options: Any) -> Iterator[Serv
         yield server
     finally:
         server.kill()
-
-
-def poll_until(condition: Any, deadline_s: float, explain: Any = str) -> None:
-    """Return as soon as `condition()` holds; fail with `explain()` after `deadline_s`."""
-    end_s = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < end_s, f"not within {deadline_s} s: {explain()}"
-        time.sleep(POLL_S)

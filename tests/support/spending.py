@@ -78,7 +78,7 @@ async def running_spender(
         await ledger.stop()
 
 
-async def make_price(database: Database, clock: Clock, currency: str = "EUR") -> Price:
+async def make_price(database: Database, clock: Clock, currency: str) -> Price:
     """Return a price at which each completion token costs one unit of money."""
     prices = euro_prices(database, clock)
     return await prices.add(model="demo", currency=currency, prompt=0, cached_prompt=0, completion=PICOS)

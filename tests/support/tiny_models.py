@@ -6,12 +6,17 @@ size of the scores, scaled rotary embeddings are used beyond their original leng
 
 from __future__ import annotations
 
+import atexit
 import copy
+import tempfile
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
+
+from tests.support import tiny_tokenizer
 
 VOCAB_SIZE = 128
 EOS = 2
@@ -140,6 +145,41 @@ def make_model(family: str, directory: Path, *, sharded: bool = False, **changes
     _randomise(model)
     model.save_pretrained(directory, **({"max_shard_size": "60KB"} if sharded else {}))
     return model
+
+
+class SavedModel(NamedTuple):
+    """A model directory, only to be read, and the model of transformers with the same weights."""
+
+    directory: Path
+    reference: Any
+
+
+@cache
+def _folder() -> Path:
+    folder = tempfile.TemporaryDirectory(prefix="gatehouse-models-")
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
+
+
+_SAVED: dict[str, SavedModel] = {}
+
+
+def saved_model(family: str, **changes: Any) -> SavedModel:
+    """Return the model of `make_model`, which is made once per process."""
+    key = f"{family} {sorted(changes.items())}"
+    if key not in _SAVED:
+        directory = _folder() / f"{len(_SAVED)}-{family}"
+        _SAVED[key] = SavedModel(directory, make_model(family, directory, **changes))
+    return _SAVED[key]
+
+
+@cache
+def saved_text_model() -> Path:
+    """Return a directory, only to be read, with a Llama and a tokenizer for any text."""
+    directory = _folder() / "llama-with-tokenizer"
+    make_model("llama", directory, vocab_size=tiny_tokenizer.VOCAB_SIZE)
+    tiny_tokenizer.write_tokenizer(directory)
+    return directory
 
 
 def make_gemma3_with_images(directory: Path) -> Any:

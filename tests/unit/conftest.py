@@ -10,8 +10,10 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import pytest_asyncio
 import structlog
 from hypothesis import settings
 
@@ -33,6 +35,13 @@ async def api(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiAp
     """The whole application without engines, over an empty database, with a client that is authorised as the owner."""
     async with open_api_app(migrated_sqlite_file, tmp_path) as opened:
         yield opened
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def api_document(migrated_sqlite_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The OpenAPI document of the whole application, only to be read."""
+    async with open_api_app(migrated_sqlite_file, tmp_path_factory.mktemp("openapi")) as opened:
+        return (await opened.client.get("/schema/openapi.json")).json()
 
 
 @pytest.fixture

@@ -238,13 +238,8 @@ async def ids_in(api: ApiApp) -> dict[str, str]:
     }  # fmt: skip
 
 
-async def document_of(api: ApiApp) -> Schema:
-    found: Schema = (await api.client.get("/schema/openapi.json")).json()
-    return found
-
-
-async def test_every_operation_with_a_body_is_covered_here(api: ApiApp) -> None:
-    paths = (await document_of(api))["paths"]
+def test_every_operation_with_a_body_is_covered_here(api_document: Any) -> None:
+    paths = api_document["paths"]
     found = {f"{method} {path}" for path, each in paths.items() for method, one in each.items() if "requestBody" in one}
     doubled = {name for name in found if name.split(" ")[1].startswith(("/organization", "/chat"))}
     assert found - doubled - {"post /v1/chat/completions"} == set(BODIES)
@@ -270,10 +265,9 @@ def bodies_in(schema: Schema, schemas: dict[str, Schema]) -> set[str]:
     return found
 
 
-async def test_every_field_of_a_body_has_its_limits_in_the_description(api: ApiApp) -> None:
-    document = await document_of(api)
-    schemas, without = document["components"]["schemas"], {}
-    for operations in document["paths"].values():
+def test_every_field_of_a_body_has_its_limits_in_the_description(api_document: Any) -> None:
+    schemas, without = api_document["components"]["schemas"], {}
+    for operations in api_document["paths"].values():
         for body in (operation["requestBody"] for operation in operations.values() if "requestBody" in operation):
             for name in bodies_in(body["content"]["application/json"]["schema"], schemas):
                 fields = schemas[name]["properties"].items()
@@ -285,11 +279,11 @@ async def test_every_field_of_a_body_has_its_limits_in_the_description(api: ApiA
 
 
 @pytest.mark.parametrize("operation", BODIES)
-async def test_bodies_are_refused_exactly_beyond_the_described_limits(api: ApiApp, operation: str) -> None:
-    document, ids = await document_of(api), await ids_in(api)
+async def test_bodies_are_refused_exactly_beyond_the_described_limits(api: ApiApp, api_document: Any, operation: str) -> None:
+    ids = await ids_in(api)
     method, path = operation.split(" ")
-    schemas = document["components"]["schemas"]
-    schema = document["paths"][path][method]["requestBody"]["content"]["application/json"]["schema"]
+    schemas = api_document["components"]["schemas"]
+    schema = api_document["paths"][path][method]["requestBody"]["content"]["application/json"]["schema"]
     api.services.alerts.webhooks._mail = True  # else webhooks of the kind `email` are refused
     tried = list(trials(schema, schemas))
     assert tried, "no field of the body has a limit"
@@ -306,8 +300,8 @@ async def test_bodies_are_refused_exactly_beyond_the_described_limits(api: ApiAp
         assert trial.accepted or answer.status_code == 400, f"{trial.path}: {str(trial.value)[:80]}: {answer.text[:200]}"
 
 
-async def test_chats_are_refused_exactly_beyond_the_described_limits(api: ApiApp) -> None:
-    schemas = (await document_of(api))["components"]["schemas"]
+def test_chats_are_refused_exactly_beyond_the_described_limits(api_document: Any) -> None:
+    schemas = api_document["components"]["schemas"]
     schema = schemas["ChatCompletionRequest"]
     info = cast(Any, SimpleNamespace(max_model_len=1 << 31, vocab_size=1 << 31))
     for trial in trials(schema, schemas):
@@ -335,10 +329,10 @@ async def test_chats_are_refused_exactly_beyond_the_described_limits(api: ApiApp
         assert names_field(param, trial.path) != trial.accepted, f"{trial.path}: {str(trial.value)[:80]}: {param}"
 
 
-async def test_query_parameters_are_refused_exactly_beyond_the_described_limits(api: ApiApp) -> None:
-    document, ids = await document_of(api), await ids_in(api)
+async def test_query_parameters_are_refused_exactly_beyond_the_described_limits(api: ApiApp, api_document: Any) -> None:
+    ids = await ids_in(api)
     tried = 0
-    for path, operations in document["paths"].items():
+    for path, operations in api_document["paths"].items():
         operation = operations.get("get")
         if operation is None or path == "/admin/v1/events":
             continue
@@ -370,11 +364,11 @@ async def test_query_parameters_are_refused_exactly_beyond_the_described_limits(
     ids=case_id,
 )
 async def test_path_parameters_beyond_the_described_limits_are_not_found(
-    api: ApiApp, operation: str, name: str, body: Schema
+    api: ApiApp, api_document: Any, operation: str, name: str, body: Schema
 ) -> None:
-    document, ids = await document_of(api), await ids_in(api)
+    ids = await ids_in(api)
     method, path = operation.split(" ")
-    (schema,) = [each["schema"] for each in document["paths"][path][method]["parameters"] if each["name"] == name]
+    (schema,) = [each["schema"] for each in api_document["paths"][path][method]["parameters"] if each["name"] == name]
     for value, accepted in own_trials(schema, {}, (name,)):
         answer = await api.client.request(method, path.format_map(ids | {name: value}), json=body)
         assert answer.status_code == (200 if accepted else 404), value

@@ -44,32 +44,29 @@ class Objects(NamedTuple):
     ids=case_id,
 )
 async def test_the_reference_lists_conflicts_that_operations_return(
-    api: ApiApp, method: str, path: str, json: dict[str, Any] | None, status: int
+    api: ApiApp, api_document: Any, method: str, path: str, json: dict[str, Any] | None, status: int
 ) -> None:
     objects = (await create_objects(api))._asdict()
     body = json and {name: value.format(**objects) if isinstance(value, str) else value for name, value in json.items()}
     response = await api.client.request(method, path.format(**objects), json=body)
-    document = (await api.client.get("/schema/openapi.json")).json()
-
     assert response.status_code == status, response.text
-    assert str(status) in documented_responses(document, method, path)
+    assert str(status) in documented_responses(api_document, method, path)
 
 
-async def test_the_reference_describes_itself_and_each_group_of_operations(api: ApiApp) -> None:
-    document = (await api.client.get("/schema/openapi.json")).json()
-    described = {tag["name"] for tag in document["tags"] if tag["description"]}
+def test_the_reference_describes_itself_and_each_group_of_operations(api_document: Any) -> None:
+    described = {tag["name"] for tag in api_document["tags"] if tag["description"]}
 
-    assert "`x-request-id`" in document["info"]["description"]
+    assert "`x-request-id`" in api_document["info"]["description"]
     assert described == {
-        tag for operations in document["paths"].values() for operation in operations.values() for tag in operation["tags"]
+        tag for operations in api_document["paths"].values() for operation in operations.values() for tag in operation["tags"]
     }
 
 
-async def test_usage_reports_are_documented_as_readable_with_an_api_key(api: ApiApp) -> None:
+async def test_usage_reports_are_documented_as_readable_with_an_api_key(api: ApiApp, api_document: Any) -> None:
     tenant = await api.call("POST", "/tenants", status=201, json={"name": "alice"})
     key = await api.call("POST", f"/tenants/{tenant['id']}/keys", status=201, json={"name": "reports", "scopes": ["usage"]})
     headers = {"authorization": f"Bearer {key['key']}"}
-    paths = (await api.client.get("/schema/openapi.json")).json()["paths"]
+    paths = api_document["paths"]
 
     for path in ("/v1/organization/usage/completions", "/v1/organization/usage/embeddings", "/v1/organization/costs"):
         response = await api.client.get(path, headers=headers, params={"start_time": 1})
@@ -78,11 +75,11 @@ async def test_usage_reports_are_documented_as_readable_with_an_api_key(api: Api
     assert paths["/v1/organization/projects"]["get"]["security"] == [{"administrator": []}]
 
 
-async def test_an_optional_body_is_documented_as_optional(api: ApiApp) -> None:
+async def test_an_optional_body_is_documented_as_optional(api: ApiApp, api_document: Any) -> None:
     active = await api.call("POST", "/tenants", status=201, json={"name": "active"})
     key = await api.call("POST", f"/tenants/{active['id']}/keys", status=201, json={"name": "rotated"})
     webhook = await api.call("POST", "/webhooks", status=201, json=WEBHOOK)
-    paths = (await api.client.get("/schema/openapi.json")).json()["paths"]
+    paths = api_document["paths"]
 
     await api.call("POST", f"/keys/{key['id']}/rotate")
     await api.call("POST", f"/webhooks/{webhook['id']}/rotate")
@@ -91,38 +88,34 @@ async def test_an_optional_body_is_documented_as_optional(api: ApiApp) -> None:
     assert paths["/admin/v1/tenants"]["post"]["requestBody"]["required"] is True
 
 
-async def test_sessions_of_another_member_are_a_documented_404(api: ApiApp) -> None:
+async def test_sessions_of_another_member_are_a_documented_404(api: ApiApp, api_document: Any) -> None:
     create = api.services.members.create
     alice, bob = await create("alice@example.com", PASSWORD, "owner"), await create("bob@example.com", PASSWORD, "member")
     headers = await session_headers(api.services, bob)
-    document = (await api.client.get("/schema/openapi.json")).json()
-
     for method in ("GET", "DELETE"):
         await api.call(method, "/sessions", status=404, params={"member_id": alice.id}, headers=headers)
-        assert "404" in documented_responses(document, method, "/admin/v1/sessions")
+        assert "404" in documented_responses(api_document, method, "/admin/v1/sessions")
 
 
-async def test_webhooks_of_another_tenant_are_a_documented_404(api: ApiApp) -> None:
+async def test_webhooks_of_another_tenant_are_a_documented_404(api: ApiApp, api_document: Any) -> None:
     own, other = [await api.call("POST", "/tenants", status=201, json={"name": name}) for name in ("own", "other")]
     bob = await api.services.members.create("bob@example.com", PASSWORD, "member")
     await api.call("POST", f"/tenants/{own['id']}/members", status=201, json={"email": bob.email, "role": "manager"})
     headers = await session_headers(api.services, bob)
-    document = (await api.client.get("/schema/openapi.json")).json()
-
     await api.call("GET", "/webhooks", params={"tenant_id": own["id"]}, headers=headers)
     await api.call("GET", "/webhooks", status=404, params={"tenant_id": other["id"]}, headers=headers)
-    assert "404" in documented_responses(document, "GET", "/admin/v1/webhooks")
+    assert "404" in documented_responses(api_document, "GET", "/admin/v1/webhooks")
 
 
-async def test_metrics_are_documented_with_optional_credentials(api: ApiApp) -> None:
-    paths = (await api.client.get("/schema/openapi.json")).json()["paths"]
+def test_metrics_are_documented_with_optional_credentials(api_document: Any) -> None:
+    paths = api_document["paths"]
 
     assert paths["/metrics"]["get"]["security"] == [{}, {"administrator": []}]
     assert paths["/health/live"]["get"]["security"] == []
 
 
-async def test_no_description_contains_the_indentation_of_its_docstring(api: ApiApp) -> None:
-    schemas = (await api.client.get("/schema/openapi.json")).json()["components"]["schemas"]
+def test_no_description_contains_the_indentation_of_its_docstring(api_document: Any) -> None:
+    schemas = api_document["components"]["schemas"]
     assert [name for name, schema in schemas.items() if "\n " in schema["description"]] == []
 
 

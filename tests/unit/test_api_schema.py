@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+import json
 import re
 import threading
 from collections.abc import Iterator
@@ -19,13 +19,13 @@ from appliance.api import descriptions, openapi
 from appliance.api.descriptions import administration, billing, inference, machine, organization, parameters
 from engine.protocol import KernelChoice
 from tests.support.api_app import ApiApp
-from tests.support.fake_engine import engine_info
+from tests.support.engine_messages import engine_info
 
 METHODS = {"GET", "POST", "PUT", "PATCH", "DELETE"}
 
 
-async def test_every_path_of_the_api_is_described(api: ApiApp) -> None:
-    paths = (await api.client.get("/schema/openapi.json")).json()["paths"]
+async def test_every_path_of_the_api_is_described(api: ApiApp, api_document: Any) -> None:
+    paths = api_document["paths"]
     ours = [route for route in api.app.routes if isinstance(route, HTTPRoute) and _is_api(route)]
 
     assert len(ours) > 20
@@ -51,24 +51,23 @@ async def test_the_document_is_built_once_outside_the_event_loop(monkeypatch: py
     assert threads[0] is not threading.current_thread()
 
 
-async def test_bodies_decoded_without_the_framework_are_described(api: ApiApp) -> None:
-    schema = (await api.client.get("/schema/openapi.json")).json()
-    chat = schema["paths"]["/v1/chat/completions"]["post"]
+def test_bodies_decoded_without_the_framework_are_described(api_document: Any) -> None:
+    chat = api_document["paths"]["/v1/chat/completions"]["post"]
     name = chat["requestBody"]["content"]["application/json"]["schema"]["$ref"].rsplit("/", 1)[1]
 
-    assert {"model", "messages", "stream"} <= set(schema["components"]["schemas"][name]["properties"])
-    assert "/admin/v1/tenants" in schema["paths"]
+    assert {"model", "messages", "stream"} <= set(api_document["components"]["schemas"][name]["properties"])
+    assert "/admin/v1/tenants" in api_document["paths"]
 
 
-async def test_parameters_that_take_several_values_are_described_as_lists(api: ApiApp) -> None:
-    paths = (await api.client.get("/schema/openapi.json")).json()["paths"]
+def test_parameters_that_take_several_values_are_described_as_lists(api_document: Any) -> None:
+    paths = api_document["paths"]
     described = {parameter["name"]: parameter["schema"]["type"] for parameter in paths["/admin/v1/usage"]["get"]["parameters"]}
 
     assert (described["key_id"], described["tenant_id"], described["limit"]) == ("array", "string", "integer")
 
 
-async def test_parameters_that_must_be_sent_are_described_as_required(api: ApiApp) -> None:
-    paths = (await api.client.get("/schema/openapi.json")).json()["paths"]
+async def test_parameters_that_must_be_sent_are_described_as_required(api: ApiApp, api_document: Any) -> None:
+    paths = api_document["paths"]
     for path in ("/v1/organization/usage/completions", "/v1/organization/usage/embeddings", "/v1/organization/costs"):
         required = {parameter["name"] for parameter in paths[path]["get"]["parameters"] if parameter["required"]}
         refused = await api.client.get(path, headers=await api.as_role("viewer"))
@@ -77,8 +76,8 @@ async def test_parameters_that_must_be_sent_are_described_as_required(api: ApiAp
         assert refused.json()["error"]["param"] == "start_time"
 
 
-async def test_operation_ids_are_unique_and_usable_as_method_names(api: ApiApp) -> None:
-    paths = (await api.client.get("/schema/openapi.json")).json()["paths"]
+def test_operation_ids_are_unique_and_usable_as_method_names(api_document: Any) -> None:
+    paths = api_document["paths"]
     names = [operation["operationId"] for operations in paths.values() for operation in operations.values()]
 
     assert paths["/v1/chat/completions"]["post"]["operationId"] == "createChatCompletion"
@@ -88,17 +87,16 @@ async def test_operation_ids_are_unique_and_usable_as_method_names(api: ApiApp) 
     assert [name for name in names if not re.fullmatch("[a-z][A-Za-z]*", name)] == []
 
 
-async def test_schema_names_are_usable_as_class_names(api: ApiApp) -> None:
-    schemas = (await api.client.get("/schema/openapi.json")).json()["components"]["schemas"]
+def test_schema_names_are_usable_as_class_names(api_document: Any) -> None:
+    schemas = api_document["components"]["schemas"]
 
     assert {"Key", "KeyPage", "ProjectList", "CompletionsResultBucket", "ChatCompletionRequest"} <= set(schemas)
     assert [name for name in schemas if not re.fullmatch("[A-Z][A-Za-z]*", name) or "Shape" in name] == []
     assert [name for name, schema in schemas.items() if schema["title"] != name] == []
 
 
-async def test_paths_are_ordered_by_part_and_name(api: ApiApp) -> None:
-    document = (await api.client.get("/schema/openapi.json")).json()
-    paths, schemas = list(document["paths"]), list(document["components"]["schemas"])
+def test_paths_are_ordered_by_part_and_name(api_document: Any) -> None:
+    paths, schemas = list(api_document["paths"]), list(api_document["components"]["schemas"])
     parts = [[path for path in paths if path.startswith(prefix)] for prefix in ("/v1/", "/admin/", "/health", "/metrics")]
     others = [path for path in paths if not path.startswith(("/v1/", "/admin/", "/health", "/metrics"))]
 
@@ -106,8 +104,8 @@ async def test_paths_are_ordered_by_part_and_name(api: ApiApp) -> None:
     assert schemas == sorted(schemas)
 
 
-async def test_a_parameter_with_two_spellings_is_described_once(api: ApiApp) -> None:
-    paths = (await api.client.get("/schema/openapi.json")).json()["paths"]
+def test_a_parameter_with_two_spellings_is_described_once(api_document: Any) -> None:
+    paths = api_document["paths"]
     for path, operations in paths.items():
         for operation in operations.values():
             names = [parameter["name"] for parameter in operation.get("parameters", ())]
@@ -120,8 +118,8 @@ async def test_a_parameter_with_two_spellings_is_described_once(api: ApiApp) -> 
     assert projects["description"].endswith("`project_ids[]` means the same.")
 
 
-async def test_numeric_and_boolean_parameters_are_described_as_such(api: ApiApp) -> None:
-    paths = (await api.client.get("/schema/openapi.json")).json()["paths"]
+def test_numeric_and_boolean_parameters_are_described_as_such(api_document: Any) -> None:
+    paths = api_document["paths"]
     described = {
         parameter["name"]: parameter["schema"].get("type")
         for path in ("/v1/organization/usage/completions", "/v1/organization/audit_logs")
@@ -135,8 +133,8 @@ async def test_numeric_and_boolean_parameters_are_described_as_such(api: ApiApp)
     assert described["bucket_width"] == "string"
 
 
-async def test_operations_have_their_parameters_and_credentials(api: ApiApp) -> None:
-    paths = (await api.client.get("/schema/openapi.json")).json()["paths"]
+def test_operations_have_their_parameters_and_credentials(api_document: Any) -> None:
+    paths = api_document["paths"]
     parameters = {parameter["name"] for parameter in paths["/admin/v1/ledger"]["get"]["parameters"]}
 
     assert {"limit", "cursor", "tenant_id", "status"} <= parameters
@@ -144,27 +142,27 @@ async def test_operations_have_their_parameters_and_credentials(api: ApiApp) -> 
     assert paths["/admin/v1/tenants"]["post"]["security"] == [{"administrator": []}]
 
 
-async def test_every_operation_struct_field_and_parameter_has_a_description(api: ApiApp) -> None:
-    schema = (await api.client.get("/schema/openapi.json")).json()
-    undescribed = [name for name, described in schema["components"]["schemas"].items() if not described.get("description")]
-    for name, described in schema["components"]["schemas"].items():
+def test_every_operation_struct_field_and_parameter_has_a_description(api_document: Any) -> None:
+    undescribed = [
+        name for name, described in api_document["components"]["schemas"].items() if not described.get("description")
+    ]
+    for name, described in api_document["components"]["schemas"].items():
         undescribed += [
             f"{name}.{field}" for field, each in described.get("properties", {}).items() if not each.get("description")
         ]
-    for path, operations in schema["paths"].items():
+    for path, operations in api_document["paths"].items():
         for method, operation in operations.items():
             undescribed += [f"{method} {path}"] * (not (operation.get("summary") and operation.get("description")))
             undescribed += [f"{path} {each['name']}" for each in operation.get("parameters", ()) if not each.get("description")]
     assert undescribed == []
 
 
-async def test_every_description_is_used(api: ApiApp) -> None:
-    schema = (await api.client.get("/schema/openapi.json")).json()
+def test_every_description_is_used(api_document: Any) -> None:
     used, used_of_paths = set(), set()
-    for name, described in schema["components"]["schemas"].items():
+    for name, described in api_document["components"]["schemas"].items():
         for field in described.get("properties", {}):
             used.add(next((key for key in descriptions.lookup_keys(name, field) if key in descriptions.FIELDS), ""))
-    for path, operations in schema["paths"].items():
+    for path, operations in api_document["paths"].items():
         for each in (each for operation in operations.values() for each in operation.get("parameters", ())):
             keys = parameters.lookup_keys(path, each["name"])
             used_of_paths.add(next((key for key in keys if key in parameters.PARAMETERS), ""))
@@ -177,8 +175,8 @@ def test_no_description_overrides_another() -> None:
     assert sum(len(part.FIELDS) for part in parts) == len(descriptions.FIELDS)
 
 
-async def test_summaries_of_operations_begin_with_a_verb(api: ApiApp) -> None:
-    paths = (await api.client.get("/schema/openapi.json")).json()["paths"]
+def test_summaries_of_operations_begin_with_a_verb(api_document: Any) -> None:
+    paths = api_document["paths"]
     first = {operation["summary"].split()[0] for operations in paths.values() for operation in operations.values()}
 
     assert first == {
@@ -201,9 +199,8 @@ async def test_summaries_of_operations_begin_with_a_verb(api: ApiApp) -> None:
         ("get", "/metrics", {"200", "401", "403"}),
     ],
 )
-async def test_operations_list_their_statuses(api: ApiApp, method: str, path: str, statuses: set[str]) -> None:
-    schema = (await api.client.get("/schema/openapi.json")).json()
-    responses = schema["paths"][path][method]["responses"]
+def test_operations_list_their_statuses(api_document: Any, method: str, path: str, statuses: set[str]) -> None:
+    responses = api_document["paths"][path][method]["responses"]
 
     assert set(responses) == {*statuses, "default"}
     for status in statuses - {"200", "201"}:
@@ -212,8 +209,8 @@ async def test_operations_list_their_statuses(api: ApiApp, method: str, path: st
         assert responses[status]["description"]
 
 
-async def test_every_error_is_described_with_the_common_shape(api: ApiApp) -> None:
-    paths = (await api.client.get("/schema/openapi.json")).json()["paths"]
+def test_every_error_is_described_with_the_common_shape(api_document: Any) -> None:
+    paths = api_document["paths"]
     for path, operations in paths.items():
         for operation in operations.values():
             for status, response in operation["responses"].items():
@@ -223,8 +220,8 @@ async def test_every_error_is_described_with_the_common_shape(api: ApiApp) -> No
             assert "default" in operation["responses"], path
 
 
-async def test_streams_and_text_have_their_own_media_types(api: ApiApp) -> None:
-    paths = (await api.client.get("/schema/openapi.json")).json()["paths"]
+def test_streams_and_text_have_their_own_media_types(api_document: Any) -> None:
+    paths = api_document["paths"]
 
     def media_types(method: str, path: str) -> set[str]:
         return set(paths[path][method]["responses"]["200"]["content"])
@@ -234,17 +231,17 @@ async def test_streams_and_text_have_their_own_media_types(api: ApiApp) -> None:
     assert media_types("get", "/metrics") == {"text/plain"}
 
 
-async def test_every_reference_in_the_schema_has_a_target(api: ApiApp) -> None:
-    text = (await api.client.get("/schema/openapi.json")).text
-    targets = (await api.client.get("/schema/openapi.json")).json()["components"]["schemas"]
+def test_every_reference_in_the_schema_has_a_target(api_document: Any) -> None:
+    text = json.dumps(api_document)
+    targets = api_document["components"]["schemas"]
     named = {part.split('"', 1)[0] for part in text.split('"#/components/schemas/')[1:]}
 
     assert named
     assert named <= set(targets)
 
 
-async def test_every_array_in_the_schema_has_items(api: ApiApp) -> None:
-    schemas = (await api.client.get("/schema/openapi.json")).json()["components"]["schemas"]
+def test_every_array_in_the_schema_has_items(api_document: Any) -> None:
+    schemas = api_document["components"]["schemas"]
 
     assert {"type": "array", "items": {}} in schemas["Message"]["properties"]["tool_calls"]["anyOf"]
     assert [array for array in _arrays(schemas) if "items" not in array] == []
@@ -290,8 +287,8 @@ async def test_readiness_notes_what_slows_an_engine_down_without_the_reason(
     refused = KernelChoice(name="products", serves="tiles", us={"tiles": 1.0}, refused={"GEMV": "wrong results"})
     infos = {
         "fast": None,
-        "slow": dataclasses.replace(engine_info(), device_note="the NVIDIA GPU is not used: its driver"),
-        "old": dataclasses.replace(engine_info(), kernel_choices=[refused]),
+        "slow": engine_info(device_note="the NVIDIA GPU is not used: its driver"),
+        "old": engine_info(kernel_choices=[refused]),
     }
     models = [SimpleNamespace(name=name, engine=SimpleNamespace(info=info)) for name, info in infos.items()]
     monkeypatch.setattr(api.services.models, "list", lambda: models)

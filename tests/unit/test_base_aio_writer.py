@@ -18,7 +18,7 @@ from appliance.base import aio_writer
 from appliance.base import journal as journal_module
 from appliance.base.aio_writer import BLOCK_BYTES, BUFFER_BYTES, SLOW_SUBMITS_MAX, AioWriter
 from appliance.base.journal import Journal, remaining_records
-from tests.support.ledgers import DEADLINE_S, poll_until
+from tests.support.polling import DEADLINE_S, poll_until
 
 
 @pytest.fixture(autouse=True)
@@ -134,10 +134,10 @@ def thread_writes(journal: Journal) -> bool:
     return journal._thread is not None
 
 
-async def kernel_written_journal(tmp_path: Path, records: int = 3) -> tuple[Journal, list[bytes]]:
+async def kernel_written_journal(tmp_path: Path) -> tuple[Journal, list[bytes]]:
     """Return a journal written by the kernel, and the records appended to it."""
     journal = Journal(tmp_path / "j", use_aio=True)
-    held = [b"held %d" % number for number in range(records)]
+    held = [b"held %d" % number for number in range(3)]
     for record in held:
         await journal.append(record)
     assert journal._aio is not None

@@ -17,7 +17,7 @@ import structlog
 from appliance.base import journal as journal_module
 from appliance.base.aio_writer import BLOCK_BYTES
 from appliance.base.journal import Journal, remaining_records
-from tests.support.ledgers import poll_until
+from tests.support.polling import poll_until
 
 BOTH_WRITERS = pytest.mark.parametrize("use_aio", [False, True], ids=["thread", "kernel"])
 

@@ -18,7 +18,8 @@ from appliance.telemetry.gpu import GpuReading
 from appliance.tenancy.access import Access
 from engine.protocol import MemoryPart
 from tests.support.clock import FakeClock
-from tests.support.console_fixtures import GIB, ConsoleApp, engine_status, make_engine_info, tenant_reading
+from tests.support.console_fixtures import ConsoleApp, tenant_reading
+from tests.support.engine_messages import GIB, engine_info, engine_status
 from tests.support.factories import pending, posted
 
 GPU = GpuReading(
@@ -46,7 +47,7 @@ async def test_without_a_gpu_the_overview_names_the_cpu(console: ConsoleApp) -> 
 
 
 async def test_a_device_name_that_begins_with_cpu_is_not_shown_twice(console: ConsoleApp) -> None:
-    console.engine_side.info = make_engine_info(device_name="CPU, 3 threads")
+    console.engine_side.info = engine_info(device_name="CPU, 3 threads")
 
     assert "The engine runs on the CPU (3 threads)" in await overview(console)
 
@@ -55,9 +56,9 @@ async def test_a_device_name_that_begins_with_cpu_is_not_shown_twice(console: Co
 async def test_several_engines_on_the_cpu_show_the_device_only_if_it_is_the_same(
     console: ConsoleApp, threads: int, words: str
 ) -> None:
-    console.engine_side.info = make_engine_info(device_name="CPU, 3 threads")
+    console.engine_side.info = engine_info(device_name="CPU, 3 threads")
     (first,) = console.engine_side.engines()
-    info = make_engine_info(device_name=f"CPU, {threads} threads")
+    info = engine_info(device_name=f"CPU, {threads} threads")
     console.engine_side.others = [dataclasses.replace(first, model="second", info=info)]
 
     assert f"No NVIDIA GPU. The engines run on the CPU{words}</dd>" in await overview(console)
@@ -84,7 +85,7 @@ async def test_an_unreadable_gpu_is_an_error_and_not_a_missing_gpu(console: Cons
 
 async def test_the_memory_of_one_gpu_is_split_into_weights_kv_other_and_free(console: ConsoleApp) -> None:
     console.engine_side.gpus, console.engine_side.gpu_error = [GPU], None
-    console.engine_side.info = make_engine_info(device="cuda")
+    console.engine_side.info = engine_info(device="cuda")
 
     page = await overview(console)
 
@@ -104,7 +105,7 @@ async def test_the_memory_of_one_gpu_is_split_into_weights_kv_other_and_free(con
 async def test_with_several_gpus_only_the_used_memory_of_each_is_shown(console: ConsoleApp) -> None:
     console.engine_side.gpus = [GPU, dataclasses.replace(GPU, index=1, power_w=None, utilization=None, temperature_c=None)]
     console.engine_side.gpu_error = None
-    console.engine_side.info = make_engine_info(device="cuda")
+    console.engine_side.info = engine_info(device="cuda")
 
     page = await overview(console)
 
@@ -125,13 +126,13 @@ async def test_with_several_gpus_only_the_used_memory_of_each_is_shown(console: 
 async def test_the_weight_format_and_the_format_of_a_decoded_checkpoint_are_shown(
     quantization: str, shown: str, console: ConsoleApp
 ) -> None:
-    console.engine_side.info = dataclasses.replace(make_engine_info(), quantization=quantization)
+    console.engine_side.info = engine_info(quantization=quantization)
     facts = (await overview(console)).partition('class="facts muted"')[2].partition("</p>")[0]
     assert shown in [fact.strip() for fact in re.split(r"[·>\n]", facts)]
 
 
 async def test_measured_and_predicted_memory_are_shown_part_by_part(console: ConsoleApp) -> None:
-    console.engine_side.info = dataclasses.replace(make_engine_info(), memory_note="the context is 512 tokens: it needs more")
+    console.engine_side.info = engine_info(memory_note="the context is 512 tokens: it needs more")
 
     page = " ".join((await overview(console)).split())
 
@@ -143,7 +144,7 @@ async def test_measured_and_predicted_memory_are_shown_part_by_part(console: Con
 
 
 async def test_console_and_system_api_say_that_a_gpu_is_not_used(console: ConsoleApp) -> None:
-    console.engine_side.info = dataclasses.replace(make_engine_info(), device_note="torch finds no usable GPU. Too old.")
+    console.engine_side.info = engine_info(device_note="torch finds no usable GPU. Too old.")
     assert "On the CPU although an NVIDIA driver is loaded: torch finds no usable GPU. Too old." in await overview(console)
     (engine,) = system_shape(await console.services.sampler.sample(), "1").engine
     assert engine.device_note == "torch finds no usable GPU. Too old."
@@ -163,7 +164,7 @@ async def test_the_system_api_reports_the_same_memory(console: ConsoleApp) -> No
 
 async def test_the_memory_of_captured_graphs_is_shown_with_their_number(console: ConsoleApp) -> None:
     graphs = MemoryPart(name="graphs", predicted_bytes=GIB, measured_bytes=64 << 20, num_predicted=91, num_measured=9)
-    console.engine_side.info = dataclasses.replace(make_engine_info(), memory=[graphs])
+    console.engine_side.info = engine_info(memory=[graphs])
 
     (engine,) = system_shape(await console.services.sampler.sample(), "1").engine
 
@@ -247,7 +248,7 @@ async def test_the_prompt_token_rate_is_never_negative_after_an_engine_restart(c
     side, sampler = console.engine_side, console.services.sampler
     sampler.history.clear()
     for total in (0, 100, 400, 50):
-        side.status = engine_status(prompt_tokens=total)
+        side.status = engine_status(prompt_tokens_total=total)
         await sampler.sample()
         clock.advance(2)
 

@@ -21,7 +21,8 @@ from appliance.tenancy.roles import Role, TenantRole
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import ConsoleApp, open_console
 from tests.support.factories import pending, posted
-from tests.support.ledgers import num_running, poll_until
+from tests.support.ledgers import num_running
+from tests.support.polling import poll_until
 
 LAST_OF_MONTH = datetime(2026, 12, 31, 12, 0, tzinfo=UTC)
 UNTIL_NEW_YEAR_S = 11.5 * 3600  # half past midnight of January 1 in Zurich

@@ -16,8 +16,8 @@ from engine.offline.outputs import GenerationFailed
 from engine.protocol import FinishReason, GenerationRequest, InvalidOption, Priority, TokenEvent
 from engine.text.tokenizer import Tokenizer
 from tests.support.engines import KV_CACHE_BYTES, generation_request, run_to_end, small_engine, tokens
-from tests.support.tiny_models import make_model
-from tests.support.tiny_tokenizer import VOCAB_SIZE, write_tokenizer
+from tests.support.tiny_models import saved_text_model
+from tests.support.tiny_tokenizer import VOCAB_SIZE
 
 CONTEXT = 256
 NEIGHBOURS = {"x": [5, 6, 7], "y": list(range(20, 60)), "z": [9] * 17}
@@ -114,11 +114,8 @@ BAD_PROMPTS: list[tuple[Any, str]] = [
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    make_model("llama", directory, vocab_size=VOCAB_SIZE)
-    write_tokenizer(directory)
-    return directory
+def model() -> Path:
+    return saved_text_model()
 
 
 @pytest.fixture(scope="module")

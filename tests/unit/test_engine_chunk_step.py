@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from engine.scheduling.scheduled_batch import ScheduledRequest
 from kernels.paged_plan import PagedPlan
 from tests.support.engines import overlapped_engine
 from tests.support.slots import slot_state
-from tests.support.tiny_models import make_model
+from tests.support.tiny_models import saved_model
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, NUM_SLOTS, NUM_BLOCKS = 4, 3, 8
@@ -166,10 +165,8 @@ def test_shapes_are_warmed_up_in_inference_mode(step: ChunkStep, monkeypatch: py
 
 
 @pytest.mark.parametrize(("family", "selects_on_host"), [("llama", False), ("mixtral", True)])
-def test_a_model_whose_host_selects_experts_has_no_padded_chunk_step(
-    family: str, selects_on_host: bool, tmp_path: Path
-) -> None:
-    make_model(family, tmp_path)
-    runner = overlapped_engine(tmp_path).runner
+def test_a_model_whose_host_selects_experts_has_no_padded_chunk_step(family: str, selects_on_host: bool) -> None:
+    directory = saved_model(family).directory
+    runner = overlapped_engine(directory).runner
     assert isinstance(runner, SlotRunner)
     assert (runner.steps.chunks is None) == selects_on_host

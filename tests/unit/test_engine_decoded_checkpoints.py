@@ -27,7 +27,7 @@ from kernels import ops
 from tests.support import hub_checkpoints as hub
 from tests.support import quantised_checkpoints as layouts
 from tests.support.engines import generation_request, run_to_end, small_engine, tokens
-from tests.support.tiny_models import make_model
+from tests.support.tiny_models import make_model, saved_model
 from tests.support.tiny_tokenizer import VOCAB_SIZE, write_tokenizer
 
 MULTIPLIED = {
@@ -120,8 +120,8 @@ def test_engine_info_and_log_name_the_stored_and_the_kept_format(
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", [*MULTIPLIED, *DECODED])
 def test_weights_are_predicted(name: str, family: str, tmp_path: Path) -> None:
-    make_model(family, tmp_path / "plain", **{**layouts.SIZES, "head_dim": 16, **FAMILIES[family]})
-    directory = layouts.write(tmp_path / "plain", tmp_path / "made", {**MULTIPLIED, **DECODED}[name]).directory
+    plain = saved_model(family, **{**layouts.SIZES, "head_dim": 16, **FAMILIES[family]}).directory
+    directory = layouts.write(plain, tmp_path / "made", {**MULTIPLIED, **DECODED}[name]).directory
     for quantization in ("int8", "fp8", "none") if name in DECODED else (None,):
         engine = small_engine(directory, num_kv_blocks=8, quantization=quantization)
         (weights,) = (part for part in engine.info.memory if part.name == "weights")

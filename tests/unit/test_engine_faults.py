@@ -36,7 +36,7 @@ from tests.support.engines import (
     small_engine,
     tokens,
 )
-from tests.support.tiny_models import make_model
+from tests.support.tiny_models import saved_model
 
 BAD = "bad"
 BAD_PROMPT = [99, 98, 97]
@@ -48,10 +48,8 @@ MakeEngine = Callable[..., Engine]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("llama")
-    make_model("llama", folder)
-    return folder
+def model() -> Path:
+    return saved_model("llama").directory
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from kernels import ops
 from kernels.torch import table
 from kernels.torch.fp8_rows import quantize_rows_fp8
 from tests.support.engines import generation_request, run_to_end, small_engine, tokens
-from tests.support.tiny_models import make_model
+from tests.support.tiny_models import saved_model
 
 PLAIN = table.OPERATIONS
 PROMPTS = {"a": [5, 6, 7], "b": list(range(3, 21)), "c": [8]}
@@ -49,11 +49,11 @@ def generated_ids(model: Path, **options: Any) -> dict[str, list[int]]:
     ids=lambda value: str(value)[:50],
 )
 def test_operations_before_an_fp8_product_quantise_its_rows_without_changing_tokens(
-    family: str, expected: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, expected: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_model(family, tmp_path)
+    directory = saved_model(family).directory
     monkeypatch.setattr(ops, "_FLOAT32_TABLES", {})
-    before, calls = generated_ids(tmp_path), list[str]()
+    before, calls = generated_ids(directory), list[str]()
 
     def add_rms_norm_fp8(*arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         calls.append("add_rms_norm")
@@ -68,5 +68,5 @@ def test_operations_before_an_fp8_product_quantise_its_rows_without_changing_tok
         gelu_tanh_mul_fp8=quantising(PLAIN.gelu_tanh_mul, calls, "gelu_tanh_mul"),
     )
     monkeypatch.setattr(ops, "_load_table", lambda _name: fused)
-    assert generated_ids(tmp_path) == before
+    assert generated_ids(directory) == before
     assert set(calls) == expected

@@ -16,7 +16,7 @@ import pytest
 from engine import main
 from engine.offline import gc_thresholds
 from tests.support.engines import small_engine
-from tests.support.tiny_models import make_model
+from tests.support.tiny_models import saved_model
 
 
 def test_objects_alive_at_the_start_are_frozen_while_the_process_serves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,13 +32,13 @@ def test_objects_alive_at_the_start_are_frozen_while_the_process_serves(monkeypa
     assert freeze_counts[1:] == [0], "but is at its end"
 
 
-def test_a_dropped_engine_is_collected_although_another_one_is_built(tmp_path: Path) -> None:
+def test_a_dropped_engine_is_collected_although_another_one_is_built() -> None:
     """Engines contain cycles: freezing all objects when one is built would keep the weights of dropped ones."""
-    make_model("llama", tmp_path / "model", num_hidden_layers=1, head_dim=16)
+    directory = saved_model("llama", num_hidden_layers=1, head_dim=16).directory
     frozen = gc.get_freeze_count()
     dropped = []
     for _ in range(2):
-        engine = small_engine(tmp_path / "model", dtype="float32", max_num_seqs=2, max_model_len=32, num_kv_blocks=16)
+        engine = small_engine(directory, dtype="float32", max_num_seqs=2, max_model_len=32, num_kv_blocks=16)
         dropped.append(weakref.ref(engine.runner))
         engine.close()
         del engine

@@ -20,16 +20,14 @@ from kernels.reference.quantised import dequantise
 from tests.support import quantised_checkpoints as layouts
 from tests.support.checkpoint_logprobs import llm_logprobs
 from tests.support.engines import small_engine
-from tests.support.tiny_models import make_encoder, make_model
+from tests.support.tiny_models import make_encoder, saved_model
 
 ROUNDING = 1e-4  # the same numbers in float32, added in another order
 
 
 @pytest.fixture(scope="module", params=["own head", "tied"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("heads") / "model"
-    make_model("llama", directory, **layouts.SIZES, tie_word_embeddings=request.param == "tied")
-    return directory
+def model(request: pytest.FixtureRequest) -> Path:
+    return saved_model("llama", **layouts.SIZES, tie_word_embeddings=request.param == "tied").directory
 
 
 def with_rounded_head(directory: Path, target: Path) -> Path:
@@ -94,8 +92,8 @@ def test_memory_is_planned_for_the_format_of_the_head(
 
 
 def test_a_head_that_is_quantised_in_the_checkpoint_cannot_be_quantised_again(tmp_path: Path) -> None:
-    make_model("llama", tmp_path / "plain", **layouts.SIZES, tie_word_embeddings=False)
-    written = layouts.write(tmp_path / "plain", tmp_path / "gptq", layouts.gptq(), skipped=())
+    plain = saved_model("llama", **layouts.SIZES, tie_word_embeddings=False).directory
+    written = layouts.write(plain, tmp_path / "gptq", layouts.gptq(), skipped=())
     for head in ("int8", "none"):
         with pytest.raises(EngineConfigError, match=r"head_quantization .*output head is quantised already"):
             small_engine(written.directory, head_quantization=head)

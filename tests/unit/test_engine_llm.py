@@ -22,8 +22,7 @@ from engine.grammar.compile_queue import CompileQueue
 from engine.offline.gc_thresholds import OLDER_PER_FULL
 from engine.options import LIMITS, EngineOptions
 from engine.scheduling.token_events import StepEvents
-from tests.support.tiny_models import greedy, make_model
-from tests.support.tiny_tokenizer import VOCAB_SIZE, write_tokenizer
+from tests.support.tiny_models import greedy, saved_model, saved_text_model
 
 SMALL: dict[str, Any] = {"device": "cpu", "kv_cache_bytes": 1_000_000, "threads": 1}
 DOCUMENTED_DEFAULTS: dict[str, Any] = {
@@ -50,11 +49,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    make_model("llama", directory, vocab_size=VOCAB_SIZE)
-    write_tokenizer(directory)
-    return directory
+def model() -> Path:
+    return saved_text_model()
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +71,10 @@ def test_every_engine_option_is_a_parameter_of_llm_with_the_same_default() -> No
     assert {name for name in options if own[name] != options[name]} == {"model", "max_num_seqs"}
 
 
-def test_greedy_tokens_of_token_id_prompts_are_those_of_transformers(tmp_path: Path) -> None:
-    reference = make_model("llama", tmp_path)
+def test_greedy_tokens_of_token_id_prompts_are_those_of_transformers() -> None:
+    directory, reference = saved_model("llama")
     prompts = [[5, 6, 7], [8], list(range(10, 40))]
-    outputs = LLM(tmp_path, **SMALL).generate(prompts, GREEDY)
+    outputs = LLM(directory, **SMALL).generate(prompts, GREEDY)
     assert [output.outputs[0].token_ids for output in outputs] == [greedy(reference, prompt, 8) for prompt in prompts]
     assert [output.prompt_token_ids for output in outputs] == prompts
 

@@ -41,21 +41,17 @@ from engine.step_sizes import graphs_kept
 from engine.weights import WeightsSize
 from kernels import ops
 from tests.support import quantised_checkpoints as layouts
+from tests.support.engine_messages import engine_info
 from tests.support.engines import overlapped_engine, small_engine
-from tests.support.fake_engine import engine_info
 from tests.support.published_configs import LLAMA_8B
-from tests.support.tiny_models import FAMILY_SETTINGS, make_model
-from tests.support.tiny_tokenizer import write_tokenizer
+from tests.support.tiny_models import FAMILY_SETTINGS, saved_model, saved_text_model
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("llama")
-    make_model("llama", folder)
-    write_tokenizer(folder)
-    return folder
+def model() -> Path:
+    return saved_text_model()
 
 
 @pytest.fixture
@@ -86,9 +82,9 @@ def forecast(config: ModelConfig, device: torch.device = GPU, **options: Any) ->
 
 
 @pytest.mark.parametrize("family", sorted(FAMILY_SETTINGS))
-def test_predicted_parameters_equal_those_of_the_decoders_weight_plan(family: str, tmp_path: Path) -> None:
-    make_model(family, tmp_path)
-    config = load_model_config(tmp_path)
+def test_predicted_parameters_equal_those_of_the_decoders_weight_plan(family: str) -> None:
+    directory = saved_model(family).directory
+    config = load_model_config(directory)
     shape = MemoryShape.of(config)
     required = WeightsSize.of(Decoder(config, dtype=torch.float32, device=CPU).weight_plan())
     assert shape.matrices + shape.embedding + shape.head + shape.others == required.num_parameters
@@ -161,8 +157,7 @@ def test_weights_quantised_on_the_fly_are_predicted_except_for_row_scales(model:
     ids=["awq", "gptq", "fp8"],
 )
 def test_weights_of_a_quantised_checkpoint_are_predicted(layout: layouts.Layout, tmp_path: Path) -> None:
-    make_model("llama", tmp_path / "plain", **layouts.SIZES)
-    directory = layouts.write(tmp_path / "plain", tmp_path / "written", layout).directory
+    directory = layouts.write(saved_model("llama", **layouts.SIZES).directory, tmp_path / "written", layout).directory
     (weights,) = (part for part in small_engine(directory, num_kv_blocks=8).info.memory if part.name == "weights")
     assert weights.predicted_bytes == pytest.approx(weights.measured_bytes, rel=0.05)
 
@@ -186,14 +181,14 @@ def test_block_tables_of_steps_over_slots_are_predicted(with_drafts: bool, model
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3"])
-def test_rotary_tables_of_target_and_draft_model_are_predicted(family: str, model: Path, tmp_path: Path) -> None:
-    make_model(family, tmp_path, vocab_size=load_model_config(model).vocab_size)
+def test_rotary_tables_of_target_and_draft_model_are_predicted(family: str, model: Path) -> None:
+    directory = saved_model(family, vocab_size=load_model_config(model).vocab_size).directory
     speculative = SpeculativeOptions.parse({"method": "draft_model", "model": str(model), "num_speculative_tokens": 2})
     for speculation in (None, speculative):
-        options = EngineOptions(model=tmp_path, device="cpu", num_kv_blocks=2, speculative_config=speculation)
+        options = EngineOptions(model=directory, device="cpu", num_kv_blocks=2, speculative_config=speculation)
         engine = build_engine(options)
         (part,) = (part for part in engine.info.memory if part.name == "rotary_tables")
-        configs = [load_model_config(tmp_path), *([load_model_config(model)] if speculation else [])]
+        configs = [load_model_config(directory), *([load_model_config(model)] if speculation else [])]
         positions = sum(2 * rope.rotary_dim for config in configs for rope in config.ropes)
         assert part.predicted_bytes == part.measured_bytes == engine.info.max_model_len * positions * 4
 
@@ -264,11 +259,11 @@ def test_no_recorded_buffers_are_predicted_where_attention_does_not_read_pages(
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2", "granite", "qwen3"])
-def test_recorded_buffers_of_all_step_kinds_stay_within_the_prediction(family: str, tmp_path: Path) -> None:
+def test_recorded_buffers_of_all_step_kinds_stay_within_the_prediction(family: str) -> None:
     sizes: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
-    make_model(family, tmp_path, intermediate_size=512, num_hidden_layers=3, **sizes)
+    directory = saved_model(family, intermediate_size=512, num_hidden_layers=3, **sizes).directory
     speculation = SpeculativeOptions.parse({"method": "ngram"})
-    engine = build_engine(EngineOptions(model=tmp_path, device="cpu", num_kv_blocks=8, speculative_config=speculation))
+    engine = build_engine(EngineOptions(model=directory, device="cpu", num_kv_blocks=8, speculative_config=speculation))
     assert isinstance(engine.runner, SlotRunner)
     for kind in (*KINDS, None):
         for has_drafts in (False, True):
@@ -277,7 +272,7 @@ def test_recorded_buffers_of_all_step_kinds_stay_within_the_prediction(family: s
             decodes.step.record(kind, has_drafts=has_drafts)
     buffers = engine.runner.target._recorded._buffers  # type: ignore[union-attr]
     kept = sum(tensor.numel() for layer in buffers.layers for tensor in layer)
-    shape = MemoryShape.of(load_model_config(tmp_path))
+    shape = MemoryShape.of(load_model_config(directory))
     predicted = shape.recorded_bytes(64, 4)
     assert 0.8 * predicted < 4 * kept <= predicted
 
@@ -371,7 +366,7 @@ def test_the_log_warns_of_parts_that_took_more_than_predicted(caplog: pytest.Log
         MemoryPart(name="slots", predicted_bytes=10 << 20, measured_bytes=11 << 20),
         MemoryPart(name="graphs", predicted_bytes=(64 << 30) // 100, measured_bytes=(68 << 30) // 100),
     ]
-    _log_start(replace(engine_info(), memory=parts), "plain", StartTimes())
+    _log_start(engine_info(memory=parts), "plain", StartTimes())
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
         "memory: activations took 2.0 GiB, 1.0 GiB were predicted",
         "memory: slots took 11.0 MiB, 10.0 MiB were predicted",
@@ -390,17 +385,17 @@ def peak_bytes(work: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize(("family", "inner"), [("llama", "intermediate_size"), ("qwen3_moe", "moe_intermediate_size")])
-def test_predicted_activations_are_the_peak_of_a_forward_pass(family: str, inner: str, tmp_path: Path) -> None:
+def test_predicted_activations_are_the_peak_of_a_forward_pass(family: str, inner: str) -> None:
     sizes: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, inner: 512}
-    make_model(family, tmp_path, num_hidden_layers=3, max_position_embeddings=1024, **sizes)
-    engine = small_engine(tmp_path, kv_cache_bytes=4_000_000, max_num_batched_tokens=512)
+    directory = saved_model(family, num_hidden_layers=3, max_position_embeddings=1024, **sizes).directory
+    engine = small_engine(directory, kv_cache_bytes=4_000_000, max_num_batched_tokens=512)
     decoder = engine.runner.target  # type: ignore[attr-defined]
     inputs = decoder.prepare([TokenSpan([1] * 512, 0, list(range(32)), [511])])
     with torch.inference_mode():
         decoder.forward(inputs)
         # Of several: events of one nanosecond have no order, and the most at a time depends on it.
         found = statistics.median_low(peak_bytes(lambda: decoder.forward(inputs)) for _ in range(5))
-    predicted = MemoryShape.of(load_model_config(tmp_path)).activations_bytes(512, 1, 4)
+    predicted = MemoryShape.of(load_model_config(directory)).activations_bytes(512, 1, 4)
     assert 0.8 * predicted < found <= 1.02 * predicted
 
 
@@ -422,11 +417,11 @@ def test_only_graphs_have_a_predicted_and_a_measured_count(llama_8b: ModelConfig
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_graphs_of_a_mixture_of_experts_are_predicted_with_and_without_quantisation(
-    quantization: str | None, tmp_path: Path, card: list[int]
+    quantization: str | None, card: list[int]
 ) -> None:
-    make_model("qwen3_moe", tmp_path)
-    options = EngineOptions(model=tmp_path, quantization=quantization)
-    config = load_model_config(tmp_path)
+    directory = saved_model("qwen3_moe").directory
+    options = EngineOptions(model=directory, quantization=quantization)
+    config = load_model_config(directory)
     needs = forecast_memory("m", config, options, StepMode.CAPTURED, dtype=torch.bfloat16, device=GPU).fit.needs
     assert needs.graphs_bytes > 0
     assert needs.slots_bytes > 0

@@ -15,25 +15,19 @@ from engine.config.model import load_model_config
 from engine.errors import EngineConfigError, NotAModelDirectory, UnsupportedModel, WeightsError
 from engine.weights import INDEX_FILE, weight_files
 from tests.support.engines import generation_request, run_to_end, small_engine, tokens
-from tests.support.tiny_models import make_model
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("original")
-    make_model("llama", directory)
-    return directory
+from tests.support.tiny_models import make_model, saved_model
 
 
 @pytest.fixture
-def model(original: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(original, tmp_path / "model"))
+def model(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved_model("llama").directory, tmp_path / "model"))
 
 
-def test_engine_info_lists_the_features_that_are_switched_off(original: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_info_lists_the_features_that_are_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GATEHOUSE_GRAPHS", "0")
     monkeypatch.setenv("GATEHOUSE_OVERLAPPED_PREFILL", "0")
-    assert small_engine(original).info.switched_off == ["GATEHOUSE_GRAPHS", "GATEHOUSE_OVERLAPPED_PREFILL"]
+    switched_off = small_engine(saved_model("llama").directory).info.switched_off
+    assert switched_off == ["GATEHOUSE_GRAPHS", "GATEHOUSE_OVERLAPPED_PREFILL"]
 
 
 def change_config(model: Path, **changes: Any) -> None:

@@ -19,7 +19,7 @@ import pytest
 from engine.protocol import EngineFrame, EngineInfo, FinishReason, GatewayFrame, GenerationRequest, SamplingParams, TokenEvent
 from engine.transport import AsyncFrameSocket, PeerClosed, decode_engine_frame, encode_frame
 from tests.support import forked_processes
-from tests.support.tiny_models import make_model
+from tests.support.tiny_models import saved_model
 
 DEADLINE_S = 300  # a hang: starts have to wait for a processor
 OPTIONS = {"device": "cpu", "threads": 1, "kv_cache_bytes": 2_000_000}
@@ -84,10 +84,8 @@ async def engine_process(model: Path, **changes: Any) -> AsyncIterator[EnginePro
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    make_model("llama", directory, max_position_embeddings=4096)  # a request of 4000 tokens is not over before it is aborted
-    return directory
+def model() -> Path:
+    return saved_model("llama", max_position_embeddings=4096).directory  # 4000 tokens are not over before they are aborted
 
 
 def request(request_id: str, *, max_tokens: int) -> GenerationRequest:

@@ -25,7 +25,7 @@ from kernels import ops
 from tests.support import quantised_checkpoints as layouts
 from tests.support.checkpoint_logprobs import llm_logprobs
 from tests.support.engines import small_engine
-from tests.support.tiny_models import make_encoder, make_model
+from tests.support.tiny_models import make_encoder, make_model, saved_model
 from tests.support.tiny_tokenizer import VOCAB_SIZE, write_tokenizer
 
 SMALL: dict[str, Any] = {"device": "cpu", "threads": 1, "kv_cache_bytes": 1_000_000}
@@ -34,10 +34,8 @@ INT8_TOLERANCE = 0.5  # logprobs of a random model with wide weights; a forgotte
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("options") / "model"
-    make_model("qwen3_moe", directory, hidden_size=64, intermediate_size=128, tie_word_embeddings=False)
-    return directory
+def model() -> Path:
+    return saved_model("qwen3_moe", hidden_size=64, intermediate_size=128, tie_word_embeddings=False).directory
 
 
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])
@@ -115,8 +113,8 @@ def test_bias_and_weights_may_be_read_in_any_order(names: tuple[str, ...]) -> No
 
 
 def test_a_quantised_checkpoint_accepts_only_its_own_method(model: Path, tmp_path: Path) -> None:
-    make_model("llama", tmp_path / "plain", **layouts.SIZES)
-    written = layouts.write(tmp_path / "plain", tmp_path / "awq", layouts.awq())
+    plain = saved_model("llama", **layouts.SIZES).directory
+    written = layouts.write(plain, tmp_path / "awq", layouts.awq())
     assert small_engine(written.directory, quantization="awq").info.quantization == "awq"
     for other in ("int8", "fp8", "gptq"):
         with pytest.raises(EngineConfigError, match=rf"quantization = '{other}' cannot be applied: .* already \(awq\)"):
@@ -163,10 +161,10 @@ def with_code(code: int) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, layouts.WrittenCheckpoint]:
     directory = tmp_path_factory.mktemp("damaged")
-    make_model("llama", directory / "plain", vocab_size=VOCAB_SIZE, **layouts.SIZES)
+    plain = saved_model("llama", vocab_size=VOCAB_SIZE, **layouts.SIZES).directory
     fp8 = layouts.fp8(per_row=True, activations="static", compressed=True)
     made = {"fp8": fp8, "awq": layouts.awq(), "gptq": layouts.gptq()}
-    return {name: layouts.write(directory / "plain", directory / name, layout) for name, layout in made.items()}
+    return {name: layouts.write(plain, directory / name, layout) for name, layout in made.items()}
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ from engine.speculation.options import SpeculativeOptions
 from engine.step_mode import StepMode
 from tests.support import quantised_checkpoints as layouts
 from tests.support.published_configs import LLAMA_8B
-from tests.support.tiny_models import make_model
-from tests.support.tiny_tokenizer import VOCAB_SIZE, write_tokenizer
+from tests.support.tiny_models import saved_model, saved_text_model
+from tests.support.tiny_tokenizer import VOCAB_SIZE
 
 ENCODER = {
     "architectures": ["BertModel"], "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 19,
@@ -36,13 +36,8 @@ DRAFT_REFUSED = "field model cannot be served: quantization fp8 needs a GPU of c
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "llama"
-    make_model("llama", folder, vocab_size=VOCAB_SIZE)
-    write_tokenizer(folder)
-    make_model("llama", folder.parent / "short", vocab_size=VOCAB_SIZE, max_position_embeddings=64)
-    make_model("llama", folder.parent / "other", vocab_size=64)
-    return folder
+def model() -> Path:
+    return saved_text_model()
 
 
 @pytest.fixture
@@ -52,10 +47,6 @@ def no_weights_may_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("engine.models.loading.load_weights", load)
     monkeypatch.setattr("engine.runner.text_models.load_weights", load)
-
-
-def draft_model_option(model: Path, name: str) -> dict[str, Any]:
-    return {"speculative_config": SpeculativeOptions(method="draft_model", model=model.parent / name)}
 
 
 @pytest.mark.parametrize(
@@ -97,25 +88,27 @@ def test_contradictory_options_are_refused_and_found_by_start_problems(
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("changes", "message"),
     [
-        ("short", "field model has a context of 64 tokens; set max_model_len to at most that"),
-        ("other", f"field model has a vocabulary of 64 tokens, the served model one of {VOCAB_SIZE}"),
+        ({"max_position_embeddings": 64}, "field model has a context of 64 tokens; set max_model_len to at most that"),
+        ({"vocab_size": 64}, f"field model has a vocabulary of 64 tokens, the served model one of {VOCAB_SIZE}"),
     ],
 )
 def test_a_draft_model_with_another_vocabulary_or_a_shorter_context_is_refused(
-    model: Path, no_weights_may_be_read: None, name: str, message: str
+    model: Path, no_weights_may_be_read: None, changes: dict[str, int], message: str
 ) -> None:
+    draft = saved_model("llama", **{"vocab_size": VOCAB_SIZE, **changes}).directory
+    speculative = SpeculativeOptions(method="draft_model", model=draft)
     with pytest.raises(EngineConfigError, match=f"^speculative_config {message}"):
-        build_engine(EngineOptions(model=model, device="cpu", threads=1, **draft_model_option(model, name)))
+        build_engine(EngineOptions(model=model, device="cpu", threads=1, speculative_config=speculative))
 
 
 def test_a_draft_model_in_a_format_that_the_gpu_cannot_compute_is_refused(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_model("llama", tmp_path / "plain", vocab_size=VOCAB_SIZE, **layouts.SIZES)
+    plain = saved_model("llama", vocab_size=VOCAB_SIZE, **layouts.SIZES).directory
     layout = layouts.fp8(per_row=True, activations="none", compressed=True)
-    draft = layouts.write(tmp_path / "plain", tmp_path / "fp8", layout).directory
+    draft = layouts.write(plain, tmp_path / "fp8", layout).directory
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
     speculative = SpeculativeOptions(method="draft_model", model=draft)

@@ -28,15 +28,12 @@ from engine.speculation.options import SpeculativeOptions
 from engine.text.shared_prefixes import shared_prefixes
 from engine.visible_gpu import NO_ANSWER
 from tests.support.engines import generation_request, run_to_end, small_engine
-from tests.support.tiny_models import make_model
-from tests.support.tiny_tokenizer import VOCAB_SIZE, write_tokenizer
+from tests.support.tiny_models import saved_model, saved_text_model
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("llama")
-    make_model("llama", folder)
-    return folder
+def model() -> Path:
+    return saved_model("llama").directory
 
 
 @pytest.mark.parametrize(
@@ -162,17 +159,8 @@ def test_cache_and_host_tier_have_blocks_of_the_same_size(model: Path) -> None:
     assert (plan.num_blocks, plan.num_host_blocks, plan.kv_bytes) == (90, 100, 90 * 2048)
 
 
-def test_a_draft_model_needs_the_same_vocabulary_and_context(model: Path, tmp_path: Path) -> None:
-    make_model("llama", tmp_path / "other", vocab_size=64)
-    make_model("llama", tmp_path / "short", max_position_embeddings=64)
-    for name, message in (
-        ("other", "a vocabulary of 64 tokens, the served model one of 128"),
-        ("short", "a context of 64 tokens; set max_model_len to at most that"),
-    ):
-        config = SpeculativeOptions(method="draft_model", model=tmp_path / name)
-        with pytest.raises(EngineConfigError, match=f"speculative_config field model has {message}"):
-            small_engine(model, speculative_config=config)
-    config = SpeculativeOptions(method="draft_model", model=tmp_path / "short")
+def test_a_draft_model_with_a_shorter_context_drafts_within_it(model: Path) -> None:
+    config = SpeculativeOptions(method="draft_model", model=saved_model("llama", max_position_embeddings=64).directory)
     assert small_engine(model, speculative_config=config, max_model_len=64).info.max_model_len == 64
 
 
@@ -229,10 +217,8 @@ def prefix_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_global_prefix_is_computed_once_for_all_tenants(tmp_path: Path, prefix_file: Path) -> None:
-    folder = tmp_path / "model"
-    make_model("llama", folder, vocab_size=VOCAB_SIZE)
-    write_tokenizer(folder)
+def test_a_global_prefix_is_computed_once_for_all_tenants(prefix_file: Path) -> None:
+    folder = saved_text_model()
     options = EngineOptions(model=folder, shared_prefixes=(prefix_file,))
     token_ids, in_conversation = shared_prefixes(options)
     assert len(in_conversation) > len(token_ids) > 200, "also as the system message of a conversation"
@@ -244,9 +230,7 @@ def test_a_global_prefix_is_computed_once_for_all_tenants(tmp_path: Path, prefix
 
 
 def test_unreadable_shared_prefixes_are_refused_by_option(model: Path, tmp_path: Path, prefix_file: Path) -> None:
-    folder = tmp_path / "model"
-    make_model("llama", folder, vocab_size=VOCAB_SIZE)
-    write_tokenizer(folder)
+    folder = saved_text_model()
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe\xfa")
     cases: list[tuple[dict[str, Any], str]] = [

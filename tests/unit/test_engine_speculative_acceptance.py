@@ -16,7 +16,7 @@ from engine.speculation.options import SpeculativeOptions
 from kernels import ops
 from kernels.ops import DRAFT, plain_sampling
 from tests.support.engines import generation_request, run_to_end, small_engine, tokens
-from tests.support.tiny_models import make_model
+from tests.support.tiny_models import saved_model
 
 NUM_DRAWS = 4000
 NUM_SINGLE = 100  # how many of the draws are compared with `accept_by_rejection`, which takes one request at a time
@@ -114,12 +114,10 @@ def test_a_row_without_a_distribution_fails_only_if_no_token_precedes_it() -> No
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def models() -> tuple[Path, Path]:
     """A target model with a small vocabulary, and a draft model that agrees with it at times."""
-    large, small = tmp_path_factory.mktemp("large"), tmp_path_factory.mktemp("small")
-    make_model("llama", large, vocab_size=12)
-    make_model("llama", small, vocab_size=12, num_hidden_layers=1)
-    return large, small
+    large, small = (saved_model("llama", vocab_size=12, num_hidden_layers=layers) for layers in (2, 1))
+    return large.directory, small.directory
 
 
 def speculation(method: str, model: Path | None = None, depth: int = 3) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.token_spans import TokenSpan
 from tests.support.engines import small_engine
-from tests.support.tiny_models import make_model
+from tests.support.tiny_models import saved_model
 
 FAMILIES = ("llama", "gemma2", "qwen3_moe", "granite")
 BLOCK_SIZE = 16
@@ -21,9 +20,9 @@ LENGTHS = (1, 9, 1, 40)
 
 
 @pytest.fixture(params=FAMILIES)
-def decoder(request: pytest.FixtureRequest, tmp_path: Path) -> PagedDecoder:
-    make_model(request.param, tmp_path)
-    engine = small_engine(tmp_path, num_kv_blocks=16, kv_cache_bytes=None, block_size=BLOCK_SIZE)
+def decoder(request: pytest.FixtureRequest) -> PagedDecoder:
+    directory = saved_model(request.param).directory
+    engine = small_engine(directory, num_kv_blocks=16, kv_cache_bytes=None, block_size=BLOCK_SIZE)
     return engine.runner.target  # type: ignore[attr-defined,no-any-return]
 
 

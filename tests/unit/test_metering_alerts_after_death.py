@@ -29,7 +29,8 @@ from tests.support.alerts import TARGET, AlertParts, alert_parts
 from tests.support.cast import PEPPER, Cast
 from tests.support.clock import FakeClock
 from tests.support.factories import pending, posted
-from tests.support.ledgers import euro_budget_alerts, euro_prices, kill_ledger, poll_until, running_ledger, settle, utc_ledger
+from tests.support.ledgers import euro_budget_alerts, euro_prices, kill_ledger, running_ledger, settle, utc_ledger
+from tests.support.polling import poll_until
 
 CALENDAR = BillingCalendar("Europe/Berlin")
 MONTH_S = 31 * 86400.0

@@ -24,7 +24,8 @@ from tests.support.cast import Cast, Person
 from tests.support.clock import START, FakeClock
 from tests.support.databases import transaction_is_blocked
 from tests.support.factories import adjustment, settled_event
-from tests.support.ledgers import FailingDatabase, poll_until
+from tests.support.ledgers import FailingDatabase
+from tests.support.polling import poll_until
 from tests.support.spending import UNIT, Spender, alert_period_and_percent, running_spender, set_budget
 from tests.support.sql_statements import record_statements
 

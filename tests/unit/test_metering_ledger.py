@@ -28,7 +28,8 @@ from tests.support.cast import Cast, make_cast
 from tests.support.clock import FakeClock
 from tests.support.databases import Cluster
 from tests.support.factories import pending, posted, voided
-from tests.support.ledgers import FailingDatabase, all_events, poll_until, running_ledger, settle, utc_ledger
+from tests.support.ledgers import FailingDatabase, all_events, running_ledger, settle, utc_ledger
+from tests.support.polling import poll_until
 
 
 @pytest.fixture

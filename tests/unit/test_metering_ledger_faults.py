@@ -16,7 +16,8 @@ from tests.support.cast import make_cast
 from tests.support.clock import FakeClock
 from tests.support.databases import Cluster
 from tests.support.factories import pending, posted
-from tests.support.ledgers import all_events, poll_until, running_ledger
+from tests.support.ledgers import all_events, running_ledger
+from tests.support.polling import poll_until
 
 
 @pytest.fixture

@@ -37,17 +37,16 @@ from tests.support.cast import Cast
 from tests.support.clock import START, FakeClock
 from tests.support.factories import pending, posted, voided
 from tests.support.ledgers import (
-    DEADLINE_S,
     FailingDatabase,
     all_events,
     euro_prices,
     kill_ledger,
-    poll_until,
     settle,
     utc_ledger,
     utc_recover,
     without_alerts,
 )
+from tests.support.polling import DEADLINE_S, poll_until
 
 
 @pytest.fixture

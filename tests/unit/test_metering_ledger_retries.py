@@ -15,7 +15,8 @@ from appliance.metering.ledger.writer import RETRY_S_MAX, RETRY_S_MIN
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.factories import pending, posted
-from tests.support.ledgers import FailingDatabase, all_events, poll_until, running_ledger, utc_ledger
+from tests.support.ledgers import FailingDatabase, all_events, running_ledger, utc_ledger
+from tests.support.polling import poll_until
 
 pytestmark = pytest.mark.on_either_database
 

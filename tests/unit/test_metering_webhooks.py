@@ -26,7 +26,7 @@ from tests.support.case_ids import case_id
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.databases import transaction_is_blocked
-from tests.support.ledgers import poll_until
+from tests.support.polling import poll_until
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ from appliance.serving.alerting.delivery import FailureReason, SendFailed
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.support.alerts import LOOPBACK, TARGET, AlertParts, RecordingSender, alert_parts
 from tests.support.clock import FakeClock
-from tests.support.ledgers import FailingDatabase, poll_until
+from tests.support.ledgers import FailingDatabase
+from tests.support.polling import poll_until
 
 pytestmark = pytest.mark.on_either_database
 

@@ -114,10 +114,10 @@ def certificate(tmp_path: Path) -> Certificate:
     return make_certificate(tmp_path)
 
 
-async def send(url: str, what: Delivery | None = None, *, endpoint: Endpoint = MAILBOX, **options: Any) -> None:
+async def send(url: str, what: Delivery | None = None, **options: Any) -> None:
     sender = MailSender(url, "gatehouse@box.example.com", **{"address": "https://llm.example.com", **options})
     try:
-        await sender.send(endpoint, what or delivery(), START)
+        await sender.send(MAILBOX, what or delivery(), START)
     finally:
         await sender.close()
 

@@ -22,7 +22,8 @@ from tests.support.cast import Cast, Person, make_person
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import BLAME, BUSY, FAIL, HALF, LATE, STALL, make_event
 from tests.support.generations import Serving, open_serving
-from tests.support.ledgers import num_running, poll_until
+from tests.support.ledgers import num_running
+from tests.support.polling import poll_until
 
 pytestmark = pytest.mark.on_either_database
 

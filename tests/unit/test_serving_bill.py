@@ -21,7 +21,8 @@ from tests.support.clock import FakeClock
 from tests.support.factories import posted
 from tests.support.fake_engine import STALL, make_event
 from tests.support.generations import MODEL, InProcessEngine, Serving
-from tests.support.ledgers import euro_prices, num_running, poll_until
+from tests.support.ledgers import euro_prices, num_running
+from tests.support.polling import poll_until
 
 pytestmark = pytest.mark.on_either_database
 

@@ -24,7 +24,8 @@ from tests.support.cast import PEPPER, Cast, Person
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import FAIL, HALF, LATE, STALL
 from tests.support.generations import Serving, open_serving, text_of
-from tests.support.ledgers import euro_prices, num_running, poll_until
+from tests.support.ledgers import euro_prices, num_running
+from tests.support.polling import poll_until
 
 pytestmark = pytest.mark.on_either_database
 

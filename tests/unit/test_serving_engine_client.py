@@ -18,8 +18,8 @@ from appliance.serving.event_queue import EVENTS_MAX, EventQueue
 from engine.protocol import EngineFrame, FinishReason, GenerationRequest, InvalidOption, SamplingParams, TokenEvent
 from engine.transport import TransportError, encode_frame
 from tests.support.fake_engine import STALL, FakeEngine, connected_pair, make_event
+from tests.support.polling import DEADLINE_S
 
-DEADLINE_S = 60.0
 FRAMES_AT_ONCE = 50  # as many as a socket buffers
 
 HUGE = (2**63, -(2**63), 2**64, 10**22, -(10**22))

@@ -9,7 +9,7 @@ import pytest
 from appliance.serving.engine_stats import RATE_WINDOW_S, EngineStats
 from appliance.serving.explanation import Timeline, explain
 from engine.protocol import EngineFrame, FinishReason, TokenEvent
-from tests.support.fake_engine import engine_status
+from tests.support.engine_messages import engine_status
 
 DONE = Timeline(
     queue_s=0.1, ttft_s=0.3, decode_s=2.0, prompt_tokens=50, cached_tokens=10, completion_tokens=40, preemptions=0,

@@ -28,9 +28,11 @@ from appliance.tenancy.principals import Limits
 from engine.protocol import FinishReason, GenerationRequest, SamplingParams, TokenEvent
 from tests.support.cast import Cast, make_person
 from tests.support.clock import FakeClock
-from tests.support.fake_engine import FAIL, STALL, engine_status, make_event
+from tests.support.engine_messages import engine_status
+from tests.support.fake_engine import FAIL, STALL, make_event
 from tests.support.generations import Serving, open_serving, text_of
-from tests.support.ledgers import num_running, poll_until
+from tests.support.ledgers import num_running
+from tests.support.polling import poll_until
 from tests.support.served_model import make_hollow_model
 
 pytestmark = pytest.mark.on_either_database

@@ -23,9 +23,11 @@ from appliance.tenancy.tiers import Tiers
 from engine.protocol import EngineFrame, RequestProgress
 from tests.support.cast import Cast, make_person, member_of
 from tests.support.clock import FakeClock
-from tests.support.fake_engine import STALL, engine_status
+from tests.support.engine_messages import engine_status
+from tests.support.fake_engine import STALL
 from tests.support.generations import MODEL, InProcessEngine, Serving, open_serving, text_of
-from tests.support.ledgers import euro_prices, num_running, poll_until
+from tests.support.ledgers import euro_prices, num_running
+from tests.support.polling import poll_until
 
 pytestmark = pytest.mark.on_either_database
 

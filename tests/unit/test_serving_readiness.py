@@ -14,8 +14,9 @@ from appliance.serving.readiness import Readiness
 from appliance.serving.supervisor import Supervisor
 from appliance.serving.tokenizer import ModelTokenizer
 from tests.support.clock import FakeClock
-from tests.support.fake_engine import command, engine_status
-from tests.support.ledgers import poll_until
+from tests.support.engine_messages import engine_status
+from tests.support.fake_engine import command
+from tests.support.polling import poll_until
 from tests.support.served_model import make_hollow_model
 
 INTERVAL_S = 30.0

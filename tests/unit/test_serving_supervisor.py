@@ -23,8 +23,7 @@ from engine.protocol import EngineFrame, GenerationRequest, SamplingParams
 from engine.switches import SWITCHES
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import DIE, STALL, command
-
-DEADLINE_S = 60.0
+from tests.support.polling import DEADLINE_S
 
 
 def make_request(first_token: int) -> GenerationRequest:

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from appliance.serving.live_requests import LiveRequest
 from appliance.serving.usage_reconciliation import UsageReconciliation
 from engine.protocol import EngineStatus, TokenEvent
 from tests.support.clock import START
-
-IDLE = EngineStatus(
-    num_running=0, num_waiting=0, kv_blocks_total=1, kv_blocks_used=0, kv_blocks_cached=0, kv_blocks_free=1, step_ms=0.0,
-    num_batched_tokens=0, steps_total=0, prompt_tokens_total=0, generation_tokens_total=0, prefix_cache_hit_tokens_total=0,
-    preemptions_total=0,
-)  # fmt: skip
+from tests.support.engine_messages import engine_status
 
 
 def status(prompt: int, generation: int) -> EngineStatus:
-    return replace(IDLE, prompt_tokens_total=prompt, generation_tokens_total=generation)
+    return engine_status(prompt_tokens_total=prompt, generation_tokens_total=generation)
 
 
 def ready(prompt: int = 0, generation: int = 0) -> UsageReconciliation:

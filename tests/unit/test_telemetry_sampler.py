@@ -20,7 +20,8 @@ from appliance.telemetry.metrics import OTHER_TENANTS, Metrics
 from appliance.telemetry.readings import DatabaseReading
 from appliance.telemetry.sampler import SystemSampler, TooManySubscribers
 from tests.support.clock import FakeClock
-from tests.support.console_fixtures import EngineSide, engine_status, make_engine_info, tenant_reading
+from tests.support.console_fixtures import EngineSide, tenant_reading
+from tests.support.engine_messages import engine_info, engine_status
 
 
 @pytest.fixture
@@ -338,7 +339,7 @@ async def test_host_memory_blocks_speculation_and_slow_path_steps_are_exported(c
 
 @pytest.mark.parametrize(("note", "value"), [("torch finds no usable GPU.", 1), (None, 0)], ids=["on the CPU", "as expected"])
 async def test_an_engine_on_the_cpu_of_a_machine_with_a_gpu_is_exported(clock: FakeClock, note: str | None, value: int) -> None:
-    side = EngineSide(clock, info=dataclasses.replace(make_engine_info(), device_note=note))
+    side = EngineSide(clock, info=dataclasses.replace(engine_info(), device_note=note))
     assert f'gatehouse_engine_gpu_unused{{model="demo"}} {value}.0' in await exported(side)
 
 

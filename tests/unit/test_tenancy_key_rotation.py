@@ -20,7 +20,7 @@ from appliance.tenancy.tenants import Tenants
 from tests.support.cast import PEPPER, Cast
 from tests.support.clock import FakeClock
 from tests.support.databases import transaction_is_blocked
-from tests.support.ledgers import poll_until
+from tests.support.polling import poll_until
 
 LOCALHOST = "127.0.0.1"
 

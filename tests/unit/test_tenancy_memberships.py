@@ -21,7 +21,7 @@ from appliance.tenancy.sessions import Sessions
 from tests.support.cast import ALICE_PASSWORD, Cast
 from tests.support.clock import FakeClock
 from tests.support.databases import transaction_is_blocked
-from tests.support.ledgers import poll_until
+from tests.support.polling import poll_until
 
 DORA = "dora@example.com"
 

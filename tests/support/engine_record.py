@@ -32,7 +32,7 @@ class Work:
     first_step: int = 0
 
 
-class TruthWriter:
+class EngineRecordWriter:
     """Writes the record: every change is in the file before the gateway can receive it."""
 
     def __init__(self, path: Path) -> None:
@@ -66,14 +66,14 @@ class TruthWriter:
 
 
 @dataclass(frozen=True, slots=True)
-class Truth:
+class EngineRecord:
     """The record of one engine process."""
 
     requests: dict[str, Work]
     steps_s: list[float]
 
     @classmethod
-    def read(cls, path: Path) -> Truth:
+    def read(cls, path: Path) -> EngineRecord:
         """Read the record in `path`."""
         content = path.read_bytes()
         num_requests, num_steps = _HEAD.unpack_from(content)

@@ -36,11 +36,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartOptions:
-    """Options of one life. `settings` are those of the appliance; engines write their records into the folder `truths`."""
+    """Options of one life. `settings` are those of the appliance; engines write their records into the folder `records`."""
 
     settings: dict[str, Any]
     plan: Plan | None
-    truths: str
+    records: str
     notes: str
     log: str
     step_s: float
@@ -90,7 +90,7 @@ class ForkServer:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket = ours
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.crash.nursery", str(theirs.fileno())],
+            [sys.executable, "-m", "tests.crash.fork_server", str(theirs.fileno())],
             cwd=REPOSITORY,
             env={name: value for name, value in os.environ.items() if not name.startswith("GATEHOUSE_")},
             stdin=subprocess.DEVNULL,
@@ -165,8 +165,8 @@ def _serve(options: StartOptions, descriptor: int) -> None:
     recovery.EVENTS_PER_TRANSACTION = options.recovered_per_transaction
 
     def engine_command(folder: ModelFolder, settings: Settings, fd: int, *, on_gpu: bool = False) -> list[str]:
-        engine_options = ["--fd", str(fd), "--step-s", str(options.step_s), "--truths", options.truths]
-        return [sys.executable, "-m", "tests.crash.witness_engine", *engine_options]
+        engine_options = ["--fd", str(fd), "--step-s", str(options.step_s), "--records", options.records]
+        return [sys.executable, "-m", "tests.support.recording_engine", *engine_options]
 
     model_builder.engine_command = engine_command
 

@@ -1,4 +1,4 @@
-"""The fake engine as a process that records what it does (`truth.py`)."""
+"""The fake engine as a process that records what it does (`engine_record.py`)."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import time
 from pathlib import Path
 
 from engine.protocol import EngineFrame, TokenEvent
-from tests.crash.truth import TruthWriter, Work
+from tests.support.engine_record import EngineRecordWriter, Work
 from tests.support.fake_engine import FakeEngine, _Live
 
 
-class WitnessEngine(FakeEngine):
+class RecordingEngine(FakeEngine):
     """Records each token before sending it, and that it was sent once the socket has accepted it."""
 
     def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, step_s: float, truth: TruthWriter
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, step_s: float, record: EngineRecordWriter
     ) -> None:
         super().__init__(reader, writer, step_s=step_s)
-        self._truth = truth
+        self._record = record
         self._works: dict[str, Work] = {}
         self._unsent: set[str] = set()
         self._step_noted = (-1, 0)
@@ -34,7 +34,7 @@ class WitnessEngine(FakeEngine):
             if work.generated == 0:
                 work.first_step = step
             work.generated += len(made.token_ids)
-            self._truth.write(work)
+            self._record.write(work)
         return made
 
     def send(self, frame: EngineFrame) -> None:
@@ -42,14 +42,14 @@ class WitnessEngine(FakeEngine):
         for event in frame.events:
             work = self._work(event.request_id)
             work.prompt_tokens = max(work.prompt_tokens, event.num_prompt_tokens_computed)
-            self._truth.write(work)
+            self._record.write(work)
             self._unsent.add(event.request_id)
         super().send(frame)
         if self._unsent and self._writer.transport.get_write_buffer_size() == 0:
             for request_id in self._unsent:
                 work = self._works[request_id]
                 work.sent = work.generated
-                self._truth.write(work)
+                self._record.write(work)
             self._unsent.clear()
 
     def _work(self, request_id: str, num_answers: int = 1) -> Work:
@@ -61,13 +61,13 @@ class WitnessEngine(FakeEngine):
     def _step(self) -> int:
         """Return the number of the running step in the record, which is added when its first token is generated."""
         if self._step_noted[0] != self._steps:
-            self._step_noted = (self._steps, self._truth.step(time.monotonic()))
+            self._step_noted = (self._steps, self._record.step(time.monotonic()))
         return self._step_noted[1]
 
 
-async def _serve(fd: int, step_s: float, truth: TruthWriter) -> None:
+async def _serve(fd: int, step_s: float, record: EngineRecordWriter) -> None:
     reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=fd))
-    await WitnessEngine(reader, writer, step_s=step_s, truth=truth).run()
+    await RecordingEngine(reader, writer, step_s=step_s, record=record).run()
 
 
 def main() -> None:
@@ -75,10 +75,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--step-s", type=float, required=True)
-    parser.add_argument("--truths", type=Path, required=True)
+    parser.add_argument("--records", type=Path, required=True)
     options = parser.parse_args()
-    truth = TruthWriter(options.truths / f"{time.monotonic_ns()}-{os.getpid()}.truth")
-    asyncio.run(_serve(options.fd, options.step_s, truth))
+    record = EngineRecordWriter(options.records / f"{time.monotonic_ns()}-{os.getpid()}.record")
+    asyncio.run(_serve(options.fd, options.step_s, record))
 
 
 if __name__ == "__main__":
