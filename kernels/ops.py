@@ -120,7 +120,7 @@ _TABLES = {"cpu": "kernels.torch.table", "meta": "kernels.torch.table", "cuda": 
 _FLOAT32_TABLES = {"kernels.torch.table": "kernels.simd.table"}
 """The table that replaces another one for float32 on a CPU."""
 
-_INVARIANT_TABLES = {"kernels.triton.table": "kernels.triton.invariant_table"}
+_INVARIANT_TABLES = {"kernels.triton.table": "kernels.triton.invariant.table"}
 """The table that replaces another one in batch-invariant engines, besides `row_invariant`, which makes their products."""
 
 
@@ -207,11 +207,12 @@ def paged_attention(
 def compiled_together(report: Callable[[Variants], None]) -> AbstractContextManager[None]:
     """A context that compiles Triton kernels together: inside it, launches of this thread only request their kernels and run
     nothing; at its end all of them are ready. `report` is called with their number. Raises `CompilationFailed`."""
-    scope: AbstractContextManager[None] = importlib.import_module("kernels.triton.compiled_together").compiled_together(report)
+    module = importlib.import_module("kernels.triton.launching.compiled_together")
+    scope: AbstractContextManager[None] = module.compiled_together(report)
     return scope
 
 
 def kernel_cache() -> KernelCache:
     """Where the Triton kernels are kept on disk once compiled, and their revision."""
-    cache: KernelCache = importlib.import_module("kernels.triton.kernel_cache").kernel_cache()
+    cache: KernelCache = importlib.import_module("kernels.triton.launching.kernel_cache").kernel_cache()
     return cache

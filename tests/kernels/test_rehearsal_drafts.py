@@ -21,8 +21,8 @@ from tests.support.scripted_drafter import use_scripted_drafter
 from tests.support.tiny_models import make_model
 
 interpret_without_gpu()
-from kernels.triton import attention_prefill  # noqa: E402
-from kernels.triton.attention_decode import paged_decode  # noqa: E402
+from kernels.triton.attention import prefill as attention_prefill  # noqa: E402
+from kernels.triton.attention.decode import paged_decode  # noqa: E402
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is rehearsed")
 

@@ -38,8 +38,8 @@ from tests.support.tiny_models import make_model
 
 pytest.importorskip("triton")
 
-from kernels.triton import experts
-from kernels.triton.expert_tiles import SortedTokens, sort_by_expert
+from kernels.triton.experts import mixture as experts
+from kernels.triton.experts.tiles import SortedTokens, sort_by_expert
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is rehearsed")
 

@@ -17,8 +17,9 @@ from tests.support.tiny_models import make_model
 
 pytest.importorskip("triton")
 
-from kernels.triton import invariant_attention, invariant_linear
-from kernels.triton.linear_tiles import Tiles
+from kernels.triton.invariant import attention as invariant_attention
+from kernels.triton.invariant import linear as invariant_linear
+from kernels.triton.products.tiles import Tiles
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is rehearsed")
 

@@ -42,8 +42,8 @@ from tests.support.rehearsal.card import Card, current_card
 from tests.support.rehearsal.table import replace_triton_operations
 
 interpret_without_gpu()
-from kernels.triton import rotated_decode  # noqa: E402
-from kernels.triton.lone_decode import lone_decode  # noqa: E402
+from kernels.triton.attention import rotated_decode  # noqa: E402
+from kernels.triton.attention.lone_decode import lone_decode  # noqa: E402
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is rehearsed")
 
