@@ -68,4 +68,5 @@ OPERATIONS = replace(
     max_verify_group=lambda *_: 1,
     bind_greedy_head=None,
     is_row_invariant=True,
+    row_invariant=row_invariant,
 )
