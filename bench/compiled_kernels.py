@@ -1,6 +1,6 @@
 """What each kernel compiles to on each card: registers, spills, shared memory, matrix instructions, concurrent programs.
 
-Usage: python -m bench.compiled_kernels [--all] [--modules attention_decode …] [--processes 2] [--no-save]
+Usage: python -m bench.compiled_kernels [--all] [--modules attention.decode …] [--processes 2] [--no-save]
 
 Needs no GPU. Every version of Triton in the environment is used (the installer's test environment has the oldest and the
 newest that we allow). Writes bench/results/compiled_kernels.jsonl, the record that tells CI what need not be compiled again
@@ -76,7 +76,7 @@ def main() -> None:
     """Compile, print the table, write the rows unless `--no-save`."""
     parser = argument_parser(__doc__)
     parser.add_argument("--all", action="store_true", help="compile recorded configurations too")
-    parser.add_argument("--modules", nargs="*", help="names of files in kernels/triton/gate (default: all)")
+    parser.add_argument("--modules", nargs="*", help="such as rows.norm, for kernels/triton/gate/rows/norm.py (default: all)")
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
     rows = compile_all(installed(), options.modules or module_names(), options.processes, None if options.all else RECORD)

@@ -6,8 +6,8 @@ OpenMP     lets a thread that waits for the others of a parallel section spin, b
            gateway and whatever else shares the cores waits, at times even the thread that the others wait for.
 C library  returns blocks of some megabytes as soon as a tensor is freed, and requests them again a layer later; the system
            clears every page of them each time.
-Triton     fuses products and sums to one rounding unless a kernel says that it must not (`kernels.triton.gumbel`). That is
-           its default today and will not be from 3.10 on; what tests compile is compiled so (`kernels.triton.gate`).
+Triton     fuses products and sums to one rounding unless a kernel says that it must not (`kernels.triton.sampling.gumbel`).
+           That is its default today and will not be from 3.10 on; what tests compile is compiled so (`kernels.triton.gate`).
 """
 
 from __future__ import annotations

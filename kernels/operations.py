@@ -21,6 +21,7 @@ FUSED_ROWS_MAX = 16
 """Most rows of a step for which fused products and greedy heads are made: the rows of one tile of tensor cores."""
 _PROPERTIES = (
     "description", "decode_workspace", "sampling_workspace", "max_verify_group", "supports_paged", "is_row_invariant",
+    "row_invariant",
 )  # fmt: skip
 
 
@@ -32,7 +33,8 @@ class Operations:
     Properties: `description` names the implementation in the log. `supports_paged` says, for heads and the format of a cache,
     whether attention should use `paged_decode` and `paged_prefill`. `max_verify_group` is the largest number of consecutive
     tokens of a request, verified in one step, that `paged_prefill` should attend together; 1: each separately.
-    `is_row_invariant` says whether products (plain or quantised) and paged attention give a row the same bits in any batch.
+    `is_row_invariant` says whether products (plain or quantised) and paged attention give a row the same bits in any batch;
+    products do as `row_invariant` makes them from those of the device, by default unchanged.
     `decode_workspace` allocates the scratch memory of `paged_decode`, and of `paged_prefill` with few queries, for a given
     number of queries, `sampling_workspace` that of `sample` for a number of rows and a vocabulary; None if they need none.
 
@@ -86,6 +88,7 @@ class Operations:
     max_verify_group: Callable[[AttentionShape, torch.dtype, torch.device], int] = lambda *_: 1
     rotated_decode: Callable[..., Tensor] | None = None
     is_row_invariant: bool = False
+    row_invariant: Callable[[LinearKernel], LinearKernel] = lambda multiply: multiply
     sequence: Callable[[int], RecordedOperations] | None = None
     score_tokens: Callable[..., None] | None = None
 

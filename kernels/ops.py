@@ -120,21 +120,18 @@ _TABLES = {"cpu": "kernels.torch.table", "meta": "kernels.torch.table", "cuda": 
 _FLOAT32_TABLES = {"kernels.torch.table": "kernels.simd.table"}
 """The table that replaces another one for float32 on a CPU."""
 
-_INVARIANT_TABLES = {"kernels.triton.table": "kernels.triton.invariant_table"}
-"""The table that replaces another one in batch-invariant engines, besides `row_invariant`, which makes their products."""
+_INVARIANT_TABLES = {"kernels.triton.table": "kernels.triton.invariant.table"}
+"""The table that replaces another one in batch-invariant engines."""
 
 
 def operations(device: torch.device, dtype: torch.dtype | None = None, *, batch_invariant: bool = False) -> Operations:
     """The operations of a device for tensors of `dtype`; None for operations that do not depend on one. `batch_invariant`:
     those of batch-invariant engines, which on a CPU are the usual ones. Raises KeyError for a device without a table,
     ImportError if its kernels cannot be loaded."""
-    name = _table_name(device, dtype)
-    return _load_table(_INVARIANT_TABLES.get(name, name) if batch_invariant else name)
-
-
-def _table_name(device: torch.device, dtype: torch.dtype | None) -> str:
     name = _TABLES[device.type]
-    return _FLOAT32_TABLES.get(name, name) if device.type == "cpu" and dtype is torch.float32 else name
+    if device.type == "cpu" and dtype is torch.float32:
+        name = _FLOAT32_TABLES.get(name, name)
+    return _load_table(_INVARIANT_TABLES.get(name, name) if batch_invariant else name)
 
 
 @cache
@@ -178,12 +175,9 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearKernel
 def row_invariant(multiply: LinearKernel, num_columns: int, *, dtype: torch.dtype, device: torch.device) -> LinearKernel:
     """`multiply` if it gives a row the same bits in any batch, else a product with its weights that does. Raises TypeError for
     a product on a GPU that does not expose its weight."""
-    name = _table_name(device, dtype)
-    if _load_table(name).is_row_invariant:
-        return multiply
-    if name in _INVARIANT_TABLES:
-        product: LinearKernel = importlib.import_module(_INVARIANT_TABLES[name]).row_invariant(multiply)
-        return product
+    table = operations(device, dtype, batch_invariant=True)
+    if table.is_row_invariant:
+        return table.row_invariant(multiply)
     return in_invariant_tiles(multiply, num_columns, dtype=dtype, device=device)
 
 
@@ -207,11 +201,12 @@ def paged_attention(
 def compiled_together(report: Callable[[Variants], None]) -> AbstractContextManager[None]:
     """A context that compiles Triton kernels together: inside it, launches of this thread only request their kernels and run
     nothing; at its end all of them are ready. `report` is called with their number. Raises `CompilationFailed`."""
-    scope: AbstractContextManager[None] = importlib.import_module("kernels.triton.compiled_together").compiled_together(report)
+    module = importlib.import_module("kernels.triton.launching.compiled_together")
+    scope: AbstractContextManager[None] = module.compiled_together(report)
     return scope
 
 
 def kernel_cache() -> KernelCache:
     """Where the Triton kernels are kept on disk once compiled, and their revision."""
-    cache: KernelCache = importlib.import_module("kernels.triton.kernel_cache").kernel_cache()
+    cache: KernelCache = importlib.import_module("kernels.triton.launching.kernel_cache").kernel_cache()
     return cache

@@ -25,10 +25,10 @@ _MODULES = {
         "quantize_rows_fp8": "kernels.torch.fp8_rows",
     },
     "cuda": {
-        "bind_fp8": "kernels.triton.quantised_products",
-        "bind_int4": "kernels.triton.quantised_products",
-        "bind_int8": "kernels.triton.quantised_products",
-        "quantize_rows_fp8": "kernels.triton.fp8_rows",
+        "bind_fp8": "kernels.triton.products.quantised",
+        "bind_int4": "kernels.triton.products.quantised",
+        "bind_int8": "kernels.triton.products.quantised",
+        "quantize_rows_fp8": "kernels.triton.rows.fp8",
     },
 }
 

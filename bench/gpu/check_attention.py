@@ -18,9 +18,9 @@ from kernels.reference.attention import paged_decode as exact_decode
 from kernels.reference.attention import paged_prefill as exact_prefill
 from kernels.reference.rope_and_cache import rope_and_cache as exact_rope
 from kernels.torch.rope_and_cache import rope_and_cache as torch_rope
-from kernels.triton.attention_decode import paged_decode
-from kernels.triton.attention_prefill import paged_prefill
-from kernels.triton.rotated_decode import rotated_decode
+from kernels.triton.attention.decode import paged_decode
+from kernels.triton.attention.prefill import paged_prefill
+from kernels.triton.attention.rotated_decode import rotated_decode
 
 Case = tuple[str, Callable[[], ResultTriple]]
 

@@ -19,12 +19,12 @@ from kernels.reference import experts as exact_experts
 from kernels.reference import fused_linear as exact_fused
 from kernels.reference import quantised as exact
 from kernels.residual_stream import Gate
-from kernels.triton.experts import bind_experts
-from kernels.triton.fp8_rows import quantize_rows_fp8
-from kernels.triton.fused_linear import linear_add, normed_linear
-from kernels.triton.linear import linear
-from kernels.triton.linear_fp8 import linear_fp8
-from kernels.triton.linear_int4 import linear_int4
+from kernels.triton.experts.mixture import bind_experts
+from kernels.triton.products.fp8 import linear_fp8
+from kernels.triton.products.fused_linear import linear_add, normed_linear
+from kernels.triton.products.int4 import linear_int4
+from kernels.triton.products.linear import linear
+from kernels.triton.rows.fp8 import quantize_rows_fp8
 
 EPS = 1e-6
 T = TypeVar("T")

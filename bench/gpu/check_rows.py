@@ -19,10 +19,12 @@ from kernels.reference import blocks as exact_blocks
 from kernels.reference import decode_inputs as exact_inputs
 from kernels.reference import norm as exact_norm
 from kernels.reference.rope_and_cache import rope_and_cache as exact_rope
-from kernels.triton import activation, blocks, decode_inputs, norm
-from kernels.triton.embedding import embed
-from kernels.triton.fp8_rows import quantize_rows_fp8
-from kernels.triton.rope_and_cache import rope_and_cache
+from kernels.triton.attention.rope_and_cache import rope_and_cache
+from kernels.triton.rows import activation, norm
+from kernels.triton.rows.fp8 import quantize_rows_fp8
+from kernels.triton.step import blocks
+from kernels.triton.step import inputs as decode_inputs
+from kernels.triton.step.embedding import embed
 
 EPS = 1e-6
 HOST_TOKENS = "tokens left for the host"

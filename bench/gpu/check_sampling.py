@@ -15,9 +15,9 @@ from bench.gpu.inputs import normal, pack_weight
 from kernels.quantised_weights import Int8Weight
 from kernels.reference import sampling as exact
 from kernels.sampling_columns import SamplingColumns
-from kernels.triton.linear import linear
-from kernels.triton.linear_int8 import linear_int8
-from kernels.triton.sampling import sample
+from kernels.triton.products.int8 import linear_int8
+from kernels.triton.products.linear import linear
+from kernels.triton.sampling.sampler import sample
 
 LOG2_E = 1.4426950408889634
 STREAM = 0x1234567_89ABCDE
@@ -66,7 +66,7 @@ def sampling_columns(
 
 def triton_and_reference(module: str, name: str) -> tuple[Launcher, Launcher]:
     """A Triton launcher and its reference, imported per row, so that a failing import fails only its own row."""
-    triton, reference = (importlib.import_module(f"kernels.{kind}.{module}") for kind in ("triton", "reference"))
+    triton, reference = (importlib.import_module(f"kernels.{kind}.{module}") for kind in ("triton.sampling", "reference"))
     return getattr(triton, name), getattr(reference, name)
 
 

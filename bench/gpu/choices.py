@@ -33,25 +33,20 @@ from engine.runner.warm_up import compiles_at_first_use, compiling
 from kernels.operations import FUSED_ROWS_MAX
 from kernels.quantised_weights import Int4Weight, Weight, values_and_scales
 from kernels.residual_stream import Stream
-from kernels.triton import (
-    attention_decode,
-    attention_prefill,
-    attention_prefill_hopper,
-    attention_splits,
-    chunk_splits,
-    dequantised_slabs,
-    fused_int4,
-    fused_linear,
-    lone_decode,
-)
-from kernels.triton.attention_splits import DecodeTiling
-from kernels.triton.card_properties import capability, has_gluon, multiprocessors
-from kernels.triton.fused_linear import AnyTiles, linear_add, normed_linear
-from kernels.triton.fused_row import GemvTiles
-from kernels.triton.hopper_rows import OPERAND_ROWS, HopperTiles
-from kernels.triton.newest_token import Rotation
-from kernels.triton.rope_and_cache import rope_and_cache
-from kernels.triton.rotated_decode import rotated_decode
+from kernels.triton.attention import chunk_splits, lone_decode
+from kernels.triton.attention import decode as attention_decode
+from kernels.triton.attention import prefill as attention_prefill
+from kernels.triton.attention import prefill_hopper as attention_prefill_hopper
+from kernels.triton.attention import splits as attention_splits
+from kernels.triton.attention.newest_token import Rotation
+from kernels.triton.attention.rope_and_cache import rope_and_cache
+from kernels.triton.attention.rotated_decode import rotated_decode
+from kernels.triton.attention.splits import DecodeTiling
+from kernels.triton.launching.card_properties import capability, has_gluon, multiprocessors
+from kernels.triton.products import dequantised_slabs, fused_int4, fused_linear
+from kernels.triton.products.fused_linear import AnyTiles, linear_add, normed_linear
+from kernels.triton.products.fused_row import GemvTiles
+from kernels.triton.products.hopper_rows import OPERAND_ROWS, HopperTiles
 from kernels.variants import CompilationFailed
 
 log = logging.getLogger("gatehouse.bench")

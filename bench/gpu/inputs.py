@@ -10,10 +10,10 @@ import torch
 
 from kernels.attention_rows import AttentionShape
 from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight, Weight, pack_fp8, pack_int4, pack_int8
-from kernels.triton.linear import linear
-from kernels.triton.linear_fp8 import linear_fp8
-from kernels.triton.linear_int4 import linear_int4
-from kernels.triton.linear_int8 import linear_int8
+from kernels.triton.products.fp8 import linear_fp8
+from kernels.triton.products.int4 import linear_int4
+from kernels.triton.products.int8 import linear_int8
+from kernels.triton.products.linear import linear
 
 FP8 = torch.float8_e4m3fn
 LLAMA, TINY = AttentionShape(16, 32, 8, 128), AttentionShape(16, 4, 2, 32)

@@ -19,13 +19,15 @@ from bench.gpu.targets import LAYER_ROWS, layer_row
 from bench.gpu.timing import seconds
 from kernels.attention_rows import AttentionShape
 from kernels.operations import FUSED_ROWS_MAX
-from kernels.triton import attention_decode, attention_splits, early_launch
-from kernels.triton.activation import silu_mul
-from kernels.triton.early_launch import VARIABLE, supports_early_launch
-from kernels.triton.fused_linear import linear_add, normed_linear
-from kernels.triton.norm import add_rms_norm
-from kernels.triton.rope_and_cache import rope_and_cache
-from kernels.triton.rotated_decode import rotated_decode
+from kernels.triton.attention import decode as attention_decode
+from kernels.triton.attention import splits as attention_splits
+from kernels.triton.attention.rope_and_cache import rope_and_cache
+from kernels.triton.attention.rotated_decode import rotated_decode
+from kernels.triton.launching import early_launch
+from kernels.triton.launching.early_launch import VARIABLE, supports_early_launch
+from kernels.triton.products.fused_linear import linear_add, normed_linear
+from kernels.triton.rows.activation import silu_mul
+from kernels.triton.rows.norm import add_rms_norm
 
 MODELS = {
     "Llama-8B": (LLAMA, 4096, 14_336, 4),

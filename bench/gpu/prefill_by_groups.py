@@ -1,6 +1,6 @@
 """Paged causal attention of long chunks on Hopper by three groups of warps: one loads, two alternate products and exponentials.
 
-In `attention_prefill_hopper` all warps run in step: they wait for keys together, multiply together and exponentiate together,
+In `attention.prefill_hopper` all warps run in step: they wait for keys together, multiply together and exponentiate together,
 leaving the tensor cores idle meanwhile. Here no warp waits for all the others. Four warps load pages, tile after tile, as soon
 as a stage is free; two groups of four warps handle 64 rows each and process the tiles at their own pace: while one computes
 exponentials, the other's products run (FlashAttention-3, arXiv 2407.08608). Barriers in shared memory (mbarrier) signal which
@@ -29,10 +29,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.attention_rows import AttentionShape
-from kernels.triton import attention_prefill_hopper as hopper
-from kernels.triton.attention_decode import score_factor
-from kernels.triton.attention_prefill_hopper import copy_async
-from kernels.triton.attention_splits import TABLES, DecodeWorkspace, scheduled_requests
+from kernels.triton.attention import prefill_hopper as hopper
+from kernels.triton.attention.decode import score_factor
+from kernels.triton.attention.prefill_hopper import copy_async
+from kernels.triton.attention.splits import TABLES, DecodeWorkspace, scheduled_requests
 
 # Triton renamed it after 3.6.
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -311,7 +311,7 @@ def _half_offsets(
     PART: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """As `_row_offsets` of `attention_prefill_hopper`, for 64 of the rows: [64] each."""
+    """As `_row_offsets` of `attention.prefill_hopper`, for 64 of the rows: [64] each."""
     row = 64 * PART + gl.arange(0, 64, layout=LAYOUT)
     query, head = first_query + row // GROUP, kv_head * GROUP + row % GROUP
     row_mask = (row < ROWS // GROUP * GROUP) & (query < num_queries)
@@ -329,7 +329,7 @@ def prefill_by_groups(
     out: torch.Tensor,
     parts: DecodeWorkspace | None,
 ) -> None:
-    """As `attention_prefill_hopper.overlapped_prefill`, for tiles whose keys are not split."""
+    """As `prefill_hopper.overlapped_prefill`, for tiles whose keys are not split."""
     assert parts is None, "this kernel does not support splits"
     num_requests, sizes = block_tables.shape[0], hopper.overlapped_constants(shape)
     del sizes["SPLIT"]

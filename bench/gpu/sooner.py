@@ -6,7 +6,7 @@ places remain. Attention of one request leaves memory and most of a multiprocess
 product can be loaded meanwhile. And a program of a product that has left its loop only stores a few numbers.
 
 Nothing else changes: every kernel still waits until the previous one has ended, and triggers only after its own wait. So what a
-kernel reads before its wait is as safe as in `kernels.triton.early_launch`.
+kernel reads before its wait is as safe as in `kernels.triton.launching.early_launch`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.triton import fused_row, lone_decode
-from kernels.triton.card_properties import interpreted
-from kernels.triton.epilogue import apply_epilogue
+from kernels.triton.attention import lone_decode
+from kernels.triton.launching.card_properties import interpreted
+from kernels.triton.products import fused_row
+from kernels.triton.products.epilogue import apply_epilogue
 
 _INTERPRETED = tl.constexpr(interpreted())
 

@@ -20,10 +20,10 @@ from bench.gpu.inputs import FP8, LLAMA, TINY, Pages, gather_kv, make_pages, mak
 from bench.gpu.rows import Row
 from bench.gpu.timing import seconds
 from kernels.attention_rows import AttentionShape
-from kernels.triton.attention_decode import paged_decode
-from kernels.triton.attention_prefill import paged_prefill
-from kernels.triton.attention_splits import decode_workspace
-from kernels.triton.rotated_decode import rotated_decode
+from kernels.triton.attention.decode import paged_decode
+from kernels.triton.attention.prefill import paged_prefill
+from kernels.triton.attention.rotated_decode import rotated_decode
+from kernels.triton.attention.splits import decode_workspace
 
 SLIM, QWEN = AttentionShape(16, 32, 8, 64), AttentionShape(16, 16, 8, 128)
 LIBRARIES = ("torch._dynamo", "torch._inductor.compile_fx")

@@ -17,9 +17,9 @@ from bench.gpu.rows import Row
 from bench.gpu.targets import PRODUCT_GOALS, PRODUCT_ROWS, fused_products_row, products_row
 from bench.gpu.timing import Call, seconds
 from kernels.quantised_weights import Weight, pack_fp8
-from kernels.triton.fp8_rows import quantize_rows_fp8
-from kernels.triton.fused_linear import linear_add, normed_linear
-from kernels.triton.linear_fp8 import linear_fp8
+from kernels.triton.products.fp8 import linear_fp8
+from kernels.triton.products.fused_linear import linear_add, normed_linear
+from kernels.triton.rows.fp8 import quantize_rows_fp8
 
 LAYER = {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (28_672, 4096), "down": (4096, 14_336)}
 TINY = {"qkv": (24, 32), "down": (16, 48)}

@@ -19,12 +19,12 @@ from bench.gpu.inputs import normal, pack_weight, rope_angles, stored_bytes
 from bench.gpu.rows import Row
 from bench.gpu.targets import HOST_CALLS
 from bench.gpu.timing import Call, seconds
-from kernels.triton.activation import silu_mul
-from kernels.triton.blocks import copy_blocks
-from kernels.triton.experts import bind_experts
-from kernels.triton.norm import add_rms_norm
-from kernels.triton.rope_and_cache import rope_and_cache
-from kernels.triton.sampling import sample, sampling_workspace
+from kernels.triton.attention.rope_and_cache import rope_and_cache
+from kernels.triton.experts.mixture import bind_experts
+from kernels.triton.rows.activation import silu_mul
+from kernels.triton.rows.norm import add_rms_norm
+from kernels.triton.sampling.sampler import sample, sampling_workspace
+from kernels.triton.step.blocks import copy_blocks
 
 COPIES = 4
 """Copies of the inputs, used in turn: a single one might fit into the L2 cache."""

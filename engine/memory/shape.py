@@ -22,8 +22,8 @@ LOGITS_ELEMENTS_MAX = 1 << 25
 """The most logits in memory at a time, 128 MiB: the logits of a step's rows are computed in slices of this size."""
 
 SLAB_TOKENS_MIN, SLAB_ELEMENTS_MAX = 513, 1 << 23
-"""Weights of 8 and 4 bits on a GPU (`kernels.triton.dequantised_slabs`): the fewest rows that are multiplied with slabs, and
-the most weights of a slab. A test compares both."""
+"""Weights of 8 and 4 bits on a GPU (`kernels.triton.products.dequantised_slabs`): the fewest rows that are multiplied with
+slabs, and the most weights of a slab. A test compares both."""
 
 LAUNCHES_OF_LAYER, LAUNCHES_OF_STEP, LAUNCHES_OF_EXPERTS = 10, 20, 3
 LAUNCH_BYTES = 24 << 10

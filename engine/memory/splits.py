@@ -4,23 +4,23 @@
 from __future__ import annotations
 
 CHUNK_CONTEXT_MIN, CHUNK_PARTS_MAX = 2048, 1 << 16
-"""Chunks of prompts (`kernels.triton.chunk_splits`): the shortest context whose keys are split, and the most partial results of
-a step, one for each split, query and head."""
+"""Chunks of prompts (`kernels.triton.attention.chunk_splits`): the shortest context whose keys are split, and the most partial
+results of a step, one for each split, query and head."""
 
 FEW_QUERIES_MAX = 8
 FEW_QUERIES_BYTES_MAX = 256 << 20
-"""Chunks that are attended by the decode kernel (`kernels.triton.attention_prefill`): the most tokens of one, and the most
+"""Chunks that are attended by the decode kernel (`kernels.triton.attention.prefill`): the most tokens of one, and the most
 bytes of their partial results, if they have more rows than the workspace of decodes."""
 
 INVARIANT_SPLIT = 256
 INVARIANT_QUERIES_MIN = 64
 INVARIANT_BYTES_MAX = 256 << 20
-"""Batch-invariant attention (`kernels.triton.invariant_attention`): tokens of a split, the fewest queries that there is room
+"""Batch-invariant attention (`kernels.triton.invariant.attention`): tokens of a split, the fewest queries that there is room
 for, and the most bytes of all partial results of a step."""
 
 
 def num_splits(num_tokens: int, head_dim: int, kv_element_bytes: int, window: int | None) -> int:
-    """The most splits that the keys of one decode are cut into (`kernels.triton.attention_splits`): they are of 128 tokens for
+    """The most splits that the keys of one decode are cut into (`kernels.triton.attention.splits`): they are of 128 tokens for
     heads of 128 numbers in 16 bits, eight times that in long requests. A window sees no more of a long one than itself."""
     row_bytes = (1 << (head_dim - 1).bit_length()) * kv_element_bytes
     split = max(64, 32768 // row_bytes)

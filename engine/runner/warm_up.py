@@ -34,12 +34,12 @@ REPORT_S = 2.0
 
 SEARCH_BATCH_SIZES = (257, 513, 1025)
 """Numbers of requests of a step, one above each power of two from 256 on, for which kernels that search among the requests of a
-step are compiled (`kernels.triton.attention_splits.scheduled_requests`); all that seats and draft tokens add up to."""
+step are compiled (`kernels.triton.attention.splits.scheduled_requests`); all that seats and draft tokens add up to."""
 
 STEP_SIZES = (1, 2, 9, ops.FUSED_ROWS_MAX + 1, 33, *SEARCH_BATCH_SIZES)
 """Sizes of steps over slots, one for each variant of those kernels: one row has kernels of its own, few rotate inside their
 attention and are launched early, and up to 8 and up to 16 are multiplied by kernels of their own
-(`kernels.triton.hopper_rows`)."""
+(`kernels.triton.products.hopper_rows`)."""
 
 DECODE_BATCH_SIZES = (1, 2, 8, 16, 24, 40, 72, 136, *SEARCH_BATCH_SIZES)
 """Numbers of requests that decode: one on each side of where a launcher takes another tile."""
@@ -49,7 +49,7 @@ CHUNK_LENGTHS = (2, 4, 5, 8, 9, 16, 24, 40, 72, 136, 300, 600)
 
 LONG_CONTEXT = 4096
 """Tokens of a request whose few newest tokens make a step: keys of a long context are cut into splits
-(`kernels.triton.chunk_splits`)."""
+(`kernels.triton.attention.chunk_splits`)."""
 
 FEW_REQUESTS, SOME_REQUESTS, MANY_REQUESTS = 1, 20, 40
 """Requests whose prompts are read in one step."""

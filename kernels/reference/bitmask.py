@@ -8,7 +8,7 @@ import torch
 
 
 def apply_bitmask(logits: torch.Tensor, masks: torch.Tensor, rows: torch.Tensor) -> None:
-    """As `kernels.triton.bitmask.apply_bitmask`."""
+    """As `kernels.triton.sampling.bitmask.apply_bitmask`."""
     for mask, row in zip(masks, rows.tolist(), strict=True):
         for token in range(logits.shape[1] if row >= 0 else 0):
             if not (int(mask[token // 32]) >> (token % 32)) & 1:

@@ -16,7 +16,7 @@ def reject_drafts(
     streams: torch.Tensor,
     positions: torch.Tensor,
 ) -> torch.Tensor:
-    """As `kernels.triton.drafts.reject_drafts`."""
+    """As `kernels.triton.sampling.drafts.reject_drafts`."""
     out = torch.full((len(draft_tokens), draft_tokens.shape[1] + 1), NO_TOKEN, dtype=torch.int64, device=target.device)
     for i, count in enumerate(num_draft_tokens.tolist()):
         num_accepted, residual = 0, None

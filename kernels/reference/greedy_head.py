@@ -10,7 +10,7 @@ from kernels.reference.quantised import dequantise
 
 
 def greedy_head(hidden: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """As `kernels.triton.greedy_head.greedy_head`."""
+    """As `kernels.triton.sampling.greedy_head.greedy_head`."""
     logits = (hidden.float() @ dequantise(weight).T).to(hidden.dtype).float()
     largest = logits.amax(dim=-1)
     first = (logits == largest[:, None]).int().argmax(dim=-1)

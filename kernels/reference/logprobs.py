@@ -8,7 +8,7 @@ import torch
 
 
 def token_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `kernels.triton.logprobs.token_logprobs`."""
+    """As `kernels.triton.sampling.logprobs.token_logprobs`."""
     table = torch.log_softmax(logits.double(), dim=-1)
     chosen = torch.where(ids >= 0, table.gather(1, ids.clamp(min=0).long()), math.nan)
     target = logits.gather(1, ids[:, :1].clamp(min=0).long())

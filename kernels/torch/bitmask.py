@@ -18,7 +18,7 @@ def _byte_biases(device: torch.device) -> torch.Tensor:
 
 
 def apply_bitmask(logits: torch.Tensor, masks: torch.Tensor, rows: torch.Tensor) -> None:
-    """As `kernels.triton.bitmask.apply_bitmask`, without padding. It adds, so that values that are not finite stay so."""
+    """As `kernels.triton.sampling.bitmask.apply_bitmask`, without padding. It adds: values that are not finite stay so."""
     vocab_size = logits.shape[1]
     mask_bytes = masks.contiguous().view(torch.uint8).int()
     size = max(1, SLICE_ELEMENTS // vocab_size)

@@ -17,7 +17,7 @@ def reject_drafts(
     streams: torch.Tensor,
     positions: torch.Tensor,
 ) -> torch.Tensor:
-    """As `kernels.triton.drafts.reject_drafts`."""
+    """As `kernels.triton.sampling.drafts.reject_drafts`."""
     depth, index = draft_tokens.shape[1], torch.arange(draft_tokens.shape[1], device=draft_tokens.device)
     keys = gumbel.keys(streams[:, None], positions[:, None] + index, ACCEPT)
     draft_probs, target_probs = (table[:, :depth].gather(2, draft_tokens[..., None])[..., 0] for table in (draft, target))

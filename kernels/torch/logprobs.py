@@ -6,7 +6,7 @@ import torch
 
 
 def token_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `kernels.triton.logprobs.token_logprobs`."""
+    """As `kernels.triton.sampling.logprobs.token_logprobs`."""
     values = logits.float()
     chosen = values.gather(1, ids.clamp_min(0).long())
     ranks = (values > torch.where(ids[:, :1] >= 0, chosen[:, :1], torch.inf)).sum(dim=-1) + 1

@@ -237,7 +237,7 @@ def sample(
     workspace: None = None,  # noqa: ARG001 - kernels have one
     weighs: bool = True,  # noqa: ARG001 - this implementation computes only what is needed
 ) -> torch.Tensor:
-    """As `kernels.triton.sampling.sample`. Reads slots on the host, so it cannot be part of a graph."""
+    """As `kernels.triton.sampling.sampler.sample`. Reads slots on the host, so it cannot be part of a graph."""
     tokens = torch.full((len(slots),), NO_TOKEN, dtype=torch.int64, device=logits.device)
     active_rows = [row for row, slot in enumerate(slots.tolist()) if slot >= 0]
     if active_rows:

@@ -10,26 +10,26 @@ from __future__ import annotations
 from kernels.operations import Operations
 from kernels.torch.experts import mix_experts, route
 from kernels.torch.logits import cap_logits
-from kernels.triton.activation import gelu_tanh_mul, gelu_tanh_mul_fp8, silu_mul, silu_mul_fp8
-from kernels.triton.attention_decode import paged_decode
-from kernels.triton.attention_prefill import paged_prefill
-from kernels.triton.attention_splits import decode_workspace, max_verify_group
-from kernels.triton.bitmask import apply_bitmask
-from kernels.triton.blocks import copy_blocks, gather_blocks, scatter_blocks
-from kernels.triton.decode_inputs import advance_slots, prepare_decode
-from kernels.triton.drafts import reject_drafts
-from kernels.triton.embedding import embed, rotation_rows
-from kernels.triton.experts import bind_experts
-from kernels.triton.fused_linear import linear_add, normed_linear
-from kernels.triton.greedy_head import bind_greedy_head
-from kernels.triton.linear import PlainLinear
-from kernels.triton.logprobs import token_logprobs
-from kernels.triton.norm import add_rms_norm, add_rms_norm_fp8, rms_norm, rms_norm_fp8
-from kernels.triton.rope_and_cache import rope_and_cache
-from kernels.triton.rotated_decode import rotated_decode
-from kernels.triton.router import route_live
-from kernels.triton.sampling import sample, sampling_workspace
-from kernels.triton.token_counts import count_tokens
+from kernels.triton.attention.decode import paged_decode
+from kernels.triton.attention.prefill import paged_prefill
+from kernels.triton.attention.rope_and_cache import rope_and_cache
+from kernels.triton.attention.rotated_decode import rotated_decode
+from kernels.triton.attention.splits import decode_workspace, max_verify_group
+from kernels.triton.experts.mixture import bind_experts
+from kernels.triton.experts.router import route_live
+from kernels.triton.products.fused_linear import linear_add, normed_linear
+from kernels.triton.products.linear import PlainLinear
+from kernels.triton.rows.activation import gelu_tanh_mul, gelu_tanh_mul_fp8, silu_mul, silu_mul_fp8
+from kernels.triton.rows.norm import add_rms_norm, add_rms_norm_fp8, rms_norm, rms_norm_fp8
+from kernels.triton.sampling.bitmask import apply_bitmask
+from kernels.triton.sampling.drafts import reject_drafts
+from kernels.triton.sampling.greedy_head import bind_greedy_head
+from kernels.triton.sampling.logprobs import token_logprobs
+from kernels.triton.sampling.sampler import sample, sampling_workspace
+from kernels.triton.sampling.token_counts import count_tokens
+from kernels.triton.step.blocks import copy_blocks, gather_blocks, scatter_blocks
+from kernels.triton.step.embedding import embed, rotation_rows
+from kernels.triton.step.inputs import advance_slots, prepare_decode
 
 OPERATIONS = Operations(
     description="Triton kernels, large products by cuBLAS",

@@ -64,7 +64,8 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 def poisoned_partial_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Poisons partial sums with NaN, so that adding one that no program stored shows."""
     monkeypatch.setattr(
-        "kernels.triton.split_k.allocate_partials", lambda size, device: poisoned(size, dtype=torch.float32, device=device)
+        "kernels.triton.products.split_k.allocate_partials",
+        lambda size, device: poisoned(size, dtype=torch.float32, device=device),
     )
 
 

@@ -7,13 +7,11 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kernels.triton.attention_splits import decode_tiling
-from kernels.triton.card_properties import CARDS, card, power_of_two
+from kernels.triton.attention.splits import decode_tiling
 from kernels.triton.gate.compilation import (
     Compilation,
     Compiled,
@@ -24,7 +22,8 @@ from kernels.triton.gate.compilation import (
 )
 from kernels.triton.gate.declared import declared, module_names
 from kernels.triton.gate.machine_code import overwritten_operands
-from tests.support.triton_jobs import KERNELS
+from kernels.triton.launching.card_properties import CARDS, card, power_of_two
+from tests.support.triton_jobs import KERNEL_FILES
 
 
 class Kernel:
@@ -171,11 +170,11 @@ def _has_early(function: ast.FunctionDef) -> bool:
     return is_kernel and any(argument.arg == "EARLY" for argument in function.args.args)
 
 
-@pytest.mark.parametrize("path", sorted(KERNELS.glob("*.py")), ids=lambda path: path.stem)
-def test_a_loop_carried_sum_has_one_product_per_iteration(path: Path) -> None:
+@pytest.mark.parametrize("module", KERNEL_FILES)
+def test_a_loop_carried_sum_has_one_product_per_iteration(module: str) -> None:
     """With two, Triton 3.6 to 3.8 starts the first product of an iteration before the second of the previous one has ended, on
     Blackwell with tiles of 64 rows or more (triton-lang/triton, issue 10821). Sums reset in each iteration are not carried."""
-    for loop in ast.walk(ast.parse(path.read_text("utf-8"))):
+    for loop in ast.walk(ast.parse(source(module))):
         if isinstance(loop, ast.For) and not _is_unrolled(loop):
             begun = {name for statement in loop.body for name in _begun_at_zero(statement)}
             assert all(number <= 1 or name in begun for name, number in _products(loop.body).items()), ast.unparse(loop)
@@ -255,7 +254,7 @@ def test_a_size_is_rounded_up_to_a_power_of_two(size: int, power: int) -> None:
 
 
 def source(module: str) -> str:
-    return (KERNELS / f"{module}.py").read_text("utf-8")
+    return KERNEL_FILES[module].read_text("utf-8")
 
 
 def launches(module: str) -> Iterator[tuple[str, bool]]:
@@ -270,5 +269,5 @@ def test_the_gate_compiles_kernels_with_the_fp_fusion_of_their_launch(module: st
     compiled = {(each.kernel.__name__, each.fp_fusion) for each in declared(module)}
     launched = {found for found in launches(module) if found[0] in {name for name, _ in compiled}}
     assert launched <= compiled
-    if "kernels.triton.gumbel" in source(module):
+    if "kernels.triton.sampling.gumbel" in source(module):
         assert not all(fused for _, fused in launched), "Gumbel-max noise counts every rounding"

@@ -19,7 +19,7 @@ from kernels.triton.gate.declared import declared
 from kernels.triton.gate.record import Record, Recorded, differences, read, write
 from tests.support.triton_jobs import MODULES, locked_versions
 
-MODULE = "norm"
+MODULE = "rows.norm"
 Compile = Callable[[Compilation, int], Compiled]
 
 
@@ -171,8 +171,8 @@ def test_a_key_does_not_depend_on_the_line_of_a_called_function(monkeypatch: pyt
 def test_a_record_is_read_back_unchanged(tmp_path: Path) -> None:
     long = Compiled("b, grammar", 90, "3.9.0", 8, 2, 128, 24, 4096, 512, ("mma.sync", "wgmma.mma_async"), 2, True, 128)
     short = Compiled("a", 80, "3.6.0", 4, 3, 32, 0, 0, 0, (), 16)
-    record: Record = {("norm", "b, grammar", 90, "3.9.0"): Recorded("0123", long)}
-    record |= {("activation", "a", number, "3.6.0"): Recorded("4567", replace(short, capability=number)) for number in (89, 80)}
+    record: Record = {("rows.norm", "b, grammar", 90, "3.9.0"): Recorded("0123", long)}
+    record |= {("rows.fp8", "a", number, "3.6.0"): Recorded("4567", replace(short, capability=number)) for number in (89, 80)}
     path = tmp_path / "record.jsonl"
     assert read(path) == {}
     write(path, record)

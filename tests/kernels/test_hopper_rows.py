@@ -11,8 +11,8 @@ import torch
 
 from kernels.alternatives import PRODUCTS, TILES, alternative_in_force
 from kernels.quantised_weights import pack_fp8, pack_int4, pack_int8
-from kernels.triton import fused_linear, hopper_rows
-from kernels.triton.hopper_rows import (
+from kernels.triton.products import fused_linear, hopper_rows
+from kernels.triton.products.hopper_rows import (
     HEAD_OUTPUTS_MIN,
     HopperTiles,
     choose_separate_tiles,

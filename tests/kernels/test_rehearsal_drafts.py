@@ -20,8 +20,8 @@ from tests.support.scripted_drafter import use_scripted_drafter
 from tests.support.tiny_models import make_model
 
 interpret_without_gpu()
-from kernels.triton import attention_prefill  # noqa: E402
-from kernels.triton.attention_decode import paged_decode  # noqa: E402
+from kernels.triton.attention import prefill as attention_prefill  # noqa: E402
+from kernels.triton.attention.decode import paged_decode  # noqa: E402
 
 SMALL: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 32, "num_kv_blocks": 8, "max_num_batched_tokens": 16}
 SPECULATIVE = SpeculativeOptions.parse({"method": "ngram", "num_speculative_tokens": 9, "prompt_lookup_max": 3})

@@ -28,8 +28,8 @@ from engine.sampling.columns import Kind
 from engine.scheduling.limits import STEP_DRAFT_TOKENS_MAX
 from engine.speculation.options import SpeculativeOptions
 from kernels import ops
-from kernels.triton import experts
-from kernels.triton.expert_tiles import SortedTokens, sort_by_expert
+from kernels.triton.experts import mixture as experts
+from kernels.triton.experts.tiles import SortedTokens, sort_by_expert
 from tests.support import quantised_checkpoints as layouts
 from tests.support.engines import generation_request, run_to_end, small_engine, tokens
 from tests.support.interpreted_fp8 import correct_e4m3

@@ -9,8 +9,9 @@ import pytest
 
 from engine.loop import Engine
 from engine.runner import slot_warm_up
-from kernels.triton import invariant_attention, invariant_linear
-from kernels.triton.linear_tiles import Tiles
+from kernels.triton.invariant import attention as invariant_attention
+from kernels.triton.invariant import linear as invariant_linear
+from kernels.triton.products.tiles import Tiles
 from tests.support.engines import generation_request, run_to_end, small_engine
 from tests.support.interpreted_rows import make_dot_row_invariant
 from tests.support.rehearsal import rehearsal

@@ -20,7 +20,7 @@ from tests.support.scripted_drafter import use_scripted_drafter
 from tests.support.tiny_models import make_model
 
 interpret_without_gpu()
-from kernels.triton import rotated_decode  # noqa: E402
+from kernels.triton.attention import rotated_decode  # noqa: E402
 
 SMALL: dict[str, Any] = {"max_num_seqs": 1, "max_model_len": 16, "num_kv_blocks": 4, "max_num_batched_tokens": 16}
 NUM_TOKENS = 5

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.reference import activation as reference
-from kernels.triton import activation
+from kernels.triton.rows import activation
 from tests.support.interpreted_fp8 import correct_e4m3
 from tests.support.kernel_cases import FLOATS, Guarded, normal, padded_rows
 from tests.support.kernel_tolerances import assert_near, assert_same

@@ -19,9 +19,8 @@ interpret_without_gpu()
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from kernels.triton import attention_decode as decode  # noqa: E402
-from kernels.triton import attention_splits as splits  # noqa: E402
-from kernels.triton.card_properties import CARDS, card  # noqa: E402
+from kernels.triton.attention import decode, splits  # noqa: E402
+from kernels.triton.launching.card_properties import CARDS, card  # noqa: E402
 
 BLOCK = 16
 SHAPE = AttentionShape(BLOCK, 4, 2, 64)

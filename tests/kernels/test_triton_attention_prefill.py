@@ -13,10 +13,10 @@ from tests.support.kernel_device import interpret_without_gpu
 from tests.support.kernel_tolerances import assert_same
 
 interpret_without_gpu()
-from kernels.triton import attention_prefill as prefill  # noqa: E402
-from kernels.triton.attention_decode import paged_decode  # noqa: E402
-from kernels.triton.attention_splits import decode_workspace  # noqa: E402
-from kernels.triton.card_properties import CARDS  # noqa: E402
+from kernels.triton.attention import prefill  # noqa: E402
+from kernels.triton.attention.decode import paged_decode  # noqa: E402
+from kernels.triton.attention.splits import decode_workspace  # noqa: E402
+from kernels.triton.launching.card_properties import CARDS  # noqa: E402
 from tests.support.prefill_chunks import BLOCK, FP8, SHAPE, Chunks, Rows  # noqa: E402
 
 

@@ -9,7 +9,7 @@ import torch
 
 from kernels.reference import blocks as reference
 from kernels.torch import blocks as cpu_blocks
-from kernels.triton import blocks as triton_blocks
+from kernels.triton.step import blocks as triton_blocks
 from tests.support.kernel_cases import Guarded, normal, poisoned
 from tests.support.kernel_tolerances import assert_same
 

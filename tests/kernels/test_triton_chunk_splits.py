@@ -18,10 +18,9 @@ interpret_without_gpu()
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from kernels.triton import attention_prefill as prefill  # noqa: E402
-from kernels.triton import chunk_splits  # noqa: E402
-from kernels.triton.attention_splits import SPLIT_QUERIES, DecodeWorkspace  # noqa: E402
-from kernels.triton.card_properties import CARDS, power_of_two  # noqa: E402
+from kernels.triton.attention import chunk_splits, prefill  # noqa: E402
+from kernels.triton.attention.splits import SPLIT_QUERIES, DecodeWorkspace  # noqa: E402
+from kernels.triton.launching.card_properties import CARDS, power_of_two  # noqa: E402
 from tests.support.prefill_chunks import BLOCK, FP8, SHAPE, Chunks, Rows  # noqa: E402
 
 LLAMA = AttentionShape(BLOCK, 32, 8, 128)

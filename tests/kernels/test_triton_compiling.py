@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from kernels.triton.launching.kernel_cache import kernel_cache
+from tests.support.triton_jobs import KERNEL_FILES
 from tests.support.triton_versions import compiling_process
 
 
@@ -74,3 +76,16 @@ def test_two_variants_are_compiled_at_a_time(found: dict[str, dict[str, Any]]) -
 
 def test_threads_parse_kernels_one_at_a_time(found: dict[str, dict[str, Any]]) -> None:
     assert found["when_kernels_are_parsed_concurrently"]["last"] == [2, 2, 2]
+
+
+def test_the_revision_of_the_kernels_depends_on_every_module_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+
+    def read_bytes(path: Path) -> bytes:
+        read.append(path)
+        return b""
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    kernel_cache()
+    assert {*KERNEL_FILES.values()} <= {*read}
+    assert not [path for path in read if "gate" in path.parts]

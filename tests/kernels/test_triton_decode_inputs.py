@@ -10,7 +10,7 @@ import torch
 from kernels.host_tokens import HostTokens
 from kernels.reference import decode_inputs as reference
 from kernels.torch import decode_inputs as cpu_inputs
-from kernels.triton import decode_inputs as triton_inputs
+from kernels.triton.step import inputs as triton_inputs
 from tests.support.decode_inputs import COLUMNS, NUM_SLOTS, prepared, state
 from tests.support.kernel_cases import Guarded
 from tests.support.kernel_tolerances import assert_same

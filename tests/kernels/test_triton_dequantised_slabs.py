@@ -14,9 +14,12 @@ from engine.memory import shape
 from kernels import quantised_linear
 from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight, pack_fp8, pack_int4, pack_int8
 from kernels.reference import quantised as reference
-from kernels.triton import dequantised_slabs, linear_fp8, linear_int4, linear_int8
-from kernels.triton.dequantised_slabs import SLAB_ELEMENTS, TILED_ROWS_MAX, dequantise_rows
-from kernels.triton.linear import cublas
+from kernels.triton.products import dequantised_slabs
+from kernels.triton.products import fp8 as linear_fp8
+from kernels.triton.products import int4 as linear_int4
+from kernels.triton.products import int8 as linear_int8
+from kernels.triton.products.dequantised_slabs import SLAB_ELEMENTS, TILED_ROWS_MAX, dequantise_rows
+from kernels.triton.products.linear import cublas
 from tests.support.kernel_cases import Guarded, normal, padded_rows
 from tests.support.kernel_tolerances import assert_near, assert_same
 

@@ -9,7 +9,7 @@ import torch
 
 from kernels.reference import embedding as reference
 from kernels.torch import embedding as cpu_embedding
-from kernels.triton import embedding as triton_embedding
+from kernels.triton.step import embedding as triton_embedding
 from tests.support.kernel_cases import FLOATS, Guarded, normal, poisoned
 from tests.support.kernel_tolerances import assert_near, assert_same
 

@@ -16,11 +16,11 @@ from kernels import ops
 from kernels.quantised_weights import pack_fp8, pack_int4
 from kernels.reference import experts as reference
 from kernels.reference import quantised
-from kernels.triton import experts as kernel
-from kernels.triton import experts_int4
-from kernels.triton.expert_tiles import SortedTokens, group_tiles, sort_by_expert
-from kernels.triton.expert_weights import bind_weights
-from kernels.triton.experts import bind_experts, grouped_linear, mix_gated_experts
+from kernels.triton.experts import int4 as experts_int4
+from kernels.triton.experts import mixture as kernel
+from kernels.triton.experts.mixture import bind_experts, grouped_linear, mix_gated_experts
+from kernels.triton.experts.tiles import SortedTokens, group_tiles, sort_by_expert
+from kernels.triton.experts.weights import bind_weights
 from tests.support.engines import generation_request, run_to_end, small_engine, tokens
 from tests.support.kernel_cases import Guarded, normal, padded_rows
 from tests.support.kernel_tables import replace_table

@@ -22,16 +22,20 @@ from tests.support.kernel_device import interpret_without_gpu
 from tests.support.kernel_tolerances import assert_same
 
 interpret_without_gpu()
-from kernels.triton import attention_decode, attention_prefill, greedy_head, invariant_attention, sampling  # noqa: E402
-from kernels.triton.attention_splits import DecodeWorkspace  # noqa: E402
-from kernels.triton.bitmask import apply_bitmask  # noqa: E402
-from kernels.triton.blocks import copy_blocks, gather_blocks, scatter_blocks  # noqa: E402
-from kernels.triton.embedding import embed  # noqa: E402
-from kernels.triton.linear import linear  # noqa: E402
-from kernels.triton.logprobs import token_logprobs  # noqa: E402
-from kernels.triton.rope_and_cache import rope_and_cache  # noqa: E402
-from kernels.triton.rotated_decode import rotated_decode  # noqa: E402
-from kernels.triton.token_counts import count_tokens  # noqa: E402
+from kernels.triton.attention import decode as attention_decode  # noqa: E402
+from kernels.triton.attention import prefill as attention_prefill  # noqa: E402
+from kernels.triton.attention.rope_and_cache import rope_and_cache  # noqa: E402
+from kernels.triton.attention.rotated_decode import rotated_decode  # noqa: E402
+from kernels.triton.attention.splits import DecodeWorkspace  # noqa: E402
+from kernels.triton.invariant import attention as invariant_attention  # noqa: E402
+from kernels.triton.products.linear import linear  # noqa: E402
+from kernels.triton.sampling import greedy_head  # noqa: E402
+from kernels.triton.sampling import sampler as sampling  # noqa: E402
+from kernels.triton.sampling.bitmask import apply_bitmask  # noqa: E402
+from kernels.triton.sampling.logprobs import token_logprobs  # noqa: E402
+from kernels.triton.sampling.token_counts import count_tokens  # noqa: E402
+from kernels.triton.step.blocks import copy_blocks, gather_blocks, scatter_blocks  # noqa: E402
+from kernels.triton.step.embedding import embed  # noqa: E402
 
 LARGE_VOCABULARY = 262_208
 SHAPE = AttentionShape(16, 4, 2, 64)

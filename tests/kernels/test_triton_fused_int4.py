@@ -13,12 +13,12 @@ from kernels.quantised_weights import Int4Weight, pack_awq, pack_gptq, pack_int4
 from kernels.reference import fused_linear as reference
 from kernels.reference import quantised as exact
 from kernels.residual_stream import Gate, Stream
-from kernels.triton import fused_int4, fused_linear
-from kernels.triton.epilogue import Epilogue
-from kernels.triton.gate.epilogue import LLAMA_8B
-from kernels.triton.int4_codes import unpack_instructions
-from kernels.triton.linear_int4 import Int4Tiles, linear_int4
-from kernels.triton.split_k import arrival_counters
+from kernels.triton.gate.products.epilogue import LLAMA_8B
+from kernels.triton.products import fused_int4, fused_linear
+from kernels.triton.products.epilogue import Epilogue
+from kernels.triton.products.int4 import Int4Tiles, linear_int4
+from kernels.triton.products.int4_codes import unpack_instructions
+from kernels.triton.products.split_k import arrival_counters
 from tests.support.interpreted_bf16 import correct_bf16
 from tests.support.kernel_cases import Guarded, normal, padded_rows
 from tests.support.kernel_tolerances import assert_near, assert_same

@@ -14,8 +14,8 @@ from kernels.quantised_weights import Fp8Weight, Int8Weight, pack_fp8, pack_int4
 from kernels.reference import fused_linear as reference
 from kernels.reference.norm import rms_norm
 from kernels.residual_stream import Gate, Stream
-from kernels.triton import fused_linear
-from kernels.triton.fused_linear import FusedTiles
+from kernels.triton.products import fused_linear
+from kernels.triton.products.fused_linear import FusedTiles
 from tests.support.kernel_cases import FLOATS, normal
 from tests.support.kernel_tolerances import assert_near, assert_same
 

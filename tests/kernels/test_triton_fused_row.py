@@ -17,9 +17,9 @@ from kernels.alternatives import PRODUCTS, alternative_in_force
 from kernels.quantised_weights import pack_fp8, pack_int8
 from kernels.reference import fused_linear as reference
 from kernels.residual_stream import Gate, Stream
-from kernels.triton import fused_linear, fused_row
-from kernels.triton.fused_linear import FusedTiles
-from kernels.triton.fused_row import GemvTiles, gemv_tiles
+from kernels.triton.products import fused_linear, fused_row
+from kernels.triton.products.fused_linear import FusedTiles
+from kernels.triton.products.fused_row import GemvTiles, gemv_tiles
 from tests.support.interpreted_fp8 import correct_e4m3
 from tests.support.kernel_cases import normal
 from tests.support.kernel_tolerances import assert_near

@@ -14,7 +14,7 @@ import pytest
 import torch
 import triton.language as tl
 
-from kernels.triton.norm import rms_norm
+from kernels.triton.rows.norm import rms_norm
 from tests.support.kernel_device import interpret_without_gpu
 
 KINDS = (tl.float32, tl.float16, tl.int32, tl.int64, tl.int1, tl.pointer_type(tl.int32))

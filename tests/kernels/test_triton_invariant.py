@@ -22,11 +22,13 @@ from tests.support.kernel_tolerances import assert_near, assert_same
 
 interpret_without_gpu()
 
-from kernels.triton import invariant_attention as attention  # noqa: E402
-from kernels.triton import invariant_int4, invariant_linear, invariant_table  # noqa: E402
-from kernels.triton.linear_tiles import Tiles  # noqa: E402
-from kernels.triton.logprobs import token_logprobs  # noqa: E402
-from kernels.triton.norm import add_rms_norm, rms_norm  # noqa: E402
+from kernels.triton.invariant import attention  # noqa: E402
+from kernels.triton.invariant import int4 as invariant_int4  # noqa: E402
+from kernels.triton.invariant import linear as invariant_linear  # noqa: E402
+from kernels.triton.invariant import table as invariant_table  # noqa: E402
+from kernels.triton.products.tiles import Tiles  # noqa: E402
+from kernels.triton.rows.norm import add_rms_norm, rms_norm  # noqa: E402
+from kernels.triton.sampling.logprobs import token_logprobs  # noqa: E402
 
 # Other requests are NaN, whose maximum the interpreter computes.
 pytestmark = [pytest.mark.filterwarnings("ignore:All-NaN slice encountered"), pytest.mark.usefixtures("poisoned_partial_sums")]

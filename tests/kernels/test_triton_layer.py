@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from kernels.residual_stream import Stream
-from kernels.triton.activation import silu_mul
-from kernels.triton.fused_linear import linear_add, normed_linear
-from kernels.triton.linear import linear
-from kernels.triton.norm import add_rms_norm, rms_norm
-from kernels.triton.rope_and_cache import rope_and_cache
+from kernels.triton.attention.rope_and_cache import rope_and_cache
+from kernels.triton.products.fused_linear import linear_add, normed_linear
+from kernels.triton.products.linear import linear
+from kernels.triton.rows.activation import silu_mul
+from kernels.triton.rows.norm import add_rms_norm, rms_norm
 from tests.support.kernel_cases import normal, poisoned
 from tests.support.kernel_tolerances import assert_near
 

@@ -12,16 +12,16 @@ from kernels.operations import FUSED_ROWS_MAX
 from kernels.quantised_weights import Fp8Weight, Int8Weight, pack_fp8, pack_int8
 from kernels.reference import quantised as reference
 from kernels.reference.fp8_rows import quantize_rows_fp8
-from kernels.triton import split_k
-from kernels.triton.card_properties import CARDS, card
-from kernels.triton.card_properties import capability as capability_of
-from kernels.triton.greedy_head import head_tiles
-from kernels.triton.linear import linear, skinny_tiles
-from kernels.triton.linear_fp8 import _scaled_mm as scaled_mm_fp8
-from kernels.triton.linear_fp8 import check_fp8, linear_fp8
-from kernels.triton.linear_int8 import linear_int8
-from kernels.triton.linear_tiles import Tiles, byte_tiles, launch
-from kernels.triton.split_k import arrival_counters, choose_splits, split_cost
+from kernels.triton.launching.card_properties import CARDS, card
+from kernels.triton.launching.card_properties import capability as capability_of
+from kernels.triton.products import split_k
+from kernels.triton.products.fp8 import _scaled_mm as scaled_mm_fp8
+from kernels.triton.products.fp8 import check_fp8, linear_fp8
+from kernels.triton.products.int8 import linear_int8
+from kernels.triton.products.linear import linear, skinny_tiles
+from kernels.triton.products.split_k import arrival_counters, choose_splits, split_cost
+from kernels.triton.products.tiles import Tiles, byte_tiles, launch
+from kernels.triton.sampling.greedy_head import head_tiles
 from tests.support.interpreted_bf16 import correct_bf16
 from tests.support.kernel_cases import Guarded, normal, padded_rows
 from tests.support.kernel_tolerances import assert_near, assert_same
@@ -71,7 +71,7 @@ def test_few_rows_times_a_weight_match_the_exact_product(
 def test_many_rows_use_the_product_of_torch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = rows(FUSED_ROWS_MAX + 1, 40, torch.float32, device), rows(9, 40, torch.float32, device)
     bias = normal(9, dtype=torch.float32, device=device)
-    monkeypatch.setattr("kernels.triton.linear.launch", None)
+    monkeypatch.setattr("kernels.triton.products.linear.launch", None)
     for out in (None, torch.empty(FUSED_ROWS_MAX + 1, 9, device=device)):
         assert_near(linear(x, weight, out=out), exact(x, weight), "matmul", scale=6.0)
         assert_near(linear(x, weight, bias=bias, out=out), exact(x, weight, bias), "matmul", scale=6.0)
@@ -196,7 +196,7 @@ def test_rows_of_e4m3_need_scales_and_an_output_dtype(device: torch.device) -> N
 
 
 def test_a_gpu_without_e4m3_is_refused_with_the_reason(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kernels.triton.linear_fp8.capability", lambda _: 80)
+    monkeypatch.setattr("kernels.triton.products.fp8.capability", lambda _: 80)
     with pytest.raises(ValueError, match=r"compute capability 8\.9 or newer, this one has 8\.0: use int8"):
         check_fp8(device)
 

@@ -10,10 +10,10 @@ import torch
 
 from kernels.quantised_weights import Int4Weight, pack_gptq, pack_int4
 from kernels.reference import quantised as reference
-from kernels.triton import dequantised_slabs
-from kernels.triton import linear_int4 as kernel
-from kernels.triton.linear_int4 import Int4Tiles, int4_tiles, linear_int4
-from kernels.triton.split_k import arrival_counters
+from kernels.triton.products import dequantised_slabs
+from kernels.triton.products import int4 as kernel
+from kernels.triton.products.int4 import Int4Tiles, int4_tiles, linear_int4
+from kernels.triton.products.split_k import arrival_counters
 from tests.support.interpreted_bf16 import correct_bf16
 from tests.support.kernel_cases import Guarded, normal, padded_rows
 from tests.support.kernel_tolerances import assert_near, assert_same

@@ -14,9 +14,9 @@ from tests.support.kernel_device import interpret_without_gpu
 from tests.support.kernel_tolerances import assert_same
 
 interpret_without_gpu()
-from kernels.triton import lone_decode as lone  # noqa: E402
-from kernels.triton.rotated_decode import rotated_decode  # noqa: E402
-from kernels.triton.split_k import arrival_counters  # noqa: E402
+from kernels.triton.attention import lone_decode as lone  # noqa: E402
+from kernels.triton.attention.rotated_decode import rotated_decode  # noqa: E402
+from kernels.triton.products.split_k import arrival_counters  # noqa: E402
 
 SHAPE = AttentionShape(16, 4, 2, 64)
 FP8 = torch.float8_e4m3fn

@@ -16,8 +16,8 @@ import torch
 from engine.loop import Engine
 from kernels import ops
 from kernels.torch import fp8_rows
-from kernels.triton import greedy_head
-from kernels.triton.linear_tiles import Tiles
+from kernels.triton.products.tiles import Tiles
+from kernels.triton.sampling import greedy_head
 from tests.support.engines import generation_request, overlapped_engine, run_to_end, small_engine, tokens
 from tests.support.kernel_tables import replace_table
 from tests.support.tiny_models import make_model
@@ -66,9 +66,9 @@ def test_a_greedy_step_of_few_rows_takes_its_tokens_from_the_fused_head(
         pytest.skip("on a GPU the kernels serve, and bench/gpu.sh compares what they say")
     make_model("llama", folder / "head", num_hidden_layers=1, head_dim=16)
     tiles = Tiles(16, 64, 128, num_warps=4, num_stages=4, splits=1)  # what a vocabulary has that is not tiny
-    monkeypatch.setattr("kernels.triton.greedy_head.skinny_tiles", lambda *_: tiles)
+    monkeypatch.setattr("kernels.triton.sampling.greedy_head.skinny_tiles", lambda *_: tiles)
     fused = mock.Mock(side_effect=greedy_head.greedy_head)
-    monkeypatch.setattr("kernels.triton.greedy_head.greedy_head", fused)
+    monkeypatch.setattr("kernels.triton.sampling.greedy_head.greedy_head", fused)
     options = {"block_size": 16, "max_num_batched_tokens": 16}
     assert answers(overlapped_engine, folder / "head", "cuda", **options) == answers(
         small_engine, folder / "head", "cpu", **options
@@ -130,7 +130,7 @@ def test_a_decode_step_of_few_rows_takes_few_launches_per_layer(num_requests: in
 
 
 def test_early_launched_kernels_read_only_earlier_results_before_their_wait(tmp_path: Path, launched: list[str]) -> None:
-    """`kernels.triton.early_launch`: before its wait a kernel may read what the previous one does not write."""
+    """`kernels.triton.launching.early_launch`: before its wait a kernel may read what the previous one does not write."""
     names = launches_of_a_step(tmp_path / "model", launched, 1, 2)
     lone = [place for place, name in enumerate(names) if name == "lone_kernel"]
     assert len(lone) == 2

@@ -11,8 +11,8 @@ from kernels.reference import fp8_rows as reference_fp8_rows
 from kernels.reference import norm as reference
 from kernels.torch import fp8_rows as cpu_fp8_rows
 from kernels.torch import norm as cpu_norm
-from kernels.triton import fp8_rows as triton_fp8_rows
-from kernels.triton import norm as triton_norm
+from kernels.triton.rows import fp8 as triton_fp8_rows
+from kernels.triton.rows import norm as triton_norm
 from tests.support.interpreted_fp8 import correct_e4m3
 from tests.support.kernel_cases import FLOATS, Guarded, normal, padded_rows
 from tests.support.kernel_tolerances import assert_near, assert_same

@@ -16,7 +16,7 @@ from engine.runner.model_runner import ModelRunner
 from kernels import ops, quantised_linear
 from kernels.quantised_weights import pack_int4
 from kernels.reference import quantised as reference
-from kernels.triton.linear_fp8 import linear_fp8
+from kernels.triton.products.fp8 import linear_fp8
 from tests.support.engines import generation_request, run_to_end, small_engine, tokens
 from tests.support.kernel_tables import replace_table
 from tests.support.tiny_models import make_model
@@ -98,7 +98,7 @@ def test_rows_of_one_weight_have_inputs_rounded_by_scales_of_their_own(x: torch.
         x_scales = torch.tensor([scale])
         expected = reference.linear_fp8(values, own, x_scales=x_scales, out_dtype=torch.float16, bias=bias[part])
         assert_close(found[:, part], expected)
-    with mock.patch("kernels.triton.quantised_products.linear_fp8", wraps=linear_fp8) as launched:
+    with mock.patch("kernels.triton.products.quantised.linear_fp8", wraps=linear_fp8) as launched:
         assert_close(product(x[:FEW]), reference.linear_fp8(x[:FEW], packed, bias=bias))
     assert launched.call_count == 1
 

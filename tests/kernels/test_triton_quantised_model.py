@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from engine.loop import Engine
 from kernels import ops, quantised_linear
 from kernels.quantised_weights import Fp8Weight, Int8Weight
-from kernels.triton import fused_linear, greedy_head
-from kernels.triton.linear_tiles import FLOAT32_FEW_ROWS
+from kernels.triton.products import fused_linear
+from kernels.triton.products.tiles import FLOAT32_FEW_ROWS
+from kernels.triton.sampling import greedy_head
 from tests.support import hub_checkpoints as hub
 from tests.support import quantised_checkpoints as layouts
 from tests.support.engines import generation_request, overlapped_engine, run_to_end, small_engine, tokens
@@ -161,8 +162,8 @@ ALONE: dict[str, dict[str, Any]] = {
 def test_few_rows_are_never_quantised(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model(family, tmp_path, **{**layouts.SIZES, "num_hidden_layers": 2, "head_dim": 16, **ALONE[family]})
     rounded = mock.Mock()
-    for module in ("norm", "activation", "fp8_rows"):
-        monkeypatch.setattr(f"kernels.triton.{module}.allocate_fp8_rows", rounded)
+    for module in ("norm", "activation", "fp8"):
+        monkeypatch.setattr(f"kernels.triton.rows.{module}.allocate_fp8_rows", rounded)
     answers(overlapped_engine, tmp_path, quantization="fp8", dtype="bfloat16")
     assert not rounded.called
 
@@ -190,8 +191,8 @@ def heads(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
     table = replace(ops.operations(torch.device("cuda")), bind_greedy_head=bound)
     monkeypatch.setattr(ops, "_load_table", lambda _: table)
-    for module in ("linear_int8", "linear_fp8"):
-        monkeypatch.setattr(f"kernels.triton.{module}.byte_tiles", lambda *_, **__: FLOAT32_FEW_ROWS)
+    for module in ("int8", "fp8"):
+        monkeypatch.setattr(f"kernels.triton.products.{module}.byte_tiles", lambda *_, **__: FLOAT32_FEW_ROWS)
     return found
 
 

@@ -10,7 +10,7 @@ import torch
 
 from kernels.reference import rope_and_cache as reference
 from kernels.torch import rope_and_cache as cpu_rope
-from kernels.triton import rope_and_cache as triton_rope
+from kernels.triton.attention import rope_and_cache as triton_rope
 from tests.support.interpreted_fp8 import correct_e4m3
 from tests.support.kernel_cases import FLOATS, normal, padded_rows, poisoned
 from tests.support.kernel_tolerances import Kind, assert_near, assert_same

@@ -16,10 +16,10 @@ from tests.support.kernel_device import interpret_without_gpu
 from tests.support.kernel_tolerances import assert_same
 
 interpret_without_gpu()
-from kernels.triton import attention_splits as splits  # noqa: E402
-from kernels.triton import rotated_decode as kernel  # noqa: E402
-from kernels.triton.attention_decode import paged_decode  # noqa: E402
-from kernels.triton.rope_and_cache import rope_and_cache  # noqa: E402
+from kernels.triton.attention import rotated_decode as kernel  # noqa: E402
+from kernels.triton.attention import splits  # noqa: E402
+from kernels.triton.attention.decode import paged_decode  # noqa: E402
+from kernels.triton.attention.rope_and_cache import rope_and_cache  # noqa: E402
 
 SHAPE = AttentionShape(16, 4, 2, 64)
 FP8 = torch.float8_e4m3fn

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from kernels.reference import experts as reference
-from kernels.triton.expert_tiles import sort_by_expert
-from kernels.triton.expert_weights import bind_weights
-from kernels.triton.experts import mix_gated_experts
-from kernels.triton.router import route_live
+from kernels.triton.experts.mixture import mix_gated_experts
+from kernels.triton.experts.router import route_live
+from kernels.triton.experts.tiles import sort_by_expert
+from kernels.triton.experts.weights import bind_weights
 from tests.support.kernel_cases import Guarded, normal, padded_rows
 from tests.support.kernel_tolerances import assert_near, assert_same
 

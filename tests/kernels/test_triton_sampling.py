@@ -14,7 +14,7 @@ from kernels.gumbel import FARTHEST, NO_TOKEN
 from kernels.reference import sampling as reference
 from kernels.sampling_columns import SamplingColumns
 from kernels.torch import sampling as cpu
-from kernels.triton import sampling
+from kernels.triton.sampling import sampler as sampling
 from tests.support.kernel_cases import Guarded, normal, padded_rows
 
 LOG2_E = 1.4426950408889634

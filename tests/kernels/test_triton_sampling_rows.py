@@ -20,10 +20,10 @@ from kernels.torch import bitmask as bitmask_cpu
 from kernels.torch import drafts as drafts_cpu
 from kernels.torch import logprobs as logprobs_cpu
 from kernels.torch import token_counts as counts_cpu
-from kernels.triton import bitmask, drafts, greedy_head, logprobs, token_counts
-from kernels.triton.card_properties import capability, multiprocessors
-from kernels.triton.linear import skinny_tiles
-from kernels.triton.linear_tiles import byte_tiles, launch
+from kernels.triton.launching.card_properties import capability, multiprocessors
+from kernels.triton.products.linear import skinny_tiles
+from kernels.triton.products.tiles import byte_tiles, launch
+from kernels.triton.sampling import bitmask, drafts, greedy_head, logprobs, token_counts
 from tests.support.kernel_cases import FLOATS, Guarded, normal, padded_rows, tied_tokens
 from tests.support.kernel_tolerances import assert_near, assert_same
 

@@ -19,9 +19,9 @@ from engine.runner.warm_up import (
 )
 from engine.scheduling.limits import STEP_DRAFT_TOKENS_MAX, SchedulerLimits
 from kernels.operations import FUSED_ROWS_MAX
-from kernels.triton.attention_splits import SPLIT_QUERIES, scheduled_requests
-from kernels.triton.early_launch import EARLY_ROWS_MAX
-from kernels.triton.hopper_rows import hopper_tiles
+from kernels.triton.attention.splits import SPLIT_QUERIES, scheduled_requests
+from kernels.triton.launching.early_launch import EARLY_ROWS_MAX
+from kernels.triton.products.hopper_rows import hopper_tiles
 
 ROWS_MAX = SEATS_MAX + STEP_DRAFT_TOKENS_MAX
 

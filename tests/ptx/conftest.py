@@ -37,7 +37,7 @@ elif not IS_LATE:
     atexit.register(CACHE.cleanup)
     os.environ["TRITON_CACHE_DIR"] = CACHE.name
     from engine.environment import prepare_environment
-    from kernels.triton import card_properties, early_launch
+    from kernels.triton.launching import card_properties, early_launch
     from tests.support.ptx.block import LOCKSTEP
     from tests.support.ptx.card import MULTIPROCESSORS, clear_programs, install
 

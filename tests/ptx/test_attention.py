@@ -8,17 +8,14 @@ import torch
 from kernels.attention_rows import AttentionShape
 from kernels.paged_plan import PagedPlan, paged_plan_attention
 from kernels.reference import attention as reference
-from kernels.triton import (
-    attention_decode,
-    attention_prefill,
-    attention_splits,
-    chunk_splits,
-    invariant_attention,
-    invariant_table,
-    lone_decode,
-)
 from kernels.triton import table as triton_table
-from kernels.triton.split_k import arrival_counters
+from kernels.triton.attention import chunk_splits, lone_decode
+from kernels.triton.attention import decode as attention_decode
+from kernels.triton.attention import prefill as attention_prefill
+from kernels.triton.attention import splits as attention_splits
+from kernels.triton.invariant import attention as invariant_attention
+from kernels.triton.invariant import table as invariant_table
+from kernels.triton.products.split_k import arrival_counters
 from tests.support.kernel_cases import (
     RotatedDecodeBatch,
 )

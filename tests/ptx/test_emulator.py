@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernels.attention_rows import AttentionShape
-from kernels.triton.linear import linear
+from kernels.triton.products.linear import linear
 from tests.support.kernel_cases import normal
 from tests.support.kernel_tolerances import assert_near
 from tests.support.ptx.attention_batch import AttentionBatch

@@ -13,12 +13,12 @@ import torch
 from kernels.quantised_weights import Fp8Weight, Int8Weight, pack_fp8, pack_int8
 from kernels.reference import quantised as exact
 from kernels.residual_stream import Gate
-from kernels.triton import hopper_rows
-from kernels.triton.fused_linear import linear_add, normed_linear
-from kernels.triton.greedy_head import bind_greedy_head
-from kernels.triton.hopper_rows import HopperTiles
-from kernels.triton.linear_fp8 import linear_fp8
-from kernels.triton.linear_int8 import linear_int8
+from kernels.triton.products import hopper_rows
+from kernels.triton.products.fp8 import linear_fp8
+from kernels.triton.products.fused_linear import linear_add, normed_linear
+from kernels.triton.products.hopper_rows import HopperTiles
+from kernels.triton.products.int8 import linear_int8
+from kernels.triton.sampling.greedy_head import bind_greedy_head
 from tests.support.fused_rows import CPU, EPS, check_edges, check_rows
 from tests.support.kernel_cases import Guarded, normal, padded_rows
 from tests.support.kernel_tolerances import assert_near, assert_same

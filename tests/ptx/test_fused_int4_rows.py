@@ -12,10 +12,10 @@ from kernels.quantised_weights import Int4Weight, pack_int4
 from kernels.reference import fused_linear as reference
 from kernels.reference import quantised as exact
 from kernels.residual_stream import Gate
-from kernels.triton import hopper_rows
-from kernels.triton.fused_linear import linear_add, normed_linear
-from kernels.triton.hopper_rows import HopperTiles
-from kernels.triton.linear_int4 import linear_int4
+from kernels.triton.products import hopper_rows
+from kernels.triton.products.fused_linear import linear_add, normed_linear
+from kernels.triton.products.hopper_rows import HopperTiles
+from kernels.triton.products.int4 import linear_int4
 from tests.support.fused_rows import CPU, EPS, check_edges, check_rows
 from tests.support.kernel_cases import Guarded, normal, padded_rows
 from tests.support.kernel_tolerances import assert_near, assert_same

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from kernels.attention_rows import AttentionShape
-from kernels.triton import attention_prefill_hopper, chunk_splits
-from kernels.triton.attention_prefill import paged_prefill
-from kernels.triton.attention_prefill_hopper import KEYS, ROWS, VARIABLE, is_overlapped
+from kernels.triton.attention import chunk_splits
+from kernels.triton.attention import prefill_hopper as attention_prefill_hopper
+from kernels.triton.attention.prefill import paged_prefill
+from kernels.triton.attention.prefill_hopper import KEYS, ROWS, VARIABLE, is_overlapped
 from tests.support.far_memory import far_blocks
 from tests.support.kernel_tolerances import assert_near, assert_same
 from tests.support.ptx.attention_batch import AttentionBatch

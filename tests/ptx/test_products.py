@@ -12,15 +12,15 @@ from kernels.quantised_weights import Int4Weight, pack_fp8
 from kernels.reference import fused_linear as reference
 from kernels.reference import quantised as exact
 from kernels.residual_stream import Gate
-from kernels.triton import dequantised_slabs
-from kernels.triton.fp8_rows import quantize_rows_fp8
-from kernels.triton.fused_linear import linear_add, normed_linear
-from kernels.triton.invariant_int4 import invariant_int4
-from kernels.triton.invariant_linear import invariant_linear
-from kernels.triton.linear import linear
-from kernels.triton.linear_fp8 import linear_fp8
-from kernels.triton.linear_int4 import dequantise_rows, linear_int4
-from kernels.triton.linear_int8 import linear_int8
+from kernels.triton.invariant.int4 import invariant_int4
+from kernels.triton.invariant.linear import invariant_linear
+from kernels.triton.products import dequantised_slabs
+from kernels.triton.products.fp8 import linear_fp8
+from kernels.triton.products.fused_linear import linear_add, normed_linear
+from kernels.triton.products.int4 import dequantise_rows, linear_int4
+from kernels.triton.products.int8 import linear_int8
+from kernels.triton.products.linear import linear
+from kernels.triton.rows.fp8 import quantize_rows_fp8
 from tests.support.kernel_cases import normal, padded_rows
 from tests.support.kernel_tolerances import assert_near, assert_same
 from tests.support.ptx.block import FORWARD, REVERSE

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels.reference import rope_and_cache as reference
-from kernels.triton import rope_and_cache as kernel
+from kernels.triton.attention import rope_and_cache as kernel
 from tests.support.kernel_cases import normal, padded_rows, poisoned
 from tests.support.kernel_tolerances import assert_near, assert_same
 

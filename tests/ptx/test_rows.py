@@ -12,8 +12,9 @@ from kernels.reference import activation as reference_activation
 from kernels.reference import embedding as reference_embedding
 from kernels.reference import fp8_rows as reference_fp8
 from kernels.reference import norm as reference_norm
-from kernels.triton import activation, embedding, norm
-from kernels.triton.fp8_rows import quantize_rows_fp8
+from kernels.triton.rows import activation, norm
+from kernels.triton.rows.fp8 import quantize_rows_fp8
+from kernels.triton.step import embedding
 from tests.support.kernel_cases import Guarded, normal, padded_rows
 from tests.support.kernel_tolerances import assert_near, assert_same
 

@@ -15,7 +15,8 @@ from kernels.reference import logprobs as reference_logprobs
 from kernels.reference import sampling as reference_sampling
 from kernels.reference import token_counts as reference_counts
 from kernels.sampling_columns import SamplingColumns
-from kernels.triton import bitmask, drafts, greedy_head, logprobs, sampling, token_counts
+from kernels.triton.sampling import bitmask, drafts, greedy_head, logprobs, token_counts
+from kernels.triton.sampling import sampler as sampling
 from tests.support.kernel_cases import Guarded, normal, padded_rows, tied_tokens
 from tests.support.kernel_tolerances import assert_near, assert_same
 

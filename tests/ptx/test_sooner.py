@@ -11,8 +11,8 @@ import torch
 from bench.gpu.sooner import SOONER
 from kernels.attention_rows import AttentionShape
 from kernels.reference import fused_linear as reference
-from kernels.triton import fused_linear
-from kernels.triton.split_k import arrival_counters
+from kernels.triton.products import fused_linear
+from kernels.triton.products.split_k import arrival_counters
 from tests.support.kernel_cases import RotatedDecodeBatch, normal
 from tests.support.kernel_tolerances import assert_near
 from tests.support.ptx.attention_batch import BF16, BLOCK, CPU, check_rotated_decode

@@ -16,7 +16,10 @@ from kernels.reference import blocks as reference_blocks
 from kernels.reference import decode_inputs as reference_inputs
 from kernels.reference import fused_linear as reference_products
 from kernels.reference import rotated_decode as reference_decode
-from kernels.triton import blocks, decode_inputs, fused_linear, rotated_decode
+from kernels.triton.attention import rotated_decode
+from kernels.triton.products import fused_linear
+from kernels.triton.step import blocks
+from kernels.triton.step import inputs as decode_inputs
 from tests.support.kernel_cases import Guarded, RotatedDecodeBatch, normal
 from tests.support.kernel_tolerances import assert_same
 from tests.support.ptx.card import EmulatedCard

@@ -10,10 +10,10 @@ import torch
 from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight, Weight
 from kernels.reference import fused_linear as reference
 from kernels.residual_stream import Gate
-from kernels.triton import hopper_rows
-from kernels.triton.epilogue import Epilogue
-from kernels.triton.fused_linear import linear_add, normed_linear
-from kernels.triton.hopper_rows import HopperTiles
+from kernels.triton.products import hopper_rows
+from kernels.triton.products.epilogue import Epilogue
+from kernels.triton.products.fused_linear import linear_add, normed_linear
+from kernels.triton.products.hopper_rows import HopperTiles
 from tests.support.kernel_cases import Guarded, normal, padded_rows
 from tests.support.kernel_tolerances import assert_near
 

@@ -14,8 +14,8 @@ from tests.support.kernel_device import interpret_without_gpu
 from tests.support.kernel_tolerances import assert_near
 
 interpret_without_gpu()
-from kernels.triton import attention_prefill as prefill  # noqa: E402
-from kernels.triton.attention_splits import DecodeWorkspace  # noqa: E402
+from kernels.triton.attention import prefill  # noqa: E402
+from kernels.triton.attention.splits import DecodeWorkspace  # noqa: E402
 
 BLOCK = 16
 SHAPE = AttentionShape(BLOCK, 4, 2, 64)

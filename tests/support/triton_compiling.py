@@ -20,8 +20,8 @@ import triton.language as tl
 from triton.runtime import driver
 
 from engine.environment import prepare_environment
-from kernels.triton import compiled_together as compiled_together_module
-from kernels.triton.compiled_together import compiled_together
+from kernels.triton.launching import compiled_together as compiled_together_module
+from kernels.triton.launching.compiled_together import compiled_together
 from kernels.variants import CompilationFailed, Variants
 from tests.support.fake_gpu_driver import FakeGpuDriver
 

@@ -28,7 +28,12 @@ LOW_PRIORITY = ("nice", "-n", "10")
 OLD_INTERPRETER = "ignore:Conversion of an array with ndim:DeprecationWarning"
 """Triton 3.6 converts the bound of a `range` in a way that numpy rejects from 2.4 on; our lock stays below that."""
 
-KERNELS = REPO / "kernels" / "triton"
+KERNEL_FILES = {
+    f"{path.parent.name}.{path.stem}": path
+    for path in sorted((REPO / "kernels" / "triton").glob("*/*.py"))
+    if path.parent.name != "gate"
+}
+"""The modules in the packages of `kernels.triton`, as `rows.norm`."""
 MODULES = module_names()
 Rows = list[dict[str, Any]]
 

@@ -28,8 +28,8 @@ from unittest import mock
 
 import torch
 
-from kernels.triton.card_properties import card
 from kernels.triton.gate.declared import declared, module_names
+from kernels.triton.launching.card_properties import card
 from tests.support import triton_variants
 from tests.support.triton_variants import Case, Memory, NullKernel, Recorder
 

@@ -51,7 +51,7 @@ from engine.step_mode import StepMode
 from engine.weights import WeightPlan
 from kernels import quantised_linear
 from kernels.ops import HostTokens
-from kernels.triton import card_properties, early_launch
+from kernels.triton.launching import card_properties, early_launch
 from tests.support.engines import FREE_ROWS, generation_request
 from tests.support.fake_gpu_driver import FakeGpuDriver
 from tests.support.grammars import BYTES, ImmediateCompiler

@@ -40,7 +40,7 @@ class TritonVersion:
         return {**kept, **path, **mode, **single, **unlined, "TRITON_CACHE_DIR": str(cache)}
 
     def compile_modules(self, modules: Sequence[str], cache: Path, record: Path | None) -> list[dict[str, Any]]:
-        """The rows of `kernels.triton.gate` for `modules` (such as `norm`). Raises CalledProcessError."""
+        """The rows of `kernels.triton.gate` for `modules` (such as `rows.norm`). Raises CalledProcessError."""
         command, environment = gate_command(modules, record), self.environment(cache, interpret=False)
         answer = subprocess.run(command, cwd=REPO, env=environment, stdout=subprocess.PIPE, text=True, check=True)
         return gate_rows(answer.stdout)

@@ -82,7 +82,7 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description="Compile kernels for cards that are not here.")
     parser.add_argument("--only", type=int, help="one compute capability: 80, 89, 90 or 100")
     parser.add_argument("--record", type=Path, help="what was compiled before; without it all is compiled")
-    parser.add_argument("modules", nargs="*", help="as norm")
+    parser.add_argument("modules", nargs="*", help="as rows.norm")
     options = parser.parse_args(arguments)
     record = {} if options.record is None else read(options.record)
     gc.freeze()  # imported objects are permanent: keep the collector from searching them for a compiler's garbage

@@ -21,9 +21,9 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.runtime.jit import JITCallable
 
-from kernels.triton.card_properties import TENSOR_MEMORY_COLUMNS, card
-from kernels.triton.early_launch import CAPABILITY_MIN as EARLY_CAPABILITY
 from kernels.triton.gate.machine_code import overwritten_operands
+from kernels.triton.launching.card_properties import TENSOR_MEMORY_COLUMNS, card
+from kernels.triton.launching.early_launch import CAPABILITY_MIN as EARLY_CAPABILITY
 
 CAPABILITIES = (80, 89, 90, 100)
 FP8_CAPABILITIES = (89, 90, 100)  # the others cannot convert to e4m3
@@ -46,7 +46,7 @@ class Compilation:
     `signature` names the types of the arguments that are passed at a launch (`*bf16`, `*fp8e4nv`, `i32`, `fp32` …), None for a
     tensor that is absent; pointers are assumed to be aligned to 16 bytes, as torch's are. `constexprs` holds the values of all
     other arguments: tile sizes, 1 for an integer that is 1 (a launch specialises it). `divisible` names the integers that are
-    multiples of 16. A kernel's EARLY (`kernels.triton.early_launch`) is set as a launch on that card sets it.
+    multiples of 16. A kernel's EARLY (`kernels.triton.launching.early_launch`) is set as a launch on that card sets it.
 
     `tensor_cores`: the card's own kind of matrix instruction must be used: mma.sync on 80 and 89, wgmma on 90, tcgen05 on 100;
     and no product of the kernel may be computed without matrix instructions.
@@ -97,10 +97,10 @@ class Compilation:
 class Compiled:
     """Properties of the assembled kernel. `spill_bytes` per thread; `programs` that one multiprocessor holds at a time;
     `touches_early`: before it waits for the previous kernel, it writes, or reads data not marked as unchanged by that kernel
-    (`kernels.triton.early_launch`); `exponentials` that overlap with products, and `products_behind_load`, both counted if a
-    configuration requires some;
-    `scalar_products`: products of tiles without matrix instructions, counted if a configuration requires these;
-    `overwritten`: on Hopper, instructions that write registers which products in flight still read."""
+    (`kernels.triton.launching.early_launch`); `exponentials` that overlap with products, and `products_behind_load`, both
+    counted if a configuration requires some; `scalar_products`: products of tiles without matrix instructions, counted if a
+    configuration requires these; `overwritten`: on Hopper, instructions that write registers which products in flight still
+    read."""
 
     name: str
     capability: int

@@ -1,4 +1,4 @@
-"""The declared configurations: those of a kernel module are in the module of the same name in this package."""
+"""The declared configurations: those of kernels/triton/rows/norm.py are in kernels/triton/gate/rows/norm.py, and so on."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ FOLDER = Path(__file__).parent
 
 
 def module_names() -> list[str]:
-    """Names of the modules with configurations, as `norm` for kernels/triton/norm.py, found without importing any."""
-    return sorted(path.stem for path in FOLDER.glob("*.py") if "\ndef compilations(" in path.read_text("utf-8"))
+    """Names of the modules with configurations, as `rows.norm`, found without importing any."""
+    paths = [path for path in FOLDER.glob("*/*.py") if "\ndef compilations(" in path.read_text("utf-8")]
+    return sorted(f"{path.parent.name}.{path.stem}" for path in paths)
 
 
 def declared(module: str) -> list[Compilation]:

@@ -9,7 +9,9 @@ import torch
 from kernels.attention_rows import AttentionShape
 from kernels.reference import attention as reference
 from kernels.reference import rotated_decode as exact
-from kernels.triton import attention_decode, attention_prefill, rotated_decode
+from kernels.triton.attention import decode as attention_decode
+from kernels.triton.attention import prefill as attention_prefill
+from kernels.triton.attention import rotated_decode
 from tests.support.kernel_cases import (
     Guarded,
     RotatedDecodeBatch,

@@ -12,7 +12,7 @@ from tests.support.ptx.types import NUMBERS, RAW, Array
 
 CACHES = "L1 L2 ca cg cs wt nc v2 v4 v8"
 READ_EARLY = ("L1::evict_first", "L1::evict_last")
-"""Cache policies by which a kernel marks inputs that no preceding kernel writes: `kernels.triton.early_launch`."""
+"""Cache policies by which a kernel marks inputs that no preceding kernel writes: `kernels.triton.launching.early_launch`."""
 ORDERS = "volatile weak relaxed acquire release acq_rel gpu sys cta"
 RELEASES = {"release", "acq_rel"}
 

@@ -1,0 +1,1 @@
+"""Configurations of the kernels of `kernels.triton.sampling`."""

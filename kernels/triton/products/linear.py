@@ -1,0 +1,79 @@
+"""Products with 16-bit weights for a few rows of x: each weight is read once, at the speed of the card's memory."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch.nn import functional
+
+from kernels.fusible_products import FusibleProduct
+from kernels.operations import FUSED_ROWS_MAX
+from kernels.triton.launching.card_properties import capability, card, multiprocessors
+from kernels.triton.products.split_k import choose_splits, split_cost
+from kernels.triton.products.tiles import Tiles, launch
+
+# Columns of out and of x per step of a program (16 or 32 KiB of weights), and pipeline stages.
+CANDIDATES = ((64, 128, 6), (128, 128, 3))
+
+
+class PlainLinear(FusibleProduct):
+    """The product [T, in] → [T, out] with a matrix of 16 or 32 bits as loaded from the checkpoint, by `linear`."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, bias=self.bias)
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, *, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """out[m, n] = Σ_k x[m, k] · weight[n, k] + bias[n]; x: [M, K], weight: [N, K], bias: [N], all of one type → [M, N]
+
+    For M ≤ 16, a memory-bound kernel: tiles of 16 rows for the tensor cores whatever M is, so a row has the same bits in any of
+    these batches; up to six loads of 16 KiB in flight per program; and split-K if the matrix alone has too few tiles (arXiv
+    2402.00025; the reduction of split_k.py does not depend on timing). Above, cuBLAS. Reads 2·N·K bytes once and
+    x from the L2 cache, writes 2·M·N; 2·M·N·K operations. Rows beyond M, columns beyond N and K are masked. Accumulates in
+    float32.
+    """
+    if x.shape[0] > FUSED_ROWS_MAX:
+        return functional.linear(x, weight, bias) if out is None else cublas(x, weight, bias, out)
+    out = x.new_empty(x.shape[0], weight.shape[0]) if out is None else out
+    if not x.shape[0]:
+        return out
+    shape = weight.shape[0], weight.shape[1]
+    tiles = skinny_tiles(*shape, capability(x.device), multiprocessors(x.device), weight.element_size())
+    return launch(x, weight, tiles, out, bias=bias)
+
+
+def cublas(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    """x Wᵀ + bias by cuBLAS; its result is written to `out`, [M, N], whose rows need not adjoin each other."""
+    return torch.mm(x, weight.T, out=out) if bias is None else torch.addmm(bias, x, weight.T, out=out)
+
+
+@functools.cache
+def skinny_tiles(num_outputs: int, num_columns: int, capability: int, multiprocessors: int, weight_bytes: int = 2) -> Tiles:
+    """The candidate with the lowest `split_cost`; the same for any number of rows."""
+
+    def cost_and_tiles(block_n: int, block_k: int, stages: int) -> tuple[float, Tiles]:
+        work = -(-num_outputs // block_n), -(-num_columns // block_k), multiprocessors, block_n * block_k * 2
+        splits = choose_splits(*work)
+        return split_cost(*work, splits), make_tiles(block_n, block_k, limit_stages(stages, capability, weight_bytes), splits)
+
+    return min((cost_and_tiles(*candidate) for candidate in tile_candidates(weight_bytes)), key=lambda pair: pair[0])[1]
+
+
+def tile_candidates(weight_bytes: int) -> tuple[tuple[int, int, int], ...]:
+    """CANDIDATES, for float32 without the wide tile, whose loads exceed the shared memory of some cards."""
+    return CANDIDATES if weight_bytes < 4 else CANDIDATES[:1]
+
+
+def make_tiles(block_n: int, block_k: int, stages: int, splits: int) -> Tiles:
+    """A tile of 16 rows with four warps, side by side over the outputs."""
+    return Tiles(16, block_n, block_k, num_warps=4, num_stages=stages, splits=splits)
+
+
+def limit_stages(stages: int, capability: int, weight_bytes: int) -> int:
+    """Limits the loads in flight on cards with 100 KiB of shared memory, and for float32 on all cards."""
+    if weight_bytes == 4:
+        return 3
+    return min(stages, 4) if card(capability).is_small else stages
