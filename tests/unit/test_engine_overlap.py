@@ -335,8 +335,24 @@ def test_requests_without_a_slot_and_requests_that_fail_on_both_paths_are_not_co
     runner.not_launched = {"guided"}
     runner.yields_nothing = runner.fails_plainly = {"bad"}
     engine = make_engine(runner)
-    run_to_end(engine, [generation_request(name, [1, 2], max_tokens=2) for name in ("guided", "bad")])
+    for name in ("guided", "bad"):
+        run_to_end(engine, [generation_request(name, [1, 2], max_tokens=2)])
     assert engine.status().fallback_steps_total == 0
+
+
+def test_a_step_is_counted_as_fallback_if_the_slow_path_has_a_token_for_any_of_its_rows() -> None:
+    runner = FakeAheadRunner()
+    runner.yields_nothing = {"a", "bad"}
+    runner.fails_plainly = {"bad"}
+    engine = make_engine(runner)
+    run_to_end(engine, [generation_request(name, [1, 2], max_tokens=1) for name in ("a", "bad")])
+    assert engine.status().fallback_steps_total == 1
+
+
+def test_the_reason_of_a_fallback_has_a_bounded_length() -> None:
+    fallbacks = Fallbacks()
+    fallbacks.record("a step failed", RuntimeError("boom" * 1000))
+    assert fallbacks.reason == ("a step failed: RuntimeError: " + "boom" * 1000)[:500]
 
 
 def test_steps_that_cannot_be_launched_are_counted_by_reason() -> None:
@@ -366,10 +382,11 @@ def test_different_failures_are_logged_separately_and_at_most_ten_times_each(cap
     for number in range(1000):
         fallbacks.record("a step failed", RuntimeError(f"{number} bytes are missing"))
         fallbacks.record("a step failed", ValueError("boom"))
+        fallbacks.record("a step could not be launched", ValueError("boom"))
         fallbacks.record("a step gave no token")
-    assert fallbacks.count == 3000
-    assert len(caplog.records) == 3 * 10
-    assert sum(bool(record.exc_info) for record in caplog.records) == 2
+    assert fallbacks.count == 4000
+    assert len(caplog.records) == 4 * 10
+    assert sum(bool(record.exc_info) for record in caplog.records) == 3
 
 
 def test_a_step_launched_after_a_failed_one_is_computed_again_too() -> None:
@@ -387,6 +404,19 @@ def test_a_step_launched_after_a_failed_one_is_computed_again_too() -> None:
         events += rest
         found = [token for event in events if event.request_id == name for token in event.token_ids]
         assert found == expected_tokens(name, 3, 6, stops=False)
+
+
+def test_a_step_launched_after_one_without_a_usable_token_is_computed_again_too() -> None:
+    runner = FakeAheadRunner()
+    engine = make_engine(runner)
+    for name in ("a", "b"):
+        engine.submit(generation_request(name, [1, 2, 3], max_tokens=6))
+    engine.step()
+    runner.yields_nothing = {"a"}
+    engine.step()
+    runner.log.clear()
+    engine.step()
+    assert runner.log == ["launch 2", "collect", "run 1", "forget", "run 2"]
 
 
 def test_block_copies_are_made_once_although_their_step_is_computed_again() -> None:
@@ -494,6 +524,14 @@ def test_drafts_of_a_request_that_cannot_be_launched_are_verified_on_the_slow_pa
     )
     assert tokens(events["a"]) == expected_tokens("a", 2, 8, stops=False)
     assert set(runner.log) == {"run 1"}
+
+
+def test_a_step_with_drafts_is_completed_for_its_rows_that_wait_for_a_mask() -> None:
+    runner = FakeAheadRunner()
+    runner.waits = {"b"}
+    engine = make_engine(runner, drafter=OracleDrafter({"a": [3]}))
+    run_to_end(engine, [generation_request(name, [1, 2], max_tokens=9) for name in ("a", "b")])
+    assert engine.fallbacks.count == 0
 
 
 def test_correct_drafts_beyond_the_end_of_an_answer_are_not_counted_as_accepted() -> None:
