@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 from weakref import ref
 
 import pytest
@@ -15,6 +17,7 @@ from engine.errors import EngineOverloaded, NotAModelDirectory
 from engine.grammar.matcher import CompiledGrammar
 from engine.grammar.queue import GrammarQueue, LazyCompiler
 from engine.grammar.spec import GrammarError, GrammarSpec
+from engine.loop import Engine
 from engine.protocol import FinishReason, GenerationRequest, TokenEvent
 from engine.sampling.randomness import seed_of_answer
 from engine.scheduling.request import Request
@@ -165,6 +168,31 @@ def test_other_requests_are_served_while_a_grammar_is_compiled() -> None:
     assert [len(accepted) for accepted in harness.masks.accepted.values()] == [3, 3], (
         "each answer follows the grammar by itself"
     )
+
+
+def test_an_engine_without_other_work_sleeps_until_a_grammar_is_ready() -> None:
+    """Otherwise it would take a core from the processes that compile."""
+    harness = Harness()
+    with mock.patch.object(GrammarQueue, "wait") as wait:
+        harness.engine.submit(guided_request("guided"))
+        harness.engine.step()
+        assert wait.call_count == 1
+        harness.engine.submit(generation_request("plain", [1], max_tokens=2))
+        harness.engine.step()
+        assert wait.call_count == 1, "no request waits for the grammar of another"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_closing_an_engine_ends_its_requests_and_its_compiler_even_if_it_is_broken(fails: bool) -> None:
+    harness = Harness()
+    harness.engine.submit(guided_request("guided"))
+    with (
+        mock.patch.object(Engine, "abort", side_effect=RuntimeError if fails else None, wraps=harness.engine.abort) as abort,
+        pytest.raises(RuntimeError) if fails else nullcontext(),
+    ):
+        harness.engine.close()
+    abort.assert_called_once_with("guided")
+    assert all(future.cancelled() for future in harness.compiler.submitted.values())
 
 
 def test_equal_grammars_are_compiled_once() -> None:

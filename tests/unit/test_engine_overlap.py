@@ -175,6 +175,15 @@ def test_launch_time_counts_as_step_time_only_where_launching_computes_the_step(
     assert {call.args[0] for call in budget.observe.call_args_list} == {0.25 if is_synchronous else 0.5}
 
 
+@pytest.mark.parametrize("is_synchronous", [False, True])
+def test_the_step_budget_observes_the_duration_of_each_step_and_whether_it_had_a_chunk(is_synchronous: bool) -> None:
+    engine, budget = make_engine(FakeAheadRunner(is_synchronous=is_synchronous)), mock.Mock()
+    budget.model.batch_s.return_value = 0.25
+    engine._step_budget = budget
+    run_to_end(engine, [generation_request("a", [1, 2], max_tokens=3)])
+    assert budget.observe.call_args_list == [mock.call(0.25, 1.0, has_chunk=has_chunk) for has_chunk in (True, False, False)]
+
+
 def test_a_synchronous_step_is_collected_before_the_next_launch() -> None:
     runner = FakeAheadRunner(is_synchronous=True)
     runner.waits = {"a"}
@@ -482,9 +491,11 @@ def test_abort_all_after_an_interrupted_step_leaves_no_pending_step(method: str,
     engine.abort_all()
     engine.check_invariants()
     assert runner.log[-1] == "forget", "after an interrupt the slots are in an unknown state"
+    runner.log.clear()
     events = run_to_end(engine, [generation_request("b", [1, 2], max_tokens=8)])
     assert tokens(events["b"]) == expected_tokens("b", 2, 8, stops=False)
     assert any(entry.startswith("verify") for entry in runner.log)
+    assert sum(entry[0] in "lv" for entry in runner.log) == runner.log.count("collect"), "and not the step from before"
 
 
 def test_without_drafts_the_interval_between_attempts_to_draft_grows() -> None:
