@@ -289,6 +289,15 @@ def test_an_answer_whose_matcher_fails_ends_alone() -> None:
     assert [(e.finish_reason, e.error_param) for e in events_of_answer(events, 1)] == [(FinishReason.ERROR, "guided_regex")]
 
 
+def test_only_guided_answers_follow_a_grammar() -> None:
+    harness = Harness()
+    harness.engine.submit(guided_request("guided"))
+    harness.compiler.finish()
+    events = harness.run(generation_request("plain", [1, 2], max_tokens=3))
+    assert [request.request_id for request in harness.masks.accepted] == ["guided"]
+    assert [len(tokens(events_of_answer(events, 0, name))) for name in ("guided", "plain")] == [3, 3]
+
+
 def test_a_guided_answer_ends_at_the_end_of_text_token_even_with_ignore_eos() -> None:
     harness = Harness()
     harness.runner.fixed_token = EOS

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from engine.errors import EngineBroken
-from engine.loop import Engine
+from engine.loop import FAILED_STEPS_MAX, Engine
 from engine.overlap import Fallbacks
 from engine.protocol import FinishReason, PlainReason
 from engine.scheduling.drafting import Draft
@@ -459,6 +459,16 @@ def test_an_engine_whose_steps_all_fail_raises_engine_broken() -> None:
         run_to_end(make_engine(runner, max_num_seqs=1), [generation_request(name, [1, 2], max_tokens=3) for name in "abcde"])
 
 
+def test_a_step_with_tokens_resets_the_count_of_failed_steps() -> None:
+    runner = FakeAheadRunner()
+    engine = make_engine(runner, max_num_seqs=1)
+    for name in "ab":
+        failing = [f"{name}{number}" for number in range(FAILED_STEPS_MAX)]
+        runner.fails_in_flight = runner.fails_plainly = {*failing, "probe"}
+        run_to_end(engine, [generation_request(each, [1, 2], max_tokens=2) for each in failing])
+        assert run_to_end(engine, [generation_request(name, [1, 2], max_tokens=2)])[name][-1].error is None
+
+
 def test_an_abort_during_a_pending_step_frees_all_blocks_and_keeps_other_tokens() -> None:
     for steps in range(5):
         engine = make_engine(FakeAheadRunner(), caches=True)
@@ -482,7 +492,7 @@ def test_abort_all_after_an_interrupted_step_leaves_no_pending_step(method: str,
     runner = FakeAheadRunner()
     engine = make_engine(runner, drafter=OracleDrafter({"b": [2, 2]}))
     engine.submit(generation_request("a", [1, 2], max_tokens=30))
-    for _ in range(3):
+    for _ in range(4):
         engine.step()
     with monkeypatch.context() as patched:
         patched.setattr(FakeAheadRunner if method == "launch" else FakePendingStep, method, interrupted)
