@@ -95,7 +95,7 @@ class SlotFuzz:
             assert self.state.tables[slot, : len(blocks)].tolist() == blocks
         self.settle([item.request for item in items])
         for item, slot in zip(items, slots, strict=True):
-            token_id = self.rng.randint(0, 1 << 18)
+            token_id = self.rng.choice((0, self.rng.randint(1, 1 << 18)))
             self.state.last_tokens[slot], self.state.num_tokens[slot] = token_id, len(item.request.token_ids) + 1
             item.request.token_ids.append(UNKNOWN_TOKEN)
             self.sampled[item.request] = token_id
