@@ -243,7 +243,7 @@ class Engine:
         step_events = self._scheduler.settle(step.in_flight, outputs)
         now_s = self._clock()
         # Where the host takes longer to launch a step than the device to compute it, the time says nothing about the device.
-        expected_s = max(step.predicted_s, step.host_s) if step.predicted_s else 0.0
+        expected_s = max(step.predicted_s, step.host_s)
         self._observe(step.batch, expected_s, now_s - max(step.launched_s, self._collected_s))
         self._collected_s = now_s
         if any(isinstance(output, int) for output in outputs):

@@ -45,19 +45,17 @@ class LaunchedStep:
 
     def outputs(self) -> list[RowResult]:
         """One per item, None where no token could be drawn."""
-        assert self.begin_sampling is None, "the step was not completed"
-        results = self._results()
+        assert self.fetch is not None, "the step was not completed"
+        results = self._results(self.fetch)
         if self.depths:
-            results = self._accept_drafts(results)
+            results = self._accept_drafts(results, self.fetch.inputs() if self.inputs is None else self.inputs)
         if self.rows is not None and len(self.rows) < self.num_items:
             for row in sorted(set(range(self.num_items)).difference(self.rows)):
                 results.insert(row, StepOutput())
         return results
 
-    def _accept_drafts(self, results: Sequence[RowResult]) -> list[RowResult]:
+    def _accept_drafts(self, results: Sequence[RowResult], inputs: Sequence[int]) -> list[RowResult]:
         """One per request; None where the first token could not be drawn."""
-        assert self.fetch is not None, "a step that samples nothing verifies no drafts"
-        inputs = self.fetch.inputs() if self.inputs is None else self.inputs
         accepted: list[RowResult] = []
         row = 0
         while row < len(results):
@@ -68,17 +66,15 @@ class LaunchedStep:
             row = end
         return accepted
 
-    def _results(self) -> list[RowResult]:
+    def _results(self, fetch: Fetch) -> list[RowResult]:
         """One per token."""
-        if self.fetch is None:
-            return []
-        tokens = self.fetch.tokens()[: self.num_sampled]
+        tokens = fetch.tokens()[: self.num_sampled]
         results: list[RowResult] = [*tokens]
         if NO_TOKEN in tokens:
             results = [None if token == NO_TOKEN else token for token in tokens]
         for index, count in self.scored:
             if results[index] is not None:
-                results[index] = StepOutput([tokens[index]], [scores.unpacked(self.fetch.scores()[index], count)])
+                results[index] = StepOutput([tokens[index]], [scores.unpacked(fetch.scores()[index], count)])
         for index, error in self.errors.items():
             results[index] = StepOutput(error=str(error), error_param=error.param)
         return results

@@ -360,6 +360,17 @@ def test_inputs_and_scores_of_a_step_are_returned_with_its_tokens(card: Card) ->
     assert plain.tokens() == [14, 24]
 
 
+def test_the_largest_table_of_inputs_and_scores_is_returned_without_waiting_for_its_copy(card: Card) -> None:
+    steps = Steps(is_captured=True)
+    inputs, scores = numbers(6, 7, 8), numbers(*range(9)).view(3, 3)
+    steps.launch()
+    kinds(card)
+    fetch = steps.back.fetch(steps.sampled, scores, inputs=inputs)
+    assert kinds(card) == []
+    fetch.tokens()
+    assert (fetch.inputs(), fetch.scores().tolist()) == ([6, 7, 8], [[0, 1, 2], [3, 4, 5], [6, 7, 8]])
+
+
 def test_a_step_that_samples_nothing_returns_its_end_and_counts_as_none(card: Card) -> None:
     steps = Steps(is_captured=False)
     kinds(card)
@@ -408,7 +419,7 @@ def test_waiting_for_tokens_spins_if_there_are_enough_cores(
     monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda event: waited.append(event.is_blocking))
     steps = Steps(is_captured=False)
     steps.launch()
-    for fetch in (steps.fetch(), steps.back.fetch(steps.sampled, inputs=steps.tokens)):
+    for fetch in (steps.fetch(), steps.back.fetch(steps.sampled, inputs=steps.tokens), steps.back.fetch_end()):
         assert isinstance(fetch, CudaFetch)
         fetch.wait()
-    assert waited == [is_blocking, is_blocking]
+    assert waited == [is_blocking] * 3

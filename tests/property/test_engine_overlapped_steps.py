@@ -71,6 +71,7 @@ def test_steps_launched_ahead_give_the_tokens_of_the_plain_runner(
         **room.options,
     )
     assert_as_alone(folder, family, requests, run_history(with_grammars(engine), requests, preempt_at=preempt_at))
+    assert engine.fallbacks.count == 0, engine.fallbacks.reason
 
 
 RECORDED = ("llama", "mistral-window", "gemma2", "qwen3_moe")
@@ -96,6 +97,7 @@ def test_recorded_steps_give_the_tokens_of_the_plain_runner(
         **room.options,
     )
     assert_as_alone(wide_folder, family, requests, run_history(with_grammars(engine), requests, preempt_at=preempt_at))
+    assert engine.fallbacks.count == 0, engine.fallbacks.reason
 
 
 @pytest.mark.parametrize("family", RECORDED)

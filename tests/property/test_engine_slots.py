@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from functools import partial
 from unittest import mock
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,10 +16,26 @@ from engine.runner.slots import EMPTY_INT64, Int64Array, SlotState, SlotTable, s
 from engine.sampling.columns import ColumnSampler
 from engine.scheduling.request import UNKNOWN_TOKEN, Request, table_of
 from engine.scheduling.scheduled_batch import ScheduledRequest
+from kernels import ops
 from tests.support.scheduling import make_request
 from tests.support.slots import CPU, slot_state, slot_table
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS, NUM_STEPS = 2, 40, 5, 30
+
+
+class TokenCounts:
+    """A listener that keeps, for each slot, its request and how many tokens of it the state of the slot includes."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, tuple[Request, int]] = {}
+
+    def assign(self, slots: Sequence[int], requests: Sequence[Request]) -> ops.Words:
+        """A new request has no state yet."""
+        self.held.update({slot: (request, 0) for slot, request in zip(slots, requests, strict=True)})
+        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
+
+    def restart(self, slot: int, request: Request, num_tokens: int) -> None:
+        self.held[slot] = request, num_tokens
 
 
 class SlotFuzz:
@@ -28,7 +46,8 @@ class SlotFuzz:
         self.state = slot_state(NUM_SLOTS, NUM_BLOCKS)
         if not is_host:
             self.state.words.on_host = None  # as on a GPU
-        self.table = slot_table(self.state)
+        self.listener = TokenCounts()
+        self.table = SlotTable(self.state, self.listener)
         self.decoding: list[Request] = []  # of the last step
         self.others: list[Request] = []
         self.sampled: dict[Request, int] = {}  # under way
@@ -91,11 +110,13 @@ class SlotFuzz:
             request, held = item.request, self.sampled.get(item.request)
             tokens, blocks = request.token_ids, [*request.block_table]
             assert int(self.state.num_tokens[slot]) == len(tokens)
+            assert self.listener.held[slot] == (request, len(tokens)), "what a listener keeps is of this request, and all of it"
+            self.listener.held[slot] = request, len(tokens) + 1
             assert int(self.state.last_tokens[slot]) == (tokens[-1] if held is None else held)
             assert self.state.tables[slot, : len(blocks)].tolist() == blocks
         self.settle([item.request for item in items])
         for item, slot in zip(items, slots, strict=True):
-            token_id = self.rng.randint(0, 1 << 18)
+            token_id = self.rng.choice((0, self.rng.randint(1, 1 << 18)))
             self.state.last_tokens[slot], self.state.num_tokens[slot] = token_id, len(item.request.token_ids) + 1
             item.request.token_ids.append(UNKNOWN_TOKEN)
             self.sampled[item.request] = token_id

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from engine.errors import EngineBroken
+from engine.fault_isolation import run_isolated
 from engine.loop import FAILED_STEPS_MAX
 from engine.protocol import FinishReason
 from engine.runner.model_runner import ModelRunner
 from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
 from tests.support.engines import generation_request, run_to_end, small_engine, tokens
 from tests.support.fake_runner import EOS, MAX_MODEL_LEN, FakeRunner, engine_over
+from tests.support.scheduling import make_request
 from tests.support.tiny_models import make_model
 
 
@@ -27,6 +30,34 @@ def test_a_request_that_makes_a_step_raise_fails_alone() -> None:
     assert [event.finish_reason for event in events["bad"]] == [FinishReason.ERROR]
     assert events["bad"][0].error == "the engine failed while computing this request: RuntimeError: boom"
     assert engine.status().kv_blocks_used == 0
+
+
+def test_a_row_that_fails_with_drafts_is_computed_again_without_them_and_another_one_is_not() -> None:
+    runner, computed = FakeRunner(), []
+
+    def run(items: Sequence[ScheduledRequest]) -> list[StepOutput]:
+        computed.append([(item.request.request_id, item.start, item.num_tokens, item.samples) for item in items])
+        is_failed = [bool(item.num_draft_tokens) or item.request.request_id == "bad" for item in items]
+        return [StepOutput(error="boom") if failed else StepOutput([5]) for failed in is_failed]
+
+    runner.run = run  # type: ignore[method-assign]
+    drafting = ScheduledRequest(make_request("a", 4), 3, 3, True, num_draft_tokens=2, draft_token_ids=[7, 8])
+    others = [ScheduledRequest(make_request(name, 4), 3, 1, True) for name in ("bad", "b")]
+    assert run_isolated(runner, [drafting, *others]) == [StepOutput([5]), StepOutput(error="boom"), StepOutput([5])]
+    assert computed == [[("a", 3, 3, True), ("bad", 3, 1, True), ("b", 3, 1, True)], [("a", 3, 1, True)]]
+
+
+def test_a_failing_step_is_logged_with_its_answers_and_its_error_has_a_bounded_length(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    runner = FakeRunner()
+    runner.run = mock.Mock(side_effect=RuntimeError("boom" * 1000))  # type: ignore[method-assign]
+    outputs = run_isolated(runner, [ScheduledRequest(make_request(name, 4), 3, 1, True) for name in "ab"])
+    message = "the engine failed while computing this request: RuntimeError: " + "boom" * 1000
+    assert [output.error for output in outputs] == [message[:500]] * 2
+    assert [record.getMessage() for record in caplog.records] == [
+        f"step failed stage=run request_ids={names}" for names in ("a/0,b/0", "a/0", "b/0")
+    ]
 
 
 @pytest.mark.parametrize("fault", ["broken", "unreliable"])
@@ -60,6 +91,15 @@ def test_a_failing_request_that_holds_every_block_does_not_break_the_engine() ->
     for _ in range(FAILED_STEPS_MAX + 1):
         run_to_end(engine, [generation_request("bad", [1] * (MAX_MODEL_LEN - 1), max_tokens=1)])
     assert not engine.has_requests
+
+
+def test_without_a_free_block_for_the_probe_the_device_counts_as_working() -> None:
+    runner = FakeRunner()
+    engine = engine_over(runner, max_num_batched_tokens=MAX_MODEL_LEN, num_blocks=MAX_MODEL_LEN // 4)
+    engine.submit(generation_request("a", [1] * (MAX_MODEL_LEN - 2), max_tokens=2))
+    engine.step()
+    runner.broken = True
+    assert engine._is_device_working(), "the next step of the request that holds all blocks will tell"
 
 
 def test_a_successful_step_resets_the_count_of_failed_steps() -> None:

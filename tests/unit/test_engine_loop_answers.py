@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 from weakref import ref
 
 import pytest
@@ -15,6 +17,7 @@ from engine.errors import EngineOverloaded, NotAModelDirectory
 from engine.grammar.matcher import CompiledGrammar
 from engine.grammar.queue import GrammarQueue, LazyCompiler
 from engine.grammar.spec import GrammarError, GrammarSpec
+from engine.loop import Engine
 from engine.protocol import FinishReason, GenerationRequest, TokenEvent
 from engine.sampling.randomness import seed_of_answer
 from engine.scheduling.request import Request
@@ -167,6 +170,31 @@ def test_other_requests_are_served_while_a_grammar_is_compiled() -> None:
     )
 
 
+def test_an_engine_without_other_work_sleeps_until_a_grammar_is_ready() -> None:
+    """Otherwise it would take a core from the processes that compile."""
+    harness = Harness()
+    with mock.patch.object(GrammarQueue, "wait") as wait:
+        harness.engine.submit(guided_request("guided"))
+        harness.engine.step()
+        assert wait.call_count == 1
+        harness.engine.submit(generation_request("plain", [1], max_tokens=2))
+        harness.engine.step()
+        assert wait.call_count == 1, "no request waits for the grammar of another"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_closing_an_engine_ends_its_requests_and_its_compiler_even_if_it_is_broken(fails: bool) -> None:
+    harness = Harness()
+    harness.engine.submit(guided_request("guided"))
+    with (
+        mock.patch.object(Engine, "abort", side_effect=RuntimeError if fails else None, wraps=harness.engine.abort) as abort,
+        pytest.raises(RuntimeError) if fails else nullcontext(),
+    ):
+        harness.engine.close()
+    abort.assert_called_once_with("guided")
+    assert all(future.cancelled() for future in harness.compiler.submitted.values())
+
+
 def test_equal_grammars_are_compiled_once() -> None:
     harness = Harness()
     for name in "abc":
@@ -259,6 +287,15 @@ def test_an_answer_whose_matcher_fails_ends_alone() -> None:
     events = harness.run()
     assert tokens(events_of_answer(events, 0)) == [1, 1, 1]
     assert [(e.finish_reason, e.error_param) for e in events_of_answer(events, 1)] == [(FinishReason.ERROR, "guided_regex")]
+
+
+def test_only_guided_answers_follow_a_grammar() -> None:
+    harness = Harness()
+    harness.engine.submit(guided_request("guided"))
+    harness.compiler.finish()
+    events = harness.run(generation_request("plain", [1, 2], max_tokens=3))
+    assert [request.request_id for request in harness.masks.accepted] == ["guided"]
+    assert [len(tokens(events_of_answer(events, 0, name))) for name in ("guided", "plain")] == [3, 3]
 
 
 def test_a_guided_answer_ends_at_the_end_of_text_token_even_with_ignore_eos() -> None:

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from engine.errors import EngineBroken
-from engine.loop import Engine
+from engine.loop import FAILED_STEPS_MAX, Engine
 from engine.overlap import Fallbacks
 from engine.protocol import FinishReason, PlainReason
 from engine.scheduling.drafting import Draft
@@ -175,6 +175,15 @@ def test_launch_time_counts_as_step_time_only_where_launching_computes_the_step(
     assert {call.args[0] for call in budget.observe.call_args_list} == {0.25 if is_synchronous else 0.5}
 
 
+@pytest.mark.parametrize("is_synchronous", [False, True])
+def test_the_step_budget_observes_the_duration_of_each_step_and_whether_it_had_a_chunk(is_synchronous: bool) -> None:
+    engine, budget = make_engine(FakeAheadRunner(is_synchronous=is_synchronous)), mock.Mock()
+    budget.model.batch_s.return_value = 0.25
+    engine._step_budget = budget
+    run_to_end(engine, [generation_request("a", [1, 2], max_tokens=3)])
+    assert budget.observe.call_args_list == [mock.call(0.25, 1.0, has_chunk=has_chunk) for has_chunk in (True, False, False)]
+
+
 def test_a_synchronous_step_is_collected_before_the_next_launch() -> None:
     runner = FakeAheadRunner(is_synchronous=True)
     runner.waits = {"a"}
@@ -335,8 +344,24 @@ def test_requests_without_a_slot_and_requests_that_fail_on_both_paths_are_not_co
     runner.not_launched = {"guided"}
     runner.yields_nothing = runner.fails_plainly = {"bad"}
     engine = make_engine(runner)
-    run_to_end(engine, [generation_request(name, [1, 2], max_tokens=2) for name in ("guided", "bad")])
+    for name in ("guided", "bad"):
+        run_to_end(engine, [generation_request(name, [1, 2], max_tokens=2)])
     assert engine.status().fallback_steps_total == 0
+
+
+def test_a_step_is_counted_as_fallback_if_the_slow_path_has_a_token_for_any_of_its_rows() -> None:
+    runner = FakeAheadRunner()
+    runner.yields_nothing = {"a", "bad"}
+    runner.fails_plainly = {"bad"}
+    engine = make_engine(runner)
+    run_to_end(engine, [generation_request(name, [1, 2], max_tokens=1) for name in ("a", "bad")])
+    assert engine.status().fallback_steps_total == 1
+
+
+def test_the_reason_of_a_fallback_has_a_bounded_length() -> None:
+    fallbacks = Fallbacks()
+    fallbacks.record("a step failed", RuntimeError("boom" * 1000))
+    assert fallbacks.reason == ("a step failed: RuntimeError: " + "boom" * 1000)[:500]
 
 
 def test_steps_that_cannot_be_launched_are_counted_by_reason() -> None:
@@ -366,10 +391,11 @@ def test_different_failures_are_logged_separately_and_at_most_ten_times_each(cap
     for number in range(1000):
         fallbacks.record("a step failed", RuntimeError(f"{number} bytes are missing"))
         fallbacks.record("a step failed", ValueError("boom"))
+        fallbacks.record("a step could not be launched", ValueError("boom"))
         fallbacks.record("a step gave no token")
-    assert fallbacks.count == 3000
-    assert len(caplog.records) == 3 * 10
-    assert sum(bool(record.exc_info) for record in caplog.records) == 2
+    assert fallbacks.count == 4000
+    assert len(caplog.records) == 4 * 10
+    assert sum(bool(record.exc_info) for record in caplog.records) == 3
 
 
 def test_a_step_launched_after_a_failed_one_is_computed_again_too() -> None:
@@ -387,6 +413,19 @@ def test_a_step_launched_after_a_failed_one_is_computed_again_too() -> None:
         events += rest
         found = [token for event in events if event.request_id == name for token in event.token_ids]
         assert found == expected_tokens(name, 3, 6, stops=False)
+
+
+def test_a_step_launched_after_one_without_a_usable_token_is_computed_again_too() -> None:
+    runner = FakeAheadRunner()
+    engine = make_engine(runner)
+    for name in ("a", "b"):
+        engine.submit(generation_request(name, [1, 2, 3], max_tokens=6))
+    engine.step()
+    runner.yields_nothing = {"a"}
+    engine.step()
+    runner.log.clear()
+    engine.step()
+    assert runner.log == ["launch 2", "collect", "run 1", "forget", "run 2"]
 
 
 def test_block_copies_are_made_once_although_their_step_is_computed_again() -> None:
@@ -420,6 +459,16 @@ def test_an_engine_whose_steps_all_fail_raises_engine_broken() -> None:
         run_to_end(make_engine(runner, max_num_seqs=1), [generation_request(name, [1, 2], max_tokens=3) for name in "abcde"])
 
 
+def test_a_step_with_tokens_resets_the_count_of_failed_steps() -> None:
+    runner = FakeAheadRunner()
+    engine = make_engine(runner, max_num_seqs=1)
+    for name in "ab":
+        failing = [f"{name}{number}" for number in range(FAILED_STEPS_MAX)]
+        runner.fails_in_flight = runner.fails_plainly = {*failing, "probe"}
+        run_to_end(engine, [generation_request(each, [1, 2], max_tokens=2) for each in failing])
+        assert run_to_end(engine, [generation_request(name, [1, 2], max_tokens=2)])[name][-1].error is None
+
+
 def test_an_abort_during_a_pending_step_frees_all_blocks_and_keeps_other_tokens() -> None:
     for steps in range(5):
         engine = make_engine(FakeAheadRunner(), caches=True)
@@ -443,7 +492,7 @@ def test_abort_all_after_an_interrupted_step_leaves_no_pending_step(method: str,
     runner = FakeAheadRunner()
     engine = make_engine(runner, drafter=OracleDrafter({"b": [2, 2]}))
     engine.submit(generation_request("a", [1, 2], max_tokens=30))
-    for _ in range(3):
+    for _ in range(4):
         engine.step()
     with monkeypatch.context() as patched:
         patched.setattr(FakeAheadRunner if method == "launch" else FakePendingStep, method, interrupted)
@@ -452,9 +501,11 @@ def test_abort_all_after_an_interrupted_step_leaves_no_pending_step(method: str,
     engine.abort_all()
     engine.check_invariants()
     assert runner.log[-1] == "forget", "after an interrupt the slots are in an unknown state"
+    runner.log.clear()
     events = run_to_end(engine, [generation_request("b", [1, 2], max_tokens=8)])
     assert tokens(events["b"]) == expected_tokens("b", 2, 8, stops=False)
     assert any(entry.startswith("verify") for entry in runner.log)
+    assert sum(entry[0] in "lv" for entry in runner.log) == runner.log.count("collect"), "and not the step from before"
 
 
 def test_without_drafts_the_interval_between_attempts_to_draft_grows() -> None:
@@ -494,6 +545,14 @@ def test_drafts_of_a_request_that_cannot_be_launched_are_verified_on_the_slow_pa
     )
     assert tokens(events["a"]) == expected_tokens("a", 2, 8, stops=False)
     assert set(runner.log) == {"run 1"}
+
+
+def test_a_step_with_drafts_is_completed_for_its_rows_that_wait_for_a_mask() -> None:
+    runner = FakeAheadRunner()
+    runner.waits = {"b"}
+    engine = make_engine(runner, drafter=OracleDrafter({"a": [3]}))
+    run_to_end(engine, [generation_request(name, [1, 2], max_tokens=9) for name in ("a", "b")])
+    assert engine.fallbacks.count == 0
 
 
 def test_correct_drafts_beyond_the_end_of_an_answer_are_not_counted_as_accepted() -> None:
