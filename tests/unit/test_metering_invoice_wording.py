@@ -27,7 +27,7 @@ def test_months_and_days_are_written_out() -> None:
 def test_each_kind_of_line_has_its_own_name() -> None:
     names = [line_name(line(kind)) for kind in (*TOKEN_KINDS, ADJUSTMENT, FREE_ALLOWANCE)]
     assert names == [
-        "Prompt tokens", "Cached prompt tokens", "Completion tokens", "Rejected speculative tokens",
+        "Prompt tokens", "Cached prompt tokens", "Output tokens", "Rejected draft tokens",
         "demo: corrections and late usage of January 2026", "Free allowance for January 2026",
     ]  # fmt: skip
     assert line_name(line("prompt", batch=True)) == "Prompt tokens, batch"
