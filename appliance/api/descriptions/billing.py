@@ -41,7 +41,7 @@ FIELDS = {
     "Correction.prompt_tokens": "Prompt tokens to add; negative to subtract.",
     "Correction.cached_tokens": "How many of the added prompt tokens are cached; negative to subtract.",
     "Correction.completion_tokens": "Output tokens to add; negative to subtract.",
-    "Correction.rejected_tokens": "Rejected speculative tokens to add; negative to subtract.",
+    "Correction.rejected_tokens": "Rejected draft tokens to add; negative to subtract.",
     "Correction.cost_picos": "The cost to add in pico-units, instead of tokens; negative to credit.",
     "confirm": "Must be true to add more than 1,000 times the event's tokens or cost, or more than 10 million tokens.",
     # prices
