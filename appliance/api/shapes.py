@@ -150,6 +150,8 @@ class RequestShape(Shape, kw_only=True):
     admitted_at: str
     first_token_at: str | None
     finished_at: str | None
+    admission_wait_s: float | None
+    awaited_limit: str | None
     queue_s: float | None
     ttft_s: float | None
     tokens_per_second: float | None
