@@ -156,6 +156,7 @@ class RequestShape(Shape, kw_only=True):
     ttft_s: float | None
     tokens_per_second: float | None
     inter_token_p50_s: float | None
+    batch_size_mean: float | None
     finish_reason: str | None
     error: str | None
     explanation: str

@@ -49,6 +49,7 @@ class RequestLine:
     total_s: float | None
     tokens_per_second: float | None
     inter_token_p50_s: float | None
+    batch_size_mean: float | None
     admitted_at: datetime
     first_token_at: datetime | None
     finished_at: datetime | None

@@ -50,6 +50,7 @@ class PastRequest:
     preemptions: int
     tenant_open: int | None
     awaited_limit: str | None
+    batch_size_mean: float | None
     finish_reason: str | None
     error: str | None
     admission_wait_s: float | None

@@ -11,13 +11,15 @@ from appliance.serving.answers import COMPLETE
 from appliance.serving.live_requests import LiveRequest
 
 NOTICEABLE_S = 0.5  # shorter requests are only called quick
+SHARED_BATCH = 2.0  # itself and one more on average; smaller means are not mentioned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
     """Duration of each stage of a request in seconds, None if it was not reached. `queue_position` counts the requests of the
     same tenant that wait ahead of it, `tenant_open` those that were open when it was admitted. `batch`: lowest priority.
-    `admission_wait_s`, the wait for room in the limits, comes before the others; `awaited_limit` names the limit."""
+    `admission_wait_s`, the wait for room in the limits, comes before the others; `awaited_limit` names the limit.
+    `batch_size_mean` is from the first token on."""
 
     queue_s: float | None
     ttft_s: float | None
@@ -31,6 +33,7 @@ class Timeline:
     tenant_open: int = 0
     admission_wait_s: float | None = None
     awaited_limit: str | None = None
+    batch_size_mean: float | None = None
     finish_reason: str | None = None
     batch: bool = False
 
@@ -101,7 +104,7 @@ def _explain_stage(stage: str, longest_s: float, total_s: float, timeline: Timel
         return f"Mostly read its prompt: {share} for {computed:,} tokens that were not cached"
     # The first token belongs to prefill: the same rate as `LiveRequest.tokens_per_second`.
     rate = max(timeline.completion_tokens - 1, 0) / longest_s if longest_s > 0 else 0.0
-    return f"Mostly generated: {share} for {timeline.completion_tokens:,} tokens at {rate:.1f} per second"
+    return f"Mostly generated: {share} for {timeline.completion_tokens:,} tokens at {rate:.1f} per second{_batch(timeline)}"
 
 
 def _awaited(limit: str | None) -> str:
@@ -116,6 +119,11 @@ def _before_admission(timeline: Timeline) -> str:
     if wait_s < NOTICEABLE_S:
         return ""
     return f"; before that, {_seconds(wait_s)} of waiting for room in {_awaited(timeline.awaited_limit)}"
+
+
+def _batch(timeline: Timeline) -> str:
+    mean = timeline.batch_size_mean or 0.0
+    return f" in a batch of {mean:.0f} on average" if mean >= SHARED_BATCH else ""
 
 
 def _ahead(timeline: Timeline) -> str:

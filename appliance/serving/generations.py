@@ -185,6 +185,7 @@ class Generations:
             generation = self._generations.get(request_id)
             if generation is not None and generation.live.state != "finished":
                 generation.live.apply_progress(answers)
+                generation.note_batch_size()
 
     def start_watching(self) -> None:
         """Start the tasks that checkpoint live requests about once a second and end those whose key was revoked or the like."""

@@ -76,6 +76,7 @@ async def test_the_requests_row_is_finished_in_the_same_transaction(database: Da
         tenant_open=12,
         admission_wait_s=3.25,
         awaited_limit="tenant_tokens",
+        batch_size_mean=63.5,
     )
     settlement = msgspec.structs.replace(posted(entry.request_id, completion=5), record=record)
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
@@ -84,7 +85,7 @@ async def test_the_requests_row_is_finished_in_the_same_transaction(database: Da
     row = await PastRequests(database).get(entry.request_id, access=WHOLE_APPLIANCE)
     assert (row.queue_s, row.ttft_s, row.decode_s, row.kv_blocks, row.completion_tokens) == (0.5, 1.25, 2.0, 3, 5)
     assert (row.tokens_per_second, row.tenant_open) == (2.0, 12)
-    assert (row.admission_wait_s, row.awaited_limit) == (3.25, "tenant_tokens")
+    assert (row.admission_wait_s, row.awaited_limit, row.batch_size_mean) == (3.25, "tenant_tokens", 63.5)
     assert row.error == ("ab" * 400)[:500]
     assert row.finished_at == clock.now()
 

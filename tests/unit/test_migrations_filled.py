@@ -43,7 +43,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "usage_events": {
         "rejected_tokens": 0, "price_basis_points": 10_000, "cause": None, "corrects_id": None, "note": None, "batch": False,
     },
-    "requests": {"batch": False, "tenant_open": None, "admission_wait_us": None, "awaited_limit": None},
+    "requests": {
+        "batch": False, "tenant_open": None, "admission_wait_us": None, "awaited_limit": None, "batch_size_mean": None,
+    },
 }  # fmt: skip
 NEW_NAMES = {"box_records": "appliance_records", "usage_box_rollups": "usage_appliance_rollups"}
 

@@ -60,6 +60,11 @@ DONE = Timeline(
             {"admission_wait_s": 1.5, "ttft_s": None, "finish_reason": "deadline", "queue_s": None, "completion_tokens": 0},
             "Ended before its first token (deadline); before that, 1.5 s of waiting for room in its limits.",
         ),
+        (
+            {"batch_size_mean": 63.6},
+            "Mostly generated: 2.0 s of 2.3 s for 40 tokens at 19.5 per second in a batch of 64 on average.",
+        ),
+        ({"batch_size_mean": 1.9}, "Mostly generated: 2.0 s of 2.3 s for 40 tokens at 19.5 per second."),
         ({"ttft_s": 4.1}, "Mostly read its prompt: 4.0 s of 6.1 s for 40 tokens that were not cached."),
         (
             {"ttft_s": 4.1, "prompt_tokens": 25_540},

@@ -169,6 +169,11 @@ FIELDS = {
     "ttft_s": "Time from admission to the first output token, in seconds.",
     "Request.tokens_per_second": "Output tokens per second after the first token; null until the second.",
     "inter_token_p50_s": "Median time between consecutive output tokens, in seconds; null until the second.",
+    "batch_size_mean": (
+        "Mean number of answers in the engine's batch from the first output token to the end of the request, its own included. "
+        "Each of a request's `n` answers counts as one, also while its prompt is computed, and as none while it is preempted. "
+        "Null if unknown."
+    ),
     "finish_reason": (
         "Why the request ended: `stop`, `length`, `aborted`, `disconnected`, `deadline`, `error` or `refused`; null while it "
         "runs."
