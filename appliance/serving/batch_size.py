@@ -18,16 +18,17 @@ class BatchSize:
 
     def __init__(self) -> None:
         self._seats = 0
-        self._noted = BatchMoment(0.0, 0.0)
+        self._seat_s = 0.0
+        self._noted_s = 0.0
 
     def note(self, seats: int, monotonic_s: float) -> None:
         """Note that `seats` are taken from this moment on."""
-        self._noted = self.at(monotonic_s)
-        self._seats = seats
+        self._seat_s += self._seats * (monotonic_s - self._noted_s)
+        self._seats, self._noted_s = seats, monotonic_s
 
     def at(self, monotonic_s: float) -> BatchMoment:
         """Return this moment, for `mean_since`. It must not be earlier than the last report."""
-        return BatchMoment(self._noted.seat_s + self._seats * (monotonic_s - self._noted.monotonic_s), monotonic_s)
+        return BatchMoment(self._seat_s + self._seats * (monotonic_s - self._noted_s), monotonic_s)
 
     def mean_since(self, then: BatchMoment, monotonic_s: float) -> float | None:
         """Return the mean number of seats taken since `then`; None if no time has passed."""
