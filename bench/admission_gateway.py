@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -66,10 +67,16 @@ class NoReservation:
     reserved_tokens = 0
     basis_points = 10_000
     shadow_refusals: tuple[()] = ()
+    admission_wait_s = 0.0
+    awaited_limit = None
 
     def __init__(self, request: AdmissionRequest) -> None:
         self.request = request
         self.admitted_at = SystemClock().now()
+        self.waited_s: dict[str, float] = {}
+
+    def add_waits(self, waited_s: Mapping[str, float]) -> None:
+        """Do nothing."""
 
     def settle(self, tokens_used: int, **_options: Any) -> None:
         """Do nothing."""

@@ -150,10 +150,13 @@ class RequestShape(Shape, kw_only=True):
     admitted_at: str
     first_token_at: str | None
     finished_at: str | None
+    admission_wait_s: float | None
+    awaited_limit: str | None
     queue_s: float | None
     ttft_s: float | None
     tokens_per_second: float | None
     inter_token_p50_s: float | None
+    batch_size_mean: float | None
     finish_reason: str | None
     error: str | None
     explanation: str

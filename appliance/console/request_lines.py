@@ -14,13 +14,14 @@ if TYPE_CHECKING:
     from appliance.serving.live_requests import LiveRequest
 
 TAIL_CHARS = 8  # the random end of an id; ids of neighbouring requests share the beginning, which is the time
-NOTICEABLE_END_S = 0.001
+NOTICEABLE_S = 0.001
 _TONES = {"stop": "ok", "length": "ok", "error": "bad", "refused": "bad"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLine:
-    """A request as shown in tables and on its page. `end`, the finish reason, is empty while it is live."""
+    """A request as shown in tables and on its page. `end`, the finish reason, is empty while it is live. `total_s` includes the
+    wait for room in the limits, before admission."""
 
     id: str
     live: bool
@@ -41,12 +42,14 @@ class RequestLine:
     completion_tokens: int
     kv_blocks: int
     preemptions: int
+    admission_wait_s: float | None
     queue_s: float | None
     ttft_s: float | None
     decode_s: float | None
     total_s: float | None
     tokens_per_second: float | None
     inter_token_p50_s: float | None
+    batch_size_mean: float | None
     admitted_at: datetime
     first_token_at: datetime | None
     finished_at: datetime | None
@@ -69,17 +72,21 @@ class RequestLine:
     def phases(self) -> list[tuple[str, str, float | None]]:
         """Return (name, label, seconds) of the phases, which add up to the total; None for a phase that was not reached.
 
-        Time after the last token is listed if it is noticeable, for example until an abort has reached the engine.
+        The wait for room in the limits is listed if there was one, and time after the last token if it is noticeable, for
+        example until an abort has reached the engine.
         """
         phases = [("queue", "queue", self.queue_s), ("prefill", "prefill", self.prefill_s), ("decode", "decode", self.decode_s)]
+        wait_s = self.admission_wait_s or 0.0
+        if wait_s >= NOTICEABLE_S:
+            phases.insert(0, ("limits", "waiting for limits", wait_s))
         if self.live or self.ttft_s is None or self.total_s is None:
             return phases
-        after_s = self.total_s - self.ttft_s - (self.decode_s or 0.0)
-        return [*phases, ("other", "after the last token", after_s)] if after_s >= NOTICEABLE_END_S else phases
+        after_s = self.total_s - wait_s - self.ttft_s - (self.decode_s or 0.0)
+        return [*phases, ("other", "after the last token", after_s)] if after_s >= NOTICEABLE_S else phases
 
 
 def live_line(live: LiveRequest, now: datetime) -> RequestLine:
-    """Return the row of a request that is not settled yet; its total time is its age."""
+    """Return the row of a request that is not settled yet; its total time ends now."""
     return RequestLine(
         **_shared_fields(live),
         live=True,
@@ -89,7 +96,7 @@ def live_line(live: LiveRequest, now: datetime) -> RequestLine:
         tone="",
         tenant_name=live.tenant_name,
         key_prefix=live.key_prefix,
-        total_s=max(((live.finished_at or now) - live.admitted_at).total_seconds(), 0.0),
+        total_s=live.admission_wait_s + max(((live.finished_at or now) - live.admitted_at).total_seconds(), 0.0),
         explanation=explain_live(live),
     )
 
@@ -103,6 +110,7 @@ def _state_text(live: LiveRequest) -> str:
 def past_line(row: PastRequest, tenant_names: Mapping[str, str], key_prefix: str = "") -> RequestLine:
     """Return the row of a request that the ledger has settled."""
     end = row.finish_reason or "unsettled"
+    wait_s = row.admission_wait_s or 0.0
     return RequestLine(
         **_shared_fields(row),
         live=False,
@@ -112,7 +120,7 @@ def past_line(row: PastRequest, tenant_names: Mapping[str, str], key_prefix: str
         tone=_TONES.get(end, "warn"),
         tenant_name=tenant_names.get(row.tenant_id, row.tenant_id),
         key_prefix=key_prefix,
-        total_s=(row.finished_at - row.admitted_at).total_seconds() if row.finished_at else None,
+        total_s=wait_s + (row.finished_at - row.admitted_at).total_seconds() if row.finished_at else None,
         explanation=explain_past(row),
     )
 

@@ -49,8 +49,11 @@ class PastRequest:
     kv_blocks: int
     preemptions: int
     tenant_open: int | None
+    awaited_limit: str | None
+    batch_size_mean: float | None
     finish_reason: str | None
     error: str | None
+    admission_wait_s: float | None
     queue_s: float | None
     ttft_s: float | None
     inter_token_p50_s: float | None

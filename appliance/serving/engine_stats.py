@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
+from appliance.serving.batch_size import BatchSize
 from appliance.serving.usage_reconciliation import UsageReconciliation
 from engine.protocol import EngineFrame, EngineStatus, TenantProgress
 
@@ -18,6 +19,7 @@ class EngineStats:
         self._totals: deque[tuple[float, int]] = deque(maxlen=1024)
         self._ttfts_s: deque[float] = deque(maxlen=TTFTS_MAX)
         self.reconciliation = UsageReconciliation()
+        self.batch_size = BatchSize()
         self.tenants: list[TenantProgress] = []
         """What each tenant has running and waiting, as the engine last reported it (a few times per second)."""
         self.probe_id: str | None = None
@@ -37,12 +39,13 @@ class EngineStats:
                     self.probe_prompt_tokens += event.num_prompt_tokens_computed
 
     def note_status(self, status: EngineStatus, monotonic_s: float) -> None:
-        """Record the engine's generated tokens at this moment, without those of probes."""
+        """Record the engine's batch and generated tokens at this moment, the tokens without those of probes."""
         total = status.generation_tokens_total - self._probe_output_tokens
         if self._totals and total < self._totals[-1][1]:
             self._totals.clear()  # a new engine process counts from 0
         self._totals.append((monotonic_s, total))
         self.reconciliation.note_status(status)
+        self.batch_size.note(status.num_running, monotonic_s)
         if status.tenants is not None:
             self.tenants = status.tenants
 

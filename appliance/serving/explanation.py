@@ -5,17 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from appliance.metering.limits.refusals import LIMIT_NAMES
 from appliance.metering.past_requests import PastRequest
 from appliance.serving.answers import COMPLETE
 from appliance.serving.live_requests import LiveRequest
 
 NOTICEABLE_S = 0.5  # shorter requests are only called quick
+SHARED_BATCH = 2.0  # itself and one more on average; smaller means are not mentioned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
     """Duration of each stage of a request in seconds, None if it was not reached. `queue_position` counts the requests of the
-    same tenant that wait ahead of it, `tenant_open` those that were open when it was admitted. `batch`: lowest priority."""
+    same tenant that wait ahead of it, `tenant_open` those that were open when it was admitted. `batch`: lowest priority.
+    `admission_wait_s`, the wait for room in the limits, comes before the others; `awaited_limit` names the limit.
+    `batch_size_mean` is from the first token on."""
 
     queue_s: float | None
     ttft_s: float | None
@@ -27,6 +31,9 @@ class Timeline:
     is_queued: bool = False
     queue_position: int | None = None
     tenant_open: int = 0
+    admission_wait_s: float | None = None
+    awaited_limit: str | None = None
+    batch_size_mean: float | None = None
     finish_reason: str | None = None
     batch: bool = False
 
@@ -43,15 +50,20 @@ def explain(timeline: Timeline) -> str:
         return _explain_before_first_token(timeline)
     queue_s = timeline.queue_s or 0.0
     prefill_s = max(0.0, timeline.ttft_s - queue_s)
-    decode_s = timeline.decode_s or 0.0
-    total_s = queue_s + prefill_s + decode_s
+    stages = {
+        "limits": timeline.admission_wait_s or 0.0,
+        "queue": queue_s,
+        "prefill": prefill_s,
+        "decode": timeline.decode_s or 0.0,
+    }
+    total_s = sum(stages.values())
     ended_early = timeline.finish_reason is not None and timeline.finish_reason not in COMPLETE
     end = f"; ended early ({timeline.finish_reason})" if ended_early else ""
     if total_s < NOTICEABLE_S and not timeline.preemptions:
         if ended_early:
             return f"Ended early, after {_seconds(total_s)} ({timeline.finish_reason})."
         return f"Quick: {_seconds(total_s)} {'so far' if timeline.finish_reason is None else 'in all'}."
-    stage, longest_s = max((("queue", queue_s), ("prefill", prefill_s), ("decode", decode_s)), key=lambda pair: pair[1])
+    stage, longest_s = max(stages.items(), key=lambda item: item[1])
     return f"{_explain_stage(stage, longest_s, total_s, timeline)}{_preempted(timeline.preemptions)}{end}."
 
 
@@ -67,19 +79,23 @@ def explain_past(row: PastRequest) -> str:
 
 def _explain_before_first_token(timeline: Timeline) -> str:
     waited = "" if timeline.queue_s is None else f" after {_seconds(timeline.queue_s)} in the queue"
+    before = _before_admission(timeline)
     if timeline.finish_reason is not None and timeline.completion_tokens:
         # Recovered after the gateway died: the ledger's checkpoints have token counts but no times.
         return f"Ended after about {timeline.completion_tokens:,} tokens ({timeline.finish_reason}); its times are not known."
     if timeline.finish_reason is not None:
-        return f"Ended before its first token ({timeline.finish_reason}){waited}{_preempted(timeline.preemptions)}."
+        return f"Ended before its first token ({timeline.finish_reason}){waited}{_preempted(timeline.preemptions)}{before}."
     if timeline.is_queued:
-        return f"Waiting for a place in the batch{_ahead(timeline)}{_urgency(timeline)}{_preempted(timeline.preemptions)}."
+        why = f"{_ahead(timeline)}{_urgency(timeline)}{_preempted(timeline.preemptions)}"
+        return f"Waiting for a place in the batch{why}{before}."
     computed = timeline.prompt_tokens - timeline.cached_tokens
-    return f"Reading its prompt: {computed:,} of {timeline.prompt_tokens:,} tokens to compute{waited}."
+    return f"Reading its prompt: {computed:,} of {timeline.prompt_tokens:,} tokens to compute{waited}{before}."
 
 
 def _explain_stage(stage: str, longest_s: float, total_s: float, timeline: Timeline) -> str:
     share = f"{_seconds(longest_s)} of {_seconds(total_s)}"
+    if stage == "limits":
+        return f"Mostly waited for room in {_awaited(timeline.awaited_limit)}: {share}"
     if stage == "queue":
         own = f"; {_requests(timeline.tenant_open)} of its own tenant came before it" if timeline.tenant_open else ""
         return f"Mostly waited for a place in the batch: {share}{own}{_urgency(timeline)}"
@@ -88,7 +104,26 @@ def _explain_stage(stage: str, longest_s: float, total_s: float, timeline: Timel
         return f"Mostly read its prompt: {share} for {computed:,} tokens that were not cached"
     # The first token belongs to prefill: the same rate as `LiveRequest.tokens_per_second`.
     rate = max(timeline.completion_tokens - 1, 0) / longest_s if longest_s > 0 else 0.0
-    return f"Mostly generated: {share} for {timeline.completion_tokens:,} tokens at {rate:.1f} per second"
+    return f"Mostly generated: {share} for {timeline.completion_tokens:,} tokens at {rate:.1f} per second{_batch(timeline)}"
+
+
+def _awaited(limit: str | None) -> str:
+    if limit is None:
+        return "its limits"
+    scope, _, kind = limit.partition("_")
+    return f"{'the' if scope == 'model' else 'its'} {scope}'s {LIMIT_NAMES[kind]}"
+
+
+def _before_admission(timeline: Timeline) -> str:
+    wait_s = timeline.admission_wait_s or 0.0
+    if wait_s < NOTICEABLE_S:
+        return ""
+    return f"; before that, {_seconds(wait_s)} of waiting for room in {_awaited(timeline.awaited_limit)}"
+
+
+def _batch(timeline: Timeline) -> str:
+    mean = timeline.batch_size_mean or 0.0
+    return f" in a batch of {mean:.0f} on average" if mean >= SHARED_BATCH else ""
 
 
 def _ahead(timeline: Timeline) -> str:

@@ -17,6 +17,7 @@ from appliance.base.clock import Clock
 from appliance.base.errors import EngineUnavailable, GatehouseError, InternalError, InvalidValue, Overloaded
 from appliance.metering.ledger.records import Usage
 from appliance.serving.answers import COMPLETE, Answer, combined_finish_reason
+from appliance.serving.batch_size import BatchMoment
 from appliance.serving.bill import Bill
 from appliance.serving.chunk_queue import ChunkQueue
 from appliance.serving.endings import Outcome, RequestEnd, early_end, with_client_field_name
@@ -63,6 +64,7 @@ class Generation:
         self._on_end = on_end
         self._early_end: RequestEnd | None = None
         self._failure: RequestEnd | None = None
+        self._first_token: BatchMoment | None = None
         self._expiry: asyncio.TimerHandle | None = None
         self._submitted = False
 
@@ -92,6 +94,12 @@ class Generation:
         if expires_at is not None and self.live.state != "finished":
             left_s = max((expires_at - self._clock.now()).total_seconds(), 0.0)
             self._expiry = asyncio.get_running_loop().call_later(left_s, self.end_early, "key_expired")
+
+    def note_batch_size(self) -> None:
+        """Set the live request's mean batch size from its first token until now."""
+        if self._first_token is not None:
+            mean = self._model.engine.stats.batch_size.mean_since(self._first_token, self._clock.monotonic_s())
+            self.live.batch_size_mean = mean
 
     async def run(self) -> None:
         """Run the generation to its settlement. Never raises: failures are reported through `admitted` and `outcome`."""
@@ -171,12 +179,14 @@ class Generation:
 
     def _apply_counts(self, event: TokenEvent) -> None:
         is_first = self.live.ttft_s is None
-        intervals_s = self.live.apply_event(event, monotonic_s=self._clock.monotonic_s())
+        now_s = self._clock.monotonic_s()
+        intervals_s = self.live.apply_event(event, monotonic_s=now_s)
         is_budget_spent = self._bill.record_progress(event)
         self._metrics.inter_token(self.live.model, intervals_s)
         if is_first and self.live.ttft_s is not None:
             self.live.first_token_at = self._clock.now()
             self._model.engine.stats.note_ttft(self.live.ttft_s)
+            self._first_token = self._model.engine.stats.batch_size.at(now_s)
         if is_budget_spent:
             self.end_early("budget_exceeded")
 
@@ -252,6 +262,7 @@ class Generation:
         """Settle the reservation, then the record, then report the outcome to the reader."""
         usage, reason = self._bill.usage, end.finish_reason
         self._bill.end_reservation()
+        self.note_batch_size()
         self.live.finish(reason, now=self._clock.now(), error=None if end.error is None else end.error.message)
         self.live.kv_blocks = 0
         settlement = self._bill.start_settlement(end, self._answers)

@@ -129,9 +129,13 @@ class Generations:
         return generation
 
     async def _admit(self, prepared: PreparedRequest) -> Reservation:
-        """Reserve the request's limits at the price that is in force at admission, and return the reservation."""
+        """Reserve the request's limits at the price that is in force at admission, and return the reservation.
+
+        Its waits include those of attempts that were repeated because the price had changed.
+        """
         tier = await self._tiers.get(prepared.principal.tenant.tier)
         currency = prepared.principal.tenant.currency
+        waited_s: Mapping[str, float] = {}
         while True:
             price = await self._prices.current(prepared.model.name, self._clock.now(), currency=currency)
             if price is None and self._limits.refuse_unpriced:
@@ -139,6 +143,7 @@ class Generations:
             policy = await self._policies.find(prepared.model.name)
             request = prepared.admission_request(price, policy)
             reservation = await self._admission.admit(request, tier.admission_wait_ms / 1000)
+            reservation.add_waits(waited_s)
             try:
                 self.check_can_accept(prepared.model, prepared.principal.tenant.id)  # again, because admission may have waited
                 if await self._prices.current(prepared.model.name, reservation.admitted_at, currency=currency) == price:
@@ -149,6 +154,7 @@ class Generations:
             except BaseException:
                 reservation.void()
                 raise
+            waited_s = reservation.waited_s
             reservation.void()  # the price changed while the request waited: admit it again
 
     def _note_overlooked(self, reservation: Reservation) -> None:
@@ -179,6 +185,7 @@ class Generations:
             generation = self._generations.get(request_id)
             if generation is not None and generation.live.state != "finished":
                 generation.live.apply_progress(answers)
+                generation.note_batch_size()
 
     def start_watching(self) -> None:
         """Start the tasks that checkpoint live requests about once a second and end those whose key was revoked or the like."""
@@ -230,7 +237,7 @@ class Generations:
 
     def _create(self, prepared: PreparedRequest, reservation: Reservation) -> Generation:
         tenant_open = self._open.requests_of(prepared.model.name, prepared.principal.tenant.id)
-        live = prepared.live_request(reservation.admitted_at, self._clock.monotonic_s(), tenant_open=tenant_open)
+        live = prepared.live_request(reservation, self._clock.monotonic_s(), tenant_open=tenant_open)
         bill = Bill(
             live=live,
             model=prepared.model,

@@ -31,7 +31,9 @@ class LiveRequest:
 
     Tokens, blocks and preemptions are sums over its answers; the state is that of the most advanced answer. Figures of the
     prompt are taken from the first answer, whose blocks the others share. `tenant_open` is the number of the tenant's requests
-    that were open for this model at admission.
+    that were open for this model at admission. `admission_wait_s` is how long it waited for room in its limits before that,
+    which no other time includes, and `awaited_limit` the limit that it waited for longest. `batch_size_mean` is the mean number
+    of seats taken in the engine's batch since its first token, its own included.
     """
 
     id: str
@@ -48,6 +50,8 @@ class LiveRequest:
     num_answers: int = 1
     batch: bool = False
     tenant_open: int = 0
+    admission_wait_s: float = 0.0
+    awaited_limit: str | None = None
     state: str = "queued"
     queue_position: int | None = None
     cached_tokens: int = 0
@@ -56,6 +60,7 @@ class LiveRequest:
     kv_blocks: int = 0
     kv_blocks_max: int = 0
     preemptions: int = 0
+    batch_size_mean: float | None = None
     first_token_at: datetime | None = None
     finished_at: datetime | None = None
     queue_s: float | None = None

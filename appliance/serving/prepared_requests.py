@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
 
 from appliance.metering.ledger.records import PendingEvent
 from appliance.metering.limits.admission_request import AdmissionRequest
@@ -75,7 +74,7 @@ class PreparedRequest:
             admitted_at=reservation.admitted_at,
         )
 
-    def live_request(self, admitted_at: datetime, monotonic_s: float, *, tenant_open: int) -> LiveRequest:
+    def live_request(self, reservation: Reservation, monotonic_s: float, *, tenant_open: int) -> LiveRequest:
         """Return the live request just admitted. `tenant_open`: how many others of its tenant are open."""
         tenant, key = self.principal.tenant, self.principal.key
         return LiveRequest(
@@ -88,11 +87,13 @@ class PreparedRequest:
             endpoint=self.endpoint,
             stream=self.stream,
             prompt_tokens=len(self.prompt_token_ids),
-            admitted_at=admitted_at,
+            admitted_at=reservation.admitted_at,
             admitted_monotonic_s=monotonic_s,
             num_answers=self.sampling.num_answers,
             batch=self.batch,
             tenant_open=tenant_open,
+            admission_wait_s=reservation.admission_wait_s,
+            awaited_limit=reservation.awaited_limit,
         )
 
     def generation_request(self, queue_deadline_s: float | None) -> GenerationRequest:

@@ -115,6 +115,19 @@ def test_live_requests_are_listed_first_and_once(slow_server: Server) -> None:
     assert rows[0]["finish_reason"] is None
 
 
+def test_each_answer_of_a_request_counts_in_the_size_of_its_batch(slow_server: Server) -> None:
+    with slow_server.stream_chat({**LONG, "n": 3}) as answer:
+        request_id = answer.headers["x-request-id"]
+        lines = answer.iter_lines()
+        next(lines)
+        block_until(lambda: slow_server.admin("GET", f"/requests/{request_id}")["batch_size_mean"] is not None)
+    settled_event(slow_server, request_id)
+    row = slow_server.admin("GET", f"/requests/{request_id}")
+
+    assert round(row["batch_size_mean"]) == 3
+    assert (row["admission_wait_s"], row["awaited_limit"]) == (0.0, None)
+
+
 def test_several_answers_are_one_live_request_counted_for_their_tenant(slow_server: Server) -> None:
     _, secret = slow_server.new_key(tenant={"name": "tenant of three", "tier": "interactive", "weight": 3})
 

@@ -32,6 +32,7 @@ async def settle(
     model: str = "demo",
     batch: bool = False,
     decode_s: float = 4.0,
+    admission_wait_s: float = 0.0,
 ) -> str:
     """Post a request of `person` that ended 4.5 seconds after its admission; return its id."""
     admitted_at = START - timedelta(seconds=age_s)
@@ -41,6 +42,8 @@ async def settle(
     record = msgspec.structs.replace(
         RECORD,
         decode_s=decode_s,
+        admission_wait_s=admission_wait_s,
+        awaited_limit="tenant_requests" if admission_wait_s else None,
         first_token_at=admitted_at + timedelta(seconds=0.5),
         finished_at=admitted_at + timedelta(seconds=4.5),
     )
@@ -114,6 +117,25 @@ async def test_the_phases_of_a_request_add_up_to_its_total(console: ConsoleApp, 
 
     legend = page.partition('<ul class="legend">')[2].partition("</ul>")[0]
     assert re.findall(r"</span>(.*? <b>.*?)</b>", legend) == [phase.replace("|", " <b>") for phase in phases]
+
+
+async def test_the_wait_for_limits_is_the_first_phase_and_part_of_the_total(console: ConsoleApp) -> None:
+    request_id = await settle(console, console.cast.bob, admission_wait_s=6.0)
+
+    page = (await (await console.alice()).get(f"/requests/{request_id}")).text
+
+    legend = page.partition('<ul class="legend">')[2].partition("</ul>")[0]
+    assert re.findall(r"</span>(.*?) <b>(.*?)</b>", legend)[:2] == [("waiting for limits", "6.00 s"), ("queue", "200 ms")]
+    assert re.findall(r'rect class="fill-(\w+)"', page) == ["limits", "queue", "prefill", "decode"]
+    assert "<dt>Total</dt><dd>10.5 s</dd>" in page
+    assert "<dt>Time to first token</dt><dd>500 ms after admission</dd>" in re.sub(r"</?span[^>]*>", "", page)
+    assert "Mostly waited for room in its tenant&#39;s requests per minute: 6.0 s of 10.5 s;" in page
+
+
+async def test_a_request_in_flight_counts_its_wait_for_limits(console: ConsoleApp, clock: FakeClock) -> None:
+    console.engine_side.add(console.cast.bob, "req_waited", admission_wait_s=6.0, awaited_limit="key_tokens", state="queued")
+    clock.advance(3.0)
+    assert "9.00 s" in (await (await console.alice()).get("/requests")).text
 
 
 async def test_without_requests_the_page_shows_how_to_send_one(console: ConsoleApp) -> None:

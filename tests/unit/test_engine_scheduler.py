@@ -69,6 +69,7 @@ def test_when_blocks_run_out_the_youngest_request_is_preempted_and_resumes_later
         batch = step(scheduler)
     assert planned_tokens(batch) == [("old", 1)]
     assert (young.status, young.num_preemptions, len(young.block_table)) == (RequestStatus.QUEUED, 1, 0)
+    assert scheduler.num_running == 1, "a preempted request has no seat"
     while scheduler.has_requests:
         step(scheduler)
     assert (old.num_preemptions, old.num_output_tokens, young.num_output_tokens) == (0, 8, 8)

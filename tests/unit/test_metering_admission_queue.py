@@ -377,6 +377,34 @@ async def test_the_observer_gets_the_duration_and_outcome_of_each_wait(clock: Fa
     await queue.close()
 
 
+async def test_a_reservation_says_how_long_it_waited_and_for_which_limit(queue: Queue) -> None:
+    bob = principal(Limits(tokens_per_minute=60))
+    first = (await queue.submit(bob, 60)).result()
+    waiting = await queue.submit(bob, 30)
+    await queue.timer.advance(30.0)
+    second = waiting.result()
+    assert (first.admission_wait_s, first.awaited_limit) == (0, None)
+    assert (second.admission_wait_s, second.awaited_limit) == (30.0, "tenant_tokens")
+    for reservation in (first, second):
+        reservation.settle(1)
+
+
+async def test_each_part_of_a_wait_counts_for_the_limit_that_refused_meanwhile(queue: Queue) -> None:
+    bob = principal(Limits(tokens_per_minute=60, concurrent_requests=2))
+    running = await queue.submit(bob, 60)
+    waiting = await queue.submit(bob, 1)
+    await queue.timer.advance(0.5)
+    queue.admission.reconfigure(limited(bob, Limits(tokens_per_minute=60, concurrent_requests=1)), {})
+    await queue.timer.settle()
+    await queue.timer.advance(4.5)
+    running.result().settle(60)
+    await queue.timer.settle()
+    admitted = waiting.result()
+    assert admitted.waited_s == {"tenant_tokens": 0.5, "tenant_concurrency": 4.5}
+    assert (admitted.admission_wait_s, admitted.awaited_limit) == (5.0, "tenant_concurrency")
+    admitted.settle(1)
+
+
 async def test_an_idle_queue_does_not_use_the_event_loop(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     bob = principal(Limits(concurrent_requests=1))
     tries: list[str] = []

@@ -29,7 +29,8 @@ def test_a_settlement_survives_encoding_and_decoding() -> None:
     usage = Usage(prompt_tokens=9, cached_tokens=8, completion_tokens=7, rejected_tokens=6)
     record = RequestRecord(
         queue_s=0.1, ttft_s=0.2, inter_token_p50_s=None, decode_s=0.3, kv_blocks=4, preemptions=5, first_token_at=START,
-        finished_at=START + timedelta(microseconds=1), error="démo\n",
+        finished_at=START + timedelta(microseconds=1), error="démo\n", admission_wait_s=0.4, awaited_limit="key_tokens",
+        batch_size_mean=63.5,
     )  # fmt: skip
     settlement = Settlement(
         request_id="req", status="posted", finish_reason="stop", usage=usage, record=record, cause="key_revoked"

@@ -67,7 +67,16 @@ async def test_a_settled_request_costs_its_tokens_at_the_price_of_its_admission(
 async def test_the_requests_row_is_finished_in_the_same_transaction(database: Database, clock: FakeClock, cast: Cast) -> None:
     entry = pending(cast.bob)
     record = RequestRecord(
-        queue_s=0.5, ttft_s=1.25, inter_token_p50_s=0.02, decode_s=2.0, kv_blocks=3, error="a\x00b" * 400, tenant_open=12
+        queue_s=0.5,
+        ttft_s=1.25,
+        inter_token_p50_s=0.02,
+        decode_s=2.0,
+        kv_blocks=3,
+        error="a\x00b" * 400,
+        tenant_open=12,
+        admission_wait_s=3.25,
+        awaited_limit="tenant_tokens",
+        batch_size_mean=63.5,
     )
     settlement = msgspec.structs.replace(posted(entry.request_id, completion=5), record=record)
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
@@ -76,6 +85,7 @@ async def test_the_requests_row_is_finished_in_the_same_transaction(database: Da
     row = await PastRequests(database).get(entry.request_id, access=WHOLE_APPLIANCE)
     assert (row.queue_s, row.ttft_s, row.decode_s, row.kv_blocks, row.completion_tokens) == (0.5, 1.25, 2.0, 3, 5)
     assert (row.tokens_per_second, row.tenant_open) == (2.0, 12)
+    assert (row.admission_wait_s, row.awaited_limit, row.batch_size_mean) == (3.25, "tenant_tokens", 63.5)
     assert row.error == ("ab" * 400)[:500]
     assert row.finished_at == clock.now()
 

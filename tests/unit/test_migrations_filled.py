@@ -43,7 +43,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "usage_events": {
         "rejected_tokens": 0, "price_basis_points": 10_000, "cause": None, "corrects_id": None, "note": None, "batch": False,
     },
-    "requests": {"batch": False, "tenant_open": None},
+    "requests": {
+        "batch": False, "tenant_open": None, "admission_wait_us": None, "awaited_limit": None, "batch_size_mean": None,
+    },
 }  # fmt: skip
 NEW_NAMES = {"box_records": "appliance_records", "usage_box_rollups": "usage_appliance_rollups"}
 
@@ -199,6 +201,12 @@ def fill_eighth(url: str) -> None:
         add("box_records", name="seller", value={"name": "Alice"}, updated_at=moment(url))
 
 
+def fill_ninth(url: str) -> None:
+    """Make a database of the ninth version, whose tables are named after the appliance."""
+    fill_eighth(url)
+    migrations.upgrade(url, "0009")
+
+
 FILLED: dict[str, Callable[[str], None]] = {
     "0001": fill_first,
     "0002": fill_second,
@@ -208,6 +216,7 @@ FILLED: dict[str, Callable[[str], None]] = {
     "0006": fill_sixth,
     "0007": fill_seventh,
     "0008": fill_eighth,
+    "0009": fill_ninth,
 }
 
 

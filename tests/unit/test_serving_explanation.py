@@ -31,6 +31,40 @@ DONE = Timeline(
             "Waiting for a place in the batch: one request of its own tenant ahead of it; "
             "preempted 2 times to make room for other requests.",
         ),
+        (
+            {"admission_wait_s": 5.0, "awaited_limit": "tenant_tokens_per_day"},
+            "Mostly waited for room in its tenant's tokens per day: 5.0 s of 7.3 s.",
+        ),
+        (
+            {"admission_wait_s": 5.0, "awaited_limit": "model_concurrency", "finish_reason": "aborted"},
+            "Mostly waited for room in the model's concurrent requests: 5.0 s of 7.3 s; ended early (aborted).",
+        ),
+        ({"admission_wait_s": 5.0}, "Mostly waited for room in its limits: 5.0 s of 7.3 s."),
+        ({"admission_wait_s": 1.0}, "Mostly generated: 2.0 s of 3.3 s for 40 tokens at 19.5 per second."),
+        (
+            {
+                "admission_wait_s": 1.5,
+                "awaited_limit": "key_requests",
+                "ttft_s": None,
+                "is_queued": True,
+                "finish_reason": None,
+            },
+            "Waiting for a place in the batch; before that, 1.5 s of waiting for room in its key's requests per minute.",
+        ),
+        (
+            {"admission_wait_s": 1.5, "awaited_limit": "key_requests", "ttft_s": None, "finish_reason": None},
+            "Reading its prompt: 40 of 50 tokens to compute after 100 ms in the queue; "
+            "before that, 1.5 s of waiting for room in its key's requests per minute.",
+        ),
+        (
+            {"admission_wait_s": 1.5, "ttft_s": None, "finish_reason": "deadline", "queue_s": None, "completion_tokens": 0},
+            "Ended before its first token (deadline); before that, 1.5 s of waiting for room in its limits.",
+        ),
+        (
+            {"batch_size_mean": 63.6},
+            "Mostly generated: 2.0 s of 2.3 s for 40 tokens at 19.5 per second in a batch of 64 on average.",
+        ),
+        ({"batch_size_mean": 1.9}, "Mostly generated: 2.0 s of 2.3 s for 40 tokens at 19.5 per second."),
         ({"ttft_s": 4.1}, "Mostly read its prompt: 4.0 s of 6.1 s for 40 tokens that were not cached."),
         (
             {"ttft_s": 4.1, "prompt_tokens": 25_540},

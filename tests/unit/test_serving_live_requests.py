@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+import asyncio
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,14 @@ from appliance.metering.past_requests import PastRequests
 from appliance.serving.event_queue import merge_events
 from appliance.serving.live_requests import LiveRequest
 from appliance.tenancy.access import WHOLE_APPLIANCE
+from appliance.tenancy.principals import Limits
+from appliance.tenancy.tiers import Tiers
 from engine.protocol import FinishReason, TokenEvent
-from tests.support.cast import Cast
+from tests.support.cast import Cast, make_person
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import STALL
-from tests.support.generations import open_serving
+from tests.support.generations import MODEL, open_serving
+from tests.support.polling import poll_until
 from tests.support.scheduling import apply_outputs, make_request, make_scheduler, step
 
 NOW = datetime(2026, 11, 29, tzinfo=UTC)
@@ -93,3 +97,27 @@ async def test_a_past_request_also_shows_how_many_of_its_tenant_came_before_it(
     past = PastRequests(database)
     found = [await past.get(generation.request_id, access=WHOLE_APPLIANCE) for generation in (first, second)]
     assert [row.tenant_open for row in found] == [0, 1]
+
+
+@pytest.mark.on_either_database
+async def test_a_past_request_shows_its_wait_for_limits_also_where_the_price_changed_meanwhile(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await Tiers(database, clock).update("standard", admission_wait_ms=60_000)
+    dora = await make_person(database, clock, "dora", Limits(concurrent_requests=1))
+    async with open_serving(database, clock, tmp_path / "model", cast.epoch_id) as serving:
+        running = await serving.start(dora, [STALL, 5])
+        waiting = asyncio.create_task(serving.start(dora, "the quick brown fox"))
+        await poll_until(lambda: len(serving.admission.waiting) == 1)
+        soon = clock.now() + timedelta(seconds=1)
+        await serving.generations._prices.add(
+            model=MODEL, effective_from=soon, currency="EUR", prompt=1, cached_prompt=1, completion=1
+        )
+        clock.advance(3)
+        running.end_early("disconnected")
+        generation = await waiting
+        await generation.outcome
+    past = PastRequests(database)
+    rows = [await past.get(each.request_id, access=WHOLE_APPLIANCE) for each in (running, generation)]
+    assert [(row.admission_wait_s, row.awaited_limit) for row in rows] == [(0.0, None), (3.0, "tenant_concurrency")]
+    assert (generation.live.ttft_s or 0.0) < 3

@@ -9,7 +9,7 @@ from typing import Any, cast
 from appliance.serving.prepared_requests import PreparedRequest
 from appliance.tenancy.principals import Principal
 from engine.protocol import SamplingParams
-from tests.support.clock import START, FakeClock
+from tests.support.clock import FakeClock
 from tests.support.empty_sums import EmptySums
 from tests.support.factories import principal
 from tests.support.ledgers import utc_admission
@@ -47,6 +47,8 @@ async def test_the_record_of_a_request_without_a_price_has_the_currency_of_its_t
     assert prepared.pending_event(reservation).currency == "USD"
 
 
-def test_a_live_request_shows_the_prefix_of_its_key() -> None:
+async def test_a_live_request_shows_the_prefix_of_its_key(clock: FakeClock) -> None:
     bob = principal()
-    assert prepared_by(bob).live_request(START, 0.0, tenant_open=0).key_prefix == bob.key.prefix != bob.key.id
+    prepared = prepared_by(bob)
+    reservation = await utc_admission(clock, EmptySums()).admit(prepared.admission_request(None, None))
+    assert prepared.live_request(reservation, 0.0, tenant_open=0).key_prefix == bob.key.prefix != bob.key.id

@@ -157,10 +157,23 @@ FIELDS = {
     "admitted_at": "When the request was admitted (RFC 3339, UTC).",
     "first_token_at": "When the first output token was produced (RFC 3339, UTC); null until then.",
     "finished_at": "When the request ended (RFC 3339, UTC); null until then.",
+    "admission_wait_s": (
+        "Time that the request waited for room in its limits before its admission, in seconds. No other time includes it. Null "
+        "if unknown."
+    ),
+    "awaited_limit": (
+        "The limit that the request waited for longest before its admission, such as `tenant_tokens` or `model_concurrency`; "
+        "null if it did not wait."
+    ),
     "queue_s": "Time from admission until the engine began to process the request, in seconds.",
     "ttft_s": "Time from admission to the first output token, in seconds.",
     "Request.tokens_per_second": "Output tokens per second after the first token; null until the second.",
     "inter_token_p50_s": "Median time between consecutive output tokens, in seconds; null until the second.",
+    "batch_size_mean": (
+        "Mean number of answers in the engine's batch from the first output token to the end of the request, its own included. "
+        "Each of a request's `n` answers counts as one, also while its prompt is computed, and as none while it is preempted. "
+        "Null if unknown."
+    ),
     "finish_reason": (
         "Why the request ended: `stop`, `length`, `aborted`, `disconnected`, `deadline`, `error` or `refused`; null while it "
         "runs."

@@ -62,8 +62,12 @@ class PendingEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Timings and outcome of a request, for the console; not for billing. `tenant_open`: the tenant's open requests on
-    arrival."""
+    arrival. `admission_wait_s`: the wait for room in the limits, before admission; `awaited_limit`: the limit that it waited
+    for longest, such as `tenant_tokens`. `batch_size_mean`: seats taken in the engine's batch, from its first token to its
+    end."""
 
+    admission_wait_s: float | None = None
+    awaited_limit: str | None = None
     queue_s: float | None = None
     ttft_s: float | None = None
     inter_token_p50_s: float | None = None
@@ -71,6 +75,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     kv_blocks: int = 0
     preemptions: int = 0
     tenant_open: int | None = None
+    batch_size_mean: float | None = None
     first_token_at: datetime | None = None
     finished_at: datetime | None = None
     error: str | None = None

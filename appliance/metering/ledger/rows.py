@@ -27,15 +27,16 @@ MICROS_PER_S = 1_000_000
 COST_PICOS_MAX = 2**63 - 1
 _EVENT_FIELDS = UsageEvent.__struct_fields__
 _PRICE_FIELDS = tuple(field.name for field in dataclasses.fields(Price))
-DURATIONS = ("queue", "ttft", "inter_token_p50", "decode")
+DURATIONS = ("admission_wait", "queue", "ttft", "inter_token_p50", "decode")
 
 INSERT_EVENTS = Prepared(insert_into(usage_events))
 INSERT_REQUESTS = Prepared(insert_into(requests))
 
 _SETTLED = ("status", "finish_reason", "cause", *TOKEN_COLUMNS, "estimated", "cost_picos", "posting", "settled_at")
 _FINISHED = (
-    "cached_tokens", "completion_tokens", "kv_blocks", "preemptions", "tenant_open", "finish_reason", "error", "queue_us",
-    "ttft_us", "inter_token_p50_us", "decode_us", "first_token_at", "finished_at",
+    "cached_tokens", "completion_tokens", "kv_blocks", "preemptions", "tenant_open", "awaited_limit", "batch_size_mean",
+    "finish_reason", "error", "admission_wait_us", "queue_us", "ttft_us", "inter_token_p50_us", "decode_us", "first_token_at",
+    "finished_at",
 )  # fmt: skip
 
 
@@ -228,6 +229,8 @@ def settle_request_parameters(settlement: Settlement, now: datetime) -> dict[str
         "new_kv_blocks": record.kv_blocks,
         "new_preemptions": record.preemptions,
         "new_tenant_open": record.tenant_open,
+        "new_awaited_limit": record.awaited_limit,
+        "new_batch_size_mean": record.batch_size_mean,
         "new_finish_reason": settlement.finish_reason,
         "new_error": None if record.error is None else _storable(record.error),
         "new_first_token_at": record.first_token_at,

@@ -40,6 +40,11 @@ class LimitDecision:
     currency: str = ""
 
     @property
+    def name(self) -> str:
+        """Return the name of the limit, such as `tenant_tokens` or `model_concurrency`."""
+        return f"{self.scope}_{self.kind}"
+
+    @property
     def estimated(self) -> bool:
         """Return whether `wait_s` is an estimate of when running requests end."""
         return not self.allowed and self.wait_s is not None and (self.held or self.kind == "concurrency")

@@ -91,7 +91,8 @@ class Refusals:
 @dataclass(slots=True, eq=False, kw_only=True)
 class Waiter:
     """A waiting request. `tokens` is its expected need in each of its allowances; `queues` are the allowances whose queues it
-    is in."""
+    is in. `waited_s` is the time until its last attempt, by the limit that held it up: of those that refused the attempt
+    before, the one with the longest wait."""
 
     seq: int
     request: AdmissionRequest
@@ -102,6 +103,16 @@ class Waiter:
     queues: set[Allowance] = field(default_factory=set)
     retry_timer: TimerHandle | None = None
     context: contextvars.Context = field(default_factory=contextvars.copy_context)  # has the request's id, for log lines
+    waited_s: dict[str, float] = field(default_factory=dict)
+    _held_up_by: str | None = None
+    _tried_s: float = 0.0
+
+    def note_attempt(self, refusing: Sequence[LimitDecision], now_s: float) -> None:
+        """Note an attempt to admit it, and the decisions that refused it; none if it was admitted."""
+        if self._held_up_by is not None:
+            self.waited_s[self._held_up_by] = self.waited_s.get(self._held_up_by, 0.0) + now_s - self._tried_s
+        longest = max(refusing, key=lambda decision: decision.wait_s or 0.0, default=None)
+        self._held_up_by, self._tried_s = None if longest is None else longest.name, now_s
 
 
 class AdmissionQueue:
@@ -148,17 +159,19 @@ class AdmissionQueue:
         Raises the last refusal after `wait_s`, or the error given to `refuse_all`. A cancelled caller reserves nothing.
         """
         with self._observed(request.model):
+            now_s = self._clock.monotonic_s()
             waiter = Waiter(
                 seq=next(self._seq),
                 request=request,
                 tokens=tokens,
                 attempt=attempt,
-                deadline_s=self._clock.monotonic_s() + wait_s,
+                deadline_s=now_s + wait_s,
                 outcome=asyncio.get_running_loop().create_future(),
             )
             is_delivered = False
             try:
                 self._waiting.add(waiter)
+                waiter.note_attempt(refusals.decisions, now_s)
                 self._join_queues(waiter, refusals)
                 await asyncio.wait((waiter.outcome,))
                 is_delivered = True
@@ -228,16 +241,19 @@ class AdmissionQueue:
             return self._fail(waiter, error)
 
     def _try_once(self, waiter: Waiter) -> set[Allowance]:
-        result = waiter.attempt(waiter)
+        result, now_s = waiter.attempt(waiter), self._clock.monotonic_s()
         if isinstance(result, Reservation):
+            waiter.note_attempt((), now_s)
             return self._admit(waiter, result)
-        left_s = waiter.deadline_s - self._clock.monotonic_s()
+        waiter.note_attempt(result.decisions, now_s)
+        left_s = waiter.deadline_s - now_s
         if left_s <= 0 or not may_wait(result.decisions, left_s + ROUNDING_S):
             return self._refuse(waiter, result.error)
         return self._join_queues(waiter, result)
 
     def _admit(self, waiter: Waiter, reservation: Reservation) -> set[Allowance]:
         """End a wait with `reservation` and return the queues that the waiter has left."""
+        reservation.add_waits(waiter.waited_s)
         try:
             left = self._leave(waiter)
             waiter.outcome.set_result(reservation)

@@ -9,7 +9,7 @@ from appliance.base.errors import BudgetExceeded, ModelNotPriced, RateLimitExcee
 from appliance.base.money import PICOS_PER_MICRO, format_micros
 from appliance.metering.limits.decisions import TOKEN_KINDS, LimitDecision
 
-_LIMIT_NAMES = {
+LIMIT_NAMES = {
     "tokens": "tokens per minute",
     "requests": "requests per minute",
     "concurrency": "concurrent requests",
@@ -57,7 +57,7 @@ def _never_fits(decision: LimitDecision) -> RequestExceedsLimit:
     remedy = "shorten the prompt or lower max_tokens, or ask" if decision.kind in TOKEN_KINDS else "ask"
     return RequestExceedsLimit(
         f"the request needs {_need(decision)} and {_owner(decision)} limit is {decision.limit} "
-        f"{_LIMIT_NAMES[decision.kind]}: it can never be admitted; {remedy} for a higher limit",
+        f"{LIMIT_NAMES[decision.kind]}: it can never be admitted; {remedy} for a higher limit",
         limit_type=_limit_type(decision),
     )
 
@@ -73,7 +73,7 @@ def _about(decision: LimitDecision) -> str:
 
 
 def _reason(decision: LimitDecision) -> str:
-    name = _LIMIT_NAMES[decision.kind]
+    name = LIMIT_NAMES[decision.kind]
     if decision.held:
         return f"running requests have reserved the rest of {_owner(decision)} {name}"
     if decision.ahead:
@@ -88,7 +88,7 @@ def _need(decision: LimitDecision) -> str:
 
 
 def _limit(decision: LimitDecision) -> str:
-    name = _LIMIT_NAMES[decision.kind]
+    name = LIMIT_NAMES[decision.kind]
     if decision.kind == "budget":
         return f"{_owner(decision)} {name} ({_money(decision.limit, decision.currency)})"
     return f"{_owner(decision)} limit of {decision.limit} {name}"
