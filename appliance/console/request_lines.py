@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from appliance.metering.past_requests import PastRequest
-from appliance.serving.explanation import explain_live, explain_past
+from appliance.serving.explanation import after_last_token_s, explain_live, explain_past
 
 if TYPE_CHECKING:
     from appliance.serving.live_requests import LiveRequest
@@ -79,9 +79,7 @@ class RequestLine:
         wait_s = self.admission_wait_s or 0.0
         if wait_s >= NOTICEABLE_S:
             phases.insert(0, ("limits", "waiting for limits", wait_s))
-        if self.live or self.ttft_s is None or self.total_s is None:
-            return phases
-        after_s = self.total_s - wait_s - self.ttft_s - (self.decode_s or 0.0)
+        after_s = 0.0 if self.live else after_last_token_s(self)
         return [*phases, ("other", "after the last token", after_s)] if after_s >= NOTICEABLE_S else phases
 
 
@@ -108,9 +106,10 @@ def _state_text(live: LiveRequest) -> str:
 
 
 def past_line(row: PastRequest, tenant_names: Mapping[str, str], key_prefix: str = "") -> RequestLine:
-    """Return the row of a request that the ledger has settled."""
+    """Return the row of a request that the ledger has settled. When one ended whose gateway died is not known."""
     end = row.finish_reason or "unsettled"
     wait_s = row.admission_wait_s or 0.0
+    died = row.ttft_s is None and row.completion_tokens > 0
     return RequestLine(
         **_shared_fields(row),
         live=False,
@@ -120,7 +119,7 @@ def past_line(row: PastRequest, tenant_names: Mapping[str, str], key_prefix: str
         tone=_TONES.get(end, "warn"),
         tenant_name=tenant_names.get(row.tenant_id, row.tenant_id),
         key_prefix=key_prefix,
-        total_s=wait_s + (row.finished_at - row.admitted_at).total_seconds() if row.finished_at else None,
+        total_s=None if died or row.finished_at is None else wait_s + (row.finished_at - row.admitted_at).total_seconds(),
         explanation=explain_past(row),
     )
 

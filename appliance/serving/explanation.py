@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from datetime import datetime
+from typing import Any, Protocol
 
 from appliance.metering.limits.refusals import LIMIT_NAMES
 from appliance.metering.past_requests import PastRequest
@@ -19,7 +20,7 @@ class Timeline:
     """Duration of each stage of a request in seconds, None if it was not reached. `queue_position` counts the requests of the
     same tenant that wait ahead of it, `tenant_open` those that were open when it was admitted. `batch`: lowest priority.
     `admission_wait_s`, the wait for room in the limits, comes before the others; `awaited_limit` names the limit.
-    `batch_size_mean` is from the first token on."""
+    `batch_size_mean` is from the first token on. `after_s`: from the last token to the end."""
 
     queue_s: float | None
     ttft_s: float | None
@@ -34,6 +35,7 @@ class Timeline:
     admission_wait_s: float | None = None
     awaited_limit: str | None = None
     batch_size_mean: float | None = None
+    after_s: float = 0.0
     finish_reason: str | None = None
     batch: bool = False
 
@@ -41,7 +43,30 @@ class Timeline:
     def of(cls, request: LiveRequest | PastRequest, **overrides: Any) -> Timeline:
         """Return a timeline from the fields of `request` with the same names, and `overrides`."""
         names = [field.name for field in fields(cls) if hasattr(request, field.name)]
-        return cls(**{name: getattr(request, name) for name in names} | overrides)
+        values = {name: getattr(request, name) for name in names} | {"after_s": after_last_token_s(request)}
+        return cls(**values | overrides)
+
+
+class Timed(Protocol):
+    """Times of a request."""
+
+    @property
+    def admitted_at(self) -> datetime: ...
+    @property
+    def finished_at(self) -> datetime | None: ...
+    @property
+    def ttft_s(self) -> float | None: ...
+    @property
+    def decode_s(self) -> float | None: ...
+
+
+def after_last_token_s(request: Timed) -> float:
+    """Return the time from the last token to the end in seconds, such as until an engine that hung was ended. It is 0 before
+    the end, and without a token."""
+    if request.finished_at is None or request.ttft_s is None:
+        return 0.0
+    total_s = (request.finished_at - request.admitted_at).total_seconds()
+    return max(total_s - request.ttft_s - (request.decode_s or 0.0), 0.0)
 
 
 def explain(timeline: Timeline) -> str:
@@ -55,6 +80,7 @@ def explain(timeline: Timeline) -> str:
         "queue": queue_s,
         "prefill": prefill_s,
         "decode": timeline.decode_s or 0.0,
+        "after": timeline.after_s,
     }
     total_s = sum(stages.values())
     ended_early = timeline.finish_reason is not None and timeline.finish_reason not in COMPLETE
@@ -102,6 +128,8 @@ def _explain_stage(stage: str, longest_s: float, total_s: float, timeline: Timel
     if stage == "prefill":
         computed = timeline.prompt_tokens - timeline.cached_tokens
         return f"Mostly read its prompt: {share} for {computed:,} tokens that were not cached"
+    if stage == "after":
+        return f"Mostly waited for its end after the last token: {share}"
     # The first token belongs to prefill: the same rate as `LiveRequest.tokens_per_second`.
     rate = max(timeline.completion_tokens - 1, 0) / longest_s if longest_s > 0 else 0.0
     return f"Mostly generated: {share} for {timeline.completion_tokens:,} tokens at {rate:.1f} per second{_batch(timeline)}"

@@ -132,6 +132,19 @@ async def test_the_wait_for_limits_is_the_first_phase_and_part_of_the_total(cons
     assert "Mostly waited for room in its tenant&#39;s requests per minute: 6.0 s of 10.5 s;" in page
 
 
+async def test_the_total_of_a_request_whose_gateway_died_is_not_known(console: ConsoleApp) -> None:
+    entry = pending(console.cast.bob)
+    await console.services.ledger.open(entry)
+    settlement = posted(entry.request_id, prompt=10, cached=4, completion=100, reason="error")
+    record = RequestRecord(finished_at=entry.admitted_at + timedelta(hours=1))
+    await console.services.ledger.settle(msgspec.structs.replace(settlement, record=record))
+
+    page = (await (await console.alice()).get(f"/requests/{entry.request_id}")).text
+
+    assert "its times are not known" in page
+    assert "<dt>Total</dt><dd>–</dd>" in page
+
+
 async def test_a_request_in_flight_counts_its_wait_for_limits(console: ConsoleApp, clock: FakeClock) -> None:
     console.engine_side.add(console.cast.bob, "req_waited", admission_wait_s=6.0, awaited_limit="key_tokens", state="queued")
     clock.advance(3.0)

@@ -65,6 +65,10 @@ DONE = Timeline(
             "Mostly generated: 2.0 s of 2.3 s for 40 tokens at 19.5 per second in a batch of 64 on average.",
         ),
         ({"batch_size_mean": 1.9}, "Mostly generated: 2.0 s of 2.3 s for 40 tokens at 19.5 per second."),
+        (
+            {"after_s": 121.0, "finish_reason": "error"},
+            "Mostly waited for its end after the last token: 121.0 s of 123.3 s; ended early (error).",
+        ),
         ({"ttft_s": 4.1}, "Mostly read its prompt: 4.0 s of 6.1 s for 40 tokens that were not cached."),
         (
             {"ttft_s": 4.1, "prompt_tokens": 25_540},
