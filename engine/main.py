@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from typing import NoReturn
 
 from engine.environment import prepare_environment
@@ -29,7 +30,8 @@ prepare_environment()
 
 from engine.build import build_engine  # noqa: E402 - torch must see the environment set above
 from engine.loop import Engine  # noqa: E402
-from engine.runner.kernel_trials import KernelFault  # noqa: E402
+from engine.runner.device_waits import watch_steps  # noqa: E402
+from engine.runner.kernel_trials import DeviceHangs, KernelFault  # noqa: E402
 
 STATUS_INTERVAL_S = 0.5
 PROGRESS_INTERVAL_S = 0.25
@@ -67,6 +69,8 @@ def run(connection: FrameSocket, options: argparse.Namespace) -> int:
         gc.collect()
         gc.freeze()  # a full collection over all that torch and Triton keep would be the longest gap between two tokens
         connection.send(EngineFrame(ready=engine.info, status=engine.status()))
+        if engine.info.device == "cuda":
+            watch_steps(partial(_end_hanging, engine, connection))
         serve(engine, connection)
         return 0
     except TransportError:
@@ -82,6 +86,15 @@ def run(connection: FrameSocket, options: argparse.Namespace) -> int:
         _die(connection, f"{type(error).__name__}: {error}"[:FATAL_CHARS_MAX])
     finally:
         gc.unfreeze()  # or Triton's bindings print forty lines about leaked objects at exit
+
+
+def _end_hanging(engine: Engine, connection: FrameSocket, error: DeviceHangs) -> NoReturn:
+    """Called by another thread: that of the steps waits in CUDA and sends nothing."""
+    try:
+        engine.note_failure(error)
+    finally:
+        log.error("the engine stops: %s", error)
+        _die(connection, str(error))
 
 
 def _die(connection: FrameSocket, reason: str) -> NoReturn:

@@ -211,6 +211,13 @@ def test_an_error_in_service_that_leaves_the_device_in_order_leaves_no_mark(tmp_
     assert marks(tmp_path) == []
 
 
+def test_a_device_that_hangs_in_service_leaves_a_mark_and_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_trials, "is_lost", mock.Mock(side_effect=AssertionError("it would wait for ever")))
+    for _ in range(DEATHS_MAX):
+        trials_in(tmp_path).record_service_fault([(CHOICE, HOPPER)], DeviceHangs("not finished"))
+    assert [*trials_in(tmp_path).refusals(CHOICE)] == [HOPPER]
+
+
 @pytest.mark.usefixtures("lost")
 def test_a_fault_in_service_that_cannot_be_marked_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
