@@ -1,7 +1,7 @@
 """The engine process: `python -m engine.main --fd N --options JSON`, started by the gateway with one inherited socket.
 
 It sends every frame that is due and exits when the gateway closes the socket; SIGINT is left to the gateway. Exit
-status 0 is an orderly end, 1 a model or option that cannot be served (the last frame says why), 2 a wrong command line.
+status 0 is an orderly end, 1 a failure (the last frame says why), 2 a wrong command line.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from functools import partial
 from typing import NoReturn
 
 from engine.environment import prepare_environment
-from engine.errors import EngineError
+from engine.errors import EngineBroken, EngineError
 from engine.options import EngineOptions
 from engine.protocol import EngineFrame, TokenEvent
 from engine.transport import FrameSocket, PeerClosed, TransportError, decode_gateway_frame
@@ -31,7 +31,7 @@ prepare_environment()
 from engine.build import build_engine  # noqa: E402 - torch must see the environment set above
 from engine.loop import Engine  # noqa: E402
 from engine.runner.device_waits import watch_steps  # noqa: E402
-from engine.runner.kernel_trials import DeviceHangs, KernelFault  # noqa: E402
+from engine.runner.kernel_trials import DeviceHangs  # noqa: E402
 
 STATUS_INTERVAL_S = 0.5
 PROGRESS_INTERVAL_S = 0.25
@@ -75,15 +75,12 @@ def run(connection: FrameSocket, options: argparse.Namespace) -> int:
         return 0
     except TransportError:
         raise
-    except KernelFault as error:
-        log.error("the engine must be started again: %s", error)
-        _end()  # without a reason that the gateway would take for final
     except EngineError as error:
         log.error("the engine stops: %s", error)
-        _die(connection, str(error))
+        _die(connection, str(error), may_pass=isinstance(error, EngineBroken))
     except Exception as error:
         log.exception("the engine stops because of a bug or a broken device")
-        _die(connection, f"{type(error).__name__}: {error}"[:FATAL_CHARS_MAX])
+        _die(connection, f"{type(error).__name__}: {error}"[:FATAL_CHARS_MAX], may_pass=True)
     finally:
         gc.unfreeze()  # or Triton's bindings print forty lines about leaked objects at exit
 
@@ -94,13 +91,13 @@ def _end_hanging(engine: Engine, connection: FrameSocket, error: DeviceHangs) ->
         engine.note_failure(error)
     finally:
         log.error("the engine stops: %s", error)
-        _die(connection, str(error))
+        _die(connection, str(error), may_pass=True)
 
 
-def _die(connection: FrameSocket, reason: str) -> NoReturn:
-    """The last frame says why."""
+def _die(connection: FrameSocket, reason: str, *, may_pass: bool) -> NoReturn:
+    """The last frame says why, and whether another start may succeed with the same model and options."""
     try:
-        connection.send(EngineFrame(fatal=reason))
+        connection.send(EngineFrame(fatal=reason, may_pass=may_pass))
         connection.drain(DRAIN_TIMEOUT_S)
     finally:
         _end()

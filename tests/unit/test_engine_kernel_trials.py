@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 
-from engine.main import main
 from engine.runner import kernel_trials
 from engine.runner.kernel_trials import (
     DEATHS_MAX,
@@ -44,21 +42,6 @@ def end_while_running(folder: str, *alternatives: str) -> None:
 def killed(folder: Path, *alternatives: str) -> None:
     process = forked_processes.start(__name__, "end_while_running", str(folder), *alternatives)
     assert forked_processes.wait_for_exit(process, DEADLINE_S) == -signal.SIGKILL
-
-
-def serve_with_a_fault(connection: socket.socket) -> int:
-    """Run the engine's program in a process of its own, whose start raises `KernelFault`."""
-    with mock.patch("engine.main.build_engine", side_effect=KernelFault("illegal access")):
-        return main(["--fd", str(connection.detach()), "--options", '{"model": "any"}'])
-
-
-def test_an_engine_that_ends_by_a_fault_says_nothing_final_so_that_the_gateway_starts_it_again() -> None:
-    ours, theirs = socket.socketpair()
-    with ours:
-        with theirs:
-            process = forked_processes.start(__name__, "serve_with_a_fault", theirs)
-        assert forked_processes.wait_for_exit(process, DEADLINE_S) == 1
-        assert ours.recv(1000) == b""
 
 
 @pytest.fixture
