@@ -6,7 +6,8 @@ One bad request must not hurt another. A step that raises is repeated in halves 
 (`engine.fault_isolation`); it ends with an error, the others go on. After a step that failed for every request, one harmless
 token is computed. If that fails too, several times in a row, the device is considered broken, and `EngineBroken` has the
 process replaced. So a bad request cannot cause that, however often it is sent. A GPU that refuses every call, as CUDA
-does after an illegal access, is not probed: the engine ends at once (`runner.model_runner`).
+does after an illegal access, is not probed: the engine ends at once (`runner.model_runner`). When a step
+never ends there, nothing can be repeated, and the process ends (`runner.device_waits`).
 
 Where the runner can, the next step is launched before this one's tokens are known (`engine.overlap`):
 
@@ -175,6 +176,10 @@ class Engine:
         if self._in_flight_step is not None and not self._live:
             self._collect()  # surplus rows of requests that have ended
         return step_events
+
+    def note_failure(self, error: Exception) -> None:
+        """For an error that no step raises, because the step does not end: call this from another thread."""
+        self._on_failure(error)
 
     def check_when_idle(self) -> None:
         """Check, once after work, when nothing is live, that all blocks came back. Raises `EngineBroken` otherwise: a leaked

@@ -1,7 +1,7 @@
 """The engine process: `python -m engine.main --fd N --options JSON`, started by the gateway with one inherited socket.
 
 It sends every frame that is due and exits when the gateway closes the socket; SIGINT is left to the gateway. Exit
-status 0 is an orderly end, 1 a model or option that cannot be served (the last frame says why), 2 a wrong command line.
+status 0 is an orderly end, 1 a failure (the last frame says why), 2 a wrong command line.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from typing import NoReturn
 
 from engine.environment import prepare_environment
-from engine.errors import EngineError
+from engine.errors import EngineBroken, EngineError
 from engine.options import EngineOptions
 from engine.protocol import EngineFrame, TokenEvent
 from engine.transport import FrameSocket, PeerClosed, TransportError, decode_gateway_frame
@@ -29,7 +30,8 @@ prepare_environment()
 
 from engine.build import build_engine  # noqa: E402 - torch must see the environment set above
 from engine.loop import Engine  # noqa: E402
-from engine.runner.kernel_trials import KernelFault  # noqa: E402
+from engine.runner.device_waits import watch_steps  # noqa: E402
+from engine.runner.kernel_trials import DeviceHangs  # noqa: E402
 
 STATUS_INTERVAL_S = 0.5
 PROGRESS_INTERVAL_S = 0.25
@@ -67,27 +69,35 @@ def run(connection: FrameSocket, options: argparse.Namespace) -> int:
         gc.collect()
         gc.freeze()  # a full collection over all that torch and Triton keep would be the longest gap between two tokens
         connection.send(EngineFrame(ready=engine.info, status=engine.status()))
+        if engine.info.device == "cuda":
+            watch_steps(partial(_end_hanging, engine, connection))
         serve(engine, connection)
         return 0
     except TransportError:
         raise
-    except KernelFault as error:
-        log.error("the engine must be started again: %s", error)
-        _end()  # without a reason that the gateway would take for final
     except EngineError as error:
         log.error("the engine stops: %s", error)
-        _die(connection, str(error))
+        _die(connection, str(error), may_pass=isinstance(error, EngineBroken))
     except Exception as error:
         log.exception("the engine stops because of a bug or a broken device")
-        _die(connection, f"{type(error).__name__}: {error}"[:FATAL_CHARS_MAX])
+        _die(connection, f"{type(error).__name__}: {error}"[:FATAL_CHARS_MAX], may_pass=True)
     finally:
         gc.unfreeze()  # or Triton's bindings print forty lines about leaked objects at exit
 
 
-def _die(connection: FrameSocket, reason: str) -> NoReturn:
-    """The last frame says why."""
+def _end_hanging(engine: Engine, connection: FrameSocket, error: DeviceHangs) -> NoReturn:
+    """Called by another thread: that of the steps waits in CUDA and sends nothing."""
     try:
-        connection.send(EngineFrame(fatal=reason))
+        engine.note_failure(error)
+    finally:
+        log.error("the engine stops: %s", error)
+        _die(connection, str(error), may_pass=True)
+
+
+def _die(connection: FrameSocket, reason: str, *, may_pass: bool) -> NoReturn:
+    """The last frame says why, and whether another start may succeed with the same model and options."""
+    try:
+        connection.send(EngineFrame(fatal=reason, may_pass=may_pass))
         connection.drain(DRAIN_TIMEOUT_S)
     finally:
         _end()

@@ -258,7 +258,8 @@ class EngineFrame:
     """Engine to gateway. While loading only `load_fraction` is set; then `ready` once; then `events`, after them `decoded`, and
     `status`.
 
-    `fatal` is the reason for an exit that follows at once (for example, a model that cannot be loaded).
+    `fatal` is the reason for an exit that follows at once (for example, a model that cannot be loaded). `may_pass`: with the
+    same model and options another start may succeed.
     """
 
     events: list[TokenEvent] = field(default_factory=list)
@@ -267,3 +268,4 @@ class EngineFrame:
     ready: EngineInfo | None = None
     load_fraction: float | None = None
     fatal: str | None = None
+    may_pass: bool = False

@@ -11,8 +11,8 @@ start ►│ loading ├───────►│ ready │
        failed ◄────┘ five attempts in a row: the next one every FAILED_PAUSE_S, until one is ready
                                stop from anywhere ──► stopped
 
-A reason that the engine gives before it has ever served is final: model or settings must be changed. Later the same words may
-have a cause that passes, such as a GPU that is lost or that another program uses.
+A reason that the engine gives before it has ever served is final, unless the engine says that it may pass: model or settings
+must be changed. Later the same words may have a cause that passes, such as a GPU that is lost or that another program uses.
 """
 
 from __future__ import annotations
@@ -178,12 +178,12 @@ class Supervisor:
     async def _keep_running(self) -> None:
         has_served, crashes_before_ready = False, 0
         while True:
-            was_ready, fatal = await self._run_process()
+            was_ready, is_final = await self._run_process()
             if self.state == "stopped":
                 return
             has_served |= was_ready
             crashes_before_ready = 0 if was_ready else crashes_before_ready + 1
-            if fatal is not None and not has_served:
+            if is_final and not has_served:
                 self._set_state("failed")
                 log.error("engine failed", role="engine", model=self.name, reason=self.error)
                 return
@@ -203,14 +203,15 @@ class Supervisor:
         await asyncio.sleep(pause_s)
         self._backoff_s = min(BACKOFF_MAX_S, pause_s * 2)
 
-    async def _run_process(self) -> tuple[bool, str | None]:
-        """Run one engine process to its end; return whether it was ever ready, and the fatal error it reported, if any."""
+    async def _run_process(self) -> tuple[bool, bool]:
+        """Run one engine process to its end; return whether it was ever ready, and whether it reported a fatal error that
+        every start would have."""
         self._starts_monotonic_s = self._clock.monotonic_s()
         try:
             process, ours = await self._start_process()
         except OSError as error:  # no process, file or memory is left for it, which may pass
             self.error = f"the process could not be started: {error.strerror}"
-            return False, None
+            return False, False
         client = EngineClient(
             ours,
             on_frame=self._on_engine_frame,
@@ -233,7 +234,7 @@ class Supervisor:
             await _end_log(process, logging_task)
             self.pid = None
         self.error = client.fatal or f"the process ended with {_describe_exit(exit_status)}"
-        return client.info is not None, client.fatal
+        return client.info is not None, client.fatal is not None and not client.may_pass
 
     async def _wait_for_exit(self, process: asyncio.subprocess.Process) -> int:
         """Return the exit status of a process that has closed its socket. One that cannot be ended is waited for: as long as it

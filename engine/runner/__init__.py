@@ -7,7 +7,7 @@ steps over slots         slot_runner, from the parts that slot_steps makes: slot
                          decode_input_buffers, decode_step; chunk_step; draft_steps
   ways to run them       cuda_graphs, graph_eviction; on a CPU recorded_step
   to the device          staging, row_masks
-  to the host            token_return, launched_step
+  to the host            token_return, launched_step; device_waits, the limit for all waits
 before the first step    runner_choice; warm_up, slot_warm_up; kernel_choices, kernel_timing, kernel_trials;
                          calibration, slot_timing
 whole texts              embedder, text_models

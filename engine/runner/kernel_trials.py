@@ -10,7 +10,8 @@ without one        if there are DEATHS_MAX of them, for the same model and optio
                    ran, which may have another cause, such as an operator
 
 in service         if there are DEATHS_MAX of them within SERVICE_FAULTS_S, for the same model and options: the alternative
-                   passed its first start, and served when the device failed, which may have another cause
+                   passed its first start, and served when the device failed or did not end (`runner.device_waits`), which may
+                   have another cause
 
 A process holds a lock (flock) on its marks, so that others that start meanwhile do not count them; the system releases it
 when the process ends. The oldest alternatives have run on a card: they have no marks and are never refused.
@@ -106,9 +107,10 @@ class KernelTrials:
         )
 
     def record_service_fault(self, alternatives: Sequence[Alternative], error: Exception) -> None:
-        """Mark these alternatives, which served, if `error` comes from a device that has failed. The process then ends."""
+        """Mark these alternatives, which served, if `error` comes from a device that has failed, or hangs and cannot be asked.
+        The process then ends."""
         unproven = [(choice, name) for choice, name in alternatives if name != choice.oldest]
-        if not unproven or not is_lost(self._device):
+        if not unproven or not (isinstance(error, DeviceHangs) or is_lost(self._device)):
             return
         listed = ", ".join(f"{choice.name} by {name}" for choice, name in unproven)
         log.error("the GPU failed while newer kernels served (%s): the oldest serve after %d times a day", listed, DEATHS_MAX)

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from engine.runner.device_waits import STEP_WAITS
+
 DEPTH = 4
 """Buffers in turn: two steps are in flight at a time."""
 STAGED_NUMBERS = 4096
@@ -79,7 +81,7 @@ class Staging:
         """A buffer of `size` numbers at least, when the copy that used it last is over."""
         self._last_index = (self._last_index + 1) % DEPTH
         buffer = self._buffers[self._last_index]
-        buffer.event.synchronize()
+        STEP_WAITS.wait_for(buffer.event)
         if len(buffer.array) < size:
             buffer = self._buffers[self._last_index] = PinnedBuffer(2 * size)
         return buffer

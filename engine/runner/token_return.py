@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from engine.environment import num_cores
+from engine.runner.device_waits import STEP_WAITS
 from engine.runner.staging import DEPTH, record
 from engine.switches import BUSY_WAIT, is_on
 from kernels import ops
@@ -97,7 +98,7 @@ class CudaFetch:
 
         It stays awake (`uses_busy_wait`). A core that has slept for the milliseconds of a step wakes at a low clock, with cold
         caches: what follows was measured to take several times as long (ADR 55)."""
-        self._event.synchronize()
+        STEP_WAITS.wait_for(self._event)
 
     def tokens(self) -> list[int]:
         """Raises RuntimeError where another step has written there: host and device have lost count of each other."""

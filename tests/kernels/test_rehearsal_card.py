@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.runner import token_return
+from engine.runner import device_waits, token_return
 from engine.runner.slots import SlotWrites
 from engine.runner.staging import STAGED_NUMBERS, Staging
 from engine.runner.token_return import CudaFetch, Fetch, TokenReturn
@@ -262,6 +262,14 @@ def test_reusing_a_staging_buffer_too_early_is_detected(card: Card, monkeypatch:
     monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda _: None)
     assert sent(4) == expected[:4]
     assert sent(9) != expected
+
+
+def test_waits_for_staging_buffers_have_the_limit_of_steps(card: Card) -> None:
+    staging = Staging(DEVICE)
+    with mock.patch.object(device_waits.STEP_WAITS, "wait_for", side_effect=device_waits.STEP_WAITS.wait_for) as waited:
+        for number in range(5):
+            staging.send([number])
+    assert waited.call_count == 5
 
 
 class Steps:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,8 +19,9 @@ from engine.errors import EngineBroken
 from engine.loop import Engine
 from engine.options import EngineOptions
 from engine.protocol import EngineInfo
-from engine.runner import kernel_timing
-from engine.runner.kernel_trials import DEATHS_MAX, KernelFault
+from engine.runner import device_waits, kernel_timing, kernel_trials
+from engine.runner.device_waits import watch_steps
+from engine.runner.kernel_trials import DEATHS_MAX, DeviceHangs, KernelFault
 from engine.runner.text_models import load_text_model
 from engine.switches import GRAPHS, MEASURED_KERNELS
 from kernels.alternatives import (
@@ -50,6 +52,7 @@ SMALL: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 32, "num_kv_blocks"
 ROW_PRODUCTS = PRODUCTS[16, 1]
 DEFAULTS = {choice.name: choice.alternatives[0] for choice in (ROW_PRODUCTS, LONE_ATTENTION, FEW_ROWS_ATTENTION)}
 FAST = {TILES, SPLITS}
+DEADLINE_S = 120
 
 
 @pytest.fixture(autouse=True)
@@ -287,10 +290,44 @@ def lose_the_card_in_service(model: Path, cache: Path, fast: set[str]) -> None:
             [engine.step() for _ in range(3)]
 
 
-def test_kernels_that_served_when_the_card_was_lost_twice_are_replaced_by_the_oldest(llama: Path, tmp_path: Path) -> None:
-    fast = {ONE_LAUNCH, ROTATION_INSIDE}
-    for _ in range(DEATHS_MAX):
-        lose_the_card_in_service(llama, tmp_path, fast)
+class ProcessEnds(BaseException):
+    """What `os._exit` would do."""
+
+
+def hang_in_service(model: Path, cache: Path, fast: set[str]) -> None:
+    """A step never ends on the card, until the thread that watches the waits has noted that and ends the process."""
+    noted = threading.Event()
+
+    def never_end() -> None:
+        assert noted.wait(DEADLINE_S)
+        card.broken = RuntimeError("its process has ended")  # what is freed later waits for nothing
+        raise ProcessEnds
+
+    with starting(cache, fast) as card:
+        engine = engine_of(model)
+
+        def note(error: DeviceHangs) -> None:
+            with mock.patch.object(kernel_trials, "is_lost", side_effect=AssertionError("it would wait for the card")):
+                engine.note_failure(error)
+            noted.set()
+
+        engine.submit(generation_request("a", [5, 6, 7], max_tokens=8))
+        engine.step()
+        card.schedule = Schedule.LATE
+        card.stream.add(never_end)
+        with mock.patch.multiple(device_waits, HANG_POLLS=3, POLL_S=0.001):
+            watch_steps(note)
+            with pytest.raises(ProcessEnds):
+                [engine.step() for _ in range(3)]
+
+
+def test_kernels_that_served_when_the_card_was_lost_and_when_it_hung_are_replaced_by_the_oldest(
+    llama: Path, tmp_path: Path
+) -> None:
+    fast, failures = {ONE_LAUNCH, ROTATION_INSIDE}, [lose_the_card_in_service, hang_in_service]
+    assert len(failures) == DEATHS_MAX
+    for fail in failures:
+        fail(llama, tmp_path, fast)
     third = started(llama, tmp_path, fast)
     assert third.serving == {ROW_PRODUCTS.name: TILES, LONE_ATTENTION.name: SPLITS, FEW_ROWS_ATTENTION.name: ROTATION_BEFORE}
     told = "ERROR attention of one row by one launch does not serve: the GPU failed 2 times within a day while it served"

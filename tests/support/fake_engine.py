@@ -286,10 +286,11 @@ def main() -> None:
     parser.add_argument("--step-s", type=float, default=0.0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--fatal")
+    parser.add_argument("--may-pass", action="store_true")
     options = parser.parse_args()
     if options.fatal:
         with socket.socket(fileno=options.fd) as connection:
-            connection.sendall(encode_frame(EngineFrame(fatal=options.fatal)))
+            connection.sendall(encode_frame(EngineFrame(fatal=options.fatal, may_pass=options.may_pass)))
         return
     asyncio.run(_serve(options.fd, options.step_s, options.device))
 

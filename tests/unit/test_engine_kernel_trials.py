@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 
-from engine.main import main
 from engine.runner import kernel_trials
 from engine.runner.kernel_trials import (
     DEATHS_MAX,
@@ -44,21 +42,6 @@ def end_while_running(folder: str, *alternatives: str) -> None:
 def killed(folder: Path, *alternatives: str) -> None:
     process = forked_processes.start(__name__, "end_while_running", str(folder), *alternatives)
     assert forked_processes.wait_for_exit(process, DEADLINE_S) == -signal.SIGKILL
-
-
-def serve_with_a_fault(connection: socket.socket) -> int:
-    """Run the engine's program in a process of its own, whose start raises `KernelFault`."""
-    with mock.patch("engine.main.build_engine", side_effect=KernelFault("illegal access")):
-        return main(["--fd", str(connection.detach()), "--options", '{"model": "any"}'])
-
-
-def test_an_engine_that_ends_by_a_fault_says_nothing_final_so_that_the_gateway_starts_it_again() -> None:
-    ours, theirs = socket.socketpair()
-    with ours:
-        with theirs:
-            process = forked_processes.start(__name__, "serve_with_a_fault", theirs)
-        assert forked_processes.wait_for_exit(process, DEADLINE_S) == 1
-        assert ours.recv(1000) == b""
 
 
 @pytest.fixture
@@ -209,6 +192,13 @@ def test_the_oldest_alternative_is_not_refused_for_faults_in_service(tmp_path: P
 def test_an_error_in_service_that_leaves_the_device_in_order_leaves_no_mark(tmp_path: Path) -> None:
     fail_in_service(tmp_path, HOPPER)
     assert marks(tmp_path) == []
+
+
+def test_a_device_that_hangs_in_service_leaves_a_mark_and_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_trials, "is_lost", mock.Mock(side_effect=AssertionError("it would wait for ever")))
+    for _ in range(DEATHS_MAX):
+        trials_in(tmp_path).record_service_fault([(CHOICE, HOPPER)], DeviceHangs("not finished"))
+    assert [*trials_in(tmp_path).refusals(CHOICE)] == [HOPPER]
 
 
 @pytest.mark.usefixtures("lost")

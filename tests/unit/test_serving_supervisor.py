@@ -256,6 +256,24 @@ async def test_a_reason_that_an_engine_has_after_it_has_served_is_not_final() ->
     assert watched.restarts == 2
 
 
+async def test_a_reason_that_may_pass_is_not_final_though_the_engine_has_never_served() -> None:
+    commands = iter([["--fatal", "no memory is left", "--may-pass"], []])
+    reasons: list[str | None] = []
+
+    def next_command(fd: int) -> list[str]:
+        reasons.append(watched.error)
+        return command(fd, *next(commands))
+
+    watched = Supervisor(name="fake", command=next_command, clock=SystemClock())
+    watched.start()
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            await watched.wait_for_state("ready", "failed")
+    finally:
+        await watched.stop()
+    assert reasons == [None, "no memory is left"]
+
+
 async def test_while_an_engine_has_failed_retry_after_is_the_expected_start_of_the_next_attempt() -> None:
     async with supervised("--unknown-option") as watched:
         await watched.wait_for_state("failed")

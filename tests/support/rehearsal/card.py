@@ -57,15 +57,11 @@ class Schedule(Enum):
 
 @dataclass(frozen=True)
 class Sync:
-    """A wait of the host for the device. `where`: the stack within this repository, innermost last."""
+    """A wait of the host for the device. `where`: the stack within this repository, innermost last, as in
+    `engine/runner/token_return.py:101 wait`."""
 
     kind: str
     where: tuple[str, ...]
-
-    @property
-    def innermost(self) -> str:
-        """For example `engine/runner/staging.py:100 tokens`."""
-        return self.where[-1] if self.where else "?"
 
 
 class Stream:
