@@ -97,7 +97,7 @@ FIELDS = {
     "Draft.month": "The month to draft, such as `2026-10`. It must have begun.",
     "only": (
         "When to create the draft. `billable`: only if the invoice has lines. `closable`: only if, in addition, the month is "
-        "over. If the condition is not met, the call fails with 409. Null: always."
+        "over. If the condition is not met, the call fails with 409 and creates nothing. Null: also without lines."
     ),
     "first_month": "The first month that the allowance applies to, such as `2026-10`.",
     "monthly_micros": "The amount that is free each month, in micro-units; 0 ends an earlier allowance.",

@@ -91,20 +91,25 @@ class Invoices:
         """Create, or return, the draft of a month (`YYYY-MM`) that has begun.
 
         `only` is one of DRAFT_CONDITIONS. `billable`: raises NothingToBill instead of creating an empty draft; `closable`: also
-        raises MonthNotOver before the month is over. Raises NotFound, RoleNotAllowed, InvalidValue, InvoiceClosed, and
-        MonthOutOfOrder when a later month is closed.
+        raises MonthNotOver before the month is over. Raises NotFound, RoleNotAllowed, InvalidValue, InvoiceClosed,
+        CurrenciesMixed, and MonthOutOfOrder when a later month is closed; on an error no draft is created.
         """
         access.require(Action.BILLING, tenant_id)
         if first_day(month) < FIRST_DAY:
             raise InvalidValue(f"month must be {FIRST_DAY:%Y-%m} or later", param="month")
         if self._calendar.day_start(first_day(month)) > self._clock.now():
             raise InvalidValue(f"{month} has not begun", param="month")
-        if only is not None:
-            await self._check_condition(tenant_id, month, check_choice(only, "only", DRAFT_CONDITIONS))
+        if only is not None and check_choice(only, "only", DRAFT_CONDITIONS) == CLOSABLE:
+            self._check_month_over(month)
+        async with self._db.reading() as connection:  # computed before it is stored: a refusal leaves no draft behind
+            head = await self._get_or_create(connection, tenant_id, month, store=False)
+            invoice = await self._compute_draft(connection, head)
+        if only is not None and not invoice.lines:
+            raise NothingToBill(f"{month} has nothing to bill", param="month")
         async with self._db.writing() as connection:
             await lock(connection, POSTING)
             head = await self._get_or_create(connection, tenant_id, month, store=True)
-        return await self.get(head.id, access=access)
+        return dataclasses.replace(invoice, head=head)
 
     async def head(self, invoice_id: str, *, access: Access, action: Action = Action.INVOICES) -> InvoiceHead:
         """Return an invoice without its lines. Raises RoleNotAllowed, and NotFound (also for another tenant's invoice)."""
@@ -197,15 +202,6 @@ class Invoices:
             await audit.record(
                 connection, self._clock, "invoice.discard", "invoice", head.id, tenant_id=head.tenant_id, before=before
             )
-
-    async def _check_condition(self, tenant_id: str, month: str, only: str) -> None:
-        """Raise NothingToBill or MonthNotOver if the condition `only` is not met. An existing empty draft is not deleted."""
-        if only == CLOSABLE:
-            self._check_month_over(month)
-        async with self._db.reading() as connection:
-            head = await self._get_or_create(connection, tenant_id, month, store=False)
-            if not (await self._compute_draft(connection, head)).lines:
-                raise NothingToBill(f"{month} has nothing to bill", param="month")
 
     async def _get_or_create(self, connection: AsyncConnection, tenant_id: str, month: str, *, store: bool) -> InvoiceHead:
         """Return the existing draft or a new one, inserting it if `store`. Raises NotFound, InvoiceClosed, MonthOutOfOrder."""
