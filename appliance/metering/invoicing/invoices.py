@@ -15,9 +15,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
-from typing import Any
 
-from sqlalchemy import Select, and_, or_
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.clock import Clock
@@ -33,7 +31,6 @@ from appliance.base.errors import (
     NothingToBill,
 )
 from appliance.base.ids import new_id
-from appliance.base.tables import invoices
 from appliance.metering.alerts import outbox
 from appliance.metering.appliance_records import SELLER, read_record
 from appliance.metering.calendar import BillingCalendar, first_day
@@ -135,7 +132,7 @@ class Invoices:
     ) -> Page[InvoiceHead]:
         """Return the invoices of all tenants that `access` may see, without lines, newest month first."""
         async with self._db.reading() as connection:
-            return await _read_page(connection, rows.heads_query(month=month, state=state), limit, cursor, access)
+            return await rows.read_page(connection, limit, cursor, access, month=month, state=state)
 
     async def list_for_tenant(
         self, tenant_id: str, limit: int = PAGE_ROWS_DEFAULT, cursor: str | None = None, *, access: Access
@@ -144,7 +141,7 @@ class Invoices:
         `problem` instead of lines."""
         access.require(Action.INVOICES, tenant_id)
         async with self._db.reading() as connection:
-            page = await _read_page(connection, rows.heads_query(tenant_id=tenant_id), limit, cursor, access)
+            page = await rows.read_page(connection, limit, cursor, access, tenant_id=tenant_id)
             loaded = await self._load(connection, page.data)
         return Page(data=[*loaded], next_cursor=page.next_cursor)
 
@@ -197,11 +194,7 @@ class Invoices:
             await lock(connection, POSTING)
             head = await _read_head(connection, invoice_id, access, Action.BILLING)
             check_draft(head)
-            await rows.delete_draft(connection, head.id)
-            before = {"month": head.month}
-            await audit.record(
-                connection, self._clock, "invoice.discard", "invoice", head.id, tenant_id=head.tenant_id, before=before
-            )
+            await self._discard(connection, head)
 
     async def _get_or_create(self, connection: AsyncConnection, tenant_id: str, month: str, *, store: bool) -> InvoiceHead:
         """Return the existing draft or a new one, inserting it if `store`. Raises NotFound, InvoiceClosed, MonthOutOfOrder."""
@@ -267,11 +260,22 @@ class Invoices:
         await connection.run_sync(
             outbox.enqueue, now, event="invoice.closed", subject=head.id, data=data, tenant_id=head.tenant_id
         )
+        for passed_over in await rows.read_earlier_drafts(
+            connection, head
+        ):  # without lines, or the month would be out of order
+            await self._discard(connection, passed_over)
         facts = rows.closing_facts(head)
         await audit.record(
             connection, self._clock, "invoice.close", "invoice", head.id, tenant_id=head.tenant_id, before={}, after=facts
         )
         return closed
+
+    async def _discard(self, connection: AsyncConnection, draft: InvoiceHead) -> None:
+        await rows.delete_draft(connection, draft.id)
+        before = {"month": draft.month}
+        await audit.record(
+            connection, self._clock, "invoice.discard", "invoice", draft.id, tenant_id=draft.tenant_id, before=before
+        )
 
     async def _load(self, connection: AsyncConnection, heads: Sequence[InvoiceHead]) -> Sequence[Invoice]:
         """Return the invoices of these heads: closed ones with their stored lines, drafts recomputed where possible."""
@@ -352,18 +356,6 @@ async def _complete_sums(
     if previous != ahead.previous:
         return await read_event_sums(connection, head.tenant_id, coverage, previous)
     return [*ahead.sums, *await read_event_sums(connection, head.tenant_id, coverage, ahead.coverage)]
-
-
-async def _read_page(
-    connection: AsyncConnection, query: Select[Any], limit: int, cursor: str | None, access: Access
-) -> Page[InvoiceHead]:
-    query = access.narrow(query, invoices.c.tenant_id, Action.INVOICES)
-    if cursor is not None:
-        last_month, last_id = decode_cursor("invoices", cursor, [str, str])
-        columns = invoices.c
-        query = query.where(or_(columns.month < last_month, and_(columns.month == last_month, columns.id < last_id)))
-    found = (await connection.execute(query.limit(check_limit(limit) + 1))).mappings().all()
-    return page_of([rows.head_from_row(row) for row in found], limit, "invoices", lambda head: [head.month, head.id])
 
 
 async def _month_allowances(

@@ -10,7 +10,7 @@ from datetime import date, datetime, timedelta
 from hashlib import sha256
 from typing import Any, Literal, get_args
 
-from sqlalchemy import RowMapping, Select, delete, func, insert, select, update
+from sqlalchemy import RowMapping, Select, and_, delete, func, insert, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.tables import invoice_lines, invoices, tenants
@@ -18,6 +18,9 @@ from appliance.metering.calendar import BillingCalendar
 from appliance.metering.invoicing.lines import FREE_ALLOWANCE, InvoiceLine, InvoiceTotals, MonthAllowance, totals_of
 from appliance.metering.invoicing.seller import TERMS_DAYS_DEFAULT
 from appliance.metering.invoicing.sums import Coverage
+from appliance.tenancy.access import Access
+from appliance.tenancy.pages import Page, check_limit, decode_cursor, page_of
+from appliance.tenancy.roles import Action
 
 # draft -> closed, once, by a conditional UPDATE on state. A draft stores only its tenant and month.
 State = Literal["draft", "closed"]
@@ -139,6 +142,20 @@ async def read_month(connection: AsyncConnection, tenant_id: str, month: str) ->
     return await _read_one(connection, select(invoices).where(invoices.c.tenant_id == tenant_id, invoices.c.month == month))
 
 
+async def read_page(
+    connection: AsyncConnection, limit: int, cursor: str | None, access: Access, **filters: str | None
+) -> Page[InvoiceHead]:
+    """Return the invoices that `access` may see and whose columns equal `filters` (None: any value), newest month first."""
+    columns = invoices.c
+    query = select(invoices).where(*(columns[name] == value for name, value in filters.items() if value is not None))
+    query = access.narrow(query, columns.tenant_id, Action.INVOICES).order_by(columns.month.desc(), columns.id.desc())
+    if cursor is not None:
+        last_month, last_id = decode_cursor("invoices", cursor, [str, str])
+        query = query.where(or_(columns.month < last_month, and_(columns.month == last_month, columns.id < last_id)))
+    found = (await connection.execute(query.limit(check_limit(limit) + 1))).mappings().all()
+    return page_of([head_from_row(row) for row in found], limit, "invoices", lambda head: [head.month, head.id])
+
+
 async def read_last_coverage(connection: AsyncConnection, tenant_id: str, *, before: str | None = None) -> Coverage | None:
     """Return the coverage of a tenant's last closed invoice, or of the last one of a month before `before`; None if none."""
     columns = invoices.c
@@ -203,27 +220,22 @@ async def delete_draft(connection: AsyncConnection, invoice_id: str) -> None:
     await connection.execute(delete(invoices).where(invoices.c.id == invoice_id, invoices.c.state == "draft"))
 
 
-async def store_closed(connection: AsyncConnection, closed: Invoice) -> bool:
-    """Turn the draft into the closed invoice, insert its lines and delete drafts of earlier months, which have nothing to bill.
+async def read_earlier_drafts(connection: AsyncConnection, head: InvoiceHead) -> list[InvoiceHead]:
+    """Return the drafts of the tenant of `head` for months before that of `head`, oldest first."""
+    columns = invoices.c
+    query = select(invoices).where(columns.tenant_id == head.tenant_id, columns.state == "draft", columns.month < head.month)
+    return [head_from_row(row) for row in (await connection.execute(query.order_by(columns.month))).mappings()]
 
-    Return whether there was a draft to close.
-    """
+
+async def store_closed(connection: AsyncConnection, closed: Invoice) -> bool:
+    """Turn the draft into the closed invoice and insert its lines. Return whether there was a draft to close."""
     head, columns = closed.head, invoices.c
     change = update(invoices).where(columns.id == head.id, columns.state == "draft").values(**_columns(head))
     if (await connection.execute(change)).rowcount != 1:
         return False
-    is_earlier_draft = (columns.tenant_id == head.tenant_id, columns.state == "draft", columns.month < head.month)
-    await connection.execute(delete(invoices).where(*is_earlier_draft))
     if closed.lines:
         await connection.execute(insert(invoice_lines), [_line_row(head.id, *item) for item in enumerate(closed.lines, 1)])
     return True
-
-
-def heads_query(**filters: str | None) -> Select[Any]:
-    """Return the query for invoices whose columns equal `filters` (None: any value), newest month first."""
-    columns = invoices.c
-    query = select(invoices).where(*(columns[name] == value for name, value in filters.items() if value is not None))
-    return query.order_by(columns.month.desc(), columns.id.desc())
 
 
 def head_from_row(row: RowMapping) -> InvoiceHead:
