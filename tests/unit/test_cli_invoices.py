@@ -75,6 +75,16 @@ def test_a_month_is_drafted_closed_and_exported_for_all_tenants(gatehouse: Run, 
     assert len(gatehouse("invoices", "list", "--tenant", "bob", "--month", "2026-01")[1]["data"]) == 1
 
 
+def test_an_invoice_is_closed_only_with_the_expected_total(gatehouse: Run) -> None:
+    close = ("invoices", "close", "--month", "2026-01", "--tenant", "bob", "--expected-total-micros")
+    status, refused, _ = gatehouse(*close, "1999999")
+    assert (status, refused["error"]["code"]) == (1, "total_changed")
+    assert "is 2.000000 EUR, not 1.999999 EUR" in refused["error"]["message"]
+    assert gatehouse("invoices", "close", "--month", "2026-01", "--all", "--expected-total-micros", "1")[0] == 2
+    status, closed, _ = gatehouse(*close, "2000000")
+    assert (status, invoice_rows(closed)) == (0, [("bob", "closed", "2.00 EUR")])
+
+
 def test_an_export_without_closed_invoices_mentions_the_drafts(
     gatehouse: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

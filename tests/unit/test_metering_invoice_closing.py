@@ -5,12 +5,17 @@ from __future__ import annotations
 from datetime import date
 
 import pytest
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.db import Database
-from appliance.base.errors import CurrenciesMixed
+from appliance.base.errors import CurrenciesMixed, TotalChanged
+from appliance.metering.appliance_records import SELLER, ApplianceRecords
+from appliance.metering.invoicing import invoices as service
+from appliance.metering.invoicing.rows import InvoiceHead
+from appliance.metering.invoicing.seller import Seller
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.audit import AuditFilter, AuditLog
-from tests.support.billing import add_price
+from tests.support.billing import Tokens, add_price
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.invoice_books import Books
@@ -43,3 +48,41 @@ async def test_the_empty_drafts_that_closing_removes_are_in_the_audit_log(books:
     assert [(entry.target_id, entry.tenant_id, entry.before) for entry in reversed(entries)] == [
         (draft.head.id, books.bob.tenant.id, f'{{"month":"{draft.head.month}"}}') for draft in passed
     ]
+
+
+async def test_an_event_posted_after_the_total_was_seen_prevents_the_closing(books: Books) -> None:
+    await books.post(OCTOBER, Tokens(prompt=1_000_000, completion=0))
+    seen = await books.draft("2026-10")
+    await books.post(OCTOBER, Tokens(prompt=7, completion=0))
+
+    with pytest.raises(TotalChanged, match=r"total of 2026-10 is 1.000007 EUR, not 1.000000 EUR"):
+        await books.invoices.close(seen.head.id, expected_total_micros=seen.totals.total_micros, access=WHOLE_APPLIANCE)
+    closed = await books.invoices.close(seen.head.id, expected_total_micros=1_000_007, access=WHOLE_APPLIANCE)
+    assert (closed.totals.total_micros, closed.head.number) == (1_000_007, "2026-0001")
+
+
+async def test_an_event_posted_while_the_invoice_is_closed_prevents_the_closing(
+    books: Books, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await books.post(OCTOBER, Tokens(prompt=10, completion=0))
+    seen = await books.draft("2026-10")
+
+    async def posted_meanwhile(connection: AsyncConnection, head: InvoiceHead) -> object:
+        ahead = await sum_ahead(connection, head)
+        await books.post(OCTOBER, Tokens(prompt=7, completion=0))
+        return ahead
+
+    sum_ahead = service._read_sums_ahead
+    monkeypatch.setattr(service, "_read_sums_ahead", posted_meanwhile)
+    with pytest.raises(TotalChanged, match=r"is 0.000017 EUR, not 0.000010 EUR"):
+        await books.invoices.close(seen.head.id, expected_total_micros=10, access=WHOLE_APPLIANCE)
+
+
+async def test_tax_added_after_the_total_was_seen_prevents_the_closing(books: Books) -> None:
+    await books.post(OCTOBER, Tokens(prompt=1_000_000, completion=0))
+    seen = await books.draft("2026-10")
+    seller = Seller(name="Box AG", tax_basis_points=1900).to_record()
+    await ApplianceRecords(books.database, books.clock).put(SELLER, seller)
+
+    with pytest.raises(TotalChanged, match=r"is 1.190000 EUR, not 1.000000 EUR"):
+        await books.invoices.close(seen.head.id, expected_total_micros=seen.totals.total_micros, access=WHOLE_APPLIANCE)

@@ -99,6 +99,10 @@ FIELDS = {
         "When to create the draft. `billable`: only if the invoice has lines. `closable`: only if, in addition, the month is "
         "over. If the condition is not met, the call fails with 409 and creates nothing. Null: also without lines."
     ),
+    "expected_total_micros": (
+        "The `total_micros` that the draft had when it was checked. If it is another one by now, the call fails with 409 "
+        "`total_changed` and closes nothing. Null: any total."
+    ),
     "first_month": "The first month that the allowance applies to, such as `2026-10`.",
     "monthly_micros": "The amount that is free each month, in micro-units; 0 ends an earlier allowance.",
     "Seller.name": "The name of the seller.",

@@ -29,28 +29,27 @@ from appliance.base.errors import (
     MonthOutOfOrder,
     NotFound,
     NothingToBill,
+    TotalChanged,
 )
 from appliance.base.ids import new_id
+from appliance.base.money import format_micros
 from appliance.metering.alerts import outbox
 from appliance.metering.appliance_records import SELLER, read_record
 from appliance.metering.calendar import BillingCalendar, first_day
 from appliance.metering.invoicing import rows
-from appliance.metering.invoicing.free_allowances import allowance_in, read_allowances
 from appliance.metering.invoicing.lines import (
     EventSums,
-    InvoiceLine,
-    MonthAllowance,
     allowance_lines,
     currency_of,
     totals_of,
     usage_lines,
 )
-from appliance.metering.invoicing.rows import TIME_ZONE, Invoice, InvoiceHead
+from appliance.metering.invoicing.rows import TIME_ZONE, TOTAL_MICROS_MAX, Invoice, InvoiceHead
 from appliance.metering.invoicing.sums import Coverage, read_covered_events, read_event_sums
 from appliance.metering.ledger.records import UsageEvent
 from appliance.tenancy import audit
 from appliance.tenancy.access import Access
-from appliance.tenancy.fields import check_choice
+from appliance.tenancy.fields import check_choice, check_whole
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
 from appliance.tenancy.roles import Action
 
@@ -145,12 +144,15 @@ class Invoices:
             loaded = await self._load(connection, page.data)
         return Page(data=[*loaded], next_cursor=page.next_cursor)
 
-    async def close(self, invoice_id: str, *, access: Access) -> Invoice:
+    async def close(self, invoice_id: str, *, expected_total_micros: int | None = None, access: Access) -> Invoice:
         """Close the invoice and return it: it gets a number and never changes again.
 
-        Raises the errors of `head`, InvoiceClosed, MonthNotOver, MonthOutOfOrder (naming the month to close first) and
-        CurrenciesMixed; on an error nothing has changed and no number is used up.
+        Raises the errors of `head`, InvoiceClosed, MonthNotOver, MonthOutOfOrder (naming the month to close first),
+        CurrenciesMixed, and TotalChanged if `expected_total_micros` is given and not the total; on an error nothing has changed
+        and no number is used up.
         """
+        if expected_total_micros is not None:
+            check_whole(expected_total_micros, "expected_total_micros", -TOTAL_MICROS_MAX, TOTAL_MICROS_MAX)
         async with self._db.reading() as connection:
             head = await _read_head(connection, invoice_id, access, Action.BILLING)
             check_draft(head)
@@ -166,6 +168,8 @@ class Invoices:
             if computed.first_open_month is not None:
                 message = f"{computed.first_open_month} must be closed before {head.month}: it has usage on no invoice yet"
                 raise MonthOutOfOrder(message, param="month")
+            if expected_total_micros is not None:
+                _check_total(computed.invoice, expected_total_micros)
             return await self._store_closed(connection, computed.invoice, through)
 
     async def events(
@@ -303,7 +307,8 @@ class Invoices:
         if first_open_month is not None:  # late events go to that month's invoice, not to this one
             sums = [group for group in sums if group.month == month]
         lines = usage_lines(sums, month)
-        lines += allowance_lines(lines, await _month_allowances(connection, head.tenant_id, lines, month))
+        months = {month, *(line.month for line in lines)}
+        lines += allowance_lines(lines, await rows.read_month_allowances(connection, head.tenant_id, months))
         buyer = await rows.read_buyer(connection, head.tenant_id)
         assert buyer is not None, "an invoice refers to its tenant"
         currency = currency_of(sums, month) or buyer.currency or self._currency
@@ -358,18 +363,6 @@ async def _complete_sums(
     return [*ahead.sums, *await read_event_sums(connection, head.tenant_id, coverage, ahead.coverage)]
 
 
-async def _month_allowances(
-    connection: AsyncConnection, tenant_id: str, lines: Sequence[InvoiceLine], month: str
-) -> dict[str, MonthAllowance]:
-    """Return the allowance of each month on the invoice, with what earlier invoices billed and granted for that month."""
-    allowances = await read_allowances(connection, tenant_id)
-    if not allowances:
-        return {}
-    months = {month, *(line.month for line in lines)}
-    monthly_micros = {billed_month: allowance_in(allowances, billed_month) for billed_month in months}
-    return await rows.read_month_allowances(connection, tenant_id, monthly_micros)
-
-
 def check_draft(head: InvoiceHead, *, param: str = "invoice_id") -> None:
     """Raise InvoiceClosed if the invoice is no longer a draft; `param` is the request field that named it."""
     if head.state != "draft":
@@ -377,6 +370,15 @@ def check_draft(head: InvoiceHead, *, param: str = "invoice_id") -> None:
             f"the invoice of {head.month} is closed as {head.number} and never changes; later usage is on the next invoice",
             param=param,
         )
+
+
+def _check_total(invoice: Invoice, expected_micros: int) -> None:
+    """Raise TotalChanged, with both amounts, if `expected_micros` is not the total of the invoice."""
+    total_micros = invoice.totals.total_micros
+    if total_micros != expected_micros:
+        total, expected = (f"{format_micros(micros)} {invoice.currency}" for micros in (total_micros, expected_micros))
+        message = f"the total of {invoice.head.month} is {total}, not {expected}: check the draft again"
+        raise TotalChanged(message, param="expected_total_micros")
 
 
 def _first_open_month(sums: Sequence[EventSums], month: str, previous: Coverage | None) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta
 from hashlib import sha256
@@ -15,6 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.tables import invoice_lines, invoices, tenants
 from appliance.metering.calendar import BillingCalendar
+from appliance.metering.invoicing.free_allowances import allowance_in, read_allowances
 from appliance.metering.invoicing.lines import FREE_ALLOWANCE, InvoiceLine, InvoiceTotals, MonthAllowance, totals_of
 from appliance.metering.invoicing.seller import TERMS_DAYS_DEFAULT
 from appliance.metering.invoicing.sums import Coverage
@@ -25,6 +26,7 @@ from appliance.tenancy.roles import Action
 # draft -> closed, once, by a conditional UPDATE on state. A draft stores only its tenant and month.
 State = Literal["draft", "closed"]
 STATES: tuple[str, ...] = get_args(State)
+TOTAL_MICROS_MAX = 2**63 - 1  # of the column
 TIME_ZONE = "time_zone"  # stored among the seller's fields: the zone of the invoice's dates
 
 _LINE_FIELDS = ("model", "kind", "batch", "month", "unit_price", "tokens", "requests", "rounded_micros")
@@ -183,23 +185,29 @@ async def read_lines(connection: AsyncConnection, invoice_ids: Sequence[str]) ->
 
 
 async def read_month_allowances(
-    connection: AsyncConnection, tenant_id: str, monthly_micros: Mapping[str, int]
+    connection: AsyncConnection, tenant_id: str, months: Collection[str]
 ) -> dict[str, MonthAllowance]:
-    """Add to each month's allowance what the tenant's closed invoices have billed and granted for that month."""
+    """Return the allowance of each month, with what the tenant's closed invoices have billed and granted for that month; empty
+    if the tenant has no allowance."""
+    allowances = await read_allowances(connection, tenant_id)
+    if not allowances:
+        return {}
     lines = invoice_lines.c
     is_free = (lines.kind == FREE_ALLOWANCE).label("is_free")
     query = (
         select(lines.month, is_free, func.sum(lines.rounded_micros).label("micros"))
         .join_from(invoice_lines, invoices, invoices.c.id == lines.invoice_id)
-        .where(invoices.c.tenant_id == tenant_id, lines.month.in_(monthly_micros))
+        .where(invoices.c.tenant_id == tenant_id, lines.month.in_(months))
         .group_by(lines.month, is_free)
     )
     sums = {(row.month, bool(row.is_free)): int(row.micros) for row in (await connection.execute(query)).all()}
     return {
         month: MonthAllowance(
-            monthly_micros=micros, billed_micros=sums.get((month, False), 0), granted_micros=-sums.get((month, True), 0)
+            monthly_micros=allowance_in(allowances, month),
+            billed_micros=sums.get((month, False), 0),
+            granted_micros=-sums.get((month, True), 0),
         )
-        for month, micros in monthly_micros.items()
+        for month in months
     }
 
 
