@@ -84,6 +84,18 @@ async def test_an_invoice_is_closed_only_with_the_expected_total(api: ApiApp, bo
     assert closed["total_micros"] == draft["total_micros"]
 
 
+async def test_a_list_of_drafts_names_no_currency_that_could_have_changed(api: ApiApp) -> None:
+    charlie = await make_person(api.services.db, api.services.clock, "charlie")
+    draft = await drafted(api, charlie)
+    await api.call("PATCH", f"/tenants/{charlie.tenant.id}", json={"currency": "CHF"})
+    (head,) = (await api.call("GET", "/invoices"))["data"]
+    assert (draft["currency"], head["currency"], head["total_micros"]) == ("EUR", None, None)
+    assert (await api.call("GET", f"/invoices/{draft['id']}"))["currency"] == "CHF"
+    closed = await api.call("POST", f"/invoices/{draft['id']}/close")
+    (head,) = (await api.call("GET", "/invoices"))["data"]
+    assert head["currency"] == closed["currency"] == "CHF"
+
+
 async def test_an_invoice_can_be_downloaded_as_csv_and_pdf(api: ApiApp, bob: Person) -> None:
     draft = await drafted(api, bob)
     answer = await api.client.get(f"/admin/v1/invoices/{draft['id']}.csv")

@@ -15,6 +15,8 @@ from appliance.metering.invoicing.rows import InvoiceHead
 from appliance.metering.invoicing.seller import Seller
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.audit import AuditFilter, AuditLog
+from appliance.tenancy.principals import TenantChanges
+from appliance.tenancy.tenants import Tenants
 from tests.support.billing import Tokens, add_price
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
@@ -86,3 +88,13 @@ async def test_tax_added_after_the_total_was_seen_prevents_the_closing(books: Bo
 
     with pytest.raises(TotalChanged, match=r"is 1.190000 EUR, not 1.000000 EUR"):
         await books.invoices.close(seen.head.id, expected_total_micros=seen.totals.total_micros, access=WHOLE_APPLIANCE)
+
+
+async def test_a_draft_that_cannot_be_computed_is_listed_in_its_tenants_currency(books: Books) -> None:
+    bob = books.bob.tenant.id
+    await books.draft("2026-10")
+    await Tenants(books.database, books.clock).update(bob, TenantChanges(currency="CHF"), access=WHOLE_APPLIANCE)
+    for currency in ("EUR", "USD"):
+        await books.post(OCTOBER, currency=currency)
+    (draft,) = (await books.invoices.list_for_tenant(bob, access=WHOLE_APPLIANCE)).data
+    assert (draft.currency, draft.totals.total_micros) == ("CHF", 0)

@@ -83,6 +83,7 @@ FIELDS = {
     "problem": (
         "In a list, why this draft cannot be computed; `lines` is then empty and all sums are 0. Null for all other invoices."
     ),
+    "InvoiceHead.currency": "The currency of the sums; null for a draft.",
     "InvoiceHead.total_micros": "The total with tax, in micro-units; null for a draft.",
     "InvoiceHead.tax_micros": "The tax, in micro-units; null for a draft.",
     "InvoiceLine.model": "The name of the model; null for a free allowance.",

@@ -297,7 +297,9 @@ class Invoices:
         try:
             return await self._compute_draft(connection, head)
         except CurrenciesMixed as error:
-            return rows.uncomputable_draft(head, await rows.read_buyer(connection, head.tenant_id), error.message)
+            buyer = await rows.read_buyer(connection, head.tenant_id)
+            assert buyer is not None, "an invoice refers to its tenant"
+            return rows.uncomputable_draft(head, buyer, buyer.currency or self._currency, error.message)
 
     async def _compute(
         self, connection: AsyncConnection, head: InvoiceHead, previous: Coverage | None, sums: Sequence[EventSums]

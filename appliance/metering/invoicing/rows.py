@@ -34,7 +34,8 @@ _LINE_FIELDS = ("model", "kind", "batch", "month", "unit_price", "tokens", "requ
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InvoiceHead:
-    """An invoice without its lines. A draft has no totals, seller or buyer here: they are computed on demand."""
+    """An invoice without its lines. A draft has no totals, seller or buyer here, and the currency that its tenant had when the
+    draft was created: they are computed on demand."""
 
     id: str
     tenant_id: str
@@ -127,11 +128,10 @@ def closed_invoice(head: InvoiceHead, lines: Sequence[InvoiceLine]) -> Invoice:
     )
 
 
-def uncomputable_draft(head: InvoiceHead, buyer: Buyer | None, problem: str) -> Invoice:
-    """Build the list entry of a draft that cannot be computed."""
+def uncomputable_draft(head: InvoiceHead, buyer: Buyer, currency: str, problem: str) -> Invoice:
+    """Build the list entry of a draft that cannot be computed, with sums of zero in `currency`."""
     zero = InvoiceTotals(subtotal_micros=0, tax_micros=0, due_micros=0)
-    name = head.tenant_id if buyer is None else buyer.name
-    return Invoice(head=head, currency=head.currency, lines=(), totals=zero, seller={}, buyer={"name": name}, problem=problem)
+    return Invoice(head=head, currency=currency, lines=(), totals=zero, seller={}, buyer={"name": buyer.name}, problem=problem)
 
 
 async def read_head(connection: AsyncConnection, invoice_id: str) -> InvoiceHead | None:
