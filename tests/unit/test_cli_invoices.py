@@ -112,6 +112,16 @@ def test_a_tenant_that_cannot_be_closed_is_named_and_the_others_are_closed(gateh
     assert invoice_rows(gatehouse("invoices", "close", "--month", "2026-01", "--all")[1]) == [("bob", "closed", "2.00 EUR")]
 
 
+def test_closing_a_month_without_usage_names_the_tenants_whose_earlier_months_are_not_billed_yet(gatehouse: Run) -> None:
+    gatehouse("invoices", "close", "--month", "2026-01", "--all")
+    status, answer, _ = gatehouse("invoices", "close", "--month", "2026-03", "--all")
+    (closed, error) = answer
+    assert (status, closed) == (1, {"data": []})
+    message = "2026-02 must be closed before 2026-03: it has usage on no invoice yet"
+    assert error["error"]["message"] == f"bob: {message}; charlie: {message}"
+    assert gatehouse("invoices", "list", "--month", "2026-03")[1] == {"data": []}
+
+
 def test_a_month_with_nothing_to_close_prints_why_and_logs_nothing(gatehouse: Run) -> None:
     def entries() -> int:
         return len(gatehouse("audit", "list")[1]["data"])

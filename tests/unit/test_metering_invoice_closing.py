@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.db import Database
-from appliance.base.errors import CurrenciesMixed, TotalChanged
+from appliance.base.errors import CurrenciesMixed, EarlierMonthOpen, NothingToBill, TotalChanged
 from appliance.metering.appliance_records import SELLER, ApplianceRecords
 from appliance.metering.invoicing import invoices as service
 from appliance.metering.invoicing.rows import InvoiceHead
@@ -98,3 +98,15 @@ async def test_a_draft_that_cannot_be_computed_is_listed_in_its_tenants_currency
         await books.post(OCTOBER, currency=currency)
     (draft,) = (await books.invoices.list_for_tenant(bob, access=WHOLE_APPLIANCE)).data
     assert (draft.currency, draft.totals.total_micros) == ("CHF", 0)
+
+
+async def test_an_empty_month_after_one_that_is_not_billed_is_not_closable(books: Books) -> None:
+    bob = books.bob.tenant.id
+    await books.post(SEPTEMBER)
+    with pytest.raises(EarlierMonthOpen, match="2026-09 must be closed before 2026-10"):
+        await books.invoices.draft(bob, "2026-10", only="closable", access=WHOLE_APPLIANCE)
+    with pytest.raises(NothingToBill):
+        await books.invoices.draft(bob, "2026-10", only="billable", access=WHOLE_APPLIANCE)
+    await books.close("2026-09")
+    with pytest.raises(NothingToBill):
+        await books.invoices.draft(bob, "2026-10", only="closable", access=WHOLE_APPLIANCE)

@@ -23,6 +23,7 @@ from appliance.base.counters import POSTING, last_taken, lock, take
 from appliance.base.db import Database
 from appliance.base.errors import (
     CurrenciesMixed,
+    EarlierMonthOpen,
     InvalidValue,
     InvoiceClosed,
     MonthNotOver,
@@ -87,8 +88,9 @@ class Invoices:
         """Create, or return, the draft of a month (`YYYY-MM`) that has begun.
 
         `only` is one of DRAFT_CONDITIONS. `billable`: raises NothingToBill instead of creating an empty draft; `closable`: also
-        raises MonthNotOver before the month is over. Raises NotFound, RoleNotAllowed, InvalidValue, InvoiceClosed,
-        CurrenciesMixed, and MonthOutOfOrder when a later month is closed; on an error no draft is created.
+        raises MonthNotOver before the month is over, and EarlierMonthOpen instead of NothingToBill if an earlier month has
+        something to bill. Raises NotFound, RoleNotAllowed, InvalidValue, InvoiceClosed, CurrenciesMixed, and MonthOutOfOrder
+        when a later month is closed; on an error no draft is created.
         """
         access.require(Action.BILLING, tenant_id)
         if first_day(month) < FIRST_DAY:
@@ -99,13 +101,15 @@ class Invoices:
             self._check_month_over(month)
         async with self._db.reading() as connection:  # computed before it is stored: a refusal leaves no draft behind
             head = await self._get_or_create(connection, tenant_id, month, store=False)
-            invoice = await self._compute_draft(connection, head)
-        if only is not None and not invoice.lines:
+            computed = await self._compute_draft(connection, head)
+        if only is not None and not computed.invoice.lines:
+            if only == CLOSABLE and computed.first_open_month is not None:
+                raise EarlierMonthOpen(_must_be_closed_before(computed.first_open_month, month), param="month")
             raise NothingToBill(f"{month} has nothing to bill", param="month")
         async with self._db.writing() as connection:
             await lock(connection, POSTING)
             head = await self._get_or_create(connection, tenant_id, month, store=True)
-        return dataclasses.replace(invoice, head=head)
+        return dataclasses.replace(computed.invoice, head=head)
 
     async def head(self, invoice_id: str, *, access: Access, action: Action = Action.INVOICES) -> InvoiceHead:
         """Return an invoice without its lines. Raises RoleNotAllowed, and NotFound (also for another tenant's invoice)."""
@@ -166,8 +170,7 @@ class Invoices:
             sums = await _complete_sums(connection, head, previous, through, ahead)
             computed = await self._compute(connection, head, previous, sums)
             if computed.first_open_month is not None:
-                message = f"{computed.first_open_month} must be closed before {head.month}: it has usage on no invoice yet"
-                raise MonthOutOfOrder(message, param="month")
+                raise MonthOutOfOrder(_must_be_closed_before(computed.first_open_month, head.month), param="month")
             if expected_total_micros is not None:
                 _check_total(computed.invoice, expected_total_micros)
             return await self._store_closed(connection, computed.invoice, through)
@@ -289,13 +292,13 @@ class Invoices:
             for head in heads
         ]
 
-    async def _compute_draft(self, connection: AsyncConnection, head: InvoiceHead) -> Invoice:
+    async def _compute_draft(self, connection: AsyncConnection, head: InvoiceHead) -> _ComputedInvoice:
         ahead = await _read_sums_ahead(connection, head)
-        return (await self._compute(connection, head, ahead.previous, ahead.sums)).invoice
+        return await self._compute(connection, head, ahead.previous, ahead.sums)
 
     async def _try_draft(self, connection: AsyncConnection, head: InvoiceHead) -> Invoice:
         try:
-            return await self._compute_draft(connection, head)
+            return (await self._compute_draft(connection, head)).invoice
         except CurrenciesMixed as error:
             buyer = await rows.read_buyer(connection, head.tenant_id)
             assert buyer is not None, "an invoice refers to its tenant"
@@ -381,6 +384,10 @@ def _check_total(invoice: Invoice, expected_micros: int) -> None:
         total, expected = (f"{format_micros(micros)} {invoice.currency}" for micros in (total_micros, expected_micros))
         message = f"the total of {invoice.head.month} is {total}, not {expected}: check the draft again"
         raise TotalChanged(message, param="expected_total_micros")
+
+
+def _must_be_closed_before(earlier: str, month: str) -> str:
+    return f"{earlier} must be closed before {month}: it has usage on no invoice yet"
 
 
 def _first_open_month(sums: Sequence[EventSums], month: str, previous: Coverage | None) -> str | None:
