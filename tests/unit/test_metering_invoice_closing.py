@@ -110,3 +110,14 @@ async def test_an_empty_month_after_one_that_is_not_billed_is_not_closable(books
     await books.close("2026-09")
     with pytest.raises(NothingToBill):
         await books.invoices.draft(bob, "2026-10", only="closable", access=WHOLE_APPLIANCE)
+
+
+async def test_only_an_invoice_with_an_amount_to_pay_has_a_due_date(books: Books) -> None:
+    books.clock.jump_wall(10 * 86400)
+    million = Tokens(prompt=1_000_000, completion=0)
+    await books.post(SEPTEMBER, million)
+    to_pay = await books.close("2026-09")
+    await books.post(SEPTEMBER, Tokens(prompt=-400_000, completion=0), is_correction=True)
+    credit_note, empty = await books.close("2026-10"), await books.close("2026-11")
+    assert (to_pay.due_on, credit_note.due_on, empty.due_on) == (date(2026, 12, 31), None, None)
+    assert credit_note.totals.due_micros == -400_000

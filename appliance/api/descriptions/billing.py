@@ -78,7 +78,7 @@ FIELDS = {
     "through_posting": "The last `posting` that the invoice covers; null for a draft.",
     "closed_at": "When the invoice was closed (RFC 3339, UTC); null for a draft.",
     "issued_on": "The day on which the invoice was closed; null for a draft.",
-    "due_on": "The day by which the invoice must be paid; null for a draft.",
+    "due_on": "The day by which the invoice must be paid; null for a draft, and if nothing is to be paid.",
     "abort_policy": "How aborted requests are billed, as stated on the PDF.",
     "problem": (
         "In a list, why this draft cannot be computed; `lines` is then empty and all sums are 0. Null for all other invoices."

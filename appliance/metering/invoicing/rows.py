@@ -80,9 +80,10 @@ class Invoice:
 
     @property
     def due_on(self) -> date | None:
-        """Return the due date; None for a draft."""
-        terms_days = self.seller.get("payment_terms_days", TERMS_DAYS_DEFAULT)
-        return None if self.issued_on is None else self.issued_on + timedelta(days=terms_days)
+        """Return the due date; None for a draft, and for an invoice with nothing to pay or a credit note."""
+        if self.issued_on is None or self.totals.due_micros <= 0:
+            return None
+        return self.issued_on + timedelta(days=self.seller.get("payment_terms_days", TERMS_DAYS_DEFAULT))
 
     def alert_data(self, tenant_name: str) -> dict[str, Any]:
         """Return the data of the `invoice.closed` alert. The tenant has its own name, as in other alerts, not the buyer's."""
