@@ -224,7 +224,8 @@ def _bill(
         sys.stderr.write(f"{nothing}\n")
     _show(rows, as_json=options.as_json, empty=nothing)
     if any(row["seller"] is None for row in rows):
-        sys.stderr.write("gatehouse: these invoices have no seller. Set one: gatehouse invoices seller --file FILE\n")
+        lasting = "" if closing is None else ", and closed ones never get one"
+        sys.stderr.write(f"gatehouse: these invoices have no seller{lasting}. Set one: gatehouse invoices seller --file FILE\n")
     if failures:
         raise CommandFailed("; ".join(failures), code="invoices")
 
