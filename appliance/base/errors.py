@@ -7,7 +7,7 @@ GatehouseError
 │                       PasswordChangeNeeded
 ├── Missing 404 ─── ModelNotFound, NotFound
 ├── Conflict 409 ─── NameTaken, LastOwner, InvoiceClosed, MonthNotOver, MonthOutOfOrder, CurrenciesMixed,
-│                      PriceBegun, NothingToBill
+│                      TotalChanged, PriceBegun, NothingToBill, EarlierMonthOpen
 ├── RequestTooLarge 413
 ├── Refused 429 ─── RateLimitExceeded, RequestExceedsLimit, BudgetExceeded
 └── ServerError 5xx ─── InternalError 500, EngineUnavailable, ModelLoading, Overloaded, Draining, RequestAborted,
@@ -200,6 +200,18 @@ class MonthOutOfOrder(Conflict):
     """Months must be closed in order: an earlier month with usage is open, or a later one is already closed."""
 
     code = "month_out_of_order"
+
+
+class EarlierMonthOpen(Conflict):
+    """The month itself has nothing to bill, but an earlier one has usage on no invoice, and the request was for closing."""
+
+    code = "earlier_month_open"
+
+
+class TotalChanged(Conflict):
+    """The invoice's total is not the one that the caller expects: it changed since the draft was read."""
+
+    code = "total_changed"
 
 
 class PriceBegun(Conflict):

@@ -67,7 +67,7 @@ def draft(
     options: CommonOptions = DEFAULTS,
 ) -> None:
     """Draft the invoices of a month. A draft shows what would be billed now."""
-    _bill(options, month, tenant, all_tenants=all_tenants, close=False)
+    _bill(options, month, tenant, all_tenants=all_tenants)
 
 
 @app.command("close")
@@ -75,10 +75,16 @@ def close(
     month: Month,
     tenant: TenantFilter = None,
     all_tenants: All = False,
+    total: Annotated[
+        int | None,
+        typer.Option("--expected-total-micros", metavar="N", help="Close only with this total_micros; needs --tenant."),
+    ] = None,
     options: CommonOptions = DEFAULTS,
 ) -> None:
     """Close the invoices of a past month. They get their numbers and never change again."""
-    _bill(options, month, tenant, all_tenants=all_tenants, close=True)
+    if total is not None and all_tenants:
+        raise WrongUsage("--expected-total-micros is for one invoice: give it with --tenant")
+    _bill(options, month, tenant, all_tenants=all_tenants, closing={"expected_total_micros": total})
 
 
 @app.command("discard")
@@ -180,11 +186,13 @@ def allowance(
     output.item(run(options.settings(), work), as_json=options.as_json)
 
 
-def _bill(options: CommonOptions, month: str, tenant: str | None, *, all_tenants: bool, close: bool) -> None:
-    """Draft, and with `close` also close, the invoices of a month for the chosen tenants, and print them. With --all, a failure
-    for one tenant does not stop the others, but sets the exit status."""
+def _bill(
+    options: CommonOptions, month: str, tenant: str | None, *, all_tenants: bool, closing: dict[str, int | None] | None = None
+) -> None:
+    """Draft, and with `closing` (the body of the call) also close, the invoices of a month for the chosen tenants, and print
+    them. With --all, a failure for one tenant does not stop the others, but sets the exit status."""
     _check_month(month)
-    title, verb, only = ("Closing", "close", "closable") if close else ("Drafting", "draft", "billable")
+    title, verb, only = ("Drafting", "draft", "billable") if closing is None else ("Closing", "close", "closable")
     skipped: Counter[str] = Counter()
 
     async def work(client: AdminClient) -> tuple[list[Row], list[str]]:
@@ -196,7 +204,8 @@ def _bill(options: CommonOptions, month: str, tenant: str | None, *, all_tenants
                 draft: Row | None = None
                 try:
                     draft = await _create_draft(client, owner, month, only if all_tenants else None)
-                    invoice = await client.call("POST", f"/invoices/{draft['id']}/close") if close else draft
+                    path = f"/invoices/{draft['id']}/close"
+                    invoice = draft if closing is None else await client.call("POST", path, body=closing)
                     rows.append(_row(invoice, owner))
                 except CommandFailed as failure:
                     if not all_tenants or failure.code in _SAME_FOR_ALL_TENANTS:
@@ -215,7 +224,8 @@ def _bill(options: CommonOptions, month: str, tenant: str | None, *, all_tenants
         sys.stderr.write(f"{nothing}\n")
     _show(rows, as_json=options.as_json, empty=nothing)
     if any(row["seller"] is None for row in rows):
-        sys.stderr.write("gatehouse: these invoices have no seller. Set one: gatehouse invoices seller --file FILE\n")
+        lasting = "" if closing is None else ", and closed ones never get one"
+        sys.stderr.write(f"gatehouse: these invoices have no seller{lasting}. Set one: gatehouse invoices seller --file FILE\n")
     if failures:
         raise CommandFailed("; ".join(failures), code="invoices")
 

@@ -3,6 +3,7 @@ administrator API serves them as files."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,6 +18,7 @@ from appliance.base.errors import (
     Conflict,
     CurrenciesMixed,
     GatehouseError,
+    InvalidValue,
     InvoiceClosed,
     MonthOutOfOrder,
     NothingToBill,
@@ -114,11 +116,12 @@ async def confirm_close(context: ContextDependency, invoice_id: FromPath[str]) -
 
 @post("/invoices/{invoice_id:str}/close", guards=[needs(Action.BILLING)], status_code=200)
 async def close_invoice(context: ContextDependency, invoice_id: FromPath[str]) -> Html:
-    """Close the invoice: it gets its number and cannot be changed."""
-    invoice, tenant = await _find(context, invoice_id, Action.BILLING)
+    """Close the invoice with the total that the form showed: it gets its number and cannot be changed."""
+    form = await context.form()
     try:
-        await context.services.invoices.close(invoice_id, access=context.access)
+        await context.services.invoices.close(invoice_id, expected_total_micros=_shown_total(form), access=context.access)
     except (BadRequest, Conflict) as error:
+        invoice, tenant = await _find(context, invoice_id, Action.BILLING)
         return _close_form(context, invoice, tenant, error)
     return context.redirect(f"/invoices/{invoice_id}", done="invoice-closed")
 
@@ -231,6 +234,14 @@ def _close_form(context: Context, invoice: Invoice, tenant: Tenant, error: Gateh
         form=_error_form(error),
         **FORMATTERS,
     )
+
+
+def _shown_total(form: Form) -> int:
+    """Return the total in micro-units that the form for closing showed. Raises InvalidValue."""
+    text = form.raw("total_micros")
+    if not re.fullmatch(r"-?[0-9]{1,19}", text):
+        raise InvalidValue("the form did not say which amount it showed: check the amount again")
+    return int(text)
 
 
 def _discard_form(context: Context, head: InvoiceHead, tenant: Tenant, error: GatehouseError | None) -> Html:

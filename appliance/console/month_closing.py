@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 
 from litestar import get, post
 from litestar.params import FromPath
@@ -44,8 +45,9 @@ class OpenMonth:
 
     @property
     def confirmation(self) -> str:
-        """Return the value that the form sends back, so that exactly the number and totals that it showed are closed."""
-        return " ".join(f"{currency}:{number}:{micros}" for currency, number, micros in self.sums)
+        """Return the value that the form sends back: a digest of the drafts and totals that it showed."""
+        shown = sorted((invoice.head.id, invoice.currency, invoice.totals.total_micros) for _, invoice in self.drafts)
+        return sha256(repr(shown).encode()).hexdigest()
 
 
 @get("/invoices/months/{month:str}/close", guards=[needs(Action.BILLING)])
@@ -95,7 +97,8 @@ async def _close(context: Context, open_month: OpenMonth) -> list[str]:
     refused = []
     for name, invoice in open_month.drafts:
         try:
-            await context.services.invoices.close(invoice.head.id, access=context.access)
+            total_micros = invoice.totals.total_micros
+            await context.services.invoices.close(invoice.head.id, expected_total_micros=total_micros, access=context.access)
         except (BadRequest, Conflict, NotFound) as error:  # NotFound: discarded concurrently
             refused.append(f"{name}: {sentence(error.message)}")
     return refused

@@ -246,13 +246,14 @@ def _csv(rows: Sequence[UsageRow], group: str, names: Mapping[str, tuple[str, st
     """Return the rows as CSV. CSV_ROWS_MAX of them take about a second, for which the event loop must not wait."""
     text = io.StringIO()
     table = csv.writer(text)
-    table.writerow(["start", "end", group, "name", *COUNTS, "cost_picos", "currency"])
+    table.writerow(["start", "end", group, "name", *COUNTS, "cost_picos", "currency", "rejected_tokens"])
     for row in rows:
         owner = owner_of(row, group)
         name, _note = names.get(owner, (owner, ""))
         counts = [getattr(row, count) for count in COUNTS]
         period = [rfc3339(row.start), rfc3339(row.end)]
-        table.writerow([*period, escape_formulas(owner), escape_formulas(name), *counts, row.cost_picos, row.currency])
+        owned_by = [escape_formulas(owner), escape_formulas(name)]
+        table.writerow([*period, *owned_by, *counts, row.cost_picos, row.currency, row.rejected_tokens])
     return text.getvalue()
 
 

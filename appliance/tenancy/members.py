@@ -29,6 +29,7 @@ from appliance.tenancy.roles import Role, check_role
 EMAIL_CHARS_MAX = 320
 PASSWORD_CHARS_MIN = 8
 PASSWORD_CHARS_MAX = 1024
+HASH_LANES = 1  # argon2 uses a thread for each; the memory and the passes, and so the work of guessing, are the same
 HASHES_PARALLEL_MAX = 2  # each takes 64 MiB and a core
 WRONG_CREDENTIALS = "e-mail address or password is wrong"
 
@@ -66,7 +67,7 @@ class Members:
     def __init__(self, db: Database, clock: Clock, *, hasher: PasswordHasher | None = None) -> None:
         self._db = db
         self._clock = clock
-        self._hasher = hasher or PasswordHasher()
+        self._hasher = hasher or PasswordHasher(parallelism=HASH_LANES)
         self._hashing = asyncio.Semaphore(HASHES_PARALLEL_MAX)
         self._decoy_hash: str | None = None
 
@@ -121,13 +122,16 @@ class Members:
     async def prove_password(self, email: str, password: str) -> Proven:
         """Check address and password; `still_valid` of the result repeats the check in a later transaction.
 
-        Raises InvalidCredentials. Takes the same time for a known and an unknown address.
+        Raises InvalidCredentials. Takes the same time for a known and an unknown address. A hash with other parameters than
+        those of new hashes is replaced.
         """
         row = await self._row(email)
         expected = row["password_hash"] if row is not None else await self._decoy()
         matches = await self._matches(expected, password)
         if row is None or not matches or row["disabled_at"] is not None:
             raise InvalidCredentials(WRONG_CREDENTIALS)
+        if self._hasher.check_needs_rehash(expected):
+            expected = await self._renew_hash(row["id"], expected, password)
         return Proven(member=member_from_row(row), password_hash=expected)
 
     async def reset_password(self, email: str, password: str, *, temporary: bool = False) -> Member:
@@ -212,6 +216,14 @@ class Members:
                 return await asyncio.to_thread(self._hasher.verify, password_hash, password)
             except (VerificationError, InvalidHashError, UnicodeEncodeError):
                 return False
+
+    async def _renew_hash(self, member_id: str, former: str, password: str) -> str:
+        """Return a new hash of `password`, and store it if `former` is still stored."""
+        renewed = await self._hash(password)
+        statement = update(members).where(members.c.id == member_id, members.c.password_hash == former)
+        async with self._db.writing() as connection:
+            await connection.execute(statement.values(password_hash=renewed))
+        return renewed
 
     async def _decoy(self) -> str:
         """Return the hash of a random password, computed once, to compare with when the address is unknown."""

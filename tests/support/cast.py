@@ -22,9 +22,9 @@ ALICE_PASSWORD = "alice's long password"
 UNLIMITED = Limits()
 
 
-def quick_hasher() -> PasswordHasher:
+def quick_hasher(*, parallelism: int) -> PasswordHasher:
     """Return argon2 at its lowest cost: tests check what is hashed, not how slowly."""
-    return PasswordHasher(time_cost=1, memory_cost=8, parallelism=1)
+    return PasswordHasher(time_cost=1, memory_cost=8, parallelism=parallelism)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

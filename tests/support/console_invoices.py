@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+import httpx
+
 from appliance.base.ids import new_id
 from tests.support.cast import Person
 from tests.support.clock import START, FakeClock
@@ -29,6 +31,12 @@ async def draft(console: ConsoleApp, browser: Browser, person: Person) -> str:
     answer = await browser.post("/invoices", tenant=person.tenant.id, month=MONTH)
     assert answer.status_code == 303, answer.text
     return str(answer.headers["location"])
+
+
+async def close(browser: Browser, address: str) -> httpx.Response:
+    """Confirm the form for closing the draft at `address`, with the total that it shows, and return the answer."""
+    shown = (await browser.get(f"{address}/close")).text.partition('name="total_micros" value="')[2].partition('"')[0]
+    return await browser.post(f"{address}/close", total_micros=shown)
 
 
 def end_month(clock: FakeClock) -> None:

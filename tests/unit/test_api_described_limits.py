@@ -206,6 +206,7 @@ BODIES: dict[str, Callable[[], Schema]] = {
     "post /admin/v1/limits/check": lambda: {"tenant_id": "", "model": "demo", "prompt_tokens": 1},
     "put /admin/v1/economics": lambda: {"cost_micros": 1, "months": 1, "kwh_price_micros": 1},
     "post /admin/v1/tenants/{tenant_id}/invoices": lambda: {"month": "2024-01"},
+    "post /admin/v1/invoices/{invoice_id}/close": dict,
     "post /admin/v1/tenants/{tenant_id}/allowances": lambda: {"first_month": "2024-01", "monthly_micros": 1},
     "put /admin/v1/seller": lambda: {"name": "seller"},
     "post /admin/v1/prices": lambda: {"model": f"model {next(NUMBERS)}", "prompt": 1, "completion": 1},

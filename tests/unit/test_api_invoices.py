@@ -71,6 +71,31 @@ async def test_an_invoice_is_drafted_closed_and_read(api: ApiApp, bob: Person) -
     assert (head["id"], head["total_micros"]) == (closed["id"], closed["total_micros"])
 
 
+async def test_an_invoice_is_closed_only_with_the_expected_total(api: ApiApp, bob: Person) -> None:
+    draft = await drafted(api, bob)
+    closing = f"/invoices/{draft['id']}/close"
+    for total, status, reason in (
+        (draft["total_micros"] - 1, 409, ("total_changed", "expected_total_micros")),
+        ("3", 400, ("invalid_value", "expected_total_micros")),
+    ):
+        assert await api.refusal("POST", closing, status, json={"expected_total_micros": total}) == reason
+    assert await api.refusal("POST", closing, 400, json={"total_micros": 3}) == ("unknown_parameter", "total_micros")
+    closed = await api.call("POST", closing, json={"expected_total_micros": draft["total_micros"]})
+    assert closed["total_micros"] == draft["total_micros"]
+
+
+async def test_a_list_of_drafts_names_no_currency_that_could_have_changed(api: ApiApp) -> None:
+    charlie = await make_person(api.services.db, api.services.clock, "charlie")
+    draft = await drafted(api, charlie)
+    await api.call("PATCH", f"/tenants/{charlie.tenant.id}", json={"currency": "CHF"})
+    (head,) = (await api.call("GET", "/invoices"))["data"]
+    assert (draft["currency"], head["currency"], head["total_micros"]) == ("EUR", None, None)
+    assert (await api.call("GET", f"/invoices/{draft['id']}"))["currency"] == "CHF"
+    closed = await api.call("POST", f"/invoices/{draft['id']}/close")
+    (head,) = (await api.call("GET", "/invoices"))["data"]
+    assert head["currency"] == closed["currency"] == "CHF"
+
+
 async def test_an_invoice_can_be_downloaded_as_csv_and_pdf(api: ApiApp, bob: Person) -> None:
     draft = await drafted(api, bob)
     answer = await api.client.get(f"/admin/v1/invoices/{draft['id']}.csv")

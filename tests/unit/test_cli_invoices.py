@@ -75,6 +75,16 @@ def test_a_month_is_drafted_closed_and_exported_for_all_tenants(gatehouse: Run, 
     assert len(gatehouse("invoices", "list", "--tenant", "bob", "--month", "2026-01")[1]["data"]) == 1
 
 
+def test_an_invoice_is_closed_only_with_the_expected_total(gatehouse: Run) -> None:
+    close = ("invoices", "close", "--month", "2026-01", "--tenant", "bob", "--expected-total-micros")
+    status, refused, _ = gatehouse(*close, "1999999")
+    assert (status, refused["error"]["code"]) == (1, "total_changed")
+    assert "is 2.000000 EUR, not 1.999999 EUR" in refused["error"]["message"]
+    assert gatehouse("invoices", "close", "--month", "2026-01", "--all", "--expected-total-micros", "1")[0] == 2
+    status, closed, _ = gatehouse(*close, "2000000")
+    assert (status, invoice_rows(closed)) == (0, [("bob", "closed", "2.00 EUR")])
+
+
 def test_an_export_without_closed_invoices_mentions_the_drafts(
     gatehouse: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,6 +110,16 @@ def test_a_tenant_that_cannot_be_closed_is_named_and_the_others_are_closed(gateh
     assert invoice_rows(closed) == [("charlie", "closed", "2.00 EUR")]
     assert "bob: 2026-01 must be closed before 2026-02" in error["error"]["message"]
     assert invoice_rows(gatehouse("invoices", "close", "--month", "2026-01", "--all")[1]) == [("bob", "closed", "2.00 EUR")]
+
+
+def test_closing_a_month_without_usage_names_the_tenants_whose_earlier_months_are_not_billed_yet(gatehouse: Run) -> None:
+    gatehouse("invoices", "close", "--month", "2026-01", "--all")
+    status, answer, _ = gatehouse("invoices", "close", "--month", "2026-03", "--all")
+    (closed, error) = answer
+    assert (status, closed) == (1, {"data": []})
+    message = "2026-02 must be closed before 2026-03: it has usage on no invoice yet"
+    assert error["error"]["message"] == f"bob: {message}; charlie: {message}"
+    assert gatehouse("invoices", "list", "--month", "2026-03")[1] == {"data": []}
 
 
 def test_a_month_with_nothing_to_close_prints_why_and_logs_nothing(gatehouse: Run) -> None:
@@ -138,7 +158,7 @@ def test_an_empty_list_prints_a_header_to_stdout_and_a_note_to_stderr(
 def test_an_empty_month_of_one_named_tenant_is_closed(gatehouse: Run) -> None:
     status, closed, warning = gatehouse("invoices", "close", "--month", "2026-01", "--tenant", "dora")
     assert (status, invoice_rows(closed)) == (0, [("dora", "closed", "0.00 EUR")])
-    assert "have no seller" in warning
+    assert "have no seller, and closed ones never get one." in warning
 
 
 @pytest.mark.parametrize(

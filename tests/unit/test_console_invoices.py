@@ -14,7 +14,7 @@ from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.audit import AuditFilter
 from tests.support.clock import START, FakeClock
 from tests.support.console_fixtures import ConsoleApp
-from tests.support.console_invoices import MONTH, bill_usage, draft, end_month
+from tests.support.console_invoices import MONTH, bill_usage, close, draft, end_month
 from tests.support.factories import pending, posted
 
 MONTH_NAME = f"{START:%B %Y}"
@@ -42,7 +42,7 @@ async def test_closing_before_the_end_of_the_month_is_refused_with_the_reason(co
     await bill_usage(console, console.cast.bob)
     alice = await console.alice()
     address = await draft(console, alice, console.cast.bob)
-    answer = await alice.post(f"{address}/close")
+    answer = await close(alice, address)
     assert answer.status_code == 422
     assert "not over" in answer.text
 
@@ -90,12 +90,31 @@ async def test_a_closed_invoice_has_a_number_and_cannot_be_closed_again(console:
     alice = await console.alice()
     address = await draft(console, alice, console.cast.bob)
     assert "gets the next number" in (await alice.fragment(f"{address}/close")).text
-    assert (await alice.post(f"{address}/close")).headers["location"] == address
+    assert (await close(alice, address)).headers["location"] == address
     page = (await alice.get(address)).text
     assert "closed" in page
     assert "-0001" in page
     assert f'href="{address}/close"' not in page
-    assert (await alice.post(f"{address}/close")).status_code == 422
+    assert (await close(alice, address)).status_code == 422
+
+
+async def test_a_total_that_changed_after_it_was_shown_is_not_closed_but_shown_again(
+    console: ConsoleApp, clock: FakeClock
+) -> None:
+    await bill_usage(console, console.cast.bob, completion=1_000_000)
+    end_month(clock)
+    alice = await console.alice()
+    address = await draft(console, alice, console.cast.bob)
+    assert 'name="total_micros" value="12000030"' in (await alice.fragment(f"{address}/close")).text
+    event = (await console.services.reports.ledger_page(1, access=WHOLE_APPLIANCE)).data[0]
+    await console.services.corrections.add(event.id, Correction(note="a refund", completion_tokens=-1))
+
+    for shown in ("12000030", "", "x", "1" * 30):
+        answer = await alice.post(f"{address}/close", total_micros=shown)
+        assert (answer.status_code, 'name="total_micros" value="12000018"' in answer.text) == (422, True)
+        assert ("is 12.000018 EUR, not 12.000030 EUR: check the draft again." in answer.text) == (shown == "12000030")
+    assert f'href="{address}/close"' in (await alice.get(address)).text
+    assert (await alice.post(f"{address}/close", total_micros="12000018")).headers["location"] == address
 
 
 async def test_a_draft_is_discarded_after_confirmation_and_can_be_drafted_again(console: ConsoleApp) -> None:
@@ -130,7 +149,7 @@ async def test_discarding_a_closed_invoice_is_refused_with_the_reason(console: C
     end_month(clock)
     alice = await console.alice()
     address = await draft(console, alice, console.cast.bob)
-    await alice.post(f"{address}/close")
+    await close(alice, address)
     assert f'href="{address}/discard"' not in (await alice.get(address)).text
 
     confirmation = await alice.get(f"{address}/discard")
@@ -198,7 +217,7 @@ async def test_list_and_page_show_the_same_total_including_tax(console: ConsoleA
     end_month(clock)
     alice = await console.alice()
     address = await draft(console, alice, console.cast.bob)
-    await alice.post(f"{address}/close")
+    await close(alice, address)
     for path in (address, "/invoices"):
         assert "720.00 EUR" in (await alice.get(path)).text
     assert "VAT 20 %" in (await alice.get(address)).text

@@ -6,6 +6,8 @@ import pytest
 
 from appliance.base.ids import new_id
 from appliance.metering.invoicing.rows import Invoice
+from appliance.metering.ledger.corrections import Correction
+from appliance.metering.usage import LedgerFilter
 from appliance.tenancy.access import WHOLE_APPLIANCE, Access
 from tests.support.billing import Tokens, add_price, post_event
 from tests.support.cast import Person, make_person
@@ -64,6 +66,53 @@ async def test_nothing_is_closed_if_the_sums_have_changed_since_the_confirmation
     assert f'href="{address}/close"' in (await alice.get(address)).text
 
 
+async def test_nothing_is_closed_if_two_totals_have_changed_and_their_sum_has_not(
+    console: ConsoleApp, clock: FakeClock
+) -> None:
+    people, alice = (console.cast.bob, console.cast.charlie), await console.alice()
+    for person in people:
+        await bill_usage(console, person, completion=1_000_000)
+        await draft(console, alice, person)
+    end_month(clock)
+    alice = await console.alice()
+    seen = await confirmation_token(alice)
+    for person, tokens in zip(people, (-10, 10), strict=True):
+        of_person = LedgerFilter(tenant_id=person.tenant.id)
+        event = (await console.services.reports.ledger_page(1, None, of_person, access=WHOLE_APPLIANCE)).data[0]
+        await console.services.corrections.add(event.id, Correction(note="mixed up", completion_tokens=tokens))
+
+    answer = await alice.post(CLOSING, confirmed=seen)
+
+    assert (answer.status_code, "have changed" in answer.text) == (422, True)
+
+
+async def test_a_total_that_changes_while_the_month_is_closed_is_not_closed_and_named(
+    console: ConsoleApp, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for person in (console.cast.bob, console.cast.charlie):
+        await bill_usage(console, person, completion=1_000_000)
+        await draft(console, await console.alice(), person)
+    (event,) = (
+        await console.services.reports.ledger_page(
+            1, None, LedgerFilter(tenant_id=console.cast.charlie.tenant.id), access=WHOLE_APPLIANCE
+        )
+    ).data
+    end_month(clock)
+    alice, invoices = await console.alice(), console.services.invoices
+    seen, close = await confirmation_token(alice), invoices.close
+
+    async def correct_then_close(invoice_id: str, *, expected_total_micros: int | None, access: Access) -> Invoice:
+        monkeypatch.undo()
+        await console.services.corrections.add(event.id, Correction(note="a refund", completion_tokens=-1))
+        return await close(invoice_id, expected_total_micros=expected_total_micros, access=access)
+
+    monkeypatch.setattr(invoices, "close", correct_then_close)
+    answer = await alice.post(CLOSING, confirmed=seen)
+
+    assert (answer.status_code, "1 closed, 1 not. charlie: " in answer.text) == (422, True)
+    assert "12.000018 EUR, not 12.000030 EUR" in answer.text
+
+
 async def test_a_month_is_confirmed_by_currency_and_without_drafts_in_two_currencies(
     console: ConsoleApp, clock: FakeClock
 ) -> None:
@@ -88,12 +137,11 @@ async def test_a_month_is_confirmed_by_currency_and_without_drafts_in_two_curren
     alice = await console.alice()
 
     page = (await alice.get(CLOSING)).text
-    assert 'name="confirmed" value="EUR:1:2000000 USD:2:4000000"' in page
     assert "1 invoice in EUR</dt><dd><b>2.00 EUR" in page
     assert "2 invoices in USD</dt><dd><b>4.00 USD" in page
     assert "because of costs in two currencies: Emil.<" in page
 
-    answer = await alice.post(CLOSING, confirmed="EUR:1:2000000 USD:2:4000000")
+    answer = await alice.post(CLOSING, confirmed=await confirmation_token(alice))
 
     assert (answer.status_code, answer.headers["location"]) == (303, "/invoices?state=closed")
     heads = (await services.invoices.list(access=WHOLE_APPLIANCE)).data
@@ -136,10 +184,10 @@ async def test_a_draft_discarded_while_the_month_is_closed_does_not_stop_the_oth
     alice, invoices = await console.alice(), console.services.invoices
     seen, close = await confirmation_token(alice), invoices.close
 
-    async def discard_then_close(invoice_id: str, *, access: Access) -> Invoice:
+    async def discard_then_close(invoice_id: str, *, expected_total_micros: int | None, access: Access) -> Invoice:
         if addresses[0].endswith(invoice_id):
             await invoices.discard(invoice_id, access=WHOLE_APPLIANCE)
-        return await close(invoice_id, access=access)
+        return await close(invoice_id, expected_total_micros=expected_total_micros, access=access)
 
     monkeypatch.setattr(invoices, "close", discard_then_close)
     answer = await alice.post(CLOSING, confirmed=seen)

@@ -18,6 +18,7 @@ from appliance.console.charts import columns
 from appliance.console.usage import GROUPS, MEASURES, PERIODS, bounds
 from appliance.metering import usage
 from appliance.metering.calendar import BillingCalendar
+from appliance.metering.ledger.records import Settlement, Usage
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import TenantChanges
 from tests.support.cast import Person
@@ -170,6 +171,24 @@ async def test_the_csv_file_has_exact_numbers_and_no_formulas(console: ConsoleAp
     assert rows[0]["tenant"] == console.cast.bob.tenant.id
     assert int(rows[0]["cost_picos"]) == 30 * 1_000_000 + 100 * 2_000_000
     assert (rows[0]["prompt_tokens"], rows[0]["cached_tokens"], rows[0]["currency"]) == ("50", "20", "EUR")
+
+
+async def test_the_cost_in_the_csv_file_follows_from_its_tokens_and_the_price(console: ConsoleApp) -> None:
+    price = await console.services.prices.add(
+        model="demo", currency="EUR", prompt=10**6, cached_prompt=1, completion=7, rejected_draft=5, effective_from=START
+    )
+    entry = pending(console.cast.bob, request_id=new_id("req"), price=price)
+    await console.services.ledger.open(entry)
+    used = Usage(prompt_tokens=50, cached_tokens=20, completion_tokens=9, rejected_tokens=3)
+    settlement = Settlement(request_id=entry.request_id, status="posted", finish_reason="stop", usage=used)
+    await console.services.ledger.settle(settlement)
+
+    (row,) = csv.DictReader(io.StringIO((await (await console.alice()).get("/usage.csv?group=model")).text))
+
+    names = ("prompt_tokens", "cached_tokens", "completion_tokens", "rejected_tokens")
+    prompt, cached, completion, rejected = (int(row[name]) for name in names)
+    assert int(row["cost_picos"]) == (prompt - cached) * 10**6 + cached + completion * 7 + rejected * 5
+    assert rejected == 3
 
 
 async def test_a_model_name_in_the_csv_file_is_no_formula(console: ConsoleApp) -> None:

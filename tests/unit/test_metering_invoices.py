@@ -31,47 +31,25 @@ from appliance.base.tables import audit_log, invoice_lines
 from appliance.metering.appliance_records import SELLER, ApplianceRecords
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.invoicing import invoices as service
-from appliance.metering.invoicing.free_allowances import FreeAllowances, allowance_in
+from appliance.metering.invoicing.free_allowances import allowance_in
 from appliance.metering.invoicing.lines import EventSums, MonthAllowance, allowance_lines, totals_of, usage_lines, usage_picos
 from appliance.metering.invoicing.rows import Invoice, InvoiceHead
 from appliance.metering.invoicing.seller import Seller
 from appliance.metering.invoicing.sums import Coverage, read_event_sums
 from appliance.metering.invoicing.wording import ABORT_POLICY
-from appliance.metering.prices import Price
 from appliance.tenancy.access import WHOLE_APPLIANCE, Access
 from appliance.tenancy.audit import AuditLog
 from appliance.tenancy.principals import TenantChanges
 from appliance.tenancy.roles import Role, TenantRole
 from appliance.tenancy.tenants import Tenants
 from tests.support.alerts import TARGET, alert_parts
-from tests.support.billing import Tokens, add_price, post_event
-from tests.support.cast import Cast, Person, make_person
+from tests.support.billing import Tokens, add_price
+from tests.support.cast import Cast, make_person
 from tests.support.clock import FakeClock
+from tests.support.invoice_books import Books
 from tests.support.ledgers import euro_invoices
 
 SEPTEMBER, OCTOBER, NOVEMBER = date(2026, 9, 10), date(2026, 10, 15), date(2026, 11, 3)
-
-
-class Books:
-    """Bob's prices, events and invoices, with the clock at the 21st of November 2026."""
-
-    def __init__(self, database: Database, clock: FakeClock, cast: Cast, price: Price) -> None:
-        self.database, self.clock, self.cast, self.price = database, clock, cast, price
-        self.invoices = euro_invoices(database, clock, BillingCalendar("UTC"))
-        self.allowances = FreeAllowances(database, clock)
-        self.bob = cast.bob
-
-    async def post(self, day: date, tokens: Tokens | None = None, *, person: Person | None = None, **options: object) -> int:
-        settled = {"price": self.price, **options}
-        return await post_event(
-            self.database, person or self.bob, day, tokens or Tokens(), epoch_id=self.cast.epoch_id, **settled  # type: ignore[arg-type]
-        )  # fmt: skip
-
-    async def draft(self, month: str, person: Person | None = None) -> Invoice:
-        return await self.invoices.draft((person or self.bob).tenant.id, month, access=WHOLE_APPLIANCE)
-
-    async def close(self, month: str, person: Person | None = None) -> Invoice:
-        return await self.invoices.close((await self.draft(month, person)).head.id, access=WHOLE_APPLIANCE)
 
 
 @pytest.fixture

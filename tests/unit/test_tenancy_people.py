@@ -92,14 +92,38 @@ async def test_a_password_is_stored_only_as_an_argon2_hash(database: Database, c
     assert ALICE_PASSWORD not in repr(row)
 
 
-async def test_password_hashes_use_the_low_memory_parameters_of_rfc_9106(
+async def test_password_hashes_use_the_low_memory_parameters_of_rfc_9106_in_one_thread(
     database: Database, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(members_module, "PasswordHasher", argon2.PasswordHasher)
     await Members(database, clock).create(ALICE, ALICE_PASSWORD)
     async with database.reading() as connection:
         password_hash = (await connection.execute(select(members.c.password_hash))).scalar_one()
-    assert password_hash.startswith("$argon2id$v=19$m=65536,t=3,p=4$")
+    assert password_hash.startswith("$argon2id$v=19$m=65536,t=3,p=1$")
+
+
+async def test_a_hash_with_other_parameters_is_replaced_by_the_first_right_password(
+    people: Members, session_store: Sessions, database: Database, cast: Cast
+) -> None:
+    async def stored() -> str:
+        async with database.reading() as connection:
+            return str((await connection.execute(select(members.c.password_hash))).scalar_one())
+
+    former = argon2.PasswordHasher(time_cost=1, memory_cost=32, parallelism=4).hash(ALICE_PASSWORD)
+    async with database.writing() as connection:
+        await connection.execute(update(members).values(password_hash=former))
+    token, _ = await session_store.open(cast.alice.id, "browser", "127.0.0.1")
+    with pytest.raises(InvalidCredentials):
+        await people.prove_password(ALICE, "a wrong password")
+    assert await stored() == former
+
+    proven = await people.prove_password(ALICE, ALICE_PASSWORD)
+
+    renewed = await stored()
+    assert "p=1$" in renewed
+    assert proven.password_hash == renewed
+    assert (await people.prove_password(ALICE, ALICE_PASSWORD)).password_hash == renewed
+    assert await session_store.resolve(token) is not None
 
 
 async def test_a_new_password_ends_every_session(people: Members, session_store: Sessions, cast: Cast) -> None:

@@ -55,14 +55,14 @@ class InvoiceShape(Shape, kw_only=True):
 
 
 class InvoiceHeadShape(Shape, kw_only=True):
-    """An invoice without its lines. For a draft the sums are null; retrieve the draft to get them."""
+    """An invoice without its lines. For a draft the sums and their currency are null; retrieve the draft to get them."""
 
     id: str
     number: str | None
     tenant_id: str
     month: str
     state: str
-    currency: str
+    currency: str | None
     total_micros: int | None
     tax_micros: int | None
     through_posting: int | None
@@ -124,5 +124,5 @@ def invoice_shape(invoice: Invoice) -> InvoiceShape:
 
 def invoice_head_shape(head: InvoiceHead) -> InvoiceHeadShape:
     """Return an invoice without its lines as JSON."""
-    unknown = {"total_micros": None, "tax_micros": None} if head.state == "draft" else {}
+    unknown = dict.fromkeys(("currency", "total_micros", "tax_micros")) if head.state == "draft" else {}
     return InvoiceHeadShape.of(head, **unknown)

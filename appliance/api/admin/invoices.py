@@ -30,7 +30,7 @@ from appliance.metering.calendar import first_day
 from appliance.metering.invoicing.csv_file import render_csv
 from appliance.metering.invoicing.invoices import DRAFT_CONDITIONS
 from appliance.metering.invoicing.pdf import render_pdf
-from appliance.metering.invoicing.rows import STATES, Invoice
+from appliance.metering.invoicing.rows import STATES, TOTAL_MICROS_MAX, Invoice
 from appliance.metering.invoicing.seller import LINES_MAX, TERMS_DAYS_DEFAULT, TERMS_DAYS_MAX, Seller, read_seller, store_seller
 from appliance.tenancy.roles import Action
 
@@ -52,6 +52,12 @@ class DraftBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     month: Month
     only: Annotated[str, one_of(DRAFT_CONDITIONS)] | None = None
+
+
+class ClosingBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What the invoice must be when it is closed."""
+
+    expected_total_micros: Annotated[int, within(-TOTAL_MICROS_MAX, TOTAL_MICROS_MAX)] | None = None
 
 
 class AllowanceBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -142,11 +148,18 @@ async def list_invoice_events(request: AdminRequest, invoice_id: FromPath[str]) 
     return page_shape(await invoices.events(invoice_id, *paging(request), access=access), ledger_event_shape)
 
 
-@post("/invoices/{invoice_id:str}/close", status_code=200, summary="Close an invoice permanently", opt={"errors": (409,)})
+@post(
+    "/invoices/{invoice_id:str}/close",
+    status_code=200,
+    summary="Close an invoice permanently",
+    opt={"body": ClosingBody, "optional_body": True, "errors": (409,)},
+)
 async def close_invoice(request: AdminRequest, invoice_id: FromPath[str]) -> InvoiceShape:
     """Assign a number and freeze the invoice permanently. Its month must be over, and a tenant's months are closed in order."""
     access = await authenticate_administrator(request, Action.BILLING)
-    return invoice_shape(await services_of(request).invoices.close(invoice_id, access=access))
+    body = decode_body(await request.body() or b"{}", ClosingBody)
+    expected = body.expected_total_micros
+    return invoice_shape(await services_of(request).invoices.close(invoice_id, expected_total_micros=expected, access=access))
 
 
 @delete("/invoices/{invoice_id:str}", status_code=204, summary="Discard a draft", opt={"errors": (409,)})

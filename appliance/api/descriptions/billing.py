@@ -78,11 +78,12 @@ FIELDS = {
     "through_posting": "The last `posting` that the invoice covers; null for a draft.",
     "closed_at": "When the invoice was closed (RFC 3339, UTC); null for a draft.",
     "issued_on": "The day on which the invoice was closed; null for a draft.",
-    "due_on": "The day by which the invoice must be paid; null for a draft.",
+    "due_on": "The day by which the invoice must be paid; null for a draft, and if nothing is to be paid.",
     "abort_policy": "How aborted requests are billed, as stated on the PDF.",
     "problem": (
         "In a list, why this draft cannot be computed; `lines` is then empty and all sums are 0. Null for all other invoices."
     ),
+    "InvoiceHead.currency": "The currency of the sums; null for a draft.",
     "InvoiceHead.total_micros": "The total with tax, in micro-units; null for a draft.",
     "InvoiceHead.tax_micros": "The tax, in micro-units; null for a draft.",
     "InvoiceLine.model": "The name of the model; null for a free allowance.",
@@ -97,7 +98,11 @@ FIELDS = {
     "Draft.month": "The month to draft, such as `2026-10`. It must have begun.",
     "only": (
         "When to create the draft. `billable`: only if the invoice has lines. `closable`: only if, in addition, the month is "
-        "over. If the condition is not met, the call fails with 409. Null: always."
+        "over. If the condition is not met, the call fails with 409 and creates nothing. Null: also without lines."
+    ),
+    "expected_total_micros": (
+        "The `total_micros` that the draft had when it was checked. If it is another one by now, the call fails with 409 "
+        "`total_changed` and closes nothing. Null: any total."
     ),
     "first_month": "The first month that the allowance applies to, such as `2026-10`.",
     "monthly_micros": "The amount that is free each month, in micro-units; 0 ends an earlier allowance.",

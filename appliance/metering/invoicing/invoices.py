@@ -15,9 +15,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
-from typing import Any
 
-from sqlalchemy import Select, and_, or_
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.clock import Clock
@@ -25,35 +23,34 @@ from appliance.base.counters import POSTING, last_taken, lock, take
 from appliance.base.db import Database
 from appliance.base.errors import (
     CurrenciesMixed,
+    EarlierMonthOpen,
     InvalidValue,
     InvoiceClosed,
     MonthNotOver,
     MonthOutOfOrder,
     NotFound,
     NothingToBill,
+    TotalChanged,
 )
 from appliance.base.ids import new_id
-from appliance.base.tables import invoices
+from appliance.base.money import format_micros
 from appliance.metering.alerts import outbox
 from appliance.metering.appliance_records import SELLER, read_record
 from appliance.metering.calendar import BillingCalendar, first_day
 from appliance.metering.invoicing import rows
-from appliance.metering.invoicing.free_allowances import allowance_in, read_allowances
 from appliance.metering.invoicing.lines import (
     EventSums,
-    InvoiceLine,
-    MonthAllowance,
     allowance_lines,
     currency_of,
     totals_of,
     usage_lines,
 )
-from appliance.metering.invoicing.rows import TIME_ZONE, Invoice, InvoiceHead
+from appliance.metering.invoicing.rows import TIME_ZONE, TOTAL_MICROS_MAX, Invoice, InvoiceHead
 from appliance.metering.invoicing.sums import Coverage, read_covered_events, read_event_sums
 from appliance.metering.ledger.records import UsageEvent
 from appliance.tenancy import audit
 from appliance.tenancy.access import Access
-from appliance.tenancy.fields import check_choice
+from appliance.tenancy.fields import check_choice, check_whole
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
 from appliance.tenancy.roles import Action
 
@@ -91,20 +88,28 @@ class Invoices:
         """Create, or return, the draft of a month (`YYYY-MM`) that has begun.
 
         `only` is one of DRAFT_CONDITIONS. `billable`: raises NothingToBill instead of creating an empty draft; `closable`: also
-        raises MonthNotOver before the month is over. Raises NotFound, RoleNotAllowed, InvalidValue, InvoiceClosed, and
-        MonthOutOfOrder when a later month is closed.
+        raises MonthNotOver before the month is over, and EarlierMonthOpen instead of NothingToBill if an earlier month has
+        something to bill. Raises NotFound, RoleNotAllowed, InvalidValue, InvoiceClosed, CurrenciesMixed, and MonthOutOfOrder
+        when a later month is closed; on an error no draft is created.
         """
         access.require(Action.BILLING, tenant_id)
         if first_day(month) < FIRST_DAY:
             raise InvalidValue(f"month must be {FIRST_DAY:%Y-%m} or later", param="month")
         if self._calendar.day_start(first_day(month)) > self._clock.now():
             raise InvalidValue(f"{month} has not begun", param="month")
-        if only is not None:
-            await self._check_condition(tenant_id, month, check_choice(only, "only", DRAFT_CONDITIONS))
+        if only is not None and check_choice(only, "only", DRAFT_CONDITIONS) == CLOSABLE:
+            self._check_month_over(month)
+        async with self._db.reading() as connection:  # computed before it is stored: a refusal leaves no draft behind
+            head = await self._get_or_create(connection, tenant_id, month, store=False)
+            computed = await self._compute_draft(connection, head)
+        if only is not None and not computed.invoice.lines:
+            if only == CLOSABLE and computed.first_open_month is not None:
+                raise EarlierMonthOpen(_must_be_closed_before(computed.first_open_month, month), param="month")
+            raise NothingToBill(f"{month} has nothing to bill", param="month")
         async with self._db.writing() as connection:
             await lock(connection, POSTING)
             head = await self._get_or_create(connection, tenant_id, month, store=True)
-        return await self.get(head.id, access=access)
+        return dataclasses.replace(computed.invoice, head=head)
 
     async def head(self, invoice_id: str, *, access: Access, action: Action = Action.INVOICES) -> InvoiceHead:
         """Return an invoice without its lines. Raises RoleNotAllowed, and NotFound (also for another tenant's invoice)."""
@@ -130,7 +135,7 @@ class Invoices:
     ) -> Page[InvoiceHead]:
         """Return the invoices of all tenants that `access` may see, without lines, newest month first."""
         async with self._db.reading() as connection:
-            return await _read_page(connection, rows.heads_query(month=month, state=state), limit, cursor, access)
+            return await rows.read_page(connection, limit, cursor, access, month=month, state=state)
 
     async def list_for_tenant(
         self, tenant_id: str, limit: int = PAGE_ROWS_DEFAULT, cursor: str | None = None, *, access: Access
@@ -139,16 +144,19 @@ class Invoices:
         `problem` instead of lines."""
         access.require(Action.INVOICES, tenant_id)
         async with self._db.reading() as connection:
-            page = await _read_page(connection, rows.heads_query(tenant_id=tenant_id), limit, cursor, access)
+            page = await rows.read_page(connection, limit, cursor, access, tenant_id=tenant_id)
             loaded = await self._load(connection, page.data)
         return Page(data=[*loaded], next_cursor=page.next_cursor)
 
-    async def close(self, invoice_id: str, *, access: Access) -> Invoice:
+    async def close(self, invoice_id: str, *, expected_total_micros: int | None = None, access: Access) -> Invoice:
         """Close the invoice and return it: it gets a number and never changes again.
 
-        Raises the errors of `head`, InvoiceClosed, MonthNotOver, MonthOutOfOrder (naming the month to close first) and
-        CurrenciesMixed; on an error nothing has changed and no number is used up.
+        Raises the errors of `head`, InvoiceClosed, MonthNotOver, MonthOutOfOrder (naming the month to close first),
+        CurrenciesMixed, and TotalChanged if `expected_total_micros` is given and not the total; on an error nothing has changed
+        and no number is used up.
         """
+        if expected_total_micros is not None:
+            check_whole(expected_total_micros, "expected_total_micros", -TOTAL_MICROS_MAX, TOTAL_MICROS_MAX)
         async with self._db.reading() as connection:
             head = await _read_head(connection, invoice_id, access, Action.BILLING)
             check_draft(head)
@@ -162,8 +170,9 @@ class Invoices:
             sums = await _complete_sums(connection, head, previous, through, ahead)
             computed = await self._compute(connection, head, previous, sums)
             if computed.first_open_month is not None:
-                message = f"{computed.first_open_month} must be closed before {head.month}: it has usage on no invoice yet"
-                raise MonthOutOfOrder(message, param="month")
+                raise MonthOutOfOrder(_must_be_closed_before(computed.first_open_month, head.month), param="month")
+            if expected_total_micros is not None:
+                _check_total(computed.invoice, expected_total_micros)
             return await self._store_closed(connection, computed.invoice, through)
 
     async def events(
@@ -192,20 +201,7 @@ class Invoices:
             await lock(connection, POSTING)
             head = await _read_head(connection, invoice_id, access, Action.BILLING)
             check_draft(head)
-            await rows.delete_draft(connection, head.id)
-            before = {"month": head.month}
-            await audit.record(
-                connection, self._clock, "invoice.discard", "invoice", head.id, tenant_id=head.tenant_id, before=before
-            )
-
-    async def _check_condition(self, tenant_id: str, month: str, only: str) -> None:
-        """Raise NothingToBill or MonthNotOver if the condition `only` is not met. An existing empty draft is not deleted."""
-        if only == CLOSABLE:
-            self._check_month_over(month)
-        async with self._db.reading() as connection:
-            head = await self._get_or_create(connection, tenant_id, month, store=False)
-            if not (await self._compute_draft(connection, head)).lines:
-                raise NothingToBill(f"{month} has nothing to bill", param="month")
+            await self._discard(connection, head)
 
     async def _get_or_create(self, connection: AsyncConnection, tenant_id: str, month: str, *, store: bool) -> InvoiceHead:
         """Return the existing draft or a new one, inserting it if `store`. Raises NotFound, InvoiceClosed, MonthOutOfOrder."""
@@ -271,11 +267,22 @@ class Invoices:
         await connection.run_sync(
             outbox.enqueue, now, event="invoice.closed", subject=head.id, data=data, tenant_id=head.tenant_id
         )
+        for passed_over in await rows.read_earlier_drafts(
+            connection, head
+        ):  # without lines, or the month would be out of order
+            await self._discard(connection, passed_over)
         facts = rows.closing_facts(head)
         await audit.record(
             connection, self._clock, "invoice.close", "invoice", head.id, tenant_id=head.tenant_id, before={}, after=facts
         )
         return closed
+
+    async def _discard(self, connection: AsyncConnection, draft: InvoiceHead) -> None:
+        await rows.delete_draft(connection, draft.id)
+        before = {"month": draft.month}
+        await audit.record(
+            connection, self._clock, "invoice.discard", "invoice", draft.id, tenant_id=draft.tenant_id, before=before
+        )
 
     async def _load(self, connection: AsyncConnection, heads: Sequence[InvoiceHead]) -> Sequence[Invoice]:
         """Return the invoices of these heads: closed ones with their stored lines, drafts recomputed where possible."""
@@ -285,15 +292,17 @@ class Invoices:
             for head in heads
         ]
 
-    async def _compute_draft(self, connection: AsyncConnection, head: InvoiceHead) -> Invoice:
+    async def _compute_draft(self, connection: AsyncConnection, head: InvoiceHead) -> _ComputedInvoice:
         ahead = await _read_sums_ahead(connection, head)
-        return (await self._compute(connection, head, ahead.previous, ahead.sums)).invoice
+        return await self._compute(connection, head, ahead.previous, ahead.sums)
 
     async def _try_draft(self, connection: AsyncConnection, head: InvoiceHead) -> Invoice:
         try:
-            return await self._compute_draft(connection, head)
+            return (await self._compute_draft(connection, head)).invoice
         except CurrenciesMixed as error:
-            return rows.uncomputable_draft(head, await rows.read_buyer(connection, head.tenant_id), error.message)
+            buyer = await rows.read_buyer(connection, head.tenant_id)
+            assert buyer is not None, "an invoice refers to its tenant"
+            return rows.uncomputable_draft(head, buyer, buyer.currency or self._currency, error.message)
 
     async def _compute(
         self, connection: AsyncConnection, head: InvoiceHead, previous: Coverage | None, sums: Sequence[EventSums]
@@ -303,7 +312,8 @@ class Invoices:
         if first_open_month is not None:  # late events go to that month's invoice, not to this one
             sums = [group for group in sums if group.month == month]
         lines = usage_lines(sums, month)
-        lines += allowance_lines(lines, await _month_allowances(connection, head.tenant_id, lines, month))
+        months = {month, *(line.month for line in lines)}
+        lines += allowance_lines(lines, await rows.read_month_allowances(connection, head.tenant_id, months))
         buyer = await rows.read_buyer(connection, head.tenant_id)
         assert buyer is not None, "an invoice refers to its tenant"
         currency = currency_of(sums, month) or buyer.currency or self._currency
@@ -358,30 +368,6 @@ async def _complete_sums(
     return [*ahead.sums, *await read_event_sums(connection, head.tenant_id, coverage, ahead.coverage)]
 
 
-async def _read_page(
-    connection: AsyncConnection, query: Select[Any], limit: int, cursor: str | None, access: Access
-) -> Page[InvoiceHead]:
-    query = access.narrow(query, invoices.c.tenant_id, Action.INVOICES)
-    if cursor is not None:
-        last_month, last_id = decode_cursor("invoices", cursor, [str, str])
-        columns = invoices.c
-        query = query.where(or_(columns.month < last_month, and_(columns.month == last_month, columns.id < last_id)))
-    found = (await connection.execute(query.limit(check_limit(limit) + 1))).mappings().all()
-    return page_of([rows.head_from_row(row) for row in found], limit, "invoices", lambda head: [head.month, head.id])
-
-
-async def _month_allowances(
-    connection: AsyncConnection, tenant_id: str, lines: Sequence[InvoiceLine], month: str
-) -> dict[str, MonthAllowance]:
-    """Return the allowance of each month on the invoice, with what earlier invoices billed and granted for that month."""
-    allowances = await read_allowances(connection, tenant_id)
-    if not allowances:
-        return {}
-    months = {month, *(line.month for line in lines)}
-    monthly_micros = {billed_month: allowance_in(allowances, billed_month) for billed_month in months}
-    return await rows.read_month_allowances(connection, tenant_id, monthly_micros)
-
-
 def check_draft(head: InvoiceHead, *, param: str = "invoice_id") -> None:
     """Raise InvoiceClosed if the invoice is no longer a draft; `param` is the request field that named it."""
     if head.state != "draft":
@@ -389,6 +375,19 @@ def check_draft(head: InvoiceHead, *, param: str = "invoice_id") -> None:
             f"the invoice of {head.month} is closed as {head.number} and never changes; later usage is on the next invoice",
             param=param,
         )
+
+
+def _check_total(invoice: Invoice, expected_micros: int) -> None:
+    """Raise TotalChanged, with both amounts, if `expected_micros` is not the total of the invoice."""
+    total_micros = invoice.totals.total_micros
+    if total_micros != expected_micros:
+        total, expected = (f"{format_micros(micros)} {invoice.currency}" for micros in (total_micros, expected_micros))
+        message = f"the total of {invoice.head.month} is {total}, not {expected}: check the draft again"
+        raise TotalChanged(message, param="expected_total_micros")
+
+
+def _must_be_closed_before(earlier: str, month: str) -> str:
+    return f"{earlier} must be closed before {month}: it has usage on no invoice yet"
 
 
 def _first_open_month(sums: Sequence[EventSums], month: str, previous: Coverage | None) -> str | None:

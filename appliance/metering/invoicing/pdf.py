@@ -110,10 +110,10 @@ class _Layout:
         yield "Number", invoice.head.number or "none yet"
         yield "Month", words.month_name(invoice.head.month)
         yield "Period", f"{first.day} – {words.format_day(last)} ({invoice.seller.get(TIME_ZONE, 'UTC')})"
-        if invoice.issued_on is not None and invoice.due_on is not None:
+        if invoice.issued_on is not None:
             yield "Date", words.format_day(invoice.issued_on)
-            if invoice.totals.due_micros > 0:
-                yield "Due", words.format_day(invoice.due_on)
+        if invoice.due_on is not None:
+            yield "Due", words.format_day(invoice.due_on)
         yield "Customer", invoice.head.tenant_id
         if invoice.buyer.get("reference"):
             yield "Your reference", invoice.buyer["reference"]
@@ -280,7 +280,7 @@ def _terms(invoice: Invoice) -> Iterator[str]:
     seller, due, currency = invoice.seller, invoice.totals.due_micros, invoice.currency
     if invoice.is_draft:
         yield "This is a draft. Nothing is due yet: its figures can change until the month is closed."
-    elif due > 0 and invoice.due_on is not None:
+    elif invoice.due_on is not None:
         amount, last_day_to_pay = words.format_payment(due, currency), words.format_day(invoice.due_on)
         yield f"Please pay {amount} by {last_day_to_pay}, naming {invoice.head.number}."
         yield from seller.get("bank", ())

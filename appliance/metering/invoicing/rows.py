@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta
 from hashlib import sha256
 from typing import Any, Literal, get_args
 
-from sqlalchemy import RowMapping, Select, delete, func, insert, select, update
+from sqlalchemy import RowMapping, Select, and_, delete, func, insert, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.tables import invoice_lines, invoices, tenants
 from appliance.metering.calendar import BillingCalendar
+from appliance.metering.invoicing.free_allowances import allowance_in, read_allowances
 from appliance.metering.invoicing.lines import FREE_ALLOWANCE, InvoiceLine, InvoiceTotals, MonthAllowance, totals_of
 from appliance.metering.invoicing.seller import TERMS_DAYS_DEFAULT
 from appliance.metering.invoicing.sums import Coverage
+from appliance.tenancy.access import Access
+from appliance.tenancy.pages import Page, check_limit, decode_cursor, page_of
+from appliance.tenancy.roles import Action
 
 # draft -> closed, once, by a conditional UPDATE on state. A draft stores only its tenant and month.
 State = Literal["draft", "closed"]
 STATES: tuple[str, ...] = get_args(State)
+TOTAL_MICROS_MAX = 2**63 - 1  # of the column
 TIME_ZONE = "time_zone"  # stored among the seller's fields: the zone of the invoice's dates
 
 _LINE_FIELDS = ("model", "kind", "batch", "month", "unit_price", "tokens", "requests", "rounded_micros")
@@ -29,7 +34,8 @@ _LINE_FIELDS = ("model", "kind", "batch", "month", "unit_price", "tokens", "requ
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InvoiceHead:
-    """An invoice without its lines. A draft has no totals, seller or buyer here: they are computed on demand."""
+    """An invoice without its lines. A draft has no totals, seller or buyer here, and the currency that its tenant had when the
+    draft was created: they are computed on demand."""
 
     id: str
     tenant_id: str
@@ -74,9 +80,10 @@ class Invoice:
 
     @property
     def due_on(self) -> date | None:
-        """Return the due date; None for a draft."""
-        terms_days = self.seller.get("payment_terms_days", TERMS_DAYS_DEFAULT)
-        return None if self.issued_on is None else self.issued_on + timedelta(days=terms_days)
+        """Return the due date; None for a draft, and for an invoice with nothing to pay or a credit note."""
+        if self.issued_on is None or self.totals.due_micros <= 0:
+            return None
+        return self.issued_on + timedelta(days=self.seller.get("payment_terms_days", TERMS_DAYS_DEFAULT))
 
     def alert_data(self, tenant_name: str) -> dict[str, Any]:
         """Return the data of the `invoice.closed` alert. The tenant has its own name, as in other alerts, not the buyer's."""
@@ -122,11 +129,10 @@ def closed_invoice(head: InvoiceHead, lines: Sequence[InvoiceLine]) -> Invoice:
     )
 
 
-def uncomputable_draft(head: InvoiceHead, buyer: Buyer | None, problem: str) -> Invoice:
-    """Build the list entry of a draft that cannot be computed."""
+def uncomputable_draft(head: InvoiceHead, buyer: Buyer, currency: str, problem: str) -> Invoice:
+    """Build the list entry of a draft that cannot be computed, with sums of zero in `currency`."""
     zero = InvoiceTotals(subtotal_micros=0, tax_micros=0, due_micros=0)
-    name = head.tenant_id if buyer is None else buyer.name
-    return Invoice(head=head, currency=head.currency, lines=(), totals=zero, seller={}, buyer={"name": name}, problem=problem)
+    return Invoice(head=head, currency=currency, lines=(), totals=zero, seller={}, buyer={"name": buyer.name}, problem=problem)
 
 
 async def read_head(connection: AsyncConnection, invoice_id: str) -> InvoiceHead | None:
@@ -137,6 +143,20 @@ async def read_head(connection: AsyncConnection, invoice_id: str) -> InvoiceHead
 async def read_month(connection: AsyncConnection, tenant_id: str, month: str) -> InvoiceHead | None:
     """Return the invoice of a tenant and month, or None."""
     return await _read_one(connection, select(invoices).where(invoices.c.tenant_id == tenant_id, invoices.c.month == month))
+
+
+async def read_page(
+    connection: AsyncConnection, limit: int, cursor: str | None, access: Access, **filters: str | None
+) -> Page[InvoiceHead]:
+    """Return the invoices that `access` may see and whose columns equal `filters` (None: any value), newest month first."""
+    columns = invoices.c
+    query = select(invoices).where(*(columns[name] == value for name, value in filters.items() if value is not None))
+    query = access.narrow(query, columns.tenant_id, Action.INVOICES).order_by(columns.month.desc(), columns.id.desc())
+    if cursor is not None:
+        last_month, last_id = decode_cursor("invoices", cursor, [str, str])
+        query = query.where(or_(columns.month < last_month, and_(columns.month == last_month, columns.id < last_id)))
+    found = (await connection.execute(query.limit(check_limit(limit) + 1))).mappings().all()
+    return page_of([head_from_row(row) for row in found], limit, "invoices", lambda head: [head.month, head.id])
 
 
 async def read_last_coverage(connection: AsyncConnection, tenant_id: str, *, before: str | None = None) -> Coverage | None:
@@ -166,23 +186,29 @@ async def read_lines(connection: AsyncConnection, invoice_ids: Sequence[str]) ->
 
 
 async def read_month_allowances(
-    connection: AsyncConnection, tenant_id: str, monthly_micros: Mapping[str, int]
+    connection: AsyncConnection, tenant_id: str, months: Collection[str]
 ) -> dict[str, MonthAllowance]:
-    """Add to each month's allowance what the tenant's closed invoices have billed and granted for that month."""
+    """Return the allowance of each month, with what the tenant's closed invoices have billed and granted for that month; empty
+    if the tenant has no allowance."""
+    allowances = await read_allowances(connection, tenant_id)
+    if not allowances:
+        return {}
     lines = invoice_lines.c
     is_free = (lines.kind == FREE_ALLOWANCE).label("is_free")
     query = (
         select(lines.month, is_free, func.sum(lines.rounded_micros).label("micros"))
         .join_from(invoice_lines, invoices, invoices.c.id == lines.invoice_id)
-        .where(invoices.c.tenant_id == tenant_id, lines.month.in_(monthly_micros))
+        .where(invoices.c.tenant_id == tenant_id, lines.month.in_(months))
         .group_by(lines.month, is_free)
     )
     sums = {(row.month, bool(row.is_free)): int(row.micros) for row in (await connection.execute(query)).all()}
     return {
         month: MonthAllowance(
-            monthly_micros=micros, billed_micros=sums.get((month, False), 0), granted_micros=-sums.get((month, True), 0)
+            monthly_micros=allowance_in(allowances, month),
+            billed_micros=sums.get((month, False), 0),
+            granted_micros=-sums.get((month, True), 0),
         )
-        for month, micros in monthly_micros.items()
+        for month in months
     }
 
 
@@ -203,27 +229,22 @@ async def delete_draft(connection: AsyncConnection, invoice_id: str) -> None:
     await connection.execute(delete(invoices).where(invoices.c.id == invoice_id, invoices.c.state == "draft"))
 
 
-async def store_closed(connection: AsyncConnection, closed: Invoice) -> bool:
-    """Turn the draft into the closed invoice, insert its lines and delete drafts of earlier months, which have nothing to bill.
+async def read_earlier_drafts(connection: AsyncConnection, head: InvoiceHead) -> list[InvoiceHead]:
+    """Return the drafts of the tenant of `head` for months before that of `head`, oldest first."""
+    columns = invoices.c
+    query = select(invoices).where(columns.tenant_id == head.tenant_id, columns.state == "draft", columns.month < head.month)
+    return [head_from_row(row) for row in (await connection.execute(query.order_by(columns.month))).mappings()]
 
-    Return whether there was a draft to close.
-    """
+
+async def store_closed(connection: AsyncConnection, closed: Invoice) -> bool:
+    """Turn the draft into the closed invoice and insert its lines. Return whether there was a draft to close."""
     head, columns = closed.head, invoices.c
     change = update(invoices).where(columns.id == head.id, columns.state == "draft").values(**_columns(head))
     if (await connection.execute(change)).rowcount != 1:
         return False
-    is_earlier_draft = (columns.tenant_id == head.tenant_id, columns.state == "draft", columns.month < head.month)
-    await connection.execute(delete(invoices).where(*is_earlier_draft))
     if closed.lines:
         await connection.execute(insert(invoice_lines), [_line_row(head.id, *item) for item in enumerate(closed.lines, 1)])
     return True
-
-
-def heads_query(**filters: str | None) -> Select[Any]:
-    """Return the query for invoices whose columns equal `filters` (None: any value), newest month first."""
-    columns = invoices.c
-    query = select(invoices).where(*(columns[name] == value for name, value in filters.items() if value is not None))
-    return query.order_by(columns.month.desc(), columns.id.desc())
 
 
 def head_from_row(row: RowMapping) -> InvoiceHead:
