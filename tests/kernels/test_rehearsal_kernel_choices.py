@@ -284,7 +284,7 @@ def lose_the_card_in_service(model: Path, cache: Path, fast: set[str]) -> None:
             [engine.step() for _ in range(3)]
 
 
-def test_kernels_that_served_when_the_card_was_lost_twice_are_replaced_by_the_oldest(llama: Path, tmp_path: Path) -> None:
+def test_kernels_that_served_when_the_card_was_lost_twice_are_replaced_by_the_others(llama: Path, tmp_path: Path) -> None:
     fast = {ONE_LAUNCH, ROTATION_INSIDE}
     for _ in range(DEATHS_MAX):
         lose_the_card_in_service(llama, tmp_path, fast)
