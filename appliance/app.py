@@ -374,5 +374,7 @@ async def _stop_without_models(models: ModelRegistry, server: HttpServer) -> str
         await model.engine.wait_for_state("ready", "failed", "stopped")
         if model.engine.state != "failed":
             return None
+    if any(model.engine.state != "failed" for model in models.list()):  # it was tried again while others were loading
+        return None
     server.stop()
     return "; ".join(f"the model {model.name} could not be loaded: {model.engine.error}" for model in models.list())

@@ -49,9 +49,11 @@ class _DriverError(Exception):
 
 def first_visible_gpu(answer_s_max: float = ANSWER_S_MAX) -> tuple[VisibleGpu | None, str]:
     """Return the GPU and an empty text, or None and why there is none; `NO_ANSWER` and the limit if the driver hangs."""
-    process = subprocess.Popen(
-        [sys.executable, "-I", __file__], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
+    command, silent = [sys.executable, "-I", __file__], subprocess.DEVNULL
+    try:
+        process = subprocess.Popen(command, stdin=silent, stdout=subprocess.PIPE, stderr=silent, text=True)
+    except OSError as error:  # no process is left, or an embedded interpreter has no program of its own
+        return None, f"the NVIDIA driver cannot be asked: {error.strerror}"
     try:
         answer, _ = process.communicate(timeout=answer_s_max)
     except subprocess.TimeoutExpired:

@@ -49,7 +49,8 @@ class HeadCoalescingTransport:
     @property
     def taken_bytes(self) -> int:
         """Return how much of what was written has reached the peer's machine, which takes no more than its reader leaves room
-        for. The kernel's own queue is counted as unsent: it holds megabytes, and makes room for more only in large steps."""
+        for, and more only once there is room for a sixteenth of its buffer. The kernel's own queue is counted as unsent: it
+        holds megabytes, and makes room for more only in large steps."""
         unsent_bytes = self._transport.get_write_buffer_size()
         queued = bytearray(4)
         with suppress(OSError, ValueError, AttributeError):  # no socket, closed, or of a kind that does not tell

@@ -158,8 +158,8 @@ def exact_time(moment: datetime | None, calendar: BillingCalendar = _UTC) -> str
     text = f"{utc.date()} {utc:{_TIME_OF_DAY}} UTC"
     if calendar.time_zone == "UTC" or local.tzinfo is UTC:
         return text
-    local_format = _TIME_OF_DAY if local.date() == utc.date() else f"{_DAY}{_NO_BREAK}{_TIME_OF_DAY}"
-    return f"{text} ({local:{local_format}} {calendar.time_zone})"
+    local_day = "" if local.date() == utc.date() else f"{local.date()}{_NO_BREAK}"
+    return f"{text} ({local_day}{local:{_TIME_OF_DAY}} {calendar.time_zone})"
 
 
 def ago(moment: datetime | None, now: datetime, calendar: BillingCalendar = _UTC) -> Markup:

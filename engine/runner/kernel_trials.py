@@ -113,7 +113,7 @@ class KernelTrials:
         if not unproven or not (isinstance(error, DeviceHangs) or is_lost(self._device)):
             return
         listed = ", ".join(f"{choice.name} by {name}" for choice, name in unproven)
-        log.error("the GPU failed while newer kernels served (%s): the oldest serve after %d times a day", listed, DEATHS_MAX)
+        log.error("the GPU failed while newer kernels served (%s): others serve after %d times a day", listed, DEATHS_MAX)
         try:
             files = self._write(unproven, fault=_told(error), in_service=True)
         except TrialsImpossible as impossible:

@@ -13,15 +13,12 @@ import pytest
 from engine.runner.decode_step import DecodeStep
 from engine.speculation.options import SpeculativeOptions
 from kernels import ops
+from kernels.triton.attention import prefill as attention_prefill
+from kernels.triton.attention.decode import paged_decode
 from tests.support.engines import generation_request, run_to_end, small_engine, tokens
-from tests.support.kernel_device import interpret_without_gpu
 from tests.support.rehearsal import Schedule, rehearsal
 from tests.support.scripted_drafter import use_scripted_drafter
 from tests.support.tiny_models import make_model
-
-interpret_without_gpu()
-from kernels.triton.attention import prefill as attention_prefill  # noqa: E402
-from kernels.triton.attention.decode import paged_decode  # noqa: E402
 
 SMALL: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 32, "num_kv_blocks": 8, "max_num_batched_tokens": 16}
 SPECULATIVE = SpeculativeOptions.parse({"method": "ngram", "num_speculative_tokens": 9, "prompt_lookup_max": 3})

@@ -37,16 +37,13 @@ from kernels.alternatives import (
     TILES,
     put_in_force,
 )
+from kernels.triton.attention import rotated_decode
+from kernels.triton.attention.lone_decode import lone_decode
 from kernels.variants import CompilationFailed
 from tests.support.engines import generation_request, run_to_end, small_engine, tokens
-from tests.support.kernel_device import interpret_without_gpu
 from tests.support.rehearsal import Schedule, rehearsal
 from tests.support.rehearsal.card import Card, current_card
 from tests.support.rehearsal.table import replace_triton_operations
-
-interpret_without_gpu()
-from kernels.triton.attention import rotated_decode  # noqa: E402
-from kernels.triton.attention.lone_decode import lone_decode  # noqa: E402
 
 SMALL: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 32, "num_kv_blocks": 8, "max_num_batched_tokens": 32}
 ROW_PRODUCTS = PRODUCTS[16, 1]
@@ -321,7 +318,7 @@ def hang_in_service(model: Path, cache: Path, fast: set[str]) -> None:
                 [engine.step() for _ in range(3)]
 
 
-def test_kernels_that_served_when_the_card_was_lost_and_when_it_hung_are_replaced_by_the_oldest(
+def test_kernels_that_served_when_the_card_was_lost_and_when_it_hung_are_replaced_by_the_others(
     llama: Path, tmp_path: Path
 ) -> None:
     fast, failures = {ONE_LAUNCH, ROTATION_INSIDE}, [lose_the_card_in_service, hang_in_service]

@@ -13,14 +13,11 @@ from engine.runner.decode_input_buffers import DecodeInputBuffers
 from engine.speculation.options import SpeculativeOptions
 from kernels.attention_rows import AttentionShape
 from kernels.paged_plan import PagedPlan
+from kernels.triton.attention import rotated_decode
 from tests.support.engines import generation_request, run_to_end, small_engine, tokens
-from tests.support.kernel_device import interpret_without_gpu
 from tests.support.rehearsal import Schedule, rehearsal
 from tests.support.scripted_drafter import use_scripted_drafter
 from tests.support.tiny_models import make_model
-
-interpret_without_gpu()
-from kernels.triton.attention import rotated_decode  # noqa: E402
 
 SMALL: dict[str, Any] = {"max_num_seqs": 1, "max_model_len": 16, "num_kv_blocks": 4, "max_num_batched_tokens": 16}
 NUM_TOKENS = 5

@@ -7,20 +7,16 @@ from itertools import accumulate
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from engine.memory.splits import num_splits
 from kernels.attention_rows import AttentionShape
 from kernels.reference import attention as reference
+from kernels.triton.attention import decode, splits
+from kernels.triton.launching.card_properties import CARDS, card
 from tests.support.kernel_cases import Guarded, fill_cache, normal, padded_rows, scatter_block_tables, table_tensor
-from tests.support.kernel_device import interpret_without_gpu
 from tests.support.kernel_tolerances import assert_near, assert_same
-
-interpret_without_gpu()
-import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
-
-from kernels.triton.attention import decode, splits  # noqa: E402
-from kernels.triton.launching.card_properties import CARDS, card  # noqa: E402
 
 BLOCK = 16
 SHAPE = AttentionShape(BLOCK, 4, 2, 64)

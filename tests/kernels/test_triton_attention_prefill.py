@@ -9,15 +9,12 @@ import pytest
 import torch
 
 from kernels.attention_rows import AttentionShape
-from tests.support.kernel_device import interpret_without_gpu
+from kernels.triton.attention import prefill
+from kernels.triton.attention.decode import paged_decode
+from kernels.triton.attention.splits import decode_workspace
+from kernels.triton.launching.card_properties import CARDS
 from tests.support.kernel_tolerances import assert_same
-
-interpret_without_gpu()
-from kernels.triton.attention import prefill  # noqa: E402
-from kernels.triton.attention.decode import paged_decode  # noqa: E402
-from kernels.triton.attention.splits import decode_workspace  # noqa: E402
-from kernels.triton.launching.card_properties import CARDS  # noqa: E402
-from tests.support.prefill_chunks import BLOCK, FP8, SHAPE, Chunks, Rows  # noqa: E402
+from tests.support.prefill_chunks import BLOCK, FP8, SHAPE, Chunks, Rows
 
 
 @pytest.fixture(params=[(16, 32), (64, 32)], ids=["tiles of 16", "tiles of 64"])

@@ -7,21 +7,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from engine.memory import splits
 from kernels.attention_rows import AttentionShape
+from kernels.triton.attention import chunk_splits, prefill
+from kernels.triton.attention.splits import SPLIT_QUERIES, DecodeWorkspace
+from kernels.triton.launching.card_properties import CARDS, power_of_two
 from tests.support.kernel_cases import Guarded
-from tests.support.kernel_device import interpret_without_gpu
 from tests.support.kernel_tolerances import assert_near, assert_same
-
-interpret_without_gpu()
-import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
-
-from kernels.triton.attention import chunk_splits, prefill  # noqa: E402
-from kernels.triton.attention.splits import SPLIT_QUERIES, DecodeWorkspace  # noqa: E402
-from kernels.triton.launching.card_properties import CARDS, power_of_two  # noqa: E402
-from tests.support.prefill_chunks import BLOCK, FP8, SHAPE, Chunks, Rows  # noqa: E402
+from tests.support.prefill_chunks import BLOCK, FP8, SHAPE, Chunks, Rows
 
 LLAMA = AttentionShape(BLOCK, 32, 8, 128)
 SPLITS_MAX = 5

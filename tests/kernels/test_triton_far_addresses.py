@@ -16,26 +16,23 @@ import torch
 
 from kernels.attention_rows import AttentionShape
 from kernels.sampling_columns import SamplingColumns
+from kernels.triton.attention import decode as attention_decode
+from kernels.triton.attention import prefill as attention_prefill
+from kernels.triton.attention.rope_and_cache import rope_and_cache
+from kernels.triton.attention.rotated_decode import rotated_decode
+from kernels.triton.attention.splits import DecodeWorkspace
+from kernels.triton.invariant import attention as invariant_attention
+from kernels.triton.products.linear import linear
+from kernels.triton.sampling import greedy_head
+from kernels.triton.sampling import sampler as sampling
+from kernels.triton.sampling.bitmask import apply_bitmask
+from kernels.triton.sampling.logprobs import token_logprobs
+from kernels.triton.sampling.token_counts import count_tokens
+from kernels.triton.step.blocks import copy_blocks, gather_blocks, scatter_blocks
+from kernels.triton.step.embedding import embed
 from tests.support.far_memory import FAR, far_apart, far_blocks, untouched
 from tests.support.kernel_cases import normal
-from tests.support.kernel_device import interpret_without_gpu
 from tests.support.kernel_tolerances import assert_same
-
-interpret_without_gpu()
-from kernels.triton.attention import decode as attention_decode  # noqa: E402
-from kernels.triton.attention import prefill as attention_prefill  # noqa: E402
-from kernels.triton.attention.rope_and_cache import rope_and_cache  # noqa: E402
-from kernels.triton.attention.rotated_decode import rotated_decode  # noqa: E402
-from kernels.triton.attention.splits import DecodeWorkspace  # noqa: E402
-from kernels.triton.invariant import attention as invariant_attention  # noqa: E402
-from kernels.triton.products.linear import linear  # noqa: E402
-from kernels.triton.sampling import greedy_head  # noqa: E402
-from kernels.triton.sampling import sampler as sampling  # noqa: E402
-from kernels.triton.sampling.bitmask import apply_bitmask  # noqa: E402
-from kernels.triton.sampling.logprobs import token_logprobs  # noqa: E402
-from kernels.triton.sampling.token_counts import count_tokens  # noqa: E402
-from kernels.triton.step.blocks import copy_blocks, gather_blocks, scatter_blocks  # noqa: E402
-from kernels.triton.step.embedding import embed  # noqa: E402
 
 LARGE_VOCABULARY = 262_208
 SHAPE = AttentionShape(16, 4, 2, 64)

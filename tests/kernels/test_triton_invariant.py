@@ -15,20 +15,16 @@ from kernels.reference import attention as reference
 from kernels.reference import quantised as exact
 from kernels.reference.experts import route
 from kernels.reference.fp8_rows import quantize_rows_fp8
+from kernels.triton.invariant import attention
+from kernels.triton.invariant import int4 as invariant_int4
+from kernels.triton.invariant import linear as invariant_linear
+from kernels.triton.invariant import table as invariant_table
+from kernels.triton.products.tiles import Tiles
+from kernels.triton.rows.norm import add_rms_norm, rms_norm
+from kernels.triton.sampling.logprobs import token_logprobs
 from tests.support.interpreted_rows import make_dot_row_invariant
 from tests.support.kernel_cases import Guarded, fill_cache, normal, padded_rows, poisoned, scatter_block_tables, table_tensor
-from tests.support.kernel_device import interpret_without_gpu
 from tests.support.kernel_tolerances import assert_near, assert_same
-
-interpret_without_gpu()
-
-from kernels.triton.invariant import attention  # noqa: E402
-from kernels.triton.invariant import int4 as invariant_int4  # noqa: E402
-from kernels.triton.invariant import linear as invariant_linear  # noqa: E402
-from kernels.triton.invariant import table as invariant_table  # noqa: E402
-from kernels.triton.products.tiles import Tiles  # noqa: E402
-from kernels.triton.rows.norm import add_rms_norm, rms_norm  # noqa: E402
-from kernels.triton.sampling.logprobs import token_logprobs  # noqa: E402
 
 # Other requests are NaN, whose maximum the interpreter computes.
 pytestmark = [pytest.mark.filterwarnings("ignore:All-NaN slice encountered"), pytest.mark.usefixtures("poisoned_partial_sums")]

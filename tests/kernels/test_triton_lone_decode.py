@@ -8,15 +8,12 @@ import pytest
 import torch
 
 from kernels.attention_rows import AttentionShape
+from kernels.triton.attention import lone_decode as lone
+from kernels.triton.attention.rotated_decode import rotated_decode
+from kernels.triton.products.split_k import arrival_counters
 from tests.support.interpreted_fp8 import correct_e4m3
 from tests.support.kernel_cases import RotatedDecodeBatch
-from tests.support.kernel_device import interpret_without_gpu
 from tests.support.kernel_tolerances import assert_same
-
-interpret_without_gpu()
-from kernels.triton.attention import lone_decode as lone  # noqa: E402
-from kernels.triton.attention.rotated_decode import rotated_decode  # noqa: E402
-from kernels.triton.products.split_k import arrival_counters  # noqa: E402
 
 SHAPE = AttentionShape(16, 4, 2, 64)
 FP8 = torch.float8_e4m3fn

@@ -10,16 +10,13 @@ import torch
 
 from kernels.alternatives import FEW_ROWS_ATTENTION, LONE_ATTENTION, Choice, alternative_in_force
 from kernels.attention_rows import AttentionShape
+from kernels.triton.attention import rotated_decode as kernel
+from kernels.triton.attention import splits
+from kernels.triton.attention.decode import paged_decode
+from kernels.triton.attention.rope_and_cache import rope_and_cache
 from tests.support.interpreted_fp8 import correct_e4m3
 from tests.support.kernel_cases import RotatedDecodeBatch
-from tests.support.kernel_device import interpret_without_gpu
 from tests.support.kernel_tolerances import assert_same
-
-interpret_without_gpu()
-from kernels.triton.attention import rotated_decode as kernel  # noqa: E402
-from kernels.triton.attention import splits  # noqa: E402
-from kernels.triton.attention.decode import paged_decode  # noqa: E402
-from kernels.triton.attention.rope_and_cache import rope_and_cache  # noqa: E402
 
 SHAPE = AttentionShape(16, 4, 2, 64)
 FP8 = torch.float8_e4m3fn

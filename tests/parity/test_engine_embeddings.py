@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections.abc import Sequence
@@ -228,7 +229,7 @@ def test_the_limit_of_a_text_is_read_from_a_file_named_after_the_architecture(tm
 
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen2-window", "qwen3"])
 def test_decoders_without_an_output_head_are_embedders(family: str, tmp_path: Path) -> None:
-    model = saved_model(family).reference.model
+    model = copy.deepcopy(saved_model(family).reference.model)
     model.save_pretrained(tmp_path)
     assert not any("lm_head" in name for name in load_file(tmp_path / "model.safetensors"))
     texts = make_texts(LENS, 128)
@@ -240,7 +241,7 @@ def test_an_embedding_model_refuses_to_generate(kind: str, tmp_path: Path) -> No
     if kind == "encoder":
         make_encoder("bert", tmp_path)
     else:
-        saved_model("llama").reference.model.save_pretrained(tmp_path)
+        copy.deepcopy(saved_model("llama").reference.model).save_pretrained(tmp_path)
     with pytest.raises(EngineError, match="gives embeddings"):
         load(tmp_path).generate([[5]])
 

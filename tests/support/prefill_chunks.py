@@ -9,13 +9,10 @@ import torch
 
 from kernels.attention_rows import AttentionShape
 from kernels.reference import attention as reference
+from kernels.triton.attention import prefill
+from kernels.triton.attention.splits import DecodeWorkspace
 from tests.support.kernel_cases import Guarded, fill_cache, normal, padded_rows, scatter_block_tables, table_tensor
-from tests.support.kernel_device import interpret_without_gpu
 from tests.support.kernel_tolerances import assert_near
-
-interpret_without_gpu()
-from kernels.triton.attention import prefill  # noqa: E402
-from kernels.triton.attention.splits import DecodeWorkspace  # noqa: E402
 
 BLOCK = 16
 SHAPE = AttentionShape(BLOCK, 4, 2, 64)

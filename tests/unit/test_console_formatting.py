@@ -191,6 +191,11 @@ def test_an_exact_time_without_a_date_in_the_billing_zone_is_in_utc_alone(zone: 
     assert formatting.exact_time(moment, BillingCalendar(zone)) == text
 
 
+def test_both_dates_of_a_moment_in_the_first_year_have_four_digits_of_the_year() -> None:
+    exact = formatting.exact_time(datetime(1, 1, 1, 23, 0, tzinfo=UTC), BillingCalendar("Etc/GMT-2"))
+    assert exact == "0001-01-01 23:00:00 UTC (0001-01-02\N{NO-BREAK SPACE}01:00:00 Etc/GMT-2)"
+
+
 def test_missing_percentages_and_rates_are_shown_as_a_dash() -> None:
     assert (formatting.percent(0.374), formatting.percent(None)) == ("37 %", "–")
     assert (formatting.rate(12.34), formatting.rate(1234.5), formatting.rate(None)) == ("12.3", "1,234", "–")

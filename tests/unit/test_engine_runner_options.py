@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,16 @@ def test_a_driver_that_hangs_is_named_instead_of_waited_for(name: str, tmp_path:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("torch would wait for ever"))
     with pytest.raises(EngineConfigError, match=rf"^device is {name}, but the NVIDIA driver does not answer within 120 s: "):
         resolve_device(name)
+
+
+def test_a_driver_that_cannot_be_asked_in_another_process_is_asked_by_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An embedded interpreter may have no program of its own to start."""
+    monkeypatch.setattr(device_module, "DRIVER", tmp_path)
+    monkeypatch.setattr(sys, "executable", "")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve_device("auto").type == "cpu"
 
 
 def test_without_a_driver_none_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -267,10 +267,8 @@ class Invoices:
         await connection.run_sync(
             outbox.enqueue, now, event="invoice.closed", subject=head.id, data=data, tenant_id=head.tenant_id
         )
-        for passed_over in await rows.read_earlier_drafts(
-            connection, head
-        ):  # without lines, or the month would be out of order
-            await self._discard(connection, passed_over)
+        for empty in await rows.read_earlier_drafts(connection, head):  # with lines, the month would be out of order
+            await self._discard(connection, empty)
         facts = rows.closing_facts(head)
         await audit.record(
             connection, self._clock, "invoice.close", "invoice", head.id, tenant_id=head.tenant_id, before={}, after=facts
