@@ -476,7 +476,7 @@ def test_budgets_are_shown_with_their_unit_in_help_and_output(gatehouse: Any) ->
 
 
 def test_an_empty_ledger_is_listed_and_correcting_a_missing_event_fails(gatehouse: Any) -> None:
-    assert gatehouse("ledger", "list", "--json").json() == {"data": []}
+    assert gatehouse("ledger", "list", "--json").json() == {"data": [], "has_more": False}
     assert "request_id" in gatehouse("ledger", "list").out.split(), (
         "the id by which responses, log and console identify a request"
     )
