@@ -177,11 +177,16 @@ async def hold_claim(settings: Settings, *, shared: bool) -> AsyncIterator[None]
 
     Raises UnusableData, and CommandFailed while an appliance uses the database, because it would keep its cached values.
     """
+    from appliance.base.data_folder import is_locked
     from appliance.base.database_claim import DatabaseInUse, claim_database
 
     try:
         claim = await claim_database(settings.database_url, shared=shared, wait_s=CLAIM_WAIT_S)
     except DatabaseInUse as error:
+        if is_locked(settings.data_dir):  # it has no control file, or the command would have used its API
+            raise CommandFailed(
+                "the appliance is starting or stopping; nothing was changed. Try again in a few seconds", code="running"
+            ) from error
         raise CommandFailed(
             "an appliance running elsewhere uses this database and would not notice the change; nothing was changed. Run the "
             "command where the appliance runs, with its --data-dir",

@@ -15,6 +15,7 @@ from typing import Any
 import pyotp
 import pytest
 
+from appliance.api.http_server import data_dir_lock
 from appliance.base.clock import SystemClock
 from appliance.base.database_claim import DatabaseClaim, claim_database
 from appliance.base.db import Database
@@ -663,6 +664,15 @@ def test_changes_are_refused_while_an_appliance_elsewhere_claims_the_database(
         assert (refused.status, error["code"]) == (1, "running")
         assert "Run the command where the appliance runs, with its --data-dir" in error["message"]
         assert gatehouse("tenants", "list", "--json").json()["data"] == []
+
+
+def test_a_change_during_the_start_of_the_appliance_is_to_be_tried_again(gatehouse: Any, data_dir: Path) -> None:
+    with data_dir_lock(data_dir), database_claimed(data_dir):
+        refused = gatehouse("tenants", "create", "Acme", "--json")
+
+    error = refused.json()["error"]
+    assert (refused.status, error["code"]) == (1, "running")
+    assert error["message"] == "the appliance is starting or stopping; nothing was changed. Try again in a few seconds"
 
 
 def test_commands_can_change_a_database_concurrently(gatehouse: Any, data_dir: Path) -> None:
