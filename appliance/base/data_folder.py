@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,6 +30,18 @@ def make_data_folder(path: Path) -> bool:
     if not os.access(path, os.W_OK | os.X_OK):
         raise UnusableData(f"the data folder {path} is not writable by this user: {_ADVICE}")
     return is_new
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether an appliance holds the lock of the folder. The check itself holds it for a moment."""
+    try:
+        with open(path / LOCK_FILE, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def sync_folder(path: Path) -> None:

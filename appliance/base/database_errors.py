@@ -52,9 +52,14 @@ def is_outage(error: Exception) -> bool:
     if error.connection_invalidated:
         return True
     if isinstance(error.orig, sqlite3.Error):
-        code = getattr(error.orig, "sqlite_errorcode", None)
-        return code is not None and code & _PRIMARY_CODE in _TRANSIENT_CODES
+        return sqlite_code(error) in _TRANSIENT_CODES
     state = getattr(error.orig, "sqlstate", None)
     if state is None:
         return isinstance(error, OperationalError)  # raised by the driver itself: no server answered
     return state in _TRANSIENT_STATES or (state[:2] in _TRANSIENT_CLASSES and state != _PROTOCOL_VIOLATION)
+
+
+def sqlite_code(error: Exception) -> int | None:
+    """Return SQLite's primary result code of `error`, such as `sqlite3.SQLITE_FULL`; None if it is none of SQLite's errors."""
+    code: int | None = getattr(getattr(error, "orig", None) or error, "sqlite_errorcode", None)
+    return None if code is None else code & _PRIMARY_CODE

@@ -66,5 +66,6 @@ def _route_standard_library(number: int, shared: list[Any], last: list[Any]) -> 
     access = logging.getLogger("uvicorn.access")
     access.handlers.clear()
     access.propagate = False
-    for name in ("alembic", "sqlalchemy", "aiosqlite", "asyncio"):
+    # httpx logs every request with its whole URL at info, httpcore at debug; the path of a webhook can be its secret.
+    for name in ("alembic", "sqlalchemy", "aiosqlite", "asyncio", "httpx", "httpcore"):
         logging.getLogger(name).setLevel(max(number, logging.WARNING))

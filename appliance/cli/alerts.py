@@ -98,20 +98,23 @@ def send_test(webhook: WebhookId, options: CommonOptions = DEFAULTS) -> None:
 def deliveries(
     webhook: WebhookId,
     state: Annotated[str | None, typer.Option(metavar="STATE", help="Only this state: pending, delivered or failed.")] = None,
-    limit: Annotated[int, typer.Option(metavar="N", min=1, help="Maximum number of deliveries.")] = 50,
+    limit: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Maximum number of deliveries; a note tells if there are more.")
+    ] = 50,
     options: CommonOptions = DEFAULTS,
 ) -> None:
     """List a webhook's deliveries, newest first."""
     from appliance.serving.alerting.texts import text_of
 
     path, query = f"/webhooks/{webhook}/deliveries", {"state": state}
-    rows = run(options.settings(), lambda client: client.list_all(path, query=query, at_most=limit))
+    rows, has_more = run(options.settings(), lambda client: client.list_first(path, limit, query=query))
     output.rows(
         rows,
         (*DELIVERY_COLUMNS, "about"),
         empty="There are no deliveries yet. Send a test: gatehouse alerts test WEBHOOK",
         as_json=options.as_json,
         line=lambda row: {**row, "about": text_of(row["event"], row["payload"]["data"]).headline},
+        has_more=has_more,
     )
 
 

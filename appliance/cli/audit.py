@@ -36,17 +36,20 @@ def list_entries(
     tenant: TenantFilter = None,
     start: Annotated[str | None, typer.Option(metavar="TIME", help="Only entries from this time on (RFC 3339).")] = None,
     end: Annotated[str | None, typer.Option(metavar="TIME", help="Only entries before this time (RFC 3339).")] = None,
-    limit: Annotated[int, typer.Option(metavar="N", min=1, help="Maximum number of entries.")] = 50,
+    limit: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Maximum number of entries; a note tells if there are more.")
+    ] = 50,
     options: CommonOptions = DEFAULTS,
 ) -> None:
     """List the entries, newest first."""
     query = {"actor": actor, "action": action, "target": target, "start": start, "end": end}
 
-    async def work(client: AdminClient) -> list[dict[str, Any]]:
-        return await client.list_all("/audit", query=query | await tenant_field(client, tenant), at_most=limit)
+    async def work(client: AdminClient) -> tuple[list[dict[str, Any]], bool]:
+        return await client.list_first("/audit", limit, query=query | await tenant_field(client, tenant))
 
-    rows = run(options.settings(), work)
-    output.rows(rows, COLUMNS, empty="There are no matching entries.", as_json=options.as_json, line=_line)
+    rows, has_more = run(options.settings(), work)
+    empty = "There are no matching entries."
+    output.rows(rows, COLUMNS, empty=empty, as_json=options.as_json, line=_line, has_more=has_more)
 
 
 @app.command("verify")

@@ -96,18 +96,28 @@ class AdminClient:
                 raise
             return None
 
-    async def list_all(
-        self, path: str, *, query: Mapping[str, Any] | None = None, at_most: int | None = None
-    ) -> list[dict[str, Any]]:
-        """Return all rows of a paginated list, or the first `at_most`."""
+    async def list_all(self, path: str, *, query: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+        """Return all rows of a paginated list."""
+        return (await self._list(path, query, None))[0]
+
+    async def list_first(self, path: str, limit: int, *, query: Mapping[str, Any]) -> tuple[list[dict[str, Any]], bool]:
+        """Return the first `limit` rows of a paginated list, and whether there are more."""
+        rows, has_more = await self._list(path, query, limit)
+        return rows[:limit], has_more or len(rows) > limit
+
+    async def _list(
+        self, path: str, query: Mapping[str, Any] | None, at_least: int | None
+    ) -> tuple[list[dict[str, Any]], bool]:
+        """Return the rows of whole pages, all or `at_least` so many, and whether there are more pages."""
         rows: list[dict[str, Any]] = []
         cursor: str | None = None
         while True:
             page = await self.call("GET", path, query={**(query or {}), "limit": PAGE_LIMIT, "cursor": cursor})
             rows += page["data"]
             cursor = page.get("next_cursor")
-            if not page.get("has_more") or cursor is None or (at_most is not None and len(rows) >= at_most):
-                return rows[:at_most]
+            has_more = bool(page.get("has_more")) and cursor is not None
+            if not has_more or (at_least is not None and len(rows) >= at_least):
+                return rows, has_more
 
     async def _request(self, method: str, path: str, **parts: Any) -> httpx.Response:
         import httpx
@@ -167,11 +177,16 @@ async def hold_claim(settings: Settings, *, shared: bool) -> AsyncIterator[None]
 
     Raises UnusableData, and CommandFailed while an appliance uses the database, because it would keep its cached values.
     """
+    from appliance.base.data_folder import is_locked
     from appliance.base.database_claim import DatabaseInUse, claim_database
 
     try:
         claim = await claim_database(settings.database_url, shared=shared, wait_s=CLAIM_WAIT_S)
     except DatabaseInUse as error:
+        if is_locked(settings.data_dir):  # it has no control file, or the command would have used its API
+            raise CommandFailed(
+                "the appliance is starting or stopping; nothing was changed. Try again in a few seconds", code="running"
+            ) from error
         raise CommandFailed(
             "an appliance running elsewhere uses this database and would not notice the change; nothing was changed. Run the "
             "command where the appliance runs, with its --data-dir",

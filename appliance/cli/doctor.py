@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import platform
 import shutil
 import socket
+import sqlite3
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 MIB = 1024 * 1024
 DISK_FREE_MIN_BYTES = 500 * MIB
 UNPRICED_DAYS = 30
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+DISK_FULL_ADVICE = "free some disk space"
 NOT_A_MODEL_ADVICE = "give --model the folder of a model"
 
 
@@ -98,17 +102,11 @@ def _disk(settings: Settings) -> list[Check]:
     try:
         _try_to_write(existing)
     except OSError as error:
-        return [
-            Check(
-                "data folder",
-                "wrong",
-                f"{settings.data_dir} is not writable: {error.strerror}",
-                "give another folder with --data-dir, or change its owner",
-            )
-        ]
+        advice = DISK_FULL_ADVICE if error.errno in DISK_FULL else "give another folder with --data-dir, or change its owner"
+        return [Check("data folder", "wrong", f"{settings.data_dir} is not writable: {error.strerror}", advice)]
     free = shutil.disk_usage(existing).free
     if free < DISK_FREE_MIN_BYTES:
-        return [Check("data folder", "wrong", f"{settings.data_dir}: only {free // MIB} MiB free", "free some disk space")]
+        return [Check("data folder", "wrong", f"{settings.data_dir}: only {free // MIB} MiB free", DISK_FULL_ADVICE)]
     return [Check("data folder", "ok", f"{settings.data_dir}: {free // MIB} MiB free")]
 
 
@@ -169,10 +167,7 @@ def _database(settings: Settings) -> list[Check]:
         kind, encoding = asyncio.run(ping())
         current, head = migrations.current_revision(settings.database_url), migrations.head_revision()
     except (SQLAlchemyError, OSError, ValueError) as error:
-        advice = (
-            "start the database server, or correct --database" if "postgres" in settings.database_url else "restore a backup"
-        )
-        return [Check("database", "wrong", f"unavailable: {db.reason_of(error)}", advice)]
+        return [Check("database", "wrong", f"unavailable: {db.reason_of(error)}", _database_advice(error, settings))]
     if encoding != ENCODING:
         advice = f"move it to a database created with ENCODING '{ENCODING}': pg_dump, then psql"
         return [
@@ -185,6 +180,36 @@ def _database(settings: Settings) -> list[Check]:
         where = f"at revision {current}" if current else "no tables yet"
         return [Check("database", "note", f"{kind}, {where}", "the next start upgrades it")]
     return [Check("database", "ok", f"{kind}, writable, at revision {head}")]
+
+
+def _database_advice(error: Exception, settings: Settings) -> str:
+    """Return what to do about a database that cannot be used because of `error`."""
+    from appliance.base.database_errors import sqlite_code
+
+    if settings.database_url.startswith("postgres"):
+        return "start the database server, or correct --database"
+    path = Path(settings.database_url.removeprefix("sqlite:///"))
+    code = sqlite_code(error)
+    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        return f"wait for {_lock_holder(path)} to finish, or stop it"
+    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        return "restore a backup"
+    if code == sqlite3.SQLITE_FULL or shutil.disk_usage(path.parent).free < MIB:  # SQLite calls a full disk an I/O error too
+        return DISK_FULL_ADVICE
+    return f"check the owner and the permissions of {path} and its folder, and the disk"
+
+
+def _lock_holder(database: Path) -> str:
+    """Return which process holds a write lock on a SQLite file or its shared memory, as far as Linux tells."""
+    files = {path.stat().st_ino for path in (database, Path(f"{database}-shm")) if path.exists()}
+    try:
+        locks = [line.split() for line in Path("/proc/locks").read_text("ascii").splitlines()]
+    except OSError:
+        locks = []
+    for _number, _kind, _mode, access, pid, file, *_range in locks:
+        if access == "WRITE" and int(file.rpartition(":")[2]) in files:
+            return f"the process with pid {pid}, which locks it,"
+    return "the program that locks it"
 
 
 def _secrets(settings: Settings) -> list[Check]:

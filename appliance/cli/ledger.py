@@ -36,17 +36,20 @@ def list_events(
         str | None, typer.Option(metavar="TIME", help="Only events admitted from this time on (RFC 3339).")
     ] = None,
     end: Annotated[str | None, typer.Option(metavar="TIME", help="Only events admitted before this time (RFC 3339).")] = None,
-    limit: Annotated[int, typer.Option(metavar="N", min=1, help="Maximum number of events.")] = 50,
+    limit: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Maximum number of events; a note tells if there are more.")
+    ] = 50,
     options: CommonOptions = DEFAULTS,
 ) -> None:
     """List usage events, newest first."""
     query = {"order": "desc", "request_id": request, "status": status, "kind": kind, "start": start, "end": end}
 
-    async def work(client: AdminClient) -> list[dict[str, Any]]:
-        return await client.list_all("/ledger", query=query | await tenant_field(client, tenant), at_most=limit)
+    async def work(client: AdminClient) -> tuple[list[dict[str, Any]], bool]:
+        return await client.list_first("/ledger", limit, query=query | await tenant_field(client, tenant))
 
-    rows = run(options.settings(), work)
-    output.rows(rows, COLUMNS, empty="There are no matching events.", as_json=options.as_json, line=_line)
+    rows, has_more = run(options.settings(), work)
+    empty = "There are no matching events."
+    output.rows(rows, COLUMNS, empty=empty, as_json=options.as_json, line=_line, has_more=has_more)
 
 
 @app.command("correct")

@@ -45,12 +45,18 @@ def rows(
     empty: str,
     as_json: bool,
     line: Callable[[Row], Row] | None = None,
+    has_more: bool | None = None,
 ) -> None:
-    """Print a list as JSON, or as a table of `columns` in which `line` has converted each row to readable values."""
+    """Print a list as JSON, or as a table of `columns` in which `line` has converted each row to readable values.
+
+    `has_more`: whether --limit left rows out; None for lists that are printed whole.
+    """
     if as_json:
-        data({"data": list(found)})
-    else:
-        table(found if line is None else [line(row) for row in found], columns, empty=empty)
+        data({"data": list(found)} | ({} if has_more is None else {"has_more": has_more}))
+        return
+    table(found if line is None else [line(row) for row in found], columns, empty=empty)
+    if has_more:
+        sys.stderr.write(f"There are more than these {len(found)}: give a larger --limit.\n")
 
 
 def row(value: Row, columns: Sequence[str], *, as_json: bool, line: Callable[[Row], Row] | None = None) -> None:

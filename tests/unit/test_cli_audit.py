@@ -131,6 +131,15 @@ def test_entries_are_listed_and_filtered(audit_log_file: Path, capsys: pytest.Ca
     assert "start must be an RFC 3339 time" in capsys.readouterr().err
 
 
+def test_a_list_that_a_limit_cut_short_says_so(audit_log_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for limit, has_more in ("2", True), ("100", False):
+        assert main(["audit", "list", "--limit", limit]) == 0
+        note = "There are more than these 2: give a larger --limit.\n" if has_more else ""
+        assert capsys.readouterr().err == note
+        assert main(["audit", "list", "--limit", limit, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["has_more"] is has_more
+
+
 def test_a_change_is_logged_with_the_operating_system_user_and_without_secrets(
     audit_log_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

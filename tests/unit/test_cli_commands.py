@@ -15,6 +15,7 @@ from typing import Any
 import pyotp
 import pytest
 
+from appliance.api.http_server import data_dir_lock
 from appliance.base.clock import SystemClock
 from appliance.base.database_claim import DatabaseClaim, claim_database
 from appliance.base.db import Database
@@ -476,7 +477,7 @@ def test_budgets_are_shown_with_their_unit_in_help_and_output(gatehouse: Any) ->
 
 
 def test_an_empty_ledger_is_listed_and_correcting_a_missing_event_fails(gatehouse: Any) -> None:
-    assert gatehouse("ledger", "list", "--json").json() == {"data": []}
+    assert gatehouse("ledger", "list", "--json").json() == {"data": [], "has_more": False}
     assert "request_id" in gatehouse("ledger", "list").out.split(), (
         "the id by which responses, log and console identify a request"
     )
@@ -663,6 +664,15 @@ def test_changes_are_refused_while_an_appliance_elsewhere_claims_the_database(
         assert (refused.status, error["code"]) == (1, "running")
         assert "Run the command where the appliance runs, with its --data-dir" in error["message"]
         assert gatehouse("tenants", "list", "--json").json()["data"] == []
+
+
+def test_a_change_during_the_start_of_the_appliance_is_to_be_tried_again(gatehouse: Any, data_dir: Path) -> None:
+    with data_dir_lock(data_dir), database_claimed(data_dir):
+        refused = gatehouse("tenants", "create", "Acme", "--json")
+
+    error = refused.json()["error"]
+    assert (refused.status, error["code"]) == (1, "running")
+    assert error["message"] == "the appliance is starting or stopping; nothing was changed. Try again in a few seconds"
 
 
 def test_commands_can_change_a_database_concurrently(gatehouse: Any, data_dir: Path) -> None:

@@ -36,6 +36,18 @@ def client_answering(answer: httpx.Response | httpx.HTTPError, requests: list[ht
     return AdminClient(httpx.AsyncClient(transport=httpx.MockTransport(respond), base_url="http://appliance"))
 
 
+def client_with_pages() -> AdminClient:
+    """Return a client of a list of three rows on two pages."""
+    pages = {None: ([1, 2], "c1"), "c1": ([3], None)}
+
+    def respond(request: httpx.Request) -> httpx.Response:
+        rows, cursor = pages[request.url.params.get("cursor")]
+        body = {"data": [{"n": n} for n in rows], "has_more": cursor is not None, "next_cursor": cursor}
+        return httpx.Response(200, json=body)
+
+    return AdminClient(httpx.AsyncClient(transport=httpx.MockTransport(respond), base_url="http://appliance"))
+
+
 def test_the_control_file_of_a_running_appliance_is_read(tmp_path: Path) -> None:
     write_control(tmp_path)
     assert read_control(tmp_path) == Control("http://127.0.0.1:8000", os.getpid(), "secret")
@@ -58,16 +70,14 @@ def test_an_invalid_control_file_is_ignored(tmp_path: Path, content: str) -> Non
 
 
 async def test_every_page_of_a_list_is_read() -> None:
-    pages = {None: ([1, 2], "c1"), "c1": ([3], None)}
+    assert [row["n"] for row in await client_with_pages().list_all("/tenants")] == [1, 2, 3]
 
-    def respond(request: httpx.Request) -> httpx.Response:
-        rows, cursor = pages[request.url.params.get("cursor")]
-        body = {"data": [{"n": n} for n in rows], "has_more": cursor is not None, "next_cursor": cursor}
-        return httpx.Response(200, json=body)
 
-    admin = AdminClient(httpx.AsyncClient(transport=httpx.MockTransport(respond), base_url="http://appliance"))
-    assert [row["n"] for row in await admin.list_all("/tenants")] == [1, 2, 3]
-    assert [row["n"] for row in await admin.list_all("/tenants", at_most=1)] == [1]
+@pytest.mark.parametrize(
+    ("limit", "rows", "has_more"), [(1, [1], True), (2, [1, 2], True), (3, [1, 2, 3], False), (9, [1, 2, 3], False)]
+)
+async def test_the_first_rows_of_a_list_come_with_whether_there_are_more(limit: int, rows: list[int], has_more: bool) -> None:
+    assert await client_with_pages().list_first("/tenants", limit, query={}) == ([{"n": n} for n in rows], has_more)
 
 
 async def test_an_api_error_keeps_its_message_and_code() -> None:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
+import sqlite3
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+from sqlalchemy.exc import OperationalError
 
+from appliance.base import db
+from appliance.base.db import Database
 from appliance.cli import doctor as doctor_command
 from appliance.cli import model_check
 from appliance.cli.main import main
@@ -153,6 +161,69 @@ def test_an_engine_of_the_running_appliance_that_does_not_use_the_gpu_is_noted(m
         ("ok", "all parts are ready"),
         ("note", "engine demo serves on the CPU"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("code", "advice"),
+    [
+        (sqlite3.SQLITE_FULL, "free some disk space"),
+        (sqlite3.SQLITE_IOERR_WRITE, "check the owner and the permissions of "),
+        (sqlite3.SQLITE_CANTOPEN, "check the owner and the permissions of "),
+        (sqlite3.SQLITE_CORRUPT_INDEX, "restore a backup"),
+        (sqlite3.SQLITE_NOTADB, "restore a backup"),
+    ],
+)
+def test_a_restore_is_advised_only_for_a_damaged_database(
+    code: int, advice: str, doctor: Any, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(_database: object) -> None:
+        error = sqlite3.OperationalError("fault")
+        error.sqlite_errorcode = code
+        raise OperationalError("SELECT 1", {}, error)
+
+    monkeypatch.setattr(Database, "ping", fail)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _folder: SimpleNamespace(free=GIB))
+    row = doctor(f"database_url = 'sqlite:///{data_dir}/gatehouse.db'")["database"]
+    assert (row["state"], row["found"]) == ("wrong", "unavailable: fault")
+    assert row["advice"].startswith(advice)
+
+
+def test_an_error_of_a_database_on_a_full_disk_is_taken_for_its_effect(
+    doctor: Any, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(_database: object) -> None:
+        error = sqlite3.OperationalError("disk I/O error")
+        error.sqlite_errorcode = sqlite3.SQLITE_IOERR_SHMSIZE
+        raise OperationalError("SELECT 1", {}, error)
+
+    monkeypatch.setattr(Database, "ping", fail)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _folder: SimpleNamespace(free=0))
+    row = doctor(f"database_url = 'sqlite:///{data_dir}/gatehouse.db'")["database"]
+    assert (row["state"], row["advice"]) == ("wrong", "free some disk space")
+
+
+def test_the_process_that_locks_the_database_is_named(doctor: Any, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(db, "BUSY_TIMEOUT_MS", 0)
+    with closing(sqlite3.connect(data_dir / "gatehouse.db", isolation_level=None)) as other:
+        other.execute("PRAGMA journal_mode=WAL")
+        other.execute("BEGIN IMMEDIATE")
+        row = doctor(f"database_url = 'sqlite:///{data_dir}/gatehouse.db'")["database"]
+    assert (row["state"], row["found"]) == ("wrong", "unavailable: database is locked")
+    assert row["advice"] == f"wait for the process with pid {os.getpid()}, which locks it, to finish, or stop it"
+
+
+@pytest.mark.parametrize(
+    ("fault", "advice"),
+    [(errno.ENOSPC, "free some disk space"), (errno.EACCES, "give another folder with --data-dir, or change its owner")],
+)
+def test_the_advice_about_a_data_folder_depends_on_the_fault(
+    fault: int, advice: str, doctor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_folder: Path) -> None:
+        raise OSError(fault, os.strerror(fault))
+
+    monkeypatch.setattr(doctor_command, "_try_to_write", fail)
+    assert doctor("")["data folder"]["advice"] == advice
 
 
 @pytest.mark.parametrize("in_model_table", [False, True])

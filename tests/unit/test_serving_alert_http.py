@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import json
+import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from appliance.base.logging import configure_logging
 from appliance.metering.alerts.outbox import Delivery
 from appliance.metering.alerts.signature import new_signing_secret, signature
 from appliance.metering.alerts.targets import Address, TargetPolicy
@@ -98,6 +100,18 @@ async def test_a_receiver_can_verify_the_signature(send: Sending) -> None:
     signed = [signature(secret, "msg_1", int(headers["webhook-timestamp"]), body) for secret in SECRETS]
     assert headers["webhook-signature"].split(" ") == signed
     assert json.loads(body) == DELIVERY.payload
+
+
+@pytest.mark.usefixtures("own_logging")
+async def test_a_delivery_leaves_no_path_of_its_url_in_the_log(send: Sending, capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("debug", json=True)
+    async with receiving() as receiver:
+        await send(f"http://127.0.0.1:{receiver.port}/services/confidential?token=hidden")
+    logging.getLogger("some.library").debug("logging works")
+    log = capsys.readouterr().err
+    assert "logging works" in log
+    assert "confidential" not in log
+    assert "hidden" not in log
 
 
 @pytest.mark.parametrize("status", [200, 201, 202, 204, 299])
