@@ -267,7 +267,7 @@ class RequestExceedsLimit(Refused):
 
 
 class BudgetExceeded(Refused):
-    """The monthly budget is spent."""
+    """The rest of a monthly budget does not cover the request."""
 
     type = "insufficient_quota"
     code = "budget_exceeded"

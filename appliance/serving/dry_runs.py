@@ -102,7 +102,7 @@ class DryRuns:
             error = not_priced(model, tenant.currency)
         wait_s = _wait_s(dry_run) if error is None else None  # waiting does not cure an error of the prechecks
         if error is None and dry_run.refusals and not dry_run.would_wait:
-            error = refusal(dry_run.refusals)
+            error = refusal(dry_run.refusals, request, dry_run.tokens)
         return DryRunResult(limits=dry_run, error=error, wait_s=wait_s, admission_wait_ms=tier.admission_wait_ms)
 
     def _remaining_context(self, model: str, prompt_tokens: int) -> int | None:

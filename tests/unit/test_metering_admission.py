@@ -129,7 +129,7 @@ async def test_retry_after_is_the_longest_wait_of_all_refusing_limits(admission:
 async def test_a_request_larger_than_the_limit_is_refused_without_retry(admission: Admission) -> None:
     bob = principal(Limits(tokens_per_minute=100))
     with pytest.raises(
-        RequestExceedsLimit, match="needs 101 tokens and the tenant's limit is 100 tokens per minute"
+        RequestExceedsLimit, match=r"needs 101 tokens \(prompt 91, .* 10\) and the tenant's limit is 100 tokens per minute"
     ) as refused:
         await admit(admission, bob, 91, 10)
     assert refused.value.should_retry is False
@@ -142,6 +142,26 @@ async def test_an_estimated_output_never_makes_a_request_too_large(admission: Ad
     assert (await admit(admission, bob, 40, None)).reserved_tokens == 100
     with pytest.raises(RequestExceedsLimit):
         await admit(admission, bob, 101, None)
+
+
+@pytest.mark.parametrize("output", [None, 900])
+@pytest.mark.parametrize("answers", [1, 3])
+@pytest.mark.parametrize("limits", [Limits(tokens_per_minute=800), Limits(tokens_per_day=800), Limits(monthly_budget=4200)])
+async def test_the_max_tokens_that_a_refusal_proposes_is_the_largest_that_is_admitted(
+    admission: Admission, limits: Limits, answers: int, output: int | None
+) -> None:
+    bob, cost = principal(limits), price(prompt=7_000_000, cached=0, completion=3_000_000)
+    (await admit(admission, bob, 560, 0, cost)).settle(560)
+    request = AdmissionRequest(
+        principal=bob, model="demo", prompt_tokens=20, max_output_tokens=output, price=cost, num_answers=answers
+    )
+    with pytest.raises(Refused, match="set max_tokens to at most") as refused:
+        await admission.admit(request)
+    proposed = int(refused.value.message.partition("at most ")[2].split()[0])
+
+    with pytest.raises(Refused):
+        await admission.admit(msgspec.structs.replace(request, max_output_tokens=proposed + 1))
+    await admission.admit(msgspec.structs.replace(request, max_output_tokens=proposed))
 
 
 async def test_a_limit_removed_and_set_again_has_kept_its_usage(admission: Admission) -> None:

@@ -56,6 +56,6 @@ async def test_the_refusal_of_a_spent_budget_names_the_amounts(clock: FakeClock)
     with pytest.raises(BudgetExceeded) as refused:
         await admission.admit(request)
     assert (
-        "budget of this month (0.0003 EUR) does not cover the request: 0.0003 EUR are left, it may cost 0.000301 EUR"
-        in refused.value.message
+        "budget of this month (0.0003 EUR) does not cover the request: 0.0003 EUR are left, the prompt and 0 tokens of "
+        "expected output may cost 0.000301 EUR; shorten the prompt" in refused.value.message
     )

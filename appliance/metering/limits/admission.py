@@ -230,7 +230,8 @@ class Admission:
             elif refusals:
                 shadow_refusals[allowance] = refusals
         if refused:
-            return Refusals(by=refused, estimate=self._running.estimate)
+            tokens = needs.enforced.expected.tokens
+            return Refusals(request=request, reserved_tokens=tokens, by=refused, estimate=self._running.estimate)
         reservation = Reservation(
             request,
             needs.enforced,

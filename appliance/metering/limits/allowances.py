@@ -31,8 +31,8 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
     """What one request needs: the `expected` amount, and the `worst` case, an answer of the maximum length.
 
     Buckets per minute reserve the expected tokens: a longer answer becomes a debt, which the refill repays. Nothing repays a
-    day's tokens or a month's money, so these reserve the worst case, or all that is left: at most one request exceeds such a
-    limit.
+    day's tokens or a month's money, so these reserve the worst case, or all that is left. Only a request that got less than its
+    worst case can exceed such a limit.
     """
 
     expected: Amount

@@ -71,9 +71,12 @@ class WaitObserver(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusals:
-    """Why a request was not admitted: the refusing decisions, each with the allowance it comes from. `estimate` fills in when
-    running requests will probably make room; it is slow, so it is applied only to what a client receives."""
+    """Why `request`, which would reserve `reserved_tokens`, was not admitted: the refusing decisions, each with the allowance
+    it comes from. `estimate` fills in when running requests will probably make room; it is slow, so it is applied only to what
+    a client receives."""
 
+    request: AdmissionRequest
+    reserved_tokens: int
     by: Sequence[tuple[Allowance, LimitDecision]]
     estimate: Callable[[Allowance, LimitDecision], LimitDecision]
 
@@ -85,7 +88,8 @@ class Refusals:
     @property
     def error(self) -> Refused:
         """Return the error for the client."""
-        return refusal([self.estimate(allowance, decision) for allowance, decision in self.by])
+        decisions = [self.estimate(allowance, decision) for allowance, decision in self.by]
+        return refusal(decisions, self.request, self.reserved_tokens)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

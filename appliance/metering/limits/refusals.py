@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from appliance.base.clock import format_wait
 from appliance.base.errors import BudgetExceeded, ModelNotPriced, RateLimitExceeded, Refused, RequestExceedsLimit
 from appliance.base.money import PICOS_PER_MICRO, format_micros
+from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.decisions import TOKEN_KINDS, LimitDecision
 
 LIMIT_NAMES = {
@@ -18,32 +19,25 @@ LIMIT_NAMES = {
 }
 
 
-def refusal(decisions: Sequence[LimitDecision]) -> Refused:
-    """Return the error for refusing `decisions`: a request that never fits, else a spent budget, else the longest wait."""
-    never = [decision for decision in decisions if decision.wait_s is None and decision.kind != "budget"]
+def refusal(decisions: Sequence[LimitDecision], request: AdmissionRequest, reserved_tokens: int) -> Refused:
+    """Return the error for refusing `decisions`: a request that never fits, else a spent budget, else the longest wait.
+
+    `reserved_tokens` is what the request would reserve: its prompt and expected output.
+    """
+    output = reserved_tokens - request.prompt_tokens
+    never = [decision for decision in decisions if decision.wait_s is None]
+    smaller = _smaller_request(never or decisions, request)
+    for decision in never:
+        if decision.kind != "budget":
+            return _never_fits(decision, output, smaller)
     if never:
-        return _never_fits(never[0])
-    for decision in decisions:
-        if decision.wait_s is None:
-            return budget_exceeded(decision)
+        return _budget_exceeded(never[0], output, smaller)
     longest = max(decisions, key=lambda decision: decision.wait_s or 0.0)
-    wait_s = longest.wait_s or 0.0
     return RateLimitExceeded(
-        f"{_reason(longest)}; try again in {_about(longest)}" + (", or lower max_tokens" if longest.held else ""),
+        f"{_reason(longest, output)}; try again in {_about(longest)}" + (f", or {smaller}" if smaller else ""),
         limit_type=_limit_type(longest),
-        retry_after_s=wait_s,
+        retry_after_s=longest.wait_s or 0.0,
     )
-
-
-def budget_exceeded(decision: LimitDecision) -> BudgetExceeded:
-    """Return the error for a spent budget."""
-    left = _money(max(decision.level, 0), decision.currency)
-    need = _money(decision.need + PICOS_PER_MICRO - 1, decision.currency)
-    message = (
-        f"{_limit(decision)} does not cover the request: {left} are left, it may cost {need}; "
-        "lower max_tokens or ask for a higher budget"
-    )
-    return BudgetExceeded(message)
 
 
 def not_priced(model: str, currency: str | None) -> ModelNotPriced:
@@ -53,13 +47,41 @@ def not_priced(model: str, currency: str | None) -> ModelNotPriced:
     return ModelNotPriced(message, param="model")
 
 
-def _never_fits(decision: LimitDecision) -> RequestExceedsLimit:
-    remedy = "shorten the prompt or lower max_tokens, or ask" if decision.kind in TOKEN_KINDS else "ask"
+def _never_fits(decision: LimitDecision, output: int, smaller: str) -> RequestExceedsLimit:
     return RequestExceedsLimit(
-        f"the request needs {_need(decision)} and {_owner(decision)} limit is {decision.limit} "
-        f"{LIMIT_NAMES[decision.kind]}: it can never be admitted; {remedy} for a higher limit",
+        f"the request needs {_need(decision, output)} and {_owner(decision)} limit is {decision.limit} "
+        f"{LIMIT_NAMES[decision.kind]}: it can never be admitted; {smaller}{' or ' * bool(smaller)}ask for a higher limit",
         limit_type=_limit_type(decision),
     )
+
+
+def _budget_exceeded(decision: LimitDecision, output: int, smaller: str) -> BudgetExceeded:
+    left = _money(max(decision.level, 0), decision.currency)
+    need = _money(decision.need + PICOS_PER_MICRO - 1, decision.currency)
+    return BudgetExceeded(
+        f"{_limit(decision)} does not cover the request: {left} are left, the prompt and {output} tokens of expected output "
+        f"may cost {need}; {smaller}{' or ' * bool(smaller)}ask for a higher budget"
+    )
+
+
+def _smaller_request(decisions: Sequence[LimitDecision], request: AdmissionRequest) -> str:
+    """Return what the client can do to need no more than all of these limits have left, or than their size if the request is
+    larger; "" if nothing helps."""
+    max_tokens: list[int] = []
+    for decision in decisions:
+        is_budget = decision.kind == "budget"
+        if not is_budget and decision.kind not in TOKEN_KINDS:
+            return ""
+        if decision.ahead and decision.wait_s is not None:
+            return ""
+        room = decision.limit if decision.wait_s is None and not is_budget else decision.level
+        prompt = request.cost(0, 0) if is_budget else request.prompt_tokens
+        per_token = request.cost(0, request.num_answers) - prompt if is_budget else request.num_answers
+        most = (room - prompt) // per_token if per_token else 0
+        if room <= 0 or (most < 1 and prompt == 0):
+            return ""
+        max_tokens.append(most)
+    return f"set max_tokens to at most {min(max_tokens)}" if min(max_tokens) >= 1 else "shorten the prompt"
 
 
 def _money(picos: int, currency: str) -> str:
@@ -72,7 +94,7 @@ def _about(decision: LimitDecision) -> str:
     return f"about {wait}, when running requests have probably ended" if decision.estimated else wait
 
 
-def _reason(decision: LimitDecision) -> str:
+def _reason(decision: LimitDecision, output: int) -> str:
     name = LIMIT_NAMES[decision.kind]
     if decision.held:
         return f"running requests have reserved the rest of {_owner(decision)} {name}"
@@ -80,11 +102,13 @@ def _reason(decision: LimitDecision) -> str:
         requests = "1 request is" if decision.ahead == 1 else f"{decision.ahead} requests are"
         return f"{requests} already waiting for {_limit(decision)}"
     left = max(decision.level, 0)
-    return f"{_limit(decision)} is reached: the request needs {_need(decision)}, {left} are left"
+    return f"{_limit(decision)} is reached: the request needs {_need(decision, output)}, {left} are left"
 
 
-def _need(decision: LimitDecision) -> str:
-    return f"{decision.need} tokens" if decision.kind in TOKEN_KINDS else str(decision.need)
+def _need(decision: LimitDecision, output: int) -> str:
+    if decision.kind not in TOKEN_KINDS:
+        return str(decision.need)
+    return f"{decision.need} tokens (prompt {decision.need - output}, expected output {output})"
 
 
 def _limit(decision: LimitDecision) -> str:
