@@ -543,12 +543,22 @@ async def test_concurrent_requests_exceed_a_limit_of_the_day_or_month_by_one_req
     await admit_one()
 
 
-async def test_a_request_reserves_at_most_the_remaining_tokens_of_the_day(admission: Admission) -> None:
-    bob = principal(Limits(tokens_per_day=100))
-    request = AdmissionRequest(principal=bob, model="demo", prompt_tokens=10, max_output_tokens=0, price=None, output_room=50)
-    first, _second = await admission.admit(request), await admission.admit(request)  # they hold 60 and the other 40
-    first.settle(10)
-    await admit(admission, bob, 50, 0)
+@pytest.mark.parametrize("limits", [Limits(tokens_per_day=1000), Limits(monthly_budget=1000)], ids=case_id)
+async def test_what_a_request_returns_first_covers_the_longest_output_of_those_that_run(
+    admission: Admission, limits: Limits
+) -> None:
+    bob, cost = principal(limits), price(prompt=10**6, cached=10**6, completion=10**6)  # a micro-unit a token
+    first = AdmissionRequest(principal=bob, model="demo", prompt_tokens=1, max_output_tokens=None, price=cost, output_room=700)
+    second, third = msgspec.structs.replace(first, output_room=800), msgspec.structs.replace(first, output_room=5000)
+    running = await admission.admit(first), await admission.admit(second)  # of the 801 of the second, 299 were left
+    running[0].settle(10)  # 189 are left beside it
+    with pytest.raises(RateLimitExceeded, match=r"reserved the rest .* set max_tokens to at most 188$"):
+        await admission.admit(third)
+    third = msgspec.structs.replace(third, max_output_tokens=188, output_room=188)
+    (await admission.admit(third)).settle(189)
+    running[1].settle(801)
+    with pytest.raises(Refused):
+        await admission.admit(msgspec.structs.replace(third, prompt_tokens=0, max_output_tokens=1))
 
 
 async def test_one_tenant_cannot_use_up_the_limits_of_another(admission: Admission) -> None:

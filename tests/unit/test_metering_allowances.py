@@ -11,6 +11,7 @@ from appliance.metering.limits.owners import Owner
 from appliance.metering.limits.sums import PeriodSums, SavedLevel
 from appliance.metering.limits.windows import Moment
 from appliance.tenancy.principals import Limits
+from tests.support.case_ids import case_id
 from tests.support.clock import START, FakeClock
 from tests.support.empty_sums import EmptySums
 from tests.support.ledgers import utc_admission
@@ -36,13 +37,15 @@ def need_of(tokens: int) -> Need:
     return Need(expected=amount, worst=amount, currency="EUR")
 
 
-@pytest.mark.parametrize(("used", "held"), [(0, 50), (60, 40), (100, 0), (150, 0)])
-def test_a_request_reserves_what_is_left_of_its_worst_case_and_never_less_than_nothing(
-    clock: FakeClock, used: int, held: int
-) -> None:
-    allowance = allowance_with(clock, Limits(tokens_per_day=100, monthly_budget=100), used=used)
-    adopted = allowance.adopt(need_of(50), moment(clock).day)
-    assert adopted.held == Amount(tokens=held, cost_picos=held * MICRO)
+@pytest.mark.parametrize("limits", [Limits(tokens_per_day=100), Limits(monthly_budget=100)], ids=case_id)
+def test_a_worst_case_larger_than_what_is_left_is_reserved_in_full(clock: FakeClock, limits: Limits) -> None:
+    allowance = allowance_with(clock, limits, used=60)
+    running = allowance.adopt(need_of(90), moment(clock).day)
+    (refusal,) = allowance.refusals(need_of(40), moment(clock))
+    assert refusal.held
+    assert refusal.level == -50 * (1 if refusal.kind == "tokens_per_day" else MICRO)
+    running.void(clock.monotonic_s())
+    assert allowance.refusals(need_of(40), moment(clock)) == []
 
 
 def test_a_request_as_large_as_the_limit_of_a_day_waits_for_midnight(clock: FakeClock) -> None:

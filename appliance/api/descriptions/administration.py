@@ -92,7 +92,7 @@ FIELDS = {
     "LimitDecision.allowed": "Whether the limit has room for the request.",
     "need": "How much of the limit the request needs.",
     "LimitDecision.limit": "The size of the limit.",
-    "level": "How much of the limit is left; negative if it is overdrawn.",
+    "level": "How much of the limit is left; negative if it is overdrawn or running requests may overdraw it.",
     "LimitDecision.wait_s": "Seconds until the limit has room; 0 if it has room now, null if waiting cannot help.",
     "held": "Whether the limit refuses only because of what running requests have reserved of a day's tokens or a budget.",
     "LimitDecision.estimated": "Whether `wait_s` is an estimate, because it depends on when running requests end.",

@@ -31,8 +31,8 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
     """What one request needs: the `expected` amount, and the `worst` case, an answer of the maximum length.
 
     Buckets per minute reserve the expected tokens: a longer answer becomes a debt, which the refill repays. Nothing repays a
-    day's tokens or a month's money, so these reserve the worst case, or all that is left. Only a request that got less than its
-    worst case can exceed such a limit.
+    day's tokens or a month's money, so these reserve the worst case, also if less is left: then they admit nothing until enough
+    has been returned. So only the last request that such a limit admitted can exceed it.
     """
 
     expected: Amount
@@ -42,7 +42,7 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
 
 class Ahead(msgspec.Struct, frozen=True, kw_only=True):
     """What the waiters ahead of a request will take first: their number and tokens. `wants_window`: one of them waits for a
-    daily or monthly limit, and will reserve all that it can get of it."""
+    daily or monthly limit, and may reserve all that is left of it."""
 
     requests: int = 0
     tokens: int = 0
@@ -193,14 +193,10 @@ class Allowance:
 
     def _reserve(self, need: Need, day: Window, month: Month) -> Hold:
         costs = month.window(need.currency or self.currency)
-        held = Amount(
-            tokens=_reservable(need.worst.tokens, self.limits.tokens_per_day, day),
-            cost_picos=_reservable(need.worst.cost_picos, self._budget_picos, costs),
-        )
-        day.reserved += held.tokens
-        costs.reserved += held.cost_picos
+        day.reserved += need.worst.tokens
+        costs.reserved += need.worst.cost_picos
         self.running += 1
-        return Hold(allowance=self, held=held, day=day, month=costs)
+        return Hold(allowance=self, held=need.worst, day=day, month=costs)
 
     def shadow_hold(self, need: Need, at: Moment) -> Hold:
         """Return an empty hold, for a request that these limits would have refused outside shadow mode."""
@@ -355,11 +351,6 @@ class Hold:
         self.day.reserved -= self.held.tokens
         self.month.reserved -= self.held.cost_picos
         self.clear_running_cost()
-
-
-def _reservable(worst: int, limit: int | None, window: Window) -> int:
-    """Return how much of a window to reserve: the worst case, or all that is left of the limit."""
-    return worst if limit is None else min(worst, max(limit - window.used - window.reserved, 0))
 
 
 def _monotonic_at(moment: datetime, at: Moment) -> float:
