@@ -116,16 +116,18 @@ class Harness(EmptySums):
         self.admission = utc_admission(self.clock, self, call_later=self.timer.call_later)
 
     def change_limits(self) -> None:
-        """Set other limits of the tenant, its keys and the model, of any size."""
+        """Set other limits of the tenant, its keys and the model, enforced or in shadow mode."""
         tenant = dataclasses.replace(
             self.people[0].tenant,
             limits=self._limits(),
+            limit_mode=self._mode(),
             model_limits={"demo": self._limits()} if self.chance.random() < 0.3 else {},
         )
         self.people = [
-            Principal(tenant=tenant, key=dataclasses.replace(each.key, limits=self._limits())) for each in self.people
+            Principal(tenant=tenant, key=dataclasses.replace(each.key, limits=self._limits(), limit_mode=self._mode()))
+            for each in self.people
         ]
-        policy = ModelPolicy(model="demo", limits=self._limits(), limit_mode="enforce", updated_at=START)
+        policy = ModelPolicy(model="demo", limits=self._limits(), limit_mode=self._mode(), updated_at=START)
         self.policy = policy if self.chance.random() < 0.5 else None
         self.admission.reconfigure(
             {each.key.id: each for each in self.people}, {} if self.policy is None else {"demo": self.policy}
@@ -136,6 +138,9 @@ class Harness(EmptySums):
             tokens_per_day=self.chance.choice([None, None, None, 0, 2000, 5000, 5000]),
             monthly_budget=self.chance.choice([None, None, None, 4000, 10_000]),
         )
+
+    def _mode(self) -> str:
+        return self.chance.choice(["enforce", "enforce", "enforce", "shadow"])
 
     def ask(self) -> None:
         """Send a request, which may wait for room."""
@@ -166,10 +171,10 @@ class Harness(EmptySums):
         who = next(each for each in self.people if each.key.id == request.key_id)
         day = self.clock.now().date()
         limits: dict[Tally, tuple[int, int]] = {}
-        owners = {rule.owner for rule in rules_for(request.principal, "demo", request.policy, EUR)}
+        modes = {rule.owner: rule.mode for rule in rules_for(request.principal, "demo", request.policy, EUR)}
         for rule in rules_for(who, "demo", self.policy, EUR):
-            if rule.owner in owners:
-                limits |= _needs_of(rule, reservation, day)
+            if rule.mode == "enforce" and rule.owner in modes:
+                limits |= _needs_of(rule, reservation, day, expects_output=modes[rule.owner] == "enforce")
         return limits
 
     def end_one(self) -> None:
@@ -214,14 +219,15 @@ class Harness(EmptySums):
         self.start()
 
 
-def _needs_of(rule: Rule, reservation: Reservation, day: date) -> dict[Tally, tuple[int, int]]:
-    """Return a rule's limits of the day and the month, each with the need of a request."""
+def _needs_of(rule: Rule, reservation: Reservation, day: date, *, expects_output: bool) -> dict[Tally, tuple[int, int]]:
+    """Return a rule's limits of the day and the month, each with the need of a request: at least that of its prompt."""
     request, expected, limits = reservation.request, reservation.need.expected, rule.limits
     needs: dict[Tally, tuple[int, int]] = {}
     if limits.tokens_per_day is not None:
-        needs[rule.owner, "tokens", day] = limits.tokens_per_day, expected.tokens
+        needs[rule.owner, "tokens", day] = limits.tokens_per_day, expected.tokens if expects_output else request.prompt_tokens
     if limits.monthly_budget is not None and request.currency == EUR:
-        needs[rule.owner, EUR, day.replace(day=1)] = limits.monthly_budget * PICOS_PER_MICRO, expected.cost_picos
+        picos = expected.cost_picos if expects_output else request.cost(0, 0)
+        needs[rule.owner, EUR, day.replace(day=1)] = limits.monthly_budget * PICOS_PER_MICRO, picos
     return needs
 
 

@@ -17,6 +17,7 @@ from appliance.metering.limits.windows import WINDOWS_KEPT, Moment, Windows
 from appliance.metering.prices import Price
 from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
+from tests.support.case_ids import case_id
 from tests.support.clock import START, FakeClock
 from tests.support.empty_sums import EmptySums
 from tests.support.factories import price, principal
@@ -176,6 +177,21 @@ async def test_usage_in_shadow_mode_counts_for_the_day_once_the_limit_is_enforce
     assert (await admit(admission, bob, 10)).shadow_refusals == []
     with pytest.raises(RateLimitExceeded, match="tokens per day"):
         await admit(admission, with_tenant(bob, limit_mode="enforce"), 1)
+
+
+@pytest.mark.parametrize("limits", [Limits(tokens_per_day=100), Limits(monthly_budget=100)], ids=case_id)
+async def test_what_runs_although_a_shadow_limit_refused_it_is_reserved_once_the_limit_is_enforced(
+    admission: Admission, limits: Limits
+) -> None:
+    cost = price(prompt=10**6, cached=10**6, completion=10**6)  # a micro-unit a token
+    bob = with_tenant(principal(), limits=limits, limit_mode="shadow")
+    enforced = with_tenant(bob, limit_mode="enforce")
+    shadow_refused = await admit(admission, bob, 500, cost=cost)
+    assert (await admit(admission, bob, 40, cost=cost)).shadow_refusals == []
+    with pytest.raises(RateLimitExceeded, match="running requests have reserved the rest"):
+        await admit(admission, enforced, 60, cost=cost)
+    shadow_refused.settle(0)
+    await admit(admission, enforced, 60, cost=cost)
 
 
 async def test_an_enforced_limit_refuses_whatever_is_in_shadow_mode(admission: Admission) -> None:

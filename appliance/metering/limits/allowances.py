@@ -191,18 +191,20 @@ class Allowance:
         known_day, known_month = self._windows.find(day)
         return self._reserve(need, known_day or Window(day), known_month or Month(day))
 
-    def _reserve(self, need: Need, day: Window, month: Month) -> Hold:
+    def _reserve(self, need: Need, day: Window, month: Month, *, is_shadow_refused: bool = False) -> Hold:
         costs = month.window(need.currency or self.currency)
         day.reserved += need.worst.tokens
         costs.reserved += need.worst.cost_picos
-        self.running += 1
-        return Hold(allowance=self, held=need.worst, day=day, month=costs)
+        if is_shadow_refused:
+            day.shadow_reserved += need.worst.tokens
+            costs.shadow_reserved += need.worst.cost_picos
+        else:
+            self.running += 1
+        return Hold(allowance=self, held=need.worst, day=day, month=costs, is_shadow_refused=is_shadow_refused)
 
     def shadow_hold(self, need: Need, at: Moment) -> Hold:
-        """Return an empty hold, for a request that these limits would have refused outside shadow mode."""
-        day, month = self._windows.enter(at)
-        costs = month.window(need.currency or self.currency)
-        return Hold(allowance=self, held=Amount(tokens=0, cost_picos=0), day=day, month=costs, is_shadow_refused=True)
+        """Return the hold of a request that these limits would have refused outside shadow mode."""
+        return self._reserve(need, *self._windows.enter(at), is_shadow_refused=True)
 
     def held_by(self, hold: Hold, at: Moment) -> Amount:
         """Return what a request has reserved of the current day, and of the current month in the budget's currency."""
@@ -258,8 +260,10 @@ class Allowance:
 
         A request that needs nothing is allowed, even if an earlier one has overdrawn the limit.
         """
-        used = window.used if self.is_enforced else window.used - window.shadow_used
-        left = limit - used - window.reserved
+        used, reserved = window.used, window.reserved
+        if not self.is_enforced:
+            used, reserved = used - window.shadow_used, reserved - window.shadow_reserved
+        left = limit - used - reserved
         allowed = need == 0 or (need <= left and not ahead.wants_window)
         held = not allowed and used + need <= limit
         return self._decision(kind, allowed, need, limit, left, RUNNING_RETRY_S if held else wait_s, held=held, ahead=ahead)
@@ -297,8 +301,8 @@ class Hold:
     """What one request has taken from one allowance; it is returned to the same buckets and windows. `month` is that of the
     currency that the request is paid in.
 
-    `is_shadow_refused`: limits in shadow mode would have refused it, so it takes nothing, and its usage counts as
-    `shadow_used`.
+    `is_shadow_refused`: limits in shadow mode would have refused it, so it takes nothing from buckets and no place among the
+    running requests, and its day and month count it apart, until the limits are enforced.
     """
 
     allowance: Allowance
@@ -330,7 +334,6 @@ class Hold:
         if self.is_shadow_refused:
             self.day.shadow_used += used.tokens
             self.month.shadow_used += used.cost_picos
-            return
         self._release()
         if self.tokens is not None:
             self.tokens.bucket.settle(self.tokens, used.tokens, monotonic_s)
@@ -339,18 +342,20 @@ class Hold:
 
     def void(self, monotonic_s: float) -> None:
         """Give everything back, as if the request had never been admitted."""
-        if self.is_shadow_refused:
-            return
         self._release()
         for take in (self.tokens, self.requests):
             if take is not None:
                 take.bucket.settle(take, 0, monotonic_s)
 
     def _release(self) -> None:
-        self.allowance.running -= 1
         self.day.reserved -= self.held.tokens
         self.month.reserved -= self.held.cost_picos
-        self.clear_running_cost()
+        if self.is_shadow_refused:
+            self.day.shadow_reserved -= self.held.tokens
+            self.month.shadow_reserved -= self.held.cost_picos
+        else:
+            self.allowance.running -= 1
+            self.clear_running_cost()
 
 
 def _monotonic_at(moment: datetime, at: Moment) -> float:

@@ -32,14 +32,15 @@ class Moment(msgspec.Struct, frozen=True):
 class Window:
     """What is used and reserved in one day (tokens), or in one month in one currency (its pico-units).
 
-    `shadow_used` is the part of `used` that limits in shadow mode would have refused. `running_cost` is the part of `reserved`
-    that running requests have cost so far.
+    `shadow_used` and `shadow_reserved` are the parts that limits in shadow mode would have refused. `running_cost` is the part
+    of `reserved` that running requests have cost so far.
     """
 
     start: date
     used: int = 0
     reserved: int = 0
     shadow_used: int = 0
+    shadow_reserved: int = 0
     running_cost: int = 0
 
 
