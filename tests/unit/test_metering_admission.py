@@ -425,6 +425,16 @@ async def test_an_overdrawn_budget_refuses_no_request_that_costs_nothing_in_it(c
     (await admit(admission, bob, 20, 10, cost)).settle(30)
 
 
+async def test_a_spent_budget_refuses_a_request_of_which_only_unexpected_output_costs_something(clock: FakeClock) -> None:
+    admission = utc_admission(clock, FixedSums(cost_month_picos=10**12))
+    bob, cost = principal(Limits(monthly_budget=10**6, tokens_per_minute=10)), price(prompt=0, cached=0, completion=10**6)
+    request = AdmissionRequest(
+        principal=bob, model="demo", prompt_tokens=10, max_output_tokens=None, price=cost, output_room=50
+    )  # it fills the limit of tokens, so no output is expected
+    with pytest.raises(BudgetExceeded):
+        await admission.admit(request)
+
+
 @pytest.mark.parametrize("cost", COSTS_NOTHING_HERE, ids=["no price", "price of zero", "another currency"])
 async def test_a_spent_hard_budget_ends_no_request_that_costs_nothing_in_it(clock: FakeClock, cost: Price | None) -> None:
     admission = utc_admission(clock, FixedSums(cost_month_picos=10**12))

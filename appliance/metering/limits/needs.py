@@ -41,9 +41,11 @@ def _need(request: AdmissionRequest, limit: float, estimates: OutputEstimates) -
     per_answer = estimates.estimate_output(request, room_per_answer)
     expected = request.num_answers * per_answer
     longest = request.num_answers * max(per_answer, request.max_output_tokens or 0, request.output_room or 0)
+    most_picos = request.cost_at_most(longest)
+    expected_picos = max(request.cost(0, expected), min(most_picos, 1))  # not 0, or a spent budget would admit it
     return Need(
-        expected=Amount(tokens=request.prompt_tokens + expected, cost_picos=request.cost(0, expected)),
-        worst=Amount(tokens=request.prompt_tokens + longest, cost_picos=request.cost_at_most(longest)),
+        expected=Amount(tokens=request.prompt_tokens + expected, cost_picos=expected_picos),
+        worst=Amount(tokens=request.prompt_tokens + longest, cost_picos=most_picos),
         currency=request.currency,
     )
 
