@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import random
 
+import msgspec
 import pytest
 
 from appliance.base.errors import RateLimitExceeded, Refused
@@ -119,6 +120,7 @@ async def test_reservations_are_returned_in_full_and_a_refusal_changes_nothing(s
         answer = await _try_admit(admission, request)
         if isinstance(answer, Refused):
             assert _state(admission) == before
+            await _check_proposed_maximum(admission, request, answer)
         if isinstance(answer, RateLimitExceeded) and chance.random() < 0.5:
             answer = await _wait_as_reported(admission, clock, request, answer)
         if isinstance(answer, Reservation):
@@ -131,6 +133,22 @@ async def test_reservations_are_returned_in_full_and_a_refusal_changes_nothing(s
         assert (allowance.running, allowance._windows.day.reserved, month.reserved) == (0, 0, 0)
         assert allowance._windows.day.used >= allowance._windows.day.shadow_used >= 0
         assert month.running_cost == 0
+
+
+async def _check_proposed_maximum(admission: Admission, request: AdmissionRequest, refused: Refused) -> None:
+    """The max_tokens that a refusal proposes is the largest that passes the limits that it is about."""
+    if "set max_tokens to at most" not in refused.message:
+        return
+    proposed = int(refused.message.partition("at most ")[2].split()[0])
+    can_wait = isinstance(refused, RateLimitExceeded)
+
+    async def refusing(max_tokens: int | None) -> set[str]:
+        dry_run = await admission.dry_run(msgspec.structs.replace(request, max_output_tokens=max_tokens))
+        return {each.name + str(each.model) for each in dry_run.refusals if can_wait or each.wait_s is None}
+
+    about = await refusing(request.max_output_tokens)
+    assert about & await refusing(proposed + 1)
+    assert not about & await refusing(proposed)
 
 
 async def _wait_as_reported(

@@ -564,6 +564,8 @@ async def test_what_a_request_returns_first_covers_the_longest_output_of_those_t
     running[0].settle(10)  # 189 are left beside it
     with pytest.raises(RateLimitExceeded, match=r"reserved the rest .* set max_tokens to at most 188$"):
         await admission.admit(third)
+    with pytest.raises(RateLimitExceeded):
+        await admission.admit(msgspec.structs.replace(third, max_output_tokens=189))
     third = msgspec.structs.replace(third, max_output_tokens=188, output_room=188)
     (await admission.admit(third)).settle(189)
     running[1].settle(801)
