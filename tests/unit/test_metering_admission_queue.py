@@ -257,6 +257,22 @@ async def test_a_daily_limit_is_kept_free_only_for_waiters_that_need_it(queue: Q
     assert await queue.refusing_limits(slow, 10) == {("tenant", "concurrency"), ("key", "tokens_per_day")}
 
 
+@pytest.mark.parametrize(
+    ("limits", "days"), [(Limits(tokens_per_day=100), 0.5), (Limits(monthly_budget=100), 9.5)], ids=["day", "month"]
+)
+async def test_a_request_held_up_by_running_ones_is_admitted_when_a_new_day_or_month_begins(
+    queue: Queue, limits: Limits, days: float
+) -> None:
+    bob, cost = principal(limits), price(prompt=10**6, cached=10**6)  # a micro-unit a token
+    await queue.timer.advance(days * 86_400 - 10.0)
+    await queue.submit(bob, 60, price=cost)
+    waiting = await queue.submit(bob, 60, price=cost)
+    await queue.timer.advance(9.999)
+    assert not waiting.done()
+    await queue.timer.advance(0.001)
+    assert waiting.done()
+
+
 async def test_a_tenant_waiting_for_its_own_limit_does_not_block_others_at_the_model(queue: Queue) -> None:
     policy = ModelPolicy(model="demo", limits=Limits(tokens_per_minute=600), limit_mode="enforce", updated_at=START)
     bob, charlie = principal(Limits(tokens_per_minute=60)), principal()

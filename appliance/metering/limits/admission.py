@@ -230,8 +230,13 @@ class Admission:
             elif refusals:
                 shadow_refusals[allowance] = refusals
         if refused:
-            tokens = needs.enforced.expected.tokens
-            return Refusals(request=request, reserved_tokens=tokens, by=refused, estimate=self._running.estimate)
+            return Refusals(
+                request=request,
+                reserved_tokens=needs.enforced.expected.tokens,
+                by=refused,
+                day_left_s=(at.next_day_start - at.now).total_seconds(),
+                estimate=self._running.estimate,
+            )
         reservation = Reservation(
             request,
             needs.enforced,

@@ -73,11 +73,12 @@ class WaitObserver(Protocol):
 class Refusals:
     """Why `request`, which would reserve `reserved_tokens`, was not admitted: the refusing decisions, each with the allowance
     it comes from. `estimate` fills in when running requests will probably make room; it is slow, so it is applied only to what
-    a client receives."""
+    a client receives. `day_left_s` is the time in seconds to the next billing day, of which nothing is reserved."""
 
     request: AdmissionRequest
     reserved_tokens: int
     by: Sequence[tuple[Allowance, LimitDecision]]
+    day_left_s: float
     estimate: Callable[[Allowance, LimitDecision], LimitDecision]
 
     @property
@@ -291,7 +292,8 @@ class AdmissionQueue:
         left = {allowance for allowance in waiter.queues if allowance.owner.scope == "model" and allowance not in refusing}
         for allowance in left:
             self._leave_queue(waiter, allowance)
-        self._schedule_retry(waiter, exact_wait_s(refusals.decisions) or waiter.deadline_s - self._clock.monotonic_s())
+        left_s = waiter.deadline_s - self._clock.monotonic_s()
+        self._schedule_retry(waiter, exact_wait_s(refusals.decisions) or min(left_s, refusals.day_left_s))
         return left
 
     def _schedule_retry(self, waiter: Waiter, delay_s: float) -> None:
