@@ -128,10 +128,12 @@ class Harness:
         )
 
 
-def make_harness(database: Database, clock: FakeClock, cast: Cast) -> Harness:
-    limits = Limits(tokens_per_minute=CAPACITY)
+def make_harness(
+    database: Database, clock: FakeClock, cast: Cast, *, capacity: int = CAPACITY, tokens_per_day: int | None = None
+) -> Harness:
+    limits = Limits(tokens_per_minute=capacity, tokens_per_day=tokens_per_day)
     who = dataclasses.replace(cast.bob.principal, tenant=dataclasses.replace(cast.bob.tenant, limits=limits))
-    return Harness(database, clock, who, cast, TokenBucket(CAPACITY, clock.monotonic_s()))
+    return Harness(database, clock, who, cast, TokenBucket(capacity, clock.monotonic_s()))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -157,6 +159,24 @@ async def test_repeated_kills_grant_no_more_than_a_run_without_any(
             await harness.save()
         else:
             await harness.kill()
+    await harness.ledger.stop()
+
+
+async def test_after_a_kill_a_day_admits_only_what_fits_beside_what_was_billed_of_running_requests(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    harness = make_harness(database, clock, cast, capacity=10_000, tokens_per_day=1000)
+    await harness.start()
+    await harness.ask(1, 700)
+    await harness.ask(1, 800)  # more than is left
+    await harness.ask(1, 1)
+    assert len(harness.running) == 2
+    harness.running[0].generated, harness.running[1].generated = 350, 600
+    await harness.kill()
+    await harness.ask(11, 40)
+    assert harness.running == []
+    await harness.ask(10, 40)
+    assert len(harness.running) == 1
     await harness.ledger.stop()
 
 
