@@ -7,13 +7,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from itertools import count
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
-
-import msgspec
 
 from bench.gpu import traffic
 from bench.gpu.context import Context
@@ -207,7 +206,7 @@ def _batch_one(context: Context, engine: Engine, directory: Path, name: str, *, 
     row.counted = engine.status().generation_tokens_total - before
     context.limit(row, lambda: limit.decode_rate(1, in_len + out_len / 2))
     row.facts = {"bytes_per_step": limit.read_bytes, "quantization": engine.info.quantization, "kernels": engine.info.kernels}
-    row.facts["kernel_choices"] = msgspec.to_builtins(engine.info.kernel_choices)
+    row.facts["kernel_choices"] = [asdict(choice) for choice in engine.info.kernel_choices]
     context.emit(use.annotate(row, whole=True))
     if planned is not None:
         planner = Planner(context, directory, engine.info, expected=True)

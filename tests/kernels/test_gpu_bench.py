@@ -401,6 +401,37 @@ def test_all_missing_packages_are_named_in_one_message() -> None:
         stand_in.LLMatcher()
 
 
+WITHOUT_THE_REST = """
+import importlib, sys
+from importlib.abc import MetaPathFinder
+from bench.gpu import requirements
+from bench.gpu.plan import PARTS
+
+class Missing(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in sys.argv[1:]:
+            raise ModuleNotFoundError(f"{name} is not among the requirements")
+
+sys.meta_path.insert(0, Missing())
+requirements.replace_grammars()
+for module in sorted({part.module for part in PARTS}):
+    importlib.import_module(module)
+"""
+NAMES_OF_IMPORTS = {"argon2-cffi": "argon2", "nvidia-ml-py": "pynvml", "prometheus-client": "prometheus_client"}
+
+
+def test_parts_import_no_package_of_this_project_but_the_required_ones() -> None:
+    project = tomllib.loads((REPO / "pyproject.toml").read_text("utf-8"))["project"]
+    names = {Requirement(line).name for line in project["dependencies"]}
+    missing = [NAMES_OF_IMPORTS.get(name, name) for name in sorted(names - requirements.NEEDED.keys())]
+    assert "msgspec" in missing
+    answer = subprocess.run(
+        [sys.executable, "-c", WITHOUT_THE_REST, *missing], cwd=REPO, capture_output=True, text=True, check=False
+    )
+    assert answer.stderr == ""
+    assert answer.returncode == 0
+
+
 def test_a_machine_that_cannot_launch_kernels_is_told_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "true")
     assert toolchain_problem() is None
