@@ -151,7 +151,7 @@ class Process:
 @dataclass(frozen=True, slots=True)
 class Recorder:
     """Collects the messages of processes in `outcome`. `show` gets a line for each row and each part that ends; `logs` is the
-    directory for everything else that parts print; `keep` receives the outcome so far."""
+    directory for everything else that parts print; `keep` receives the outcome so far after each part that has begun."""
 
     outcome: Outcome
     show: Callable[[str], None]
@@ -169,13 +169,15 @@ class Recorder:
         elif "facts" in message:
             self.outcome.facts.update(message["facts"])
 
-    def add_end(self, process: Process) -> int | None:
-        """Close a process and record its part; return its exit status."""
+    def add_end(self, process: Process, *, interrupted: bool = False) -> int | None:
+        """Close a process and record its part; return its exit status. `interrupted`: it was killed with the run."""
         elapsed_s = round(process.elapsed_s, 2)
         status, log_text = process.close()
         log_text = log_text.replace(f"{TREE}/", "")
         record: dict[str, Any] = {**_part_record(process.job), "s": elapsed_s, "limit_s": round(process.limit_s, 1)}
-        if process.timed_out:
+        if interrupted:
+            record["error"] = f"the run was interrupted {elapsed_s:.0f} s after it began"
+        elif process.timed_out:
             record["error"] = f"ended after its limit of {process.limit_s:g} s"
             if process.abandon_reason:
                 record["error"] += f"; {process.abandon_reason}"
@@ -191,6 +193,7 @@ class Recorder:
             name = f"{process.job.name} {number}" if number > 1 else process.job.name
             (self.logs / f"{name.replace(' ', '-')}.txt").write_text(log_text, "utf-8")
         self.show(f"-- {process.job.name}: {elapsed_s} s{', ' + record['error'] if 'error' in record else ''}")
+        self.keep(self.outcome)
         return status
 
     def add_skipped(self, process: Process, reason: str) -> None:
@@ -203,16 +206,11 @@ def run_stages(
     *,
     rehearse: bool,
     total_s: float,
-    facts: dict[str, Any],
-    show: Callable[[str], None],
-    logs: Path | None = None,
-    keep: Callable[[Outcome], None] = lambda _: None,
-) -> Outcome:
+    recorder: Recorder,
+) -> None:
     """Run all stages. The next stage's processes import while the current one measures; while the first imports, no other does,
-    because the run would lose that time. `show`, `logs` and `keep` as in `Recorder`; `keep` is called after each stage and when
-    the run is interrupted."""
-    outcome = Outcome(facts=dict(facts))
-    recorder = Recorder(outcome, show, logs, keep)
+    because the run would lose that time. If the run is interrupted, `recorder` has what there was."""
+    outcome = recorder.outcome
     environment = _environment(rehearse)
     end_s = time.monotonic() + total_s
     prepared: list[Process] = []
@@ -232,10 +230,8 @@ def run_stages(
                 _skip(processes, recorder, "the time of the run was used up")
             else:
                 _run(processes, lines, allotted_s(stages[index:], left_s), recorder)
-                keep(outcome)
     finally:
         _end(prepared)
-    return outcome
 
 
 Lines = queue.Queue[tuple[Process, str | None]]
@@ -307,11 +303,13 @@ def _run(processes: Sequence[Process], lines: Lines, allotted_s: float, recorder
                     running.append(_continued(process, lines, recorder))
             else:
                 recorder.add_line(process, line)
-    except BaseException:  # the run is interrupted: write the outcome before waiting for processes to end
+    except BaseException:  # the run is interrupted: write the rows before waiting for processes to end
         recorder.keep(recorder.outcome)
+        for process in running:
+            process.kill()
+        for process in running:
+            recorder.add_end(process, interrupted=True)
         raise
-    finally:
-        _end(running)
 
 
 def _continued(process: Process, lines: Lines, recorder: Recorder) -> Process:
