@@ -11,7 +11,8 @@ A part has two times, both for a cold kernel cache. `usual_s` is reserved for it
 the time of a run, so that no part is skipped because another was slow. `limit_s` is its maximum if time is left; the limits
 within each of `COMMANDS` fit too. Both come from a run on an H200, plus a third. In that run 32k tokens among 64 decoders had
 not finished 20 s after their arrival, and `transformers` had done 97 of 128 conversations in what was left of 61 s. Warm-ups
-took 38 s and have a quarter more kernels to compile since.
+took 38 s and have a quarter more kernels to compile since; a start of an engine captures 20 to 29 steps with chunks and times
+kernels since, some 4 s for 32 layers on that machine's processor, where a captured step took 50 to 100 ms.
 """
 
 from __future__ import annotations
@@ -62,10 +63,10 @@ PARTS: tuple[Part, ...] = (
     Part("kernel products", "kernels", "bench.gpu.speed_products", "measure", 22, 65, "kernels"),
     Part("kernel rows", "kernels", "bench.gpu.speed_rows", "measure", 8, 45, "kernels"),
     Part("llama 8b", "llama 8b", "bench.gpu.serve", "llama_8b", 58, 70, "engines", needs=(*LLAMA, "warm in turn")),
-    Part("small models", "small models", "bench.gpu.serve", "small_models", 22, 30, "engines", needs=SMALL),
-    Part("formats", "formats", "bench.gpu.serve", "formats", 42, 45, "engines", needs=FORMATS),
-    Part("latency", "latency", "bench.gpu.serve_latency", "latency", 75, 80, "engines", needs=LLAMA),
-    Part("saturated", "saturated", "bench.gpu.serve", "saturated", 44, 50, "engines", needs=LLAMA),
+    Part("small models", "small models", "bench.gpu.serve", "small_models", 25, 32, "engines", needs=SMALL),
+    Part("formats", "formats", "bench.gpu.serve", "formats", 50, 58, "engines", needs=FORMATS),
+    Part("latency", "latency", "bench.gpu.serve_latency", "latency", 55, 62, "engines", needs=LLAMA),
+    Part("saturated", "saturated", "bench.gpu.serve", "saturated", 46, 50, "engines", needs=LLAMA),
     Part("peers", "peers", "bench.gpu.peers", "against_transformers", 105, 110, "peers", needs=("llama 8b",)),
     Part("choices", "choices", "bench.gpu.choices", "measure", 110, 140, "choices", on_request=True),
 )

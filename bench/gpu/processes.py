@@ -184,7 +184,7 @@ class Recorder:
         elif status is None:
             record["error"] = process.abandon_reason
         elif status:
-            record["error"] = f"exit status {status}: {_last_line(log_text)}"
+            record["error"] = f"{_describe_status(status)}: {_last_line(log_text)}"
         record["log"] = shorten_log(log_text)
         self.outcome.parts.append(record)
         if self.logs is not None:
@@ -328,6 +328,14 @@ def shorten_log(text: str) -> str:
 
 def _part_record(job: Job) -> dict[str, Any]:
     return {"part": job.name, "targets": sorted({part.target for part in job.parts})}
+
+
+def _describe_status(status: int) -> str:
+    """`exit status 1`, `ended by SIGSEGV`"""
+    if status >= 0:
+        return f"exit status {status}"
+    name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
+    return f"ended by {name}" + (", as by the system when main memory is used up" if -status == signal.SIGKILL else "")
 
 
 def _last_line(log_text: str) -> str:

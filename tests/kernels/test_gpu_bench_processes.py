@@ -58,6 +58,23 @@ def test_a_process_that_cannot_be_killed_is_recorded_and_the_run_continues() -> 
     assert shown
 
 
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [
+        (1, "exit status 1: its log"),
+        (-11, "ended by SIGSEGV: its log"),
+        (-9, "ended by SIGKILL, as by the system when main memory is used up: its log"),
+    ],
+)
+def test_the_error_of_a_part_names_the_signal_that_ended_it(
+    status: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome = Outcome()
+    monkeypatch.setattr(Stuck, "close", lambda _: (status, "its log"))
+    Recorder(outcome, lambda _: None).add_end(Stuck(Job((BY_NAME["latency"],))))  # type: ignore[arg-type]
+    assert outcome.parts[0]["error"] == expected
+
+
 class Script(list[Any]):
     """Stands for the queue of lines: gives what is next, or raises it."""
 
