@@ -24,6 +24,7 @@ VARIABLES = (*SWITCHES, "CUDA_LAUNCH_BLOCKING", "PYTORCH_ALLOC_CONF", "OMP_NUM_T
 CALIBRATED = {"bandwidth": (1e9, "GB/s"), "flops": (1e12, "TFLOP/s bf16"), "flops_fp8": (1e12, "TFLOP/s fp8")}
 """Calibrated facts, with divisor and unit."""
 LAST_LINES = 12
+WENT_WRONG = "what went wrong (docs/benchmarks.md, Debugging a run)"
 WIDTHS = (67, 10, 16, 10, 5, 10, 7, 32, 0)
 
 
@@ -165,7 +166,7 @@ def _failures(report: dict[str, Any]) -> list[str]:
     for broken in (each for each in report["parts"] if "error" in each):
         lines.append(f"  part {broken['part']}: {broken['error']}")
         lines += [f"    | {line[:200]}" for line in broken.get("log", "").splitlines()[-LAST_LINES:]]
-    return ["", "what went wrong", *lines] if lines else []
+    return ["", WENT_WRONG, *lines] if lines else []
 
 
 def _cells(row: dict[str, Any], rehearsal: bool) -> tuple[str, ...]:

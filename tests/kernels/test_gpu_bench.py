@@ -25,7 +25,7 @@ from bench.gpu.idle import WORK, idle_from_trace
 from bench.gpu.part import STACK_DUMP_S
 from bench.gpu.plan import COMMANDS, PARTS, TOTAL_S, Job, allotted_s, stages, usual_s
 from bench.gpu.processes import Outcome, shorten_log
-from bench.gpu.report import complete_rows, document, table
+from bench.gpu.report import WENT_WRONG, complete_rows, document, table
 from bench.gpu.rows import GOALS_CARD, Row, Target, fill_ratios, verdict
 from bench.gpu.targets import BY_NAME as TARGET_OF
 from bench.gpu.targets import HOST_CALLS, TARGETS, error_row, invariance_row
@@ -346,11 +346,11 @@ def test_failures_are_printed_after_the_table() -> None:
     report = document(rows, Outcome(parts=parts), rehearsal=False, taken_s=1.0)
     printed = table({**report, "switches": {"GATEHOUSE_GRAPHS": "0"}})
     assert "with GATEHOUSE_GRAPHS=0" in printed
-    wrong = printed[printed.index("what went wrong") :]
+    wrong = printed[printed.index(WENT_WRONG) :]
     assert "numbers: rms norm: RuntimeError: boom" in wrong
     assert "part check rows: exit status 1: boom" in wrong
     assert "    | last words" in wrong
-    assert "what went wrong" not in table(document(rows[1:], Outcome(), rehearsal=False, taken_s=1.0))
+    assert WENT_WRONG not in table(document(rows[1:], Outcome(), rehearsal=False, taken_s=1.0))
 
 
 def test_environment_switches_are_recorded_in_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,7 +388,7 @@ def test_a_run_without_measurements_lists_its_parts_instead_of_every_goal() -> N
     outcome = Outcome(parts=parts)
     printed = table(document(complete_rows(outcome, {"checks"}), outcome, rehearsal=False, taken_s=1.0)).splitlines()
     assert printed[0].startswith("no GPU · ")
-    assert printed[-3:] == ["what went wrong", "  part calibrate: exit status 1: boom", "    | last words"]
+    assert printed[-3:] == [WENT_WRONG, "  part calibrate: exit status 1: boom", "    | last words"]
     assert len(printed) < 7
 
 
