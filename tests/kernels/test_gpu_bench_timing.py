@@ -70,6 +70,24 @@ def test_the_number_of_replays_per_sample_is_chosen_on_the_warm_gpu(monkeypatch:
     assert card.stretches[-1][0] == pytest.approx(timing.SAMPLE_S / 1e-4, rel=0.05)
 
 
+@pytest.mark.parametrize("fast", ["row by row", "transposed"])
+def test_the_matmul_baseline_is_the_faster_of_two_layouts(fast: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(calls: list[Callable[[], torch.Tensor]], _: torch.device) -> list[float]:
+        with mock.patch.object(torch, "mm") as product:
+            calls[0]()
+        layout = "row by row" if product.call_args.args[1].is_contiguous() else "transposed"
+        return [1e-3 if layout == fast else 2e-3] * 3
+
+    told: list[dict[str, Any]] = []
+    monkeypatch.setattr(calibration, "seconds", seconds)
+    context = Context(torch.device("cpu"), True, {}, told.append, 1000.0, clock=lambda: 0.0)
+    calibration._matmul(context)
+    (row,) = (line["row"] for line in told if "row" in line)
+    assert context.flops == pytest.approx(2 * 64**3 / 1e-3)
+    assert row["facts"][fast] == pytest.approx(row["value"])
+    assert len(row["facts"]) == 2
+
+
 def test_layers_are_compiled_together_in_each_way_that_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     launches: dict[str, set[tuple[str, int, int, str | None]]] = {"compiled": set(), "timed": set()}
     stage = ["timed"]
