@@ -11,7 +11,7 @@ A part has two times, both for a cold kernel cache. `usual_s` is reserved for it
 the time of a run, so that no part is skipped because another was slow. `limit_s` is its maximum if time is left; the limits
 within each of `COMMANDS` fit too. Both come from a run on an H200, plus a third. In that run 32k tokens among 64 decoders had
 not finished 20 s after their arrival, and `transformers` had done 97 of 128 conversations in what was left of 61 s. Warm-ups
-took 38 s and have a quarter more kernels to compile since; a start of an engine captures 20 to 29 steps with chunks and times
+took 38 s and have a fifth more kernels to compile since; a start of an engine captures 20 to 29 steps with chunks and times
 kernels since, some 4 s for 32 layers on that machine's processor, where a captured step took 50 to 100 ms.
 """
 
