@@ -33,7 +33,7 @@ STAGE_MIN_S = 8.0
 """With less time left than this, a stage is not begun."""
 NOT_BEGUN = "not begun"
 RESTART_MIN_S = 20.0
-"""With less of its time left than this, a part whose process has lost the device is not continued by another one."""
+"""With less of its time left than this, a part whose process has lost the device or crashed is not continued by another one."""
 IMPORT_S = 120.0
 """Time that the first part may take to import before its own time begins; no other part imports meanwhile."""
 TF32_VARIABLES = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")
@@ -281,7 +281,7 @@ def _run(processes: Sequence[Process], lines: Lines, allotted_s: float, recorder
     """Let all processes measure at the same time; return when each has ended or was abandoned."""
     for process in processes:
         process.begin(recorder.outcome.facts, min(process.allowed_s, allotted_s))
-    running = list(processes)
+    running, crashed = list(processes), set[Job]()
     try:
         while running:
             soonest_s = min(process.left_s for process in running)
@@ -299,7 +299,11 @@ def _run(processes: Sequence[Process], lines: Lines, allotted_s: float, recorder
                 continue  # it was abandoned before its output ended
             if line is None:
                 running.remove(process)
-                if recorder.add_end(process) == device_lost.STATUS and process.left_s >= RESTART_MIN_S:
+                status = recorder.add_end(process)
+                has_crashed = status is not None and status < 0 and process.job not in crashed
+                if has_crashed:
+                    crashed.add(process.job)  # the row under way is measured again, and may end the next process too
+                if (has_crashed or status == device_lost.STATUS) and process.left_s >= RESTART_MIN_S:
                     running.append(_continued(process, lines, recorder))
             else:
                 recorder.add_line(process, line)
@@ -313,7 +317,7 @@ def _run(processes: Sequence[Process], lines: Lines, allotted_s: float, recorder
 
 
 def _continued(process: Process, lines: Lines, recorder: Recorder) -> Process:
-    """Another process for the rows of a part that are left when its process has lost the device."""
+    """Another process for the rows of a part that are left when its process has lost the device or crashed."""
     successor = process.successor()
     successor.start_reader(lines)
     successor.begin(recorder.outcome.facts, process.left_s, [row.name for row in recorder.outcome.rows])

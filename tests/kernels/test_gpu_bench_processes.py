@@ -263,6 +263,22 @@ def test_another_process_goes_on_with_what_is_left_where_one_has_lost_the_device
         assert process.next.done == ["first"]
 
 
+@pytest.mark.parametrize(("statuses", "rows"), [([-11, 0], ["first", "second"]), ([-11, -11, 0], ["first", "second"])])
+def test_another_process_goes_on_once_where_one_has_crashed(
+    statuses: list[int], rows: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = iter(statuses)
+    monkeypatch.setattr(Losing, "close", lambda _: (next(left), "its log"))
+    lines: Any = queue.Queue()
+    process, outcome = Losing(Job((BY_NAME["formats"],))), Outcome()
+    process.start_reader(lines)
+    processes._run([process], lines, 1.0, Recorder(outcome, lambda _: None))  # type: ignore[list-item]
+    assert [row.name for row in outcome.rows] == rows
+    assert [part.get("error", "") for part in outcome.parts] == [
+        "ended by SIGSEGV: its log" if status else "" for status in statuses[:2]
+    ]
+
+
 @dataclass(eq=False)
 class Noted(Stuck):
     """A process that ends as soon as it is told to begin, and notes what is done with it."""
