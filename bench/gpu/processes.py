@@ -343,4 +343,8 @@ def _describe_status(status: int) -> str:
 
 
 def _last_line(log_text: str) -> str:
+    """The last line of a log or, of a crash, where the thread was that crashed: behind it faulthandler lists modules."""
+    if "Fatal Python error: " in log_text:
+        stack = log_text.rpartition("Fatal Python error: ")[2].rpartition("\nCurrent thread ")[2]
+        return next((line.strip() for line in stack.splitlines() if line.startswith("  File ")), "no Python code ran")
     return next((line for line in reversed(log_text.splitlines()) if line.strip()), "no output")

@@ -75,6 +75,28 @@ def test_the_error_of_a_part_names_the_signal_that_ended_it(
     assert outcome.parts[0]["error"] == expected
 
 
+CRASH = """an earlier line
+Fatal Python error: Segmentation fault
+
+Thread 0x00007f01 (most recent call first):
+  File "threading.py", line 1 in wait
+
+Current thread 0x00007f02 (most recent call first):
+  File "compiler.py", line 2 in make_cubin
+  File "part.py", line 3 in main
+
+Extension modules: numpy._core, torch._C (total: 2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "line"),
+    [(CRASH, 'File "compiler.py", line 2 in make_cubin'), ("first\nlast\n\n", "last"), ("", "no output")],
+)
+def test_the_error_of_a_crash_says_where_it_happened(log: str, line: str) -> None:
+    assert processes._last_line(log) == line
+
+
 class Script(list[Any]):
     """Stands for the queue of lines: gives what is next, or raises it."""
 
