@@ -12,7 +12,7 @@ from typing import Any
 
 from bench.gpu import requirements
 from bench.gpu.plan import PARTS, TOTAL_S, stages
-from bench.gpu.processes import Outcome, run_stages
+from bench.gpu.processes import Outcome, Recorder, run_stages
 from bench.gpu.report import complete_rows, document, status, table
 from bench.gpu.result_files import ResultFiles
 from bench.gpu.summary import summary
@@ -42,41 +42,42 @@ def main() -> int:
     if path is None and not options.rehearse:
         path = RESULTS / f"gpu-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json"
 
-    def make_report(outcome: Outcome, targets: set[str]) -> dict[str, Any]:
+    outcome = Outcome()
+
+    def make_report(targets: set[str]) -> dict[str, Any]:
         rows = complete_rows(outcome, targets)
         return document(rows, outcome, rehearsal=options.rehearse, taken_s=time.monotonic() - started_s)
 
-    def is_kept(outcome: Outcome) -> bool:  # without a GPU there is no result to write
+    def is_kept() -> bool:  # without a GPU there is no result to write
         return bool(outcome.rows) or options.out is not None
 
     signal.signal(signal.SIGTERM, _exit_on_signal)
     with ResultFiles(path, options.logs) as files:
 
-        def keep(outcome: Outcome) -> None:
-            if is_kept(outcome):
-                files.write(make_report(outcome, {target for part in outcome.parts for target in part["targets"]}))
+        def keep(_: Outcome) -> None:
+            if is_kept():
+                files.write(make_report({target for part in outcome.parts for target in part["targets"]}))
 
-        outcome = run_stages(
-            planned,
-            rehearse=options.rehearse,
-            total_s=total_s,
-            facts={},
-            show=lambda line: print(line, flush=True),
-            logs=files.logs,
-            keep=keep,
-        )
-        report = make_report(outcome, {part.target for stage in planned for job in stage for part in job.parts})
-        if is_kept(outcome):  # before anything is printed, which might fail
+        recorder = Recorder(outcome, lambda line: print(line, flush=True), files.logs, keep)
+        interruption: BaseException | None = None
+        try:
+            run_stages(planned, rehearse=options.rehearse, total_s=total_s, recorder=recorder)
+        except (SystemExit, KeyboardInterrupt) as error:
+            interruption = error
+        report = make_report({part.target for stage in planned for job in stage for part in job.parts})
+        if is_kept():  # before anything is printed, which might fail
             files.write(report)
         print(table(report))
-        if is_kept(outcome) and path is not None:
+        if is_kept() and path is not None:
             print(f"\nwritten to {path}")
-        print(summary(report))
+        print(summary(report), flush=True)
+        if interruption is not None:
+            raise interruption
     return status(report)
 
 
 def _exit_on_signal(number: int, _: object) -> None:
-    """Exit in an orderly way, which writes the rows of the running stage: a time limit usually sends SIGTERM before SIGKILL."""
+    """Exit in an orderly way, which writes and prints what there is: a time limit usually sends SIGTERM before SIGKILL."""
     raise SystemExit(128 + number)
 
 

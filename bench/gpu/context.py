@@ -16,6 +16,7 @@ import torch
 from bench.gpu.device_lost import DeviceLost
 from bench.gpu.rows import Row
 from engine.errors import EngineBroken
+from engine.runner.kernel_trials import KernelFault
 
 TRACE_CHARS_MAX = 1500
 
@@ -101,8 +102,9 @@ class Context:
 
     def guard(self, names: str | Sequence[str], measure: Callable[[], object]) -> None:
         """Run `measure`. If it raises, emit an error row for each of `names` that was not measured yet and continue, unless the
-        device is broken: all that follows would fail without saying anything useful, so the process exits. Nothing is run if
-        all of these rows are done.
+        device is broken: all that follows would fail without saying anything useful, so the process exits. It exits without
+        error rows if a kernel failed that ran for the first time (`KernelFault`): another process, which does without this
+        kernel, measures the same rows. Nothing is run if all of these rows are done.
 
         Afterwards torch's cached GPU memory is released, except between successful rows of an open engine: its steps would
         request all of it from the driver again, piece by piece, while they are timed."""
@@ -111,6 +113,9 @@ class Context:
             return
         try:
             measure()
+        except KernelFault as error:
+            log.exception("left to another process rows=%s", names)
+            self.check_device(names, error)
         except Exception as error:
             self.failures += 1
             trace = "".join(traceback.format_exception(error))[-TRACE_CHARS_MAX:]

@@ -17,6 +17,7 @@ from bench.gpu.inputs import LLAMA, TINY, make_pages, normal
 from bench.gpu.rows import Row
 from bench.gpu.targets import LAYER_ROWS, layer_row
 from bench.gpu.timing import seconds
+from engine.runner.warm_up import compiles_at_first_use, compiling
 from kernels.attention_rows import AttentionShape
 from kernels.operations import FUSED_ROWS_MAX
 from kernels.triton.attention import decode as attention_decode
@@ -41,18 +42,32 @@ CHOSEN = "chosen"
 
 def measure_layers(context: Context) -> None:
     """Check that kernels are launched early exactly where that is faster: a result for each model and number of rows."""
-    for model, row_counts in LAYER_ROWS.items():
-        for rows in row_counts:
-            name = layer_row(model, rows)
-            context.guard(name, partial(_measure_layer, context, name, model, rows))
+    cases = [(model, rows) for model, row_counts in LAYER_ROWS.items() for rows in row_counts]
+    if compiles_at_first_use(context.device):
+        context.guard("compilation of layers", lambda: _compile_layers(context, cases))
+    for model, rows in cases:
+        name = layer_row(model, rows)
+        context.guard(name, partial(_measure_layer, context, name, model, rows))
+
+
+def _compile_layers(context: Context, cases: list[tuple[str, int]]) -> None:
+    """Compile the kernels of all layers together: half of them are launched in a way that no engine uses."""
+    with compiling("layers"):
+        for model, rows in cases:
+            run, _ = make_layer(context, model, rows)
+            for launched in _ways(rows).values():
+                with launched():
+                    run()
+
+
+def _ways(rows: int) -> dict[str, Callable[[], AbstractContextManager[object]]]:
+    """Blocks in which the kernels of a layer of so many rows are launched, by name."""
+    return {"early": lambda: mock.patch.object(early_launch, "EARLY_ROWS_MAX", rows), "in turn": launched_serially}
 
 
 def _measure_layer(context: Context, name: str, model: str, rows: int) -> None:
     run, layers = make_layer(context, model, rows)
-    ways: dict[str, Callable[[], AbstractContextManager[object]]] = {
-        "early": lambda: mock.patch.object(early_launch, "EARLY_ROWS_MAX", rows),
-        "in turn": launched_serially,
-    }
+    ways = _ways(rows)
     served = "early" if rows <= early_launch.EARLY_ROWS_MAX else "in turn"
     times_s: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(context.size(2, 1)):

@@ -10,7 +10,9 @@ The first part's time begins when its imports are done; the others import while 
 A part has two times, both for a cold kernel cache. `usual_s` is reserved for it however long earlier parts take: the sum fits
 the time of a run, so that no part is skipped because another was slow. `limit_s` is its maximum if time is left; the limits
 within each of `COMMANDS` fit too. Both come from a run on an H200, plus a third. In that run 32k tokens among 64 decoders had
-not finished 20 s after their arrival, and `transformers` had done 97 of 128 conversations in what was left of 61 s.
+not finished 20 s after their arrival, and `transformers` had done 97 of 128 conversations in what was left of 61 s. Warm-ups
+took 38 s and have a fifth more kernels to compile since; a start of an engine captures 20 to 29 steps with chunks and times
+kernels since, some 4 s for 32 layers on that machine's processor, where a captured step took 50 to 100 ms.
 """
 
 from __future__ import annotations
@@ -43,28 +45,28 @@ class Part:
 
 LLAMA, SMALL, FORMATS = ("warm llama",), ("warm small",), ("warm 8 bits", "warm 4 bits")
 PARTS: tuple[Part, ...] = (
-    Part("calibrate", "calibrate", "bench.gpu.calibration", "calibrate", 10, 20, "calibrate"),
-    Part("check attention", "checks", "bench.gpu.check_attention", "check", 55, 120, "checks", concurrent=True),
-    Part("check prefill", "checks", "bench.gpu.check_attention", "check_prefill", 55, 120, "checks", concurrent=True),
-    Part("check rows", "checks", "bench.gpu.check_rows", "check", 55, 120, "checks", concurrent=True),
-    Part("check products", "checks", "bench.gpu.check_products", "check", 55, 120, "checks", concurrent=True),
-    Part("check fused products", "checks", "bench.gpu.check_products", "check_fused", 55, 120, "checks", concurrent=True),
-    Part("check sampling", "checks", "bench.gpu.check_sampling", "check", 55, 120, "checks", concurrent=True),
-    Part("check tokens", "checks", "bench.gpu.same_tokens", "check", 55, 120, "checks", concurrent=True),
-    Part("check engine", "invariant", "bench.gpu.warm_up", "invariant", 55, 120, "checks", concurrent=True),
-    Part("warm llama", "warm-up", "bench.gpu.warm_up", "warm_llama", 55, 60, "checks", concurrent=True),
-    Part("warm small", "warm-up", "bench.gpu.warm_up", "warm_small", 55, 60, "checks", concurrent=True),
-    Part("warm 8 bits", "warm-up", "bench.gpu.warm_up", "warm_8_bits", 55, 60, "checks", concurrent=True),
-    Part("warm 4 bits", "warm-up", "bench.gpu.warm_up", "warm_4_bits", 55, 60, "checks", concurrent=True),
-    Part("warm in turn", "warm-up", "bench.gpu.warm_up", "warm_serially", 55, 60, "checks", concurrent=True),
+    Part("calibrate", "calibrate", "bench.gpu.calibration", "calibrate", 10, 15, "calibrate"),
+    Part("check attention", "checks", "bench.gpu.check_attention", "check", 60, 120, "checks", concurrent=True),
+    Part("check prefill", "checks", "bench.gpu.check_attention", "check_prefill", 60, 120, "checks", concurrent=True),
+    Part("check rows", "checks", "bench.gpu.check_rows", "check", 60, 120, "checks", concurrent=True),
+    Part("check products", "checks", "bench.gpu.check_products", "check", 60, 120, "checks", concurrent=True),
+    Part("check fused products", "checks", "bench.gpu.check_products", "check_fused", 60, 120, "checks", concurrent=True),
+    Part("check sampling", "checks", "bench.gpu.check_sampling", "check", 60, 120, "checks", concurrent=True),
+    Part("check tokens", "checks", "bench.gpu.same_tokens", "check", 60, 120, "checks", concurrent=True),
+    Part("check engine", "invariant", "bench.gpu.warm_up", "invariant", 60, 120, "checks", concurrent=True),
+    Part("warm llama", "warm-up", "bench.gpu.warm_up", "warm_llama", 60, 70, "checks", concurrent=True),
+    Part("warm small", "warm-up", "bench.gpu.warm_up", "warm_small", 60, 70, "checks", concurrent=True),
+    Part("warm 8 bits", "warm-up", "bench.gpu.warm_up", "warm_8_bits", 60, 70, "checks", concurrent=True),
+    Part("warm 4 bits", "warm-up", "bench.gpu.warm_up", "warm_4_bits", 60, 70, "checks", concurrent=True),
+    Part("warm in turn", "warm-up", "bench.gpu.warm_up", "warm_serially", 60, 70, "checks", concurrent=True),
     Part("kernel attention", "kernels", "bench.gpu.speed_attention", "measure", 15, 75, "kernels"),
     Part("kernel products", "kernels", "bench.gpu.speed_products", "measure", 22, 65, "kernels"),
     Part("kernel rows", "kernels", "bench.gpu.speed_rows", "measure", 8, 45, "kernels"),
     Part("llama 8b", "llama 8b", "bench.gpu.serve", "llama_8b", 58, 70, "engines", needs=(*LLAMA, "warm in turn")),
-    Part("small models", "small models", "bench.gpu.serve", "small_models", 22, 30, "engines", needs=SMALL),
-    Part("formats", "formats", "bench.gpu.serve", "formats", 42, 45, "engines", needs=FORMATS),
-    Part("latency", "latency", "bench.gpu.serve_latency", "latency", 75, 85, "engines", needs=LLAMA),
-    Part("saturated", "saturated", "bench.gpu.serve", "saturated", 44, 50, "engines", needs=LLAMA),
+    Part("small models", "small models", "bench.gpu.serve", "small_models", 25, 32, "engines", needs=SMALL),
+    Part("formats", "formats", "bench.gpu.serve", "formats", 50, 58, "engines", needs=FORMATS),
+    Part("latency", "latency", "bench.gpu.serve_latency", "latency", 55, 62, "engines", needs=LLAMA),
+    Part("saturated", "saturated", "bench.gpu.serve", "saturated", 46, 50, "engines", needs=LLAMA),
     Part("peers", "peers", "bench.gpu.peers", "against_transformers", 105, 110, "peers", needs=("llama 8b",)),
     Part("choices", "choices", "bench.gpu.choices", "measure", 110, 140, "choices", on_request=True),
 )

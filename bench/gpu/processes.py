@@ -33,7 +33,7 @@ STAGE_MIN_S = 8.0
 """With less time left than this, a stage is not begun."""
 NOT_BEGUN = "not begun"
 RESTART_MIN_S = 20.0
-"""With less of its time left than this, a part whose process has lost the device is not continued by another one."""
+"""With less of its time left than this, a part whose process has lost the device or crashed is not continued by another one."""
 IMPORT_S = 120.0
 """Time that the first part may take to import before its own time begins; no other part imports meanwhile."""
 TF32_VARIABLES = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")
@@ -151,7 +151,7 @@ class Process:
 @dataclass(frozen=True, slots=True)
 class Recorder:
     """Collects the messages of processes in `outcome`. `show` gets a line for each row and each part that ends; `logs` is the
-    directory for everything else that parts print; `keep` receives the outcome so far."""
+    directory for everything else that parts print; `keep` receives the outcome so far after each part that has begun."""
 
     outcome: Outcome
     show: Callable[[str], None]
@@ -169,20 +169,22 @@ class Recorder:
         elif "facts" in message:
             self.outcome.facts.update(message["facts"])
 
-    def add_end(self, process: Process) -> int | None:
-        """Close a process and record its part; return its exit status."""
+    def add_end(self, process: Process, *, interrupted: bool = False) -> int | None:
+        """Close a process and record its part; return its exit status. `interrupted`: it was killed with the run."""
         elapsed_s = round(process.elapsed_s, 2)
         status, log_text = process.close()
         log_text = log_text.replace(f"{TREE}/", "")
         record: dict[str, Any] = {**_part_record(process.job), "s": elapsed_s, "limit_s": round(process.limit_s, 1)}
-        if process.timed_out:
+        if interrupted:
+            record["error"] = f"the run was interrupted {elapsed_s:.0f} s after it began"
+        elif process.timed_out:
             record["error"] = f"ended after its limit of {process.limit_s:g} s"
             if process.abandon_reason:
                 record["error"] += f"; {process.abandon_reason}"
         elif status is None:
             record["error"] = process.abandon_reason
         elif status:
-            record["error"] = f"exit status {status}: {_last_line(log_text)}"
+            record["error"] = f"{_describe_status(status)}: {_last_line(log_text)}"
         record["log"] = shorten_log(log_text)
         self.outcome.parts.append(record)
         if self.logs is not None:
@@ -191,6 +193,7 @@ class Recorder:
             name = f"{process.job.name} {number}" if number > 1 else process.job.name
             (self.logs / f"{name.replace(' ', '-')}.txt").write_text(log_text, "utf-8")
         self.show(f"-- {process.job.name}: {elapsed_s} s{', ' + record['error'] if 'error' in record else ''}")
+        self.keep(self.outcome)
         return status
 
     def add_skipped(self, process: Process, reason: str) -> None:
@@ -203,16 +206,11 @@ def run_stages(
     *,
     rehearse: bool,
     total_s: float,
-    facts: dict[str, Any],
-    show: Callable[[str], None],
-    logs: Path | None = None,
-    keep: Callable[[Outcome], None] = lambda _: None,
-) -> Outcome:
+    recorder: Recorder,
+) -> None:
     """Run all stages. The next stage's processes import while the current one measures; while the first imports, no other does,
-    because the run would lose that time. `show`, `logs` and `keep` as in `Recorder`; `keep` is called after each stage and when
-    the run is interrupted."""
-    outcome = Outcome(facts=dict(facts))
-    recorder = Recorder(outcome, show, logs, keep)
+    because the run would lose that time. If the run is interrupted, `recorder` has what there was."""
+    outcome = recorder.outcome
     environment = _environment(rehearse)
     end_s = time.monotonic() + total_s
     prepared: list[Process] = []
@@ -232,10 +230,8 @@ def run_stages(
                 _skip(processes, recorder, "the time of the run was used up")
             else:
                 _run(processes, lines, allotted_s(stages[index:], left_s), recorder)
-                keep(outcome)
     finally:
         _end(prepared)
-    return outcome
 
 
 Lines = queue.Queue[tuple[Process, str | None]]
@@ -285,7 +281,7 @@ def _run(processes: Sequence[Process], lines: Lines, allotted_s: float, recorder
     """Let all processes measure at the same time; return when each has ended or was abandoned."""
     for process in processes:
         process.begin(recorder.outcome.facts, min(process.allowed_s, allotted_s))
-    running = list(processes)
+    running, crashed = list(processes), set[Job]()
     try:
         while running:
             soonest_s = min(process.left_s for process in running)
@@ -303,19 +299,25 @@ def _run(processes: Sequence[Process], lines: Lines, allotted_s: float, recorder
                 continue  # it was abandoned before its output ended
             if line is None:
                 running.remove(process)
-                if recorder.add_end(process) == device_lost.STATUS and process.left_s >= RESTART_MIN_S:
+                status = recorder.add_end(process)
+                has_crashed = status is not None and status < 0 and process.job not in crashed
+                if has_crashed:
+                    crashed.add(process.job)  # the row under way is measured again, and may end the next process too
+                if (has_crashed or status == device_lost.STATUS) and process.left_s >= RESTART_MIN_S:
                     running.append(_continued(process, lines, recorder))
             else:
                 recorder.add_line(process, line)
-    except BaseException:  # the run is interrupted: write the outcome before waiting for processes to end
+    except BaseException:  # the run is interrupted: write the rows before waiting for processes to end
         recorder.keep(recorder.outcome)
+        for process in running:
+            process.kill()
+        for process in running:
+            recorder.add_end(process, interrupted=True)
         raise
-    finally:
-        _end(running)
 
 
 def _continued(process: Process, lines: Lines, recorder: Recorder) -> Process:
-    """Another process for the rows of a part that are left when its process has lost the device."""
+    """Another process for the rows of a part that are left when its process has lost the device or crashed."""
     successor = process.successor()
     successor.start_reader(lines)
     successor.begin(recorder.outcome.facts, process.left_s, [row.name for row in recorder.outcome.rows])
@@ -332,5 +334,17 @@ def _part_record(job: Job) -> dict[str, Any]:
     return {"part": job.name, "targets": sorted({part.target for part in job.parts})}
 
 
+def _describe_status(status: int) -> str:
+    """`exit status 1`, `ended by SIGSEGV`"""
+    if status >= 0:
+        return f"exit status {status}"
+    name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
+    return f"ended by {name}" + (", as by the system when main memory is used up" if -status == signal.SIGKILL else "")
+
+
 def _last_line(log_text: str) -> str:
+    """The last line of a log or, of a crash, where the thread was that crashed: behind it faulthandler lists modules."""
+    if "Fatal Python error: " in log_text:
+        stack = log_text.rpartition("Fatal Python error: ")[2].rpartition("\nCurrent thread ")[2]
+        return next((line.strip() for line in stack.splitlines() if line.startswith("  File ")), "no Python code ran")
     return next((line for line in reversed(log_text.splitlines()) if line.strip()), "no output")

@@ -24,6 +24,7 @@ VARIABLES = (*SWITCHES, "CUDA_LAUNCH_BLOCKING", "PYTORCH_ALLOC_CONF", "OMP_NUM_T
 CALIBRATED = {"bandwidth": (1e9, "GB/s"), "flops": (1e12, "TFLOP/s bf16"), "flops_fp8": (1e12, "TFLOP/s fp8")}
 """Calibrated facts, with divisor and unit."""
 LAST_LINES = 12
+WENT_WRONG = "what went wrong (docs/benchmarks.md, Debugging a run)"
 WIDTHS = (67, 10, 16, 10, 5, 10, 7, 32, 0)
 
 
@@ -35,11 +36,14 @@ def complete_rows(outcome: Outcome, parts: set[str] | None = None) -> list[Row]:
         if "error" in part:
             for name in part["targets"]:
                 reasons.setdefault(name, []).append(f"{part['part']}: {part['error']}")
+    begun = {name for part in outcome.parts for name in part["targets"]}
     rows = []
     for target in TARGETS:
         if parts is not None and target.part not in parts and target.name not in found:
             continue
-        why = "; ".join(reasons.get(target.part, [])) or "no part gave this row"
+        why = "; ".join(reasons.get(target.part, [])) or (
+            "no part gave this row" if target.part in begun else "its part was not begun"
+        )
         row = found.pop(target.name, None) or Row(name=target.name, error=why)
         rows.append(fill_ratios(row, higher=target.higher))
     return rows + list(found.values())
@@ -150,13 +154,19 @@ def _goals(report: dict[str, Any]) -> str:
 
 
 def _failures(report: dict[str, Any]) -> list[str]:
-    """The failures, listed after the rows."""
-    reasons = {row["name"]: row["error"] or row["invalid"] for row in report["rows"]}
-    lines = [f"  {name}: {reason}"[:400] for name, reason in reasons.items() if reason]
+    """The failures, listed after the rows; one line for all rows with the same reason."""
+    names_of: dict[str, list[str]] = {}
+    for row in report["rows"]:
+        names_of.setdefault(row["error"] or row["invalid"], []).append(row["name"])
+    names_of.pop("", None)
+    lines = [
+        f"  {first}{f' and {len(others)} more' if others else ''}: {reason}"[:400]
+        for reason, (first, *others) in names_of.items()
+    ]
     for broken in (each for each in report["parts"] if "error" in each):
         lines.append(f"  part {broken['part']}: {broken['error']}")
         lines += [f"    | {line[:200]}" for line in broken.get("log", "").splitlines()[-LAST_LINES:]]
-    return ["", "what went wrong", *lines] if lines else []
+    return ["", WENT_WRONG, *lines] if lines else []
 
 
 def _cells(row: dict[str, Any], rehearsal: bool) -> tuple[str, ...]:

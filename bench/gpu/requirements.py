@@ -60,7 +60,12 @@ def check(*, rehearse: bool = False) -> None:
     if lines:
         raise SystemExit("bench/gpu.sh cannot run here:\n" + "\n".join(lines))
     if importlib.util.find_spec(GRAMMARS) is None:
-        sys.modules[GRAMMARS] = StandIn(GRAMMARS)
+        replace_grammars()
+
+
+def replace_grammars() -> None:
+    """Let imports of the package of grammars find the stand-in."""
+    sys.modules[GRAMMARS] = StandIn(GRAMMARS)
 
 
 def _installed() -> dict[str, tuple[int, ...]]:

@@ -14,7 +14,7 @@ ARCHIVES = (".tgz", ".tar.gz")
 
 
 class ResultFiles:
-    """The files are rewritten after each stage, so that an interrupted run leaves its results so far. `logs`: a directory, or
+    """The files are rewritten after each part, so that an interrupted run leaves its results so far. `logs`: a directory, or
     an archive if its suffix is one of ARCHIVES."""
 
     def __init__(self, result: Path | None, logs: Path | None) -> None:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from itertools import count
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
-
-import msgspec
 
 from bench.gpu import traffic
 from bench.gpu.context import Context
@@ -28,6 +27,7 @@ from bench.gpu.step_parts import REST, WAIT, step_parts
 from bench.gpu.targets import CHUNK_SIZES, chunk_row
 from bench.gpu.traffic import BenchRequest, Window
 from engine.loop import Engine
+from engine.protocol import KernelChoice
 
 MIXED_TEMPERATURE = 0.6  # as in nano-vllm's bench
 SEATS = 256
@@ -204,14 +204,22 @@ def _batch_one(context: Context, engine: Engine, directory: Path, name: str, *, 
     samples = [rate for _, rate in runs]
     limit = Planner(context, directory, engine.info, expected=False)
     row = Row(name=name, value=median(samples), samples=samples, returned=sum(returned for returned, _ in runs))
-    row.counted = engine.status().generation_tokens_total - before
+    row.counted, row.note = engine.status().generation_tokens_total - before, _served_by(engine.info.kernel_choices)
     context.limit(row, lambda: limit.decode_rate(1, in_len + out_len / 2))
     row.facts = {"bytes_per_step": limit.read_bytes, "quantization": engine.info.quantization, "kernels": engine.info.kernels}
-    row.facts["kernel_choices"] = msgspec.to_builtins(engine.info.kernel_choices)
+    row.facts["kernel_choices"] = [asdict(choice) for choice in engine.info.kernel_choices]
     context.emit(use.annotate(row, whole=True))
     if planned is not None:
         planner = Planner(context, directory, engine.info, expected=True)
         _emit_prediction_error(context, planned, lambda: planner.decode_rate(1, in_len + out_len / 2), median(samples))
+
+
+def _served_by(choices: Sequence[KernelChoice]) -> str:
+    """Which kernels serve, behind those that must not and why: `GEMV refused for 8-bit products of one row: wrong results;
+    served by tiles (8-bit products of one row), splits and merge (attention of one row)`."""
+    refused = [f"{name} refused for {choice.name}: {why}" for choice in choices for name, why in choice.refused.items()]
+    served = ", ".join(f"{choice.serves} ({choice.name})" for choice in choices)
+    return "; ".join([*refused, *([f"served by {served}"] if served else [])])
 
 
 def _emit_prediction_error(context: Context, name: str, predict: Callable[[], float], measured: float) -> None:

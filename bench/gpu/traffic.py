@@ -151,7 +151,8 @@ def run_every_size(engine: Engine, seats: int, *, temperature: float) -> None:
 
 @dataclass(slots=True)
 class Window:
-    """Consecutive steps of a busy engine: wall time, thread CPU time without waits for tokens, and tokens of each."""
+    """Consecutive steps of a busy engine: wall time since the end of the step before, in which the device may have been working
+    too; thread CPU time without waits for tokens; and tokens of each."""
 
     step_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
@@ -165,13 +166,14 @@ class Window:
 
 def steps(engine: Engine, until: Callable[[Window], bool], *, on_finish: Callable[[str], None] | None = None) -> Window:
     """Step until `until` returns true or no request is left; `on_finish` is called for every request that finishes."""
-    window = Window()
+    window, ended_s = Window(), time.perf_counter()
     with watched(engine) as (check_fallbacks, window.graphs), time_token_waits() as token_waits:
         while engine.has_requests and not until(window):
-            waited_s, cpu_s, started_s = token_waits.cpu_s, time.thread_time(), time.perf_counter()
+            waited_s, cpu_s = token_waits.cpu_s, time.thread_time()
             outputs = engine.step_in_columns()
             window.cpu_s.append(time.thread_time() - cpu_s - (token_waits.cpu_s - waited_s))
-            window.step_s.append(time.perf_counter() - started_s)
+            before_s, ended_s = ended_s, time.perf_counter()
+            window.step_s.append(ended_s - before_s)
             window.tokens.append(len(outputs.token_ids) + sum(len(event.token_ids) for event in outputs.others))
             check_events(outputs.others)
             for event in outputs.others:

@@ -20,9 +20,9 @@ import os
 import secrets
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import asdict
 from pathlib import Path
 
-import msgspec
 import torch
 
 from engine.device import DRIVER, device_name
@@ -143,7 +143,7 @@ class KernelChoices:
         """Take over what is stored, if it is whole and the start that decided it has not been ended by it."""
         choices = {choice.name: choice for choice in ops.CHOICES}
         try:
-            found = msgspec.json.decode(path.read_bytes(), type=list[KernelChoice])
+            found = _decoded(path.read_bytes())
             for each in found:
                 if each.name not in choices or each.serves not in choices[each.name].alternatives or not each.us:
                     raise ValueError(f"it has no decision on {each.name} that this version knows")
@@ -151,7 +151,7 @@ class KernelChoices:
                     raise ValueError(f"the engine ended while {each.name} was served by {each.serves}")
         except FileNotFoundError:
             return
-        except (OSError, ValueError, msgspec.MsgspecError) as error:
+        except (OSError, ValueError) as error:
             log.warning("kernels are timed anew: %s is not used: %s", path, error)
             if self._decides:
                 with suppress(OSError):  # where it cannot be deleted, a new one cannot be written either
@@ -164,7 +164,7 @@ class KernelChoices:
         unfinished = path.with_suffix(f".{secrets.token_hex(8)}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished.write_bytes(msgspec.json.encode(self.chosen))
+            unfinished.write_bytes(json.dumps([asdict(each) for each in self.chosen]).encode())
             try:
                 os.link(unfinished, path)
             except FileExistsError:
@@ -180,6 +180,19 @@ class KernelChoices:
 
 def _digest(facts: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _decoded(content: bytes) -> list[KernelChoice]:
+    """Stored decisions. Raises ValueError for anything else."""
+    try:
+        found = [KernelChoice(**each) for each in json.loads(content)]
+        texts = [text for each in found for text in (each.name, each.serves, *each.refused.values())]
+        times_us = [us for each in found for us in each.us.values()]
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"it holds no decisions: {error}") from error
+    if not all(isinstance(text, str) for text in texts) or not all(isinstance(us, int | float) for us in times_us):
+        raise ValueError("it holds no decisions: of another type")
+    return found
 
 
 def _is_default(choice: KernelChoice) -> bool:

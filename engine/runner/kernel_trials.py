@@ -20,6 +20,7 @@ when the process ends. The oldest alternatives have run on a card: they have no 
 from __future__ import annotations
 
 import fcntl
+import json
 import logging
 import os
 import tempfile
@@ -27,10 +28,9 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import msgspec
 import torch
 
 from engine.device import is_lost
@@ -219,19 +219,30 @@ def _left_marks(folder: Path) -> Iterator[tuple[Path, Mark]]:
                 state = os.fstat(file.fileno())
                 if not content or not state.st_nlink:
                     continue
-                mark = msgspec.json.decode(content, type=Mark)
+                mark = _decoded(content)
                 if mark.in_service and time.time() - state.st_mtime > SERVICE_FAULTS_S:
                     path.unlink(missing_ok=True)
                     continue
                 yield path, mark
         except (BlockingIOError, FileNotFoundError):
             continue  # of a process that lives, which may remove it meanwhile
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, ValueError) as error:
             log.warning("a mark of kernels on trial is ignored: %s cannot be read: %s", path, error)
 
 
+def _decoded(content: bytes) -> Mark:
+    """Raises ValueError for what is no mark."""
+    try:
+        mark = Mark(**json.loads(content))
+    except TypeError as error:
+        raise ValueError(f"no mark: {error}") from error
+    if not all(isinstance(value, bool if name == "in_service" else str) for name, value in asdict(mark).items()):
+        raise ValueError("no mark: of another type")
+    return mark
+
+
 def _record(descriptor: int, mark: Mark) -> None:
-    os.pwrite(descriptor, msgspec.json.encode(mark).ljust(os.fstat(descriptor).st_size), 0)
+    os.pwrite(descriptor, json.dumps(asdict(mark)).encode().ljust(os.fstat(descriptor).st_size), 0)
     os.fsync(descriptor)
 
 

@@ -25,7 +25,7 @@ from bench.gpu.idle import WORK, idle_from_trace
 from bench.gpu.part import STACK_DUMP_S
 from bench.gpu.plan import COMMANDS, PARTS, TOTAL_S, Job, allotted_s, stages, usual_s
 from bench.gpu.processes import Outcome, shorten_log
-from bench.gpu.report import complete_rows, document, table
+from bench.gpu.report import WENT_WRONG, complete_rows, document, table
 from bench.gpu.rows import GOALS_CARD, Row, Target, fill_ratios, verdict
 from bench.gpu.targets import BY_NAME as TARGET_OF
 from bench.gpu.targets import HOST_CALLS, TARGETS, error_row, invariance_row
@@ -346,11 +346,11 @@ def test_failures_are_printed_after_the_table() -> None:
     report = document(rows, Outcome(parts=parts), rehearsal=False, taken_s=1.0)
     printed = table({**report, "switches": {"GATEHOUSE_GRAPHS": "0"}})
     assert "with GATEHOUSE_GRAPHS=0" in printed
-    wrong = printed[printed.index("what went wrong") :]
+    wrong = printed[printed.index(WENT_WRONG) :]
     assert "numbers: rms norm: RuntimeError: boom" in wrong
     assert "part check rows: exit status 1: boom" in wrong
     assert "    | last words" in wrong
-    assert "what went wrong" not in table(document(rows[1:], Outcome(), rehearsal=False, taken_s=1.0))
+    assert WENT_WRONG not in table(document(rows[1:], Outcome(), rehearsal=False, taken_s=1.0))
 
 
 def test_environment_switches_are_recorded_in_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,7 +388,7 @@ def test_a_run_without_measurements_lists_its_parts_instead_of_every_goal() -> N
     outcome = Outcome(parts=parts)
     printed = table(document(complete_rows(outcome, {"checks"}), outcome, rehearsal=False, taken_s=1.0)).splitlines()
     assert printed[0].startswith("no GPU · ")
-    assert printed[-3:] == ["what went wrong", "  part calibrate: exit status 1: boom", "    | last words"]
+    assert printed[-3:] == [WENT_WRONG, "  part calibrate: exit status 1: boom", "    | last words"]
     assert len(printed) < 7
 
 
@@ -399,6 +399,37 @@ def test_all_missing_packages_are_named_in_one_message() -> None:
     stand_in = requirements.StandIn("grammars")
     with pytest.raises(RuntimeError, match="grammars is not installed"):
         stand_in.LLMatcher()
+
+
+WITHOUT_THE_REST = """
+import importlib, sys
+from importlib.abc import MetaPathFinder
+from bench.gpu import requirements
+from bench.gpu.plan import PARTS
+
+class Missing(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in sys.argv[1:]:
+            raise ModuleNotFoundError(f"{name} is not among the requirements")
+
+sys.meta_path.insert(0, Missing())
+requirements.replace_grammars()
+for module in sorted({part.module for part in PARTS}):
+    importlib.import_module(module)
+"""
+NAMES_OF_IMPORTS = {"argon2-cffi": "argon2", "nvidia-ml-py": "pynvml", "prometheus-client": "prometheus_client"}
+
+
+def test_parts_import_no_package_of_this_project_but_the_required_ones() -> None:
+    project = tomllib.loads((REPO / "pyproject.toml").read_text("utf-8"))["project"]
+    names = {Requirement(line).name for line in project["dependencies"]}
+    missing = [NAMES_OF_IMPORTS.get(name, name) for name in sorted(names - requirements.NEEDED.keys())]
+    assert "msgspec" in missing
+    answer = subprocess.run(
+        [sys.executable, "-c", WITHOUT_THE_REST, *missing], cwd=REPO, capture_output=True, text=True, check=False
+    )
+    assert answer.stderr == ""
+    assert answer.returncode == 0
 
 
 def test_a_machine_that_cannot_launch_kernels_is_told_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

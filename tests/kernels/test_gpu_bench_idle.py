@@ -98,6 +98,19 @@ def test_host_times_are_counted_once_and_the_hooks_removed() -> None:
     assert (Scheduler.__dict__["advance"], Scheduler.__dict__["settle"]) == before
 
 
+def test_time_between_two_steps_counts_as_that_of_the_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = make_engine(4)
+    submit(engine, 0, 40)
+    now_s = [0.0]
+    monkeypatch.setattr(traffic, "time", mock.Mock(perf_counter=lambda: now_s[0], thread_time=lambda: 0.0))
+
+    def two_steps(window: traffic.Window) -> bool:
+        now_s[0] += 1.0
+        return len(window.step_s) >= 2
+
+    assert traffic.steps(engine, two_steps).step_s == [1.0, 1.0]
+
+
 def test_time_spent_spinning_for_tokens_is_not_host_work() -> None:
     engine, _ = make_engine(4)
     submit(engine, 0, 40)

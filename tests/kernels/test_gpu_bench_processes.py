@@ -58,6 +58,45 @@ def test_a_process_that_cannot_be_killed_is_recorded_and_the_run_continues() -> 
     assert shown
 
 
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [
+        (1, "exit status 1: its log"),
+        (-11, "ended by SIGSEGV: its log"),
+        (-9, "ended by SIGKILL, as by the system when main memory is used up: its log"),
+    ],
+)
+def test_the_error_of_a_part_names_the_signal_that_ended_it(
+    status: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome = Outcome()
+    monkeypatch.setattr(Stuck, "close", lambda _: (status, "its log"))
+    Recorder(outcome, lambda _: None).add_end(Stuck(Job((BY_NAME["latency"],))))  # type: ignore[arg-type]
+    assert outcome.parts[0]["error"] == expected
+
+
+CRASH = """an earlier line
+Fatal Python error: Segmentation fault
+
+Thread 0x00007f01 (most recent call first):
+  File "threading.py", line 1 in wait
+
+Current thread 0x00007f02 (most recent call first):
+  File "compiler.py", line 2 in make_cubin
+  File "part.py", line 3 in main
+
+Extension modules: numpy._core, torch._C (total: 2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "line"),
+    [(CRASH, 'File "compiler.py", line 2 in make_cubin'), ("first\nlast\n\n", "last"), ("", "no output")],
+)
+def test_the_error_of_a_crash_says_where_it_happened(log: str, line: str) -> None:
+    assert processes._last_line(log) == line
+
+
 class Script(list[Any]):
     """Stands for the queue of lines: gives what is next, or raises it."""
 
@@ -91,16 +130,16 @@ def test_a_part_over_its_limit_is_killed_and_its_rows_say_so(
 
     late = Job((replace(BY_NAME["check rows"], limit_s=0.00125),))
     kept: list[int] = []
+    outcome = Outcome()
+    recorder = Recorder(outcome, lambda _: None, keep=lambda found: kept.append(len(found.parts)))
     with monkeypatch.context() as patch:
         patch.setattr(subprocess.Popen, "wait", hangs)
-        outcome = processes.run_stages(
-            [[late]], rehearse=True, total_s=60, facts={}, show=lambda _: None, keep=lambda found: kept.append(len(found.parts))
-        )
+        processes.run_stages([[late]], rehearse=True, total_s=60, recorder=recorder)
     for process in held:
         wait(process)
     assert "ended after its limit of 0.01 s; its process does not end" in outcome.parts[0]["error"]
     assert "begins part=check rows" in outcome.parts[0]["log"], "what it imports is not of its time"
-    assert kept == [1], "behind each stage"
+    assert kept == [1], "after each part"
     rows = {row.name: row for row in complete_rows(outcome, {"checks"})}
     assert "check rows: ended after its limit" in rows["numbers: rms norm"].error
     assert "check rows: ended after its limit" in table(document(list(rows.values()), outcome, rehearsal=False, taken_s=1.0))
@@ -153,7 +192,7 @@ def test_waiting_for_the_first_imports_is_limited_and_consumes_no_output(monkeyp
     processes._wait_for_imports([one], lines)  # type: ignore[list-item]
 
 
-def test_an_interrupted_run_keeps_the_rows_of_its_current_stage() -> None:
+def test_an_interrupted_run_keeps_the_rows_and_the_log_of_its_current_stage() -> None:
     notes: list[str] = []
 
     @dataclass(eq=False)
@@ -166,10 +205,25 @@ def test_an_interrupted_run_keeps_the_rows_of_its_current_stage() -> None:
     process = Measuring(Job((BY_NAME["latency"],)))
     row = json.dumps({"row": Row(name="decode 1 × 32k", value=1.0).as_dict()}) + "\n"
     lines: Any = Script([(process, row), SystemExit(143)])
-    recorder = Recorder(Outcome(), lambda _: None, keep=lambda outcome: notes.append(f"kept {len(outcome.rows)}"))
+    outcome = Outcome()
+    recorder = Recorder(outcome, lambda _: None, keep=lambda kept: notes.append(f"kept {len(kept.rows)}, {len(kept.parts)}"))
     with pytest.raises(SystemExit):
         processes._run([process], lines, 1.0, recorder)  # type: ignore[list-item]
-    assert notes == ["kept 1", "killed"]
+    assert notes == ["kept 1, 0", "killed", "kept 1, 1"]
+    [part_record] = outcome.parts
+    assert (part_record["error"], part_record["log"]) == ("the run was interrupted 2 s after it began", "its log")
+    rows = {row.name: row.error for row in complete_rows(outcome, {"latency", "formats"})}
+    assert rows["32k prompt among 64 decoders: its TTFT"] == "latency: the run was interrupted 2 s after it began"
+    assert rows["Llama-3.1-8B int4, batch 1"] == "its part was not begun"
+
+
+def test_rows_of_concurrent_parts_are_kept_as_soon_as_one_of_them_ends() -> None:
+    one, other = (Stuck(Job((BY_NAME[name],)), left_s=5.0) for name in ("check rows", "check products"))
+    row = json.dumps({"row": Row(name="numbers: rms norm", value=1.0).as_dict()}) + "\n"
+    outcome, kept = Outcome(), list[tuple[int, int]]()
+    recorder = Recorder(outcome, lambda _: None, keep=lambda found: kept.append((len(found.rows), len(found.parts))))
+    processes._run([one, other], Script([(one, row), (one, None), (other, None)]), 1.0, recorder)  # type: ignore[arg-type, list-item]
+    assert kept == [(1, 1), (1, 2)]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="nobody else tells a process that its parent has ended")
@@ -231,6 +285,22 @@ def test_another_process_goes_on_with_what_is_left_where_one_has_lost_the_device
         assert process.next.done == ["first"]
 
 
+@pytest.mark.parametrize(("statuses", "rows"), [([-11, 0], ["first", "second"]), ([-11, -11, 0], ["first", "second"])])
+def test_another_process_goes_on_once_where_one_has_crashed(
+    statuses: list[int], rows: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = iter(statuses)
+    monkeypatch.setattr(Losing, "close", lambda _: (next(left), "its log"))
+    lines: Any = queue.Queue()
+    process, outcome = Losing(Job((BY_NAME["formats"],))), Outcome()
+    process.start_reader(lines)
+    processes._run([process], lines, 1.0, Recorder(outcome, lambda _: None))  # type: ignore[list-item]
+    assert [row.name for row in outcome.rows] == rows
+    assert [part.get("error", "") for part in outcome.parts] == [
+        "ended by SIGSEGV: its log" if status else "" for status in statuses[:2]
+    ]
+
+
 @dataclass(eq=False)
 class Noted(Stuck):
     """A process that ends as soon as it is told to begin, and notes what is done with it."""
@@ -262,7 +332,8 @@ def test_processes_of_a_stage_import_while_the_previous_stage_measures(
     monkeypatch.setattr(processes, "Process", started)
     monkeypatch.setattr(processes, "_wait_for_imports", lambda *_: notes.append("ready"))
     stages = [[Job((BY_NAME[name],)) for name in names] for names in (["calibrate"], ["check rows", "warm llama"], ["latency"])]
-    processes.run_stages(stages, rehearse=False, total_s=60.0, facts={processes.BASE_FACT: 4e12}, show=lambda _: None)
+    recorder = Recorder(Outcome(facts={processes.BASE_FACT: 4e12}), lambda _: None)
+    processes.run_stages(stages, rehearse=False, total_s=60.0, recorder=recorder)
     assert notes == [
         "calibrate starts", "ready", "check rows starts", "warm llama starts", "calibrate begins",
         "latency starts", "check rows begins", "warm llama begins", "latency begins",

@@ -23,12 +23,13 @@ from bench.gpu import calibration, driver, part, peers, serve, serve_idle, speed
 from bench.gpu.context import Context
 from bench.gpu.idle import Replays, timed_replays
 from bench.gpu.models import random_engine
-from bench.gpu.processes import Outcome
-from bench.gpu.report import complete_rows, document, table
+from bench.gpu.processes import Outcome, Recorder
+from bench.gpu.report import WENT_WRONG, complete_rows, document, table
 from bench.gpu.result_files import ResultFiles
 from bench.gpu.rows import GOALS_CARD, PEER_MISSING, Row
 from bench.gpu.summary import CHARS_MAX, summary
 from bench.gpu.targets import CHUNK_SIZES, TARGETS, chunk_row
+from engine.protocol import KernelChoice
 from engine.runner.cuda_graphs import DirectCalls
 from tests.support.triton_versions import REPO
 
@@ -101,6 +102,17 @@ def test_without_a_calibration_figure_rows_have_no_limit(facts: dict[str, float]
         assert ("no limit: the calibration gave no flops" in rows[name]["note"]) is not has_limits
     printed = table(document([], Outcome(facts=facts), rehearsal=False, taken_s=1.0))
     assert f"calibrated: 4000 GB/s{', 800 TFLOP/s bf16' if has_limits else ''}" in printed.splitlines()
+
+
+def test_the_row_of_one_request_names_refused_kernels_first_and_then_those_that_serve() -> None:
+    choices = [
+        KernelChoice(name="products", serves="tiles", us={"tiles": 2.0}, refused={"GEMV": "wrong results"}),
+        KernelChoice(name="attention", serves="one launch", us={"one launch": 2.0, "splits": 3.0}),
+    ]
+    assert serve._served_by(choices) == (
+        "GEMV refused for products: wrong results; served by tiles (products), one launch (attention)"
+    )
+    assert serve._served_by([]) == ""
 
 
 def test_waits_for_the_host_are_the_time_without_a_replay() -> None:
@@ -202,13 +214,43 @@ def test_logs_go_into_one_archive_and_results_are_written_after_each_stage(tmp_p
 
 
 def test_a_result_is_written_before_it_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    outcome = Outcome(rows=[Row(name="copy 1 GB", value=1.0)])
-    monkeypatch.setattr(command, "run_stages", Mock(return_value=outcome))
+    monkeypatch.setattr(command, "run_stages", with_a_row)
     monkeypatch.setattr(command, "table", Mock(side_effect=KeyError("l2_bytes")))
     monkeypatch.setattr(signal, "signal", Mock())
     monkeypatch.setattr(sys, "argv", ["bench.gpu", "--rehearse", "--out", str(tmp_path / "result.json")])
     with pytest.raises(KeyError):
         command.main()
+    assert any(row["value"] == 1.0 for row in json.loads((tmp_path / "result.json").read_text("utf-8"))["rows"])
+
+
+def test_rows_that_failed_for_the_same_reason_share_a_line() -> None:
+    rows = [Row(name=f"copy {size} GB", error="no room" if size > 1 else "its own") for size in (1, 4, 8)]
+    report = document([Row(name="read 1 GB", value=1.0), *rows], Outcome(), rehearsal=False, taken_s=1.0)
+    printed = table(report).partition(f"{WENT_WRONG}\n")[2].splitlines()
+    assert printed[:2] == ["  copy 1 GB: its own", "  copy 4 GB and 1 more: no room"]
+
+
+def with_a_row(*_: object, recorder: Recorder, **__: object) -> None:
+    recorder.outcome.rows.append(Row(name="copy 1 GB", value=1.0))
+
+
+def test_an_interrupted_run_prints_and_writes_what_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*given: object, recorder: Recorder, **others: object) -> None:
+        with_a_row(recorder=recorder)
+        raise SystemExit(143)
+
+    monkeypatch.setattr(command, "run_stages", interrupted)
+    monkeypatch.setattr(signal, "signal", Mock())
+    monkeypatch.setattr(sys, "argv", ["bench.gpu", "--rehearse", "--out", str(tmp_path / "result.json")])
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert ended.value.code == 143
+    printed = capsys.readouterr().out
+    assert "  copy 4 GB and " in printed
+    assert ": its part was not begun" in printed
+    assert "\njudged\n" in printed
     assert any(row["value"] == 1.0 for row in json.loads((tmp_path / "result.json").read_text("utf-8"))["rows"])
 
 

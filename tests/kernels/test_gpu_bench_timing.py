@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from bench.gpu import calibration, timing
+from bench.gpu import calibration, layer, timing
 from bench.gpu.context import Context
+from bench.gpu.targets import LAYER_ROWS
+from kernels.triton.launching import early_launch
 
 CARD = torch.device("cuda")
 
@@ -64,6 +68,48 @@ def test_the_number_of_replays_per_sample_is_chosen_on_the_warm_gpu(monkeypatch:
 
     timing.seconds([call], CARD, samples=1)
     assert card.stretches[-1][0] == pytest.approx(timing.SAMPLE_S / 1e-4, rel=0.05)
+
+
+@pytest.mark.parametrize("fast", ["row by row", "transposed"])
+def test_the_matmul_baseline_is_the_faster_of_two_layouts(fast: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(calls: list[Callable[[], torch.Tensor]], _: torch.device) -> list[float]:
+        with mock.patch.object(torch, "mm") as product:
+            calls[0]()
+        layout = "row by row" if product.call_args.args[1].is_contiguous() else "transposed"
+        return [1e-3 if layout == fast else 2e-3] * 3
+
+    told: list[dict[str, Any]] = []
+    monkeypatch.setattr(calibration, "seconds", seconds)
+    context = Context(torch.device("cpu"), True, {}, told.append, 1000.0, clock=lambda: 0.0)
+    calibration._matmul(context)
+    (row,) = (line["row"] for line in told if "row" in line)
+    assert context.flops == pytest.approx(2 * 64**3 / 1e-3)
+    assert row["facts"][fast] == pytest.approx(row["value"])
+    assert len(row["facts"]) == 2
+
+
+def test_layers_are_compiled_together_in_each_way_that_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: dict[str, set[tuple[str, int, int, str | None]]] = {"compiled": set(), "timed": set()}
+    stage = ["timed"]
+
+    def make_layer(_: Context, model: str, rows: int) -> tuple[Callable[[], None], int]:
+        def run() -> None:
+            launches[stage[0]].add((model, rows, early_launch.EARLY_ROWS_MAX, os.environ.get(early_launch.VARIABLE)))
+
+        return run, 1
+
+    @contextmanager
+    def compiling(_: str) -> Iterator[None]:
+        stage[0] = "compiled"
+        yield
+        stage[0] = "timed"
+
+    monkeypatch.setattr(layer, "make_layer", make_layer)
+    monkeypatch.setattr(layer, "compiling", compiling)
+    monkeypatch.setattr(layer, "compiles_at_first_use", lambda _: True)
+    layer.measure_layers(Context(torch.device("cpu"), False, {}, lambda _: None, 1000.0, clock=lambda: 0.0))
+    assert len(launches["timed"]) == 2 * sum(map(len, LAYER_ROWS.values()))
+    assert launches["compiled"] == launches["timed"]
 
 
 @pytest.mark.parametrize(("graph_s", "plain_s", "kernel_s"), [(2e-3, 1e-3, 3e-3), (1e-3, 2e-3, 3e-3), (2e-3, 2e-3, 1e-3)])

@@ -445,15 +445,19 @@ def test_a_lost_device_ends_its_part_at_the_failing_row(monkeypatch: pytest.Monk
     assert [line["row"]["error"] for line in lines] == ["ValueError: the first to see it"]
 
 
-def test_a_kernel_that_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_does_not_end_is_not_waited_for_and_its_rows_are_left_to_another_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def hangs() -> None:
         raise KernelFault("it does not end")
 
+    lines: list[dict[str, Any]] = []
     with rehearsal():
-        context = Context(DEVICE, True, dict(FACTS), lambda _: None, time.monotonic() + 600)
+        context = Context(DEVICE, True, dict(FACTS), lines.append, time.monotonic() + 600)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("it would wait for ever"))
         with pytest.raises(DeviceLost, match="since a row: it does not end"):
             context.guard("a row", hangs)
+    assert not lines
 
 
 def test_rows_of_an_earlier_process_are_not_measured_again() -> None:

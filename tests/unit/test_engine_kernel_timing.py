@@ -319,7 +319,10 @@ def test_what_may_change_a_decision_has_kernels_timed_anew(change: str, monkeypa
     [
         b"",
         b"{",
+        b"[1]",
         b'[{"name": 5}]',
+        b'[{"name": "16-bit products of one row", "serves": "tiles", "us": {"tiles": "few"}}]',
+        b'[{"name": "16-bit products of one row", "serves": "tiles", "us": [1.0]}]',
         b'[{"name": "16-bit products of one row", "serves": "abacus", "us": {"abacus": 1.0}}]',
         b'[{"name": "16-bit products of one row", "serves": "tiles"}]',
     ],

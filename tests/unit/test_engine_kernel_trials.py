@@ -286,8 +286,11 @@ def test_a_fault_that_cannot_be_written_still_ends_the_process_and_leaves_the_ma
     assert trials_in(tmp_path).has_left((CHOICE, GEMV))
 
 
-def test_a_mark_that_cannot_be_read_is_told_and_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "mark-torn").write_bytes(b'{"start')
+@pytest.mark.parametrize("content", [b'{"start', b"[]", b'{"start": "s", "choice": 1, "alternative": "tiles"}', b"\xff"])
+def test_a_mark_that_cannot_be_read_is_told_and_ignored(
+    content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "mark-torn").write_bytes(content)
     (tmp_path / "mark-being-written").touch()
     assert trials_in(tmp_path).refusals(CHOICE) == {}
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["a mark of kernels on trial is ignored"]
