@@ -9,6 +9,7 @@ import pytest
 import structlog
 
 from appliance.base.clock import SystemClock
+from appliance.serving.engine_readings import engine_reading
 from appliance.serving.model_registry import ModelRegistry, ServedModel
 from appliance.serving.readiness import Readiness
 from appliance.serving.supervisor import Supervisor
@@ -64,6 +65,17 @@ async def test_the_first_probe_makes_a_model_ready_and_silence_makes_it_stale(mo
 
     clock.advance(INTERVAL_S + 1)
     assert "last token 31 s ago" in (readiness.problem(model) or "")
+
+
+async def test_a_reading_of_the_engine_says_why_its_model_is_not_ready(model: ServedModel, clock: FakeClock) -> None:
+    readiness = Readiness(ModelRegistry([model]), clock, interval_s=INTERVAL_S)
+    await model.engine.wait_for_state("ready")
+    model.engine.last_token_monotonic_s = clock.monotonic_s()
+    assert engine_reading(model, clock, {}, readiness).problem is None
+
+    clock.advance(INTERVAL_S + 1)
+    reading = engine_reading(model, clock, {}, readiness)
+    assert (reading.state, reading.problem) == ("ready", "engine of tiny generated its last token 31 s ago")
 
 
 async def test_probes_are_left_out_of_all_statistics(model: ServedModel, clock: FakeClock) -> None:

@@ -343,6 +343,13 @@ async def test_an_engine_on_the_cpu_of_a_machine_with_a_gpu_is_exported(clock: F
     assert f'gatehouse_engine_gpu_unused{{model="demo"}} {value}.0' in await exported(side)
 
 
+@pytest.mark.parametrize(("problem", "value"), [(None, 1), ("engine of demo generated its last token 31 s ago", 0)])
+async def test_whether_health_checks_call_a_model_ready_is_exported(clock: FakeClock, problem: str | None, value: int) -> None:
+    text = await exported(EngineSide(clock, problem=problem))
+    assert f'gatehouse_model_ready{{model="demo"}} {value}.0' in text
+    assert 'gatehouse_engine_up{model="demo"} 1.0' in text
+
+
 @pytest.mark.parametrize(
     ("error", "value"), [(None, 1), (NO_GPU, 1), (system_sampler.GPU_SILENT, 0), ("GPU cannot be read: Driver mismatch", 0)]
 )
