@@ -238,6 +238,11 @@ class EngineInfo:
     switched_off: list[str] = field(default_factory=list)
     kernel_choices: list[KernelChoice] = field(default_factory=list)
 
+    @property
+    def refused_kernels(self) -> list[str]:
+        """Return the kernels that must not serve, and why: `8-bit products of one row by GEMV: wrong results`."""
+        return [f"{each.name} by {name}: {why}" for each in self.kernel_choices for name, why in each.refused.items()]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayFrame:
