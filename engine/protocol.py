@@ -264,7 +264,8 @@ class EngineFrame:
     `status`.
 
     `fatal` is the reason for an exit that follows at once (for example, a model that cannot be loaded). `may_pass`: with the
-    same model and options another start may succeed.
+    same model and options another start may succeed. `is_bug`: the reason is an error in Python of neither memory,
+    device nor files; if it ended the last start too, another one is unlikely to succeed.
     """
 
     events: list[TokenEvent] = field(default_factory=list)
@@ -274,3 +275,4 @@ class EngineFrame:
     load_fraction: float | None = None
     fatal: str | None = None
     may_pass: bool = False
+    is_bug: bool = False
