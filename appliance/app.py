@@ -182,6 +182,7 @@ class Appliance:
         models, database_watch = ModelRegistry(), DatabaseWatch(db, clock)
         if self.engines:
             models = build_models(settings, clock=clock, metrics=metrics, on_frame=generations.note_frame)
+        readiness = Readiness(models, clock, interval_s=settings.probe_interval_s)
         return Services(
             settings=settings,
             clock=clock,
@@ -225,13 +226,13 @@ class Appliance:
             alerts=alerts,
             models=models,
             generations=generations,
-            readiness=Readiness(models, clock, interval_s=settings.probe_interval_s),
+            readiness=readiness,
             sampler=SystemSampler(
                 clock=clock,
                 host=HostProbe(settings.data_dir).read,
                 gpus=self._gpu.read,
                 gpu_error=lambda: self._gpu.error,
-                engines=lambda: [engine_reading(model, clock, generations.tenant_names) for model in models.list()],
+                engines=lambda: [engine_reading(model, clock, generations.tenant_names, readiness) for model in models.list()],
                 started_at=started_at,
                 database=database_watch.reading,
             ),

@@ -38,6 +38,8 @@ PROGRESS_INTERVAL_S = 0.25
 LOAD_REPORT_FRACTION = 0.02
 DRAIN_TIMEOUT_S = 5.0
 FATAL_CHARS_MAX = 1000
+BUGS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, NotImplementedError, TypeError, ValueError)
+"""Not RuntimeError, which torch raises for a device, nor what torch and Triton derive from it."""
 INTER_TOKEN_TARGET_MS = 50.0
 """The default of a server: twenty tokens per second, faster than people read."""
 
@@ -80,7 +82,7 @@ def run(connection: FrameSocket, options: argparse.Namespace) -> int:
         _die(connection, str(error), may_pass=isinstance(error, EngineBroken))
     except Exception as error:
         log.exception("the engine stops because of a bug or a broken device")
-        _die(connection, f"{type(error).__name__}: {error}"[:FATAL_CHARS_MAX], may_pass=True)
+        _die(connection, f"{type(error).__name__}: {error}"[:FATAL_CHARS_MAX], may_pass=True, is_bug=_is_bug(error))
     finally:
         gc.unfreeze()  # or Triton's bindings print forty lines about leaked objects at exit
 
@@ -94,10 +96,17 @@ def _end_hanging(engine: Engine, connection: FrameSocket, error: DeviceHangs) ->
         _die(connection, str(error), may_pass=True)
 
 
-def _die(connection: FrameSocket, reason: str, *, may_pass: bool) -> NoReturn:
+def _is_bug(error: BaseException | None) -> bool:
+    """Return whether neither `error` nor an error before it comes from memory, a device or a file."""
+    while isinstance(error, BUGS):
+        error = error.__cause__ or error.__context__
+    return error is None
+
+
+def _die(connection: FrameSocket, reason: str, *, may_pass: bool, is_bug: bool = False) -> NoReturn:
     """The last frame says why, and whether another start may succeed with the same model and options."""
     try:
-        connection.send(EngineFrame(fatal=reason, may_pass=may_pass))
+        connection.send(EngineFrame(fatal=reason, may_pass=may_pass, is_bug=is_bug))
         connection.drain(DRAIN_TIMEOUT_S)
     finally:
         _end()

@@ -238,6 +238,11 @@ class EngineInfo:
     switched_off: list[str] = field(default_factory=list)
     kernel_choices: list[KernelChoice] = field(default_factory=list)
 
+    @property
+    def refused_kernels(self) -> list[str]:
+        """Return the kernels that must not serve, and why: `8-bit products of one row by GEMV: wrong results`."""
+        return [f"{each.name} by {name}: {why}" for each in self.kernel_choices for name, why in each.refused.items()]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayFrame:
@@ -259,7 +264,8 @@ class EngineFrame:
     `status`.
 
     `fatal` is the reason for an exit that follows at once (for example, a model that cannot be loaded). `may_pass`: with the
-    same model and options another start may succeed.
+    same model and options another start may succeed. `is_bug`: the reason is an error in Python of neither memory,
+    device nor files; if it ended the last start too, another one is unlikely to succeed.
     """
 
     events: list[TokenEvent] = field(default_factory=list)
@@ -269,3 +275,4 @@ class EngineFrame:
     load_fraction: float | None = None
     fatal: str | None = None
     may_pass: bool = False
+    is_bug: bool = False

@@ -85,6 +85,6 @@ def _notes(services: Services) -> dict[str, str]:
 def _engine_note(info: EngineInfo) -> str | None:
     if info.device_note is not None:
         return "serves on the CPU, because the GPU cannot be used"
-    if any(choice.refused for choice in info.kernel_choices):
+    if info.refused_kernels:
         return "serves by older kernels, because newer ones were refused"
     return None

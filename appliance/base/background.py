@@ -8,6 +8,8 @@ from typing import Any, NoReturn
 
 import structlog
 
+from appliance.base.consecutive_failures import ConsecutiveFailures
+
 log = structlog.get_logger()
 
 
@@ -57,13 +59,19 @@ async def repeat(
 ) -> NoReturn:
     """Run `work` for ever with `every_s` seconds between runs, the first one after `every_s` or `immediately`.
 
-    An exception from `work` is logged under the event name `failure`, and the loop continues.
+    An exception from `work` is logged under the event name `failure`, and the loop continues. If it persists, it is logged once
+    a minute, and its end is logged too.
     """
+    failures = ConsecutiveFailures()
     if not immediately:
         await sleep(every_s)
     while True:
         try:
             await work()
         except Exception:  # owned task: a short outage of the database must not end it
-            log.exception(failure)
+            if number := failures.count():
+                log.exception(failure, failures=number)
+        else:
+            if number := failures.end():
+                log.warning("works again", after=failure, failures=number)
         await sleep(every_s)

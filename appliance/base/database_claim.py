@@ -27,6 +27,7 @@ import psycopg
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
+from appliance.base.consecutive_failures import ConsecutiveFailures
 from appliance.base.db import parse_url, reason_of
 from appliance.base.settings import UnusableData
 
@@ -141,6 +142,7 @@ class _PostgresqlClaim:
         self._sleep = sleep
         self._connection: _Connection | None = None
         self._sessions: list[tuple[object, ...]] = []
+        self._failures = ConsecutiveFailures()  # of attempts to claim the database again
 
     async def take(self) -> bool:
         """Connect if not connected, try to acquire the lock, and return whether it is held. Raises psycopg.Error."""
@@ -178,7 +180,8 @@ class _PostgresqlClaim:
         try:
             return await self._take_again(may_resume)
         except (psycopg.Error, SQLAlchemyError, OSError) as error:
-            log.warning("database cannot be claimed again yet", reason=reason_of(error))
+            if failures := self._failures.count():
+                log.warning("database cannot be claimed again yet", reason=reason_of(error), failures=failures)
             await self.release()  # a lock taken before `may_resume` was asked must not be kept
             return None
 
@@ -189,7 +192,7 @@ class _PostgresqlClaim:
             await self._sleep(POLL_S)  # commands hold it shared, or an old session of our own has not ended yet
         if not await may_resume():
             return "another Gatehouse used the database while the connection that held the claim was lost"
-        log.warning("database claimed again")
+        log.warning("database claimed again", failures=self._failures.end())
         return None
 
     async def _is_held_exclusively(self, connection: _Connection) -> bool:

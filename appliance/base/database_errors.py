@@ -29,6 +29,7 @@ _PRIMARY_CODE = 0xFF  # the higher bits of an extended code only refine the prim
 _TRANSIENT_CLASSES = frozenset(("08", "28", "40", "53", "57", "58"))
 # Read-only standby, transaction or idle timeout, lock not available in time.
 _TRANSIENT_STATES = frozenset(("25006", "25P03", "25P04", "55P03"))
+INSUFFICIENT_PRIVILEGE = "42501"
 _PROTOCOL_VIOLATION = "08P01"  # class 08, but if the connection survives, our message was wrong
 
 
@@ -53,7 +54,7 @@ def is_outage(error: Exception) -> bool:
         return True
     if isinstance(error.orig, sqlite3.Error):
         return sqlite_code(error) in _TRANSIENT_CODES
-    state = getattr(error.orig, "sqlstate", None)
+    state = sqlstate(error)
     if state is None:
         return isinstance(error, OperationalError)  # raised by the driver itself: no server answered
     return state in _TRANSIENT_STATES or (state[:2] in _TRANSIENT_CLASSES and state != _PROTOCOL_VIOLATION)
@@ -63,3 +64,9 @@ def sqlite_code(error: Exception) -> int | None:
     """Return SQLite's primary result code of `error`, such as `sqlite3.SQLITE_FULL`; None if it is none of SQLite's errors."""
     code: int | None = getattr(getattr(error, "orig", None) or error, "sqlite_errorcode", None)
     return None if code is None else code & _PRIMARY_CODE
+
+
+def sqlstate(error: Exception) -> str | None:
+    """Return PostgreSQL's SQLSTATE of `error`; None if no statement failed on a server, such as for a refused connection."""
+    state: str | None = getattr(getattr(error, "orig", None) or error, "sqlstate", None)
+    return state

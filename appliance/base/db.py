@@ -29,6 +29,7 @@ BUSY_TIMEOUT_MS = 5000
 READERS_MAX = 8
 WRITERS_MAX = 6  # on PostgreSQL; SQLite has one
 BATCH_WRITERS_MAX = 2  # a pool of their own, so that long reads and changes block no request
+POSTGRESQL_CONNECTIONS_MAX = READERS_MAX + WRITERS_MAX + BATCH_WRITERS_MAX + 1  # one holds the claim
 BATCH_STATEMENTS = 512  # statement cache size: `prepared` uses one statement per number of rows
 CHECKOUT_TIMEOUT_S = 10.0
 _AFTER_COMMIT = "after_commit"

@@ -8,7 +8,6 @@ import os
 import platform
 import shutil
 import socket
-import sqlite3
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -153,21 +152,22 @@ def _database(settings: Settings) -> list[Check]:
 
     from appliance.base import db, migrations
     from appliance.base.database_encoding import ENCODING, encoding_of
+    from appliance.cli import database_fault
 
     if _is_created_at_start(settings):
         return [Check("database", "ok", "none yet; the first start creates it")]
 
-    async def ping() -> tuple[str, str]:
+    async def try_to_write() -> tuple[str, str]:
         async with db.Database.open(settings.database_url) as database:
-            await database.ping()
+            await database_fault.try_to_write(database)
             async with database.reading() as connection:
                 return database.kind, await connection.run_sync(encoding_of)
 
     try:
-        kind, encoding = asyncio.run(ping())
+        kind, encoding = asyncio.run(try_to_write())
         current, head = migrations.current_revision(settings.database_url), migrations.head_revision()
     except (SQLAlchemyError, OSError, ValueError) as error:
-        return [Check("database", "wrong", f"unavailable: {db.reason_of(error)}", _database_advice(error, settings))]
+        return [Check("database", "wrong", *database_fault.describe(error, settings))]
     if encoding != ENCODING:
         advice = f"move it to a database created with ENCODING '{ENCODING}': pg_dump, then psql"
         return [
@@ -180,36 +180,6 @@ def _database(settings: Settings) -> list[Check]:
         where = f"at revision {current}" if current else "no tables yet"
         return [Check("database", "note", f"{kind}, {where}", "the next start upgrades it")]
     return [Check("database", "ok", f"{kind}, writable, at revision {head}")]
-
-
-def _database_advice(error: Exception, settings: Settings) -> str:
-    """Return what to do about a database that cannot be used because of `error`."""
-    from appliance.base.database_errors import sqlite_code
-
-    if settings.database_url.startswith("postgres"):
-        return "start the database server, or correct --database"
-    path = Path(settings.database_url.removeprefix("sqlite:///"))
-    code = sqlite_code(error)
-    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-        return f"wait for {_lock_holder(path)} to finish, or stop it"
-    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-        return "restore a backup"
-    if code == sqlite3.SQLITE_FULL or shutil.disk_usage(path.parent).free < MIB:  # SQLite calls a full disk an I/O error too
-        return DISK_FULL_ADVICE
-    return f"check the owner and the permissions of {path} and its folder, and the disk"
-
-
-def _lock_holder(database: Path) -> str:
-    """Return which process holds a write lock on a SQLite file or its shared memory, as far as Linux tells."""
-    files = {path.stat().st_ino for path in (database, Path(f"{database}-shm")) if path.exists()}
-    try:
-        locks = [line.split() for line in Path("/proc/locks").read_text("ascii").splitlines()]
-    except OSError:
-        locks = []
-    for _number, _kind, _mode, access, pid, file, *_range in locks:
-        if access == "WRITE" and int(file.rpartition(":")[2]) in files:
-            return f"the process with pid {pid}, which locks it,"
-    return "the program that locks it"
 
 
 def _secrets(settings: Settings) -> list[Check]:

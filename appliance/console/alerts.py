@@ -38,6 +38,8 @@ EVENT_LABELS = {
     "invoice.closed": "Invoice closed",
     "key.expiring": "Key expiring soon",
     "engine.down": "Engine down",
+    "engine.gpu_unused": "GPU not used",
+    "engine.kernels_refused": "Kernels refused",
     "webhook.test": "Test",
 }
 

@@ -37,7 +37,8 @@ _MEMORY_LABELS = {
     "kv_cache": "KV cache",
     "other_models": "Other models",
 }
-_TONES = {"ready": "ok", "loading": "warn", "restarting": "warn", "failed": "bad", "stopped": "bad"}
+_SILENT = "not ready"
+_TONES = {"ready": "ok", _SILENT: "warn", "loading": "warn", "restarting": "warn", "failed": "bad", "stopped": "bad"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +62,7 @@ class EngineView:
     """
 
     reading: EngineReading
+    state: str
     tone: str
     reason: str | None
     details: list[str]
@@ -156,9 +158,11 @@ def _max_or_none(values: Sequence[float | None]) -> float | None:
 def engine_view(engine: EngineReading, history: Sequence[SystemSnapshot], now: datetime) -> EngineView:
     """Return the card of one engine."""
     status, prompt_rates = engine.status_or_zeros, prompt_history(engine.model, history)
+    state = _SILENT if engine.state == "ready" and engine.problem is not None else engine.state
     return EngineView(
         reading=engine,
-        tone=_TONES.get(engine.state, ""),
+        state=state,
+        tone=_TONES.get(state, ""),
         reason=_reason(engine),
         details=_details(engine, now),
         tokens_in_per_s=prompt_rates[-1] if prompt_rates else 0.0,
@@ -228,7 +232,7 @@ def prompt_history(model: str, history: Sequence[SystemSnapshot]) -> list[float]
 def _reason(engine: EngineReading) -> str | None:
     if engine.state == "loading" and engine.load_fraction is not None:
         return f"Loading the model, {engine.load_fraction:.0%}."
-    return None if engine.state == "ready" else engine.error
+    return engine.problem if engine.state == "ready" else engine.error
 
 
 def _details(engine: EngineReading, now: datetime) -> list[str]:

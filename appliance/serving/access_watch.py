@@ -13,6 +13,7 @@ import structlog
 
 from appliance.base.background import Background
 from appliance.base.clock import Clock
+from appliance.base.consecutive_failures import ConsecutiveFailures
 from appliance.base.db import Database
 from appliance.metering.limits.admission import Admission
 from appliance.serving.generation import Generation
@@ -63,15 +64,20 @@ class AccessWatch:
             self._check_due.set()
 
     async def _run(self) -> None:
+        failures = ConsecutiveFailures()
         while True:
             await self._check_due.wait()
             self._check_due.clear()
             try:
                 await self.check()
             except Exception:  # owned task: a short outage of the database must not let requests of a revoked key continue
-                log.exception("keys of running requests could not be checked")
+                if number := failures.count():
+                    log.exception("keys of running requests could not be checked", failures=number)
                 await asyncio.sleep(RETRY_S)
                 self._check_due.set()
+            else:
+                if number := failures.end():
+                    log.warning("works again", after="keys of running requests could not be checked", failures=number)
 
     async def check(self) -> None:
         """Read the keys of all requests; end those that are no longer allowed and pass the others' limits to admission."""

@@ -28,7 +28,7 @@ FINAL_EVENT_WAIT_S = 10.0  # an engine answers an abort in its next frame; only 
 
 class EngineClient:
     """Submits and aborts requests; `run` is the only reader of the socket. `fatal` is the error that the engine reported
-    before it exited, if any, and `may_pass` whether another start may succeed."""
+    before it exited, if any, and `may_pass` whether another start may succeed; `is_bug` as in `EngineFrame`."""
 
     def __init__(
         self,
@@ -57,6 +57,7 @@ class EngineClient:
         self.load_fraction: float | None = None
         self.fatal: str | None = None
         self.may_pass = False
+        self.is_bug = False
 
     @property
     def open_requests(self) -> int:
@@ -126,7 +127,7 @@ class EngineClient:
         if frame.status is not None:
             self.status = frame.status
         if frame.fatal is not None:
-            self.fatal, self.may_pass = frame.fatal, frame.may_pass
+            self.fatal, self.may_pass, self.is_bug = frame.fatal, frame.may_pass, frame.is_bug
         for event in frame.events:
             queue = self._queues.get(event.request_id)
             if queue is None:

@@ -6,17 +6,19 @@ from collections.abc import Mapping, Sequence
 
 from appliance.base.clock import Clock
 from appliance.serving.model_registry import ServedModel
+from appliance.serving.readiness import Readiness
 from appliance.telemetry.readings import EngineReading, TenantReading
 from engine.protocol import TenantProgress
 
 
-def engine_reading(model: ServedModel, clock: Clock, tenant_names: Mapping[str, str]) -> EngineReading:
+def engine_reading(model: ServedModel, clock: Clock, tenant_names: Mapping[str, str], readiness: Readiness) -> EngineReading:
     """Return the reading of a model's engine. `tenant_names`: id to name, of tenants with live requests."""
     engine = model.engine
     return EngineReading(
         model=model.name,
         state=engine.state,
         error=engine.error,
+        problem=readiness.problem(model),
         load_fraction=engine.load_fraction,
         info=engine.info,
         status=engine.status,

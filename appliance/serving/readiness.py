@@ -13,6 +13,7 @@ import structlog
 
 from appliance.base.background import Background
 from appliance.base.clock import Clock
+from appliance.base.consecutive_failures import ConsecutiveFailures
 from appliance.base.errors import GatehouseError
 from appliance.base.ids import new_id
 from appliance.serving.event_queue import EventQueue
@@ -69,17 +70,23 @@ class Readiness:
         return self._clock.monotonic_s() - last_s
 
     async def _keep_fresh(self, model: ServedModel) -> None:
+        failures = ConsecutiveFailures(self._clock.monotonic_s)
         while True:
             await model.engine.wait_for_state("ready")
             age_s = self._token_age_s(model)
             if age_s is None or age_s >= self._interval_s / 2:
-                await self._probe(model)
+                error = await self._probe(model)
+                if error is None:
+                    failures.end()
+                elif number := failures.count():
+                    log.warning("probe failed", model=model.name, reason=error, failures=number)
             await asyncio.sleep(min(POLL_S, self._interval_s / 4))
 
-    async def _probe(self, model: ServedModel) -> None:
+    async def _probe(self, model: ServedModel) -> str | None:
+        """Generate one token. Return the error that prevented it, None if there is none or it is logged as unanswered."""
         info = model.engine.info
         if info is None:
-            return
+            return None
         request = GenerationRequest(
             request_id=new_id("probe"),
             tenant_id=PROBE_TENANT,
@@ -91,19 +98,19 @@ class Readiness:
         try:
             events = model.engine.submit(request)
         except GatehouseError as error:
-            log.warning("probe failed", model=model.name, reason=error.message)
-            return
+            return error.message
         stats.reconciliation.note_submitted()
         try:
             try:
                 async with asyncio.timeout(PROBE_TIMEOUT_S):
-                    await _wait_for_final_event(model, events, counts)
+                    return await _wait_for_final_event(events, counts)
             except TimeoutError:
                 model.engine.abort(request.request_id)
                 log.warning("probe unanswered", model=model.name, timeout_s=PROBE_TIMEOUT_S)
-                await _wait_for_final_event(model, events, counts)  # bounded: the client fails aborts without an answer
+                await _wait_for_final_event(events, counts)  # bounded: the client fails aborts without an answer
+                return None
         except GatehouseError as error:
-            log.warning("probe failed", model=model.name, reason=error.message)
+            return error.message
         finally:
             stats.reconciliation.note_settled(generated_tokens=counts.tokens, billed_completion=0, billed_prompt=0)
 
@@ -115,11 +122,10 @@ class _ProbeCounts:
     tokens: int = 0
 
 
-async def _wait_for_final_event(model: ServedModel, events: EventQueue, counts: _ProbeCounts) -> None:
+async def _wait_for_final_event(events: EventQueue, counts: _ProbeCounts) -> str | None:
+    """Return the engine's error, if the probe ends with one."""
     while True:
         for event in await events.take():
             counts.tokens = event.num_prompt_tokens_computed + event.num_output_tokens
-            if event.finish_reason is FinishReason.ERROR:
-                log.warning("probe failed", model=model.name, reason=event.error)
             if event.finish_reason is not None:
-                return
+                return (event.error or "no reason") if event.finish_reason is FinishReason.ERROR else None

@@ -8,11 +8,12 @@ start ►│ loading ├───────►│ ready │
           │  ┌────────────┐ ready again ──► ready
           │  │ restarting │◄── backoff 0.5 s doubling to 30 s
           ▼  └─────┬──────┘
-       failed ◄────┘ five attempts in a row: the next one every FAILED_PAUSE_S, until one is ready
+       failed ◄────┘ five attempts in a row, or two with the same bug: the next one every FAILED_PAUSE_S, until one is ready
                                stop from anywhere ──► stopped
 
 A reason that the engine gives before it has ever served is final, unless the engine says that it may pass: model or settings
 must be changed. Later the same words may have a cause that passes, such as a GPU that is lost or that another program uses.
+An error in Python that ends two starts alike, before the engine has ever served, would most likely end the next ones too.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import os
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -51,6 +53,16 @@ SILENCE_POLL_S = 1.0
 RETRY_AFTER_LOADING_S = 2.0
 
 log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _End:
+    """How a process ended: whether it was ever ready, whether every start would end for its reason, and whether the reason is
+    an error in Python that may be one for every start."""
+
+    was_ready: bool
+    is_final: bool
+    is_bug: bool
 
 
 class Supervisor:
@@ -176,18 +188,20 @@ class Supervisor:
         self._state_changed = asyncio.Event()
 
     async def _keep_running(self) -> None:
-        has_served, crashes_before_ready = False, 0
+        has_served, crashes_before_ready, bug = False, 0, None
         while True:
-            was_ready, is_final = await self._run_process()
+            end = await self._run_process()
             if self.state == "stopped":
                 return
-            has_served |= was_ready
-            crashes_before_ready = 0 if was_ready else crashes_before_ready + 1
-            if is_final and not has_served:
+            has_served |= end.was_ready
+            crashes_before_ready = 0 if end.was_ready else crashes_before_ready + 1
+            if end.is_final and not has_served:
                 self._set_state("failed")
                 log.error("engine failed", role="engine", model=self.name, reason=self.error)
                 return
-            await self._pause(has_failed=crashes_before_ready >= CRASHES_BEFORE_READY_MAX)
+            is_same_bug = end.is_bug and self.error == bug and not has_served
+            bug = self.error if end.is_bug else None
+            await self._pause(has_failed=is_same_bug or crashes_before_ready >= CRASHES_BEFORE_READY_MAX)
             self.restarts += 1
             self._on_restart()
 
@@ -203,15 +217,14 @@ class Supervisor:
         await asyncio.sleep(pause_s)
         self._backoff_s = min(BACKOFF_MAX_S, pause_s * 2)
 
-    async def _run_process(self) -> tuple[bool, bool]:
-        """Run one engine process to its end; return whether it was ever ready, and whether it reported a fatal error that
-        every start would have."""
+    async def _run_process(self) -> _End:
+        """Run one engine process to its end."""
         self._starts_monotonic_s = self._clock.monotonic_s()
         try:
             process, ours = await self._start_process()
         except OSError as error:  # no process, file or memory is left for it, which may pass
             self.error = f"the process could not be started: {error.strerror}"
-            return False, False
+            return _End(was_ready=False, is_final=False, is_bug=False)
         client = EngineClient(
             ours,
             on_frame=self._on_engine_frame,
@@ -234,7 +247,11 @@ class Supervisor:
             await _end_log(process, logging_task)
             self.pid = None
         self.error = client.fatal or f"the process ended with {_describe_exit(exit_status)}"
-        return client.info is not None, client.fatal is not None and not client.may_pass
+        return _End(
+            was_ready=client.info is not None,
+            is_final=client.fatal is not None and not client.may_pass,
+            is_bug=client.is_bug,
+        )
 
     async def _wait_for_exit(self, process: asyncio.subprocess.Process) -> int:
         """Return the exit status of a process that has closed its socket. One that cannot be ended is waited for: as long as it

@@ -31,6 +31,10 @@ ENGINE_GAUGES: dict[str, tuple[str, Callable[[EngineReading], float]]] = {
         lambda e: e.status_or_zeros.kv_blocks_used / max(e.status_or_zeros.kv_blocks_total, 1),
     ),
     "gatehouse_engine_up": ("1 if the engine accepts requests", lambda e: float(e.state == "ready")),
+    "gatehouse_model_ready": (
+        "1 if the engine has generated a token within probe_interval_s",
+        lambda e: float(e.problem is None),
+    ),
     "gatehouse_engine_gpu_unused": (
         "1 if the engine serves on the CPU although an NVIDIA driver is installed",
         lambda e: float(e.info is not None and e.info.device_note is not None),
@@ -305,6 +309,7 @@ def _gpu_families(snapshot: SystemSnapshot) -> Iterator[Metric]:
 
 def _host_families(snapshot: SystemSnapshot) -> Iterator[Metric]:
     yield GaugeMetricFamily("gatehouse_host_memory_used_bytes", "Used memory", value=snapshot.host.memory_used_bytes)
+    yield GaugeMetricFamily("gatehouse_host_memory_total_bytes", "Memory", value=snapshot.host.memory_total_bytes)
     yield GaugeMetricFamily(
         "gatehouse_host_disk_free_bytes", "Free disk of the data folder", value=snapshot.host.disk_free_bytes
     )

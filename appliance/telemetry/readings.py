@@ -42,13 +42,14 @@ class TenantReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReading:
-    """One served model at one moment. `tokens_per_second` is the recent generation rate, excluding probes;
-    `probe_prompt_tokens` is the total sent by probes. `tenants` are those with live requests, by KV blocks held, largest
-    first."""
+    """One served model at one moment. `problem`: why `/health/ready` does not call it ready, None if it does.
+    `tokens_per_second` is the recent generation rate, excluding probes; `probe_prompt_tokens` is the total sent by probes.
+    `tenants` are those with live requests, by KV blocks held, largest first."""
 
     model: str
     state: str
     error: str | None
+    problem: str | None
     load_fraction: float | None
     info: EngineInfo | None
     status: EngineStatus | None

@@ -85,6 +85,12 @@ def test_the_ledger_records_every_token_of_the_engine(tuned_server: Server) -> N
     assert "gatehouse_ledger_up 1.0" in text
 
 
+def test_a_model_that_health_checks_call_ready_is_exported_as_ready(tuned_server: Server) -> None:
+    tuned_server.wait_until_ready()
+    line = f'gatehouse_model_ready{{model="{MODEL}"}} 1.0'
+    block_until(lambda: line in httpx.get(f"{tuned_server.url}/metrics").text, tuned_server.log)
+
+
 def engine_reading(server: Server) -> dict[str, Any]:
     found: dict[str, Any] = server.admin("GET", "/system")["engine"][0]
     return found

@@ -89,6 +89,7 @@ class EngineSide:
     gpu_error: str | None = NO_GPU
     state: str = "ready"
     error: str | None = None
+    problem: str | None = None
     info: EngineInfo | None = field(default_factory=engine_info)
     status: EngineStatus | None = field(default_factory=engine_status)
     others: list[EngineReading] = field(default_factory=list)
@@ -121,6 +122,7 @@ class EngineSide:
             model="demo",
             state=self.state,
             error=self.error,
+            problem=self.problem,
             load_fraction=None,
             info=self.info,
             status=self.status,

@@ -287,10 +287,12 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--fatal")
     parser.add_argument("--may-pass", action="store_true")
+    parser.add_argument("--bug", action="store_true")
     options = parser.parse_args()
     if options.fatal:
         with socket.socket(fileno=options.fd) as connection:
-            connection.sendall(encode_frame(EngineFrame(fatal=options.fatal, may_pass=options.may_pass)))
+            frame = EngineFrame(fatal=options.fatal, may_pass=options.may_pass or options.bug, is_bug=options.bug)
+            connection.sendall(encode_frame(frame))
         return
     asyncio.run(_serve(options.fd, options.step_s, options.device))
 

@@ -99,4 +99,31 @@ async def test_repeated_work_continues_after_an_error(immediately: bool) -> None
         await enough.wait()
         await background.stop()
     assert done == (["work", "pause", "work"] if immediately else ["pause", "work", "pause", "work"])
-    assert [(line["event"], line["log_level"]) for line in logs] == [("it failed", "error")]
+    assert [(line["event"], line["log_level"]) for line in logs] == [("it failed", "error"), ("works again", "warning")]
+
+
+async def test_repeated_failures_are_logged_once_with_their_number_at_the_end() -> None:
+    runs = 0
+    well = asyncio.Event()
+
+    async def work() -> None:
+        nonlocal runs
+        runs += 1
+        if runs <= 5:
+            raise OSError("down")
+        if runs == 7:
+            well.set()
+            await asyncio.Event().wait()
+
+    async def sleep(_seconds: float) -> None:
+        await asyncio.sleep(0)
+
+    background = Background("work", lambda: repeat(work, 5.0, failure="it failed", sleep=sleep))
+    with structlog.testing.capture_logs() as logs:
+        background.start()
+        await well.wait()
+        await background.stop()
+    assert [(line["event"], line.get("after"), line["failures"]) for line in logs] == [
+        ("it failed", None, 1),
+        ("works again", "it failed", 5),
+    ]

@@ -10,6 +10,7 @@ from typing import Any
 
 import psycopg
 import pytest
+import structlog
 
 from appliance.base import database_claim
 from appliance.base.database_claim import DatabaseClaim, claim_database
@@ -194,11 +195,18 @@ async def test_an_unreachable_server_is_retried(database: str, monkeypatch: pyte
     async with watched_claim(database, may_resume) as (claim, watch, pauses):
         monkeypatch.setattr(claim, "_server", "postgresql://nobody@127.0.0.1:1/nothing")
         end_claims(database)
-        await pauses.check_once()
-        assert not watch.done()
-        monkeypatch.undo()
-        await pauses.check_once()
+        with structlog.testing.capture_logs() as logs:
+            for _ in range(3):
+                await pauses.check_once()
+            assert not watch.done()
+            monkeypatch.undo()
+            await pauses.check_once()
     assert may_resume.num_calls == 1
+    assert [(line["event"], line.get("failures")) for line in logs] == [
+        ("database claim ended: its connection was lost", None),
+        ("database cannot be claimed again yet", 1),
+        ("database claimed again", 3),
+    ]
 
 
 @pytest.mark.postgres

@@ -209,6 +209,13 @@ async def test_an_engine_that_is_not_ready_shows_its_state_or_error(
     assert text in page
 
 
+async def test_an_engine_that_has_stopped_answering_is_not_shown_as_ready(console: ConsoleApp) -> None:
+    console.engine_side.problem = "engine of demo generated its last token 31 s ago"
+    page = await overview(console)
+    assert '<span class="badge warn">not ready</span>' in page
+    assert '<p class="notice warn">Engine of demo generated its last token 31 s ago.</p>' in page
+
+
 async def test_a_database_that_refuses_writes_is_reported_at_the_top(console: ConsoleApp) -> None:
     console.engine_side.database_ok = False
 

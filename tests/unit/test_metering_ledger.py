@@ -7,6 +7,7 @@ import dataclasses
 
 import msgspec
 import pytest
+import structlog
 from sqlalchemy import Connection, Update, false, text
 from sqlalchemy.exc import DataError, IntegrityError, InterfaceError, OperationalError, ProgrammingError, StatementError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
@@ -257,6 +258,23 @@ async def test_an_entry_with_a_commit_of_unknown_outcome_does_not_stay_pending(
         await poll_until(lambda: ledger.healthy)
     (event,) = await all_events(database)
     assert (event.status, event.cost_picos) == ("voided", 0)
+
+
+async def test_rounds_that_fail_again_and_again_are_logged_once_with_their_number_at_the_end(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    failing = FailingDatabase.around(database)
+    entry = pending(cast.bob)
+    with structlog.testing.capture_logs() as logs:
+        async with running_ledger(failing, clock, cast.epoch_id) as ledger:
+            await ledger.open(entry)
+            failing.fail_before_commit = 3
+            await ledger.settle(posted(entry.request_id))
+            await poll_until(lambda: failing.fail_before_commit == 0 and ledger.healthy)
+    assert [(line["event"], line.get("after"), line.get("retry_s"), line["failures"]) for line in logs] == [
+        ("ledger_round_failed", None, RETRY_S_MIN, 1),
+        ("works again", "ledger_round_failed", None, 3),
+    ]
 
 
 @pytest.mark.parametrize("where", ["fail_before_commit", "fail_after_commit"])

@@ -6,11 +6,13 @@ import asyncio
 from typing import get_args
 
 import pytest
+import structlog
 
 from appliance.base.db import Database
 from appliance.base.sealing import Sealer
 from appliance.metering.alerts.outbox import ATTEMPTS_MAX, LEASE_S, RETRY_S_MAX
 from appliance.metering.alerts.webhooks import Webhooks
+from appliance.serving.alerting import delivery as delivery_module
 from appliance.serving.alerting.delivery import FailureReason, SendFailed
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.support.alerts import LOOPBACK, TARGET, AlertParts, RecordingSender, alert_parts
@@ -69,6 +71,27 @@ async def test_a_rejected_message_is_retried_exactly_when_due(alerts: AlertParts
     assert len(sender.ids) == 4
     assert len(set(sender.ids)) == 1
     assert counted(alerts, "alert_attempts_failed_total", reason="failed") == 3
+
+
+async def test_an_outbox_that_cannot_be_read_is_logged_once_with_the_number_of_failures_at_the_end(
+    alerts: AlertParts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delivery, outages = alerts.delivery(RecordingSender()), [OSError("down")] * 3
+
+    async def start_due() -> None:
+        if outages:
+            raise outages.pop()
+
+    monkeypatch.setattr(delivery_module, "RETRY_PAUSE_S", 0.0)
+    monkeypatch.setattr(delivery, "_start_due", start_due)
+    with structlog.testing.capture_logs() as logs:
+        delivery.start()
+        await poll_until(lambda: len(logs) > 1)
+        await delivery.stop()
+    assert [(line["event"], line.get("after"), line["failures"]) for line in logs] == [
+        ("the outbox could not be read", None, 1),
+        ("works again", "the outbox could not be read", 3),
+    ]
 
 
 @pytest.mark.parametrize(("randomness", "wait_s"), [(0.0, 5.0), (1.0, 15.0)])

@@ -47,6 +47,8 @@ DATA: dict[str, dict[str, Any]] = {
     },
     "key.expiring": {**TENANT, "key_name": "ci", "prefix": "gh_aaaaaaaa", "expires_at": "2026-11-25T00:00:00.000Z"},
     "engine.down": {"model": "demo", "state": "failed", "down_s": 61, "error": None},
+    "engine.gpu_unused": {"model": "demo", "reason": "torch finds no usable GPU. Too old."},
+    "engine.kernels_refused": {"model": "demo", "kernels": ["products by GEMV: wrong results", "attention by parts: timeout"]},
     TEST_EVENT: {"webhook_id": "wh_1", "note": "a test"},
 }
 MAILBOX = Endpoint(id="wh_1", kind="email", target="ops@example.com", secrets=())

@@ -19,9 +19,11 @@ from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.principals import KeyChanges
 from appliance.tenancy.tenants import Tenants
+from engine.protocol import KernelChoice
 from tests.support.alerts import TARGET, AlertParts, alert_parts
 from tests.support.cast import PEPPER, Cast, Person
 from tests.support.clock import FakeClock
+from tests.support.engine_messages import engine_info
 from tests.support.ledgers import euro_budget_alerts
 from tests.support.sql_statements import record_statements
 
@@ -29,10 +31,10 @@ DAY_S = 86400.0
 
 
 class Engines:
-    """A model registry of which only the engine state is used."""
+    """A model registry of which only the engine's state and description are used."""
 
     def __init__(self) -> None:
-        self.engine = SimpleNamespace(state="ready", error=None)
+        self.engine = SimpleNamespace(state="ready", error=None, info=engine_info())
 
     def list(self) -> list[Any]:
         return [SimpleNamespace(name="demo", engine=self.engine)]
@@ -44,19 +46,23 @@ class Watched:
     def __init__(self, alerts: AlertParts, clock: FakeClock) -> None:
         self.alerts, self.clock, self.engines = alerts, clock, Engines()
         self.keys = Keys(alerts.db, clock, PEPPER)
-        self.watch = AlertWatch(
-            alerts.db,
-            clock,
-            euro_budget_alerts(alerts.db, clock, BillingCalendar()),
-            KeyExpiryAlerts(alerts.db, clock),
-            typed("Any", self.engines),
-        )
+        self.restart_gateway()
 
     async def new_key(self, person: Person, days: float) -> str:
         """Return the id of a new key that expires in so many days."""
         expires_at = self.clock.now() + timedelta(days=days)
         key, _ = await self.keys.create(person.tenant.id, "ci", KeyChanges(expires_at=expires_at), access=WHOLE_APPLIANCE)
         return key.id
+
+    def restart_gateway(self) -> None:
+        """Continue with an alert watch that remembers nothing."""
+        self.watch = AlertWatch(
+            self.alerts.db,
+            self.clock,
+            euro_budget_alerts(self.alerts.db, self.clock, BillingCalendar()),
+            KeyExpiryAlerts(self.alerts.db, self.clock),
+            typed("Any", self.engines),
+        )
 
     async def alerts_sent(self) -> list[dict[str, Any]]:
         """Run one check and return all alerts sent so far."""
@@ -195,3 +201,58 @@ async def test_an_engine_that_recovers_in_time_is_not_reported(watched: Watched,
         clock.advance(ENGINE_DOWN_S - 1)
         watched.engines.engine.state = "ready"
         assert await watched.alerts_sent() == []
+
+
+async def test_an_engine_on_the_cpu_of_a_machine_with_a_gpu_is_reported_once_until_it_uses_the_gpu(
+    watched: Watched, clock: FakeClock
+) -> None:
+    note, engine = "torch finds no usable GPU. Too old.", watched.engines.engine
+    assert await watched.alerts_sent() == []
+    engine.info = engine_info(device_note=note)
+    assert await watched.alerts_sent() == [{"model": "demo", "reason": note}]
+    for info, state in ((None, "restarting"), (engine.info, "ready")):
+        engine.info, engine.state = info, state
+        assert len(await watched.alerts_sent()) == 1
+    for note_later, num_sent in ((None, 1), (note, 2)):
+        clock.advance(1)
+        engine.info = engine_info(device_note=note_later)
+        assert len(await watched.alerts_sent()) == num_sent
+    assert [message.event for message in await watched.alerts.messages()] == ["engine.gpu_unused"] * 2
+
+
+async def test_an_engine_on_the_cpu_is_reported_again_after_a_start_of_the_gateway(watched: Watched, clock: FakeClock) -> None:
+    watched.engines.engine.info = engine_info(device_note="Too old.")
+    assert len(await watched.alerts_sent()) == 1
+    clock.advance(1)
+    watched.restart_gateway()
+    assert len(await watched.alerts_sent()) == 2
+
+
+async def test_refused_kernels_are_reported_with_their_reasons(watched: Watched) -> None:
+    refused = KernelChoice(
+        name="products of one row", serves="tiles", refused={"GEMV": "wrong results", "Hopper kernel": "timeout"}
+    )
+    watched.engines.engine.info = engine_info(kernel_choices=[KernelChoice(name="attention", serves="parts"), refused])
+    kernels = ["products of one row by GEMV: wrong results", "products of one row by Hopper kernel: timeout"]
+    assert await watched.alerts_sent() == [{"model": "demo", "kernels": kernels}]
+    assert [message.event for message in await watched.alerts.messages()] == ["engine.kernels_refused"]
+
+
+async def test_the_same_refused_kernels_are_not_reported_again_by_later_starts(watched: Watched, clock: FakeClock) -> None:
+    for reason, num_sent in (("wrong results", 1), ("wrong results", 1), ("timeout", 2)):
+        refused = KernelChoice(name="products", serves="tiles", refused={"GEMV": reason})
+        watched.engines.engine.info = engine_info(kernel_choices=[refused])
+        assert len(await watched.alerts_sent()) == num_sent
+        watched.restart_gateway()
+        clock.advance(1)
+
+
+async def test_an_alert_that_could_not_be_written_is_written_by_the_next_check(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched.engines.engine.info = engine_info(device_note="Too old.")
+    with monkeypatch.context() as outage:
+        outage.setattr(watched.alerts.db, "writing", Mock(side_effect=OSError("down")))
+        with pytest.raises(OSError, match="down"):
+            await watched.watch._check_engines()
+    assert len(await watched.alerts_sent()) == 1

@@ -312,6 +312,31 @@ async def test_a_change_of_limits_reaches_requests_that_wait_for_admission(
         await generation.outcome
 
 
+async def test_keys_that_cannot_be_checked_are_logged_once_with_the_number_of_failures_at_the_end(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outages = [OSError("down")] * 3
+
+    async def check() -> None:
+        if outages:
+            raise outages.pop()
+
+    monkeypatch.setattr("appliance.serving.access_watch.RETRY_S", 0.0)
+    async with open_serving(database, clock, tmp_path / "model", cast.epoch_id) as serving:
+        watch = serving.generations._watch
+        monkeypatch.setattr(watch, "check", check)
+        with structlog.testing.capture_logs() as logs:
+            serving.generations.start_watching()
+            watch._check_due.set()
+            await poll_until(lambda: len(logs) > 1)
+            await serving.generations.stop(5.0)
+    failure = "keys of running requests could not be checked"
+    assert [(line["event"], line.get("after"), line["failures"]) for line in logs] == [
+        (failure, None, 1),
+        ("works again", failure, 3),
+    ]
+
+
 async def test_a_checkpoint_that_fails_is_logged_and_the_next_one_follows(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -329,4 +354,4 @@ async def test_a_checkpoint_that_fails_is_logged_and_the_next_one_follows(
             serving.generations.start_watching()
             await poll_until(lambda: len(calls) > 1)
             await serving.generations.stop(5.0)
-    assert [line["event"] for line in logs] == ["running requests could not be checkpointed"]
+    assert [line["event"] for line in logs] == ["running requests could not be checkpointed", "works again"]

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import structlog
 
 from appliance.base.clock import SystemClock
+from appliance.base.consecutive_failures import LOG_INTERVAL_S
+from appliance.serving.engine_readings import engine_reading
 from appliance.serving.model_registry import ModelRegistry, ServedModel
 from appliance.serving.readiness import Readiness
 from appliance.serving.supervisor import Supervisor
 from appliance.serving.tokenizer import ModelTokenizer
 from tests.support.clock import FakeClock
 from tests.support.engine_messages import engine_status
-from tests.support.fake_engine import command
+from tests.support.fake_engine import FAIL, command
 from tests.support.polling import poll_until
 from tests.support.served_model import make_hollow_model
 
@@ -66,6 +69,17 @@ async def test_the_first_probe_makes_a_model_ready_and_silence_makes_it_stale(mo
     assert "last token 31 s ago" in (readiness.problem(model) or "")
 
 
+async def test_a_reading_of_the_engine_says_why_its_model_is_not_ready(model: ServedModel, clock: FakeClock) -> None:
+    readiness = Readiness(ModelRegistry([model]), clock, interval_s=INTERVAL_S)
+    await model.engine.wait_for_state("ready")
+    model.engine.last_token_monotonic_s = clock.monotonic_s()
+    assert engine_reading(model, clock, {}, readiness).problem is None
+
+    clock.advance(INTERVAL_S + 1)
+    reading = engine_reading(model, clock, {}, readiness)
+    assert (reading.state, reading.problem) == ("ready", "engine of tiny generated its last token 31 s ago")
+
+
 async def test_probes_are_left_out_of_all_statistics(model: ServedModel, clock: FakeClock) -> None:
     readiness = Readiness(ModelRegistry([model]), clock, interval_s=INTERVAL_S)
     await model.engine.wait_for_state("ready")
@@ -91,6 +105,28 @@ async def test_a_probe_runs_before_the_interval_is_over(model: ServedModel, cloc
     await readiness.stop()
 
     assert readiness.problem(model) is None
+
+
+async def test_a_probe_that_fails_again_and_again_is_logged_once_a_minute(
+    model: ServedModel, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("appliance.serving.readiness.POLL_S", 0.0)
+    await model.engine.wait_for_state("ready")
+    client, submit = model.engine._client, Mock(wraps=model.engine.submit)
+    assert client is not None
+    assert client.info is not None
+    client.info.eos_token_ids[:] = [FAIL]
+    monkeypatch.setattr(model.engine, "submit", submit)
+    readiness = Readiness(ModelRegistry([model]), clock, interval_s=INTERVAL_S)
+    with structlog.testing.capture_logs() as logs:
+        readiness.start()
+        await poll_until(lambda: submit.call_count > 5)
+        clock.advance(LOG_INTERVAL_S)
+        await poll_until(lambda: len(logs) > 1)
+        await readiness.stop()
+    assert [(line["event"], line["model"]) for line in logs] == [("probe failed", "tiny")] * 2
+    assert (logs[0]["failures"], logs[1]["failures"] > 5) == (1, True)
+    assert logs[0]["reason"]
 
 
 async def test_a_failed_probe_is_logged_and_probing_continues(

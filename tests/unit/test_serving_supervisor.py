@@ -25,6 +25,8 @@ from tests.support.clock import FakeClock
 from tests.support.fake_engine import DIE, STALL, command
 from tests.support.polling import DEADLINE_S
 
+BUG = ["--fatal", "TypeError: a bug", "--bug"]
+
 
 def make_request(first_token: int) -> GenerationRequest:
     sampling = SamplingParams(max_tokens=3, seed=1)
@@ -40,6 +42,19 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 async def supervised(*options: str, switched_off: Sequence[str] = ()) -> AsyncIterator[Supervisor]:
     """Yield a started supervisor of fake engine processes."""
     watched = Supervisor(name="fake", command=lambda fd: command(fd, *options), clock=SystemClock(), switched_off=switched_off)
+    watched.start()
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            yield watched
+    finally:
+        await watched.stop()
+
+
+@asynccontextmanager
+async def supervised_by_turns(*options: Sequence[str]) -> AsyncIterator[Supervisor]:
+    """Yield a started supervisor of fake engine processes; the n-th of them has the n-th options."""
+    turns = iter(options)
+    watched = Supervisor(name="fake", command=lambda fd: command(fd, *next(turns)), clock=SystemClock())
     watched.start()
     try:
         async with asyncio.timeout(DEADLINE_S):
@@ -223,6 +238,37 @@ async def test_an_engine_that_never_becomes_ready_fails_after_five_attempts() ->
         assert watched.restarts == supervisor.CRASHES_BEFORE_READY_MAX - 1
 
 
+async def test_an_engine_that_ends_with_the_same_bug_twice_fails_after_two_attempts() -> None:
+    async with supervised(*BUG) as watched:
+        await watched.wait_for_state("failed")
+
+        assert watched.restarts == 1
+
+
+async def test_a_failed_engine_with_a_bug_is_tried_again_after_the_long_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "FAILED_PAUSE_S", 0.01)
+    async with supervised_by_turns(BUG, BUG, BUG, []) as watched:
+        await watched.wait_for_state("failed")
+        await watched.wait_for_state("ready")
+    assert watched.restarts == 3
+
+
+async def test_an_engine_that_ends_with_different_bugs_is_tried_again_at_once() -> None:
+    async with supervised_by_turns(BUG, ["--fatal", "KeyError: 'a'", "--bug"], BUG, []) as watched:
+        await watched.wait_for_state("ready", "failed")
+        assert watched.state == "ready"
+
+
+async def test_an_engine_that_has_served_is_tried_again_at_once_after_the_same_bug() -> None:
+    async with supervised_by_turns([], BUG, BUG, BUG, []) as watched:
+        await watched.wait_for_state("ready")
+        assert watched.pid is not None
+        os.kill(watched.pid, signal.SIGKILL)
+        await watched.wait_for_state("restarting")
+        await watched.wait_for_state("ready", "failed")
+        assert watched.state == "ready"
+
+
 async def test_an_engine_that_failed_without_a_reason_of_its_own_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "FAILED_PAUSE_S", 0.01)
     is_mended = False
@@ -241,18 +287,12 @@ async def test_an_engine_that_failed_without_a_reason_of_its_own_is_tried_again(
 
 
 async def test_a_reason_that_an_engine_has_after_it_has_served_is_not_final() -> None:
-    commands = iter([[], ["--fatal", "the GPU is lost"], []])
-    watched = Supervisor(name="fake", command=lambda fd: command(fd, *next(commands)), clock=SystemClock())
-    watched.start()
-    try:
-        async with asyncio.timeout(DEADLINE_S):
-            await watched.wait_for_state("ready")
-            assert watched.pid is not None
-            os.kill(watched.pid, signal.SIGKILL)
-            await watched.wait_for_state("restarting")
-            await watched.wait_for_state("ready")
-    finally:
-        await watched.stop()
+    async with supervised_by_turns([], ["--fatal", "the GPU is lost"], []) as watched:
+        await watched.wait_for_state("ready")
+        assert watched.pid is not None
+        os.kill(watched.pid, signal.SIGKILL)
+        await watched.wait_for_state("restarting")
+        await watched.wait_for_state("ready")
     assert watched.restarts == 2
 
 

@@ -21,10 +21,11 @@ RULES = REPO / "docs" / "prometheus" / "gatehouse.rules.yml"
 GUIDE = REPO / "docs" / "monitoring.md"
 
 OF_COUNTERS = {"rate", "increase"}
-FUNCTIONS = {"histogram_quantile", *OF_COUNTERS}
+FUNCTIONS = {"histogram_quantile", "max_over_time", *OF_COUNTERS}
 AGGREGATIONS = {"sum", "max", "min", "avg"}
-WORDS = {"by", "and", "or", "unless"}
-OF_PROMETHEUS = {"up": {"job", "instance"}}  # the metric that Prometheus itself records of each target
+WORDS = {"by", "on", "and", "or", "unless"}
+OF_ALERTS = {"alertname", "alertstate"}
+OF_PROMETHEUS = {"up": {"job", "instance"}, "ALERTS": OF_ALERTS | {"model"}}  # the series that Prometheus itself records
 OF_TARGETS = {"job", "instance"}
 DURATION = re.compile(r"\d+(s|m|h|d)")
 TOKEN = re.compile(r'"[^"]*"|\[[^\]]*\]|[A-Za-z_]\w*|\d+(?:\.\d+)?(?:e\d+)?|==|!=|=~|!~|>=|<=|[-+*/(){},=<>]|\s+')
@@ -65,9 +66,9 @@ def tokens(expression: str) -> list[str]:
 
 
 def names(expression: str) -> list[str]:
-    """Return the names in an expression outside of strings, `{…}` and the lists of `by`."""
+    """Return the names in an expression outside of strings, `{…}` and the lists of `by` and `on`."""
     bare = re.sub(r'"[^"]*"', '""', expression)
-    bare = re.sub(r"\bby \([^)]*\)|\{[^}]*\}|\[[^\]]*\]|\b[\d.]+e\d+\b", " ", bare)
+    bare = re.sub(r"\b(?:by|on) \([^)]*\)|\{[^}]*\}|\[[^\]]*\]|\b[\d.]+e\d+\b", " ", bare)
     return re.findall(r"[A-Za-z_]\w*", bare)
 
 
@@ -105,10 +106,12 @@ async def test_every_label_exists(rule: Rule) -> None:
         assert set(re.findall(r'(\w+)(?:=~|!~|!=|=)"', matchers)) <= series[name]
     used = [series[name] for name in names(rule.expr) if name in series]
     kept: set[str] = set.union(*used) | OF_TARGETS
-    for labels in re.findall(r"\bby \(([^)]*)\)", rule.expr):
-        kept = {label.strip() for label in labels.split(",")}
-        assert all(kept <= of_series | OF_TARGETS for of_series in used)
-    assert set(re.findall(r"\$labels\.(\w+)", " ".join(rule.annotations.values()))) <= kept - {"le"}
+    for word, labels in re.findall(r"\b(by|on) \(([^)]*)\)", rule.expr):
+        listed = {label.strip() for label in labels.split(",")}
+        assert all(listed <= of_series | OF_TARGETS for of_series in used)
+        if word == "by":
+            kept = listed
+    assert set(re.findall(r"\$labels\.(\w+)", " ".join(rule.annotations.values()))) <= kept - {"le"} - OF_ALERTS
 
 
 @each_rule
@@ -116,10 +119,23 @@ async def test_growth_is_that_of_counters_over_a_time(rule: Rule) -> None:
     metrics = await exported_metrics()
     growing = {name for metric in metrics.values() if metric.kind != "gauge" for name in metric.series}
     over_time = re.findall(r"(\w+)\((\w+)(?:\{[^}]*\})?\[", rule.expr)
-    assert len(over_time) == rule.expr.count("[") == len(re.findall(r"\b(?:rate|increase)\(", rule.expr))
+    assert len(over_time) == rule.expr.count("[") == len(re.findall(r"\b(?:rate|increase|max_over_time)\(", rule.expr))
     for function, name in over_time:
-        assert function in OF_COUNTERS
-        assert name in growing
+        assert (function in OF_COUNTERS) == (name in growing)
+
+
+@each_rule
+def test_a_rule_that_other_rules_refer_to_exists(rule: Rule) -> None:
+    named = set(re.findall(r'alertname="(\w+)"', rule.expr))
+    assert named <= {other.alert for other in ALL_RULES} - {rule.alert}
+
+
+def test_an_engine_that_is_reported_as_down_is_not_reported_for_its_restarts_too() -> None:
+    (down,) = (rule for rule in ALL_RULES if rule.alert == "GatehouseEngineDown")
+    (restarts,) = (rule for rule in ALL_RULES if rule.alert == "GatehouseEngineRestarts")
+    _, _, excluded = restarts.expr.partition(" unless on (job, instance, model) ")
+    assert excluded == f'max_over_time(ALERTS{{alertname="{down.alert}", alertstate="firing"}}[30m])'
+    assert restarts.wait == down.wait
 
 
 @each_rule

@@ -21,7 +21,7 @@ from appliance.telemetry.readings import DatabaseReading
 from appliance.telemetry.sampler import SystemSampler, TooManySubscribers
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import EngineSide, tenant_reading
-from tests.support.engine_messages import engine_info, engine_status
+from tests.support.engine_messages import GIB, engine_info, engine_status
 
 
 @pytest.fixture
@@ -343,11 +343,24 @@ async def test_an_engine_on_the_cpu_of_a_machine_with_a_gpu_is_exported(clock: F
     assert f'gatehouse_engine_gpu_unused{{model="demo"}} {value}.0' in await exported(side)
 
 
+@pytest.mark.parametrize(("problem", "value"), [(None, 1), ("engine of demo generated its last token 31 s ago", 0)])
+async def test_whether_health_checks_call_a_model_ready_is_exported(clock: FakeClock, problem: str | None, value: int) -> None:
+    text = await exported(EngineSide(clock, problem=problem))
+    assert f'gatehouse_model_ready{{model="demo"}} {value}.0' in text
+    assert 'gatehouse_engine_up{model="demo"} 1.0' in text
+
+
 @pytest.mark.parametrize(
     ("error", "value"), [(None, 1), (NO_GPU, 1), (system_sampler.GPU_SILENT, 0), ("GPU cannot be read: Driver mismatch", 0)]
 )
 async def test_a_gpu_driver_that_gives_no_readings_is_exported(clock: FakeClock, error: str | None, value: int) -> None:
     assert f"gatehouse_gpu_driver_up {value}.0" in await exported(EngineSide(clock, gpu_error=error))
+
+
+async def test_the_memory_of_the_host_is_exported_with_its_total(clock: FakeClock) -> None:
+    text = await exported(EngineSide(clock))
+    assert f"gatehouse_host_memory_used_bytes {3 * GIB:.9e}\n" in text
+    assert f"gatehouse_host_memory_total_bytes {8 * GIB:.9e}\n" in text
 
 
 async def exported(side: EngineSide) -> str:

@@ -189,7 +189,7 @@ FIELDS = {
     "Webhook.tenant_id": "The id of the tenant whose alerts are sent; null: alerts of the whole appliance.",
     "events": (
         "The events to send: `budget.threshold`, `tokens_per_day.threshold`, `invoice.closed`, `key.expiring` and, for the "
-        "whole appliance, `engine.down`. Null on creation: all of them."
+        "whole appliance, `engine.down`, `engine.gpu_unused` and `engine.kernels_refused`. Null on creation: all of them."
     ),
     "Webhook.disabled": "Whether delivery is paused; pending messages are kept.",
     "previous_secret_until": (

@@ -32,7 +32,7 @@ from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, read_page
 from appliance.tenancy.roles import Action
 
 TENANT_EVENTS = ("budget.threshold", "tokens_per_day.threshold", "invoice.closed", "key.expiring")
-BOX_EVENTS = ("engine.down",)
+BOX_EVENTS = ("engine.down", "engine.gpu_unused", "engine.kernels_refused")
 EVENTS = (*TENANT_EVENTS, *BOX_EVENTS)
 
 ATTEMPTS_MAX = 14

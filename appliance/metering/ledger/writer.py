@@ -25,6 +25,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from appliance.base.clock import Clock
+from appliance.base.consecutive_failures import ConsecutiveFailures
 from appliance.base.db import Database
 from appliance.base.errors import InternalError, Overloaded
 from appliance.base.journal import Journal
@@ -83,6 +84,7 @@ class Ledger:
         self._in_round_since_s: float | None = None
         self._opened: dict[str, Opened] = {}
         self._retry_s = 0.0
+        self._failed_rounds = ConsecutiveFailures(clock.monotonic_s)
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -292,6 +294,8 @@ class Ledger:
             self._in_round_since_s = None
         self.last_error = None
         self._retry_s = 0.0
+        if failures := self._failed_rounds.end():
+            _log.warning("works again", after="ledger_round_failed", failures=failures)
         current.report_results()
         for operation in operations:
             if isinstance(operation, Settle) and not operation.written:
@@ -306,8 +310,10 @@ class Ledger:
         """After a database failure, refuse the opens whose callers wait and keep the other operations, in order, for a
         retry."""
         self.last_error = f"{type(error).__name__}: {error}"
-        _log.error("ledger_round_failed", error=self.last_error, operations=len(operations), retry_s=self._retry_s)
         self._retry_s = min(max(self._retry_s * 2, RETRY_S_MIN), RETRY_S_MAX)
+        if failures := self._failed_rounds.count():
+            facts = {"error": self.last_error, "operations": len(operations), "retry_s": self._retry_s, "failures": failures}
+            _log.error("ledger_round_failed", **facts)
         kept: list[Operation] = []
         for operation in operations:
             if isinstance(operation, Open) and operation.number is None:

@@ -17,6 +17,7 @@ import structlog
 
 from appliance.base.background import Background
 from appliance.base.clock import Clock
+from appliance.base.consecutive_failures import ConsecutiveFailures
 from appliance.base.db import Database
 from appliance.base.errors import NotFound
 from appliance.base.sealing import Unsealable
@@ -120,6 +121,7 @@ class AlertDelivery:
 
     async def _run(self) -> None:
         released = False
+        failures = ConsecutiveFailures()
         while True:
             self._db.outbox_written.clear()
             pause_s = RETRY_PAUSE_S
@@ -131,7 +133,11 @@ class AlertDelivery:
                 self._metrics.alerts_pending(await self._outbox.count_pending())
                 pause_s = await self._pause_s()
             except Exception:  # owned task: a short outage of the database must not end it
-                log.exception("the outbox could not be read")
+                if number := failures.count():
+                    log.exception("the outbox could not be read", failures=number)
+            else:
+                if number := failures.end():
+                    log.warning("works again", after="the outbox could not be read", failures=number)
             try:
                 async with asyncio.timeout(pause_s):
                     await self._db.outbox_written.wait()

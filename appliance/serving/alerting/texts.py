@@ -109,6 +109,14 @@ def _engine(data: Data) -> Headline:
     return f"The model {data['model']} is not served", f"it has been {data['state']} for {data['down_s']} seconds"
 
 
+def _gpu_unused(data: Data) -> Headline:
+    return f"The model {data['model']} is served on the CPU", "an NVIDIA driver is installed, but its GPU is not used"
+
+
+def _kernels_refused(data: Data) -> Headline:
+    return f"The model {data['model']} is served by older kernels", "newer ones were refused"
+
+
 def _test(_data: Data) -> Headline:
     return "This is a test", "nothing has happened"
 
@@ -119,6 +127,8 @@ _HEADLINES: dict[str, Callable[[Data], Headline]] = {
     "invoice.closed": _invoice,
     "key.expiring": _key,
     "engine.down": _engine,
+    "engine.gpu_unused": _gpu_unused,
+    "engine.kernels_refused": _kernels_refused,
     TEST_EVENT: _test,
 }
 
@@ -142,4 +152,4 @@ def _fact(name: str, value: object, data: Data) -> str:
         return format_picos(value * PICOS_PER_MICRO, currency, _decimals(value, currency))
     if isinstance(value, int) and name.endswith("_micros"):
         return _payment(value, data)
-    return str(value)
+    return "; ".join(value) if isinstance(value, list) else str(value)

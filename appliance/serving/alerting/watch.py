@@ -1,6 +1,10 @@
-"""The task that finds alerts which no transaction reports: lowered budgets, expiring keys, engines that stay down."""
+"""The task that finds alerts which no transaction reports: lowered budgets, expiring keys, engines that are down or slow."""
 
 from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
 
 from appliance.base.background import Background, repeat
 from appliance.base.clock import Clock, rfc3339
@@ -8,10 +12,11 @@ from appliance.base.db import Database
 from appliance.metering.alerts import outbox
 from appliance.metering.alerts.budgets import BudgetAlerts
 from appliance.metering.alerts.key_expiry import KeyExpiryAlerts
-from appliance.serving.model_registry import ModelRegistry
+from appliance.serving.model_registry import ModelRegistry, ServedModel
 
 INTERVAL_S = 10.0
 ENGINE_DOWN_S = 60.0  # an engine restart takes less and causes no alert
+DIGEST_CHARS = 16
 _SERVED = ("ready", "loading")
 
 
@@ -26,6 +31,7 @@ class AlertWatch:
         self._models = models
         self._down_since_s: dict[str, float] = {}
         self._alerted: set[str] = set()
+        self._slow: dict[str, dict[str, Mapping[str, Any]]] = {}  # by model and event, what was reported
         self._rounds = Background(
             "alert watch",
             lambda: repeat(self.check, INTERVAL_S, failure="the check for alerts failed", immediately=True),
@@ -46,25 +52,54 @@ class AlertWatch:
         await self._check_engines()
 
     async def _check_engines(self) -> None:
-        now_s = self._clock.monotonic_s()
         for model in self._models.list():
-            state = model.engine.state
-            if state in _SERVED:
-                self._down_since_s.pop(model.name, None)
-                self._alerted.discard(model.name)
-                continue
-            down_s = now_s - self._down_since_s.setdefault(model.name, now_s)
-            if down_s >= ENGINE_DOWN_S and model.name not in self._alerted:
-                await self._enqueue_engine_down(model.name, state, round(down_s), model.engine.error)
-                self._alerted.add(model.name)
+            await self._check_down(model)
+            await self._check_slow(model)
 
-    async def _enqueue_engine_down(self, model: str, state: str, down_s: int, error: str | None) -> None:
-        now = self._clock.now()
+    async def _check_down(self, model: ServedModel) -> None:
+        now_s, state = self._clock.monotonic_s(), model.engine.state
+        if state in _SERVED:
+            self._down_since_s.pop(model.name, None)
+            self._alerted.discard(model.name)
+            return
+        down_s = now_s - self._down_since_s.setdefault(model.name, now_s)
+        if down_s >= ENGINE_DOWN_S and model.name not in self._alerted:
+            data = {"state": state, "down_s": round(down_s), "error": model.engine.error}
+            await self._enqueue("engine.down", model.name, rfc3339(self._clock.now()), data)
+            self._alerted.add(model.name)
+
+    async def _check_slow(self, model: ServedModel) -> None:
+        """Report what an engine that has just started has found out about GPU and kernels, unless its predecessor found the
+        same."""
+        info = model.engine.info
+        if info is None or model.engine.state != "ready":
+            return
+        found: dict[str, dict[str, Any]] = {}
+        if info.device_note is not None:
+            found["engine.gpu_unused"] = {"reason": info.device_note}
+        if info.refused_kernels:
+            found["engine.kernels_refused"] = {"kernels": info.refused_kernels}
+        reported = self._slow.setdefault(model.name, {})
+        for event in reported.keys() - found.keys():
+            del reported[event]
+        for event, data in found.items():
+            if reported.get(event) != data:
+                await self._enqueue(event, model.name, self._occasion(event, data), data)
+                reported[event] = data
+
+    def _occasion(self, event: str, data: Mapping[str, Any]) -> str:
+        """Return what tells an alert of a slow engine from earlier ones. A refusal lasts until a person ends it or the version
+        changes, so that the same kernels are reported once to each target, however often the gateway starts."""
+        if event == "engine.kernels_refused":
+            return hashlib.sha256("\n".join(data["kernels"]).encode()).hexdigest()[:DIGEST_CHARS]
+        return rfc3339(self._clock.now())
+
+    async def _enqueue(self, event: str, model: str, occasion: str, data: Mapping[str, Any]) -> None:
         async with self._db.writing() as connection:
             await connection.run_sync(
                 outbox.enqueue,
-                now,
-                event="engine.down",
-                subject=f"{model[:60]}:{rfc3339(now)}",
-                data={"model": model, "state": state, "down_s": down_s, "error": error},
+                self._clock.now(),
+                event=event,
+                subject=f"{model[:60]}:{occasion}",
+                data={"model": model, **data},
             )
