@@ -75,6 +75,12 @@ class Generation:
         return self.live.id
 
     @property
+    def created(self) -> int:
+        """Return the Unix time of its admission, in seconds."""
+        assert self.live.admitted_at is not None, "a generation is admitted"
+        return int(self.live.admitted_at.timestamp())
+
+    @property
     def usage(self) -> Usage:
         """Return the usage that would be billed if the request ended now."""
         return self._bill.usage
