@@ -51,6 +51,7 @@ HERE = Path(__file__).resolve().parents[1]
 MODEL = "tiny"
 ADMIN_TOKEN = "gha_token-of-the-bench"
 STATUS_S = 0.25
+READY_WAIT_S = 120.0
 END_OF_BODY = b"0\r\n\r\n"
 CONTENT = b'"content":"'
 
@@ -175,11 +176,12 @@ def started_gateway(
 
 
 async def _make_key(port: int) -> str:
-    """Wait until the engine is ready, create a tenant, and return its key."""
-    status = 0
-    while status != 200:
+    """Wait until the engine is ready, create a tenant, and return its key. Raises RuntimeError after READY_WAIT_S."""
+    give_up_s = time.monotonic() + READY_WAIT_S
+    while (answer := await _call(port, "GET", "/health/ready"))[0] != 200:
+        if time.monotonic() > give_up_s:
+            raise RuntimeError(f"the gateway was not ready after {READY_WAIT_S:.0f} s: {answer[1]}")
         await asyncio.sleep(0.05)
-        status, _ = await _call(port, "GET", "/health/ready")
     _, tenant = await _call(port, "POST", "/admin/v1/tenants", {"name": "bench"})
     _, key = await _call(port, "POST", f"/admin/v1/tenants/{tenant['id']}/keys", {"name": "bench"})
     return str(key["key"])

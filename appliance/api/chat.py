@@ -56,7 +56,7 @@ async def create_chat_completion(request: CheckedRequest) -> Response[Any]:
         services.metrics.rejected(refusal.code)
         raise
     exchange.on_end.append(lambda: generation.end_early("disconnected"))
-    created = int(generation.live.admitted_at.timestamp())
+    created = generation.created
     if prepared.stream:
         if prepared.sampling.is_guided:
             await _wait_for_first_text(generation)

@@ -147,7 +147,7 @@ class RequestShape(Shape, kw_only=True):
     completion_tokens: int
     kv_blocks: int
     preemptions: int
-    admitted_at: str
+    admitted_at: str | None
     first_token_at: str | None
     finished_at: str | None
     admission_wait_s: float | None

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from appliance.metering.past_requests import PastRequest
-from appliance.serving.explanation import after_last_token_s, explain_live, explain_past
+from appliance.serving.explanation import after_last_token_s, awaited, explain_live, explain_past
 
 if TYPE_CHECKING:
     from appliance.serving.live_requests import LiveRequest
@@ -20,8 +20,8 @@ _TONES = {"stop": "ok", "length": "ok", "error": "bad", "refused": "bad"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLine:
-    """A request as shown in tables and on its page. `end`, the finish reason, is empty while it is live. `total_s` includes the
-    wait for room in the limits, before admission."""
+    """A request as shown in tables and on its page. `end`, the finish reason, is empty while it is live. `awaits` names the
+    limit in which it waits for room, if it does. `total_s` includes that wait, before admission."""
 
     id: str
     live: bool
@@ -50,11 +50,12 @@ class RequestLine:
     tokens_per_second: float | None
     inter_token_p50_s: float | None
     batch_size_mean: float | None
-    admitted_at: datetime
+    admitted_at: datetime | None
     first_token_at: datetime | None
     finished_at: datetime | None
     explanation: str
     error: str | None
+    awaits: str | None = None
 
     @property
     def short_id(self) -> str:
@@ -94,9 +95,16 @@ def live_line(live: LiveRequest, now: datetime) -> RequestLine:
         tone="",
         tenant_name=live.tenant_name,
         key_prefix=live.key_prefix,
-        total_s=live.admission_wait_s + max(((live.finished_at or now) - live.admitted_at).total_seconds(), 0.0),
+        total_s=live.admission_wait_s + _since_admission_s(live, now),
         explanation=explain_live(live),
+        awaits=None if live.admitted_at else awaited(live.awaited_limit),
     )
+
+
+def _since_admission_s(live: LiveRequest, now: datetime) -> float:
+    if live.admitted_at is None:
+        return 0.0
+    return max(((live.finished_at or now) - live.admitted_at).total_seconds(), 0.0)
 
 
 def _state_text(live: LiveRequest) -> str:

@@ -67,9 +67,16 @@ def live_rows(services: Services, access: Access) -> dict[str, Any]:
 
 @get("/requests/{request_id:str}")
 async def show_request(context: ContextDependency, request_id: FromPath[str]) -> Html:
-    """The timeline and the bill of one request."""
-    row, event = await _find(context.services, request_id, context.access)
-    return context.page("pages/request.html", row=row, event=event, **await bill_of(context.services, event, context.access))
+    """The timeline and the bill of one request. A page that follows a request which leaves no record, because it was refused
+    while it waited for room in its limits, becomes the list."""
+    try:
+        row, event = await _find(context.services, request_id, context.access)
+    except NotFound:
+        if is_fragment_request(context.request):
+            return context.redirect("/requests")
+        raise
+    bill = {} if event is None else await bill_of(context.services, event, context.access)
+    return context.page("pages/request.html", row=row, event=event, **bill)
 
 
 @post("/requests/cancel", guards=[needs(Action.ABORT)], status_code=200)
@@ -88,8 +95,12 @@ async def cancel_request(context: ContextDependency) -> Html:
     return Response("", media_type=HTML, headers={"hx-trigger": toast_header(DONE["request-cancelled"], "done")})
 
 
-async def _find(services: Services, request_id: str, access: Access) -> tuple[RequestLine, UsageEvent]:
-    """Return a live or past request and its ledger event. Raises NotFound, also for an invisible request."""
+async def _find(services: Services, request_id: str, access: Access) -> tuple[RequestLine, UsageEvent | None]:
+    """Return a live or past request and its ledger event, which a request that waits for room in its limits does not have.
+    Raises NotFound, also for an invisible request."""
+    waiting = services.generations.find(request_id, access=access)
+    if waiting is not None and waiting.admitted_at is None:
+        return live_line(waiting, services.clock.now()), None
     event = await services.reports.event(request_id, access=access)
     live = services.generations.find(request_id, access=access)
     if live is not None:

@@ -82,7 +82,7 @@ class AccessWatch:
     async def check(self) -> None:
         """Read the keys of all requests; end those that are no longer allowed and pass the others' limits to admission."""
         running, waiting = list(self._live()), self._admission.waiting
-        keys = {generation.live.key_id for generation in running} | {request.key_id for request in waiting}
+        keys = {generation.live.key_id for generation in running} | {waiter.request.key_id for waiter in waiting}
         principals = await read_principals(self._db, keys)
         if keys:
             self._admission.reconfigure(principals, {policy.model: policy for policy in await self._policies.list()})

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable, Mapping
 
 from appliance.base.errors import EngineUnavailable
-from appliance.serving.event_queue import EventQueue
+from appliance.serving.event_route import EventReceiver, EventRoute
 from engine.protocol import EngineFrame, EngineInfo, EngineStatus, GatewayFrame, GenerationRequest
 from engine.transport import (
     AsyncFrameSocket,
@@ -46,7 +46,7 @@ class EngineClient:
         self._on_discarded = on_discarded
         self._restart_eta_s = restart_eta_s
         self._final_event_wait_s = FINAL_EVENT_WAIT_S if final_event_wait_s is None else final_event_wait_s
-        self._queues: dict[str, EventQueue] = {}
+        self._routes: dict[str, EventRoute] = {}
         self._submits: dict[str, bytes] = {}
         self._aborts: list[str] = []
         self._answer_aborts: list[tuple[str, int]] = []
@@ -62,36 +62,35 @@ class EngineClient:
     @property
     def open_requests(self) -> int:
         """Return the number of requests that have not had their final event."""
-        return len(self._queues)
+        return len(self._routes)
 
-    def submit(self, request: GenerationRequest) -> EventQueue:
-        """Send `request` with the next frame. Raises EngineUnavailable when the engine is gone.
+    def submit(self, request: GenerationRequest, receiver: EventReceiver) -> None:
+        """Send `request` with the next frame; its events go to `receiver`. Raises EngineUnavailable when the engine is gone.
 
         It is encoded here, so that the TransportError of a request that cannot be sent reaches its own caller only.
         """
         if self._closed_reason is not None:
             raise EngineUnavailable(self._closed_reason, retry_after_s=self._restart_eta_s())
         encoded = encode_request(request)
-        queue = EventQueue(request.request_id, request.sampling.num_answers)
-        self._queues[request.request_id] = queue
+        self._routes[request.request_id] = EventRoute(request.request_id, request.sampling.num_answers, receiver)
         self._submits[request.request_id] = encoded
         self._schedule_flush()
-        return queue
 
     def abort(self, request_id: str) -> None:
         """Ask the engine to end a request with all its answers. An id that is not open is ignored.
 
-        Its final events still arrive. If they do not within `final_event_wait_s`, the queue ends in EngineUnavailable.
+        Its final events still arrive. If they do not within `final_event_wait_s`, the request fails with EngineUnavailable.
         """
-        if request_id in self._queues and self._closed_reason is None:
+        route = self._routes.get(request_id)
+        if route is not None and route.open_answers and self._closed_reason is None:
             self._aborts.append(request_id)
             self._schedule_flush()
             self._set_end_timeout(request_id, None)
 
     def abort_answer(self, request_id: str, index: int) -> None:
         """Ask the engine to end one answer of a request, as `abort` does; the others continue."""
-        queue = self._queues.get(request_id)
-        if queue is not None and index in queue.open_answers and self._closed_reason is None:
+        route = self._routes.get(request_id)
+        if route is not None and index in route.open_answers and self._closed_reason is None:
             self._answer_aborts.append((request_id, index))
             self._schedule_flush()
             self._set_end_timeout(request_id, index)
@@ -107,7 +106,7 @@ class EngineClient:
         self._socket.end()
 
     async def run(self) -> None:
-        """Read frames until the engine closes its end. All open queues then end in EngineUnavailable."""
+        """Read frames until the engine closes its end. All open requests then fail with EngineUnavailable."""
         reason = "the engine process ended"
         try:
             while True:
@@ -129,19 +128,19 @@ class EngineClient:
         if frame.fatal is not None:
             self.fatal, self.may_pass, self.is_bug = frame.fatal, frame.may_pass, frame.is_bug
         for event in frame.events:
-            queue = self._queues.get(event.request_id)
-            if queue is None:
+            route = self._routes.get(event.request_id)
+            if route is None:
                 self._on_discarded(len(event.token_ids))
                 continue
-            queue.put(event)
-            if not queue.open_answers:
-                del self._queues[event.request_id]
+            route.put(event)
+            if not route.open_answers:
+                del self._routes[event.request_id]
         for request_id, index, token_id in frame.decoded:
-            queue = self._queues.get(request_id)
-            if queue is None:
+            route = self._routes.get(request_id)
+            if route is None:
                 self._on_discarded(1)
             else:
-                queue.put_token(index, token_id)
+                route.put_token(index, token_id)
         self._on_frame(frame)
 
     def _schedule_flush(self) -> None:
@@ -176,21 +175,21 @@ class EngineClient:
         asyncio.get_running_loop().call_later(self._final_event_wait_s, self._fail_if_open, request_id, index)
 
     def _fail_if_open(self, request_id: str, index: int | None) -> None:
-        queue = self._queues.get(request_id)
-        if queue is not None and (index is None or index in queue.open_answers):
+        route = self._routes.get(request_id)
+        if route is not None and (index is None or index in route.open_answers):
             self._fail(request_id, "the engine did not end the request")
 
     def _fail(self, request_id: str, reason: str) -> None:
-        """End a queue whose final event will not arrive. Does nothing if the queue has ended."""
-        queue = self._queues.pop(request_id, None)
-        if queue is not None:
-            queue.fail(reason)
+        """End a request whose final event will not arrive. Does nothing if it has ended."""
+        route = self._routes.pop(request_id, None)
+        if route is not None:
+            route.receiver.fail(EngineUnavailable(reason))
 
     def _close(self, reason: str) -> None:
         self._closed_reason = reason
-        queues, self._queues = self._queues, {}
-        for queue in queues.values():
-            queue.fail(reason, retry_after_s=self._restart_eta_s())
+        routes, self._routes = self._routes, {}
+        for route in routes.values():
+            route.receiver.fail(EngineUnavailable(reason, retry_after_s=self._restart_eta_s()))
         self._socket.close()
 
 

@@ -51,7 +51,7 @@ class Timed(Protocol):
     """Times of a request."""
 
     @property
-    def admitted_at(self) -> datetime: ...
+    def admitted_at(self) -> datetime | None: ...
     @property
     def finished_at(self) -> datetime | None: ...
     @property
@@ -63,7 +63,7 @@ class Timed(Protocol):
 def after_last_token_s(request: Timed) -> float:
     """Return the time from the last token to the end in seconds, such as until an engine that hung was ended. It is 0 before
     the end, and without a token."""
-    if request.finished_at is None or request.ttft_s is None:
+    if request.admitted_at is None or request.finished_at is None or request.ttft_s is None:
         return 0.0
     total_s = (request.finished_at - request.admitted_at).total_seconds()
     return max(total_s - request.ttft_s - (request.decode_s or 0.0), 0.0)
@@ -95,6 +95,9 @@ def explain(timeline: Timeline) -> str:
 
 def explain_live(live: LiveRequest) -> str:
     """Return the sentence for a request that is live or has just ended: where its time went so far."""
+    if live.admitted_at is None:
+        waited = f"room in {awaited(live.awaited_limit)}, {_seconds(live.admission_wait_s)}"
+        return f"Waiting for {waited} so far." if live.finish_reason is None else f"Ended while it waited for {waited}."
     return explain(Timeline.of(live, is_queued=live.state == "queued"))
 
 
@@ -121,7 +124,7 @@ def _explain_before_first_token(timeline: Timeline) -> str:
 def _explain_stage(stage: str, longest_s: float, total_s: float, timeline: Timeline) -> str:
     share = f"{_seconds(longest_s)} of {_seconds(total_s)}"
     if stage == "limits":
-        return f"Mostly waited for room in {_awaited(timeline.awaited_limit)}: {share}"
+        return f"Mostly waited for room in {awaited(timeline.awaited_limit)}: {share}"
     if stage == "queue":
         own = f"; {_requests(timeline.tenant_open)} of its own tenant came before it" if timeline.tenant_open else ""
         return f"Mostly waited for a place in the batch: {share}{own}{_urgency(timeline)}"
@@ -135,7 +138,8 @@ def _explain_stage(stage: str, longest_s: float, total_s: float, timeline: Timel
     return f"Mostly generated: {share} for {timeline.completion_tokens:,} tokens at {rate:.1f} per second{_batch(timeline)}"
 
 
-def _awaited(limit: str | None) -> str:
+def awaited(limit: str | None) -> str:
+    """Return what a request waits for, such as "its tenant's tokens per minute"."""
     if limit is None:
         return "its limits"
     scope, _, kind = limit.partition("_")
@@ -146,7 +150,7 @@ def _before_admission(timeline: Timeline) -> str:
     wait_s = timeline.admission_wait_s or 0.0
     if wait_s < NOTICEABLE_S:
         return ""
-    return f"; before that, {_seconds(wait_s)} of waiting for room in {_awaited(timeline.awaited_limit)}"
+    return f"; before that, {_seconds(wait_s)} of waiting for room in {awaited(timeline.awaited_limit)}"
 
 
 def _batch(timeline: Timeline) -> str:

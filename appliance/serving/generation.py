@@ -62,6 +62,7 @@ class Generation:
         self._metrics = metrics
         self._limits = limits
         self._on_end = on_end
+        self._engine_end: asyncio.Future[RequestEnd] = loop.create_future()
         self._early_end: RequestEnd | None = None
         self._failure: RequestEnd | None = None
         self._first_token: BatchMoment | None = None
@@ -72,6 +73,12 @@ class Generation:
     def request_id(self) -> str:
         """Return the request id, the same in header, log, ledger, engine and console."""
         return self.live.id
+
+    @property
+    def created(self) -> int:
+        """Return the Unix time of its admission, in seconds."""
+        assert self.live.admitted_at is not None, "a generation is admitted"
+        return int(self.live.admitted_at.timestamp())
 
     @property
     def usage(self) -> Usage:
@@ -148,25 +155,41 @@ class Generation:
             timer.cancel()
 
     async def _follow_engine(self) -> RequestEnd:
-        """Process events until every answer has had its final one, which has exact counts; also after one of them failed."""
-        events = self._model.engine.submit(self._prepared.generation_request(self._limits.queue_deadline_s))
+        """Submit the request, and return how it ended once every answer has had its final event, which has exact counts; also
+        after one of them failed."""
+        self._model.engine.submit(self._prepared.generation_request(self._limits.queue_deadline_s), self)
         self._submitted = True
         self._bill.note_submitted()
-        while True:
-            for event in await events.take():
-                answer = self._answers[event.index]
-                answer.generated_tokens = event.num_output_tokens
-                if not answer.stopped:
-                    self._apply_counts(event)
-                    self._emit_text(answer, event)
-                if event.finish_reason is None:
-                    continue
-                failure = self._end_answer(answer, event)
-                if failure is not None and self._failure is None:
-                    self._failure = failure
-                    self._model.engine.abort(self.request_id)  # fewer answers than requested are of no use
-                if all(answer.finish_reason is not None for answer in self._answers):
-                    return self._failure or self._combined_end()
+        return await self._engine_end
+
+    def receive(self, event: TokenEvent) -> None:
+        """Process an event of the engine; a bug in that ends the request."""
+        if self._engine_end.done():
+            return
+        try:
+            self._process(event)
+        except Exception as error:  # noqa: BLE001 - `_generate` logs it
+            self._engine_end.set_exception(error)
+
+    def fail(self, error: EngineUnavailable) -> None:
+        """End the request without its final events."""
+        if not self._engine_end.done():
+            self._engine_end.set_exception(error)
+
+    def _process(self, event: TokenEvent) -> None:
+        answer = self._answers[event.index]
+        answer.generated_tokens = event.num_output_tokens
+        if not answer.stopped:
+            self._apply_counts(event)
+            self._emit_text(answer, event)
+        if event.finish_reason is None:
+            return
+        failure = self._end_answer(answer, event)
+        if failure is not None and self._failure is None:
+            self._failure = failure
+            self._model.engine.abort(self.request_id)  # fewer answers than requested are of no use
+        if all(answer.finish_reason is not None for answer in self._answers):
+            self._engine_end.set_result(self._failure or self._combined_end())
 
     def _combined_end(self) -> RequestEnd:
         """Return the end of a request whose answers have all ended, none of them by a failure."""

@@ -10,9 +10,10 @@ import structlog
 from appliance.base.background import Background, repeat
 from appliance.base.clock import Clock
 from appliance.base.db import Database
-from appliance.base.errors import Draining, NotFound, Overloaded
+from appliance.base.errors import Draining, NotFound, Overloaded, RequestAborted
 from appliance.metering.ledger.writer import Ledger
 from appliance.metering.limits.admission import Admission
+from appliance.metering.limits.queue import Waiter
 from appliance.metering.limits.refusals import not_priced
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.prices import PriceBook
@@ -65,6 +66,7 @@ class Generations:
         self._metrics = metrics
         self._limits = limits
         self._generations: dict[str, Generation] = {}
+        self._admitting: dict[str, PreparedRequest] = {}
         self._watch = AccessWatch(db, clock, self._generations.values, admission=admission, policies=policies)
         self._open = OpenRequests()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -76,9 +78,14 @@ class Generations:
         self._idle.set()
 
     def live(self, *, access: Access) -> Mapping[str, LiveRequest]:
-        """Return the unsettled requests that `access` may see, by id, oldest first."""
-        requests = (generation.live for generation in self._generations.values())
+        """Return the unsettled requests that `access` may see, by id, oldest first, then those that wait for room in their
+        limits."""
+        requests = [*(generation.live for generation in self._generations.values()), *self._waiting()]
         return {request.id: request for request in requests if access.sees(request.tenant_id)}
+
+    def waiting(self, *, access: Access) -> list[LiveRequest]:
+        """Return the requests that wait for room in their limits and that `access` may see, oldest first."""
+        return [request for request in self._waiting() if access.sees(request.tenant_id)]
 
     @property
     def tenant_names(self) -> dict[str, str]:
@@ -87,11 +94,17 @@ class Generations:
 
     def find(self, request_id: str, *, access: Access, action: Action = Action.READ) -> LiveRequest | None:
         """Return a live request, or None if `access` sees none. Raises RoleNotAllowed if it does not permit `action`."""
-        generation = self._generations.get(request_id)
-        if generation is None or not access.sees(generation.live.tenant_id):
+        generation, waiter = self._generations.get(request_id), self._waiter(request_id)
+        if generation is not None:
+            live = generation.live
+        elif waiter is not None:
+            live = self._waiting_request(waiter)
+        else:
             return None
-        access.require(action, generation.live.tenant_id)
-        return generation.live
+        if not access.sees(live.tenant_id):
+            return None
+        access.require(action, live.tenant_id)
+        return live
 
     def check_can_accept(self, model: ServedModel, tenant_id: str) -> None:
         """Raise Draining, ModelLoading, EngineUnavailable or Overloaded if a request of the tenant cannot be accepted now."""
@@ -113,7 +126,11 @@ class Generations:
         If the caller is cancelled because its client disconnected, the request ends, whether admitted yet or not.
         """
         self.check_can_accept(prepared.model, prepared.principal.tenant.id)
-        reservation = await self._admit(prepared)
+        self._admitting[prepared.request_id] = prepared
+        try:
+            reservation = await self._admit(prepared)
+        finally:
+            del self._admitting[prepared.request_id]
         try:
             generation = self._create(prepared, reservation)
         except BaseException:
@@ -162,17 +179,29 @@ class Generations:
             self._metrics.shadow_refused(decision.scope, decision.kind)
 
     def abort(self, request_id: str, *, access: Access) -> LiveRequest:
-        """End a live request and return it.
+        """End a live request, which may wait for room in its limits, and return it.
 
         Raises NotFound if it is not live or `access` may not see it, and RoleNotAllowed.
         """
-        return self._abort(request_id, access).live
+        live = self.find(request_id, access=access, action=Action.ABORT)
+        if live is None:
+            raise NotFound(f"the request {request_id} is not live")
+        waiter = self._waiter(request_id)
+        if waiter is None:
+            self._generations[request_id].end_early("aborted")
+        else:
+            error = RequestAborted("the request was ended by an administrator")
+            self._admission.refuse(waiter, error)
+            live.finish("aborted", now=self._clock.now(), error=error.message)
+        return live
 
     async def abort_and_wait(self, request_id: str, *, access: Access) -> LiveRequest:
         """End a live request and return it once it has ended, or after ABORT_WAIT_S in its current state. Raises as `abort`."""
-        generation = self._abort(request_id, access)
-        await asyncio.wait({generation.outcome}, timeout=ABORT_WAIT_S)
-        return generation.live
+        live = self.abort(request_id, access=access)
+        generation = self._generations.get(request_id)
+        if generation is not None:
+            await asyncio.wait({generation.outcome}, timeout=ABORT_WAIT_S)
+        return live
 
     def note_frame(self, frame: EngineFrame) -> None:
         """Apply the progress that an engine reports about its live requests."""
@@ -227,17 +256,36 @@ class Generations:
         self.draining = True
         self._admission.refuse_waiting(_draining())
 
-    def _abort(self, request_id: str, access: Access) -> Generation:
-        live = self.find(request_id, access=access, action=Action.ABORT)
-        if live is None:
-            raise NotFound(f"the request {request_id} is not live")
-        generation = self._generations[live.id]
-        generation.end_early("aborted")
-        return generation
+    def _waiter(self, request_id: str) -> Waiter | None:
+        """Return the wait of a request for room in its limits, if it waits."""
+        if request_id not in self._admitting:
+            return None
+        return next((waiter for waiter in self._admission.waiting if waiter.request.request_id == request_id), None)
+
+    def _waiting(self) -> list[LiveRequest]:
+        """Return the requests that wait for room in their limits, oldest first."""
+        waiters = [waiter for waiter in self._admission.waiting if waiter.request.request_id in self._admitting]
+        return [self._waiting_request(waiter) for waiter in sorted(waiters, key=lambda waiter: waiter.seq)]
+
+    def _waiting_request(self, waiter: Waiter) -> LiveRequest:
+        assert waiter.request.request_id is not None
+        now_s = self._clock.monotonic_s()
+        return self._admitting[waiter.request.request_id].live_request(
+            admitted_at=None,
+            monotonic_s=now_s,
+            admission_wait_s=waiter.total_wait_s(now_s),
+            awaited_limit=waiter.held_up_by,
+        )
 
     def _create(self, prepared: PreparedRequest, reservation: Reservation) -> Generation:
         tenant_open = self._open.requests_of(prepared.model.name, prepared.principal.tenant.id)
-        live = prepared.live_request(reservation, self._clock.monotonic_s(), tenant_open=tenant_open)
+        live = prepared.live_request(
+            admitted_at=reservation.admitted_at,
+            monotonic_s=self._clock.monotonic_s(),
+            admission_wait_s=reservation.admission_wait_s,
+            awaited_limit=reservation.awaited_limit,
+            tenant_open=tenant_open,
+        )
         bill = Bill(
             live=live,
             model=prepared.model,

@@ -27,12 +27,13 @@ class _AnswerCounts:
 
 @dataclass(slots=True, kw_only=True)
 class LiveRequest:
-    """One admitted request. States: queued → prefill → decode → finished; a preemption leads back to queued or prefill.
+    """One request. States: queued → prefill → decode → finished; a preemption leads back to queued or prefill.
 
     Tokens, blocks and preemptions are sums over its answers; the state is that of the most advanced answer. Figures of the
     prompt are taken from the first answer, whose blocks the others share. `tenant_open` is the number of the tenant's requests
     that were open for this model at admission. `admission_wait_s` is how long it waited for room in its limits before that,
-    which no other time includes, and `awaited_limit` the limit that it waited for longest. `batch_size_mean` is the mean number
+    which no other time includes, and `awaited_limit` the limit that it waited for longest. One that still waits is a snapshot
+    with `admitted_at` None, and `awaited_limit` is the limit that holds it up. `batch_size_mean` is the mean number
     of seats taken in the engine's batch since its first token, its own included.
     """
 
@@ -45,7 +46,7 @@ class LiveRequest:
     endpoint: str
     stream: bool
     prompt_tokens: int
-    admitted_at: datetime
+    admitted_at: datetime | None
     admitted_monotonic_s: float
     num_answers: int = 1
     batch: bool = False

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 
 from appliance.metering.ledger.records import PendingEvent
 from appliance.metering.limits.admission_request import AdmissionRequest
@@ -53,6 +54,7 @@ class PreparedRequest:
             num_answers=self.sampling.num_answers,
             batch=self.batch,
             policy=policy,
+            request_id=self.request_id,
         )
 
     def pending_event(self, reservation: Reservation) -> PendingEvent:
@@ -74,8 +76,17 @@ class PreparedRequest:
             admitted_at=reservation.admitted_at,
         )
 
-    def live_request(self, reservation: Reservation, monotonic_s: float, *, tenant_open: int) -> LiveRequest:
-        """Return the live request just admitted. `tenant_open`: how many others of its tenant are open."""
+    def live_request(
+        self,
+        *,
+        admitted_at: datetime | None,
+        monotonic_s: float,
+        admission_wait_s: float,
+        awaited_limit: str | None,
+        tenant_open: int = 0,
+    ) -> LiveRequest:
+        """Return the live request just admitted, or with `admitted_at` None one that waits for room in its limits.
+        `tenant_open`: how many others of its tenant are open."""
         tenant, key = self.principal.tenant, self.principal.key
         return LiveRequest(
             id=self.request_id,
@@ -87,13 +98,13 @@ class PreparedRequest:
             endpoint=self.endpoint,
             stream=self.stream,
             prompt_tokens=len(self.prompt_token_ids),
-            admitted_at=reservation.admitted_at,
+            admitted_at=admitted_at,
             admitted_monotonic_s=monotonic_s,
             num_answers=self.sampling.num_answers,
             batch=self.batch,
             tenant_open=tenant_open,
-            admission_wait_s=reservation.admission_wait_s,
-            awaited_limit=reservation.awaited_limit,
+            admission_wait_s=admission_wait_s,
+            awaited_limit=awaited_limit,
         )
 
     def generation_request(self, queue_deadline_s: float | None) -> GenerationRequest:

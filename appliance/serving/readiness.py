@@ -6,7 +6,6 @@ A probe generates one greedy token for no tenant: it is not admitted, billed or 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from functools import partial
 
 import structlog
@@ -14,11 +13,10 @@ import structlog
 from appliance.base.background import Background
 from appliance.base.clock import Clock
 from appliance.base.consecutive_failures import ConsecutiveFailures
-from appliance.base.errors import GatehouseError
+from appliance.base.errors import EngineUnavailable, GatehouseError
 from appliance.base.ids import new_id
-from appliance.serving.event_queue import EventQueue
 from appliance.serving.model_registry import ModelRegistry, ServedModel
-from engine.protocol import FinishReason, GenerationRequest, SamplingParams
+from engine.protocol import FinishReason, GenerationRequest, SamplingParams, TokenEvent
 
 PROBE_TENANT = "probe"
 PROBE_TIMEOUT_S = 30.0
@@ -93,39 +91,42 @@ class Readiness:
             prompt_token_ids=[info.eos_token_ids[0] if info.eos_token_ids else 0],
             sampling=SamplingParams(temperature=0.0, max_tokens=1, seed=0, ignore_eos=True),
         )
-        counts, stats = _ProbeCounts(), model.engine.stats
+        probe, stats = _Probe(), model.engine.stats
         stats.probe_id = request.request_id
         try:
-            events = model.engine.submit(request)
+            model.engine.submit(request, probe)
         except GatehouseError as error:
             return error.message
         stats.reconciliation.note_submitted()
         try:
             try:
                 async with asyncio.timeout(PROBE_TIMEOUT_S):
-                    return await _wait_for_final_event(events, counts)
+                    return await asyncio.shield(probe.end)
             except TimeoutError:
                 model.engine.abort(request.request_id)
                 log.warning("probe unanswered", model=model.name, timeout_s=PROBE_TIMEOUT_S)
-                await _wait_for_final_event(events, counts)  # bounded: the client fails aborts without an answer
+                await asyncio.shield(probe.end)  # bounded: the client fails aborts without an answer
                 return None
         except GatehouseError as error:
             return error.message
         finally:
-            stats.reconciliation.note_settled(generated_tokens=counts.tokens, billed_completion=0, billed_prompt=0)
+            stats.reconciliation.note_settled(generated_tokens=probe.tokens, billed_completion=0, billed_prompt=0)
 
 
-@dataclass(slots=True)
-class _ProbeCounts:
-    """Prompt and output tokens that the engine counted for a probe. They are billed to nobody."""
+class _Probe:
+    """Receives a probe's events. `end`: the engine's error, or None. `tokens`: the prompt and output tokens that the engine counted,
+    which nobody pays."""
 
-    tokens: int = 0
+    def __init__(self) -> None:
+        self.end: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        self.tokens = 0
 
+    def receive(self, event: TokenEvent) -> None:
+        """Count the tokens, and end with the final event."""
+        self.tokens = event.num_prompt_tokens_computed + event.num_output_tokens
+        if event.finish_reason is not None:
+            self.end.set_result((event.error or "no reason") if event.finish_reason is FinishReason.ERROR else None)
 
-async def _wait_for_final_event(events: EventQueue, counts: _ProbeCounts) -> str | None:
-    """Return the engine's error, if the probe ends with one."""
-    while True:
-        for event in await events.take():
-            counts.tokens = event.num_prompt_tokens_computed + event.num_output_tokens
-            if event.finish_reason is not None:
-                return (event.error or "no reason") if event.finish_reason is FinishReason.ERROR else None
+    def fail(self, error: EngineUnavailable) -> None:
+        """End with `error`."""
+        self.end.set_exception(error)

@@ -37,7 +37,7 @@ from appliance.base.settings import ENVIRONMENT_PREFIX
 from appliance.serving.engine_client import EngineClient
 from appliance.serving.engine_log import LINE_BYTES_MAX, forward_log
 from appliance.serving.engine_stats import EngineStats
-from appliance.serving.event_queue import EventQueue
+from appliance.serving.event_route import EventReceiver
 from engine.protocol import EngineFrame, EngineInfo, EngineStatus, GenerationRequest
 
 BACKOFF_FIRST_S = 0.5
@@ -161,11 +161,11 @@ class Supervisor:
         was_steady = self._clock.monotonic_s() - self._starts_monotonic_s >= STEADY_S
         return BACKOFF_FIRST_S if was_steady else self._backoff_s
 
-    def submit(self, request: GenerationRequest) -> EventQueue:
-        """Submit `request` to the engine. Raises as `check_ready`."""
+    def submit(self, request: GenerationRequest, receiver: EventReceiver) -> None:
+        """Submit `request` to the engine; its events go to `receiver`. Raises as `check_ready`."""
         self.check_ready()
         assert self._client is not None
-        return self._client.submit(request)
+        self._client.submit(request, receiver)
 
     def abort(self, request_id: str) -> None:
         """Ask the engine to end a request; unknown ids are ignored."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import strategies as st
 
-from appliance.serving.event_queue import next_token_event
+from appliance.serving.event_route import next_token_event
 from engine.grammar.matcher import token_trie
 from engine.grammar.vocabulary import Vocabulary
 from engine.loop import Engine

@@ -21,7 +21,7 @@ from appliance.metering.limits.admission import Admission
 from appliance.metering.usage import UsageReports
 from appliance.serving.engine_client import EngineClient
 from appliance.serving.engine_stats import EngineStats
-from appliance.serving.event_queue import EventQueue
+from appliance.serving.event_route import EventReceiver
 from appliance.serving.generation import Generation
 from appliance.serving.generations import Generations
 from appliance.serving.model_registry import ServedModel
@@ -59,9 +59,9 @@ class InProcessEngine:
         if self.unavailable is not None:
             raise EngineUnavailable(self.unavailable)
 
-    def submit(self, request: GenerationRequest) -> EventQueue:
+    def submit(self, request: GenerationRequest, receiver: EventReceiver) -> None:
         """Send `request` to the engine."""
-        return self._client.submit(request)
+        self._client.submit(request, receiver)
 
     def abort(self, request_id: str) -> None:
         """End a request."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -11,13 +11,17 @@ import pytest
 from appliance.api.admin import system
 from appliance.api.admin.system import CREDENTIAL_CHECKED_EVERY_TICKS
 from appliance.api.queries import parse_timestamp
+from appliance.metering.ledger import rows
 from appliance.serving.live_requests import LiveRequest
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.browser_rules import PLAIN_COOKIE, SECURE_COOKIE
+from appliance.tenancy.pages import Page, read_every_page
 from tests.support.api_app import ApiApp
 from tests.support.case_ids import case_id
-from tests.support.cast import Person
+from tests.support.cast import Person, make_cast
+from tests.support.clock import START
 from tests.support.console_fixtures import EngineSide
+from tests.support.factories import pending
 
 TENANT_FIELDS = {"id", "name", "tier", "weight", "limits", "allowed_models", "suspended", "archived", "created_at"}
 KEY_FIELDS = {
@@ -176,6 +180,39 @@ async def test_a_name_in_use_is_a_conflict(api: ApiApp) -> None:
 @pytest.mark.parametrize("path", ["/tenants/tn_x", "/tenants/tn_x/keys", "/requests/req_x"])
 async def test_unknown_ids_are_not_found(api: ApiApp, path: str) -> None:
     assert (await api.refusal("GET", path, 404))[0] == "not_found"
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 4, 5, 50])
+async def test_requests_that_wait_for_their_limits_come_first_in_the_list(
+    api: ApiApp, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    people = await make_cast(api.services.db, api.services.clock)
+    bob, other = people.bob, people.charlie
+    entries = [pending(bob, request_id=f"req_{number}", admitted_at=START + timedelta(seconds=number)) for number in range(2)]
+    events = [rows.event_row(entry, people.epoch_id, "EUR", START.date()) for entry in entries]
+    await api.services.db.batch_write(rows.insert, entries, events)
+    side = EngineSide(api.services.clock)
+    waiting = [side.add(who, f"req_w{number}", state="queued") for number, who in enumerate((bob, other, bob))]
+    for live in waiting:
+        live.admitted_at, live.awaited_limit = None, "tenant_tokens"
+    monkeypatch.setattr(api.services.generations, "waiting", lambda **_access: waiting)
+
+    def listed(**filters: str) -> Any:
+        return read_every_page(lambda _, cursor: page_of_requests(cursor, **filters))
+
+    async def page_of_requests(cursor: str | None, **filters: str) -> Page[Any]:
+        query = {"limit": limit, **filters, **({"cursor": cursor} if cursor else {})}
+        page = await api.call("GET", "/requests", params=query)
+        assert len(page["data"]) <= limit
+        return Page(data=page["data"], next_cursor=page["next_cursor"])
+
+    found = await listed()
+    assert [row["id"] for row in found] == ["req_w2", "req_w1", "req_w0", "req_1", "req_0"]
+    assert [row["admitted_at"] is None for row in found] == [True, True, True, False, False]
+    assert [row["awaited_limit"] for row in found] == ["tenant_tokens"] * 3 + [None] * 2
+    assert [row["id"] for row in await listed(tenant_id=other.tenant.id)] == ["req_w1"]
+    assert [row["id"] for row in await listed(key_id=bob.key.id)] == ["req_w2", "req_w0", "req_1", "req_0"]
+    assert await listed(model="none") == []
 
 
 @pytest.mark.parametrize(("state", "aborts"), [("decode", 1), ("finished", 0)])

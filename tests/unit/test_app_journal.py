@@ -54,6 +54,7 @@ async def test_the_currency_of_a_tenant_is_fixed_by_its_first_admitted_request(a
 
 async def test_a_just_admitted_request_has_a_page(api: ApiApp, entry: PendingEvent) -> None:
     _, event = await _find(api.services, entry.request_id, WHOLE_APPLIANCE)
+    assert event is not None
     assert event.status == "pending"
 
 

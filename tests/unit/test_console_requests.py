@@ -64,6 +64,29 @@ async def test_requests_in_flight_show_state_queue_position_and_figures(console:
         assert text in page
 
 
+async def test_a_request_that_waits_for_its_limits_is_queued_and_names_the_limit(console: ConsoleApp) -> None:
+    waiting = console.engine_side.add(console.cast.bob, "req_waiting", state="queued", admission_wait_s=65.0)
+    waiting.admitted_at, waiting.awaited_limit = None, "tenant_tokens"
+    alice = await console.alice()
+    row = (await alice.get("/requests")).text.split('id="live-req_waiting"')[1].split("</tr>")[0]
+    page = (await alice.get("/requests/req_waiting")).text
+
+    assert "queued" in row
+    assert "its tenant&#39;s tokens per minute" in row
+    assert "1 m 05 s" in row
+    assert "Cancel" in row
+    assert "Waiting for room in its tenant&#39;s tokens per minute, 65.0 s so far." in page
+    assert "Ledger event" not in page
+
+
+async def test_the_page_of_a_request_that_leaves_no_record_becomes_the_list(console: ConsoleApp) -> None:
+    alice = await console.alice()
+    poll = await alice.fragment("/requests/req_gone")
+
+    assert (poll.headers["hx-redirect"], poll.text) == ("/requests", "")
+    assert (await alice.get("/requests/req_gone")).status_code == 404
+
+
 async def test_kv_blocks_that_are_not_reported_yet_are_shown_as_unknown(console: ConsoleApp) -> None:
     console.engine_side.add(console.cast.bob, "req_running", completion_tokens=16)
     page = (await (await console.alice()).get("/requests")).text

@@ -24,6 +24,7 @@ from tests.support.fake_engine import BLAME, BUSY, FAIL, HALF, LATE, STALL, make
 from tests.support.generations import Serving, open_serving
 from tests.support.ledgers import num_running
 from tests.support.polling import poll_until
+from tests.support.received_events import sending
 
 pytestmark = pytest.mark.on_either_database
 
@@ -188,19 +189,6 @@ async def test_when_the_engine_dies_after_all_answers_hit_their_stop_strings_the
     assert (event.status, event.finish_reason) == ("posted", "stop")
 
 
-class Dying:
-    """Events of an engine that dies after them."""
-
-    def __init__(self, events: list[TokenEvent]) -> None:
-        self._batches = [events]
-
-    async def take(self) -> list[TokenEvent]:
-        """Return the next events."""
-        if not self._batches:
-            raise EngineUnavailable("the engine has died")
-        return self._batches.pop()
-
-
 @pytest.mark.parametrize(
     ("first", "second", "reasons", "cause"),
     [
@@ -222,10 +210,10 @@ async def test_when_the_engine_dies_each_answer_counts_as_last_reported(
         end = FinishReason.LENGTH if does == "ends" else None
         return make_event(request, ids, len(ids), index=index, finish_reason=end)
 
-    def submit(request: GenerationRequest) -> Dying:
-        return Dying([event(request, index, does) for index, does in enumerate((first, second))])
+    def events(request: GenerationRequest) -> list[TokenEvent]:
+        return [event(request, index, does) for index, does in enumerate((first, second))]
 
-    monkeypatch.setattr(serving.client, "submit", submit)
+    monkeypatch.setattr(serving.client, "submit", sending(events, then_dies=True))
     generation = await serving.start(cast.bob, TEXT, n=2, stop=["fox"])
     outcome = await generation.outcome
     recorded = await serving.event(generation)
@@ -237,12 +225,12 @@ async def test_when_the_engine_dies_each_answer_counts_as_last_reported(
 async def test_output_before_an_error_of_a_field_stays_billed(
     serving: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def submit(request: GenerationRequest) -> Dying:
+    def events(request: GenerationRequest) -> list[TokenEvent]:
         some = make_event(request, request.prompt_token_ids, len(request.prompt_token_ids))
         blamed = make_event(request, [], some.num_output_tokens, finish_reason=FinishReason.ERROR, error_param="guided_json")
-        return Dying([some, blamed])
+        return [some, blamed]
 
-    monkeypatch.setattr(serving.client, "submit", submit)
+    monkeypatch.setattr(serving.client, "submit", sending(events))
     generation = await serving.start(cast.bob, TEXT, field_names={"guided_json": "response_format"})
     outcome = await generation.outcome
     event = await serving.event(generation)

@@ -23,28 +23,24 @@ from tests.support.fake_engine import STALL, make_event
 from tests.support.generations import MODEL, InProcessEngine, Serving
 from tests.support.ledgers import euro_prices, num_running
 from tests.support.polling import poll_until
+from tests.support.received_events import sending
 
 pytestmark = pytest.mark.on_either_database
 
 TEXT = "the quick brown fox"
 
 
-class Scripted:
-    """Events with the given `counts`, one event each; the last one of each answer is its final event."""
-
-    def __init__(self, request: GenerationRequest, counts: Sequence[dict[str, int]], end: FinishReason) -> None:
-        self._events: list[TokenEvent] = []
-        generated, answers = Counter[int](), [changes.get("index", 0) for changes in counts]
-        for number, (index, changes) in enumerate(zip(answers, counts, strict=True)):
-            output = changes.get("num_output_tokens", generated[index])
-            event = make_event(request, [5] * (output - generated[index]), output)
-            ended = index not in answers[number + 1 :]
-            self._events.append(replace(event, **changes, finish_reason=end if ended else None))  # type: ignore[arg-type]
-            generated[index] = output
-
-    async def take(self) -> list[TokenEvent]:
-        """Return the next event."""
-        return [self._events.pop(0)]
+def scripted(request: GenerationRequest, counts: Sequence[dict[str, int]], end: FinishReason) -> list[TokenEvent]:
+    """Return events with the given `counts`, one event each; the last one of each answer is its final event."""
+    events: list[TokenEvent] = []
+    generated, answers = Counter[int](), [changes.get("index", 0) for changes in counts]
+    for number, (index, changes) in enumerate(zip(answers, counts, strict=True)):
+        output = changes.get("num_output_tokens", generated[index])
+        event = make_event(request, [5] * (output - generated[index]), output)
+        ended = index not in answers[number + 1 :]
+        events.append(replace(event, **changes, finish_reason=end if ended else None))  # type: ignore[arg-type]
+        generated[index] = output
+    return events
 
 
 @pytest.mark.parametrize(
@@ -64,7 +60,7 @@ async def test_each_kind_of_token_has_its_price_and_the_limits_count_what_the_le
         model=MODEL, currency="EUR", prompt=1000, cached_prompt=100, completion=30_000, rejected_draft=7
     )
     script = [counts, {**counts, "num_output_tokens": 5}]
-    monkeypatch.setattr(serving.client, "submit", lambda request: Scripted(request, script, FinishReason.LENGTH))
+    monkeypatch.setattr(serving.client, "submit", sending(lambda request: scripted(request, script, FinishReason.LENGTH)))
     generation = await serving.start(cast.bob, [7, 7, 7, 7])
     outcome = await generation.outcome
     event, rejected = await serving.event(generation), counts.get("num_rejected_draft_tokens", 0)
@@ -95,7 +91,7 @@ async def test_an_aborted_request_is_billed_once_its_prompt_is_computed_or_a_tok
     script = [{"num_prompt_tokens_computed": computed, "num_output_tokens": output} for computed, output in counts]
     ttfts_s: list[float] = []
     monkeypatch.setattr(serving.client.stats, "note_ttft", ttfts_s.append)
-    monkeypatch.setattr(serving.client, "submit", lambda request: Scripted(request, script, FinishReason.ABORTED))
+    monkeypatch.setattr(serving.client, "submit", sending(lambda request: scripted(request, script, FinishReason.ABORTED)))
     generation = await serving.start(cast.bob, [7, 7, 7, 7])
     outcome = await generation.outcome
     event, used = await serving.event(generation), generation._bill._reservation.used
@@ -125,11 +121,11 @@ async def test_a_past_request_shows_the_kv_blocks_of_its_tokens(
 ) -> None:  # fmt: skip
     script = [{"index": index, "num_output_tokens": output} for index, output in enumerate(outputs)]
 
-    def submit(request: GenerationRequest) -> Scripted:
+    def events(request: GenerationRequest) -> list[TokenEvent]:
         serving.generations.live(access=WHOLE_APPLIANCE)[request.request_id].kv_blocks_max = reported_blocks
-        return Scripted(request, script, FinishReason.LENGTH)
+        return scripted(request, script, FinishReason.LENGTH)
 
-    monkeypatch.setattr(serving.client, "submit", submit)
+    monkeypatch.setattr(serving.client, "submit", sending(events))
     generation = await serving.start(cast.bob, [7] * prompt, n=len(outputs))
     await generation.outcome
     assert (await PastRequests(database).get(generation.request_id, access=WHOLE_APPLIANCE)).kv_blocks == blocks
@@ -139,7 +135,7 @@ async def test_no_kv_blocks_are_shown_if_the_engine_is_gone_or_computed_nothing(
     serving: Serving, cast: Cast, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = [{"num_prompt_tokens_computed": 0}]
-    monkeypatch.setattr(serving.client, "submit", lambda request: Scripted(request, script, FinishReason.ABORTED))
+    monkeypatch.setattr(serving.client, "submit", sending(lambda request: scripted(request, script, FinishReason.ABORTED)))
     refused = await serving.start(cast.bob, [7] * 20)
     await refused.outcome
     monkeypatch.setattr(InProcessEngine, "info", None)

@@ -14,11 +14,12 @@ import uvloop
 
 from appliance.base.errors import EngineUnavailable
 from appliance.serving.engine_client import EngineClient
-from appliance.serving.event_queue import EVENTS_MAX, EventQueue
+from appliance.serving.event_route import EventRoute
 from engine.protocol import EngineFrame, FinishReason, GenerationRequest, InvalidOption, SamplingParams, TokenEvent
 from engine.transport import TransportError, encode_frame
 from tests.support.fake_engine import STALL, FakeEngine, connected_pair, make_event
 from tests.support.polling import DEADLINE_S
+from tests.support.received_events import ReceivedEvents, submit_to
 
 FRAMES_AT_ONCE = 50  # as many as a socket buffers
 
@@ -51,18 +52,18 @@ async def connected(**options: Any) -> AsyncIterator[tuple[EngineClient, FakeEng
         await asyncio.wait({engine_task, client_task})
 
 
-async def all_events(queue: EventQueue) -> list[TokenEvent]:
+async def all_events(received: ReceivedEvents) -> list[TokenEvent]:
     events: list[TokenEvent] = []
     while not events or events[-1].finish_reason is None:
-        events += await queue.take()
+        events += await received.take()
     return events
 
 
 async def test_each_request_gets_its_own_events_and_one_end() -> None:
     async with connected() as (client, _, _):
-        queues = [client.submit(make_request(f"req_{index}", [10 + index, 20 + index])) for index in range(3)]
-        for index, queue in enumerate(queues):
-            events = await all_events(queue)
+        streams = [submit_to(client, make_request(f"req_{index}", [10 + index, 20 + index])) for index in range(3)]
+        for index, stream in enumerate(streams):
+            events = await all_events(stream)
 
             assert [token for one in events for token in one.token_ids] == [10 + index, 20 + index] * 2
             assert [one.finish_reason for one in events if one.finish_reason] == [FinishReason.LENGTH]
@@ -71,39 +72,39 @@ async def test_each_request_gets_its_own_events_and_one_end() -> None:
 
 async def test_submits_of_one_loop_iteration_are_sent_as_one_frame() -> None:
     async with connected() as (client, engine, _):
-        queues = [client.submit(make_request(f"req_{index}", [5])) for index in range(8)]
-        for queue in queues:
-            await all_events(queue)
+        streams = [submit_to(client, make_request(f"req_{index}", [5])) for index in range(8)]
+        for stream in streams:
+            await all_events(stream)
 
         assert [len(frame.submit) for frame in engine.frames] == [8]
 
 
 async def test_an_abort_in_the_same_iteration_still_ends_the_request() -> None:
     async with connected() as (client, _, _):
-        queue = client.submit(make_request("req_1", [STALL]))
+        stream = submit_to(client, make_request("req_1", [STALL]))
         client.abort("req_1")
 
-        assert (await all_events(queue))[-1].finish_reason is FinishReason.ABORTED
+        assert (await all_events(stream))[-1].finish_reason is FinishReason.ABORTED
 
 
 async def test_an_abort_of_an_unknown_request_sends_nothing() -> None:
     async with connected() as (client, engine, _):
         client.abort("req_unknown")
-        await all_events(client.submit(make_request("req_1", [5])))
+        await all_events(submit_to(client, make_request("req_1", [5])))
 
         assert [frame.abort for frame in engine.frames] == [[]]
 
 
 async def test_when_the_engine_exits_every_open_stream_fails() -> None:
     async with connected() as (client, _, engine_task):
-        queues = [client.submit(make_request(f"req_{index}", [STALL])) for index in range(3)]
+        streams = [submit_to(client, make_request(f"req_{index}", [STALL])) for index in range(3)]
         await asyncio.sleep(0)
         engine_task.cancel()
-        for queue in queues:
+        for stream in streams:
             with pytest.raises(EngineUnavailable):
-                await queue.take()
+                await stream.take()
         with pytest.raises(EngineUnavailable):
-            client.submit(make_request("req_late", [5]))
+            submit_to(client, make_request("req_late", [5]))
 
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
@@ -114,7 +115,7 @@ def test_everything_a_killed_engine_sent_is_received_despite_our_writes(
         ours, theirs = socket.socketpair()
         client, request = EngineClient(ours), make_request("req_1", [STALL])
         client_task = asyncio.create_task(client.run())
-        queue = client.submit(request)
+        stream = submit_to(client, request)
         await asyncio.sleep(0)
         for number in range(1, FRAMES_AT_ONCE + 1):
             theirs.sendall(encode_frame(EngineFrame(events=[make_event(request, [number], number)])))
@@ -123,100 +124,65 @@ def test_everything_a_killed_engine_sent_is_received_despite_our_writes(
         async with asyncio.timeout(DEADLINE_S):
             await client_task
 
-        events = await queue.take()
+        events = await stream.take()
         assert [token for one in events for token in one.token_ids] == list(range(1, FRAMES_AT_ONCE + 1))
         with pytest.raises(EngineUnavailable):
-            await queue.take()
+            await stream.take()
 
     with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(run())
 
 
-async def test_events_before_the_end_are_delivered_before_the_error() -> None:
-    queue = EventQueue("req_1")
-    queue.put(make_event(make_request("req_1", [5]), [5], 1))
-    queue.fail("gone")
-
-    assert len(await queue.take()) == 1
-    with pytest.raises(EngineUnavailable, match="gone"):
-        await queue.take()
-
-
 async def test_the_next_token_of_an_answer_changes_no_other_field() -> None:
-    queue = EventQueue("req_1", 2)
+    received = ReceivedEvents()
+    route = EventRoute("req_1", 2, received)
     first = make_event(make_request("req_1", [5]), [5], 3, index=1)
-    queue.put(first)
-    queue.put_token(1, 6)
-    queue.put_token(1, 7)
+    route.put(first)
+    route.put_token(1, 6)
+    route.put_token(1, 7)
 
     expected = [first, replace(first, token_ids=[6], num_output_tokens=4), replace(first, token_ids=[7], num_output_tokens=5)]
-    assert await queue.take() == expected
-    assert queue.open_answers == {0, 1}
+    assert await received.take() == expected
+    assert route.open_answers == {0, 1}
 
 
 async def test_an_answer_cannot_continue_before_its_first_event() -> None:
     async with connected() as (client, engine, _):
-        queue = client.submit(make_request("req_1", [STALL]))
+        stream = submit_to(client, make_request("req_1", [STALL]))
         engine._writer.write(encode_frame(EngineFrame(decoded=[("req_1", 0, 5)])))
         with pytest.raises(EngineUnavailable, match="without a first event"):
-            await queue.take()
+            await stream.take()
 
 
 async def test_tokens_of_unknown_requests_are_counted() -> None:
     discarded: list[int] = []
     async with connected(on_discarded=discarded.append) as (client, engine, _):
         engine._writer.write(encode_frame(EngineFrame(decoded=[("req_gone", 0, 5), ("req_gone", 0, 6)])))
-        await all_events(client.submit(make_request("req_1", [5])))
+        await all_events(submit_to(client, make_request("req_1", [5])))
         assert discarded == [1, 1]
-
-
-async def test_a_slow_owner_gets_merged_events_without_a_gap() -> None:
-    queue = EventQueue("req_1")
-    request = make_request("req_1", [5])
-    count = EVENTS_MAX * 2
-    for number in range(1, count + 1):
-        queue.put(make_event(request, [number], number))
-    events = await queue.take()
-
-    assert len(events) == EVENTS_MAX
-    assert [token for one in events for token in one.token_ids] == list(range(1, count + 1))
-    assert events[-1].num_output_tokens == count
-
-
-async def test_events_are_merged_per_answer() -> None:
-    queue = EventQueue("req_1", 2)
-    request = make_request("req_1", [5])
-    for number in range(1, EVENTS_MAX * 2 + 1):
-        queue.put(make_event(request, [number], (number + 1) // 2, index=number % 2))
-    events = await queue.take()
-
-    assert len(events) == EVENTS_MAX
-    for index in (0, 1):
-        tokens = [token for one in events if one.index == index for token in one.token_ids]
-        assert tokens == [number for number in range(1, EVENTS_MAX * 2 + 1) if number % 2 == index]
 
 
 async def test_one_answer_of_several_can_be_aborted() -> None:
     async with connected() as (client, _, _):
-        queue = client.submit(make_request("req_1", [STALL], n=2))
+        stream = submit_to(client, make_request("req_1", [STALL], n=2))
         client.abort_answer("req_1", 1)
         client.abort_answer("req_1", 7)
-        (ended,) = await all_events(queue)
+        (ended,) = await all_events(stream)
 
         assert (ended.index, ended.finish_reason) == (1, FinishReason.ABORTED)
-        assert (queue.open_answers, client.open_requests) == ({0}, 1)
+        assert (client._routes["req_1"].open_answers, client.open_requests) == ({0}, 1)
         client.abort("req_1")
-        assert (await all_events(queue))[-1].index == 0
+        assert (await all_events(stream))[-1].index == 0
         assert client.open_requests == 0
 
 
 async def test_an_answer_that_the_engine_does_not_end_fails_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     async with connected(final_event_wait_s=0.01) as (client, engine, _):
         monkeypatch.setattr(engine, "_receive", engine.frames.append)
-        queue = client.submit(make_request("req_1", [STALL], n=2))
+        stream = submit_to(client, make_request("req_1", [STALL], n=2))
         client.abort_answer("req_1", 1)
         with pytest.raises(EngineUnavailable, match="did not end"):
-            await queue.take()
+            await stream.take()
 
 
 @pytest.mark.parametrize("value", HUGE)
@@ -234,10 +200,10 @@ async def test_a_request_that_cannot_be_sent_fails_alone(name: str, value: int) 
     async with connected() as (client, _, _):
         bad = make_request("req_bad", [5])
         object.__setattr__(bad.sampling, name, NUMBERS[name](value))  # bypasses the check of its limit
-        before = client.submit(make_request("req_before", [5]))
+        before = submit_to(client, make_request("req_before", [5]))
         with pytest.raises(TransportError, match="req_bad"):
-            client.submit(bad)
-        after = client.submit(make_request("req_after", [6]))
+            submit_to(client, bad)
+        after = submit_to(client, make_request("req_after", [6]))
 
         assert (await all_events(before))[-1].finish_reason is FinishReason.LENGTH
         assert (await all_events(after))[-1].finish_reason is FinishReason.LENGTH
@@ -253,10 +219,10 @@ async def test_a_failed_write_fails_each_of_its_requests(monkeypatch: pytest.Mon
             raise RuntimeError("the transport is broken")
 
         monkeypatch.setattr(client._socket, "send", broken)
-        queues = [client.submit(make_request(f"req_{index}", [5])) for index in range(3)]
-        for queue in queues:
+        streams = [submit_to(client, make_request(f"req_{index}", [5])) for index in range(3)]
+        for stream in streams:
             with pytest.raises(EngineUnavailable, match="could not be sent"):
-                await queue.take()
+                await stream.take()
 
         assert client.open_requests == 0
         assert len(errors) == 1
@@ -265,9 +231,9 @@ async def test_a_failed_write_fails_each_of_its_requests(monkeypatch: pytest.Mon
 async def test_an_abort_that_the_engine_never_answers_fails_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     async with connected(final_event_wait_s=0.01) as (client, engine, _):
         monkeypatch.setattr(engine, "_receive", engine.frames.append)
-        queue = client.submit(make_request("req_1", [STALL]))
+        stream = submit_to(client, make_request("req_1", [STALL]))
         client.abort("req_1")
         with pytest.raises(EngineUnavailable, match="did not end"):
-            await queue.take()
+            await stream.take()
 
         assert client.open_requests == 0

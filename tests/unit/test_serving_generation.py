@@ -33,6 +33,7 @@ from tests.support.fake_engine import FAIL, STALL, make_event
 from tests.support.generations import Serving, open_serving, text_of
 from tests.support.ledgers import num_running
 from tests.support.polling import poll_until
+from tests.support.received_events import sending
 from tests.support.served_model import make_hollow_model
 
 pytestmark = pytest.mark.on_either_database
@@ -176,31 +177,14 @@ async def test_tokens_counted_but_not_recorded_show_up_when_a_request_has_ended(
         assert reconciliation.unexplained_tokens == unrecorded
 
 
-class Merged:
-    """Events merged into one, of an engine that was faster than the abort."""
-
-    def __init__(self, request: GenerationRequest) -> None:
-        ids = request.prompt_token_ids
-        self._batches = [
-            [make_event(request, ids, len(ids))],
-            [make_event(request, [], len(ids), finish_reason=FinishReason.ABORTED)],
-        ]
-
-    async def take(self) -> list[TokenEvent]:
-        """Return the next events."""
-        return self._batches.pop(0)
-
-
 @pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.LENGTH])
 async def test_an_answer_completed_by_the_engine_is_billed_with_its_finish_reason(
     serving: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch, reason: FinishReason
 ) -> None:
-    def submit(request: GenerationRequest) -> Merged:
-        events = Merged(request)
-        events._batches = [[make_event(request, request.prompt_token_ids, len(serving.ids(TEXT)), finish_reason=reason)]]
-        return events
+    def events(request: GenerationRequest) -> list[TokenEvent]:
+        return [make_event(request, request.prompt_token_ids, len(serving.ids(TEXT)), finish_reason=reason)]
 
-    monkeypatch.setattr(serving.client, "submit", submit)
+    monkeypatch.setattr(serving.client, "submit", sending(events))
     generation = await serving.start(cast.bob, TEXT)
     outcome = await generation.outcome
     event = await serving.event(generation)
@@ -225,8 +209,12 @@ async def test_tokens_that_complete_no_character_are_emitted_with_the_one_that_d
 async def test_tokens_after_a_stop_string_in_the_same_event_are_neither_shown_nor_billed(
     serving: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving.client, "submit", Merged)
+    def events(request: GenerationRequest) -> list[TokenEvent]:
+        all_at_once = make_event(request, ids, len(ids))
+        return [all_at_once, make_event(request, [], len(ids), finish_reason=FinishReason.ABORTED)]
+
     ids = serving.ids(TEXT)
+    monkeypatch.setattr(serving.client, "submit", sending(events))
     generation = await serving.start(cast.bob, TEXT, stop=["quick"])
     outcome = await generation.outcome
     expected = next(count for count in range(1, len(ids)) if "quick" in serving.text(ids[:count]))
@@ -429,6 +417,14 @@ async def test_a_refusal_of_admission_leaves_no_record(serving: Serving, databas
     await first.outcome
 
     assert len((await serving.reports.ledger_page(access=WHOLE_APPLIANCE)).data) == 1
+
+
+async def test_a_request_that_failed_in_the_engine_is_not_aborted_there(serving: Serving, cast: Cast) -> None:
+    generation = await serving.start(cast.bob, [FAIL, 5])
+    await generation.outcome
+    await text_of(await serving.start(cast.bob, TEXT))
+
+    assert [frame.abort for frame in serving.engine.frames if frame.abort] == []
 
 
 @pytest.mark.parametrize(

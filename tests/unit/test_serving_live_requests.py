@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -10,7 +11,6 @@ import pytest
 
 from appliance.base.db import Database
 from appliance.metering.past_requests import PastRequests
-from appliance.serving.event_queue import merge_events
 from appliance.serving.live_requests import LiveRequest
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import Limits
@@ -45,10 +45,9 @@ def test_an_answer_received_in_one_burst_has_the_engines_speed() -> None:
     assert live.tokens_per_second == pytest.approx(100.0)
 
 
-def test_an_answer_merged_while_unread_has_a_speed() -> None:
+def test_an_answer_that_arrives_in_one_event_has_a_speed() -> None:
     live = _live()
-    whole = merge_events(_event(1), _event(2, finish_reason=FinishReason.LENGTH, decode_s=0.02))
-    live.apply_event(whole, monotonic_s=1.0)
+    live.apply_event(replace(_event(2, finish_reason=FinishReason.LENGTH, decode_s=0.02), token_ids=[5, 5]), monotonic_s=1.0)
     assert live.tokens_per_second == pytest.approx(50.0)
 
 

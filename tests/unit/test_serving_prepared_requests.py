@@ -47,8 +47,7 @@ async def test_the_record_of_a_request_without_a_price_has_the_currency_of_its_t
     assert prepared.pending_event(reservation).currency == "USD"
 
 
-async def test_a_live_request_shows_the_prefix_of_its_key(clock: FakeClock) -> None:
+def test_a_live_request_shows_the_prefix_of_its_key(clock: FakeClock) -> None:
     bob = principal()
-    prepared = prepared_by(bob)
-    reservation = await utc_admission(clock, EmptySums()).admit(prepared.admission_request(None, None))
-    assert prepared.live_request(reservation, 0.0, tenant_open=0).key_prefix == bob.key.prefix != bob.key.id
+    live = prepared_by(bob).live_request(admitted_at=clock.now(), monotonic_s=0.0, admission_wait_s=0.0, awaited_limit=None)
+    assert live.key_prefix == bob.key.prefix != bob.key.id

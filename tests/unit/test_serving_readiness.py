@@ -11,6 +11,7 @@ import structlog
 
 from appliance.base.clock import SystemClock
 from appliance.base.consecutive_failures import LOG_INTERVAL_S
+from appliance.base.errors import EngineUnavailable
 from appliance.serving.engine_readings import engine_reading
 from appliance.serving.model_registry import ModelRegistry, ServedModel
 from appliance.serving.readiness import Readiness
@@ -145,3 +146,16 @@ async def test_a_failed_probe_is_logged_and_probing_continues(
     assert [(line["task"], repr(line["exc_info"])) for line in logs if "task" in line] == [
         ("probe tiny", "ValueError('a bug')")
     ]
+
+
+async def test_the_end_of_a_probe_that_nobody_awaits_any_more_is_no_error(
+    model: ServedModel, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readiness, receivers = Readiness(ModelRegistry([model]), clock, interval_s=INTERVAL_S), []
+    await model.engine.wait_for_state("ready")
+    monkeypatch.setattr(model.engine, "submit", lambda _request, receiver: receivers.append(receiver))
+    readiness.start()
+    await poll_until(lambda: bool(receivers))
+    await readiness.stop()
+
+    receivers[0].fail(EngineUnavailable("the engine process ended"))

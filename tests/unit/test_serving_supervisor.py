@@ -24,6 +24,7 @@ from engine.switches import SWITCHES
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import DIE, STALL, command
 from tests.support.polling import DEADLINE_S
+from tests.support.received_events import submit_to
 
 BUG = ["--fatal", "TypeError: a bug", "--bug"]
 
@@ -66,11 +67,11 @@ async def supervised_by_turns(*options: Sequence[str]) -> AsyncIterator[Supervis
 async def test_requests_get_model_loading_while_the_engine_loads() -> None:
     async with supervised() as watched:
         with pytest.raises(ModelLoading) as caught:
-            watched.submit(make_request(5))
+            submit_to(watched, make_request(5))
 
         assert caught.value.retry_after_s is not None
         await watched.wait_for_state("ready")
-        assert (await watched.submit(make_request(5)).take())[0].token_ids
+        assert (await submit_to(watched, make_request(5)).take())[0].token_ids
 
 
 async def test_a_restart_knows_that_the_engine_has_served_on_a_gpu() -> None:
@@ -100,7 +101,7 @@ async def test_a_killed_engine_is_restarted_and_its_streams_fail() -> None:
         await watched.wait_for_state("ready")
         first_pid = watched.pid
         assert first_pid is not None
-        stream = watched.submit(make_request(STALL))
+        stream = submit_to(watched, make_request(STALL))
         await asyncio.sleep(0)
         os.kill(first_pid, signal.SIGKILL)
         with pytest.raises(EngineUnavailable):
@@ -112,7 +113,7 @@ async def test_a_killed_engine_is_restarted_and_its_streams_fail() -> None:
 
         assert watched.pid != first_pid
         assert watched.restarts == 1
-        assert (await watched.submit(make_request(5)).take())[0].token_ids
+        assert (await submit_to(watched, make_request(5)).take())[0].token_ids
 
 
 async def test_during_a_restart_retry_after_is_the_expected_start_time() -> None:
@@ -127,13 +128,13 @@ async def test_during_a_restart_retry_after_is_the_expected_start_time() -> None
     try:
         async with asyncio.timeout(DEADLINE_S):
             await watched.wait_for_state("ready")
-            stream = watched.submit(make_request(STALL))
+            stream = submit_to(watched, make_request(STALL))
             assert watched.pid is not None
             os.kill(watched.pid, signal.SIGKILL)
             with pytest.raises(EngineUnavailable) as of_a_running_request:
                 await stream.take()
             with pytest.raises(EngineUnavailable) as before_the_exit_is_known:
-                watched.submit(make_request(5))
+                submit_to(watched, make_request(5))
             await watched.wait_for_state("restarting")
         with pytest.raises(EngineUnavailable) as of_a_new_request:
             watched.check_ready()
@@ -147,7 +148,7 @@ async def test_during_a_restart_retry_after_is_the_expected_start_time() -> None
 async def test_an_engine_crashed_by_a_request_is_restarted() -> None:
     async with supervised() as watched:
         await watched.wait_for_state("ready")
-        stream = watched.submit(make_request(DIE))
+        stream = submit_to(watched, make_request(DIE))
         with pytest.raises(EngineUnavailable):
             await stream.take()
         await watched.wait_for_state("restarting")
@@ -159,7 +160,7 @@ async def test_a_hanging_engine_is_killed_and_restarted(monkeypatch: pytest.Monk
     monkeypatch.setattr(supervisor, "SILENCE_POLL_S", 0.05)
     async with supervised() as watched:
         await watched.wait_for_state("ready")
-        stream = watched.submit(make_request(STALL))
+        stream = submit_to(watched, make_request(STALL))
         assert watched.pid is not None
         os.kill(watched.pid, signal.SIGSTOP)
         with pytest.raises(EngineUnavailable):
@@ -176,7 +177,7 @@ async def test_an_engine_that_cannot_be_killed_fails_with_that_reason_until_it_h
     monkeypatch.setattr(supervisor, "SILENCE_POLL_S", 0.05)
     async with supervised() as watched:
         await watched.wait_for_state("ready")
-        stream = watched.submit(make_request(STALL))
+        stream = submit_to(watched, make_request(STALL))
         pid = watched.pid
         assert pid is not None
         with monkeypatch.context() as patched:

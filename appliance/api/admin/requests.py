@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 from litestar import delete, get
 from litestar.params import FromPath
 
@@ -10,15 +12,18 @@ from appliance.api.connection_services import services_of
 from appliance.api.queries import PAGING, AdminRequest, paging
 from appliance.api.shapes import PageShape, RequestShape, live_request_shape, page_shape, past_request_shape
 from appliance.base.errors import NotFound
-from appliance.metering.past_requests import RequestFilter
+from appliance.metering.past_requests import PastRequest, RequestFilter
+from appliance.serving.live_requests import LiveRequest
 from appliance.serving.services import Services
 from appliance.tenancy.access import Access
+from appliance.tenancy.pages import Page, decode_cursor, page_of, to_micros
 from appliance.tenancy.roles import Action
 
 
 @get("/requests", summary="List requests", opt={"query": (*PAGING, "tenant_id", "key_id", "model")})
 async def list_requests(request: AdminRequest) -> PageShape[RequestShape]:
-    """Return live and past requests, most recently admitted first, with current figures for live ones."""
+    """Return live and past requests, with current figures for live ones: those that wait for room in their limits, newest
+    first, then the others, most recently admitted first."""
     access = await authenticate_administrator(request, Action.READ)
     services = services_of(request)
     filters = RequestFilter(
@@ -27,8 +32,14 @@ async def list_requests(request: AdminRequest) -> PageShape[RequestShape]:
         model=request.query_params.get("model"),
         finished_only=False,
     )
-    page = await services.past_requests.page(*paging(request), filters, access=access)
-    return page_shape(page, lambda row: _live_shape(services, row.id, access) or past_request_shape(row))
+    limit, cursor = paging(request)
+    waiting = _waiting(services, filters, cursor, access)
+    found = await services.past_requests.page(limit, cursor, filters, access=access)
+    admitted = {row.id for row in found.data}
+    rows: list[LiveRequest | PastRequest] = [*(live for live in waiting if live.id not in admitted), *found.data]
+    is_cut = len(rows) > limit
+    page = page_of(rows, limit, "requests", _position) if is_cut else Page(data=rows, next_cursor=found.next_cursor)
+    return page_shape(page, lambda row: _shape(services, row, access))
 
 
 @get("/requests/{request_id:str}", summary="Retrieve a request")
@@ -44,7 +55,8 @@ async def retrieve_request(request: AdminRequest, request_id: FromPath[str]) -> 
 
 @delete("/requests/{request_id:str}", status_code=200, summary="Abort a request")
 async def abort_request(request: AdminRequest, request_id: FromPath[str]) -> RequestShape:
-    """Abort a live request and return it in its final state. Its client receives an error; tokens used so far are billed."""
+    """Abort a live request, which may wait for room in its limits, and return it in its final state. Its client receives an
+    error; tokens used so far are billed."""
     access = await authenticate_administrator(request, Action.ABORT)
     services = services_of(request)
     generations = services.generations
@@ -56,6 +68,26 @@ async def abort_request(request: AdminRequest, request_id: FromPath[str]) -> Req
     return live_request_shape(await generations.abort_and_wait(request_id, access=access))
 
 
-def _live_shape(services: Services, request_id: str, access: Access) -> RequestShape | None:
-    live = services.generations.find(request_id, access=access)
-    return None if live is None else live_request_shape(live)
+def _waiting(services: Services, filters: RequestFilter, cursor: str | None, access: Access) -> list[LiveRequest]:
+    """Return the matching requests after `cursor` that wait for room in their limits, newest first."""
+    after = None if cursor is None else decode_cursor("requests", cursor, [int, str])
+    return [
+        live
+        for live in reversed(services.generations.waiting(access=access))
+        if filters.tenant_id in (None, live.tenant_id)
+        and filters.key_id in (None, live.key_id)
+        and filters.model in (None, live.model)
+        and (after is None or [*_position(live)] < after)
+    ]
+
+
+def _position(row: LiveRequest | PastRequest) -> list[int | str]:
+    """Return the place of a request in the list. Those that wait come before all that were admitted."""
+    return [to_micros(row.admitted_at or datetime.max.replace(tzinfo=UTC)), row.id]
+
+
+def _shape(services: Services, row: LiveRequest | PastRequest, access: Access) -> RequestShape:
+    if isinstance(row, LiveRequest):
+        return live_request_shape(row)
+    live = services.generations.find(row.id, access=access)
+    return past_request_shape(row) if live is None else live_request_shape(live)

@@ -150,20 +150,24 @@ FIELDS = {
     "endpoint": "The path that was called, such as `/v1/chat/completions`.",
     "Request.stream": "Whether the response is streamed.",
     "batch": "Whether it is batch work (`service_tier` `flex`).",
-    "Request.state": "`queued`, `prefill`, `decode` or `finished`. With several choices, the state of the furthest one.",
+    "Request.state": (
+        "`queued` (in the engine, or before admission for room in its limits), `prefill`, `decode` or `finished`. With several "
+        "choices, the state of the furthest one."
+    ),
     "queue_position": "The position in the engine's queue, 0 for the next request; null when not queued.",
+    "Request.admitted_at": ("When the request was admitted (RFC 3339, UTC); null while it waits for room in its limits."),
     "Request.kv_blocks": "KV-cache blocks that the request holds; for a past request, the most it held.",
     "preemptions": "How often the request was preempted: paused so that others could use its memory.",
     "admitted_at": "When the request was admitted (RFC 3339, UTC).",
     "first_token_at": "When the first output token was produced (RFC 3339, UTC); null until then.",
     "finished_at": "When the request ended (RFC 3339, UTC); null until then.",
     "admission_wait_s": (
-        "Time that the request waited for room in its limits before its admission, in seconds. No other time includes it. Null "
-        "if unknown."
+        "Time that the request waited for room in its limits before its admission, in seconds; so far, while it waits. No "
+        "other time includes it. Null if unknown."
     ),
     "awaited_limit": (
         "The limit that the request waited for longest before its admission, such as `tenant_tokens` or `model_concurrency`; "
-        "null if it did not wait."
+        "while it waits, the limit that holds it up; null if it did not wait."
     ),
     "queue_s": "Time from admission until the engine began to process the request, in seconds.",
     "ttft_s": "Time from admission to the first output token, in seconds.",

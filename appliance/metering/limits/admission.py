@@ -99,7 +99,7 @@ class Admission:
         return await self._queue.wait(request, result, tokens, lambda waiter: self._try(request, needs, waiter), wait_s)
 
     @property
-    def waiting(self) -> list[AdmissionRequest]:
+    def waiting(self) -> list[Waiter]:
         """Return the requests that wait for room."""
         return self._queue.waiting
 
@@ -111,7 +111,7 @@ class Admission:
         for running in self._running:
             if (principal := principals.get(running.request.key_id)) is not None:
                 running.set_cut_at_budget(principal.tenant.cut_at_budget)
-        waiting = {(request.key_id, request.model) for request in self._queue.waiting}
+        waiting = {(waiter.request.key_id, waiter.request.model) for waiter in self._queue.waiting}
         for key_id, model in waiting | {(running.request.key_id, running.request.model) for running in self._running}:
             if (principal := principals.get(key_id)) is not None:
                 loaded = self._loaded(principal.tenant.id, key_id, model)
@@ -148,6 +148,10 @@ class Admission:
         """Stop the tasks that read the ledger."""
         await self.output_estimates.stop()
         await self._loader.stop()
+
+    def refuse(self, waiter: Waiter, error: Exception) -> None:
+        """End one wait for room with `error`."""
+        self._queue.refuse(waiter, error)
 
     def refuse_waiting(self, error: Exception) -> None:
         """End every wait for room with `error`."""

@@ -96,8 +96,8 @@ class Refusals:
 @dataclass(slots=True, eq=False, kw_only=True)
 class Waiter:
     """A waiting request. `tokens` is its expected need in each of its allowances; `queues` are the allowances whose queues it
-    is in. `waited_s` is the time until its last attempt, by the limit that held it up: of those that refused the attempt
-    before, the one with the longest wait."""
+    is in. `held_up_by` is the limit that holds it up: of those that refused its last attempt, the one with the longest wait.
+    `waited_s` is the time until that attempt, by limit."""
 
     seq: int
     request: AdmissionRequest
@@ -109,15 +109,19 @@ class Waiter:
     retry_timer: TimerHandle | None = None
     context: contextvars.Context = field(default_factory=contextvars.copy_context)  # has the request's id, for log lines
     waited_s: dict[str, float] = field(default_factory=dict)
-    _held_up_by: str | None = None
+    held_up_by: str | None = None
     _tried_s: float = 0.0
 
     def note_attempt(self, refusing: Sequence[LimitDecision], now_s: float) -> None:
         """Note an attempt to admit it, and the decisions that refused it; none if it was admitted."""
-        if self._held_up_by is not None:
-            self.waited_s[self._held_up_by] = self.waited_s.get(self._held_up_by, 0.0) + now_s - self._tried_s
+        if self.held_up_by is not None:
+            self.waited_s[self.held_up_by] = self.waited_s.get(self.held_up_by, 0.0) + now_s - self._tried_s
         longest = max(refusing, key=lambda decision: decision.wait_s or 0.0, default=None)
-        self._held_up_by, self._tried_s = None if longest is None else longest.name, now_s
+        self.held_up_by, self._tried_s = None if longest is None else longest.name, now_s
+
+    def total_wait_s(self, now_s: float) -> float:
+        """Return how long it has waited in all."""
+        return sum(self.waited_s.values()) + now_s - self._tried_s
 
 
 class AdmissionQueue:
@@ -135,9 +139,9 @@ class AdmissionQueue:
         self._is_scheduled = False
 
     @property
-    def waiting(self) -> list[AdmissionRequest]:
+    def waiting(self) -> list[Waiter]:
         """Return the waiting requests."""
-        return [waiter.request for waiter in self._waiting]
+        return list(self._waiting)
 
     def ahead(self, allowance: Allowance, waiter: Waiter | None = None) -> Ahead:
         """Return what the requests ahead of `waiter` in this queue need; of all in the queue for a new request (None)."""
@@ -237,6 +241,10 @@ class AdmissionQueue:
         """End every wait with `error`."""
         for waiter in list(self._waiting):
             self._refuse(waiter, error)
+
+    def refuse(self, waiter: Waiter, error: Exception) -> None:
+        """End a wait with `error`, and retry those behind it."""
+        self.wake(self._refuse(waiter, error))
 
     def _try(self, waiter: Waiter) -> set[Allowance]:
         """Try `waiter` once; return the queues in which others have moved up. An unexpected error ends only this wait."""

@@ -1,0 +1,116 @@
+"""A request that waits for room in its limits is live: it is listed with what it waits for, and can be aborted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from appliance.base.acting import SYSTEM
+from appliance.base.db import Database
+from appliance.base.errors import NotFound, RequestAborted, RoleNotAllowed
+from appliance.metering.past_requests import PastRequests
+from appliance.serving.explanation import explain_live
+from appliance.serving.generation import Generation
+from appliance.tenancy.access import WHOLE_APPLIANCE, Access
+from appliance.tenancy.principals import Limits
+from appliance.tenancy.roles import Role, TenantRole
+from appliance.tenancy.tiers import Tiers
+from tests.support.cast import Cast, Person, make_person
+from tests.support.clock import FakeClock
+from tests.support.fake_engine import STALL
+from tests.support.generations import Serving
+from tests.support.ledgers import num_running
+from tests.support.polling import poll_until
+
+pytestmark = pytest.mark.on_either_database
+
+TEXT = "the quick brown fox"
+
+
+@asynccontextmanager
+async def waiting_requests(
+    serving: Serving, database: Database, clock: FakeClock, number: int
+) -> AsyncIterator[tuple[Person, Generation, list[asyncio.Task[Generation]]]]:
+    """Yield a person, her running request, and `number` more that wait for it to end."""
+    dora = await make_person(database, clock, "dora", Limits(concurrent_requests=1))
+    await Tiers(database, clock).update(dora.tenant.tier, admission_wait_ms=60_000)
+    running = await serving.start(dora, [STALL, 5])
+    tasks = []
+    for count in range(1, number + 1):
+        tasks.append(asyncio.create_task(serving.start(dora, TEXT)))
+        await poll_until(lambda count=count: len(serving.admission.waiting) == count)  # type: ignore[misc]
+    yield dora, running, tasks
+    running.end_early("disconnected")
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(result, Generation):
+            await result.outcome
+
+
+async def test_a_waiting_request_is_listed_as_queued_with_the_limit_that_it_waits_for(
+    serving: Serving, database: Database, clock: FakeClock
+) -> None:
+    async with waiting_requests(serving, database, clock, 2) as (dora, running, _):
+        clock.advance(3)
+        live = list(serving.generations.live(access=WHOLE_APPLIANCE).values())
+        first = live[1]
+
+        assert live[0] is running.live
+        assert [request.id for request in live[1:]] == sorted(request.id for request in live[1:])
+        assert (first.state, first.admitted_at, first.tenant_id) == ("queued", None, dora.tenant.id)
+        assert (first.awaited_limit, first.admission_wait_s) == ("tenant_concurrency", 3.0)
+        assert first.prompt_tokens == len(serving.ids(TEXT))
+        assert explain_live(first) == "Waiting for room in its tenant's concurrent requests, 3.0 s so far."
+        assert serving.generations.find(first.id, access=WHOLE_APPLIANCE) == first
+
+
+async def test_an_admitted_request_no_longer_waits(serving: Serving, database: Database, clock: FakeClock) -> None:
+    async with waiting_requests(serving, database, clock, 1) as (_, running, (task,)):
+        (waiting,) = serving.generations.waiting(access=WHOLE_APPLIANCE)
+        running.end_early("disconnected")
+        generation = await task
+
+        assert generation.request_id == waiting.id
+        assert serving.generations.waiting(access=WHOLE_APPLIANCE) == []
+
+
+async def test_an_abort_ends_the_wait_reserves_nothing_and_lets_the_others_go_on(
+    serving: Serving, database: Database, clock: FakeClock
+) -> None:
+    async with waiting_requests(serving, database, clock, 2) as (dora, running, (first, second)):
+        aborted, other = serving.generations.waiting(access=WHOLE_APPLIANCE)
+        clock.advance(2)
+        ended = await serving.generations.abort_and_wait(aborted.id, access=WHOLE_APPLIANCE)
+        with pytest.raises(RequestAborted):
+            await first
+
+        assert (ended.id, ended.state, ended.finish_reason) == (aborted.id, "finished", "aborted")
+        assert explain_live(ended) == "Ended while it waited for room in its tenant's concurrent requests, 2.0 s."
+        assert [request.id for request in serving.generations.waiting(access=WHOLE_APPLIANCE)] == [other.id]
+        assert num_running(serving.admission, dora.tenant.id) == 1
+        with pytest.raises(NotFound):
+            serving.generations.abort(aborted.id, access=WHOLE_APPLIANCE)
+        with pytest.raises(NotFound):
+            await PastRequests(database).get(aborted.id, access=WHOLE_APPLIANCE)
+        running.end_early("disconnected")
+        assert (await second).request_id == other.id
+
+
+async def test_a_waiting_request_of_another_tenant_is_neither_seen_nor_aborted(
+    serving: Serving, database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    async with waiting_requests(serving, database, clock, 1) as (dora, _, (task,)):
+        stranger = Access(role=Role.MEMBER, actor=SYSTEM, tenants={cast.charlie.tenant.id: TenantRole.MANAGER})
+        viewer = Access(role=Role.MEMBER, actor=SYSTEM, tenants={dora.tenant.id: TenantRole.VIEWER})
+        (waiting,) = serving.generations.waiting(access=viewer)
+
+        assert serving.generations.waiting(access=stranger) == []
+        assert waiting.id not in serving.generations.live(access=stranger)
+        assert serving.generations.find(waiting.id, access=stranger) is None
+        with pytest.raises(NotFound):
+            serving.generations.abort(waiting.id, access=stranger)
+        with pytest.raises(RoleNotAllowed):
+            serving.generations.abort(waiting.id, access=viewer)
+        assert not task.done()
