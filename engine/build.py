@@ -102,6 +102,7 @@ def build_engine(
     resolved = ResolvedOptions.of(options)
     options, device = resolved.options, resolved.device
     times.record("kernels")  # a CPU's, compiled or found on disk, when its memory was inspected
+    meter = MemoryMeter(device)
     weights_share = WEIGHTS_SHARE if compiles_at_first_use(device) else 1.0
     model, draft = _load_models(resolved, progress=lambda loaded: progress(weights_share * loaded))
     times.record("weights")
@@ -109,8 +110,8 @@ def build_engine(
     times.record("cache")
     choices = _kernel_choices(resolved, model, cached)
     limits = resolved.scheduler_limits(cached.plan)
-    meter = MemoryMeter(device)
     meter.record("cache")
+    meter.allocate_workspace()
     if compiles_at_first_use(device):
         with compiling("steps", lambda ready: progress(weights_share + (1 - weights_share) * ready)):
             _compile_kernels(cached, limits, options)

@@ -114,8 +114,8 @@ class Readiness:
 
 
 class _Probe:
-    """Receives a probe's events. `end`: the engine's error, or None. `tokens`: the prompt and output tokens that the engine counted,
-    which nobody pays."""
+    """Receives a probe's events. `end` is the engine's error, or None. `tokens` are the prompt and output tokens that the engine
+    counted; nobody pays them."""
 
     def __init__(self) -> None:
         self.end: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()

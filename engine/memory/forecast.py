@@ -213,11 +213,22 @@ class _Reading(NamedTuple):
 
 
 class MemoryMeter:
-    """Reads what the parts of an engine take of a GPU while they are made. On CPUs only sizes are known."""
+    """Reads what the parts of an engine take of a GPU while they are made. On CPUs only sizes are known. What this process has
+    allocated before, as workspaces that torch keeps of engines that were dropped, counts as context."""
 
     def __init__(self, device: torch.device) -> None:
+        """Call this before anything of the engine is allocated."""
         self._device = device
         self._readings: dict[str, _Reading] = {}
+        self._allocated_before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+    def allocate_workspace(self) -> None:
+        """Have torch allocate cuBLAS's workspace for this stream, 32 MiB on Hopper. It is planned with the context, and would
+        be measured with the first step, whose first product allocates it. That of the stream of captures is measured with
+        graphs."""
+        if self._device.type == "cuda":
+            torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
+        self.record("workspace")
 
     def record(self, part: str) -> None:
         """Record what a part took that was just made: the cache (after the weights), the first steps, slots, graphs."""
@@ -232,13 +243,14 @@ class MemoryMeter:
         for them (which other processes on the card may disturb); None without slots."""
         if not self._readings:
             return MeasuredMemory(weights_bytes=weights_bytes, kv_bytes=kv_bytes, rotary_bytes=rotary_bytes)
-        cache, steps = self._readings["cache"], self._readings["steps"]
+        cache, workspace, steps = self._readings["cache"], self._readings["workspace"], self._readings["steps"]
+        workspace_bytes = workspace.allocated - cache.allocated
         measured = MeasuredMemory(
-            weights_bytes=cache.allocated - kv_bytes - rotary_bytes,
+            weights_bytes=cache.allocated - self._allocated_before - kv_bytes - rotary_bytes,
             kv_bytes=kv_bytes,
             rotary_bytes=rotary_bytes,
-            activations_bytes=steps.peak - cache.allocated,
-            context_bytes=steps.driver,
+            activations_bytes=steps.peak - workspace.allocated,
+            context_bytes=steps.driver + self._allocated_before + workspace_bytes,
         )
         if captured is None:
             return measured

@@ -12,10 +12,12 @@ import torch
 
 from engine import LLM
 from engine.build import build_engine
+from engine.memory.forecast import MemoryMeter
 from engine.memory.needs import CONTEXT_BYTES
 from engine.options import EngineOptions
 from tests.support.engines import PASS_S
 from tests.support.rehearsal import DEVICE, rehearsal
+from tests.support.rehearsal import card as rehearsed_card
 from tests.support.rehearsal.card import Card
 from tests.support.rehearsal.table import replace_triton_operations
 from tests.support.tiny_models import make_model
@@ -24,6 +26,8 @@ SMALL: dict[str, Any] = {
     "device": "cuda", "dtype": "float32", "max_num_seqs": 4, "max_model_len": 64, "max_num_batched_tokens": 64,
 }  # fmt: skip
 CARD_BYTES = 400 << 20
+KEPT_SHARE = 0.95
+"""Of an engine's blocks, how many the next one has at least: torch keeps a workspace of cuBLAS for each stream."""
 
 
 def _fastest_s(*_: object) -> float:
@@ -45,14 +49,14 @@ def test_a_closed_llm_frees_its_memory_for_the_next_one(card: Card, llama: Path)
         with LLM(llama, **SMALL) as llm:
             num_blocks.append(llm.status().kv_blocks_total)
             taken.append(card.used_bytes)
-    assert num_blocks[0] == num_blocks[1] == num_blocks[2]
+    assert min(num_blocks) > KEPT_SHARE * max(num_blocks)
     assert min(taken) > CARD_BYTES // 2
     assert card.used_bytes < CARD_BYTES // 4, "nobody has an engine, and the memory is the driver's again"
 
 
 def test_a_dropped_engine_frees_its_memory_for_the_next_one(card: Card, llama: Path) -> None:
     num_blocks = [build_engine(EngineOptions(model=llama, **SMALL)).info.num_kv_blocks for _ in range(2)]
-    assert num_blocks[0] == num_blocks[1]
+    assert min(num_blocks) > KEPT_SHARE * max(num_blocks)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +79,25 @@ def test_engines_of_two_models_fit_one_gpu(own: dict[str, Any], card: Card, llam
     assert card.used_bytes + 2 * CONTEXT_BYTES <= card.total_bytes
     caches_bytes = [part.measured_bytes for engine in engines for part in engine.info.memory if part.name == "kv_cache"]
     assert sum(filter(None, caches_bytes)) > 0.25 * card.total_bytes
+
+
+def test_workspaces_of_the_matrix_library_count_as_context_and_not_as_weights_or_activations() -> None:
+    """Those of earlier engines too."""
+    measured = []
+    with rehearsal():
+        for _ in range(2):
+            meter = MemoryMeter(DEVICE)
+            with torch.cuda.stream(torch.cuda.Stream(DEVICE)):  # type: ignore[no-untyped-call]
+                weights = torch.ones(64, 64, device=DEVICE)
+                meter.record("cache")
+                meter.allocate_workspace()
+                weights @ weights
+                meter.record("steps")
+                measured.append(meter.measured(weights.nbytes, 0, 0, None))
+            del weights
+    assert {each.weights_bytes for each in measured} == {each.activations_bytes for each in measured} == {64 * 64 * 4}
+    context_bytes, workspace_bytes = rehearsed_card.CONTEXT_BYTES, rehearsed_card.BLAS_WORKSPACE_BYTES
+    assert [each.context_bytes for each in measured] == [context_bytes + workspace_bytes, context_bytes + 2 * workspace_bytes]
 
 
 def test_writing_to_an_inference_tensor_outside_inference_mode_is_refused() -> None:

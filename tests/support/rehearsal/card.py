@@ -33,6 +33,8 @@ ALLOCATION_BYTES = 512
 LAUNCH_BYTES = 24 << 10
 """Driver memory for each launch in a captured graph."""
 SEGMENT_BYTES = 2 << 20
+BLAS_WORKSPACE_BYTES = 1 << 20
+"""What torch's allocator gives cuBLAS for each stream and never takes back. On Hopper it is 32 MiB, of more memory."""
 
 
 @dataclass(frozen=True)
@@ -200,6 +202,8 @@ class Card:
     """Memory pools of captures that are under way or were invalidated."""
     pool_uses: dict[object, int] = field(default_factory=dict)
     """How many graphs use a memory pool, counted as torch 2.11 does: those whose capture was invalidated for good."""
+    blas_streams: set[Stream] = field(default_factory=set)
+    """Streams with a workspace of cuBLAS."""
     num_captures: int = 0
     num_replays: int = 0
     num_launches: int = 0
@@ -280,6 +284,12 @@ class Card:
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
         self.reserved_bytes = max(self.reserved_bytes, -(-self.allocated_bytes // SEGMENT_BYTES) * SEGMENT_BYTES)
         return rounded
+
+    def allocate_blas_workspace(self) -> None:
+        """That of the current stream, which its first product takes, in a capture too."""
+        if self.stream not in self.blas_streams:
+            self.allocate(BLAS_WORKSPACE_BYTES)
+            self.blas_streams.add(self.stream)
 
 
 def repo_stack() -> tuple[str, ...]:

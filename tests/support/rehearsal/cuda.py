@@ -63,6 +63,7 @@ def cuda_replacements(card: Card) -> dict[str, Any]:
         "max_memory_allocated": lambda *_: card.peak_bytes,
         "memory_reserved": lambda *_: card.reserved_bytes,
         "reset_peak_memory_stats": reset_peak,
+        "current_blas_handle": card.allocate_blas_workspace,
         "empty_cache": empty_cache,
         "synchronize": lambda *_: card.wait_for_all("torch.cuda.synchronize"),
         "Stream": Stream,

@@ -41,6 +41,8 @@ SYNCHRONOUS = {
 # Not decomposed: torch would decompose the first for the device that it reports, and the others without need.
 NOT_DECOMPOSED = {"aten::scaled_dot_product_attention", "aten::rms_norm", "aten::linear", "aten::matmul"}
 EMPTY = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
+# cuBLAS computes them.
+PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::matmul"}
 INDEXED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 
 
@@ -294,6 +296,8 @@ def refuse_written_inference(tensor: Any) -> None:
 
 def _launch(func: Any, args: Any, kwargs: Any) -> Any:
     schema = func._schema
+    if schema.name in PRODUCTS:
+        current_card().allocate_blas_workspace()
     host_args, host_kwargs = _host_arguments(args, kwargs)
     written = _written_arguments(func, args, kwargs)
     for each in written:
