@@ -74,8 +74,8 @@ async def test_an_event_posted_while_the_invoice_is_closed_prevents_the_closing(
         await books.post(OCTOBER, Tokens(prompt=7, completion=0))
         return ahead
 
-    sum_ahead = service._read_sums_ahead
-    monkeypatch.setattr(service, "_read_sums_ahead", posted_meanwhile)
+    sum_ahead = service.read_sums_ahead
+    monkeypatch.setattr(service, "read_sums_ahead", posted_meanwhile)
     with pytest.raises(TotalChanged, match=r"is 0.000017 EUR, not 0.000010 EUR"):
         await books.invoices.close(seen.head.id, expected_total_micros=10, access=WHOLE_APPLIANCE)
 

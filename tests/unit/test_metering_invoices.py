@@ -150,8 +150,8 @@ async def test_an_event_posted_during_closing_is_on_the_invoice(books: Books, mo
         since.append(await books.post(OCTOBER, Tokens(prompt=7, completion=0)))
         return ahead
 
-    sum_ahead = service._read_sums_ahead
-    monkeypatch.setattr(service, "_read_sums_ahead", posted_meanwhile)
+    sum_ahead = service.read_sums_ahead
+    monkeypatch.setattr(service, "read_sums_ahead", posted_meanwhile)
     closed = await books.invoices.close(drafted.head.id, access=WHOLE_APPLIANCE)
     monkeypatch.undo()
 
@@ -197,8 +197,8 @@ async def test_months_closed_concurrently_count_no_event_twice(books: Books, mon
         await books.invoices.close(october.head.id, access=WHOLE_APPLIANCE)
         return ahead
 
-    sum_ahead = service._read_sums_ahead
-    monkeypatch.setattr(service, "_read_sums_ahead", closed_meanwhile)
+    sum_ahead = service.read_sums_ahead
+    monkeypatch.setattr(service, "read_sums_ahead", closed_meanwhile)
     closed = await books.invoices.close(november.head.id, access=WHOLE_APPLIANCE)
     assert line_values(closed) == [("demo", "prompt", "2026-11", 3, 3)]
 
