@@ -31,6 +31,7 @@ _SKIPPED = {
     "nothing_to_bill": "with nothing to bill",
 }
 _SAME_FOR_ALL_TENANTS = ("invalid_value", "month_not_over")  # an invalid month is reported once, not per tenant
+_UNCOMPUTABLE = ("currencies_mixed", "invoice_inconsistent")  # error codes of drafts without lines
 FORMATS = ("pdf", "csv", "json", "events")
 
 Month = Annotated[str, typer.Option("--month", metavar="YYYY-MM", help="The month, in the billing time zone.")]
@@ -128,26 +129,34 @@ def export(
         if form not in FORMATS:
             raise WrongUsage(f"--format must be one of {', '.join(FORMATS)}, not {form!r}")
 
-    async def work(client: AdminClient) -> tuple[list[str], int]:
+    async def work(client: AdminClient) -> tuple[list[str], int, list[str]]:
         written: list[str] = []
+        failures: list[str] = []
         chosen = await _tenants(client, tenant, all_tenants=all_tenants)
-        tenant_ids = {tenant["id"] for tenant in chosen}
+        names = {tenant["id"]: tenant["name"] for tenant in chosen}
         rows = await client.list_all("/invoices", query={"month": month})
-        invoices = [invoice for invoice in rows if invoice["tenant_id"] in tenant_ids]
+        invoices = [invoice for invoice in rows if invoice["tenant_id"] in names]
         exported = [invoice for invoice in invoices if drafts or invoice["state"] == "closed"]
         with output.progress("Exporting", quiet=options.as_json) as advance:
             for done, invoice in enumerate(exported, 1):
-                written += [await _write(client, invoice, form, out) for form in forms or ("pdf",)]
+                try:
+                    written += [await _write(client, invoice, form, out) for form in forms or ("pdf",)]
+                except CommandFailed as failure:
+                    if failure.code not in _UNCOMPUTABLE:
+                        raise
+                    failures.append(f"{names[invoice['tenant_id']]}: {failure.message}")
                 advance(done / len(exported))
-        return written, len(invoices) - len(exported)
+        return written, len(invoices) - len(exported), failures
 
-    files, num_drafts = run(options.settings(), work)
-    if not options.as_json:
-        output.say("\n".join(files) if files else _why_no_file(month, num_drafts))
-        return
-    output.data({"files": files})
-    if not files:
-        sys.stderr.write(f"{_why_no_file(month, num_drafts)}\n")
+    files, num_drafts, failures = run(options.settings(), work)
+    why_none = "" if files or failures else _why_no_file(month, num_drafts)
+    if options.as_json:
+        output.data({"files": files})
+        sys.stderr.write(f"{why_none}\n" if why_none else "")
+    elif files or why_none:
+        output.say("\n".join(files) or why_none)
+    if failures:
+        raise CommandFailed("; ".join(failures), code="invoices")
 
 
 def _why_no_file(month: str, num_drafts: int) -> str:
@@ -243,8 +252,8 @@ def _why_nothing(verb: str, month: str, skipped: Counter[str]) -> str:
 
 
 async def _find_draft(client: AdminClient, invoice_id: str) -> Row:
-    """Return a draft's tenant and month, or only the id if it is no draft. Does not read its lines, because a draft with two
-    currencies has none."""
+    """Return a draft's tenant and month, or only the id if it is no draft. Does not read its lines, because some
+    drafts have none."""
     for draft in await client.list_all("/invoices", query={"state": "draft"}):
         if draft["id"] == invoice_id:
             tenant = await client.call("GET", f"/tenants/{draft['tenant_id']}")

@@ -17,6 +17,7 @@ from appliance.cli.main import main
 from appliance.metering.ledger.epochs import begin_epoch
 from tests.support.billing import Tokens, add_price, post_event
 from tests.support.cast import make_person
+from tests.support.tampering import tamper
 
 Run = Callable[..., tuple[int, Any, str]]
 
@@ -48,6 +49,17 @@ def gatehouse(data_dir: Path, own_logging: None, capsys: pytest.CaptureFixture[s
         return status, documents[0] if len(documents) == 1 else documents, written.err
 
     return run
+
+
+def damage_events_of(data_dir: Path, tenant: str) -> None:
+    """Change the stored cost of a tenant's events, so that it no longer is their tokens times their prices."""
+
+    async def damage() -> None:
+        async with Database.open(f"sqlite:///{data_dir / 'gatehouse.db'}") as database:
+            of_tenant = f"tenant_id = (SELECT id FROM tenants WHERE name = '{tenant}')"
+            await tamper(database, f"UPDATE usage_events SET cost_picos = cost_picos + 1 WHERE {of_tenant}")
+
+    asyncio.run(damage())
 
 
 def invoice_rows(answer: Any) -> list[tuple[str, str, str]]:
@@ -110,6 +122,34 @@ def test_a_tenant_that_cannot_be_closed_is_named_and_the_others_are_closed(gateh
     assert invoice_rows(closed) == [("charlie", "closed", "2.00 EUR")]
     assert "bob: 2026-01 must be closed before 2026-02" in error["error"]["message"]
     assert invoice_rows(gatehouse("invoices", "close", "--month", "2026-01", "--all")[1]) == [("bob", "closed", "2.00 EUR")]
+
+
+def test_a_tenant_whose_events_contradict_their_costs_is_named_and_the_others_are_closed(
+    gatehouse: Run, data_dir: Path
+) -> None:
+    damage_events_of(data_dir, "charlie")
+    gatehouse("invoices", "close", "--month", "2026-01", "--all")
+    status, (closed, error), _ = gatehouse("invoices", "close", "--month", "2026-02", "--all")
+
+    assert (status, invoice_rows(closed)) == (1, [("bob", "closed", "2.00 EUR")])
+    message = error["error"]["message"]
+    assert message.startswith("charlie: the ledger contradicts itself: events of demo in 2026-02 cost 2000000000001 picos")
+    assert "gatehouse db check" in message
+
+
+def test_a_draft_that_cannot_be_computed_is_listed_with_the_reason_and_the_others_are_exported(
+    gatehouse: Run, data_dir: Path, tmp_path: Path
+) -> None:
+    gatehouse("invoices", "draft", "--month", "2026-02", "--all")
+    damage_events_of(data_dir, "charlie")
+    rows = {row["tenant"]: row["due"] for row in gatehouse("invoices", "list")[1]["data"]}
+    export = ("invoices", "export", "--month", "2026-02", "--all", "--drafts", "--out", str(tmp_path / "out"))
+    status, (files, error), _ = gatehouse(*export)
+
+    assert rows["bob"] == "2.00 EUR"
+    assert "contradicts itself" in rows["charlie"]
+    assert (status, len(files["files"])) == (1, 1)
+    assert error["error"]["message"].startswith("charlie: the ledger contradicts itself")
 
 
 def test_closing_a_month_without_usage_names_the_tenants_whose_earlier_months_are_not_billed_yet(gatehouse: Run) -> None:

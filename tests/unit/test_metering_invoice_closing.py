@@ -8,7 +8,14 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.db import Database
-from appliance.base.errors import CurrenciesMixed, EarlierMonthOpen, NothingToBill, TotalChanged
+from appliance.base.errors import (
+    CurrenciesMixed,
+    EarlierMonthOpen,
+    InvoiceInconsistent,
+    MonthOutOfOrder,
+    NothingToBill,
+    TotalChanged,
+)
 from appliance.metering.appliance_records import SELLER, ApplianceRecords
 from appliance.metering.invoicing import invoices as service
 from appliance.metering.invoicing.rows import InvoiceHead
@@ -21,6 +28,7 @@ from tests.support.billing import Tokens, add_price
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.invoice_books import Books
+from tests.support.tampering import tamper
 
 SEPTEMBER, OCTOBER, NOVEMBER = date(2026, 9, 10), date(2026, 10, 15), date(2026, 11, 3)
 
@@ -121,3 +129,17 @@ async def test_only_an_invoice_with_an_amount_to_pay_has_a_due_date(books: Books
     credit_note, empty = await books.close("2026-10"), await books.close("2026-11")
     assert (to_pay.due_on, credit_note.due_on, empty.due_on) == (date(2026, 12, 31), None, None)
     assert credit_note.totals.due_micros == -400_000
+
+
+async def test_a_month_that_contradicts_itself_prevents_the_closing_of_later_months_but_not_their_drafts(books: Books) -> None:
+    for day in (SEPTEMBER, OCTOBER):
+        await books.post(day)
+    await tamper(books.database, "UPDATE usage_events SET cost_picos = cost_picos + 1 WHERE billing_day = '2026-09-10'")
+    with pytest.raises(InvoiceInconsistent, match="events of demo in 2026-09 cost 25000001 picos"):
+        await books.draft("2026-09")
+    october = await books.draft("2026-10")
+
+    assert [line.month for line in october.lines] == ["2026-10", "2026-10"]
+    assert len((await books.invoices.events(october.head.id, access=WHOLE_APPLIANCE)).data) == 1
+    with pytest.raises(MonthOutOfOrder, match="2026-09 must be closed before 2026-10"):
+        await books.invoices.close(october.head.id, access=WHOLE_APPLIANCE)

@@ -6,11 +6,10 @@ import dataclasses
 
 import pytest
 
-from appliance.base.errors import CurrenciesMixed
+from appliance.base.errors import CurrenciesMixed, InvoiceInconsistent
 from appliance.metering.invoicing.lines import (
     ADJUSTMENT,
     EventSums,
-    InvoiceInconsistent,
     InvoiceLine,
     MonthAllowance,
     allowance_lines,

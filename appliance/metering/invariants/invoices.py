@@ -15,11 +15,11 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base import tables
+from appliance.base.errors import InvoiceInconsistent
 from appliance.metering.invariants.finding import Finding, list_ids
 from appliance.metering.invoicing.free_allowances import FreeAllowance, allowance_in, read_allowances
 from appliance.metering.invoicing.lines import (
     FREE_ALLOWANCE,
-    InvoiceInconsistent,
     InvoiceLine,
     MonthAllowance,
     allowance_lines,

@@ -10,16 +10,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 
+import structlog
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.counters import POSTING, last_taken
-from appliance.base.errors import CurrenciesMixed
+from appliance.base.errors import DraftUncomputable, InvoiceInconsistent
 from appliance.metering.appliance_records import SELLER, read_record
 from appliance.metering.calendar import BillingCalendar, first_day
 from appliance.metering.invoicing import rows
 from appliance.metering.invoicing.lines import EventSums, allowance_lines, currency_of, totals_of, usage_lines
 from appliance.metering.invoicing.rows import TIME_ZONE, Invoice, InvoiceHead
 from appliance.metering.invoicing.sums import Coverage, read_event_sums
+
+_log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,7 @@ class InvoiceComputer:
         self._currency = currency
 
     async def compute(self, connection: AsyncConnection, head: InvoiceHead) -> ComputedInvoice:
-        """Return the invoice with everything that is posted now. Raises CurrenciesMixed."""
+        """Return the invoice with everything that is posted now. Raises DraftUncomputable."""
         ahead = await read_sums_ahead(connection, head)
         return await self.compute_from_sums(connection, head, ahead.previous, ahead.sums)
 
@@ -55,7 +58,7 @@ class InvoiceComputer:
         """Return the draft; one that cannot be computed has a `problem` instead of lines."""
         try:
             return (await self.compute(connection, head)).invoice
-        except CurrenciesMixed as error:
+        except DraftUncomputable as error:
             buyer = await rows.read_buyer(connection, head.tenant_id)
             assert buyer is not None, "an invoice refers to its tenant"
             return rows.uncomputable_draft(head, buyer, buyer.currency or self._currency, error.message)
@@ -63,12 +66,16 @@ class InvoiceComputer:
     async def compute_from_sums(
         self, connection: AsyncConnection, head: InvoiceHead, previous: Coverage | None, sums: Sequence[EventSums]
     ) -> ComputedInvoice:
-        """Return the invoice with the events in `sums`. Raises CurrenciesMixed."""
+        """Return the invoice with the events in `sums`. Raises DraftUncomputable."""
         month = head.month
         first_open_month = _first_open_month(sums, month, previous)
         if first_open_month is not None:  # late events go to that month's invoice, not to this one
             sums = [group for group in sums if group.month == month]
-        lines = usage_lines(sums, month)
+        try:
+            lines = usage_lines(sums, month)
+        except InvoiceInconsistent as error:
+            _log.error("invoice_inconsistent", tenant_id=head.tenant_id, month=month, reason=error.message)
+            raise
         months = {month, *(line.month for line in lines)}
         lines += allowance_lines(lines, await rows.read_month_allowances(connection, head.tenant_id, months))
         buyer = await rows.read_buyer(connection, head.tenant_id)
@@ -119,6 +126,13 @@ def _first_open_month(sums: Sequence[EventSums], month: str, previous: Coverage 
     """Return the earliest month before `month` that is not closed and whose invoice would have lines, or None."""
     last_closed = "" if previous is None else previous.month
     for earlier in sorted({group.month for group in sums if last_closed < group.month < month}):
-        if usage_lines([group for group in sums if group.month == earlier], earlier):
+        if _has_lines([group for group in sums if group.month == earlier], earlier):
             return earlier
     return None
+
+
+def _has_lines(sums: Sequence[EventSums], month: str) -> bool:
+    try:
+        return bool(usage_lines(sums, month))
+    except InvoiceInconsistent:
+        return True

@@ -21,7 +21,6 @@ from appliance.base.clock import Clock
 from appliance.base.counters import POSTING, lock, take
 from appliance.base.db import Database
 from appliance.base.errors import (
-    CurrenciesMixed,
     EarlierMonthOpen,
     InvalidValue,
     InvoiceClosed,
@@ -65,7 +64,7 @@ class Invoices:
 
         `only` is one of DRAFT_CONDITIONS. `billable`: raises NothingToBill instead of creating an empty draft; `closable`: also
         raises MonthNotOver before the month is over, and EarlierMonthOpen instead of NothingToBill if an earlier month has
-        something to bill. Raises NotFound, RoleNotAllowed, InvalidValue, InvoiceClosed, CurrenciesMixed, and MonthOutOfOrder
+        something to bill. Raises NotFound, RoleNotAllowed, InvalidValue, InvoiceClosed, DraftUncomputable, and MonthOutOfOrder
         when a later month is closed; on an error no draft is created.
         """
         access.require(Action.BILLING, tenant_id)
@@ -93,12 +92,12 @@ class Invoices:
             return await _read_head(connection, invoice_id, access, action)
 
     async def get(self, invoice_id: str, *, access: Access, action: Action = Action.INVOICES) -> Invoice:
-        """Return an invoice; a draft is computed now. Raises the errors of `head`, and CurrenciesMixed."""
+        """Return an invoice; a draft is computed now. Raises the errors of `head`, and DraftUncomputable."""
         async with self._db.reading() as connection:
-            invoice = (await self._load(connection, [await _read_head(connection, invoice_id, access, action)]))[0]
-        if invoice.problem is not None:
-            raise CurrenciesMixed(invoice.problem, param="month")
-        return invoice
+            head = await _read_head(connection, invoice_id, access, action)
+            if head.state == "draft":
+                return (await self._computer.compute(connection, head)).invoice
+            return (await self._load(connection, [head]))[0]
 
     async def list(
         self,
@@ -128,8 +127,8 @@ class Invoices:
         """Close the invoice and return it: it gets a number and never changes again.
 
         Raises the errors of `head`, InvoiceClosed, MonthNotOver, MonthOutOfOrder (naming the month to close first),
-        CurrenciesMixed, and TotalChanged if `expected_total_micros` is given and not the total; on an error nothing has changed
-        and no number is used up.
+        DraftUncomputable, and TotalChanged if `expected_total_micros` is given and not the total; on an error nothing has
+        changed and no number is used up.
         """
         if expected_total_micros is not None:
             check_whole(expected_total_micros, "expected_total_micros", -TOTAL_MICROS_MAX, TOTAL_MICROS_MAX)

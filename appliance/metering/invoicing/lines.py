@@ -10,16 +10,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from appliance.base.errors import CurrenciesMixed
+from appliance.base.errors import CurrenciesMixed, InvoiceInconsistent
 from appliance.base.money import PICOS_PER_MICRO, micros_of_picos, payable_micros, payable_share
 
 TOKEN_KINDS = ("prompt", "cached_prompt", "completion", "rejected_draft")
 ADJUSTMENT = "adjustment"
 FREE_ALLOWANCE = "free_allowance"
-
-
-class InvoiceInconsistent(Exception):
-    """The lines of an invoice do not add up to its events. Caused by a bug or a damaged ledger, never by input."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,5 +224,7 @@ def _check_cost(group: EventSums) -> None:
     cost = sum(tokens * price for tokens, price in zip(group.tokens, group.unit_prices, strict=True))
     if cost != group.cost_picos:
         raise InvoiceInconsistent(
-            f"events of {group.model} in {group.month} cost {group.cost_picos} picos, but their tokens at their prices {cost}"
+            f"the ledger contradicts itself: events of {group.model} in {group.month} cost {group.cost_picos} picos, but their "
+            f"tokens at their prices {cost}. No usage is lost; gatehouse db check names the events",
+            param="month",
         )
