@@ -7,7 +7,8 @@ GatehouseError
 │                       PasswordChangeNeeded
 ├── Missing 404 ─── ModelNotFound, NotFound
 ├── Conflict 409 ─── NameTaken, LastOwner, InvoiceClosed, MonthNotOver, MonthOutOfOrder, TotalChanged, PriceBegun,
-│                      NothingToBill, EarlierMonthOpen, DraftUncomputable, CurrenciesMixed, InvoiceInconsistent
+│                      NothingToBill, EarlierMonthOpen, DraftUncomputable, CurrenciesMixed, InvoiceInconsistent,
+│                      IdempotencyConflict
 ├── RequestTooLarge 413
 ├── Refused 429 ─── RateLimitExceeded, RequestExceedsLimit, BudgetExceeded
 └── ServerError 5xx ─── InternalError 500, EngineUnavailable, ModelLoading, Overloaded, Draining, RequestAborted,
@@ -234,6 +235,12 @@ class InvoiceInconsistent(DraftUncomputable):
     """Usage events do not cost what their tokens cost at their prices. Caused by a bug or a damaged ledger, never by input."""
 
     code = "invoice_inconsistent"
+
+
+class IdempotencyConflict(Conflict):
+    """The `Idempotency-Key` was sent before, with another body."""
+
+    code = "idempotency_conflict"
 
 
 class LastOwner(Conflict):

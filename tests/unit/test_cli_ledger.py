@@ -85,6 +85,16 @@ def test_a_large_correction_needs_the_yes_option(gatehouse: Any, data_dir: Path)
     assert gatehouse(*options, "--yes").status == 0
 
 
+def test_a_correction_repeated_with_its_key_is_made_once(gatehouse: Any, data_dir: Path) -> None:
+    post_a_request(data_dir)
+    options = ("ledger", "correct", "1", "--note", "why", "--completion-tokens", "-1", "--idempotency-key")
+    made = [gatehouse(*options, "refund 1", "--json").json() for _ in range(2)]
+
+    assert made[0] == made[1]
+    assert gatehouse(*options, "refund 2", "--json").json()["id"] != made[0]["id"]
+    assert gatehouse(*options, "refünd").status == 2
+
+
 @pytest.mark.usefixtures("skip_tensor_check")
 def test_doctor_reports_models_served_without_a_price(gatehouse: Any, data_dir: Path) -> None:
     post_a_request(data_dir, currency="USD")
