@@ -80,12 +80,17 @@ def close(
         int | None,
         typer.Option("--expected-total-micros", metavar="N", help="Close only with this total_micros; needs --tenant."),
     ] = None,
+    currency: Annotated[
+        str | None,
+        typer.Option("--expected-currency", metavar="CODE", help="Close only in this currency; needs --tenant."),
+    ] = None,
     options: CommonOptions = DEFAULTS,
 ) -> None:
     """Close the invoices of a past month. They get their numbers and never change again."""
-    if total is not None and all_tenants:
-        raise WrongUsage("--expected-total-micros is for one invoice: give it with --tenant")
-    _bill(options, month, tenant, all_tenants=all_tenants, closing={"expected_total_micros": total})
+    if all_tenants and (total, currency) != (None, None):
+        raise WrongUsage("--expected-total-micros and --expected-currency are for one invoice: give them with --tenant")
+    closing = {"expected_total_micros": total, "expected_currency": currency}
+    _bill(options, month, tenant, all_tenants=all_tenants, closing=closing)
 
 
 @app.command("discard")
@@ -195,9 +200,7 @@ def allowance(
     output.item(run(options.settings(), work), as_json=options.as_json)
 
 
-def _bill(
-    options: CommonOptions, month: str, tenant: str | None, *, all_tenants: bool, closing: dict[str, int | None] | None = None
-) -> None:
+def _bill(options: CommonOptions, month: str, tenant: str | None, *, all_tenants: bool, closing: Row | None = None) -> None:
     """Draft, and with `closing` (the body of the call) also close, the invoices of a month for the chosen tenants, and print
     them. With --all, a failure for one tenant does not stop the others, but sets the exit status."""
     _check_month(month)

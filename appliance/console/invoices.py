@@ -119,7 +119,10 @@ async def close_invoice(context: ContextDependency, invoice_id: FromPath[str]) -
     """Close the invoice with the total that the form showed: it gets its number and cannot be changed."""
     form = await context.form()
     try:
-        await context.services.invoices.close(invoice_id, expected_total_micros=_shown_total(form), access=context.access)
+        micros, currency = _shown_total(form)
+        await context.services.invoices.close(
+            invoice_id, expected_total_micros=micros, expected_currency=currency, access=context.access
+        )
     except (BadRequest, Conflict) as error:
         invoice, tenant = await _find(context, invoice_id, Action.BILLING)
         return _close_form(context, invoice, tenant, error)
@@ -236,12 +239,12 @@ def _close_form(context: Context, invoice: Invoice, tenant: Tenant, error: Gateh
     )
 
 
-def _shown_total(form: Form) -> int:
-    """Return the total in micro-units that the form for closing showed. Raises InvalidValue."""
-    text = form.raw("total_micros")
-    if not re.fullmatch(r"-?[0-9]{1,19}", text):
+def _shown_total(form: Form) -> tuple[int, str]:
+    """Return the total in micro-units, and its currency, that the form for closing showed. Raises InvalidValue."""
+    text, currency = form.raw("total_micros"), form.raw("currency")
+    if not re.fullmatch(r"-?[0-9]{1,19}", text) or not currency:
         raise InvalidValue("the form did not say which amount it showed: check the amount again")
-    return int(text)
+    return int(text), currency
 
 
 def _discard_form(context: Context, head: InvoiceHead, tenant: Tenant, error: GatehouseError | None) -> Html:

@@ -105,8 +105,12 @@ async def _close(context: Context, open_month: OpenMonth) -> list[str]:
     refused = []
     for name, invoice in open_month.drafts:
         try:
-            total_micros = invoice.totals.total_micros
-            await context.services.invoices.close(invoice.head.id, expected_total_micros=total_micros, access=context.access)
+            await context.services.invoices.close(
+                invoice.head.id,
+                expected_total_micros=invoice.totals.total_micros,
+                expected_currency=invoice.currency,
+                access=context.access,
+            )
         except (BadRequest, Conflict, NotFound) as error:  # NotFound: discarded concurrently
             refused.append(f"{name}: {sentence(error.message)}")
     return refused

@@ -80,7 +80,13 @@ async def test_an_invoice_is_closed_only_with_the_expected_total(api: ApiApp, bo
     ):
         assert await api.refusal("POST", closing, status, json={"expected_total_micros": total}) == reason
     assert await api.refusal("POST", closing, 400, json={"total_micros": 3}) == ("unknown_parameter", "total_micros")
-    closed = await api.call("POST", closing, json={"expected_total_micros": draft["total_micros"]})
+    expected = {"expected_total_micros": draft["total_micros"]}
+    for currency, status, reason in (
+        ("CHF", 409, ("total_changed", "expected_currency")),
+        ("eur", 400, ("invalid_value", "expected_currency")),
+    ):
+        assert await api.refusal("POST", closing, status, json={**expected, "expected_currency": currency}) == reason
+    closed = await api.call("POST", closing, json={**expected, "expected_currency": draft["currency"]})
     assert closed["total_micros"] == draft["total_micros"]
 
 

@@ -92,8 +92,11 @@ def test_an_invoice_is_closed_only_with_the_expected_total(gatehouse: Run) -> No
     status, refused, _ = gatehouse(*close, "1999999")
     assert (status, refused["error"]["code"]) == (1, "total_changed")
     assert "is 2.000000 EUR, not 1.999999 EUR" in refused["error"]["message"]
-    assert gatehouse("invoices", "close", "--month", "2026-01", "--all", "--expected-total-micros", "1")[0] == 2
-    status, closed, _ = gatehouse(*close, "2000000")
+    for option in (("--expected-total-micros", "1"), ("--expected-currency", "EUR")):
+        assert gatehouse("invoices", "close", "--month", "2026-01", "--all", *option)[0] == 2
+    status, refused, _ = gatehouse(*close, "2000000", "--expected-currency", "CHF")
+    assert (status, "is 2.000000 EUR, not 2.000000 CHF" in refused["error"]["message"]) == (1, True)
+    status, closed, _ = gatehouse(*close, "2000000", "--expected-currency", "EUR")
     assert (status, invoice_rows(closed)) == (0, [("bob", "closed", "2.00 EUR")])
 
 

@@ -109,12 +109,14 @@ async def test_a_total_that_changed_after_it_was_shown_is_not_closed_but_shown_a
     event = (await console.services.reports.ledger_page(1, access=WHOLE_APPLIANCE)).data[0]
     await console.services.corrections.add(event.id, Correction(note="a refund", completion_tokens=-1))
 
-    for shown in ("12000030", "", "x", "1" * 30):
-        answer = await alice.post(f"{address}/close", total_micros=shown)
+    for shown, currency in (
+        ("12000030", "EUR"), ("", "EUR"), ("x", "EUR"), ("1" * 30, "EUR"), ("12000018", ""), ("12000018", "CHF"),
+    ):  # fmt: skip
+        answer = await alice.post(f"{address}/close", total_micros=shown, currency=currency)
         assert (answer.status_code, 'name="total_micros" value="12000018"' in answer.text) == (422, True)
         assert ("is 12.000018 EUR, not 12.000030 EUR: check the draft again." in answer.text) == (shown == "12000030")
     assert f'href="{address}/close"' in (await alice.get(address)).text
-    assert (await alice.post(f"{address}/close", total_micros="12000018")).headers["location"] == address
+    assert (await alice.post(f"{address}/close", total_micros="12000018", currency="EUR")).headers["location"] == address
 
 
 async def test_a_draft_is_discarded_after_confirmation_and_can_be_drafted_again(console: ConsoleApp) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from appliance.base.ids import new_id
@@ -102,10 +104,10 @@ async def test_a_total_that_changes_while_the_month_is_closed_is_not_closed_and_
     alice, invoices = await console.alice(), console.services.invoices
     seen, close = await confirmation_token(alice), invoices.close
 
-    async def correct_then_close(invoice_id: str, *, expected_total_micros: int | None, access: Access) -> Invoice:
+    async def correct_then_close(invoice_id: str, *, access: Access, **expected: Any) -> Invoice:
         monkeypatch.undo()
         await console.services.corrections.add(event.id, Correction(note="a refund", completion_tokens=-1))
-        return await close(invoice_id, expected_total_micros=expected_total_micros, access=access)
+        return await close(invoice_id, access=access, **expected)
 
     monkeypatch.setattr(invoices, "close", correct_then_close)
     answer = await alice.post(CLOSING, confirmed=seen)
@@ -241,10 +243,10 @@ async def test_a_draft_discarded_while_the_month_is_closed_does_not_stop_the_oth
     alice, invoices = await console.alice(), console.services.invoices
     seen, close = await confirmation_token(alice), invoices.close
 
-    async def discard_then_close(invoice_id: str, *, expected_total_micros: int | None, access: Access) -> Invoice:
+    async def discard_then_close(invoice_id: str, *, access: Access, **expected: Any) -> Invoice:
         if addresses[0].endswith(invoice_id):
             await invoices.discard(invoice_id, access=WHOLE_APPLIANCE)
-        return await close(invoice_id, expected_total_micros=expected_total_micros, access=access)
+        return await close(invoice_id, access=access, **expected)
 
     monkeypatch.setattr(invoices, "close", discard_then_close)
     answer = await alice.post(CLOSING, confirmed=seen)

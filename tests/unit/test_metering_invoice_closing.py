@@ -98,6 +98,21 @@ async def test_tax_added_after_the_total_was_seen_prevents_the_closing(books: Bo
         await books.invoices.close(seen.head.id, expected_total_micros=seen.totals.total_micros, access=WHOLE_APPLIANCE)
 
 
+async def test_an_amount_in_another_currency_prevents_the_closing(books: Books) -> None:
+    await books.post(OCTOBER, Tokens(prompt=1_000_000, completion=0), currency="USD")
+    seen = await books.draft("2026-10")
+    total = seen.totals.total_micros
+    with pytest.raises(TotalChanged, match=r"total of 2026-10 is 1.000000 USD, not 1.000000 EUR") as refused:
+        await books.invoices.close(seen.head.id, expected_total_micros=total, expected_currency="EUR", access=WHOLE_APPLIANCE)
+    assert refused.value.param == "expected_currency"
+    with pytest.raises(TotalChanged, match=r"is 1.000000 USD, not 1.000000 EUR"):
+        await books.invoices.close(seen.head.id, expected_currency="EUR", access=WHOLE_APPLIANCE)
+    closed = await books.invoices.close(
+        seen.head.id, expected_total_micros=total, expected_currency="USD", access=WHOLE_APPLIANCE
+    )
+    assert closed.head.currency == "USD"
+
+
 async def test_a_draft_that_cannot_be_computed_is_listed_in_its_tenants_currency(books: Books) -> None:
     bob = books.bob.tenant.id
     await books.draft("2026-10")

@@ -21,7 +21,7 @@ from appliance.api.admin.invoice_shapes import (
 from appliance.api.auth import authenticate_administrator
 from appliance.api.bodies import decode_body
 from appliance.api.connection_services import services_of
-from appliance.api.field_types import Amount, Month, Name, items, one_of, within
+from appliance.api.field_types import Amount, Currency, Month, Name, items, one_of, within
 from appliance.api.queries import PAGING, AdminRequest, choice, page_of_list, paging
 from appliance.api.shapes import LedgerEventShape, PageShape, ledger_event_shape, page_shape
 from appliance.base.errors import NotFound
@@ -58,6 +58,7 @@ class ClosingBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What the invoice must be when it is closed."""
 
     expected_total_micros: Annotated[int, within(-TOTAL_MICROS_MAX, TOTAL_MICROS_MAX)] | None = None
+    expected_currency: Currency | None = None
 
 
 class AllowanceBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -158,8 +159,8 @@ async def close_invoice(request: AdminRequest, invoice_id: FromPath[str]) -> Inv
     """Assign a number and freeze the invoice permanently. Its month must be over, and a tenant's months are closed in order."""
     access = await authenticate_administrator(request, Action.BILLING)
     body = decode_body(await request.body() or b"{}", ClosingBody)
-    expected = body.expected_total_micros
-    return invoice_shape(await services_of(request).invoices.close(invoice_id, expected_total_micros=expected, access=access))
+    expected = msgspec.structs.asdict(body)
+    return invoice_shape(await services_of(request).invoices.close(invoice_id, **expected, access=access))
 
 
 @delete("/invoices/{invoice_id:str}", status_code=204, summary="Discard a draft", opt={"errors": (409,)})

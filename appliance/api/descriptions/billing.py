@@ -104,6 +104,7 @@ FIELDS = {
         "The `total_micros` that the draft had when it was checked. If it is another one by now, the call fails with 409 "
         "`total_changed` and closes nothing. Null: any total."
     ),
+    "expected_currency": "The `currency` that the draft had when it was checked, compared like the total. Null: any currency.",
     "first_month": "The first month that the allowance applies to, such as `2026-10`.",
     "monthly_micros": "The amount that is free each month, in micro-units; 0 ends an earlier allowance.",
     "Seller.name": "The name of the seller.",

@@ -41,7 +41,7 @@ from appliance.metering.invoicing.sums import read_covered_events
 from appliance.metering.ledger.records import UsageEvent
 from appliance.tenancy import audit
 from appliance.tenancy.access import Access
-from appliance.tenancy.fields import check_choice, check_whole
+from appliance.tenancy.fields import check_choice, check_currency, check_whole
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
 from appliance.tenancy.roles import Action
 
@@ -123,15 +123,24 @@ class Invoices:
             loaded = await self._load(connection, page.data)
         return Page(data=[*loaded], next_cursor=page.next_cursor)
 
-    async def close(self, invoice_id: str, *, expected_total_micros: int | None = None, access: Access) -> Invoice:
+    async def close(
+        self,
+        invoice_id: str,
+        *,
+        expected_total_micros: int | None = None,
+        expected_currency: str | None = None,
+        access: Access,
+    ) -> Invoice:
         """Close the invoice and return it: it gets a number and never changes again.
 
         Raises the errors of `head`, InvoiceClosed, MonthNotOver, MonthOutOfOrder (naming the month to close first),
-        DraftUncomputable, and TotalChanged if `expected_total_micros` is given and not the total; on an error nothing has
-        changed and no number is used up.
+        DraftUncomputable, InvalidValue, and TotalChanged if total or currency are not those expected (None: any); on an error
+        nothing has changed and no number is used up.
         """
         if expected_total_micros is not None:
             check_whole(expected_total_micros, "expected_total_micros", -TOTAL_MICROS_MAX, TOTAL_MICROS_MAX)
+        if expected_currency is not None:
+            check_currency(expected_currency, "expected_currency")
         async with self._db.reading() as connection:
             head = await _read_head(connection, invoice_id, access, Action.BILLING)
             check_draft(head)
@@ -146,8 +155,7 @@ class Invoices:
             computed = await self._computer.compute_from_sums(connection, head, previous, sums)
             if computed.first_open_month is not None:
                 raise MonthOutOfOrder(_must_be_closed_before(computed.first_open_month, head.month), param="month")
-            if expected_total_micros is not None:
-                _check_total(computed.invoice, expected_total_micros)
+            _check_total(computed.invoice, expected_total_micros, expected_currency)
             return await self._store_closed(connection, computed.invoice, through)
 
     async def events(
@@ -288,13 +296,15 @@ def check_draft(head: InvoiceHead, *, param: str = "invoice_id") -> None:
         )
 
 
-def _check_total(invoice: Invoice, expected_micros: int) -> None:
-    """Raise TotalChanged, with both amounts, if `expected_micros` is not the total of the invoice."""
-    total_micros = invoice.totals.total_micros
-    if total_micros != expected_micros:
-        total, expected = (f"{format_micros(micros)} {invoice.currency}" for micros in (total_micros, expected_micros))
-        message = f"the total of {invoice.head.month} is {total}, not {expected}: check the draft again"
-        raise TotalChanged(message, param="expected_total_micros")
+def _check_total(invoice: Invoice, expected_micros: int | None, expected_currency: str | None) -> None:
+    """Raise TotalChanged, with both amounts, if total or currency of the invoice are not those expected (None: any)."""
+    month, total_micros, currency = invoice.head.month, invoice.totals.total_micros, invoice.currency
+    micros = total_micros if expected_micros is None else expected_micros
+    if (micros, expected_currency or currency) == (total_micros, currency):
+        return
+    total, expected = f"{format_micros(total_micros)} {currency}", f"{format_micros(micros)} {expected_currency or currency}"
+    message = f"the total of {month} is {total}, not {expected}: check the draft again"
+    raise TotalChanged(message, param="expected_total_micros" if micros != total_micros else "expected_currency")
 
 
 def _must_be_closed_before(earlier: str, month: str) -> str:
