@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -209,6 +211,8 @@ def _bill(options: CommonOptions, month: str, tenant: str | None, *, all_tenants
 
     async def work(client: AdminClient) -> tuple[list[Row], list[str]]:
         chosen = await _tenants(client, tenant, all_tenants=all_tenants)
+        drafts = [] if closing is None else await client.list_all("/invoices", query={"month": month, "state": "draft"})
+        earlier_drafts = {draft["id"] for draft in drafts}
         rows: list[Row] = []
         failures: list[str] = []
         with output.progress(title, quiet=options.as_json) as advance:
@@ -216,8 +220,7 @@ def _bill(options: CommonOptions, month: str, tenant: str | None, *, all_tenants
                 draft: Row | None = None
                 try:
                     draft = await _create_draft(client, owner, month, only if all_tenants else None)
-                    path = f"/invoices/{draft['id']}/close"
-                    invoice = draft if closing is None else await client.call("POST", path, body=closing)
+                    invoice = draft if closing is None else await _close(client, draft, closing, earlier_drafts)
                     rows.append(_row(invoice, owner))
                 except CommandFailed as failure:
                     if not all_tenants or failure.code in _SAME_FOR_ALL_TENANTS:
@@ -245,6 +248,17 @@ def _bill(options: CommonOptions, month: str, tenant: str | None, *, all_tenants
 async def _create_draft(client: AdminClient, tenant: Row, month: str, only: str | None) -> Row:
     body = {"month": month} | ({} if only is None else {"only": only})
     return await client.call("POST", f"/tenants/{tenant['id']}/invoices", body=body)
+
+
+async def _close(client: AdminClient, draft: Row, closing: Row, earlier_drafts: Collection[str]) -> Row:
+    """Close a draft. If that is refused, discard it unless its id is among `earlier_drafts`."""
+    try:
+        return await client.call("POST", f"/invoices/{draft['id']}/close", body=closing)
+    except CommandFailed:
+        if draft["id"] not in earlier_drafts:
+            with suppress(CommandFailed):
+                await client.remove(f"/invoices/{draft['id']}")
+        raise
 
 
 def _why_nothing(verb: str, month: str, skipped: Counter[str]) -> str:

@@ -182,6 +182,26 @@ def test_a_month_with_nothing_to_close_prints_why_and_logs_nothing(gatehouse: Ru
     assert entries() == before
 
 
+@pytest.mark.parametrize("is_drafted", [False, True])
+@pytest.mark.parametrize("who", ["--tenant bob", "--all"])
+def test_a_refused_closing_leaves_only_drafts_that_were_there(gatehouse: Run, who: str, is_drafted: bool) -> None:
+    if is_drafted:
+        gatehouse("invoices", "draft", "--month", "2026-02", "--tenant", "bob")
+    status, answer, _ = gatehouse("invoices", "close", "--month", "2026-02", *who.split())
+    error = answer[-1] if isinstance(answer, list) else answer
+
+    assert (status, "2026-01 must be closed before 2026-02" in error["error"]["message"]) == (1, True)
+    rows = invoice_rows(gatehouse("invoices", "list", "--tenant", "bob")[1])
+    assert rows == ([("bob", "draft", "2.00 EUR")] if is_drafted else [])
+
+
+def test_a_running_month_of_one_tenant_is_not_drafted_by_closing_it(gatehouse: Run) -> None:
+    month = f"{SystemClock().now():%Y-%m}"
+    status, refused, _ = gatehouse("invoices", "close", "--month", month, "--tenant", "bob")
+    assert (status, refused["error"]["code"]) == (1, "month_not_over")
+    assert invoice_rows(gatehouse("invoices", "list", "--month", month)[1]) == []
+
+
 def test_closing_a_running_month_fails_once_and_drafts_nothing(gatehouse: Run) -> None:
     month = f"{SystemClock().now():%Y-%m}"
     status, answer, _ = gatehouse("invoices", "close", "--month", month, "--all")
