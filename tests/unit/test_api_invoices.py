@@ -130,7 +130,7 @@ async def test_a_csv_file_has_empty_cells_where_an_invoice_has_no_number_and_a_l
     closed = (await api.client.get(f"/admin/v1{path}.csv")).text
 
     heading, *lines = closed.split("\r\n")
-    assert heading.startswith("number,tenant_id,month,line_month,model,kind,tokens,requests,unit_price_micros,")
+    assert heading.startswith("number,tenant_id,month,line_month,model,kind,tokens,requests,unit_price,")
     cells = f"{number},{bob.tenant.id},2026-01,2026-01"
     assert lines == [
         f"{cells},'=demo,prompt,1000000,1,3000000,3000000000000,3000000,EUR,no",
@@ -138,6 +138,12 @@ async def test_a_csv_file_has_empty_cells_where_an_invoice_has_no_number_and_a_l
         "",
     ]
     assert draft == closed.replace(f"{number},", ",")
+
+
+async def test_the_columns_of_a_csv_file_have_the_names_of_the_json(api: ApiApp, bob: Person) -> None:
+    draft = await drafted(api, bob)
+    (row,) = csv.DictReader(io.StringIO((await api.client.get(f"/admin/v1/invoices/{draft['id']}.csv")).text))
+    assert set(row) - {"line_month"} <= draft.keys() | draft["lines"][0].keys()
 
 
 async def test_the_events_behind_an_invoice_are_listed(api: ApiApp, bob: Person) -> None:

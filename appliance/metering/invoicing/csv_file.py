@@ -13,7 +13,7 @@ from appliance.base.spreadsheet import escape_formulas
 from appliance.metering.invoicing.rows import Invoice
 
 COLUMNS = (
-    "number", "tenant_id", "month", "line_month", "model", "kind", "tokens", "requests", "unit_price_micros", "exact_picos",
+    "number", "tenant_id", "month", "line_month", "model", "kind", "tokens", "requests", "unit_price", "exact_picos",
     "rounded_micros", "currency", "batch",
 )  # fmt: skip
 
