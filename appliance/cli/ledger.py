@@ -57,7 +57,7 @@ def list_events(
 @app.command("correct")
 def correct(
     event: Annotated[str, typer.Argument(metavar="EVENT", help="The settled event's id.")],
-    note: Annotated[str, typer.Option(metavar="TEXT", help="The reason, stored in the ledger but not shown on invoices.")],
+    note: Annotated[str, typer.Option(metavar="TEXT", help="The reason, shown on the tenant's invoice.")],
     prompt_tokens: Tokens = 0,
     cached_tokens: Tokens = 0,
     completion_tokens: Tokens = 0,

@@ -133,11 +133,28 @@ async def test_a_csv_file_has_empty_cells_where_an_invoice_has_no_number_and_a_l
     assert heading.startswith("number,tenant_id,month,line_month,model,kind,tokens,requests,unit_price,")
     cells = f"{number},{bob.tenant.id},2026-01,2026-01"
     assert lines == [
-        f"{cells},'=demo,prompt,1000000,1,3000000,3000000000000,3000000,EUR,no",
-        f"{cells},,free_allowance,0,0,,-1000000000000,-1000000,EUR,no",
+        f"{cells},'=demo,prompt,1000000,1,3000000,3000000000000,3000000,EUR,no,",
+        f"{cells},,free_allowance,0,0,,-1000000000000,-1000000,EUR,no,",
         "",
     ]
     assert draft == closed.replace(f"{number},", ",")
+
+
+async def test_the_reason_of_a_correction_is_in_the_json_and_csv_of_its_line(api: ApiApp, bob: Person) -> None:
+    (event,) = (await api.call("GET", "/ledger"))["data"]
+    for note in ("=HYPERLINK(1)", 'cut off; @by, "our" restart', 'cut off; @by, "our"\nrestart'):
+        correction = {"note": note, "completion_tokens": 1}
+        await api.call("POST", f"/ledger/{event['id']}/corrections", status=201, json=correction)
+    path = f"/invoices/{(await drafted(api, bob))['id']}"
+    draft = await api.call("GET", path)
+    closed = await api.call("POST", f"{path}/close")
+
+    assert draft["lines"] == closed["lines"] == (await api.call("GET", path))["lines"]
+    usage, adjustment = closed["lines"]
+    assert (usage["reasons"], usage["reasons_left_out"]) == ([], 0)
+    assert adjustment["reasons"] == ["=HYPERLINK(1)", 'cut off; @by, "our" restart']
+    rows = list(csv.DictReader(io.StringIO((await api.client.get(f"/admin/v1{path}.csv")).text)))
+    assert [row["reasons"] for row in rows] == ["", """'=HYPERLINK(1) | cut off; @by, "our" restart"""]
 
 
 async def test_the_columns_of_a_csv_file_have_the_names_of_the_json(api: ApiApp, bob: Person) -> None:

@@ -403,6 +403,21 @@ async def test_a_downgrade_and_upgrade_keep_the_keys_of_corrections(filled_url: 
     assert [row["id"] for row in before["usage_events"] if row["idempotency_key"] == "K"] == [made.id]
 
 
+def test_a_downgrade_and_upgrade_keep_the_reasons_on_lines_of_invoices(empty_database_url: str) -> None:
+    fill_second(empty_database_url)
+    migrations.upgrade(empty_database_url)
+    line = {"model": "demo", "kind": "adjustment", "month": "2026-03", "tokens": -1, "requests": 0, "exact_picos": "-5000000"}
+    with adding(empty_database_url) as add:
+        reasons = {"texts": ["too much"], "left_out": 0}
+        add("invoice_lines", invoice_id="inv_bob", position=1, rounded_micros=-5, reasons=reasons, **line)
+    before = everything(empty_database_url)
+    migrations.downgrade(empty_database_url, "0010")
+    migrations.upgrade(empty_database_url)
+
+    assert everything(empty_database_url, anew=True) == before
+    assert [row["reasons"] for row in before["invoice_lines"] if row["position"] == 1] == [reasons]
+
+
 async def do_batch_work(url: str) -> None:
     """Serve a request of Bob's as batch work."""
     database, clock = Database.open(url), SystemClock()

@@ -63,7 +63,7 @@ invoices = Table(
 
 # `kind`: prompt, cached_prompt, completion, rejected_draft, adjustment, free_allowance. `batch`: tokens of batch work. Exact
 # costs are stored as decimal text: they may exceed 64 bits, and text is never rounded. `reasons`: of an adjustment, the notes
-# of its corrections; NULL on other lines.
+# of its corrections, {"texts": [...], "left_out": number of others}; NULL without corrections.
 invoice_lines = Table(
     "invoice_lines",
     metadata,

@@ -49,6 +49,11 @@ def line_name(line: InvoiceLine) -> str:
     return f"{_KINDS[line.kind]}, batch" if line.batch else _KINDS[line.kind]
 
 
+def reasons_of(line: InvoiceLine) -> list[str]:
+    """Return the reasons of the corrections on a line, the last one in place of those left out: `3 others`."""
+    return [*line.reasons, *([f"{line.reasons_left_out:,} others"] if line.reasons_left_out else [])]
+
+
 def format_percent(basis_points: int) -> str:
     """Format 1900 as 19 %, 775 as 7.75 %."""
     return f"{basis_points // 100}{f'.{basis_points % 100:02d}'.rstrip('0').rstrip('.')} %"

@@ -42,8 +42,7 @@ KEY_HEADER = "Idempotency-Key"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """What to add to an event: signed tokens, or only a signed cost. `note` is the reason; the console shows it, invoice files
-    do not.
+    """What to add to an event: signed tokens, or only a signed cost. `note` is the reason, shown on the tenant's invoice.
 
     `confirm` is required to add more than UNCONFIRMED_TOKENS, or more than UNCONFIRMED_TIMES the event's tokens or cost.
     """
