@@ -21,7 +21,7 @@ from appliance.cli.connection import AdminClient, run
 from appliance.cli.failure import CommandFailed, WrongUsage
 from appliance.cli.options import DEFAULTS, CommonOptions
 from appliance.cli.tenants import TenantFilter, call_on_tenant, find_tenant
-from appliance.metering.invoicing.wording import format_payment
+from appliance.metering.invoicing.wording import file_stem, format_payment
 
 app = typer.Typer(help="Draft, close and export invoices; set seller and allowances.", no_args_is_help=True)
 
@@ -130,7 +130,7 @@ def export(
     drafts: Annotated[bool, typer.Option("--drafts", help="Export drafts too, marked as drafts.")] = False,
     options: CommonOptions = DEFAULTS,
 ) -> None:
-    """Export invoices to files such as invoice-2026-0001.pdf."""
+    """Export invoices to files such as invoice-2026-0001-bob-2026-10.pdf."""
     _check_month(month)
     for form in forms or ():
         if form not in FORMATS:
@@ -146,12 +146,13 @@ def export(
         exported = [invoice for invoice in invoices if drafts or invoice["state"] == "closed"]
         with output.progress("Exporting", quiet=options.as_json) as advance:
             for done, invoice in enumerate(exported, 1):
+                name = names[invoice["tenant_id"]]
                 try:
-                    written += [await _write(client, invoice, form, out) for form in forms or ("pdf",)]
+                    written += [await _write(client, invoice, name, form, out) for form in forms or ("pdf",)]
                 except CommandFailed as failure:
                     if failure.code not in _UNCOMPUTABLE:
                         raise
-                    failures.append(f"{names[invoice['tenant_id']]}: {failure.message}")
+                    failures.append(f"{name}: {failure.message}")
                 advance(done / len(exported))
         return written, len(invoices) - len(exported), failures
 
@@ -302,8 +303,8 @@ async def _tenants(client: AdminClient, tenant: str | None, *, all_tenants: bool
     return await client.list_all("/tenants", query={"include_archived": "true"})
 
 
-async def _write(client: AdminClient, invoice: Row, form: str, out: Path) -> str:
-    name = f"invoice-{invoice['number']}" if invoice["number"] else f"draft-{invoice['month']}-{invoice['tenant_id']}"
+async def _write(client: AdminClient, invoice: Row, tenant_name: str, form: str, out: Path) -> str:
+    name = file_stem(invoice["number"], invoice["month"], invoice["tenant_id"], tenant_name)
     if form == "events":
         return _save(out / f"{name}-events.csv", events_csv(await client.list_all(f"/invoices/{invoice['id']}/events")))
     return _save(out / f"{name}.{form}", await client.fetch(f"/invoices/{invoice['id']}.{form}"))

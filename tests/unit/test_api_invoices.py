@@ -114,7 +114,10 @@ async def test_an_invoice_can_be_downloaded_as_csv_and_pdf(api: ApiApp, bob: Per
     ]
     assert rows[0]["model"] == "'=demo"  # escaped, so that spreadsheets see no formula
     assert page.headers["content-type"] == "application/pdf"
-    assert page.headers["content-disposition"] == f'inline; filename="draft-2026-01-{bob.tenant.id}.pdf"'
+    assert page.headers["content-disposition"] == f'inline; filename="draft-2026-01-bob-{bob.tenant.id}.pdf"'
+    number = (await api.call("POST", f"/invoices/{draft['id']}/close"))["number"]
+    closed = await api.client.get(f"/admin/v1/invoices/{draft['id']}.json")
+    assert closed.headers["content-disposition"] == f'inline; filename="invoice-{number}-bob-2026-01.json"'
     assert "DRAFT" in PdfReader(io.BytesIO(page.content)).pages[0].extract_text()
     assert await api.refusal("GET", f"/invoices/{draft['id']}.docx", 404) == ("not_found", "invoice_id")
 

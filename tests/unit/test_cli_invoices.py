@@ -79,7 +79,9 @@ def test_a_month_is_drafted_closed_and_exported_for_all_tenants(gatehouse: Run, 
     status, files, _ = gatehouse(*arguments, "--out", str(tmp_path / "out"))
     year = SystemClock().now().year
     assert sorted(Path(name).name for name in files["files"]) == [
-        f"invoice-{year}-000{number}{ending}" for number in (2, 3) for ending in ("-events.csv", ".csv", ".pdf")
+        f"invoice-{year}-000{number}-2026-02{ending}"
+        for number in ("2-bob", "3-charlie")
+        for ending in ("-events.csv", ".csv", ".pdf")
     ]
     assert all(Path(name).read_bytes().startswith((b"%PDF-", b"number,", b"id,request_id,")) for name in files["files"])
     assert not any(b"False" in Path(name).read_bytes() for name in files["files"] if name.endswith("-events.csv"))
@@ -115,7 +117,7 @@ def test_an_export_without_closed_invoices_mentions_the_drafts(
         {"files": []},
         printed,
     )
-    assert "draft-2026-01-" in export("--drafts")
+    assert "draft-2026-01-bob-" in export("--drafts")
 
 
 def test_a_tenant_that_cannot_be_closed_is_named_and_the_others_are_closed(gatehouse: Run) -> None:
@@ -136,7 +138,7 @@ def test_a_tenant_whose_events_contradict_their_costs_is_named_and_the_others_ar
 
     assert (status, invoice_rows(closed)) == (1, [("bob", "closed", "2.00 EUR")])
     message = error["error"]["message"]
-    assert message.startswith("charlie: the ledger contradicts itself: events of demo in 2026-02 cost 2000000000001 picos")
+    assert message.startswith("charlie: the ledger contradicts itself: events of demo in 2026-02 cost 2.000000000001 EUR")
     assert "gatehouse db check" in message
 
 

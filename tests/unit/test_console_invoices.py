@@ -98,6 +98,18 @@ async def test_a_closed_invoice_has_a_number_and_cannot_be_closed_again(console:
     assert (await close(alice, address)).status_code == 422
 
 
+async def test_the_list_shows_the_date_of_a_closed_invoice(console: ConsoleApp, clock: FakeClock) -> None:
+    await bill_usage(console, console.cast.bob)
+    end_month(clock)
+    alice = await console.alice()
+    await close(alice, await draft(console, alice, console.cast.bob))
+    page = (await alice.get("/invoices")).text
+
+    (row,) = [row for row in page.split("<tr>") if "-0001" in row]
+    assert f">{clock.now().date()}</time>" in row
+    assert "ago" not in row
+
+
 async def test_a_total_that_changed_after_it_was_shown_is_not_closed_but_shown_again(
     console: ConsoleApp, clock: FakeClock
 ) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from appliance.base.errors import CurrenciesMixed, InvoiceInconsistent
+from appliance.base.money import format_exactly
 from appliance.metering.invoicing.lines import (
     ADJUSTMENT,
     REASONS_MAX,
@@ -62,7 +63,7 @@ def test_each_kind_of_token_has_a_line_at_its_own_price() -> None:
 @pytest.mark.parametrize("difference", [-1, 1])
 def test_counts_that_do_not_add_up_to_the_cost_in_the_ledger_are_refused(difference: int) -> None:
     whole = used(5, 7, 11, 13)
-    with pytest.raises(InvoiceInconsistent, match=str(whole.cost_picos)):
+    with pytest.raises(InvoiceInconsistent, match=format_exactly(whole.cost_picos, "EUR")):
         usage_lines([dataclasses.replace(whole, cost_picos=whole.cost_picos + difference)], MONTH)
 
 

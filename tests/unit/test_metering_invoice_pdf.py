@@ -257,7 +257,8 @@ def test_the_fonts_match_the_recorded_hashes() -> None:
 
 def test_a_closed_invoice_shows_the_seller_at_the_time_of_closing() -> None:
     drawn = invoice(line())
-    moved = dataclasses.replace(drawn, seller={"name": "Old name", "time_zone": "UTC"})
+    old = {"name": "Old name", "time_zone": "UTC"}
+    moved = dataclasses.replace(drawn, head=dataclasses.replace(drawn.head, seller=old), seller=old)
     (page,) = texts(moved)
     assert "Old name" in page
     unnamed = {"time_zone": "UTC"}

@@ -32,6 +32,7 @@ from appliance.metering.invoicing.invoices import DRAFT_CONDITIONS
 from appliance.metering.invoicing.pdf import render_pdf
 from appliance.metering.invoicing.rows import STATES, TOTAL_MICROS_MAX, Invoice
 from appliance.metering.invoicing.seller import LINES_MAX, TERMS_DAYS_DEFAULT, TERMS_DAYS_MAX, Seller, read_seller, store_seller
+from appliance.metering.invoicing.wording import file_stem
 from appliance.tenancy.roles import Action
 
 NO_SELLER = (
@@ -136,7 +137,8 @@ async def retrieve_invoice(request: AdminRequest, invoice_id: FromPath[str]) -> 
     media_type, render = _FORMATS[extension or "json"]
     invoice = await invoices.get(base_id, access=access)
     body = await asyncio.to_thread(render, invoice)
-    name = f"invoice-{head.number}" if head.number else f"draft-{head.month}-{head.tenant_id}"
+    tenant = await services_of(request).tenants.get(head.tenant_id, access=access)
+    name = file_stem(head.number, head.month, head.tenant_id, tenant.name)
     headers = {"content-disposition": f'inline; filename="{name}.{extension}"'} if extension else {}
     return Response(body, media_type=media_type, headers=headers)
 

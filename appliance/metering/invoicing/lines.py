@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from appliance.base.errors import CurrenciesMixed, InvoiceInconsistent
-from appliance.base.money import PICOS_PER_MICRO, micros_of_picos, payable_micros, payable_share
+from appliance.base.money import PICOS_PER_MICRO, format_exactly, micros_of_picos, payable_micros, payable_share
 
 TOKEN_KINDS = ("prompt", "cached_prompt", "completion", "rejected_draft")
 ADJUSTMENT = "adjustment"
@@ -239,7 +239,8 @@ def _check_cost(group: EventSums) -> None:
     cost = sum(tokens * price for tokens, price in zip(group.tokens, group.unit_prices, strict=True))
     if cost != group.cost_picos:
         raise InvoiceInconsistent(
-            f"the ledger contradicts itself: events of {group.model} in {group.month} cost {group.cost_picos} picos, but their "
-            f"tokens at their prices {cost}. No usage is lost; gatehouse db check names the events",
+            f"the ledger contradicts itself: events of {group.model} in {group.month} cost "
+            f"{format_exactly(group.cost_picos, group.currency)}, but their tokens at their prices "
+            f"{format_exactly(cost, group.currency)}. No usage is lost; gatehouse db check names the events",
             param="month",
         )

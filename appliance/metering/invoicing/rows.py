@@ -52,6 +52,12 @@ class InvoiceHead:
     created_at: datetime
     closed_at: datetime | None
 
+    @property
+    def issued_on(self) -> date | None:
+        """Return the date of closing in the billing time zone of that time; None for a draft."""
+        zone = (self.seller or {}).get(TIME_ZONE, "UTC")
+        return None if self.closed_at is None else BillingCalendar(zone).day_of(self.closed_at)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Invoice:
@@ -75,9 +81,8 @@ class Invoice:
 
     @property
     def issued_on(self) -> date | None:
-        """Return the date of closing in the billing time zone of that time; None for a draft."""
-        closed_at = self.head.closed_at
-        return None if closed_at is None else BillingCalendar(self.seller.get(TIME_ZONE, "UTC")).day_of(closed_at)
+        """Return the date of the invoice; None for a draft."""
+        return self.head.issued_on
 
     @property
     def due_on(self) -> date | None:
