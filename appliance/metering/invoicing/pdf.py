@@ -156,6 +156,7 @@ class _Layout:
                 self._ensure_room(REASON_LEADING, in_table=True)
                 self._draw_text(LEFT + 10, text, SMALL, grey=GREY)
                 self._y -= REASON_LEADING
+        self._y -= 3 if line.reasons else 0
 
     def _write_table_head(self) -> None:
         self._canvas.setFillGray(PALE + 0.06)
