@@ -18,6 +18,7 @@ from appliance.base.errors import (
 )
 from appliance.metering.appliance_records import SELLER, ApplianceRecords
 from appliance.metering.invoicing import invoices as service
+from appliance.metering.invoicing.computation import read_sums_ahead
 from appliance.metering.invoicing.rows import InvoiceHead
 from appliance.metering.invoicing.seller import Seller
 from appliance.tenancy.access import WHOLE_APPLIANCE
@@ -78,11 +79,10 @@ async def test_an_event_posted_while_the_invoice_is_closed_prevents_the_closing(
     seen = await books.draft("2026-10")
 
     async def posted_meanwhile(connection: AsyncConnection, head: InvoiceHead) -> object:
-        ahead = await sum_ahead(connection, head)
+        ahead = await read_sums_ahead(connection, head)
         await books.post(OCTOBER, Tokens(prompt=7, completion=0))
         return ahead
 
-    sum_ahead = service.read_sums_ahead
     monkeypatch.setattr(service, "read_sums_ahead", posted_meanwhile)
     with pytest.raises(TotalChanged, match=r"is 0.000017 EUR, not 0.000010 EUR"):
         await books.invoices.close(seen.head.id, expected_total_micros=10, access=WHOLE_APPLIANCE)
