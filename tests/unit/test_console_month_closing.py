@@ -106,6 +106,7 @@ async def test_a_total_that_changes_while_the_month_is_closed_is_not_closed_and_
 
     async def correct_then_close(invoice_id: str, *, access: Access, **expected: Any) -> Invoice:
         monkeypatch.undo()
+        assert expected["expected_currency"] == "EUR"
         await console.services.corrections.add(event.id, Correction(note="a refund", completion_tokens=-1))
         return await close(invoice_id, access=access, **expected)
 
@@ -253,6 +254,23 @@ async def test_a_draft_discarded_while_the_month_is_closed_does_not_stop_the_oth
 
     assert (answer.status_code, answer.headers.get("location")) == (303, "/invoices?state=closed")
     assert [head.state for head in (await invoices.list(access=WHOLE_APPLIANCE)).data] == ["closed"]
+
+
+async def test_drafts_of_other_months_are_not_closed(console: ConsoleApp, clock: FakeClock) -> None:
+    await bill_usage(console, console.cast.bob)
+    await draft(console, await console.alice(), console.cast.bob)
+    end_month(clock)
+    await bill_usage(console, console.cast.charlie)
+    later = f"{clock.now():%Y-%m}"
+    alice = await console.alice()
+    await alice.post("/invoices", tenant=console.cast.charlie.tenant.id, month=later)
+    end_month(clock)
+    alice = await console.alice()
+    assert "Close 1 invoice<" in (await alice.get(CLOSING)).text
+    await alice.post(CLOSING, confirmed=await confirmation_token(alice))
+
+    heads = (await console.services.invoices.list(access=WHOLE_APPLIANCE)).data
+    assert {head.month: head.state for head in heads} == {MONTH: "closed", later: "draft"}
 
 
 async def test_only_billing_roles_can_close_a_month(console: ConsoleApp, clock: FakeClock) -> None:
