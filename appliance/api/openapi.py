@@ -3,8 +3,8 @@
 A handler declares that in its `opt`: `body` is the type of the request body that it decodes itself, which may be left out if
 `optional_body` is true, `response` the type of the response that it encodes itself, `text` the media type of a response that is
 not JSON, `query` its query parameters, `repeatable` those that take several values, `required` those that must be sent,
-`security` the ways to authenticate (None: without) if they are not those of its tag, and `errors` the error statuses that
-`_error_statuses` cannot derive.
+`headers` the headers that it reads beyond those of authentication, `security` the ways to authenticate (None: without) if they
+are not those of its tag, and `errors` the error statuses that `_error_statuses` cannot derive.
 """
 
 from __future__ import annotations
@@ -160,6 +160,8 @@ def _complete(operation: dict[str, Any], handler: HTTPRouteHandler, content_of: 
             continue  # OpenAI's spelling of the same parameter: in generated clients the two names would collide
         required = name in handler.opt.get("required", ())
         operation.setdefault("parameters", []).append({"name": name, "in": "query", "required": required})
+    for name in handler.opt.get("headers", ()):
+        operation.setdefault("parameters", []).append({"name": name, "in": "header", "required": False})
     schemes = handler.opt.get("security", _security_of_tag(operation))
     operation["security"] = [{} if scheme is None else {scheme: []} for scheme in schemes]
 

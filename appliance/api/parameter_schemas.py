@@ -1,4 +1,4 @@
-"""JSON Schemas of query and path parameters, for the OpenAPI document. The keys are those of `descriptions.parameters`.
+"""JSON Schemas of parameters in query, path and headers, for the OpenAPI document, with the keys of `descriptions.parameters`.
 
 As with `field_types`, nothing is validated here: the code that reads a parameter does that, and a test compares the two.
 """
@@ -17,6 +17,7 @@ from appliance.api.queries import ORDERS
 from appliance.metering.alerts.outbox import STATES as DELIVERY_STATES
 from appliance.metering.calendar import MONTH_PATTERN
 from appliance.metering.invoicing.rows import STATES as INVOICE_STATES
+from appliance.metering.ledger.corrections import KEY_CHARS_MAX
 from appliance.metering.usage import BUCKETS, GROUPS, KINDS, STATUSES
 from appliance.tenancy.fields import TIERS
 from appliance.tenancy.pages import CURSOR_CHARS_MAX, PAGE_ROWS_MAX
@@ -49,6 +50,7 @@ SCHEMAS: dict[str, Schema] = {
     "kind": _enum(*KINDS),
     "status": _enum(*STATUSES),
     "include_archived": _FLAG,
+    "Idempotency-Key": {"type": "string", "minLength": 1, "maxLength": KEY_CHARS_MAX, "pattern": "^[ -~]*$"},
     "event_id": {"type": "string", "pattern": f"^[0-9]{{1,{EVENT_ID_DIGITS_MAX}}}$"},
     "rate_limit_id": {"type": "string", "pattern": f"^{ID_PREFIX}"},
     "/admin/v1/tiers name": _enum(*TIERS),

@@ -6,8 +6,9 @@ GatehouseError
 ├── Forbidden 403 ─── ModelNotAllowed, ModelNotPriced, AddressNotAllowed, TenantSuspended, ScopeNotAllowed, RoleNotAllowed,
 │                       PasswordChangeNeeded
 ├── Missing 404 ─── ModelNotFound, NotFound
-├── Conflict 409 ─── NameTaken, LastOwner, InvoiceClosed, MonthNotOver, MonthOutOfOrder, CurrenciesMixed,
-│                      TotalChanged, PriceBegun, NothingToBill, EarlierMonthOpen
+├── Conflict 409 ─── NameTaken, LastOwner, InvoiceClosed, MonthNotOver, MonthOutOfOrder, TotalChanged, PriceBegun,
+│                      NothingToBill, EarlierMonthOpen, DraftUncomputable, CurrenciesMixed, InvoiceInconsistent,
+│                      IdempotencyConflict
 ├── RequestTooLarge 413
 ├── Refused 429 ─── RateLimitExceeded, RequestExceedsLimit, BudgetExceeded
 └── ServerError 5xx ─── InternalError 500, EngineUnavailable, ModelLoading, Overloaded, Draining, RequestAborted,
@@ -220,10 +221,26 @@ class PriceBegun(Conflict):
     code = "price_begun"
 
 
-class CurrenciesMixed(Conflict):
+class DraftUncomputable(Conflict):
+    """The draft of an invoice has no lines or total, for a reason in the tenant's usage events."""
+
+
+class CurrenciesMixed(DraftUncomputable):
     """The month has costs in more than one currency, so they cannot be added up."""
 
     code = "currencies_mixed"
+
+
+class InvoiceInconsistent(DraftUncomputable):
+    """Usage events do not cost what their tokens cost at their prices. Caused by a bug or a damaged ledger, never by input."""
+
+    code = "invoice_inconsistent"
+
+
+class IdempotencyConflict(Conflict):
+    """The `Idempotency-Key` was sent before, with another body."""
+
+    code = "idempotency_conflict"
 
 
 class LastOwner(Conflict):

@@ -72,11 +72,17 @@ class AdminClient:
         self._client = client
 
     async def call(
-        self, method: str, path: str, *, query: Mapping[str, Any] | None = None, body: object = None
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, Any] | None = None,
+        body: object = None,
+        headers: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
         """Send a request and return the decoded JSON response."""
         parameters = {name: value for name, value in (query or {}).items() if value is not None}
-        response: dict[str, Any] = (await self._request(method, path, params=parameters, json=body)).json()
+        response: dict[str, Any] = (await self._request(method, path, params=parameters, json=body, headers=headers)).json()
         return response
 
     async def fetch(self, path: str) -> bytes:

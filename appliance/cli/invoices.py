@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -19,7 +21,7 @@ from appliance.cli.connection import AdminClient, run
 from appliance.cli.failure import CommandFailed, WrongUsage
 from appliance.cli.options import DEFAULTS, CommonOptions
 from appliance.cli.tenants import TenantFilter, call_on_tenant, find_tenant
-from appliance.metering.invoicing.wording import format_payment
+from appliance.metering.invoicing.wording import file_stem, format_payment
 
 app = typer.Typer(help="Draft, close and export invoices; set seller and allowances.", no_args_is_help=True)
 
@@ -31,6 +33,7 @@ _SKIPPED = {
     "nothing_to_bill": "with nothing to bill",
 }
 _SAME_FOR_ALL_TENANTS = ("invalid_value", "month_not_over")  # an invalid month is reported once, not per tenant
+_UNCOMPUTABLE = ("currencies_mixed", "invoice_inconsistent")  # error codes of drafts without lines
 FORMATS = ("pdf", "csv", "json", "events")
 
 Month = Annotated[str, typer.Option("--month", metavar="YYYY-MM", help="The month, in the billing time zone.")]
@@ -79,12 +82,17 @@ def close(
         int | None,
         typer.Option("--expected-total-micros", metavar="N", help="Close only with this total_micros; needs --tenant."),
     ] = None,
+    currency: Annotated[
+        str | None,
+        typer.Option("--expected-currency", metavar="CODE", help="Close only in this currency; needs --tenant."),
+    ] = None,
     options: CommonOptions = DEFAULTS,
 ) -> None:
     """Close the invoices of a past month. They get their numbers and never change again."""
-    if total is not None and all_tenants:
-        raise WrongUsage("--expected-total-micros is for one invoice: give it with --tenant")
-    _bill(options, month, tenant, all_tenants=all_tenants, closing={"expected_total_micros": total})
+    if all_tenants and (total, currency) != (None, None):
+        raise WrongUsage("--expected-total-micros and --expected-currency are for one invoice: give them with --tenant")
+    closing = {"expected_total_micros": total, "expected_currency": currency}
+    _bill(options, month, tenant, all_tenants=all_tenants, closing=closing)
 
 
 @app.command("discard")
@@ -122,32 +130,41 @@ def export(
     drafts: Annotated[bool, typer.Option("--drafts", help="Export drafts too, marked as drafts.")] = False,
     options: CommonOptions = DEFAULTS,
 ) -> None:
-    """Export invoices to files such as invoice-2026-0001.pdf."""
+    """Export invoices to files such as invoice-2026-0001-bob-2026-10.pdf."""
     _check_month(month)
     for form in forms or ():
         if form not in FORMATS:
             raise WrongUsage(f"--format must be one of {', '.join(FORMATS)}, not {form!r}")
 
-    async def work(client: AdminClient) -> tuple[list[str], int]:
+    async def work(client: AdminClient) -> tuple[list[str], int, list[str]]:
         written: list[str] = []
+        failures: list[str] = []
         chosen = await _tenants(client, tenant, all_tenants=all_tenants)
-        tenant_ids = {tenant["id"] for tenant in chosen}
+        names = {tenant["id"]: tenant["name"] for tenant in chosen}
         rows = await client.list_all("/invoices", query={"month": month})
-        invoices = [invoice for invoice in rows if invoice["tenant_id"] in tenant_ids]
+        invoices = [invoice for invoice in rows if invoice["tenant_id"] in names]
         exported = [invoice for invoice in invoices if drafts or invoice["state"] == "closed"]
         with output.progress("Exporting", quiet=options.as_json) as advance:
             for done, invoice in enumerate(exported, 1):
-                written += [await _write(client, invoice, form, out) for form in forms or ("pdf",)]
+                name = names[invoice["tenant_id"]]
+                try:
+                    written += [await _write(client, invoice, name, form, out) for form in forms or ("pdf",)]
+                except CommandFailed as failure:
+                    if failure.code not in _UNCOMPUTABLE:
+                        raise
+                    failures.append(f"{name}: {failure.message}")
                 advance(done / len(exported))
-        return written, len(invoices) - len(exported)
+        return written, len(invoices) - len(exported), failures
 
-    files, num_drafts = run(options.settings(), work)
-    if not options.as_json:
-        output.say("\n".join(files) if files else _why_no_file(month, num_drafts))
-        return
-    output.data({"files": files})
-    if not files:
-        sys.stderr.write(f"{_why_no_file(month, num_drafts)}\n")
+    files, num_drafts, failures = run(options.settings(), work)
+    why_none = "" if files or failures else _why_no_file(month, num_drafts)
+    if options.as_json:
+        output.data({"files": files})
+        sys.stderr.write(f"{why_none}\n" if why_none else "")
+    elif files or why_none:
+        output.say("\n".join(files) or why_none)
+    if failures:
+        raise CommandFailed("; ".join(failures), code="invoices")
 
 
 def _why_no_file(month: str, num_drafts: int) -> str:
@@ -186,9 +203,7 @@ def allowance(
     output.item(run(options.settings(), work), as_json=options.as_json)
 
 
-def _bill(
-    options: CommonOptions, month: str, tenant: str | None, *, all_tenants: bool, closing: dict[str, int | None] | None = None
-) -> None:
+def _bill(options: CommonOptions, month: str, tenant: str | None, *, all_tenants: bool, closing: Row | None = None) -> None:
     """Draft, and with `closing` (the body of the call) also close, the invoices of a month for the chosen tenants, and print
     them. With --all, a failure for one tenant does not stop the others, but sets the exit status."""
     _check_month(month)
@@ -197,6 +212,8 @@ def _bill(
 
     async def work(client: AdminClient) -> tuple[list[Row], list[str]]:
         chosen = await _tenants(client, tenant, all_tenants=all_tenants)
+        drafts = [] if closing is None else await client.list_all("/invoices", query={"month": month, "state": "draft"})
+        earlier_drafts = {draft["id"] for draft in drafts}
         rows: list[Row] = []
         failures: list[str] = []
         with output.progress(title, quiet=options.as_json) as advance:
@@ -204,8 +221,7 @@ def _bill(
                 draft: Row | None = None
                 try:
                     draft = await _create_draft(client, owner, month, only if all_tenants else None)
-                    path = f"/invoices/{draft['id']}/close"
-                    invoice = draft if closing is None else await client.call("POST", path, body=closing)
+                    invoice = draft if closing is None else await _close(client, draft, closing, earlier_drafts)
                     rows.append(_row(invoice, owner))
                 except CommandFailed as failure:
                     if not all_tenants or failure.code in _SAME_FOR_ALL_TENANTS:
@@ -235,6 +251,17 @@ async def _create_draft(client: AdminClient, tenant: Row, month: str, only: str 
     return await client.call("POST", f"/tenants/{tenant['id']}/invoices", body=body)
 
 
+async def _close(client: AdminClient, draft: Row, closing: Row, earlier_drafts: Collection[str]) -> Row:
+    """Close a draft. If that is refused, discard it unless its id is among `earlier_drafts`."""
+    try:
+        return await client.call("POST", f"/invoices/{draft['id']}/close", body=closing)
+    except CommandFailed:
+        if draft["id"] not in earlier_drafts:
+            with suppress(CommandFailed):
+                await client.remove(f"/invoices/{draft['id']}")
+        raise
+
+
 def _why_nothing(verb: str, month: str, skipped: Counter[str]) -> str:
     """Return why nothing was done for any tenant: `Nothing to close for 2026-10: 3 tenants already closed.`"""
     counts = {code: skipped[code] for code in _SKIPPED if skipped[code]}
@@ -243,8 +270,8 @@ def _why_nothing(verb: str, month: str, skipped: Counter[str]) -> str:
 
 
 async def _find_draft(client: AdminClient, invoice_id: str) -> Row:
-    """Return a draft's tenant and month, or only the id if it is no draft. Does not read its lines, because a draft with two
-    currencies has none."""
+    """Return a draft's tenant and month, or only the id if it is no draft. Does not read its lines, because some
+    drafts have none."""
     for draft in await client.list_all("/invoices", query={"state": "draft"}):
         if draft["id"] == invoice_id:
             tenant = await client.call("GET", f"/tenants/{draft['tenant_id']}")
@@ -276,8 +303,8 @@ async def _tenants(client: AdminClient, tenant: str | None, *, all_tenants: bool
     return await client.list_all("/tenants", query={"include_archived": "true"})
 
 
-async def _write(client: AdminClient, invoice: Row, form: str, out: Path) -> str:
-    name = f"invoice-{invoice['number']}" if invoice["number"] else f"draft-{invoice['month']}-{invoice['tenant_id']}"
+async def _write(client: AdminClient, invoice: Row, tenant_name: str, form: str, out: Path) -> str:
+    name = file_stem(invoice["number"], invoice["month"], invoice["tenant_id"], tenant_name)
     if form == "events":
         return _save(out / f"{name}-events.csv", events_csv(await client.list_all(f"/invoices/{invoice['id']}/events")))
     return _save(out / f"{name}.{form}", await client.fetch(f"/invoices/{invoice['id']}.{form}"))

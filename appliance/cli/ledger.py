@@ -10,9 +10,11 @@ import typer
 from appliance.base.money import format_picos
 from appliance.cli import output
 from appliance.cli.connection import AdminClient, run
-from appliance.cli.failure import CommandFailed
+from appliance.cli.failure import CommandFailed, WrongUsage
 from appliance.cli.options import DEFAULTS, CommonOptions
 from appliance.cli.tenants import TenantFilter, tenant_field
+
+KEY_HEADER = "Idempotency-Key"
 
 app = typer.Typer(help="List usage events (one per request), and correct them.", no_args_is_help=True)
 
@@ -55,7 +57,7 @@ def list_events(
 @app.command("correct")
 def correct(
     event: Annotated[str, typer.Argument(metavar="EVENT", help="The settled event's id.")],
-    note: Annotated[str, typer.Option(metavar="TEXT", help="The reason, stored in the ledger but not shown on invoices.")],
+    note: Annotated[str, typer.Option(metavar="TEXT", help="The reason, shown on the tenant's invoice.")],
     prompt_tokens: Tokens = 0,
     cached_tokens: Tokens = 0,
     completion_tokens: Tokens = 0,
@@ -66,9 +68,15 @@ def correct(
     yes: Annotated[
         bool, typer.Option("--yes", help="Confirm a correction of more than 1,000 times the event or 10 million tokens.")
     ] = False,
+    key: Annotated[
+        str | None,
+        typer.Option("--idempotency-key", metavar="KEY", help="With the same key the same correction is made only once."),
+    ] = None,
     options: CommonOptions = DEFAULTS,
 ) -> None:
     """Correct a settled event by adding an adjustment. Both are kept; the next invoice to be closed bills the adjustment."""
+    if key is not None and not (key and key.isascii() and key.isprintable()):
+        raise WrongUsage("--idempotency-key must have printable ASCII characters")
     body: dict[str, Any] = {
         "note": note,
         "prompt_tokens": prompt_tokens,
@@ -81,7 +89,8 @@ def correct(
 
     async def work(client: AdminClient) -> dict[str, Any]:
         try:
-            return await client.call("POST", f"/ledger/{event}/corrections", body=body)
+            headers = None if key is None else {KEY_HEADER: key}
+            return await client.call("POST", f"/ledger/{event}/corrections", body=body, headers=headers)
         except CommandFailed as error:  # the message names the API field, which is an option here
             raise CommandFailed(error.message.replace("`confirm`", "`--yes`"), code=error.code, status=error.status) from error
 

@@ -16,7 +16,7 @@ from litestar.params import FromPath
 from appliance.base.errors import (
     BadRequest,
     Conflict,
-    CurrenciesMixed,
+    DraftUncomputable,
     GatehouseError,
     InvalidValue,
     InvoiceClosed,
@@ -86,13 +86,13 @@ async def draft_invoice(context: ContextDependency) -> Html:
 
 @get("/invoices/{invoice_id:str}", guards=[needs(Action.INVOICES)])
 async def show_invoice(context: ContextDependency, invoice_id: FromPath[str]) -> Html:
-    """One invoice. A draft is computed now; if it has costs in several currencies, the page says why it has no total."""
+    """One invoice. A draft is computed now; one that cannot be computed is shown with the reason."""
     try:
         invoice, tenant = await _find(context, invoice_id, Action.INVOICES)
-    except CurrenciesMixed as error:
+    except DraftUncomputable as error:
         head, tenant = await _find_head(context, invoice_id, Action.INVOICES)
         problem = sentence(error.message)
-        return context.page("pages/invoice_mixed.html", head=head, tenant=tenant, problem=problem, **FORMATTERS)
+        return context.page("pages/invoice_uncomputable.html", head=head, tenant=tenant, problem=problem, **FORMATTERS)
     corrections = await context.services.invoices.events(
         invoice_id, CORRECTIONS_SHOWN_MAX, kind="adjustment", access=context.access
     )
@@ -119,7 +119,10 @@ async def close_invoice(context: ContextDependency, invoice_id: FromPath[str]) -
     """Close the invoice with the total that the form showed: it gets its number and cannot be changed."""
     form = await context.form()
     try:
-        await context.services.invoices.close(invoice_id, expected_total_micros=_shown_total(form), access=context.access)
+        micros, currency = _shown_total(form)
+        await context.services.invoices.close(
+            invoice_id, expected_total_micros=micros, expected_currency=currency, access=context.access
+        )
     except (BadRequest, Conflict) as error:
         invoice, tenant = await _find(context, invoice_id, Action.BILLING)
         return _close_form(context, invoice, tenant, error)
@@ -148,7 +151,7 @@ async def discard_invoice(context: ContextDependency, invoice_id: FromPath[str])
 async def _draft_all(context: Context, month: str) -> tuple[int, list[str]]:
     """Draft a month for all tenants, except where the draft would be empty or the month or a later one is closed.
 
-    Return the number of drafts, and an error message for each tenant with costs in two currencies, which cannot be drafted.
+    Return the number of drafts, and an error message for each tenant whose draft cannot be computed.
     """
     drafts, refused = 0, []
     for tenant in await tenants_by_name(context.services, context.access):
@@ -156,7 +159,7 @@ async def _draft_all(context: Context, month: str) -> tuple[int, list[str]]:
             with suppress(NothingToBill, InvoiceClosed, MonthOutOfOrder):
                 await context.services.invoices.draft(tenant.id, month, only=BILLABLE, access=context.access)
                 drafts += 1
-        except CurrenciesMixed as error:
+        except DraftUncomputable as error:
             refused.append(f"{tenant.name}: {sentence(error.message)}")
     return drafts, refused
 
@@ -169,7 +172,7 @@ async def _find(context: Context, invoice_id: str, action: Action) -> tuple[Invo
 
 
 async def _find_head(context: Context, invoice_id: str, action: Action = Action.BILLING) -> tuple[InvoiceHead, Tenant]:
-    """Like `_find`, but without the invoice lines, which cannot be computed for a draft in two currencies."""
+    """Like `_find`, but without the invoice lines, which some drafts do not have."""
     access = context.access
     head = await context.services.invoices.head(invoice_id, access=access, action=action)
     return head, await context.services.tenants.get(head.tenant_id, access=access)
@@ -236,12 +239,12 @@ def _close_form(context: Context, invoice: Invoice, tenant: Tenant, error: Gateh
     )
 
 
-def _shown_total(form: Form) -> int:
-    """Return the total in micro-units that the form for closing showed. Raises InvalidValue."""
-    text = form.raw("total_micros")
-    if not re.fullmatch(r"-?[0-9]{1,19}", text):
+def _shown_total(form: Form) -> tuple[int, str]:
+    """Return the total in micro-units, and its currency, that the form for closing showed. Raises InvalidValue."""
+    text, currency = form.raw("total_micros"), form.raw("currency")
+    if not re.fullmatch(r"-?[0-9]{1,19}", text) or not currency:
         raise InvalidValue("the form did not say which amount it showed: check the amount again")
-    return int(text)
+    return int(text), currency
 
 
 def _discard_form(context: Context, head: InvoiceHead, tenant: Tenant, error: GatehouseError | None) -> Html:

@@ -11,7 +11,7 @@ from hashlib import sha256
 from litestar import get, post
 from litestar.params import FromPath
 
-from appliance.base.errors import BadRequest, Conflict, CurrenciesMixed, NotFound
+from appliance.base.errors import BadRequest, Conflict, DraftUncomputable, NotFound
 from appliance.console.context import Context, ContextDependency
 from appliance.console.forms import FORM_ERROR, Form, sentence
 from appliance.console.rendering import Html
@@ -28,11 +28,12 @@ REASONS_SHOWN_MAX = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenMonth:
-    """The drafts of a month as (tenant name, invoice), by name. `unsummed`: tenants whose draft mixes currencies (no total)."""
+    """The drafts of a month as (tenant name, invoice), by name. `uncomputable`: (tenant name, reason) of drafts without a
+    total."""
 
     month: str
     drafts: Sequence[tuple[str, Invoice]]
-    unsummed: Sequence[str]
+    uncomputable: Sequence[tuple[str, str]]
 
     @property
     def sums(self) -> list[tuple[str, int, int]]:
@@ -80,16 +81,23 @@ async def _open_month(context: Context, month: str) -> OpenMonth:
     services, access = context.services, context.access
     first_day(month)
     names = await tenant_names(services, access)
-    drafts, unsummed = [], []
+    drafts: list[tuple[str, Invoice]] = []
+    uncomputable: list[tuple[str, str]] = []
     for head in await read_every_page(partial(services.invoices.list, month=month, state="draft", access=access)):
         try:
             invoice = await services.invoices.get(head.id, access=access, action=Action.BILLING)
             drafts.append((names[head.tenant_id], invoice))
-        except CurrenciesMixed:
-            unsummed.append(names[head.tenant_id])
+        except DraftUncomputable as error:
+            uncomputable.append((names[head.tenant_id], error.message))
+    uncomputable.sort(key=_by_name)
     if not drafts:
-        raise NotFound(f"there is no draft of {month_name(month)} that could be closed", param="month")
-    return OpenMonth(month=month, drafts=sorted(drafts, key=lambda draft: draft[0].casefold()), unsummed=sorted(unsummed))
+        reasons = "".join(f"; {name}: {reason}" for name, reason in uncomputable[:REASONS_SHOWN_MAX])
+        raise NotFound(f"there is no draft of {month_name(month)} that could be closed{reasons}", param="month")
+    return OpenMonth(month=month, drafts=sorted(drafts, key=_by_name), uncomputable=uncomputable)
+
+
+def _by_name(named: tuple[str, object]) -> str:
+    return named[0].casefold()
 
 
 async def _close(context: Context, open_month: OpenMonth) -> list[str]:
@@ -97,8 +105,12 @@ async def _close(context: Context, open_month: OpenMonth) -> list[str]:
     refused = []
     for name, invoice in open_month.drafts:
         try:
-            total_micros = invoice.totals.total_micros
-            await context.services.invoices.close(invoice.head.id, expected_total_micros=total_micros, access=context.access)
+            await context.services.invoices.close(
+                invoice.head.id,
+                expected_total_micros=invoice.totals.total_micros,
+                expected_currency=invoice.currency,
+                access=context.access,
+            )
         except (BadRequest, Conflict, NotFound) as error:  # NotFound: discarded concurrently
             refused.append(f"{name}: {sentence(error.message)}")
     return refused

@@ -114,7 +114,7 @@ class Readiness:
 
 
 class _Probe:
-    """Receives a probe's events. `end` is the engine's error, or None. `tokens` are the prompt and output tokens that the engine
+    """Receives a probe's events. `end` is the engine's error, or None. `tokens` are the prompt and output tokens that it
     counted; nobody pays them."""
 
     def __init__(self) -> None:

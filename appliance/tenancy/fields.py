@@ -111,10 +111,10 @@ def check_flag(value: object, param: str) -> bool:
     return value
 
 
-def check_currency(value: object) -> str:
+def check_currency(value: object, param: str = "currency") -> str:
     """Return `value` if it has the form of a currency code: three capital letters."""
     if not isinstance(value, str) or len(value) != 3 or not (value.isascii() and value.isalpha() and value.isupper()):
-        raise InvalidValue("currency must be a currency code of three capital letters, like EUR", param="currency")
+        raise InvalidValue(f"{param} must be a currency code of three capital letters, like EUR", param=param)
     return value
 
 

@@ -35,8 +35,9 @@ async def draft(console: ConsoleApp, browser: Browser, person: Person) -> str:
 
 async def close(browser: Browser, address: str) -> httpx.Response:
     """Confirm the form for closing the draft at `address`, with the total that it shows, and return the answer."""
-    shown = (await browser.get(f"{address}/close")).text.partition('name="total_micros" value="')[2].partition('"')[0]
-    return await browser.post(f"{address}/close", total_micros=shown)
+    page = (await browser.get(f"{address}/close")).text
+    shown = {name: page.partition(f'name="{name}" value="')[2].partition('"')[0] for name in ("total_micros", "currency")}
+    return await browser.post(f"{address}/close", **shown)
 
 
 def end_month(clock: FakeClock) -> None:

@@ -80,7 +80,13 @@ async def test_an_invoice_is_closed_only_with_the_expected_total(api: ApiApp, bo
     ):
         assert await api.refusal("POST", closing, status, json={"expected_total_micros": total}) == reason
     assert await api.refusal("POST", closing, 400, json={"total_micros": 3}) == ("unknown_parameter", "total_micros")
-    closed = await api.call("POST", closing, json={"expected_total_micros": draft["total_micros"]})
+    expected = {"expected_total_micros": draft["total_micros"]}
+    for currency, status, reason in (
+        ("CHF", 409, ("total_changed", "expected_currency")),
+        ("eur", 400, ("invalid_value", "expected_currency")),
+    ):
+        assert await api.refusal("POST", closing, status, json={**expected, "expected_currency": currency}) == reason
+    closed = await api.call("POST", closing, json={**expected, "expected_currency": draft["currency"]})
     assert closed["total_micros"] == draft["total_micros"]
 
 
@@ -108,7 +114,10 @@ async def test_an_invoice_can_be_downloaded_as_csv_and_pdf(api: ApiApp, bob: Per
     ]
     assert rows[0]["model"] == "'=demo"  # escaped, so that spreadsheets see no formula
     assert page.headers["content-type"] == "application/pdf"
-    assert page.headers["content-disposition"] == f'inline; filename="draft-2026-01-{bob.tenant.id}.pdf"'
+    assert page.headers["content-disposition"] == f'inline; filename="draft-2026-01-bob-{bob.tenant.id}.pdf"'
+    number = (await api.call("POST", f"/invoices/{draft['id']}/close"))["number"]
+    closed = await api.client.get(f"/admin/v1/invoices/{draft['id']}.json")
+    assert closed.headers["content-disposition"] == f'inline; filename="invoice-{number}-bob-2026-01.json"'
     assert "DRAFT" in PdfReader(io.BytesIO(page.content)).pages[0].extract_text()
     assert await api.refusal("GET", f"/invoices/{draft['id']}.docx", 404) == ("not_found", "invoice_id")
 
@@ -124,14 +133,37 @@ async def test_a_csv_file_has_empty_cells_where_an_invoice_has_no_number_and_a_l
     closed = (await api.client.get(f"/admin/v1{path}.csv")).text
 
     heading, *lines = closed.split("\r\n")
-    assert heading.startswith("number,tenant_id,month,line_month,model,kind,tokens,requests,unit_price_micros,")
+    assert heading.startswith("number,tenant_id,month,line_month,model,kind,tokens,requests,unit_price,")
     cells = f"{number},{bob.tenant.id},2026-01,2026-01"
     assert lines == [
-        f"{cells},'=demo,prompt,1000000,1,3000000,3000000000000,3000000,EUR,no",
-        f"{cells},,free_allowance,0,0,,-1000000000000,-1000000,EUR,no",
+        f"{cells},'=demo,prompt,1000000,1,3000000,3000000000000,3000000,EUR,no,",
+        f"{cells},,free_allowance,0,0,,-1000000000000,-1000000,EUR,no,",
         "",
     ]
     assert draft == closed.replace(f"{number},", ",")
+
+
+async def test_the_reason_of_a_correction_is_in_the_json_and_csv_of_its_line(api: ApiApp, bob: Person) -> None:
+    (event,) = (await api.call("GET", "/ledger"))["data"]
+    for note in ("=HYPERLINK(1)", 'cut off; @by, "our" restart', 'cut off; @by, "our"\nrestart'):
+        correction = {"note": note, "completion_tokens": 1}
+        await api.call("POST", f"/ledger/{event['id']}/corrections", status=201, json=correction)
+    path = f"/invoices/{(await drafted(api, bob))['id']}"
+    draft = await api.call("GET", path)
+    closed = await api.call("POST", f"{path}/close")
+
+    assert draft["lines"] == closed["lines"] == (await api.call("GET", path))["lines"]
+    usage, adjustment = closed["lines"]
+    assert (usage["reasons"], usage["reasons_left_out"]) == ([], 0)
+    assert adjustment["reasons"] == ["=HYPERLINK(1)", 'cut off; @by, "our" restart']
+    rows = list(csv.DictReader(io.StringIO((await api.client.get(f"/admin/v1{path}.csv")).text)))
+    assert [row["reasons"] for row in rows] == ["", """'=HYPERLINK(1) | cut off; @by, "our" restart"""]
+
+
+async def test_the_columns_of_a_csv_file_have_the_names_of_the_json(api: ApiApp, bob: Person) -> None:
+    draft = await drafted(api, bob)
+    (row,) = csv.DictReader(io.StringIO((await api.client.get(f"/admin/v1/invoices/{draft['id']}.csv")).text))
+    assert set(row) - {"line_month"} <= draft.keys() | draft["lines"][0].keys()
 
 
 async def test_the_events_behind_an_invoice_are_listed(api: ApiApp, bob: Person) -> None:

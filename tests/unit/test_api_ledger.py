@@ -114,6 +114,26 @@ async def test_an_invalid_field_of_a_correction_is_named(api: ApiApp, event: dic
         assert (await api.refusal("POST", f"/ledger/{missing}/corrections", 404, json=body))[0] == "not_found"
 
 
+async def test_a_correction_sent_again_with_its_key_gets_the_same_response_and_another_one_a_conflict(
+    api: ApiApp, event: dict[str, Any]
+) -> None:
+    path, headers = f"/ledger/{event['id']}/corrections", {"Idempotency-Key": "refund 4711"}
+    body = {"note": "cut off by us", "completion_tokens": -2}
+    made = await api.call("POST", path, status=201, json=body, headers=headers)
+
+    assert await api.call("POST", path, status=201, json=body, headers=headers) == made
+    other = {**body, "completion_tokens": -1}
+    refused = await api.client.post(f"/admin/v1{path}", json=other, headers=headers)
+    error = refused.json()["error"]
+    assert (refused.status_code, error["type"], error["code"]) == (409, "conflict", "idempotency_conflict")
+    assert (error["param"], refused.headers["x-should-retry"]) == ("Idempotency-Key", "false")
+    assert (await api.call("GET", "/ledger"))["data"] == [event, made]
+    assert await api.refusal("POST", path, 400, json=body, headers={"Idempotency-Key": ""}) == (
+        "invalid_value",
+        "Idempotency-Key",
+    )
+
+
 async def test_only_roles_with_billing_can_correct(api: ApiApp, event: dict[str, Any]) -> None:
     path, body = f"/ledger/{event['id']}/corrections", {"note": "x", "completion_tokens": -1}
     await api.call("POST", path, status=403, json=body, headers=await api.as_role("viewer"))

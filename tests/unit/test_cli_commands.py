@@ -7,38 +7,22 @@ import io
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import pyotp
 import pytest
 
-from appliance.api.http_server import data_dir_lock
 from appliance.base.clock import SystemClock
-from appliance.base.database_claim import DatabaseClaim, claim_database
 from appliance.base.db import Database
-from appliance.base.sealing import Sealer
 from appliance.base.version import current_version
-from appliance.cli import model_store, output
+from appliance.cli import model_store
 from appliance.cli.main import main
-from appliance.metering.alerts.targets import TargetPolicy
-from appliance.metering.alerts.webhooks import SEALING_PURPOSE, Webhooks
-from appliance.metering.calendar import BillingCalendar
-from appliance.metering.ledger.journal_records import JournaledEvent, encode, open_journal, replay
 from appliance.serving.model_builder import DEMO_MODEL
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.admin_tokens import AdminTokens
 from appliance.tenancy.members import Member, Members
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT
-from appliance.tenancy.second_factor import SecondFactors
 from engine import visible_gpu
 from engine.visible_gpu import VisibleGpu
-from tests.support import factories
-from tests.support.cast import make_cast
-from tests.support.databases import Cluster
-from tests.support.ledgers import running_ledger, without_alerts
 from tests.support.typed_commands import CommandResult
 
 REPO = Path(__file__).resolve().parents[2]
@@ -353,75 +337,6 @@ def test_an_administrator_token_is_printed_once_and_can_be_revoked(gatehouse: An
         assert gatehouse("admin", "token", verb, "--json").status == 2
 
 
-def test_the_database_can_be_checked_downgraded_and_upgraded(gatehouse: Any) -> None:
-    assert gatehouse("db", "check").status == 0
-    assert gatehouse("db", "downgrade", "base").status == 2
-    assert gatehouse("db", "downgrade", "base", "--yes", "--json").json()["revision"] is None
-    assert gatehouse("db", "check").status == 1
-    upgraded = gatehouse("db", "upgrade", "--json").json()
-    assert upgraded["revision"] == upgraded["head"]
-
-
-def test_checking_the_database_shows_a_progress_bar(gatehouse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[tuple[str, bool]] = []
-
-    def progress(title: str, *, quiet: bool) -> Any:
-        shown.append((title, quiet))
-        return nullcontext(lambda _fraction: None)
-
-    monkeypatch.setattr(output, "progress", progress)
-    gatehouse("db", "check")
-    gatehouse("db", "check", "--json")
-    assert shown == [("Checking the ledger", False), ("Checking the ledger", True)]
-
-
-def test_a_downgrade_is_refused_while_the_journal_has_records(gatehouse: Any, data_dir: Path) -> None:
-    asyncio.run(write_journal_of_a_killed_appliance(data_dir / "gatehouse.db"))
-    refused = gatehouse("db", "downgrade", "0003", "--yes", "--json")
-    assert (refused.status, refused.json()["error"]["code"]) == (1, "journal")
-    assert "has records of 2 requests that are not in the tables yet" in refused.json()["error"]["message"]
-    assert "gatehouse serve" in refused.json()["error"]["message"]
-    asyncio.run(replay_journal(data_dir / "gatehouse.db"))
-    assert gatehouse("db", "downgrade", "0003", "--yes", "--json").json()["revision"] == "0003"
-    assert gatehouse("db", "downgrade", "0002", "--yes", "--json").json()["revision"] == "0002"
-    assert gatehouse("db", "downgrade", "base", "--yes", "--json").json()["revision"] is None
-    assert gatehouse("db", "downgrade", "base", "--yes", "--json").status == 0
-
-
-async def write_journal_of_a_killed_appliance(path: Path) -> None:
-    """Write a journal with an admission and with the settlement of another request that already has its row."""
-    url, clock = f"sqlite:///{path}", SystemClock()
-    database = Database.open(url)
-    journal = open_journal(url)
-    assert journal is not None
-    try:
-        cast = await make_cast(database, clock)
-        async with running_ledger(database, clock, cast.epoch_id) as ledger:
-            await ledger.open(served := factories.pending(cast.bob))
-        admitted = factories.pending(cast.bob, batch=True)
-        entry = JournaledEvent(epoch_id=cast.epoch_id, currency="EUR", billing_day=clock.now().date(), event=admitted)
-        for record in (entry, factories.posted(served.request_id)):
-            await journal.append(encode(record))
-    finally:
-        await journal.close()
-        await database.close()
-
-
-async def replay_journal(path: Path) -> None:
-    url = f"sqlite:///{path}"
-    database, journal = Database.open(url), open_journal(url)
-    assert journal is not None
-    try:
-        assert await replay(database, journal, SystemClock(), BillingCalendar(), without_alerts) == 2
-    finally:
-        await journal.close()
-        await database.close()
-
-
-def test_rollups_can_be_rebuilt(gatehouse: Any) -> None:
-    assert gatehouse("db", "rebuild-rollups", "--json").json() == {"rows": 0}
-
-
 @pytest.mark.parametrize(
     "command",
     [["keys", "create", "bob", "--expires-at", ""], ["usage", "--start", ""], ["usage", "--end", ""]],
@@ -432,31 +347,6 @@ def test_an_empty_time_is_refused_and_not_treated_as_missing(gatehouse: Any, com
     refused = gatehouse(*command, "--json")
 
     assert (refused.status, refused.json()["error"]["code"]) == (2, "invalid_value")
-
-
-def test_prices_are_added_and_listed(gatehouse: Any) -> None:
-    options = ("--prompt", "1000", "--completion", "3000", "--currency", "CHF", "--tier-percent", "batch=50")
-    made = gatehouse("prices", "add", "demo", *options, "--json").json()
-    assert (made["cached_prompt"], made["currency"], made["tier_percents"]) == (1000, "CHF", {"batch": 50})
-    assert gatehouse("prices", "list", "--model", "demo", "--json").json()["data"] == [made]
-    assert gatehouse("prices", "list", "--model", "other", "--json").json()["data"] == []
-    plain = gatehouse("prices", "add", "plain", *options[:4], "--json").json()
-    cells = {line.split("\t")[0]: line.split("\t")[-1] for line in gatehouse("prices", "list").out.splitlines()}
-    assert (cells[made["id"]], cells[plain["id"]]) == ("batch=50", "-")
-    for wrong in ("batch", "batch=101", f"batch={'9' * 5000}"):
-        assert gatehouse("prices", "add", "demo", *options[:4], "--tier-percent", wrong).status == 2
-    past = gatehouse("prices", "add", "demo", *options, "--from", "2020-01-01T00:00:00Z", "--json")
-    assert (past.status, past.json()["error"]["code"]) == (2, "invalid_value")
-
-
-def test_a_future_price_can_be_withdrawn_but_not_a_current_one(gatehouse: Any) -> None:
-    options = ("--prompt", "1000", "--completion", "3000")
-    now = gatehouse("prices", "add", "demo", *options, "--json").json()
-    later = gatehouse("prices", "add", "demo", *options, "--from", "2190-01-01T00:00:00Z", "--json").json()
-    assert gatehouse("prices", "withdraw", later["id"], "--json").json() == later
-    refused = gatehouse("prices", "withdraw", now["id"], "--json")
-    assert (refused.status, refused.json()["error"]["code"]) == (1, "price_begun")
-    assert gatehouse("prices", "list", "--json").json()["data"] == [now]
 
 
 def test_budgets_are_shown_with_their_unit_in_help_and_output(gatehouse: Any) -> None:
@@ -474,18 +364,6 @@ def test_budgets_are_shown_with_their_unit_in_help_and_output(gatehouse: Any) ->
     limited = gatehouse("tenants", "update", "bob", "--model-limit", "demo:monthly_budget=100").out
     assert "demo=monthly_budget=0.000100 CHF" in limited
     assert gatehouse("tenants", "show", "bob", "--json").json()["limits"]["monthly_budget"] == 100
-
-
-def test_an_empty_ledger_is_listed_and_correcting_a_missing_event_fails(gatehouse: Any) -> None:
-    assert gatehouse("ledger", "list", "--json").json() == {"data": [], "has_more": False}
-    assert "request_id" in gatehouse("ledger", "list").out.split(), (
-        "the id by which responses, log and console identify a request"
-    )
-    assert gatehouse("ledger", "correct", "7", "--note", "why", "--completion-tokens", "-5").status == 1
-
-
-def test_upgrading_to_an_unknown_revision_fails(gatehouse: Any) -> None:
-    assert gatehouse("db", "upgrade", "9999").status == 1
 
 
 def test_commands_before_the_first_start_create_no_administrator(gatehouse: Any, data_dir: Path) -> None:
@@ -533,88 +411,6 @@ def test_a_mistyped_model_gets_the_closest_name_as_suggestion(gatehouse: Any, da
     assert answer.err.endswith(f"; did you mean {str(DEMO_MODEL)!r}?\n")
 
 
-async def _store_sealed_secrets(url: str, pepper: bytes) -> None:
-    database, clock = Database.open(url), SystemClock()
-    try:
-        alice = (await make_cast(database, clock)).alice
-        factors = SecondFactors(database, clock, pepper)
-        enrolment = factors.begin(alice)
-        await factors.enable(alice, enrolment, pyotp.TOTP(enrolment.secret).at(clock.now()))
-        webhooks = Webhooks(database, clock, Sealer(pepper, SEALING_PURPOSE), target_policy=TargetPolicy(), mail=False)
-        await webhooks.create(kind="webhook", target="https://192.0.78.9/hook", access=WHOLE_APPLIANCE)
-    finally:
-        await database.close()
-
-
-@pytest.mark.usefixtures("skip_tensor_check")
-def test_doctor_and_db_check_report_a_wrong_or_missing_secret_key(gatehouse: Any, data_dir: Path) -> None:
-    def secret_checks() -> tuple[str, str]:
-        checks = gatehouse("db", "check", "--json").json()["data"], gatehouse("doctor", "--json").json()["data"]
-        (checked,), (seen,) = ([row for row in rows if row["check"] == "secrets"] for rows in checks)
-        return f"{checked['state']}: {checked['found']}", f"{seen['state']}: {seen['found']} {seen['advice']}"
-
-    asyncio.run(_store_sealed_secrets(f"sqlite:///{data_dir / 'gatehouse.db'}", b"p" * 32))
-    (data_dir / "secret.key").write_bytes(b"p" * 32)
-    assert secret_checks() == ("holds: 2 sealed, each opens with secret.key", "ok: 2 sealed, all readable with secret.key ")
-    (data_dir / "secret.key").write_bytes(b"q" * 32)
-    checked, seen = secret_checks()
-    assert checked.startswith("broken: cannot be opened: 1 second factors: alice@example.com; 1 webhooks: wh_")
-    assert seen.startswith(f"wrong: {data_dir / 'secret.key'} is not the key that sealed 2 of 2 stored secrets")
-    for text in (checked, seen):
-        assert "restore secret.key from the backup" in text
-        assert "reset-second-factor" in text
-    (data_dir / "secret.key").unlink()
-    assert ["does not exist" in text for text in secret_checks()] == [True, True]
-    assert not (data_dir / "secret.key").exists(), "checking creates no key"
-
-
-def post_a_request(data_dir: Path, **fields: Any) -> None:
-    """Post a request of Bob in the ledger; `fields` change its pending entry."""
-
-    async def post() -> None:
-        clock, database = SystemClock(), Database.open(f"sqlite:///{data_dir / 'gatehouse.db'}")
-        try:
-            cast = await make_cast(database, clock)
-            entry = factories.pending(cast.bob, admitted_at=clock.now(), **fields)
-            async with running_ledger(database, clock, cast.epoch_id) as ledger:
-                await ledger.open(entry)
-                await ledger.settle(factories.posted(entry.request_id))
-        finally:
-            await database.close()
-
-    asyncio.run(post())
-
-
-def test_a_large_correction_needs_the_yes_option(gatehouse: Any, data_dir: Path) -> None:
-    post_a_request(data_dir)
-    options = ("ledger", "correct", "1", "--note", "why", "--completion-tokens", "20000000")
-    refused = gatehouse(*options)
-    assert refused.status == 2
-    assert "needs `--yes`" in refused.err
-    assert gatehouse(*options, "--yes").status == 0
-
-
-@pytest.mark.postgres
-@pytest.mark.usefixtures("skip_tensor_check")
-def test_doctor_reports_a_database_that_is_not_utf_8(gatehouse: Any, postgresql: Cluster) -> None:
-    url = postgresql.create(encoding="SQL_ASCII")
-    try:
-        rows = {row["check"]: row for row in gatehouse("doctor", "--database", url, "--json").json()["data"]}
-    finally:
-        postgresql.drop(url)
-    assert rows["database"]["state"] == "wrong"
-    assert "SQL_ASCII" in rows["database"]["found"]
-    assert "ENCODING 'UTF8'" in rows["database"]["advice"]
-
-
-@pytest.mark.usefixtures("skip_tensor_check")
-def test_doctor_reports_models_served_without_a_price(gatehouse: Any, data_dir: Path) -> None:
-    post_a_request(data_dir, currency="USD")
-    rows = gatehouse("doctor", "--json").json()["data"]
-    (price,) = [row for row in rows if row["check"] == "prices"]
-    assert (price["state"], price["found"]) == ("note", "demo has no price in USD: its requests cost nothing")
-
-
 @pytest.mark.usefixtures("skip_tensor_check")
 def test_doctor_reports_parts_of_the_engine_that_are_switched_off(
     gatehouse: Any, data_dir: Path, monkeypatch: pytest.MonkeyPatch
@@ -633,52 +429,3 @@ def test_with_a_gpu_doctor_reports_a_missing_compiler(gatehouse: Any, data_dir: 
         monkeypatch.setenv("CC", compiler)
         rows = gatehouse("doctor", "--json").json()["data"]
         assert [row["state"] for row in rows if row["check"] == "compiler"] == [state]
-
-
-@contextmanager
-def database_claimed(data_dir: Path) -> Iterator[None]:
-    """Claim the database as an appliance with another data folder does."""
-
-    async def claim() -> DatabaseClaim:
-        return await claim_database(f"sqlite:///{data_dir}/gatehouse.db")
-
-    held = asyncio.run(claim())
-    try:
-        yield
-    finally:
-        asyncio.run(held.release())
-
-
-@pytest.mark.parametrize(
-    "change",
-    [("tenants", "create", "Acme"), ("db", "upgrade"), ("db", "downgrade", "base", "--yes"), ("db", "rebuild-rollups")],
-    ids=" ".join,
-)
-def test_changes_are_refused_while_an_appliance_elsewhere_claims_the_database(
-    change: tuple[str, ...], gatehouse: Any, data_dir: Path
-) -> None:
-    with database_claimed(data_dir):
-        refused = gatehouse(*change, "--json")
-
-        error = refused.json()["error"]
-        assert (refused.status, error["code"]) == (1, "running")
-        assert "Run the command where the appliance runs, with its --data-dir" in error["message"]
-        assert gatehouse("tenants", "list", "--json").json()["data"] == []
-
-
-def test_a_change_during_the_start_of_the_appliance_is_to_be_tried_again(gatehouse: Any, data_dir: Path) -> None:
-    with data_dir_lock(data_dir), database_claimed(data_dir):
-        refused = gatehouse("tenants", "create", "Acme", "--json")
-
-    error = refused.json()["error"]
-    assert (refused.status, error["code"]) == (1, "running")
-    assert error["message"] == "the appliance is starting or stopping; nothing was changed. Try again in a few seconds"
-
-
-def test_commands_can_change_a_database_concurrently(gatehouse: Any, data_dir: Path) -> None:
-    async def claim() -> DatabaseClaim:
-        return await claim_database(f"sqlite:///{data_dir}/gatehouse.db", shared=True)
-
-    other = asyncio.run(claim())
-    assert gatehouse("tenants", "create", "Acme").status == 0
-    asyncio.run(other.release())

@@ -17,6 +17,7 @@ from appliance.cli.main import main
 from appliance.metering.ledger.epochs import begin_epoch
 from tests.support.billing import Tokens, add_price, post_event
 from tests.support.cast import make_person
+from tests.support.tampering import tamper
 
 Run = Callable[..., tuple[int, Any, str]]
 
@@ -50,6 +51,17 @@ def gatehouse(data_dir: Path, own_logging: None, capsys: pytest.CaptureFixture[s
     return run
 
 
+def damage_events_of(data_dir: Path, tenant: str) -> None:
+    """Change the stored cost of a tenant's events, so that it no longer is their tokens times their prices."""
+
+    async def damage() -> None:
+        async with Database.open(f"sqlite:///{data_dir / 'gatehouse.db'}") as database:
+            of_tenant = f"tenant_id = (SELECT id FROM tenants WHERE name = '{tenant}')"
+            await tamper(database, f"UPDATE usage_events SET cost_picos = cost_picos + 1 WHERE {of_tenant}")
+
+    asyncio.run(damage())
+
+
 def invoice_rows(answer: Any) -> list[tuple[str, str, str]]:
     return [(row["tenant"], row["state"], row["due"]) for row in answer["data"]]
 
@@ -67,7 +79,9 @@ def test_a_month_is_drafted_closed_and_exported_for_all_tenants(gatehouse: Run, 
     status, files, _ = gatehouse(*arguments, "--out", str(tmp_path / "out"))
     year = SystemClock().now().year
     assert sorted(Path(name).name for name in files["files"]) == [
-        f"invoice-{year}-000{number}{ending}" for number in (2, 3) for ending in ("-events.csv", ".csv", ".pdf")
+        f"invoice-{year}-000{number}-2026-02{ending}"
+        for number in ("2-bob", "3-charlie")
+        for ending in ("-events.csv", ".csv", ".pdf")
     ]
     assert all(Path(name).read_bytes().startswith((b"%PDF-", b"number,", b"id,request_id,")) for name in files["files"])
     assert not any(b"False" in Path(name).read_bytes() for name in files["files"] if name.endswith("-events.csv"))
@@ -80,8 +94,11 @@ def test_an_invoice_is_closed_only_with_the_expected_total(gatehouse: Run) -> No
     status, refused, _ = gatehouse(*close, "1999999")
     assert (status, refused["error"]["code"]) == (1, "total_changed")
     assert "is 2.000000 EUR, not 1.999999 EUR" in refused["error"]["message"]
-    assert gatehouse("invoices", "close", "--month", "2026-01", "--all", "--expected-total-micros", "1")[0] == 2
-    status, closed, _ = gatehouse(*close, "2000000")
+    for option in (("--expected-total-micros", "1"), ("--expected-currency", "EUR")):
+        assert gatehouse("invoices", "close", "--month", "2026-01", "--all", *option)[0] == 2
+    status, refused, _ = gatehouse(*close, "2000000", "--expected-currency", "CHF")
+    assert (status, "is 2.000000 EUR, not 2.000000 CHF" in refused["error"]["message"]) == (1, True)
+    status, closed, _ = gatehouse(*close, "2000000", "--expected-currency", "EUR")
     assert (status, invoice_rows(closed)) == (0, [("bob", "closed", "2.00 EUR")])
 
 
@@ -100,7 +117,7 @@ def test_an_export_without_closed_invoices_mentions_the_drafts(
         {"files": []},
         printed,
     )
-    assert "draft-2026-01-" in export("--drafts")
+    assert "draft-2026-01-bob-" in export("--drafts")
 
 
 def test_a_tenant_that_cannot_be_closed_is_named_and_the_others_are_closed(gatehouse: Run) -> None:
@@ -110,6 +127,34 @@ def test_a_tenant_that_cannot_be_closed_is_named_and_the_others_are_closed(gateh
     assert invoice_rows(closed) == [("charlie", "closed", "2.00 EUR")]
     assert "bob: 2026-01 must be closed before 2026-02" in error["error"]["message"]
     assert invoice_rows(gatehouse("invoices", "close", "--month", "2026-01", "--all")[1]) == [("bob", "closed", "2.00 EUR")]
+
+
+def test_a_tenant_whose_events_contradict_their_costs_is_named_and_the_others_are_closed(
+    gatehouse: Run, data_dir: Path
+) -> None:
+    damage_events_of(data_dir, "charlie")
+    gatehouse("invoices", "close", "--month", "2026-01", "--all")
+    status, (closed, error), _ = gatehouse("invoices", "close", "--month", "2026-02", "--all")
+
+    assert (status, invoice_rows(closed)) == (1, [("bob", "closed", "2.00 EUR")])
+    message = error["error"]["message"]
+    assert message.startswith("charlie: the ledger contradicts itself: events of demo in 2026-02 cost 2.000000000001 EUR")
+    assert "gatehouse db check" in message
+
+
+def test_a_draft_that_cannot_be_computed_is_listed_with_the_reason_and_the_others_are_exported(
+    gatehouse: Run, data_dir: Path, tmp_path: Path
+) -> None:
+    gatehouse("invoices", "draft", "--month", "2026-02", "--all")
+    damage_events_of(data_dir, "charlie")
+    rows = {row["tenant"]: row["due"] for row in gatehouse("invoices", "list")[1]["data"]}
+    export = ("invoices", "export", "--month", "2026-02", "--all", "--drafts", "--out", str(tmp_path / "out"))
+    status, (files, error), _ = gatehouse(*export)
+
+    assert rows["bob"] == "2.00 EUR"
+    assert "contradicts itself" in rows["charlie"]
+    assert (status, len(files["files"])) == (1, 1)
+    assert error["error"]["message"].startswith("charlie: the ledger contradicts itself")
 
 
 def test_closing_a_month_without_usage_names_the_tenants_whose_earlier_months_are_not_billed_yet(gatehouse: Run) -> None:
@@ -137,6 +182,26 @@ def test_a_month_with_nothing_to_close_prints_why_and_logs_nothing(gatehouse: Ru
         "Nothing to close for 2026-01: 1 tenant already closed, 2 tenants with nothing to bill.\n"
     )
     assert entries() == before
+
+
+@pytest.mark.parametrize("is_drafted", [False, True])
+@pytest.mark.parametrize("who", ["--tenant bob", "--all"])
+def test_a_refused_closing_leaves_only_drafts_that_were_there(gatehouse: Run, who: str, is_drafted: bool) -> None:
+    if is_drafted:
+        gatehouse("invoices", "draft", "--month", "2026-02", "--tenant", "bob")
+    status, answer, _ = gatehouse("invoices", "close", "--month", "2026-02", *who.split())
+    error = answer[-1] if isinstance(answer, list) else answer
+
+    assert (status, "2026-01 must be closed before 2026-02" in error["error"]["message"]) == (1, True)
+    rows = invoice_rows(gatehouse("invoices", "list", "--tenant", "bob")[1])
+    assert rows == ([("bob", "draft", "2.00 EUR")] if is_drafted else [])
+
+
+def test_a_running_month_of_one_tenant_is_not_drafted_by_closing_it(gatehouse: Run) -> None:
+    month = f"{SystemClock().now():%Y-%m}"
+    status, refused, _ = gatehouse("invoices", "close", "--month", month, "--tenant", "bob")
+    assert (status, refused["error"]["code"]) == (1, "month_not_over")
+    assert invoice_rows(gatehouse("invoices", "list", "--month", month)[1]) == []
 
 
 def test_closing_a_running_month_fails_once_and_drafts_nothing(gatehouse: Run) -> None:

@@ -98,6 +98,18 @@ async def test_a_closed_invoice_has_a_number_and_cannot_be_closed_again(console:
     assert (await close(alice, address)).status_code == 422
 
 
+async def test_the_list_shows_the_date_of_a_closed_invoice(console: ConsoleApp, clock: FakeClock) -> None:
+    await bill_usage(console, console.cast.bob)
+    end_month(clock)
+    alice = await console.alice()
+    await close(alice, await draft(console, alice, console.cast.bob))
+    page = (await alice.get("/invoices")).text
+
+    (row,) = [row for row in page.split("<tr>") if "-0001" in row]
+    assert f">{clock.now().date()}</time>" in row
+    assert "ago" not in row
+
+
 async def test_a_total_that_changed_after_it_was_shown_is_not_closed_but_shown_again(
     console: ConsoleApp, clock: FakeClock
 ) -> None:
@@ -109,12 +121,14 @@ async def test_a_total_that_changed_after_it_was_shown_is_not_closed_but_shown_a
     event = (await console.services.reports.ledger_page(1, access=WHOLE_APPLIANCE)).data[0]
     await console.services.corrections.add(event.id, Correction(note="a refund", completion_tokens=-1))
 
-    for shown in ("12000030", "", "x", "1" * 30):
-        answer = await alice.post(f"{address}/close", total_micros=shown)
+    for shown, currency in (
+        ("12000030", "EUR"), ("", "EUR"), ("x", "EUR"), ("1" * 30, "EUR"), ("12000018", ""), ("12000018", "CHF"),
+    ):  # fmt: skip
+        answer = await alice.post(f"{address}/close", total_micros=shown, currency=currency)
         assert (answer.status_code, 'name="total_micros" value="12000018"' in answer.text) == (422, True)
         assert ("is 12.000018 EUR, not 12.000030 EUR: check the draft again." in answer.text) == (shown == "12000030")
     assert f'href="{address}/close"' in (await alice.get(address)).text
-    assert (await alice.post(f"{address}/close", total_micros="12000018")).headers["location"] == address
+    assert (await alice.post(f"{address}/close", total_micros="12000018", currency="EUR")).headers["location"] == address
 
 
 async def test_a_draft_is_discarded_after_confirmation_and_can_be_drafted_again(console: ConsoleApp) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from appliance.base.ids import new_id
@@ -15,6 +17,7 @@ from tests.support.clock import FakeClock
 from tests.support.console_fixtures import Browser, ConsoleApp
 from tests.support.console_invoices import MONTH, bill_usage, draft, end_month
 from tests.support.factories import pending
+from tests.support.tampering import tamper
 
 CLOSING = f"/invoices/months/{MONTH}/close"
 
@@ -101,10 +104,11 @@ async def test_a_total_that_changes_while_the_month_is_closed_is_not_closed_and_
     alice, invoices = await console.alice(), console.services.invoices
     seen, close = await confirmation_token(alice), invoices.close
 
-    async def correct_then_close(invoice_id: str, *, expected_total_micros: int | None, access: Access) -> Invoice:
+    async def correct_then_close(invoice_id: str, *, access: Access, **expected: Any) -> Invoice:
         monkeypatch.undo()
+        assert expected["expected_currency"] == "EUR"
         await console.services.corrections.add(event.id, Correction(note="a refund", completion_tokens=-1))
-        return await close(invoice_id, expected_total_micros=expected_total_micros, access=access)
+        return await close(invoice_id, access=access, **expected)
 
     monkeypatch.setattr(invoices, "close", correct_then_close)
     answer = await alice.post(CLOSING, confirmed=seen)
@@ -139,7 +143,7 @@ async def test_a_month_is_confirmed_by_currency_and_without_drafts_in_two_curren
     page = (await alice.get(CLOSING)).text
     assert "1 invoice in EUR</dt><dd><b>2.00 EUR" in page
     assert "2 invoices in USD</dt><dd><b>4.00 USD" in page
-    assert "because of costs in two currencies: Emil.<" in page
+    assert f"<b>Emil</b>: the invoice of {MONTH} would have costs in EUR and USD" in page
 
     answer = await alice.post(CLOSING, confirmed=await confirmation_token(alice))
 
@@ -148,6 +152,62 @@ async def test_a_month_is_confirmed_by_currency_and_without_drafts_in_two_curren
     assert {head.tenant_id: head.state for head in heads} == {
         person.tenant.id: "draft" if person is people[3] else "closed" for person in people
     }
+
+
+async def damage_events_of(console: ConsoleApp, person: Person) -> None:
+    """Change the stored cost of a tenant's events, so that it no longer is their tokens times their prices."""
+    of_tenant = f"tenant_id = '{person.tenant.id}'"
+    await tamper(console.services.db, f"UPDATE usage_events SET cost_picos = cost_picos + 1 WHERE {of_tenant}")
+
+
+async def test_a_tenant_whose_events_contradict_their_costs_is_named_and_the_others_are_closed(
+    console: ConsoleApp, clock: FakeClock
+) -> None:
+    for person in (console.cast.bob, console.cast.charlie):
+        await bill_usage(console, person, completion=1_000_000)
+        broken = await draft(console, await console.alice(), person)
+    end_month(clock)
+    await damage_events_of(console, console.cast.charlie)
+    alice = await console.alice()
+
+    page = (await alice.get(CLOSING)).text
+    assert "Close 1 invoice<" in page
+    assert "<b>charlie</b>: the ledger contradicts itself: events of demo" in page
+    answer = await alice.post(CLOSING, confirmed=await confirmation_token(alice))
+
+    assert (answer.status_code, answer.headers["location"]) == (303, "/invoices?state=closed")
+    heads = (await console.services.invoices.list(access=WHOLE_APPLIANCE)).data
+    assert {head.tenant_id: head.state for head in heads} == {
+        console.cast.bob.tenant.id: "closed", console.cast.charlie.tenant.id: "draft",
+    }  # fmt: skip
+    shown = await alice.get(broken)
+    assert (shown.status_code, "The ledger contradicts itself" in shown.text) == (200, True)
+    assert f"{broken}/discard" in shown.text
+
+
+async def test_drafting_all_tenants_names_one_whose_events_contradict_their_costs(
+    console: ConsoleApp, clock: FakeClock
+) -> None:
+    for person in (console.cast.bob, console.cast.charlie):
+        await bill_usage(console, person)
+    await damage_events_of(console, console.cast.bob)
+    answer = await (await console.alice()).post("/invoices", tenant="all", month=MONTH)
+
+    assert answer.status_code == 422
+    assert "All invoices were drafted except 1. bob: The ledger contradicts itself" in answer.text
+    heads = (await console.services.invoices.list(access=WHOLE_APPLIANCE)).data
+    assert [head.tenant_id for head in heads] == [console.cast.charlie.tenant.id]
+
+
+async def test_if_no_draft_of_a_month_can_be_closed_the_reasons_are_shown(console: ConsoleApp, clock: FakeClock) -> None:
+    await bill_usage(console, console.cast.bob)
+    await draft(console, await console.alice(), console.cast.bob)
+    end_month(clock)
+    await damage_events_of(console, console.cast.bob)
+    answer = await (await console.alice()).get(CLOSING)
+
+    assert answer.status_code == 404
+    assert "bob: the ledger contradicts itself" in answer.text
 
 
 async def test_a_draft_that_cannot_be_closed_is_reported_and_the_others_are_closed(
@@ -184,16 +244,33 @@ async def test_a_draft_discarded_while_the_month_is_closed_does_not_stop_the_oth
     alice, invoices = await console.alice(), console.services.invoices
     seen, close = await confirmation_token(alice), invoices.close
 
-    async def discard_then_close(invoice_id: str, *, expected_total_micros: int | None, access: Access) -> Invoice:
+    async def discard_then_close(invoice_id: str, *, access: Access, **expected: Any) -> Invoice:
         if addresses[0].endswith(invoice_id):
             await invoices.discard(invoice_id, access=WHOLE_APPLIANCE)
-        return await close(invoice_id, expected_total_micros=expected_total_micros, access=access)
+        return await close(invoice_id, access=access, **expected)
 
     monkeypatch.setattr(invoices, "close", discard_then_close)
     answer = await alice.post(CLOSING, confirmed=seen)
 
     assert (answer.status_code, answer.headers.get("location")) == (303, "/invoices?state=closed")
     assert [head.state for head in (await invoices.list(access=WHOLE_APPLIANCE)).data] == ["closed"]
+
+
+async def test_drafts_of_other_months_are_not_closed(console: ConsoleApp, clock: FakeClock) -> None:
+    await bill_usage(console, console.cast.bob)
+    await draft(console, await console.alice(), console.cast.bob)
+    end_month(clock)
+    await bill_usage(console, console.cast.charlie)
+    later = f"{clock.now():%Y-%m}"
+    alice = await console.alice()
+    await alice.post("/invoices", tenant=console.cast.charlie.tenant.id, month=later)
+    end_month(clock)
+    alice = await console.alice()
+    assert "Close 1 invoice<" in (await alice.get(CLOSING)).text
+    await alice.post(CLOSING, confirmed=await confirmation_token(alice))
+
+    heads = (await console.services.invoices.list(access=WHOLE_APPLIANCE)).data
+    assert {head.month: head.state for head in heads} == {MONTH: "closed", later: "draft"}
 
 
 async def test_only_billing_roles_can_close_a_month(console: ConsoleApp, clock: FakeClock) -> None:

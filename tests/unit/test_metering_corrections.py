@@ -13,10 +13,10 @@ import msgspec
 import pytest
 
 from appliance.base.db import Database
-from appliance.base.errors import BudgetExceeded, InvalidValue, NotFound
+from appliance.base.errors import BudgetExceeded, IdempotencyConflict, InvalidValue, NotFound
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.invariants import whole_ledger
-from appliance.metering.ledger.corrections import NOTE_CHARS_MAX, Correction, _recorded_sums_query
+from appliance.metering.ledger.corrections import KEY_CHARS_MAX, NOTE_CHARS_MAX, Correction, _recorded_sums_query
 from appliance.metering.ledger.records import UsageEvent
 from appliance.metering.ledger.rows import COST_PICOS_MAX
 from appliance.metering.limits.admission_request import AdmissionRequest
@@ -290,3 +290,73 @@ async def test_the_sums_of_an_event_and_its_corrections_are_found_by_indexes(dat
 async def test_the_corrections_of_an_event_are_found_by_its_request(database: Database, cast: Cast) -> None:
     query = _corrections_of(factories.adjustment(cast.bob, cost_picos=1))
     assert await query_plan(database, query) == ["SEARCH usage_events USING INDEX ix_usage_events_adjustments (request_id=?)"]
+
+
+async def test_a_correction_repeated_with_its_key_is_made_once(database: Database, clock: FakeClock, event: UsageEvent) -> None:
+    corrections = utc_corrections(database, clock)
+    whole = Correction(note="a retry of ours\n", prompt_tokens=-10, cached_tokens=-4, completion_tokens=-5)
+    made = await corrections.add(event.id, whole, idempotency_key="K")
+    clock.advance(60)
+
+    assert await corrections.add(event.id, whole, idempotency_key="K") == made
+    added = await corrections.add(event.id, Correction(note="too much", completion_tokens=1), idempotency_key="L")
+    assert (made.posting, added.posting) == (2, 3)
+    assert await all_events(database) == [event, made, added]
+
+
+async def test_a_key_is_unique_for_the_corrected_event(
+    database: Database, clock: FakeClock, cast: Cast, event: UsageEvent
+) -> None:
+    entry = factories.pending(cast.charlie)
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        await ledger.open(entry)
+        other = await settle(ledger, factories.posted(entry.request_id, prompt=10, completion=5))
+    less, corrections = Correction(note="the same for all", completion_tokens=-1), utc_corrections(database, clock)
+    made = [await corrections.add(each.id, less, idempotency_key="K") for each in (event, other)]
+    assert [each.corrects_id for each in made] == [event.id, other.id]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"note": "another reason", "completion_tokens": -1},
+        {"note": "why", "completion_tokens": -2},
+        {"note": "why", "completion_tokens": -1, "prompt_tokens": 1},
+        {"note": "why", "cost_picos": -1000},
+    ],
+    ids=case_id,
+)
+async def test_the_key_of_another_correction_is_refused(
+    other: dict[str, Any], database: Database, clock: FakeClock, event: UsageEvent
+) -> None:
+    corrections = utc_corrections(database, clock)
+    made = await corrections.add(event.id, Correction(note="why", completion_tokens=-1), idempotency_key="K")
+    assert made.cost_picos == -1000
+    with pytest.raises(IdempotencyConflict, match=f"event {made.id}, which is another correction of event {event.id}"):
+        await corrections.add(event.id, Correction(**other), idempotency_key="K")
+    assert await all_events(database) == [event, made]
+
+
+async def test_another_cost_with_the_same_key_is_refused(database: Database, clock: FakeClock, event: UsageEvent) -> None:
+    corrections = utc_corrections(database, clock)
+    credit = Correction(note="why", cost_picos=-1000)
+    made = await corrections.add(event.id, credit, idempotency_key="K")
+    assert await corrections.add(event.id, credit, idempotency_key="K") == made
+    with pytest.raises(IdempotencyConflict):
+        await corrections.add(event.id, Correction(note="why", cost_picos=-1001), idempotency_key="K")
+
+
+async def test_concurrent_corrections_with_the_same_key_are_one(
+    database: Database, clock: FakeClock, event: UsageEvent
+) -> None:
+    corrections, less = utc_corrections(database, clock), Correction(note="why", completion_tokens=-1)
+    made = await asyncio.gather(*(corrections.add(event.id, less, idempotency_key="K") for _ in range(4)))
+    assert [each.id for each in await all_events(database)] == [event.id, *{each.id for each in made}]
+
+
+@pytest.mark.parametrize("key", ["", "k" * (KEY_CHARS_MAX + 1), "two\nlines", "ключ"])
+async def test_a_key_that_is_not_short_printable_ascii_is_refused(
+    key: str, database: Database, clock: FakeClock, event: UsageEvent
+) -> None:
+    with pytest.raises(InvalidValue, match="1 to 255 printable ASCII characters"):
+        await utc_corrections(database, clock).add(event.id, Correction(note="x", completion_tokens=-1), idempotency_key=key)

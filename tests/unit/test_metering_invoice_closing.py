@@ -8,9 +8,17 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.db import Database
-from appliance.base.errors import CurrenciesMixed, EarlierMonthOpen, NothingToBill, TotalChanged
+from appliance.base.errors import (
+    CurrenciesMixed,
+    EarlierMonthOpen,
+    InvoiceInconsistent,
+    MonthOutOfOrder,
+    NothingToBill,
+    TotalChanged,
+)
 from appliance.metering.appliance_records import SELLER, ApplianceRecords
 from appliance.metering.invoicing import invoices as service
+from appliance.metering.invoicing.computation import read_sums_ahead
 from appliance.metering.invoicing.rows import InvoiceHead
 from appliance.metering.invoicing.seller import Seller
 from appliance.tenancy.access import WHOLE_APPLIANCE
@@ -21,6 +29,7 @@ from tests.support.billing import Tokens, add_price
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.invoice_books import Books
+from tests.support.tampering import tamper
 
 SEPTEMBER, OCTOBER, NOVEMBER = date(2026, 9, 10), date(2026, 10, 15), date(2026, 11, 3)
 
@@ -70,12 +79,11 @@ async def test_an_event_posted_while_the_invoice_is_closed_prevents_the_closing(
     seen = await books.draft("2026-10")
 
     async def posted_meanwhile(connection: AsyncConnection, head: InvoiceHead) -> object:
-        ahead = await sum_ahead(connection, head)
+        ahead = await read_sums_ahead(connection, head)
         await books.post(OCTOBER, Tokens(prompt=7, completion=0))
         return ahead
 
-    sum_ahead = service._read_sums_ahead
-    monkeypatch.setattr(service, "_read_sums_ahead", posted_meanwhile)
+    monkeypatch.setattr(service, "read_sums_ahead", posted_meanwhile)
     with pytest.raises(TotalChanged, match=r"is 0.000017 EUR, not 0.000010 EUR"):
         await books.invoices.close(seen.head.id, expected_total_micros=10, access=WHOLE_APPLIANCE)
 
@@ -88,6 +96,21 @@ async def test_tax_added_after_the_total_was_seen_prevents_the_closing(books: Bo
 
     with pytest.raises(TotalChanged, match=r"is 1.190000 EUR, not 1.000000 EUR"):
         await books.invoices.close(seen.head.id, expected_total_micros=seen.totals.total_micros, access=WHOLE_APPLIANCE)
+
+
+async def test_an_amount_in_another_currency_prevents_the_closing(books: Books) -> None:
+    await books.post(OCTOBER, Tokens(prompt=1_000_000, completion=0), currency="USD")
+    seen = await books.draft("2026-10")
+    total = seen.totals.total_micros
+    with pytest.raises(TotalChanged, match=r"total of 2026-10 is 1.000000 USD, not 1.000000 EUR") as refused:
+        await books.invoices.close(seen.head.id, expected_total_micros=total, expected_currency="EUR", access=WHOLE_APPLIANCE)
+    assert refused.value.param == "expected_currency"
+    with pytest.raises(TotalChanged, match=r"is 1.000000 USD, not 1.000000 EUR"):
+        await books.invoices.close(seen.head.id, expected_currency="EUR", access=WHOLE_APPLIANCE)
+    closed = await books.invoices.close(
+        seen.head.id, expected_total_micros=total, expected_currency="USD", access=WHOLE_APPLIANCE
+    )
+    assert closed.head.currency == "USD"
 
 
 async def test_a_draft_that_cannot_be_computed_is_listed_in_its_tenants_currency(books: Books) -> None:
@@ -121,3 +144,17 @@ async def test_only_an_invoice_with_an_amount_to_pay_has_a_due_date(books: Books
     credit_note, empty = await books.close("2026-10"), await books.close("2026-11")
     assert (to_pay.due_on, credit_note.due_on, empty.due_on) == (date(2026, 12, 31), None, None)
     assert credit_note.totals.due_micros == -400_000
+
+
+async def test_a_month_that_contradicts_itself_prevents_the_closing_of_later_months_but_not_their_drafts(books: Books) -> None:
+    for day in (SEPTEMBER, OCTOBER):
+        await books.post(day)
+    await tamper(books.database, "UPDATE usage_events SET cost_picos = cost_picos + 1 WHERE billing_day = '2026-09-10'")
+    with pytest.raises(InvoiceInconsistent, match=r"in 2026-09 cost 0.000025000001 EUR, but their tokens .* 0.000025 EUR"):
+        await books.draft("2026-09")
+    october = await books.draft("2026-10")
+
+    assert [line.month for line in october.lines] == ["2026-10", "2026-10"]
+    assert len((await books.invoices.events(october.head.id, access=WHOLE_APPLIANCE)).data) == 1
+    with pytest.raises(MonthOutOfOrder, match="2026-09 must be closed before 2026-10"):
+        await books.invoices.close(october.head.id, access=WHOLE_APPLIANCE)

@@ -6,11 +6,12 @@ import dataclasses
 
 import pytest
 
-from appliance.base.errors import CurrenciesMixed
+from appliance.base.errors import CurrenciesMixed, InvoiceInconsistent
+from appliance.base.money import format_exactly
 from appliance.metering.invoicing.lines import (
     ADJUSTMENT,
+    REASONS_MAX,
     EventSums,
-    InvoiceInconsistent,
     InvoiceLine,
     MonthAllowance,
     allowance_lines,
@@ -62,7 +63,7 @@ def test_each_kind_of_token_has_a_line_at_its_own_price() -> None:
 @pytest.mark.parametrize("difference", [-1, 1])
 def test_counts_that_do_not_add_up_to_the_cost_in_the_ledger_are_refused(difference: int) -> None:
     whole = used(5, 7, 11, 13)
-    with pytest.raises(InvoiceInconsistent, match=str(whole.cost_picos)):
+    with pytest.raises(InvoiceInconsistent, match=format_exactly(whole.cost_picos, "EUR")):
         usage_lines([dataclasses.replace(whole, cost_picos=whole.cost_picos + difference)], MONTH)
 
 
@@ -70,6 +71,20 @@ def test_counts_that_do_not_add_up_to_the_cost_in_the_ledger_are_refused(differe
 def test_a_correction_has_a_line_unless_it_is_zero(tokens: int, cost_picos: int, num_lines: int) -> None:
     lines = usage_lines([corrected(tokens, cost_picos)], MONTH)
     assert [(line.kind, line.tokens, line.exact_picos) for line in lines] == [(ADJUSTMENT, tokens, cost_picos)] * num_lines
+
+
+def test_an_adjustment_has_the_distinct_reasons_of_its_corrections_in_the_order_of_posting() -> None:
+    notes = [((7, "second"), (9, "third")), (), ((3, "first"), (9, "third\n= and\tits second line")), ((8, "second"),)]
+    (line,) = usage_lines([dataclasses.replace(corrected(3, 5), notes=each) for each in notes], MONTH)
+    assert line.reasons == ("first", "second", "third", "third = and its second line")
+    assert line.reasons_left_out == 0
+
+
+def test_an_adjustment_shows_a_limited_number_of_reasons_and_counts_the_others() -> None:
+    notes = tuple((number, f"reason {number}") for number in range(REASONS_MAX + 3))
+    (line,) = usage_lines([dataclasses.replace(corrected(3, 5), notes=notes)], MONTH)
+    assert line.reasons == tuple(f"reason {number}" for number in range(REASONS_MAX))
+    assert line.reasons_left_out == 3
 
 
 _USD = [used(1, currency="USD"), corrected(0, -1_000_003, currency="USD")]  # adds up to zero

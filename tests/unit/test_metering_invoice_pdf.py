@@ -82,6 +82,24 @@ def test_an_invoice_shows_seller_buyer_lines_totals_and_due_date() -> None:
     assert "DRAFT" not in page
 
 
+def test_the_reasons_of_corrections_are_shown_below_their_line_as_they_are() -> None:
+    markup = "<b>cut & off</b> by <para>our restart"
+    corrected = dataclasses.replace(line(kind=ADJUSTMENT), reasons=(markup, "w" * 500), reasons_left_out=1_234)
+    page = texts(invoice(line(), corrected))[0]
+
+    assert f"Reason: {markup}" in page
+    assert page.count("w") > 500
+    assert "Reason: 1,234 others" in page
+
+
+def test_the_reasons_of_a_line_may_fill_pages() -> None:
+    reasons = tuple(f"{number} " + "long reason " * 40 for number in range(60))
+    pages = texts(invoice(dataclasses.replace(line(kind=ADJUSTMENT), reasons=reasons), line(kind=ADJUSTMENT, micros=7_000_007)))
+    assert len(pages) > 2
+    assert all(f"Reason: {number} long" in "".join(pages) for number in range(60))
+    assert "7.000007" in pages[-1]
+
+
 def test_figures_are_right_aligned_in_their_columns() -> None:
     ends: dict[float, list[str]] = {}
 
@@ -239,7 +257,8 @@ def test_the_fonts_match_the_recorded_hashes() -> None:
 
 def test_a_closed_invoice_shows_the_seller_at_the_time_of_closing() -> None:
     drawn = invoice(line())
-    moved = dataclasses.replace(drawn, seller={"name": "Old name", "time_zone": "UTC"})
+    old = {"name": "Old name", "time_zone": "UTC"}
+    moved = dataclasses.replace(drawn, head=dataclasses.replace(drawn.head, seller=old), seller=old)
     (page,) = texts(moved)
     assert "Old name" in page
     unnamed = {"time_zone": "UTC"}

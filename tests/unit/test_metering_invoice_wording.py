@@ -7,7 +7,15 @@ from datetime import date
 import pytest
 
 from appliance.metering.invoicing.lines import ADJUSTMENT, FREE_ALLOWANCE, TOKEN_KINDS, InvoiceLine
-from appliance.metering.invoicing.wording import decimals_for, format_day, format_payment, line_name, month_name, tax_name
+from appliance.metering.invoicing.wording import (
+    decimals_for,
+    file_stem,
+    format_day,
+    format_payment,
+    line_name,
+    month_name,
+    tax_name,
+)
 
 
 def line(kind: str, *, batch: bool = False) -> InvoiceLine:
@@ -69,3 +77,17 @@ def test_amounts_are_written_with_as_many_decimals_as_they_need_and_at_least_two
 )
 def test_a_payment_has_the_decimals_of_its_currency(micros: int, currency: str, text: str) -> None:
     assert format_payment(micros, currency) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "closed", "draft"),
+    [
+        ("bob", "invoice-2026-0001-bob-2026-10", "draft-2026-10-bob-tn_1"),
+        ('../Müller & Söhne "GmbH"\n', "invoice-2026-0001-muller-sohne-gmbh-2026-10", "draft-2026-10-muller-sohne-gmbh-tn_1"),
+        ("株式会社", "invoice-2026-0001-tn_1-2026-10", "draft-2026-10-tn_1"),
+        ("a" * 39 + " b", f"invoice-2026-0001-{'a' * 39}-2026-10", f"draft-2026-10-{'a' * 39}-tn_1"),
+    ],
+)
+def test_a_file_is_named_after_number_tenant_and_month(name: str, closed: str, draft: str) -> None:
+    assert file_stem("2026-0001", "2026-10", "tn_1", name) == closed
+    assert file_stem(None, "2026-10", "tn_1", name) == draft

@@ -31,6 +31,7 @@ from appliance.base.tables import audit_log, invoice_lines
 from appliance.metering.appliance_records import SELLER, ApplianceRecords
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.invoicing import invoices as service
+from appliance.metering.invoicing.computation import read_sums_ahead
 from appliance.metering.invoicing.free_allowances import allowance_in
 from appliance.metering.invoicing.lines import EventSums, MonthAllowance, allowance_lines, totals_of, usage_lines, usage_picos
 from appliance.metering.invoicing.rows import Invoice, InvoiceHead
@@ -146,12 +147,11 @@ async def test_an_event_posted_during_closing_is_on_the_invoice(books: Books, mo
     since: list[int] = []
 
     async def posted_meanwhile(connection: AsyncConnection, head: InvoiceHead) -> Any:
-        ahead = await sum_ahead(connection, head)
+        ahead = await read_sums_ahead(connection, head)
         since.append(await books.post(OCTOBER, Tokens(prompt=7, completion=0)))
         return ahead
 
-    sum_ahead = service._read_sums_ahead
-    monkeypatch.setattr(service, "_read_sums_ahead", posted_meanwhile)
+    monkeypatch.setattr(service, "read_sums_ahead", posted_meanwhile)
     closed = await books.invoices.close(drafted.head.id, access=WHOLE_APPLIANCE)
     monkeypatch.undo()
 
@@ -192,13 +192,12 @@ async def test_months_closed_concurrently_count_no_event_twice(books: Books, mon
     october, november = await books.draft("2026-10"), await books.draft("2026-11")
 
     async def closed_meanwhile(connection: AsyncConnection, head: InvoiceHead) -> Any:
-        ahead = await sum_ahead(connection, head)
+        ahead = await read_sums_ahead(connection, head)
         monkeypatch.undo()
         await books.invoices.close(october.head.id, access=WHOLE_APPLIANCE)
         return ahead
 
-    sum_ahead = service._read_sums_ahead
-    monkeypatch.setattr(service, "_read_sums_ahead", closed_meanwhile)
+    monkeypatch.setattr(service, "read_sums_ahead", closed_meanwhile)
     closed = await books.invoices.close(november.head.id, access=WHOLE_APPLIANCE)
     assert line_values(closed) == [("demo", "prompt", "2026-11", 3, 3)]
 

@@ -12,7 +12,7 @@ from appliance.base.errors import CurrenciesMixed
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.invariants import invoices as invoice_invariant
 from appliance.metering.invoicing.lines import usage_picos
-from appliance.metering.invoicing.sums import Coverage, _sums_queries, read_event_sums
+from appliance.metering.invoicing.sums import Coverage, _parts, _sums_query, read_event_sums
 from appliance.metering.ledger.corrections import Correction
 from appliance.metering.ledger.epochs import begin_epoch
 from appliance.metering.ledger.records import Settlement, Usage
@@ -23,6 +23,7 @@ from tests.support.clock import FakeClock
 from tests.support.factories import pending, posted, voided
 from tests.support.ledgers import all_events, euro_invoices, running_ledger, utc_corrections, utc_recover
 from tests.support.query_plans import query_plan
+from tests.support.tampering import tamper
 
 POSTED_SINCE = "SEARCH usage_events USING INDEX ix_usage_events_tenant_id_posting (tenant_id=? AND posting>? AND posting<?)"
 OCTOBER = datetime(2026, 10, 31, 23, 59, tzinfo=UTC)
@@ -119,18 +120,18 @@ async def test_events_posted_since_the_sum_ahead_are_summed_separately(
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 async def test_events_posted_since_the_sum_ahead_are_found_by_an_index_on_postings(database: Database) -> None:
-    (query,) = _sums_queries("a tenant", Coverage("2026-11", 1000), Coverage("2026-11", 900))
-    assert await query_plan(database, query) == [POSTED_SINCE]
+    (since,) = _parts("a tenant", Coverage("2026-11", 1000), Coverage("2026-11", 900))
+    assert await query_plan(database, _sums_query(since)) == [POSTED_SINCE]
 
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 async def test_an_invoice_reads_only_its_month_and_events_posted_since_the_previous_one(database: Database) -> None:
-    month, late = _sums_queries("a tenant", Coverage("2026-11", 1000), Coverage("2026-10", 900))
+    month, late = _parts("a tenant", Coverage("2026-11", 1000), Coverage("2026-10", 900))
     index = "ix_usage_events_tenant_id_billing_day"
-    assert await query_plan(database, month) == [
+    assert await query_plan(database, _sums_query(month)) == [
         f"SEARCH usage_events USING INDEX {index} (tenant_id=? AND billing_day>? AND billing_day<?)"
     ]
-    assert await query_plan(database, late) == [POSTED_SINCE]
+    assert await query_plan(database, _sums_query(late)) == [POSTED_SINCE]
 
 
 async def test_events_corrected_to_zero_in_another_currency_do_not_prevent_closing(
@@ -185,3 +186,46 @@ async def test_a_line_counts_the_requests_with_tokens_of_its_kind(database: Data
     assert [(line.kind, line.requests) for line in drafted.lines] == [
         ("prompt", 4), ("cached_prompt", 2), ("completion", 4), ("rejected_draft", 2),
     ]  # fmt: skip
+
+
+async def test_a_closed_invoice_keeps_the_reasons_of_the_corrections_that_it_bills(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    price, invoices = await add_price(database), euro_invoices(database, clock, BillingCalendar("UTC"))
+    for person in (cast.bob, cast.charlie):
+        await post_event(database, person, OCTOBER.date(), Tokens(prompt=9), epoch_id=cast.epoch_id, price=price)
+    bobs, charlies = await all_events(database)
+    corrections = utc_corrections(database, clock)
+    await corrections.add(charlies.id, Correction(note="not Bob's", prompt_tokens=-1))
+    await corrections.add(bobs.id, Correction(note="too much", prompt_tokens=-1))
+    drafted = await invoices.draft(cast.bob.tenant.id, "2026-10", access=WHOLE_APPLIANCE)
+    await corrections.add(bobs.id, Correction(note="again", prompt_tokens=-1))
+    closed = await invoices.close(drafted.head.id, access=WHOLE_APPLIANCE)
+    await corrections.add(bobs.id, Correction(note="after the closing", cost_picos=1))
+    clock.jump_wall(timedelta(days=30).total_seconds())
+    following = await invoices.draft(cast.bob.tenant.id, "2026-11", access=WHOLE_APPLIANCE)
+
+    found = [[line.reasons for line in invoice.lines] for invoice in (drafted, closed, following)]
+    assert found == [[(), (), ("too much",)], [(), (), ("too much", "again")], [("after the closing",)]]
+    assert (await invoices.get(closed.head.id, access=WHOLE_APPLIANCE)).lines == closed.lines
+    async with database.reading() as connection:
+        assert (await invoice_invariant.check(connection)).state == "holds"
+    await tamper(database, "UPDATE invoice_lines SET reasons = NULL")  # as a version that knew no reasons had closed it
+    async with database.reading() as connection:
+        assert (await invoice_invariant.check(connection)).state == "holds"
+    forged = """UPDATE invoice_lines SET reasons = '{"texts": ["too much"], "left_out": 0}' WHERE kind = 'adjustment'"""
+    await tamper(database, forged)
+    async with database.reading() as connection:
+        assert (await invoice_invariant.check(connection)).state == "broken"
+
+
+async def test_the_reasons_of_corrections_in_a_cancelled_currency_are_on_no_line(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    price, invoices = await add_price(database), euro_invoices(database, clock, BillingCalendar("UTC"))
+    for currency in ("USD", "EUR"):
+        await post_event(database, cast.bob, OCTOBER.date(), Tokens(), epoch_id=cast.epoch_id, price=price, currency=currency)
+    foreign = (await all_events(database))[0]
+    await utc_corrections(database, clock).add(foreign.id, Correction(note="not owed", cost_picos=-foreign.cost_picos))
+    drafted = await invoices.draft(cast.bob.tenant.id, "2026-10", access=WHOLE_APPLIANCE)
+    assert [line.reasons for line in drafted.lines] == [(), ()]

@@ -42,6 +42,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "prices": {"rejected_draft": 0, "tier_percents": None},
     "usage_events": {
         "rejected_tokens": 0, "price_basis_points": 10_000, "cause": None, "corrects_id": None, "note": None, "batch": False,
+        "idempotency_key": None,
     },
     "requests": {
         "batch": False, "tenant_open": None, "admission_wait_us": None, "awaited_limit": None, "batch_size_mean": None,
@@ -207,6 +208,12 @@ def fill_ninth(url: str) -> None:
     migrations.upgrade(url, "0009")
 
 
+def fill_tenth(url: str) -> None:
+    """Make a database of the tenth version, which knows why requests were slow."""
+    fill_ninth(url)
+    migrations.upgrade(url, "0010")
+
+
 FILLED: dict[str, Callable[[str], None]] = {
     "0001": fill_first,
     "0002": fill_second,
@@ -217,6 +224,7 @@ FILLED: dict[str, Callable[[str], None]] = {
     "0007": fill_seventh,
     "0008": fill_eighth,
     "0009": fill_ninth,
+    "0010": fill_tenth,
 }
 
 
@@ -376,6 +384,38 @@ async def test_a_downgrade_and_upgrade_keep_batch_marks_and_prices(version: str,
     ]
     findings = await check_ledger(filled_url, running=False, time_zone="UTC")
     assert [finding.text for finding in findings if finding.state == "broken"] == []
+
+
+async def test_a_downgrade_and_upgrade_keep_the_keys_of_corrections(filled_url: str) -> None:
+    migrations.upgrade(filled_url)
+    database = Database.open(filled_url)
+    try:
+        made = await utc_corrections(database, SystemClock()).add(
+            1, Correction(note="too much", completion_tokens=-1), idempotency_key="K"
+        )
+    finally:
+        await database.close()
+    before = everything(filled_url)
+    migrations.downgrade(filled_url, "0010")
+    migrations.upgrade(filled_url)
+
+    assert everything(filled_url, anew=True) == before
+    assert [row["id"] for row in before["usage_events"] if row["idempotency_key"] == "K"] == [made.id]
+
+
+def test_a_downgrade_and_upgrade_keep_the_reasons_on_lines_of_invoices(empty_database_url: str) -> None:
+    fill_second(empty_database_url)
+    migrations.upgrade(empty_database_url)
+    line = {"model": "demo", "kind": "adjustment", "month": "2026-03", "tokens": -1, "requests": 0, "exact_picos": "-5000000"}
+    with adding(empty_database_url) as add:
+        reasons = {"texts": ["too much"], "left_out": 0}
+        add("invoice_lines", invoice_id="inv_bob", position=1, rounded_micros=-5, reasons=reasons, **line)
+    before = everything(empty_database_url)
+    migrations.downgrade(empty_database_url, "0010")
+    migrations.upgrade(empty_database_url)
+
+    assert everything(empty_database_url, anew=True) == before
+    assert [row["reasons"] for row in before["invoice_lines"] if row["position"] == 1] == [reasons]
 
 
 async def do_batch_work(url: str) -> None:

@@ -24,6 +24,8 @@ class InvoiceLineShape(Shape, kw_only=True):
     requests: int
     exact_picos: int
     rounded_micros: int
+    reasons: list[str]
+    reasons_left_out: int
 
 
 class InvoiceShape(Shape, kw_only=True):

@@ -21,7 +21,7 @@ from appliance.api.admin.invoice_shapes import (
 from appliance.api.auth import authenticate_administrator
 from appliance.api.bodies import decode_body
 from appliance.api.connection_services import services_of
-from appliance.api.field_types import Amount, Month, Name, items, one_of, within
+from appliance.api.field_types import Amount, Currency, Month, Name, items, one_of, within
 from appliance.api.queries import PAGING, AdminRequest, choice, page_of_list, paging
 from appliance.api.shapes import LedgerEventShape, PageShape, ledger_event_shape, page_shape
 from appliance.base.errors import NotFound
@@ -32,6 +32,7 @@ from appliance.metering.invoicing.invoices import DRAFT_CONDITIONS
 from appliance.metering.invoicing.pdf import render_pdf
 from appliance.metering.invoicing.rows import STATES, TOTAL_MICROS_MAX, Invoice
 from appliance.metering.invoicing.seller import LINES_MAX, TERMS_DAYS_DEFAULT, TERMS_DAYS_MAX, Seller, read_seller, store_seller
+from appliance.metering.invoicing.wording import file_stem
 from appliance.tenancy.roles import Action
 
 NO_SELLER = (
@@ -58,6 +59,7 @@ class ClosingBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What the invoice must be when it is closed."""
 
     expected_total_micros: Annotated[int, within(-TOTAL_MICROS_MAX, TOTAL_MICROS_MAX)] | None = None
+    expected_currency: Currency | None = None
 
 
 class AllowanceBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -135,7 +137,8 @@ async def retrieve_invoice(request: AdminRequest, invoice_id: FromPath[str]) -> 
     media_type, render = _FORMATS[extension or "json"]
     invoice = await invoices.get(base_id, access=access)
     body = await asyncio.to_thread(render, invoice)
-    name = f"invoice-{head.number}" if head.number else f"draft-{head.month}-{head.tenant_id}"
+    tenant = await services_of(request).tenants.get(head.tenant_id, access=access)
+    name = file_stem(head.number, head.month, head.tenant_id, tenant.name)
     headers = {"content-disposition": f'inline; filename="{name}.{extension}"'} if extension else {}
     return Response(body, media_type=media_type, headers=headers)
 
@@ -158,8 +161,8 @@ async def close_invoice(request: AdminRequest, invoice_id: FromPath[str]) -> Inv
     """Assign a number and freeze the invoice permanently. Its month must be over, and a tenant's months are closed in order."""
     access = await authenticate_administrator(request, Action.BILLING)
     body = decode_body(await request.body() or b"{}", ClosingBody)
-    expected = body.expected_total_micros
-    return invoice_shape(await services_of(request).invoices.close(invoice_id, expected_total_micros=expected, access=access))
+    expected = msgspec.structs.asdict(body)
+    return invoice_shape(await services_of(request).invoices.close(invoice_id, **expected, access=access))
 
 
 @delete("/invoices/{invoice_id:str}", status_code=204, summary="Discard a draft", opt={"errors": (409,)})

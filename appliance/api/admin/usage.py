@@ -26,7 +26,7 @@ from appliance.api.shapes import (
 from appliance.base.digits import whole_number
 from appliance.base.errors import NotFound
 from appliance.base.money import PERCENT_MAX
-from appliance.metering.ledger.corrections import NOTE_CHARS_MAX, TOKENS_MAX, Correction
+from appliance.metering.ledger.corrections import KEY_HEADER, NOTE_CHARS_MAX, TOKENS_MAX, Correction
 from appliance.metering.ledger.rows import COST_PICOS_MAX
 from appliance.metering.usage import BUCKETS, KINDS, STATUSES, LedgerFilter, UsageFilter
 from appliance.tenancy.fields import TIERS
@@ -102,13 +102,19 @@ async def list_ledger(request: AdminRequest) -> PageShape[LedgerEventShape]:
     return page_shape(page, ledger_event_shape)
 
 
-@post("/ledger/{event_id:str}/corrections", summary="Correct a usage event", opt={"body": CorrectionBody})
+@post(
+    "/ledger/{event_id:str}/corrections",
+    summary="Correct a usage event",
+    opt={"body": CorrectionBody, "headers": (KEY_HEADER,), "errors": (409,)},
+)
 async def create_correction(request: AdminRequest, event_id: FromPath[str]) -> LedgerEventShape:
-    """Add an event that corrects a settled one. Both are kept; the correction is on the next invoice that is closed."""
+    """Add an event that corrects a settled one. Both are kept; the correction is on the next invoice that is closed. A request
+    that is sent again with the same `Idempotency-Key` changes nothing and gets the same response."""
     await authenticate_administrator(request, Action.BILLING)
     body = decode_body(await request.body(), CorrectionBody)
     correction = Correction(**msgspec.structs.asdict(body))
-    return ledger_event_shape(await services_of(request).corrections.add(_event_number(event_id), correction))
+    key, corrections = request.headers.get(KEY_HEADER), services_of(request).corrections
+    return ledger_event_shape(await corrections.add(_event_number(event_id), correction, idempotency_key=key))
 
 
 @get("/prices", summary="List prices", opt={"query": PAGING})

@@ -37,7 +37,7 @@ FIELDS = {
     "corrects_id": "The id of the event that this adjustment corrects; null for a request.",
     "LedgerEvent.note": "The reason for the correction; null for a request.",
     "settled_at": "When the event was settled (RFC 3339, UTC); null while pending.",
-    "Correction.note": "The reason for the correction. Stored in the ledger, not shown on invoices.",
+    "Correction.note": "The reason for the correction, shown on the tenant's invoice.",
     "Correction.prompt_tokens": "Prompt tokens to add; negative to subtract.",
     "Correction.cached_tokens": "How many of the added prompt tokens are cached; negative to subtract.",
     "Correction.completion_tokens": "Output tokens to add; negative to subtract.",
@@ -95,6 +95,8 @@ FIELDS = {
     "InvoiceLine.requests": "The number of events with tokens on this line. An event may count on several lines.",
     "exact_picos": "The exact amount in pico-units. May exceed 64 bits.",
     "rounded_micros": "The amount in micro-units, rounded half up.",
+    "reasons": "Of an adjustment: the reasons of its corrections, each once, at most ten.",
+    "reasons_left_out": "The number of further reasons.",
     "Draft.month": "The month to draft, such as `2026-10`. It must have begun.",
     "only": (
         "When to create the draft. `billable`: only if the invoice has lines. `closable`: only if, in addition, the month is "
@@ -104,6 +106,7 @@ FIELDS = {
         "The `total_micros` that the draft had when it was checked. If it is another one by now, the call fails with 409 "
         "`total_changed` and closes nothing. Null: any total."
     ),
+    "expected_currency": "The `currency` that the draft had when it was checked, compared like the total. Null: any currency.",
     "first_month": "The first month that the allowance applies to, such as `2026-10`.",
     "monthly_micros": "The amount that is free each month, in micro-units; 0 ends an earlier allowance.",
     "Seller.name": "The name of the seller.",

@@ -1,5 +1,5 @@
-"""Descriptions of path and query parameters. A bare name describes the parameter of any path; `/path name` that of this path
-and all paths below it. The longest match wins."""
+"""Descriptions of parameters in path, query and headers. A bare name describes the parameter of any path; `/path name` that of
+this path and all paths below it. The longest match wins."""
 
 from __future__ import annotations
 
@@ -28,6 +28,10 @@ PARAMETERS = {
     "include_archived": "`true` to include archived tenants. Default: `false`.",
     "order": "`asc` (oldest first) or `desc` (newest first). Default: `asc`.",
     "month": "Only this month, such as `2026-10`.",
+    "Idempotency-Key": (
+        "A key of your choice, unique for the event: the same correction with the same key is made once, however often it is "
+        "sent. With the key of another correction the call fails with 409 `idempotency_conflict`."
+    ),
     # /admin/v1
     **{
         f"/admin/v1/{report} {name}": text

@@ -62,7 +62,8 @@ invoices = Table(
 )
 
 # `kind`: prompt, cached_prompt, completion, rejected_draft, adjustment, free_allowance. `batch`: tokens of batch work. Exact
-# costs are stored as decimal text: they may exceed 64 bits, and text is never rounded.
+# costs are stored as decimal text: they may exceed 64 bits, and text is never rounded. `reasons`: of an adjustment, the notes
+# of its corrections, {"texts": [...], "left_out": number of others}; NULL without corrections.
 invoice_lines = Table(
     "invoice_lines",
     metadata,
@@ -77,6 +78,7 @@ invoice_lines = Table(
     Column("requests", BigInteger, nullable=False),
     Column("exact_picos", String(60), nullable=False),
     Column("rounded_micros", BigInteger, nullable=False),
+    optional_json("reasons"),
 )
 
 # Targets of alerts. `tenant_id` NULL receives alerts of every tenant. Secrets are sealed; after a rotation the previous secret

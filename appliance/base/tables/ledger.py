@@ -68,6 +68,7 @@ counters = Table(
 #   rejected_tokens    speculative tokens that were computed and discarded
 #   cause              why it ended early, where finish_reason is not specific enough
 #   corrects_id        of an adjustment: the corrected event; an adjustment has signed counts and cost
+#   idempotency_key    of an adjustment: the key of the request for it, unique for the corrected event; NULL if none was sent
 usage_events = Table(
     "usage_events",
     metadata,
@@ -97,6 +98,7 @@ usage_events = Table(
     Column("posting", BigInteger, nullable=True, unique=True),
     Column("corrects_id", ForeignKey("usage_events.id"), nullable=True),
     Column("note", String(500), nullable=True),
+    Column("idempotency_key", String(255), nullable=True),
     Column("admitted_at", UtcDateTime, nullable=False),
     Column("settled_at", UtcDateTime, nullable=True),
     Index(

@@ -15,11 +15,11 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base import tables
+from appliance.base.errors import InvoiceInconsistent
 from appliance.metering.invariants.finding import Finding, list_ids
 from appliance.metering.invoicing.free_allowances import FreeAllowance, allowance_in, read_allowances
 from appliance.metering.invoicing.lines import (
     FREE_ALLOWANCE,
-    InvoiceInconsistent,
     InvoiceLine,
     MonthAllowance,
     allowance_lines,
@@ -100,16 +100,23 @@ async def _lines_match_events(
     """Return whether the stored lines are exactly those computed from the covered events, including allowances.
 
     After a downgrade, a version that does not know batch work bills it on the lines of other work. Lines as that version would
-    write them are accepted too.
+    write them are accepted too, and so are lines without reasons, which earlier versions did not store.
     """
     sums = await read_event_sums(connection, head.tenant_id, Coverage(head.month, head.through_posting or 0), earlier.coverage)
     without_batch = [replace(group, batch=False) for group in sums]
     try:
         return any(
-            _with_allowances(usage_lines(groups, head.month), head.month, earlier) == stored for groups in (sums, without_batch)
+            _are_same(_with_allowances(usage_lines(groups, head.month), head.month, earlier), stored)
+            for groups in (sums, without_batch)
         )
     except InvoiceInconsistent:
         return False
+
+
+def _are_same(computed: Sequence[InvoiceLine], stored: Sequence[InvoiceLine]) -> bool:
+    if any(line.reasons for line in stored):
+        return computed == stored
+    return [replace(line, reasons=(), reasons_left_out=0) for line in computed] == stored
 
 
 def _with_allowances(used: list[InvoiceLine], month: str, earlier: _Earlier) -> list[InvoiceLine]:

@@ -11,10 +11,11 @@ import io
 
 from appliance.base.spreadsheet import escape_formulas
 from appliance.metering.invoicing.rows import Invoice
+from appliance.metering.invoicing.wording import reasons_of
 
 COLUMNS = (
-    "number", "tenant_id", "month", "line_month", "model", "kind", "tokens", "requests", "unit_price_micros", "exact_picos",
-    "rounded_micros", "currency", "batch",
+    "number", "tenant_id", "month", "line_month", "model", "kind", "tokens", "requests", "unit_price", "exact_picos",
+    "rounded_micros", "currency", "batch", "reasons",
 )  # fmt: skip
 
 
@@ -40,6 +41,7 @@ def render_csv(invoice: Invoice) -> bytes:
                 line.rounded_micros,
                 invoice.currency,
                 "yes" if line.batch else "no",
+                " | ".join(escape_formulas(reason) for reason in reasons_of(line)),
             )
         )
     return buffer.getvalue().encode()

@@ -13,16 +13,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import date
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.clock import Clock
-from appliance.base.counters import POSTING, last_taken, lock, take
+from appliance.base.counters import POSTING, lock, take
 from appliance.base.db import Database
 from appliance.base.errors import (
-    CurrenciesMixed,
     EarlierMonthOpen,
     InvalidValue,
     InvoiceClosed,
@@ -35,44 +33,20 @@ from appliance.base.errors import (
 from appliance.base.ids import new_id
 from appliance.base.money import format_micros
 from appliance.metering.alerts import outbox
-from appliance.metering.appliance_records import SELLER, read_record
 from appliance.metering.calendar import BillingCalendar, first_day
 from appliance.metering.invoicing import rows
-from appliance.metering.invoicing.lines import (
-    EventSums,
-    allowance_lines,
-    currency_of,
-    totals_of,
-    usage_lines,
-)
-from appliance.metering.invoicing.rows import TIME_ZONE, TOTAL_MICROS_MAX, Invoice, InvoiceHead
-from appliance.metering.invoicing.sums import Coverage, read_covered_events, read_event_sums
+from appliance.metering.invoicing.computation import InvoiceComputer, complete_sums, coverage_of, read_sums_ahead
+from appliance.metering.invoicing.rows import TOTAL_MICROS_MAX, Invoice, InvoiceHead
+from appliance.metering.invoicing.sums import read_covered_events
 from appliance.metering.ledger.records import UsageEvent
 from appliance.tenancy import audit
 from appliance.tenancy.access import Access
-from appliance.tenancy.fields import check_choice, check_whole
+from appliance.tenancy.fields import check_choice, check_currency, check_whole
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
 from appliance.tenancy.roles import Action
 
 BILLABLE, CLOSABLE = DRAFT_CONDITIONS = ("billable", "closable")
 FIRST_DAY = date(2000, 1, 1)  # no appliance has earlier usage, and later dates cause no calendar problems
-
-
-@dataclass(frozen=True, slots=True)
-class _ComputedInvoice:
-    """An invoice computed now. `first_open_month` is the earliest preceding month that has usage and is not closed yet."""
-
-    invoice: Invoice
-    first_open_month: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class _SumsAhead:
-    """Sums of the events in `coverage` but not in `previous`, read before the posting counter is locked."""
-
-    previous: Coverage | None
-    coverage: Coverage
-    sums: Sequence[EventSums]
 
 
 class Invoices:
@@ -83,13 +57,14 @@ class Invoices:
         self._clock = clock
         self._calendar = calendar
         self._currency = currency
+        self._computer = InvoiceComputer(calendar, currency=currency)
 
     async def draft(self, tenant_id: str, month: str, *, only: str | None = None, access: Access) -> Invoice:
         """Create, or return, the draft of a month (`YYYY-MM`) that has begun.
 
         `only` is one of DRAFT_CONDITIONS. `billable`: raises NothingToBill instead of creating an empty draft; `closable`: also
         raises MonthNotOver before the month is over, and EarlierMonthOpen instead of NothingToBill if an earlier month has
-        something to bill. Raises NotFound, RoleNotAllowed, InvalidValue, InvoiceClosed, CurrenciesMixed, and MonthOutOfOrder
+        something to bill. Raises NotFound, RoleNotAllowed, InvalidValue, InvoiceClosed, DraftUncomputable, and MonthOutOfOrder
         when a later month is closed; on an error no draft is created.
         """
         access.require(Action.BILLING, tenant_id)
@@ -101,7 +76,7 @@ class Invoices:
             self._check_month_over(month)
         async with self._db.reading() as connection:  # computed before it is stored: a refusal leaves no draft behind
             head = await self._get_or_create(connection, tenant_id, month, store=False)
-            computed = await self._compute_draft(connection, head)
+            computed = await self._computer.compute(connection, head)
         if only is not None and not computed.invoice.lines:
             if only == CLOSABLE and computed.first_open_month is not None:
                 raise EarlierMonthOpen(_must_be_closed_before(computed.first_open_month, month), param="month")
@@ -117,12 +92,12 @@ class Invoices:
             return await _read_head(connection, invoice_id, access, action)
 
     async def get(self, invoice_id: str, *, access: Access, action: Action = Action.INVOICES) -> Invoice:
-        """Return an invoice; a draft is computed now. Raises the errors of `head`, and CurrenciesMixed."""
+        """Return an invoice; a draft is computed now. Raises the errors of `head`, and DraftUncomputable."""
         async with self._db.reading() as connection:
-            invoice = (await self._load(connection, [await _read_head(connection, invoice_id, access, action)]))[0]
-        if invoice.problem is not None:
-            raise CurrenciesMixed(invoice.problem, param="month")
-        return invoice
+            head = await _read_head(connection, invoice_id, access, action)
+            if head.state == "draft":
+                return (await self._computer.compute(connection, head)).invoice
+            return (await self._load(connection, [head]))[0]
 
     async def list(
         self,
@@ -148,31 +123,39 @@ class Invoices:
             loaded = await self._load(connection, page.data)
         return Page(data=[*loaded], next_cursor=page.next_cursor)
 
-    async def close(self, invoice_id: str, *, expected_total_micros: int | None = None, access: Access) -> Invoice:
+    async def close(
+        self,
+        invoice_id: str,
+        *,
+        expected_total_micros: int | None = None,
+        expected_currency: str | None = None,
+        access: Access,
+    ) -> Invoice:
         """Close the invoice and return it: it gets a number and never changes again.
 
         Raises the errors of `head`, InvoiceClosed, MonthNotOver, MonthOutOfOrder (naming the month to close first),
-        CurrenciesMixed, and TotalChanged if `expected_total_micros` is given and not the total; on an error nothing has changed
-        and no number is used up.
+        DraftUncomputable, InvalidValue, and TotalChanged if total or currency are not those expected (None: any); on an error
+        nothing has changed and no number is used up.
         """
         if expected_total_micros is not None:
             check_whole(expected_total_micros, "expected_total_micros", -TOTAL_MICROS_MAX, TOTAL_MICROS_MAX)
+        if expected_currency is not None:
+            check_currency(expected_currency, "expected_currency")
         async with self._db.reading() as connection:
             head = await _read_head(connection, invoice_id, access, Action.BILLING)
             check_draft(head)
             self._check_month_over(head.month)
-            ahead = await _read_sums_ahead(connection, head)
+            ahead = await read_sums_ahead(connection, head)
         async with self._db.writing() as connection:
             through = await lock(connection, POSTING)
             head = await _read_head(connection, invoice_id, access, Action.BILLING)
             check_draft(head)
             previous = await rows.read_last_coverage(connection, head.tenant_id)
-            sums = await _complete_sums(connection, head, previous, through, ahead)
-            computed = await self._compute(connection, head, previous, sums)
+            sums = await complete_sums(connection, head, previous, through, ahead)
+            computed = await self._computer.compute_from_sums(connection, head, previous, sums)
             if computed.first_open_month is not None:
                 raise MonthOutOfOrder(_must_be_closed_before(computed.first_open_month, head.month), param="month")
-            if expected_total_micros is not None:
-                _check_total(computed.invoice, expected_total_micros)
+            _check_total(computed.invoice, expected_total_micros, expected_currency)
             return await self._store_closed(connection, computed.invoice, through)
 
     async def events(
@@ -189,7 +172,7 @@ class Invoices:
         rows_max = check_limit(limit) + 1
         async with self._db.reading() as connection:
             head = await _read_head(connection, invoice_id, access, Action.INVOICES)
-            covered = await _coverage_of(connection, head)
+            covered = await coverage_of(connection, head)
             found = await read_covered_events(
                 connection, head.tenant_id, *covered, kind=kind, after_posting=after, rows_max=rows_max
             )
@@ -286,46 +269,11 @@ class Invoices:
         """Return the invoices of these heads: closed ones with their stored lines, drafts recomputed where possible."""
         lines = await rows.read_lines(connection, [head.id for head in heads if head.state == "closed"])
         return [
-            rows.closed_invoice(head, lines[head.id]) if head.state == "closed" else await self._try_draft(connection, head)
+            await self._computer.try_compute(connection, head)
+            if head.state == "draft"
+            else rows.closed_invoice(head, lines[head.id])
             for head in heads
         ]
-
-    async def _compute_draft(self, connection: AsyncConnection, head: InvoiceHead) -> _ComputedInvoice:
-        ahead = await _read_sums_ahead(connection, head)
-        return await self._compute(connection, head, ahead.previous, ahead.sums)
-
-    async def _try_draft(self, connection: AsyncConnection, head: InvoiceHead) -> Invoice:
-        try:
-            return (await self._compute_draft(connection, head)).invoice
-        except CurrenciesMixed as error:
-            buyer = await rows.read_buyer(connection, head.tenant_id)
-            assert buyer is not None, "an invoice refers to its tenant"
-            return rows.uncomputable_draft(head, buyer, buyer.currency or self._currency, error.message)
-
-    async def _compute(
-        self, connection: AsyncConnection, head: InvoiceHead, previous: Coverage | None, sums: Sequence[EventSums]
-    ) -> _ComputedInvoice:
-        month = head.month
-        first_open_month = _first_open_month(sums, month, previous)
-        if first_open_month is not None:  # late events go to that month's invoice, not to this one
-            sums = [group for group in sums if group.month == month]
-        lines = usage_lines(sums, month)
-        months = {month, *(line.month for line in lines)}
-        lines += allowance_lines(lines, await rows.read_month_allowances(connection, head.tenant_id, months))
-        buyer = await rows.read_buyer(connection, head.tenant_id)
-        assert buyer is not None, "an invoice refers to its tenant"
-        currency = currency_of(sums, month) or buyer.currency or self._currency
-        record = await read_record(connection, SELLER)
-        seller = {**(record.value if record else {}), TIME_ZONE: self._calendar.time_zone}
-        invoice = Invoice(
-            head=head,
-            currency=currency,
-            lines=tuple(lines),
-            totals=totals_of(lines, tax_basis_points=seller.get("tax_basis_points", 0), currency=currency),
-            seller=seller,
-            buyer={"name": buyer.name, **buyer.billing},
-        )
-        return _ComputedInvoice(invoice, first_open_month)
 
     def _check_month_over(self, month: str) -> None:
         end = self._calendar.next_month_start(month)
@@ -339,33 +287,6 @@ async def _read_head(connection: AsyncConnection, invoice_id: str, access: Acces
     return access.row(head, action, what="invoice", param="invoice_id")
 
 
-async def _read_sums_ahead(connection: AsyncConnection, head: InvoiceHead) -> _SumsAhead:
-    previous = await rows.read_last_coverage(connection, head.tenant_id)
-    coverage = Coverage(head.month, await last_taken(connection, POSTING))
-    return _SumsAhead(previous, coverage, await read_event_sums(connection, head.tenant_id, coverage, previous))
-
-
-async def _coverage_of(connection: AsyncConnection, head: InvoiceHead) -> tuple[Coverage, Coverage | None, date | None]:
-    """Return (coverage, coverage of the preceding closed invoice, first billing day). The first billing day is that of the
-    month for a draft that bills no late events, because an earlier month is still open; otherwise None."""
-    if head.through_posting is not None:
-        previous = await rows.read_last_coverage(connection, head.tenant_id, before=head.month)
-        return Coverage(head.month, head.through_posting), previous, None
-    ahead = await _read_sums_ahead(connection, head)
-    is_next = _first_open_month(ahead.sums, head.month, ahead.previous) is None
-    return ahead.coverage, ahead.previous, None if is_next else first_day(head.month)
-
-
-async def _complete_sums(
-    connection: AsyncConnection, head: InvoiceHead, previous: Coverage | None, through: int, ahead: _SumsAhead
-) -> Sequence[EventSums]:
-    """Add the events posted since `ahead` was read; read everything again if another month was closed in between."""
-    coverage = Coverage(head.month, through)
-    if previous != ahead.previous:
-        return await read_event_sums(connection, head.tenant_id, coverage, previous)
-    return [*ahead.sums, *await read_event_sums(connection, head.tenant_id, coverage, ahead.coverage)]
-
-
 def check_draft(head: InvoiceHead, *, param: str = "invoice_id") -> None:
     """Raise InvoiceClosed if the invoice is no longer a draft; `param` is the request field that named it."""
     if head.state != "draft":
@@ -375,23 +296,16 @@ def check_draft(head: InvoiceHead, *, param: str = "invoice_id") -> None:
         )
 
 
-def _check_total(invoice: Invoice, expected_micros: int) -> None:
-    """Raise TotalChanged, with both amounts, if `expected_micros` is not the total of the invoice."""
-    total_micros = invoice.totals.total_micros
-    if total_micros != expected_micros:
-        total, expected = (f"{format_micros(micros)} {invoice.currency}" for micros in (total_micros, expected_micros))
-        message = f"the total of {invoice.head.month} is {total}, not {expected}: check the draft again"
-        raise TotalChanged(message, param="expected_total_micros")
+def _check_total(invoice: Invoice, expected_micros: int | None, expected_currency: str | None) -> None:
+    """Raise TotalChanged, with both amounts, if total or currency of the invoice are not those expected (None: any)."""
+    month, total_micros, currency = invoice.head.month, invoice.totals.total_micros, invoice.currency
+    micros = total_micros if expected_micros is None else expected_micros
+    if (micros, expected_currency or currency) == (total_micros, currency):
+        return
+    total, expected = f"{format_micros(total_micros)} {currency}", f"{format_micros(micros)} {expected_currency or currency}"
+    message = f"the total of {month} is {total}, not {expected}: check the draft again"
+    raise TotalChanged(message, param="expected_total_micros" if micros != total_micros else "expected_currency")
 
 
 def _must_be_closed_before(earlier: str, month: str) -> str:
     return f"{earlier} must be closed before {month}: it has usage on no invoice yet"
-
-
-def _first_open_month(sums: Sequence[EventSums], month: str, previous: Coverage | None) -> str | None:
-    """Return the earliest month before `month` that is not closed and whose invoice would have lines, or None."""
-    last_closed = "" if previous is None else previous.month
-    for earlier in sorted({group.month for group in sums if last_closed < group.month < month}):
-        if usage_lines([group for group in sums if group.month == earlier], earlier):
-            return earlier
-    return None

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from appliance.base.errors import CurrenciesMixed
-from appliance.base.money import PICOS_PER_MICRO, micros_of_picos, payable_micros, payable_share
+from appliance.base.errors import CurrenciesMixed, InvoiceInconsistent
+from appliance.base.money import PICOS_PER_MICRO, format_exactly, micros_of_picos, payable_micros, payable_share
 
 TOKEN_KINDS = ("prompt", "cached_prompt", "completion", "rejected_draft")
 ADJUSTMENT = "adjustment"
 FREE_ALLOWANCE = "free_allowance"
-
-
-class InvoiceInconsistent(Exception):
-    """The lines of an invoice do not add up to its events. Caused by a bug or a damaged ledger, never by input."""
+REASONS_MAX = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +24,8 @@ class EventSums:
     """Sums of billed events with the same month, model, currency, price, discount and batch flag.
 
     `unit_prices` (after discount) and `kind_requests` (number of requests with tokens of that kind) are in the order of
-    TOKEN_KINDS. `is_correction`: the events correct others; their counts and costs are signed.
+    TOKEN_KINDS. `is_correction`: the events correct others; their counts and costs are signed. `notes`: the reasons of
+    corrections as (posting, text).
     """
 
     month: str
@@ -43,6 +41,7 @@ class EventSums:
     completion_tokens: int
     rejected_tokens: int
     cost_picos: int
+    notes: tuple[tuple[int, str], ...] = ()
 
     @property
     def tokens(self) -> tuple[int, int, int, int]:
@@ -55,7 +54,8 @@ class InvoiceLine:
     """One line. `unit_price` is in micro-units per million tokens, None if events with several prices are summed. `batch`: the
     line bills batch work; never set on adjustments.
 
-    `requests` counts the events with tokens on this line; an event may count on several lines.
+    `requests` counts the events with tokens on this line; an event may count on several lines. `reasons` are the distinct notes
+    of the corrections on an adjustment, at most REASONS_MAX, each on one line; `reasons_left_out` counts the others.
     """
 
     model: str | None
@@ -67,6 +67,8 @@ class InvoiceLine:
     requests: int
     exact_picos: int
     rounded_micros: int
+    reasons: tuple[str, ...] = ()
+    reasons_left_out: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +110,7 @@ def usage_lines(sums: Sequence[EventSums], month: str) -> list[InvoiceLine]:
     """
     used: dict[tuple[str, bool, int, int], list[int]] = defaultdict(lambda: [0, 0])
     adjusted: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
+    notes: dict[tuple[str, str], list[tuple[int, str]]] = defaultdict(list)
     cancelled = _cancelled_currencies(sums)
     for group in sums:
         is_usage = group.month == month and not group.is_correction
@@ -117,6 +120,7 @@ def usage_lines(sums: Sequence[EventSums], month: str) -> list[InvoiceLine]:
             continue
         if not is_usage:
             _add(adjusted[group.month, group.model], sum(group.tokens), group.requests, group.cost_picos)
+            notes[group.month, group.model] += group.notes
             continue
         kinds = zip(group.tokens, group.unit_prices, group.kind_requests, strict=True)
         for kind_index, (tokens, price, requests) in enumerate(kinds):
@@ -127,7 +131,7 @@ def usage_lines(sums: Sequence[EventSums], month: str) -> list[InvoiceLine]:
         for (model, batch, kind_index, price), (tokens, requests) in sorted(used.items())
     ]
     return lines + [
-        _make_line(model, ADJUSTMENT, of_month, None, tokens, requests, cost)
+        _with_reasons(_make_line(model, ADJUSTMENT, of_month, None, tokens, requests, cost), notes[of_month, model])
         for (of_month, model), (tokens, requests, cost) in sorted(adjusted.items())
         if tokens or cost
     ]
@@ -197,6 +201,13 @@ def _make_line(
     )
 
 
+def _with_reasons(line: InvoiceLine, notes: Iterable[tuple[int, str]]) -> InvoiceLine:
+    """Return the adjustment with the reasons in `notes`, in the order of their first postings."""
+    reasons = list(dict.fromkeys(" ".join(note.split()) for _, note in sorted(notes)))
+    left_out = max(0, len(reasons) - REASONS_MAX)
+    return replace(line, reasons=tuple(reasons[:REASONS_MAX]), reasons_left_out=left_out)
+
+
 def _cost_by_currency(sums: Iterable[EventSums]) -> dict[str, int]:
     """Return the total cost by currency, of those in which usage or corrections of any month and model have a cost.
 
@@ -228,5 +239,8 @@ def _check_cost(group: EventSums) -> None:
     cost = sum(tokens * price for tokens, price in zip(group.tokens, group.unit_prices, strict=True))
     if cost != group.cost_picos:
         raise InvoiceInconsistent(
-            f"events of {group.model} in {group.month} cost {group.cost_picos} picos, but their tokens at their prices {cost}"
+            f"the ledger contradicts itself: events of {group.model} in {group.month} cost "
+            f"{format_exactly(group.cost_picos, group.currency)}, but their tokens at their prices "
+            f"{format_exactly(cost, group.currency)}. No usage is lost; gatehouse db check names the events",
+            param="month",
         )

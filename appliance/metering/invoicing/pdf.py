@@ -27,6 +27,7 @@ LEFT, RIGHT, TOP, BOTTOM = 56.0, 539.0, 786.0, 92.0
 TOKENS_X, PRICE_X = 338.0, 436.0  # right edges of the columns; that of the amount is RIGHT
 FACTS_X, VALUES_X = 326.0, 400.0
 SIZE, SMALL, LEADING = 9.0, 7.5, 13.0
+REASON_LEADING = 10.0
 INK, GREY, RULE, PALE = 0.10, 0.42, 0.75, 0.88
 _lock = threading.Lock()  # reportlab shares its fonts between threads
 
@@ -150,6 +151,12 @@ class _Layout:
             self._ensure_room(LEADING, in_table=True)
             self._draw_text(LEFT + 10, name, SIZE)
             self._y -= LEADING
+        for reason in words.reasons_of(line):
+            for text in wrap(f"Reason: {reason}", SMALL, TOKENS_X - LEFT - 20):
+                self._ensure_room(REASON_LEADING, in_table=True)
+                self._draw_text(LEFT + 10, text, SMALL, grey=GREY)
+                self._y -= REASON_LEADING
+        self._y -= 3 if line.reasons else 0
 
     def _write_table_head(self) -> None:
         self._canvas.setFillGray(PALE + 0.06)

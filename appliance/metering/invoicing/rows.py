@@ -30,6 +30,7 @@ TOTAL_MICROS_MAX = 2**63 - 1  # of the column
 TIME_ZONE = "time_zone"  # stored among the seller's fields: the zone of the invoice's dates
 
 _LINE_FIELDS = ("model", "kind", "batch", "month", "unit_price", "tokens", "requests", "rounded_micros")
+_NO_REASONS: Mapping[str, Any] = {"texts": (), "left_out": 0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,12 @@ class InvoiceHead:
     buyer: Mapping[str, Any] | None
     created_at: datetime
     closed_at: datetime | None
+
+    @property
+    def issued_on(self) -> date | None:
+        """Return the date of closing in the billing time zone of that time; None for a draft."""
+        zone = (self.seller or {}).get(TIME_ZONE, "UTC")
+        return None if self.closed_at is None else BillingCalendar(zone).day_of(self.closed_at)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,9 +81,8 @@ class Invoice:
 
     @property
     def issued_on(self) -> date | None:
-        """Return the date of closing in the billing time zone of that time; None for a draft."""
-        closed_at = self.head.closed_at
-        return None if closed_at is None else BillingCalendar(self.seller.get(TIME_ZONE, "UTC")).day_of(closed_at)
+        """Return the date of the invoice; None for a draft."""
+        return self.head.issued_on
 
     @property
     def due_on(self) -> date | None:
@@ -181,7 +187,15 @@ async def read_lines(connection: AsyncConnection, invoice_ids: Sequence[str]) ->
     found: dict[str, list[InvoiceLine]] = {invoice_id: [] for invoice_id in invoice_ids}
     for row in (await connection.execute(query)).mappings():
         fields = {name: row[name] for name in _LINE_FIELDS}
-        found[row["invoice_id"]].append(InvoiceLine(**fields, exact_picos=int(row["exact_picos"])))
+        reasons = row["reasons"] or _NO_REASONS
+        found[row["invoice_id"]].append(
+            InvoiceLine(
+                **fields,
+                exact_picos=int(row["exact_picos"]),
+                reasons=tuple(reasons["texts"]),
+                reasons_left_out=reasons["left_out"],
+            )
+        )
     return found
 
 
@@ -263,4 +277,10 @@ def _columns(head: InvoiceHead) -> dict[str, Any]:
 
 def _line_row(invoice_id: str, position: int, line: InvoiceLine) -> dict[str, Any]:
     fields = {name: getattr(line, name) for name in _LINE_FIELDS}
-    return fields | {"invoice_id": invoice_id, "position": position, "exact_picos": str(line.exact_picos)}
+    reasons = {"texts": list(line.reasons), "left_out": line.reasons_left_out} if line.reasons else None
+    return fields | {
+        "invoice_id": invoice_id,
+        "position": position,
+        "exact_picos": str(line.exact_picos),
+        "reasons": reasons,
+    }

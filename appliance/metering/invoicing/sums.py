@@ -1,4 +1,4 @@
-"""Reads the usage events that an invoice covers, and their sums, from the ledger. Knows neither lines nor money rules.
+"""Reads the usage events that an invoice covers, their sums, and the notes of corrections. Knows neither lines nor money rules.
 
 Let m be the month of an event's billing day and p its posting. The closed invoice of month M with `through_posting` P covers
 every billed event of the tenant with m <= M and p <= P that no earlier invoice covers. Months are closed in order and postings
@@ -40,8 +40,12 @@ async def read_event_sums(
 ) -> list[EventSums]:
     """Return the sums of the events in `coverage` but not in `previous`, the coverage of the last closed invoice."""
     sums: list[EventSums] = []
-    for query in _sums_queries(tenant_id, coverage, previous):
-        sums += map(_event_sums, (await connection.execute(query)).mappings())
+    for covered in _parts(tenant_id, coverage, previous):
+        groups = (await connection.execute(_sums_query(covered))).mappings().all()
+        has_corrections = any(group["kind"] != "usage" for group in groups)
+        notes = await _read_notes(connection, covered) if has_corrections else {}
+        # The groups of one key differ in price and batch, its notes do not: they go to the first of them.
+        sums += [_event_sums(group, notes.pop(_notes_key(group), ()) if group["kind"] != "usage" else ()) for group in groups]
     return sums
 
 
@@ -71,21 +75,22 @@ async def read_covered_events(
     return [event_from_row(row) for row in rows]
 
 
-def _sums_queries(tenant_id: str, coverage: Coverage, previous: Coverage | None) -> list[Select[Any]]:
-    """Return the queries for the sums of the events in `coverage` but not in `previous`: events of later days, and late events,
-    posted since `previous` on days that it includes. The cost of each depends on its result, not on the tenant's total usage.
+def _parts(tenant_id: str, coverage: Coverage, previous: Coverage | None) -> list[Sequence[ColumnElement[bool]]]:
+    """Return the conditions for the events in `coverage` but not in `previous`, in two parts: events of later days, and late
+    events, posted since `previous` on days that it includes. The cost of reading each depends on its size, not on the tenant's
+    total usage.
     """
     events, end = usage_events.c, last_day(coverage.month)
     billed = _billed_of_tenant(tenant_id, coverage)
     if previous is None:
-        return [_sums_query([*billed, events.billing_day <= end])]
+        return [[*billed, events.billing_day <= end]]
     previous_end = last_day(previous.month)
     # coalesce() hides the day from the index: a planner without statistics would read all of the tenant's days.
     is_late_day = func.coalesce(events.billing_day, events.billing_day) <= previous_end
-    late = _sums_query([*billed, is_late_day, events.posting > previous.through_posting])
+    late = [*billed, is_late_day, events.posting > previous.through_posting]
     if previous.month == coverage.month:
         return [late]
-    return [_sums_query([*billed, events.billing_day > previous_end, events.billing_day <= end]), late]
+    return [[*billed, events.billing_day > previous_end, events.billing_day <= end], late]
 
 
 def _sums_query(covered: Sequence[ColumnElement[bool]]) -> Select[Any]:
@@ -110,6 +115,25 @@ def _sums_query(covered: Sequence[ColumnElement[bool]]) -> Select[Any]:
     return select(grouped, *priced).join_from(grouped, prices, prices.c.id == grouped.c.price_id, isouter=True)
 
 
+async def _read_notes(
+    connection: AsyncConnection, covered: Sequence[ColumnElement[bool]]
+) -> dict[tuple[date, str, str], tuple[tuple[int, str], ...]]:
+    """Return the distinct notes of the covered corrections, each with its first posting, by day, model and currency."""
+    events = usage_events.c
+    groups = (events.billing_day, events.model, events.currency, events.note)
+    is_correction = events.kind == literal("adjustment", literal_execute=True)
+    query = select(*groups, func.min(events.posting).label("posting")).where(*covered, is_correction, events.note.is_not(None))
+    notes: dict[tuple[date, str, str], tuple[tuple[int, str], ...]] = {}
+    for row in (await connection.execute(query.group_by(*groups))).mappings():
+        key = _notes_key(row)
+        notes[key] = (*notes.get(key, ()), (row["posting"], row["note"]))
+    return notes
+
+
+def _notes_key(row: RowMapping) -> tuple[date, str, str]:
+    return row["billing_day"], row["model"], row["currency"]
+
+
 def _has_tokens() -> dict[str, ColumnElement[bool]]:
     """Return the condition, by kind in the order of TOKEN_KINDS, that an event has tokens of that kind. Counts of such events
     do not depend on how the events are grouped, by day or by the time of closing."""
@@ -129,7 +153,7 @@ def _billed_of_tenant(tenant_id: str, coverage: Coverage) -> list[ColumnElement[
     return [events.tenant_id == tenant_id, events.status.in_(BILLED), events.posting <= coverage.through_posting]
 
 
-def _event_sums(row: RowMapping) -> EventSums:
+def _event_sums(row: RowMapping, notes: tuple[tuple[int, str], ...]) -> EventSums:
     basis_points = row["price_basis_points"]
     prompt, cached, completion, rejected = (discounted(row[f"price_{name}"] or 0, basis_points) for name in _PRICES)
     is_correction = row["kind"] != "usage"
@@ -149,6 +173,7 @@ def _event_sums(row: RowMapping) -> EventSums:
         ),
         **{name: int(row[name]) for name in TOKEN_COLUMNS},
         cost_picos=join_sum(row["cost_high"], row["cost_low"]),
+        notes=notes,
     )
 
 

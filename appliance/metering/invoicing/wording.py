@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import unicodedata
 from collections.abc import Mapping
 from datetime import date
 from typing import Any
@@ -17,6 +19,8 @@ ABORT_POLICY = (
 ROUNDING_POLICY = (
     "Costs are exact sums of tokens times price; each line is rounded once, half up, to a millionth of the currency."
 )
+
+FILE_NAME_CHARS_MAX = 40  # of the tenant's name
 
 _KINDS = {
     "prompt": "Prompt tokens",
@@ -47,6 +51,23 @@ def line_name(line: InvoiceLine) -> str:
     if line.kind == ADJUSTMENT:
         return f"{line.model}: corrections and late usage of {month_name(line.month)}"
     return f"{_KINDS[line.kind]}, batch" if line.batch else _KINDS[line.kind]
+
+
+def file_stem(number: str | None, month: str, tenant_id: str, tenant_name: str) -> str:
+    """Return the name of an invoice's file, in ASCII, without its ending: `invoice-2026-0001-bob-2026-10`.
+
+    That of a draft, which has no number, contains the tenant's id: several names of tenants may have the same ASCII form.
+    """
+    ascii_name = unicodedata.normalize("NFKD", tenant_name).encode("ascii", "ignore").decode().lower()
+    tenant = re.sub("[^a-z0-9]+", "-", ascii_name)[:FILE_NAME_CHARS_MAX].strip("-")
+    if number is None:
+        return "-".join(filter(None, ("draft", month, tenant, tenant_id)))
+    return f"invoice-{number}-{tenant or tenant_id}-{month}"
+
+
+def reasons_of(line: InvoiceLine) -> list[str]:
+    """Return the reasons of the corrections on a line, the last one in place of those left out: `3 others`."""
+    return [*line.reasons, *([f"{line.reasons_left_out:,} others"] if line.reasons_left_out else [])]
 
 
 def format_percent(basis_points: int) -> str:

@@ -2,7 +2,8 @@
 
 A correction adds or removes tokens at the prices of the event it corrects, or changes only its cost. It belongs to the day of
 the request; if the invoice of that month is closed, it goes to the next one. An event and all its corrections never sum to less
-than zero. An addition so large that it looks like a typing error is refused until it is confirmed.
+than zero. An addition so large that it looks like a typing error is refused until it is confirmed. With an idempotency key, the
+same correction is made only once.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import RowMapping, Select, and_, insert, literal_column, or_, select
+from sqlalchemy import ColumnElement, RowMapping, Select, and_, insert, literal_column, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base import counters
 from appliance.base.clock import Clock
 from appliance.base.db import Database, after_commit
-from appliance.base.errors import InvalidValue, NotFound
+from appliance.base.errors import IdempotencyConflict, InvalidValue, NotFound
 from appliance.base.money import format_picos
 from appliance.base.tables import usage_events
 from appliance.metering.calendar import BillingCalendar
@@ -34,13 +35,14 @@ TOKENS_MAX = 10**12
 UNCONFIRMED_TIMES = 1000
 UNCONFIRMED_TOKENS = 10_000_000
 NOTE_CHARS_MAX = 500
+KEY_CHARS_MAX = 255
 CAUSE = "correction"
+KEY_HEADER = "Idempotency-Key"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """What to add to an event: signed tokens, or only a signed cost. `note` is the reason; the console shows it, invoice files
-    do not.
+    """What to add to an event: signed tokens, or only a signed cost. `note` is the reason, shown on the tenant's invoice.
 
     `confirm` is required to add more than UNCONFIRMED_TOKENS, or more than UNCONFIRMED_TIMES the event's tokens or cost.
     """
@@ -77,19 +79,27 @@ class Corrections:
         self._on_settled = on_settled
         self._on_committed = on_committed
 
-    async def add(self, event_id: int, correction: Correction) -> UsageEvent:
-        """Return the new event. Raises NotFound, and InvalidValue if the event to correct is pending, voided or an adjustment,
-        or if more would be taken back than was recorded."""
+    async def add(self, event_id: int, correction: Correction, *, idempotency_key: str | None = None) -> UsageEvent:
+        """Return the new event, or the one that the same correction of this event with the same `idempotency_key` has made.
+
+        Raises NotFound, InvalidValue if the event to correct is pending, voided or an adjustment, or if more would be taken
+        back than was recorded, and IdempotencyConflict if another correction of this event had the key."""
         _check(correction)
+        _check_key(idempotency_key)
         async with self._db.writing() as connection:
             # This locks out settlements and other corrections, so that reading and changing the sums is atomic.
-            posting = await counters.take(connection, counters.POSTING)
+            await counters.lock(connection, counters.POSTING)
             row = await _find_correctable(connection, event_id)
+            made = None if idempotency_key is None else await _find_made(connection, row, idempotency_key)
+            if made is not None:
+                _check_same(made, correction)
+                return made
             _check_confirmed(row, correction)
             cost_picos = _cost(row, correction)
             await _check_remainder(connection, row, correction, cost_picos)
+            posting = await counters.take(connection, counters.POSTING)
             columns = _columns(row, correction, cost_picos, posting, self._clock.now())
-            event = await _insert(connection, columns)
+            event = await _insert(connection, columns | {"idempotency_key": idempotency_key})
             await connection.run_sync(rollups.add, self._calendar, [event])
             await connection.run_sync(self._on_settled, [event])
             after = {"corrects_id": event_id, "note": event.note, "cost_picos": cost_picos, **correction.tokens}
@@ -115,6 +125,15 @@ def _check(correction: Correction) -> None:
         raise InvalidValue("cost_picos must not be zero", param="cost_picos")
 
 
+def _check_key(idempotency_key: str | None) -> None:
+    if idempotency_key is None or (
+        1 <= len(idempotency_key) <= KEY_CHARS_MAX and idempotency_key.isascii() and idempotency_key.isprintable()
+    ):
+        return
+    message = f"the header {KEY_HEADER} must have 1 to {KEY_CHARS_MAX} printable ASCII characters"
+    raise InvalidValue(message, param=KEY_HEADER)
+
+
 async def _find_correctable(connection: AsyncConnection, event_id: int) -> RowMapping:
     found = await connection.execute(price_query().where(usage_events.c.id == event_id))
     row: RowMapping | None = found.mappings().first()
@@ -125,6 +144,26 @@ async def _find_correctable(connection: AsyncConnection, event_id: int) -> RowMa
     if row["status"] not in BILLED:
         raise InvalidValue(f"event {event_id} is {row['status']}: there is nothing to correct", param="event_id")
     return row
+
+
+async def _find_made(connection: AsyncConnection, row: RowMapping, idempotency_key: str) -> UsageEvent | None:
+    """Return the correction of the event `row` that was made with this key, or None."""
+    query = select(usage_events).where(_is_correction_of(row["id"], row["request_id"]))
+    found = await connection.execute(query.where(usage_events.c.idempotency_key == idempotency_key))
+    made = found.mappings().first()
+    return None if made is None else event_from_row(made)
+
+
+def _check_same(made: UsageEvent, correction: Correction) -> None:
+    """Raise IdempotencyConflict unless `made` is what `correction` asks for. The cost of tokens follows from them."""
+    is_same = (
+        made.note == correction.note.strip()
+        and all(getattr(made, name) == count for name, count in correction.tokens.items())
+        and correction.cost_picos in (None, made.cost_picos)
+    )
+    if not is_same:
+        message = f"this {KEY_HEADER} has made event {made.id}, which is another correction of event {made.corrects_id}"
+        raise IdempotencyConflict(message, param=KEY_HEADER)
 
 
 def _check_confirmed(row: RowMapping, correction: Correction) -> None:
@@ -151,14 +190,19 @@ def _cost(row: RowMapping, correction: Correction) -> int:
     return cost
 
 
-def _recorded_sums_query(names: Sequence[str], event_id: int, request_id: str) -> Select[Any]:
-    """Return the query for the sums, in halves, of an event and all its corrections. They share the request id, by which the
-    partial index on adjustments finds them; the kind must be a literal to match that index."""
+def _is_correction_of(event_id: int, request_id: str) -> ColumnElement[bool]:
+    """Return the condition for the corrections of an event. They share its request id, by which the partial index on
+    adjustments finds them; the kind must be a literal to match that index."""
     events = usage_events.c
     is_adjustment = events.kind == literal_column("'adjustment'")
-    corrects = and_(is_adjustment, events.request_id == request_id, events.corrects_id == event_id)
+    return and_(is_adjustment, events.request_id == request_id, events.corrects_id == event_id)
+
+
+def _recorded_sums_query(names: Sequence[str], event_id: int, request_id: str) -> Select[Any]:
+    """Return the query for the sums, in halves, of an event and all its corrections."""
+    events = usage_events.c
     halves: list[Any] = [half for name in names for half in split_sum(events[name])]
-    return select(*halves).where(or_(events.id == event_id, corrects))
+    return select(*halves).where(or_(events.id == event_id, _is_correction_of(event_id, request_id)))
 
 
 async def _check_remainder(connection: AsyncConnection, row: RowMapping, correction: Correction, cost_picos: int) -> None:
