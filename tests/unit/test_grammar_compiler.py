@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,6 +19,7 @@ from engine.grammar import compiler as compiler_module
 from engine.grammar import matcher
 from engine.grammar.compile_queue import CompileQueue
 from engine.grammar.compiler import GrammarCompiler
+from engine.grammar.lark import to_lark
 from engine.grammar.masks import GrammarMasks
 from engine.grammar.matcher import GrammarState
 from engine.grammar.spec import GrammarError, GrammarSpec
@@ -349,8 +351,43 @@ def test_a_lexer_table_exhausted_by_one_request_is_replaced_for_another(monkeypa
     with pytest.raises(GrammarError, match=r"cannot be followed further|a step would cost too much"):
         accept_text(first, "aaaabbbbb-abcdefghi-ABCDEFGHI")
     monkeypatch.setattr(matcher, "LEXER_STATES_MAX", 30_000)
-    accept_text(second, "aaaabbb-abc")
-    assert allowed_tokens(second) == {byte + 1 for byte in b"abcdefghijklmnopqrstuvwxyz"}
+    accept_text(second, "aaaabbb-abcdefghi-ABCDEFGHI")  # further than the first came
+    assert allowed_tokens(second) == {EOS}
+
+
+def test_a_token_is_accepted_although_another_request_has_exhausted_the_lexer_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matcher, "LEXER_STATES_MAX", 40)
+    monkeypatch.setattr(matcher, "TRIAL_RUNS", 0)
+    grammar = compiled.__wrapped__("regex", "(a|b){9}-[a-z]{9}-[A-Z]{9}")
+    first, second = grammar.start(), grammar.start()
+    with pytest.raises(GrammarError):
+        accept_text(first, "aaaabbbbb-abcdefghi-ABCDEFGHI")
+    monkeypatch.setattr(matcher, "LEXER_STATES_MAX", 30_000)
+    for byte in b"aaaabbbbb-abcdefghi-ABCDEFGHI":
+        second.accept(byte + 1)
+    assert second.is_complete
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "limit", "message"),
+    [
+        ("regex", "[a-z]{30}", "LEXER_STATES_MAX", "cannot be enforced: a step would cost too much"),
+        ("choice", '["z"]', None, "cannot be satisfied by any text"),
+    ],
+)
+def test_a_grammar_that_no_request_could_follow_is_refused_when_it_is_tried_out(
+    monkeypatch: pytest.MonkeyPatch, kind: Any, text: str, limit: str | None, message: str
+) -> None:
+    vocabulary = BYTES
+    if limit is None:
+        vocabulary = TWO_TOKENS
+    else:
+        monkeypatch.setattr(matcher, limit, 10)
+    spec = GrammarSpec(kind, text)
+    lark = matcher.answer_grammar(to_lark(spec), first_space=vocabulary.strips_first_space)
+    with pytest.raises(GrammarError, match=message) as caught:
+        matcher.build_matcher(matcher.token_trie(vocabulary), lark, spec)
+    assert caught.value.param == spec.param
 
 
 def test_masks_that_cost_too_much_time_end_only_their_request(monkeypatch: pytest.MonkeyPatch) -> None:
