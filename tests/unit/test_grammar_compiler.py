@@ -196,12 +196,20 @@ def test_a_worker_that_misses_its_deadline_is_replaced() -> None:
     compiler.close()
 
 
+@pytest.mark.parametrize(
+    ("module", "name", "replacement"),
+    [
+        (subprocess, "Popen", mock.Mock(side_effect=BlockingIOError(errno.EAGAIN, "try again"))),
+        (sys, "executable", "/bin/false"),
+    ],
+    ids=["no process", "ends at once"],
+)
 def test_if_no_process_can_start_the_grammar_is_refused_as_overloaded_and_the_next_one_compiles(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, replacement: Any
 ) -> None:
     compiler, spec = GrammarCompiler(BYTES, workers=1), GrammarSpec("choice", '["a"]')
     with monkeypatch.context() as patched:
-        patched.setattr(subprocess, "Popen", mock.Mock(side_effect=BlockingIOError(errno.EAGAIN, "try again")))
+        patched.setattr(module, name, replacement)
         with pytest.raises(EngineOverloaded, match="the system starts no more processes"):
             compiler.submit(spec, ALICE).result(timeout=60)
     assert compiler.submit(spec, ALICE).result(timeout=60).start().is_complete is False
