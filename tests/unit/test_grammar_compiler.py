@@ -152,12 +152,16 @@ def test_slow_grammars_of_one_tenant_do_not_delay_those_of_another(monkeypatch: 
     for text in ("b", "c"):
         assert compiler.submit(GrammarSpec("choice", f'["{text}"]'), BOB).result(timeout=60).start().is_complete is False
     assert not any(grammar.done() for grammar in flood)
+    assert len(compiler._threads) == 2
     released.set()
     assert all(grammar.result(timeout=60) for grammar in flood)
     compiler.close()
 
 
-def test_two_grammars_at_once_use_two_workers_although_only_one_was_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("has_one_caller", "other"), [(False, BOB), (True, ALICE)], ids=["two tenants", "one caller"])
+def test_two_grammars_at_once_use_two_workers_although_only_one_was_idle(
+    monkeypatch: pytest.MonkeyPatch, has_one_caller: bool, other: str
+) -> None:
     compile_in_worker, released = compiler_module._WorkerProcess.compile, threading.Event()
 
     def blocking_compile(process: compiler_module._WorkerProcess, spec: GrammarSpec, deadline_s: float) -> dict[str, str]:
@@ -166,7 +170,7 @@ def test_two_grammars_at_once_use_two_workers_although_only_one_was_idle(monkeyp
         return compile_in_worker(process, spec, deadline_s)
 
     monkeypatch.setattr(compiler_module._WorkerProcess, "compile", blocking_compile)
-    compiler = GrammarCompiler(BYTES, workers=2)
+    compiler = GrammarCompiler(BYTES, workers=2, has_one_caller=has_one_caller)
     changed, is_idle = compiler._changed, threading.Event()
     wait = changed.wait
 
@@ -179,7 +183,8 @@ def test_two_grammars_at_once_use_two_workers_although_only_one_was_idle(monkeyp
     assert is_idle.wait(60)
     with changed:  # the idle worker does not wake before both are submitted
         slow = compiler.submit(GrammarSpec("regex", "a+"), ALICE)
-        quick = compiler.submit(GrammarSpec("choice", '["b"]'), BOB)
+        assert len(compiler._threads) == 1
+        quick = compiler.submit(GrammarSpec("choice", '["b"]'), other)
     assert quick.result(timeout=60).start().is_complete is False
     assert not slow.done()
     released.set()
@@ -283,7 +288,9 @@ def test_a_worker_that_died_between_two_grammars_is_replaced(monkeypatch: pytest
 
     monkeypatch.setattr(compiler_module, "_WorkerProcess", RecordedWorker)
     compiler = GrammarCompiler(BYTES, workers=1)
-    compiler.submit(GrammarSpec("choice", '["a"]'), ALICE).result(timeout=60)
+    for text in ("a", "c"):
+        compiler.submit(GrammarSpec("choice", f'["{text}"]'), ALICE).result(timeout=60)
+    assert len(workers) == 1
     workers[0]._process.kill()
     workers[0]._process.wait()
     assert compiler.submit(GrammarSpec("choice", '["b"]'), ALICE).result(timeout=60).start().is_complete is False
@@ -316,6 +323,24 @@ def test_a_deeply_recursive_grammar_ends_at_most_the_worker(count: int) -> None:
     command = ["/bin/sh", "-c", 'ulimit -s unlimited 2>/dev/null; exec "$0" -c "$1"', sys.executable, program]
     completed = subprocess.run(command, input=json.dumps(schema), text=True, capture_output=True, check=False)
     assert completed.returncode == 0, completed.stderr
+
+
+def test_closing_a_compiler_cancels_the_grammars_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, released = threading.Event(), threading.Event()
+
+    def blocking_compile(*_arguments: object) -> dict[str, str]:
+        begun.set()
+        assert released.wait(60)
+        return {"error": "too late"}
+
+    monkeypatch.setattr(compiler_module, "_WorkerProcess", mock.Mock(return_value=mock.Mock(compile=blocking_compile)))
+    compiler = GrammarCompiler(BYTES, workers=1)
+    running, waiting = [compiler.submit(GrammarSpec("regex", text), ALICE) for text in ("a", "b")]
+    assert begun.wait(60)
+    waiting.add_done_callback(lambda _: released.set())
+    compiler.close()
+    assert waiting.cancelled()
+    assert isinstance(running.exception(timeout=60), GrammarError)
 
 
 def test_a_closed_compiler_refuses_grammars() -> None:
