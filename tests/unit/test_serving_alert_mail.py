@@ -305,7 +305,7 @@ async def test_a_hanging_mail_server_times_out(limit: str, reason: str, message:
     server = await asyncio.start_server(hang, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     with pytest.raises(SendFailed) as failure:
-        await send(f"smtp://127.0.0.1:{port}", **{"step_timeout_s": 1.0, limit: 0.05})
+        await send(f"smtp://127.0.0.1:{port}", None, **{"step_timeout_s": 1.0, limit: 0.05})
     assert failure.value.reason == reason
     assert message in str(failure.value)
     await asyncio.wait_for(closed.wait(), 60)
@@ -317,11 +317,12 @@ async def test_a_hanging_mail_server_times_out(limit: str, reason: str, message:
 async def test_a_mail_server_without_a_port_is_reached_at_the_standard_one(
     monkeypatch: pytest.MonkeyPatch, scheme: str, port: int
 ) -> None:
-    for name in ("SMTP", "SMTP_SSL"):
-        monkeypatch.setattr(smtplib, name, Mock(side_effect=ConnectionRefusedError(111, "refused")))
+    plain, encrypted = (Mock(side_effect=ConnectionRefusedError(111, "refused")) for _ in range(2))
+    monkeypatch.setattr(smtplib, "SMTP", plain)
+    monkeypatch.setattr(smtplib, "SMTP_SSL", encrypted)
     with pytest.raises(SendFailed, match="refused"):
         await send(f"{scheme}://mail.example.com")
-    used, unused = (smtplib.SMTP_SSL, smtplib.SMTP) if scheme == "smtps" else (smtplib.SMTP, smtplib.SMTP_SSL)
+    used, unused = (encrypted, plain) if scheme == "smtps" else (plain, encrypted)
     assert used.call_args.args[:2] == ("mail.example.com", port)
     unused.assert_not_called()
 

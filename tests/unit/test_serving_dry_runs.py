@@ -12,8 +12,8 @@ from appliance.serving.dry_runs import DryRunRequest, DryRuns
 from appliance.serving.model_registry import ModelRegistry
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.model_policies import ModelPolicies
-from appliance.tenancy.principals import Limits
-from appliance.tenancy.tenants import TenantChanges, Tenants
+from appliance.tenancy.principals import Limits, TenantChanges
+from appliance.tenancy.tenants import Tenants
 from appliance.tenancy.tiers import Tiers
 from tests.support.cast import Cast, Person
 from tests.support.clock import FakeClock
