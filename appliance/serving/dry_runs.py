@@ -82,17 +82,20 @@ class DryRuns:
         tenant, model = hypothetical.tenant, hypothetical.model
         principal = Principal(tenant=tenant, key=hypothetical.key or _limitless_key(tenant))
         tier = await self._tiers.get(tenant.tier)
-        error = self._precheck_error(principal, hypothetical)
-        if error is not None and self._find_model(model) is None:  # so that made-up model names never reach caches or counters
+        served = self._find_model(model)
+        error = self._precheck_error(principal, hypothetical, served)
+        if served is None:  # so that made-up model names never reach caches or counters
             empty = LimitsDryRun(decisions=(), tokens=0, would_wait=False)
             return DryRunResult(limits=empty, error=error, wait_s=None, admission_wait_ms=tier.admission_wait_ms)
+        context_len = served.max_model_len
+        remaining = None if context_len is None else max(context_len - hypothetical.prompt_tokens, 0)
         request = AdmissionRequest(
             principal=principal,
             model=model,
             prompt_tokens=hypothetical.prompt_tokens,
             max_output_tokens=hypothetical.max_tokens,
             price=await self._prices.current(model, self._clock.now(), currency=tenant.currency),
-            output_room=hypothetical.max_tokens or self._remaining_context(model, hypothetical.prompt_tokens),
+            output_room=hypothetical.max_tokens or remaining,
             num_answers=hypothetical.num_answers,
             batch=hypothetical.batch,
             policy=await self._policies.find(model),
@@ -105,20 +108,16 @@ class DryRuns:
             error = refusal(dry_run.refusals, request, dry_run.tokens)
         return DryRunResult(limits=dry_run, error=error, wait_s=wait_s, admission_wait_ms=tier.admission_wait_ms)
 
-    def _remaining_context(self, model: str, prompt_tokens: int) -> int | None:
-        """Return the tokens left for an answer without `max_tokens`; None if the context length is unknown."""
-        served = self._find_model(model)
-        return None if served is None or served.max_model_len is None else max(served.max_model_len - prompt_tokens, 0)
-
     def _find_model(self, name: str) -> ServedModel | None:
         return next((model for model in self._models.list() if model.name == name), None)
 
-    def _precheck_error(self, principal: Principal, hypothetical: DryRunRequest) -> GatehouseError | None:
+    def _precheck_error(
+        self, principal: Principal, hypothetical: DryRunRequest, served: ServedModel | None
+    ) -> GatehouseError | None:
         """Return the error of the checks that precede the limits, or None."""
         try:
             principal.check_usable(self._clock.now())
             principal.check_scope(INFERENCE_SCOPE)
-            served = self._find_model(hypothetical.model)
             if served is None:
                 return model_not_found(hypothetical.model)
             principal.check_model(hypothetical.model)

@@ -195,7 +195,7 @@ class GrammarCompiler:
     def _start_process(self, spec: GrammarSpec) -> _WorkerProcess:
         try:
             return _WorkerProcess(self._vocabulary)
-        except OSError as error:
+        except (OSError, WorkerLost) as error:  # the system's fault, not the grammar's
             raise overloaded(spec, NO_PROCESS) from error
 
     def _discard(self, job: Job) -> None:

@@ -87,9 +87,11 @@ class Serving:
     metrics: Metrics
 
     async def start(self, person: Person, prompt: list[int] | str, **sampling: Any) -> Generation:
-        """Start a generation for `person`; the fake engine repeats a prompt given as text."""
+        """Start a generation for `person`; the fake engine repeats a prompt given as text. `max_output_tokens`: the requested
+        maximum, None for none, where it is not `max_tokens`."""
         ids = self.ids(prompt) if isinstance(prompt, str) else prompt
         field_names, batch = sampling.pop("field_names", {}), sampling.pop("batch", False)
+        max_output_tokens = sampling.pop("max_output_tokens", sampling.get("max_tokens", len(ids)))
         options = {"max_tokens": len(ids), "seed": 1, **sampling}
         return await self.generations.start(
             PreparedRequest(
@@ -100,7 +102,7 @@ class Serving:
                 stream=True,
                 prompt_token_ids=ids,
                 sampling=SamplingParams(**options),
-                max_output_tokens=options["max_tokens"],
+                max_output_tokens=max_output_tokens,
                 field_names=field_names,
                 batch=batch,
             )

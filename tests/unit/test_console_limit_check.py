@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import Limits, Principal, TenantChanges
@@ -13,6 +15,13 @@ async def limit_check_path(console: ConsoleApp, **limits: int) -> str:
     tenant = console.cast.bob.tenant
     await console.services.tenants.update(tenant.id, TenantChanges(limits=Limits(**limits)), access=WHOLE_APPLIANCE)
     return f"/tenants/{tenant.id}/check"
+
+
+def table_cells(page: str) -> list[list[str]]:
+    """The texts of the table's cells, row by row, without the head."""
+    rows = re.findall(r"<tr>(.*?)</tr>", page, re.DOTALL)[1:]
+    cells = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row, re.DOTALL) for row in rows]
+    return [[re.sub("<[^>]+>", "", cell) for cell in row] for row in cells]
 
 
 async def test_without_limits_every_request_is_admitted(console: ConsoleApp) -> None:
@@ -86,6 +95,8 @@ async def test_invalid_numbers_models_and_keys_are_reported(console: ConsoleApp)
     )
     assert "404 model_not_found" in (await alice.fragment(f"{path}?model=other")).text
     assert "Model: Fill this in." in (await alice.fragment(f"{path}?model=")).text
+    assert "max_tokens: " in (await alice.fragment(f"{path}?model=demo&max_tokens=0")).text
+    assert "Model: " in (await alice.fragment(f"{path}?model={'a' * 300}")).text
     assert "Key: No such key, or it was revoked." in (await alice.fragment(f"{path}?model=demo&key=key_x")).text
 
 
@@ -93,3 +104,44 @@ async def test_the_check_of_another_tenant_is_not_found(console: ConsoleApp) -> 
     path = await limit_check_path(console)
     mallory = await console.member_of(console.cast.charlie, "manager", email="mallory@example.com")
     assert (await mallory.get(path)).status_code == 404
+
+
+async def test_the_table_shows_whose_each_limit_is_what_is_left_of_it_and_amounts_in_its_currency(console: ConsoleApp) -> None:
+    path = await limit_check_path(console, tokens_per_minute=1000, monthly_budget=5_000_000)
+    changes = TenantChanges(currency="USD", model_limits={"demo": Limits(requests_per_minute=3)})
+    await console.services.tenants.update(console.cast.bob.tenant.id, changes, access=WHOLE_APPLIANCE)
+    await console.services.model_policies.put("demo", Limits(monthly_budget=2_000_000, concurrent_requests=4))
+    page = (await (await console.alice()).fragment(f"{path}?model=demo&prompt_tokens=900&max_tokens=50")).text
+    assert table_cells(page) == [
+        ["Tokens per minute", "tenant", "admits", "950", "1,000", "1,000", "now"],
+        ["Budget per month", "tenant", "admits", "0.000000 USD", "5.000000 USD", "5.000000 USD", "now"],
+        ["Concurrent requests", "model", "admits", "1", "4", "4", "now"],
+        ["Budget per month", "model", "admits", "0.000000 EUR", "2.000000 EUR", "2.000000 EUR", "now"],
+        ["Requests per minute", "tenant, demo", "admits", "1", "3", "3", "now"],
+    ]
+
+
+async def test_a_request_that_its_tier_lets_wait_is_said_to_wait_for_that_long(console: ConsoleApp) -> None:
+    path = await limit_check_path(console, tokens_per_minute=600)
+    services = console.services
+    tenant = await services.tenants.get(console.cast.bob.tenant.id, access=WHOLE_APPLIANCE)
+    await services.tiers.update(tenant.tier, admission_wait_ms=30_000)
+    used = AdmissionRequest(
+        principal=Principal(tenant=tenant, key=console.cast.bob.key), model="demo", prompt_tokens=600, max_output_tokens=0,
+        price=None,
+    )  # fmt: skip
+    await services.admission.admit(used)
+    page = (await (await console.alice()).fragment(f"{path}?model=demo&prompt_tokens=40&max_tokens=60")).text
+    assert "Waits 10 s for room, and is then admitted unless other requests take it." in page
+    assert table_cells(page) == [["Tokens per minute", "tenant", "refuses", "100", "0", "600", "10 s"]]
+
+
+async def test_the_form_begins_with_the_first_model_and_offers_the_keys_that_are_not_revoked(console: ConsoleApp) -> None:
+    path, keys, bob = await limit_check_path(console), console.services.keys, console.cast.bob
+    revoked, _ = await keys.create(bob.tenant.id, "revoked key", access=WHOLE_APPLIANCE)
+    await keys.revoke(revoked.id, access=WHOLE_APPLIANCE)
+    page = (await (await console.alice()).get(path)).text
+    assert 'name="model" value="demo"' in page
+    assert 'name="prompt_tokens" value="500"' in page
+    assert f'<option value="{bob.key.id}">' in page
+    assert "revoked key" not in page

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,6 +19,7 @@ from engine.grammar import compiler as compiler_module
 from engine.grammar import matcher
 from engine.grammar.compile_queue import CompileQueue
 from engine.grammar.compiler import GrammarCompiler
+from engine.grammar.lark import to_lark
 from engine.grammar.masks import GrammarMasks
 from engine.grammar.matcher import GrammarState
 from engine.grammar.spec import GrammarError, GrammarSpec
@@ -150,12 +152,16 @@ def test_slow_grammars_of_one_tenant_do_not_delay_those_of_another(monkeypatch: 
     for text in ("b", "c"):
         assert compiler.submit(GrammarSpec("choice", f'["{text}"]'), BOB).result(timeout=60).start().is_complete is False
     assert not any(grammar.done() for grammar in flood)
+    assert len(compiler._threads) == 2
     released.set()
     assert all(grammar.result(timeout=60) for grammar in flood)
     compiler.close()
 
 
-def test_two_grammars_at_once_use_two_workers_although_only_one_was_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("has_one_caller", "other"), [(False, BOB), (True, ALICE)], ids=["two tenants", "one caller"])
+def test_two_grammars_at_once_use_two_workers_although_only_one_was_idle(
+    monkeypatch: pytest.MonkeyPatch, has_one_caller: bool, other: str
+) -> None:
     compile_in_worker, released = compiler_module._WorkerProcess.compile, threading.Event()
 
     def blocking_compile(process: compiler_module._WorkerProcess, spec: GrammarSpec, deadline_s: float) -> dict[str, str]:
@@ -164,7 +170,7 @@ def test_two_grammars_at_once_use_two_workers_although_only_one_was_idle(monkeyp
         return compile_in_worker(process, spec, deadline_s)
 
     monkeypatch.setattr(compiler_module._WorkerProcess, "compile", blocking_compile)
-    compiler = GrammarCompiler(BYTES, workers=2)
+    compiler = GrammarCompiler(BYTES, workers=2, has_one_caller=has_one_caller)
     changed, is_idle = compiler._changed, threading.Event()
     wait = changed.wait
 
@@ -177,7 +183,8 @@ def test_two_grammars_at_once_use_two_workers_although_only_one_was_idle(monkeyp
     assert is_idle.wait(60)
     with changed:  # the idle worker does not wake before both are submitted
         slow = compiler.submit(GrammarSpec("regex", "a+"), ALICE)
-        quick = compiler.submit(GrammarSpec("choice", '["b"]'), BOB)
+        assert len(compiler._threads) == 1
+        quick = compiler.submit(GrammarSpec("choice", '["b"]'), other)
     assert quick.result(timeout=60).start().is_complete is False
     assert not slow.done()
     released.set()
@@ -194,12 +201,20 @@ def test_a_worker_that_misses_its_deadline_is_replaced() -> None:
     compiler.close()
 
 
+@pytest.mark.parametrize(
+    ("module", "name", "replacement"),
+    [
+        (subprocess, "Popen", mock.Mock(side_effect=BlockingIOError(errno.EAGAIN, "try again"))),
+        (sys, "executable", "/bin/false"),
+    ],
+    ids=["no process", "ends at once"],
+)
 def test_if_no_process_can_start_the_grammar_is_refused_as_overloaded_and_the_next_one_compiles(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, replacement: Any
 ) -> None:
     compiler, spec = GrammarCompiler(BYTES, workers=1), GrammarSpec("choice", '["a"]')
     with monkeypatch.context() as patched:
-        patched.setattr(subprocess, "Popen", mock.Mock(side_effect=BlockingIOError(errno.EAGAIN, "try again")))
+        patched.setattr(module, name, replacement)
         with pytest.raises(EngineOverloaded, match="the system starts no more processes"):
             compiler.submit(spec, ALICE).result(timeout=60)
     assert compiler.submit(spec, ALICE).result(timeout=60).start().is_complete is False
@@ -273,7 +288,9 @@ def test_a_worker_that_died_between_two_grammars_is_replaced(monkeypatch: pytest
 
     monkeypatch.setattr(compiler_module, "_WorkerProcess", RecordedWorker)
     compiler = GrammarCompiler(BYTES, workers=1)
-    compiler.submit(GrammarSpec("choice", '["a"]'), ALICE).result(timeout=60)
+    for text in ("a", "c"):
+        compiler.submit(GrammarSpec("choice", f'["{text}"]'), ALICE).result(timeout=60)
+    assert len(workers) == 1
     workers[0]._process.kill()
     workers[0]._process.wait()
     assert compiler.submit(GrammarSpec("choice", '["b"]'), ALICE).result(timeout=60).start().is_complete is False
@@ -306,6 +323,24 @@ def test_a_deeply_recursive_grammar_ends_at_most_the_worker(count: int) -> None:
     command = ["/bin/sh", "-c", 'ulimit -s unlimited 2>/dev/null; exec "$0" -c "$1"', sys.executable, program]
     completed = subprocess.run(command, input=json.dumps(schema), text=True, capture_output=True, check=False)
     assert completed.returncode == 0, completed.stderr
+
+
+def test_closing_a_compiler_cancels_the_grammars_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, released = threading.Event(), threading.Event()
+
+    def blocking_compile(*_arguments: object) -> dict[str, str]:
+        begun.set()
+        assert released.wait(60)
+        return {"error": "too late"}
+
+    monkeypatch.setattr(compiler_module, "_WorkerProcess", mock.Mock(return_value=mock.Mock(compile=blocking_compile)))
+    compiler = GrammarCompiler(BYTES, workers=1)
+    running, waiting = [compiler.submit(GrammarSpec("regex", text), ALICE) for text in ("a", "b")]
+    assert begun.wait(60)
+    waiting.add_done_callback(lambda _: released.set())
+    compiler.close()
+    assert waiting.cancelled()
+    assert isinstance(running.exception(timeout=60), GrammarError)
 
 
 def test_a_closed_compiler_refuses_grammars() -> None:
@@ -349,8 +384,43 @@ def test_a_lexer_table_exhausted_by_one_request_is_replaced_for_another(monkeypa
     with pytest.raises(GrammarError, match=r"cannot be followed further|a step would cost too much"):
         accept_text(first, "aaaabbbbb-abcdefghi-ABCDEFGHI")
     monkeypatch.setattr(matcher, "LEXER_STATES_MAX", 30_000)
-    accept_text(second, "aaaabbb-abc")
-    assert allowed_tokens(second) == {byte + 1 for byte in b"abcdefghijklmnopqrstuvwxyz"}
+    accept_text(second, "aaaabbb-abcdefghi-ABCDEFGHI")  # further than the first came
+    assert allowed_tokens(second) == {EOS}
+
+
+def test_a_token_is_accepted_although_another_request_has_exhausted_the_lexer_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matcher, "LEXER_STATES_MAX", 40)
+    monkeypatch.setattr(matcher, "TRIAL_RUNS", 0)
+    grammar = compiled.__wrapped__("regex", "(a|b){9}-[a-z]{9}-[A-Z]{9}")
+    first, second = grammar.start(), grammar.start()
+    with pytest.raises(GrammarError):
+        accept_text(first, "aaaabbbbb-abcdefghi-ABCDEFGHI")
+    monkeypatch.setattr(matcher, "LEXER_STATES_MAX", 30_000)
+    for byte in b"aaaabbbbb-abcdefghi-ABCDEFGHI":
+        second.accept(byte + 1)
+    assert second.is_complete
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "limit", "message"),
+    [
+        ("regex", "[a-z]{30}", "LEXER_STATES_MAX", "cannot be enforced: a step would cost too much"),
+        ("choice", '["z"]', None, "cannot be satisfied by any text"),
+    ],
+)
+def test_a_grammar_that_no_request_could_follow_is_refused_when_it_is_tried_out(
+    monkeypatch: pytest.MonkeyPatch, kind: Any, text: str, limit: str | None, message: str
+) -> None:
+    vocabulary = BYTES
+    if limit is None:
+        vocabulary = TWO_TOKENS
+    else:
+        monkeypatch.setattr(matcher, limit, 10)
+    spec = GrammarSpec(kind, text)
+    lark = matcher.answer_grammar(to_lark(spec), first_space=vocabulary.strips_first_space)
+    with pytest.raises(GrammarError, match=message) as caught:
+        matcher.build_matcher(matcher.token_trie(vocabulary), lark, spec)
+    assert caught.value.param == spec.param
 
 
 def test_masks_that_cost_too_much_time_end_only_their_request(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,6 +100,16 @@ def test_closing_an_unused_lazy_compiler_does_not_create_one(compiler: FakeCompi
     create.assert_not_called()
 
 
+def test_a_lazy_compiler_is_created_once(compiler: FakeCompiler) -> None:
+    create = mock.Mock(return_value=compiler)
+    lazy = LazyCompiler(create)
+    for _ in range(3):
+        lazy.submit(SPEC, "alice")
+    assert lazy._compiler is not None
+    lazy._compiler.result(timeout=60)
+    create.assert_called_once_with()
+
+
 def test_closing_a_used_lazy_compiler_closes_it(compiler: FakeCompiler) -> None:
     lazy = LazyCompiler(lambda: compiler)
     lazy.submit(SPEC, "alice")

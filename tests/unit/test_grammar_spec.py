@@ -11,6 +11,7 @@ import pytest
 
 from engine.grammar.spec import (
     MESSAGE_CHARS_MAX,
+    SCHEMA_DEPTH_MAX,
     GrammarError,
     GrammarSpec,
     check_schema_text,
@@ -57,6 +58,15 @@ def test_the_schema_text_is_not_parsed_on_submission(monkeypatch: pytest.MonkeyP
     """Submission runs in the thread that steps the engine, and a schema may have 256 KiB; the compiler process parses it."""
     monkeypatch.setattr("engine.grammar.spec.json.loads", lambda *_: pytest.fail("the schema was read"))
     assert grammar_spec(SamplingParams(guided_json='{"type": "null"}')) == GrammarSpec("json", '{"type": "null"}')
+
+
+def test_a_schema_may_be_nested_to_the_limit_and_no_deeper() -> None:
+    def nested(levels: int) -> str:
+        return '{"not":' * (levels - 1) + "{}" + "}" * (levels - 1)
+
+    assert check_schema_text(nested(SCHEMA_DEPTH_MAX))
+    with pytest.raises(GrammarError, match=f"more than {SCHEMA_DEPTH_MAX} levels deep"):
+        check_schema_text(nested(SCHEMA_DEPTH_MAX + 1))
 
 
 INVALID_SCHEMA_TEXTS = {

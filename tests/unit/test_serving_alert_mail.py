@@ -4,27 +4,42 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import smtplib
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from datetime import timedelta
 from email import message_from_bytes
 from email.message import EmailMessage
 from email.policy import default
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from aiosmtpd.smtp import SMTP, AuthResult, Envelope
 
+from appliance.base.db import Database
+from appliance.base.settings import load_settings
 from appliance.metering.alerts.outbox import EVENTS, Delivery
 from appliance.metering.alerts.send_limits import TEST_EVENT
 from appliance.metering.alerts.webhooks import Endpoint
+from appliance.metering.calendar import BillingCalendar
+from appliance.serving.alerting.alerts import Alerts
 from appliance.serving.alerting.delivery import SendFailed
 from appliance.serving.alerting.mail import MailSender
 from appliance.serving.alerting.texts import text_of
+from appliance.serving.model_registry import ModelRegistry
+from appliance.telemetry.metrics import Metrics
+from appliance.tenancy.access import WHOLE_APPLIANCE
+from appliance.tenancy.keys import Keys
+from appliance.tenancy.principals import KeyChanges
+from tests.support.alerts import receiving
+from tests.support.cast import PEPPER, Cast
 from tests.support.certificates import Certificate, make_certificate
-from tests.support.clock import START
+from tests.support.clock import START, FakeClock
+from tests.support.polling import poll_until
 
 TENANT = {"tenant_id": "tn_1", "tenant_name": "Bob & <Söhne>"}
 DATA: dict[str, dict[str, Any]] = {
@@ -247,9 +262,11 @@ async def test_nothing_is_sent_if_starttls_is_configured_but_not_offered() -> No
     assert server.accepted == []
 
 
-async def test_smtps_uses_tls_from_the_first_byte(certificate: Certificate) -> None:
+async def test_smtps_uses_tls_from_the_first_byte_and_checks_the_certificate(certificate: Certificate) -> None:
     async with mail_server(MailServer(), implicit=certificate.server()) as server:
         await send(f"smtps://127.0.0.1:{server.port}", tls=certificate.client())
+        with pytest.raises(SendFailed, match="certificate"):
+            await send(f"smtps://127.0.0.1:{server.port}")
     assert len(server.accepted) == 1
 
 
@@ -273,7 +290,11 @@ async def test_a_refusal_is_a_failure_with_the_servers_message(answer: str) -> N
     assert answer.split(" ", 1)[1] in str(failure.value)
 
 
-async def test_a_hanging_mail_server_times_out() -> None:
+@pytest.mark.parametrize(
+    ("limit", "reason", "message"),
+    [("step_timeout_s", "mail", "timed out"), ("timeout_s", "timeout", "within 0.05 s")],
+)
+async def test_a_hanging_mail_server_times_out(limit: str, reason: str, message: str) -> None:
     closed = asyncio.Event()
 
     async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -286,11 +307,26 @@ async def test_a_hanging_mail_server_times_out() -> None:
     server = await asyncio.start_server(hang, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     with pytest.raises(SendFailed) as failure:
-        await send(f"smtp://127.0.0.1:{port}", step_timeout_s=0.05)
-    assert failure.value.reason in ("mail", "timeout")
+        await send(f"smtp://127.0.0.1:{port}", None, **{"step_timeout_s": 1.0, limit: 0.05})
+    assert failure.value.reason == reason
+    assert message in str(failure.value)
     await asyncio.wait_for(closed.wait(), 60)
     server.close()
     await server.wait_closed()
+
+
+@pytest.mark.parametrize(("scheme", "port"), [("smtp", 25), ("smtp+starttls", 587), ("smtps", 465)])
+async def test_a_mail_server_without_a_port_is_reached_at_the_standard_one(
+    monkeypatch: pytest.MonkeyPatch, scheme: str, port: int
+) -> None:
+    plain, encrypted = (Mock(side_effect=ConnectionRefusedError(111, "refused")) for _ in range(2))
+    monkeypatch.setattr(smtplib, "SMTP", plain)
+    monkeypatch.setattr(smtplib, "SMTP_SSL", encrypted)
+    with pytest.raises(SendFailed, match="refused"):
+        await send(f"{scheme}://mail.example.com")
+    used, unused = (encrypted, plain) if scheme == "smtps" else (plain, encrypted)
+    assert used.call_args.args[:2] == ("mail.example.com", port)
+    unused.assert_not_called()
 
 
 async def test_an_unreachable_mail_server_is_a_failure() -> None:
@@ -320,3 +356,28 @@ def test_messages_to_two_mailboxes_differ_only_in_the_recipient() -> None:
     other = dataclasses.replace(MAILBOX, target="bob@example.com")
     first, second = (sender.message(endpoint.target, delivery(), START) for endpoint in (MAILBOX, other))
     assert next(value for value in first.items() if value not in second.items()) == ("To", "ops@example.com")
+
+
+async def test_started_alerts_check_at_once_and_deliver_to_webhooks_and_mailboxes(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
+) -> None:
+    async with mail_server(MailServer()) as server, receiving() as receiver:
+        options = {
+            "data_dir": tmp_path, "webhook_networks": ["127.0.0.0/8"], "smtp_url": f"smtp://127.0.0.1:{server.port}",
+            "smtp_from": "gatehouse@box.example.com", "external_url": "https://llm.example.com",
+        }  # fmt: skip
+        alerts = Alerts(load_settings(options=options, environ={}), database, clock, BillingCalendar(), PEPPER)
+        for kind, target in (("webhook", f"http://127.0.0.1:{receiver.port}/"), ("email", "ops@example.com")):
+            await alerts.webhooks.create(kind=kind, target=target, access=WHOLE_APPLIANCE)
+        expiry = KeyChanges(expires_at=clock.now() + timedelta(days=10))
+        await Keys(database, clock, PEPPER).create(cast.bob.tenant.id, "ci", expiry, access=WHOLE_APPLIANCE)
+        clock.advance(4 * 86400)
+        alerts.start(ModelRegistry(), Metrics(), version="7.7")
+        try:
+            await poll_until(lambda: bool(server.accepted and receiver.requests))
+        finally:
+            await alerts.stop()
+    assert receiver.json()["type"] == "key.expiring"
+    assert receiver.requests[0][1]["user-agent"] == "gatehouse/7.7"
+    assert server.accepted[0].mail_from == "gatehouse@box.example.com"
+    assert "https://llm.example.com" in str(server.message().get_body(("plain",)))

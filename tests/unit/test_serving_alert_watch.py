@@ -1,4 +1,4 @@
-"""Periodic checks: expiring keys, engines that stay down, and a task that survives database failures."""
+"""Periodic checks: expiring keys, engines that stay down, budgets."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 from typing import cast as typed
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
 from appliance.base.db import Database
 from appliance.metering.alerts import key_expiry
+from appliance.metering.alerts.budgets import BudgetAlerts
 from appliance.metering.alerts.key_expiry import SWEEP_INTERVAL_S, KeyExpiryAlerts
 from appliance.metering.calendar import BillingCalendar
 from appliance.serving.alerting.watch import ENGINE_DOWN_S, AlertWatch
@@ -136,7 +137,8 @@ async def test_revoked_rotated_archived_and_short_lived_keys_are_not_reported(
     await watched.keys.revoke(revoked, access=WHOLE_APPLIANCE)
     await watched.keys.rotate(rotated, grace_s=3600, access=WHOLE_APPLIANCE)
     await Tenants(database, clock).archive(cast.charlie.tenant.id, access=WHOLE_APPLIANCE)
-    await watched.new_key(cast.bob, 2)  # was never to live for long
+    for days in (2, 7):
+        await watched.new_key(cast.bob, days)  # was never to live for long
     clock.advance(3000)
     assert await watched.alerts_sent() == []
     clock.advance(3 * DAY_S)
@@ -173,6 +175,13 @@ async def test_keys_are_checked_hourly_and_whenever_keys_or_webhooks_change(
     assert [data["key_id"] for data in await watched.alerts_sent()] == [key_id]
     await watched.alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE)
     assert [data["key_id"] for data in await watched.alerts_sent()] == [key_id] * 2
+
+
+async def test_a_check_includes_budgets(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep = AsyncMock()
+    monkeypatch.setattr(BudgetAlerts, "sweep", sweep)
+    await watched.watch.check()
+    sweep.assert_awaited_once_with()
 
 
 async def test_an_engine_that_stays_down_is_reported_once_until_it_recovers(watched: Watched, clock: FakeClock) -> None:

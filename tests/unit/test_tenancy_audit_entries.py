@@ -24,6 +24,7 @@ from appliance.tenancy.members import Members
 from appliance.tenancy.principals import KeyChanges, TenantChanges
 from appliance.tenancy.sessions import Sessions
 from appliance.tenancy.tenants import Tenants
+from appliance.tenancy.tiers import ADMISSION_WAIT_MS_DEFAULT, Tiers
 from tests.support.cast import PEPPER, Cast
 from tests.support.clock import FakeClock
 from tests.support.factories import pending
@@ -62,6 +63,17 @@ async def test_changes_of_a_tenant_are_audited(database: Database, clock: FakeCl
     assert changed == ("tenant.update", made.id, before, after)
     assert limited[3]["model_limits"]["demo"]["requests_per_minute"] == 2
     assert (archived[0], archived[2]["archived"], archived[3]["archived"]) == ("tenant.archive", False, True)
+
+
+async def test_a_changed_tier_is_audited_with_its_former_wait(database: Database, clock: FakeClock) -> None:
+    tiers = Tiers(database, clock)
+    with acting(ALICE):
+        for wait_ms in (1500, 200):
+            await tiers.update("standard", admission_wait_ms=wait_ms)
+    assert await audited_changes(database) == [
+        ("tier.update", None, {"admission_wait_ms": before}, {"admission_wait_ms": after})
+        for before, after in ((ADMISSION_WAIT_MS_DEFAULT, 1500), (1500, 200))
+    ]
 
 
 async def test_changes_of_a_key_are_audited(database: Database, clock: FakeClock, cast: Cast) -> None:

@@ -30,6 +30,7 @@ from appliance.base.errors import (
 from appliance.base.tables import api_keys
 from appliance.tenancy import keys as keys_module
 from appliance.tenancy.access import WHOLE_APPLIANCE
+from appliance.tenancy.fields import LIST_ITEMS_MAX
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.model_policies import ModelPolicies
 from appliance.tenancy.principals import ApiKey, KeyChanges, Limits, Tenant, TenantChanges
@@ -262,6 +263,8 @@ async def test_a_key_is_accepted_only_from_its_allowed_networks(
         ({"allowed_networks": ["example.com"]}, "allowed_networks"),
         ({"allowed_networks": [10]}, "allowed_networks"),
         ({"allowed_networks": "10.0.0.0/8"}, "allowed_networks"),
+        ({"allowed_networks": ""}, "allowed_networks"),
+        ({"allowed_networks": [f"10.0.{n // 256}.{n % 256}" for n in range(LIST_ITEMS_MAX + 1)]}, "allowed_networks"),
         ({"allowed_models": "demo"}, "allowed_models"),
         ({"expires_at": FakeClock().now()}, "expires_at"),
         ({"expires_at": (FakeClock().now() + timedelta(days=1)).replace(tzinfo=None)}, "expires_at"),

@@ -41,7 +41,7 @@ async def test_a_new_member_is_invited_with_a_valid_password(people: Members, me
         people, cast.bob.tenant.id, " Dora@Example.com", "developer", access=WHOLE_APPLIANCE
     )
 
-    assert (membership.email, membership.role) == (DORA, TenantRole.DEVELOPER)
+    assert (membership.email, membership.role, membership.disabled) == (DORA, TenantRole.DEVELOPER, False)
     member = (await people.prove_password(DORA, password or "")).member
     assert member.role is Role.MEMBER
     access = await memberships.access(member, SYSTEM)

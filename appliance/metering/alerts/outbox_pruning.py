@@ -52,7 +52,6 @@ class OutboxPruner:
             select(outbox.c.id)
             .where(outbox.c.created_at < kept_from, outbox.c.next_attempt_at.is_(None))
             .where(or_(outbox.c.delivered_at.is_(None), outbox.c.delivered_at < kept_from))
-            .order_by(outbox.c.id)
             .limit(BATCH_ROWS)
         )
         async with self._db.reading() as connection:
