@@ -6,9 +6,7 @@ Needs no GPU. Every version of Triton in the environment is used (the installer'
 newest that we allow). Writes bench/results/compiled_kernels.jsonl, the record that tells CI what need not be compiled again
 (kernels/triton/gate/record.py): sm (capability), regs and spill (bytes) per thread, shared (bytes) and tmem (columns of tensor
 memory) per program, mma (matrix instructions), programs that fit on one multiprocessor. Recorded configurations are compiled
-again only with `--all`, except one of each kernel on every second card. Under Triton 3.6 a key can depend on which modules were
-loaded before (a kernel's captured constants are those of functions that were hashed already), so save rows only from a run over
-all modules.
+again only with `--all`, except one of each kernel on every second card.
 """
 
 from __future__ import annotations

@@ -32,10 +32,15 @@ class Int8Weight:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Weight:
-    """An e4m3 weight, w[n, k] = values[n, k] · scales[n or 0]. values: [N, K] float8_e4m3fn, scales: [N] or [1] float32."""
+    """An e4m3 weight, w[n, k] = values[n, k] · scales[n]. values: [N, K] float8_e4m3fn, scales: [N] float32. Raises ValueError
+    for another number of scales: kernels would read beyond them."""
 
     values: torch.Tensor
     scales: torch.Tensor
+
+    def __post_init__(self) -> None:
+        if self.scales.shape != self.values.shape[:1]:
+            raise ValueError(f"scales are {list(self.scales.shape)}, expected one for each row: {list(self.values.shape[:1])}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +71,7 @@ Weight = torch.Tensor | Int8Weight | Fp8Weight | Int4Weight
 
 
 def values_and_scales(weight: torch.Tensor | Int8Weight | Fp8Weight) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The values or codes of a matrix, [N, K], and the scales of the codes, [N] or [1]; None for plain values."""
+    """The values or codes of a matrix, [N, K], and the scales of the codes, [N]; None for plain values."""
     return (weight, None) if isinstance(weight, torch.Tensor) else (weight.values, weight.scales)
 
 
@@ -79,11 +84,10 @@ def pack_int8(weight: torch.Tensor) -> Int8Weight:
     return Int8Weight(values, scales)
 
 
-def pack_fp8(weight: torch.Tensor, *, per_row: bool = True) -> Fp8Weight:
-    """Quantise a weight, [N, K] float, to e4m3: the largest magnitude of each row, or of the whole matrix, becomes 448."""
+def pack_fp8(weight: torch.Tensor) -> Fp8Weight:
+    """Quantise a weight, [N, K] float, to e4m3 with one scale per row: the largest magnitude becomes 448."""
     wide = weight.float()
-    absmax = wide.abs().amax(dim=1) if per_row else wide.abs().amax().reshape(1)
-    scales = absmax / FP8_MAX
+    scales = wide.abs().amax(dim=1) / FP8_MAX
     values = (wide / _divisors(scales).unsqueeze(1)).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
     return Fp8Weight(values, scales)
 

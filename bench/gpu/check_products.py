@@ -152,9 +152,8 @@ def _fused(context: Context, m: int, tail: Tail) -> ResultTriple:
 
 
 def _fused_fp8(context: Context, m: int, tail: Tail) -> ResultTriple:
-    """The first weight has a scale for each row, the second a single scale."""
     first, second = _plain_weights(context, tail)
-    return _fused_quantised(context, m, tail, (pack_fp8(first), pack_fp8(second, per_row=False)))
+    return _fused_quantised(context, m, tail, (pack_fp8(first), pack_fp8(second)))
 
 
 def _fused_subnormal(context: Context, tail: Tail) -> ResultTriple:

@@ -40,14 +40,14 @@ def _wait_then_trigger(EARLY: tl.constexpr):
 def _trigger_then_finish(
     product, up, weight_scales, bias, squares, row_squares, residual, norm_weight, out, weighted, squares_out,
     partials, arrivals, tile, split, rows, columns, M, N, K, eps, alpha,
-    GATE: tl.constexpr, COLUMN_SCALES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    GATE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Trigger the next kernel, then `apply_epilogue`. The trigger has no effect on a launch that is not early."""
     if not _INTERPRETED:
         gdc_launch_dependents()
     apply_epilogue(
         product, up, weight_scales, bias, squares, row_squares, residual, norm_weight, out, weighted, squares_out,
-        partials, arrivals, tile, split, rows, columns, M, N, K, eps, alpha, GATE, COLUMN_SCALES, SPLITS, BLOCK_M, BLOCK_N,
+        partials, arrivals, tile, split, rows, columns, M, N, K, eps, alpha, GATE, SPLITS, BLOCK_M, BLOCK_N,
     )  # fmt: skip
 
 

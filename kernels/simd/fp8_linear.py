@@ -48,10 +48,8 @@ def _multiply_panels(a):
 
 def bind_fp8(weight: Fp8Weight, bias: torch.Tensor | None) -> Callable[..., torch.Tensor]:
     """The product with an e4m3 weight, as `kernels.quantised_linear.bind_fp8`; it keeps no reference to `weight`."""
-    num_outputs, num_columns = weight.values.shape
     codes = split_into_panels(weight.values.view(torch.int8)).transpose(1, 2).contiguous()
-    scales = weight.scales.expand(num_outputs) * _SCALE_FACTOR
-    multiply = bind_panels(_multiply_panels, codes, scales, bias, num_columns)
+    multiply = bind_panels(_multiply_panels, codes, weight.scales * _SCALE_FACTOR, bias, weight.values.shape[1])
 
     def linear(x: torch.Tensor, *, x_scales: torch.Tensor | None = None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         rows = decode_fp8(x, torch.float32) if x.dtype.itemsize == 1 else x.float()

@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 from kernels.triton.gate import __main__ as gate
-from kernels.triton.gate.compilation import CAPABILITIES, Compilation, Compiled, forget_lines, source_key
+from kernels.triton.gate.compilation import CAPABILITIES, Compilation, Compiled, make_keys_reproducible, source_key
 from kernels.triton.gate.declared import declared
 from kernels.triton.gate.record import Record, Recorded, differences, read, write
 from tests.support.triton_jobs import MODULES, locked_versions
@@ -152,7 +152,7 @@ def test_a_key_does_not_depend_on_the_line_of_the_kernel(monkeypatch: pytest.Mon
     below.starting_line_number += 1000
     monkeypatch.setattr(f"kernels.triton.{MODULE}.below", below, raising=False)
     monkeypatch.setattr(f"kernels.triton.{MODULE}.above", above, raising=False)
-    forget_lines()
+    make_keys_reproducible()
     assert keyed(below) == keyed(above)
 
 
@@ -163,8 +163,35 @@ def test_a_key_does_not_depend_on_the_line_of_a_called_function(monkeypatch: pyt
         constant.starting_line_number = line
         monkeypatch.setattr(f"{__name__}.places", constant)
         monkeypatch.setattr(f"kernels.triton.{MODULE}.places", constant, raising=False)
-        forget_lines()
+        make_keys_reproducible()
         found.append(keyed(JITFunction(copied_with_a_constant)))
+    assert found[0] == found[1]
+
+
+FACTOR = tl.constexpr(2)
+
+
+def doubled(values: tl.tensor) -> tl.tensor:
+    return values * FACTOR
+
+
+twice = JITFunction(doubled)
+
+
+def copied_twice(source: tl.tensor, out: tl.tensor, BLOCK: tl.constexpr) -> None:
+    index = tl.arange(0, BLOCK)
+    tl.store(out + index, twice(tl.load(source + index)))
+
+
+def test_a_key_does_not_depend_on_which_functions_had_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_keys_reproducible()
+    found = []
+    for had_one in (False, True):
+        called = JITFunction(doubled)
+        monkeypatch.setattr(f"{__name__}.twice", called)
+        if had_one:
+            assert called.cache_key
+        found.append(keyed(JITFunction(copied_twice)))
     assert found[0] == found[1]
 
 

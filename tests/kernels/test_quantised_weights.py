@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.quantised_weights import pack_awq, pack_fp8, pack_gptq, pack_int4, pack_int4_codes, pack_int8
+from kernels.quantised_weights import Fp8Weight, pack_awq, pack_fp8, pack_gptq, pack_int4, pack_int4_codes, pack_int8
 from kernels.reference import quantised as reference
 from kernels.reference.fp8_rows import quantize_rows_fp8
 
@@ -151,14 +151,20 @@ def test_eight_bits_are_at_most_half_a_step_from_the_weight() -> None:
     assert ((reference.dequantise(packed) - weight).abs() <= packed.scales.unsqueeze(1) * 0.5001).all()
 
 
-@pytest.mark.parametrize("per_row", [True, False])
-def test_fp8_weights_are_within_their_three_bits_of_mantissa(per_row: bool) -> None:
+def test_fp8_weights_are_within_their_three_bits_of_mantissa() -> None:
     weight = torch.randn(7, 67, generator=torch.Generator().manual_seed(3))
     weight[2] = 0
-    packed = pack_fp8(weight, per_row=per_row)
-    assert packed.scales.shape == ((7,) if per_row else (1,))
+    packed = pack_fp8(weight)
     error = (reference.dequantise(packed) - weight).abs()
     assert (error <= weight.abs() * 2**-4 * 1.001 + packed.scales.unsqueeze(1) * 2**-10).all()
+
+
+@pytest.mark.parametrize("scales", [torch.ones(1), torch.ones(6), torch.ones(7, 1), torch.tensor(1.0)])
+def test_an_fp8_weight_has_one_scale_for_each_row(scales: torch.Tensor) -> None:
+    values = torch.zeros(7, 16, dtype=torch.float8_e4m3fn)
+    assert Fp8Weight(values, torch.ones(7)).scales.shape == (7,)
+    with pytest.raises(ValueError, match=r"expected one for each row: \[7\]"):
+        Fp8Weight(values, scales)
 
 
 def test_products_with_quantised_weights_equal_products_with_the_dequantised_weights() -> None:

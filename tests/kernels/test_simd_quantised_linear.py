@@ -82,16 +82,15 @@ def test_reordered_columns_and_zero_points_of_sixteen_match_the_reference(group_
 
 def test_every_e4m3_value_is_multiplied_exactly() -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, None]
-    weight = Fp8Weight(codes, torch.ones(1))
+    weight = Fp8Weight(codes, torch.ones(256))
     products = bind_fp8(weight, None)(torch.ones(1, 1))[0]
     finite = ~codes[:, 0].float().isnan()
     assert torch.equal(products[finite], codes[finite, 0].float())
 
 
-@pytest.mark.parametrize("num_scales", [1, 40])
-def test_inputs_in_e4m3_come_with_a_scale_of_each_row_or_of_all(num_scales: int) -> None:
+def test_inputs_in_e4m3_come_with_a_scale_of_each_row_or_of_all() -> None:
     torch.manual_seed(4)
-    weight, bias, x = pack_fp8(torch.randn(40, 96), per_row=num_scales > 1), torch.randn(40), rows_of(5, 96)
+    weight, bias, x = pack_fp8(torch.randn(40, 96)), torch.randn(40), rows_of(5, 96)
     values, scales = quantize_rows_fp8(x)
     for x_scales in (scales, torch.tensor([0.01])):
         actual = bind_fp8(weight, bias)(values, x_scales=x_scales, out_dtype=torch.float32)

@@ -67,8 +67,8 @@ def int8_weight(outputs: int, device: torch.device) -> Int8Weight:
     return Int8Weight(padded_rows(packed.values, COLUMNS + 24), packed.scales)
 
 
-def fp8_weight(outputs: int, device: torch.device, *, per_row: bool = True) -> Fp8Weight:
-    return pack_fp8(plain(outputs, device), per_row=per_row)
+def fp8_weight(outputs: int, device: torch.device) -> Fp8Weight:
+    return pack_fp8(plain(outputs, device))
 
 
 def test_the_memory_plan_matches_the_slab_size() -> None:
@@ -149,11 +149,11 @@ def test_products_bound_by_the_engine_use_slabs(
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("kind", ["int8", "fp8", "fp8 with one scale"])
-def test_slabs_hold_weights_rounded_once(kind: str, dtype: torch.dtype, device: torch.device) -> None:
-    weight: Int8Weight | Fp8Weight = int8_weight(70, device)
-    if kind != "int8":
-        weight = fp8_weight(70, device, per_row=kind == "fp8")
+@pytest.mark.parametrize("pack", [int8_weight, fp8_weight])
+def test_slabs_hold_weights_rounded_once(
+    pack: Callable[[int, torch.device], Int8Weight | Fp8Weight], dtype: torch.dtype, device: torch.device
+) -> None:
+    weight = pack(70, device)
     out = Guarded((37, COLUMNS), dtype, device)
     dequantise_rows(weight, 16, out.tensor)
     expected = (weight.values.float() * weight.scales.unsqueeze(1))[16:53].to(dtype)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kernels import ops
-from kernels.quantised_weights import pack_fp8, pack_int4
+from kernels.quantised_weights import pack_int4
 from kernels.reference import experts as reference
 from kernels.reference import quantised
 from kernels.triton.experts import int4 as experts_int4
@@ -118,7 +118,6 @@ def test_a_token_has_the_same_bits_in_any_batch(device: torch.device) -> None:
 PACKERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "int8": ops.pack_int8,
     "fp8": ops.pack_fp8,
-    "fp8, one scale for all rows": partial(pack_fp8, per_row=False),
     "int4": partial(pack_int4, group_size=32),
     "int4 with bfloat16 scales": partial(pack_int4, group_size=64, scale_dtype=torch.bfloat16),
 }

@@ -81,7 +81,7 @@ def test_a_product_with_a_fused_norm_matches_the_reference(
 
 
 @SPLITS
-@pytest.mark.parametrize("pack", [pack_int8, pack_fp8, lambda weight: pack_fp8(weight, per_row=False)])
+@pytest.mark.parametrize("pack", [pack_int8, pack_fp8])
 def test_weights_of_8_bits_are_scaled_after_the_sum(
     pack: Callable[[torch.Tensor], Int8Weight | Fp8Weight], splits: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:

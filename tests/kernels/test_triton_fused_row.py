@@ -30,7 +30,6 @@ PACKERS: dict[str, Pack] = {
     "plain": lambda weight: weight,
     "int8": pack_int8,
     "fp8": pack_fp8,
-    "fp8 as one": partial(pack_fp8, per_row=False),
 }
 TILES = ((2, 16), (4, 64), (8, 512))
 """Outputs and columns of a step."""

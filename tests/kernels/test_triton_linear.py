@@ -43,8 +43,8 @@ def int8_weight(num_rows: int, num_columns: int, device: torch.device) -> Int8We
     return Int8Weight(padded_rows(packed.values, -(-num_columns // 16) * 16 + 16), packed.scales)
 
 
-def fp8_weight(num_rows: int, num_columns: int, device: torch.device, *, per_row: bool) -> Fp8Weight:
-    packed = pack_fp8(normal(num_rows, num_columns, dtype=torch.float32, device=device, seed=1) * 0.1, per_row=per_row)
+def fp8_weight(num_rows: int, num_columns: int, device: torch.device) -> Fp8Weight:
+    packed = pack_fp8(normal(num_rows, num_columns, dtype=torch.float32, device=device, seed=1) * 0.1)
     values = torch.zeros(num_rows, -(-num_columns // 16) * 16 + 16, dtype=torch.uint8, device=device) + 0x7F  # NaN
     values[:, :num_columns] = packed.values.view(torch.uint8)
     return Fp8Weight(values.view(torch.float8_e4m3fn)[:, :num_columns], packed.scales)
@@ -138,28 +138,27 @@ def test_rows_times_an_8_bit_weight_match_the_reference(
     assert_near(out.check(), reference.linear_int8(x, weight, bias=bias), "matmul", scale=math.sqrt(num_columns) * 0.3)
 
 
-@pytest.mark.parametrize("per_row", [True, False])
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("sizes", [SIZES[0], SIZES[3], *LARGER], ids=str)
 def test_float_rows_times_an_e4m3_weight_match_the_reference(
-    sizes: tuple[int, int, int], dtype: torch.dtype, per_row: bool, device: torch.device
+    sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device
 ) -> None:
     num_rows, num_outputs, num_columns = sizes
-    x, weight = rows(num_rows, num_columns, dtype, device), fp8_weight(num_outputs, num_columns, device, per_row=per_row)
+    x, weight = rows(num_rows, num_columns, dtype, device), fp8_weight(num_outputs, num_columns, device)
     out = Guarded((num_rows, num_outputs), dtype, device)
     linear_fp8(x, weight, out=out.tensor)
     assert_near(out.check(), reference.linear_fp8(x, weight), "matmul", scale=math.sqrt(num_columns) * 0.3)
 
 
-@pytest.mark.parametrize("per_row", [True, False])
+@pytest.mark.parametrize("x_per_row", [True, False])
 @pytest.mark.parametrize("sizes", [SIZES[0], SIZES[3], *LARGER], ids=str)
 def test_e4m3_rows_times_an_e4m3_weight_match_the_reference(
-    sizes: tuple[int, int, int], per_row: bool, device: torch.device
+    sizes: tuple[int, int, int], x_per_row: bool, device: torch.device
 ) -> None:
     num_rows, num_outputs, num_columns = sizes
-    weight = fp8_weight(num_outputs, num_columns, device, per_row=per_row)
+    weight = fp8_weight(num_outputs, num_columns, device)
     values, scales = quantize_rows_fp8(normal(num_rows, num_columns, dtype=torch.float32, device=device))
-    scales = scales if per_row else scales.amax().reshape(1)
+    scales = scales if x_per_row else scales.amax().reshape(1)
     bias = normal(num_outputs, dtype=torch.float32, device=device, seed=7)
     out = Guarded((num_rows, num_outputs), torch.float32, device)
     linear_fp8(values, weight, x_scales=scales, bias=bias, out=out.tensor)
@@ -167,13 +166,12 @@ def test_e4m3_rows_times_an_e4m3_weight_match_the_reference(
     assert_near(out.check(), expected, "matmul", scale=math.sqrt(num_columns) * 0.3)
 
 
-@pytest.mark.parametrize("per_row", [True, False])
 @pytest.mark.parametrize("x_per_row", [True, False])
-def test_many_rows_of_e4m3_use_the_product_of_torch(x_per_row: bool, per_row: bool, device: torch.device) -> None:
+def test_many_rows_of_e4m3_use_the_product_of_torch(x_per_row: bool, device: torch.device) -> None:
     """Whether torch supports them depends on the card; here it is called as on a card that does."""
-    if device.type == "cpu" and (x_per_row or per_row) and torch.__version__ < "2.13":
+    if device.type == "cpu" and torch.__version__ < "2.13":
         pytest.skip("this torch supports scales per row on GPUs alone; 2.13 supports them on CPUs too")
-    weight = pack_fp8(normal(48, 64, dtype=torch.float32, device=device, seed=1) * 0.1, per_row=per_row)
+    weight = pack_fp8(normal(48, 64, dtype=torch.float32, device=device, seed=1) * 0.1)
     values, scales = quantize_rows_fp8(normal(80, 64, dtype=torch.float32, device=device))
     scales = scales if x_per_row else scales.amax().reshape(1)
     for bias in (None, normal(48, dtype=torch.bfloat16, device=device, seed=2)):
@@ -185,7 +183,7 @@ def test_many_rows_of_e4m3_use_the_product_of_torch(x_per_row: bool, per_row: bo
 
 
 def test_rows_of_e4m3_need_scales_and_an_output_dtype(device: torch.device) -> None:
-    weight = fp8_weight(8, 32, device, per_row=True)
+    weight = fp8_weight(8, 32, device)
     values, scales = quantize_rows_fp8(normal(2, 32, dtype=torch.float32, device=device))
     with pytest.raises(ValueError, match="without scales"):
         linear_fp8(values, weight, out_dtype=torch.float32)
@@ -205,7 +203,7 @@ def test_no_rows_give_no_rows(device: torch.device) -> None:
     x = rows(1, 32, torch.float16, device)[:0]
     assert linear(x, rows(9, 32, torch.float16, device)).shape == (0, 9)
     assert linear_int8(x, int8_weight(9, 32, device)).shape == (0, 9)
-    assert linear_fp8(x, fp8_weight(9, 32, device, per_row=True)).shape == (0, 9)
+    assert linear_fp8(x, fp8_weight(9, 32, device)).shape == (0, 9)
 
 
 def test_columns_are_divided_if_the_gpu_would_be_idle_otherwise() -> None:

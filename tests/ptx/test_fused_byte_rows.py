@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from unittest import mock
 
 import pytest
@@ -25,7 +24,7 @@ from tests.support.kernel_tolerances import assert_near, assert_same
 from tests.support.ptx.card import EmulatedCard
 
 Pack = Callable[[torch.Tensor], Int8Weight | Fp8Weight]
-PACKERS: dict[str, Pack] = {"int8": pack_int8, "fp8": pack_fp8, "fp8 as one": partial(pack_fp8, per_row=False)}
+PACKERS: dict[str, Pack] = {"int8": pack_int8, "fp8": pack_fp8}
 
 
 @pytest.fixture(autouse=True)
@@ -47,11 +46,11 @@ def pack(kind: str, outputs: int, count: int, seed: int) -> Int8Weight | Fp8Weig
         # 19 chunks, outputs that are no multiple of 16
         ("fp8", (256, 2432, 40), None, torch.bfloat16, True, HopperTiles(8, 128)),
         ("fp8", (128, 256, 24), "gelu_tanh", torch.float16, True, HopperTiles(4, 128)),
-        ("fp8 as one", (128, 384, 80), "silu", torch.bfloat16, False, HopperTiles(8, 128)),
+        ("fp8", (128, 384, 80), "silu", torch.bfloat16, False, HopperTiles(8, 128)),
         ("int8", (128, 384, 24), "gelu_tanh", torch.float16, True, HopperTiles(4, 168, num_rows=2)),
         ("fp8", (256, 2432, 40), None, torch.bfloat16, True, HopperTiles(8, 168, 32, num_rows=7)),
         ("int8", (256, 1280, 40), None, torch.bfloat16, False, HopperTiles(8, 168, 32, num_rows=8)),
-        ("fp8 as one", (128, 384, 80), "silu", torch.bfloat16, False, HopperTiles(4, 168, num_rows=9)),
+        ("fp8", (128, 384, 80), "silu", torch.bfloat16, False, HopperTiles(4, 168, num_rows=9)),
         ("int8", (128, 640, 48), None, torch.float16, True, HopperTiles(8, 168, num_rows=16)),
     ],
 )

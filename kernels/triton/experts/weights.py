@@ -85,7 +85,4 @@ def _values(weight: Weight) -> torch.Tensor:
 
 
 def _scales(weight: Int8Weight | Fp8Weight | Int4Weight) -> torch.Tensor:
-    """The scales of one matrix; a single scale is expanded to one per row."""
-    if isinstance(weight, Int4Weight):
-        return weight.scales_zeros.contiguous()
-    return weight.scales.expand(weight.values.shape[0]).contiguous()
+    return (weight.scales_zeros if isinstance(weight, Int4Weight) else weight.scales).contiguous()

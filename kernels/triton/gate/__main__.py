@@ -20,7 +20,7 @@ from typing import Any
 
 from triton import __version__
 
-from kernels.triton.gate.compilation import Compilation, compile_kernel, faults, forget_lines, source_key
+from kernels.triton.gate.compilation import Compilation, compile_kernel, faults, make_keys_reproducible, source_key
 from kernels.triton.gate.declared import declared, module_names
 from kernels.triton.gate.record import Record, Recorded, differences, read
 
@@ -34,7 +34,7 @@ def rows_of_module(module: str, record: Record, only: int | None = None) -> Iter
     compiled anyway, and a difference is a fault.
     """
     compilations = declared(module)
-    forget_lines()
+    make_keys_reproducible()
     to_compile = {(kernel, card_in_turn(kernel, cards, __version__)) for kernel, cards in cards_of(compilations).items()}
     for compilation in compilations:
         for capability in compilation.capabilities:

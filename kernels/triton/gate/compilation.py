@@ -19,7 +19,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
-from triton.runtime.jit import JITCallable
+from triton.runtime import jit
 
 from kernels.triton.gate.machine_code import overwritten_operands
 from kernels.triton.launching.card_properties import TENSOR_MEMORY_COLUMNS, card
@@ -122,19 +122,29 @@ class Compiled:
 
 def source_key(compilation: Compilation, capability: int) -> str:
     """A hash of all that determines the machine code, as 16 hexadecimal digits: the text of the kernel and of all functions it
-    calls, types, constants, options, the card and the version of Triton. Call `forget_lines` first."""
+    calls, types, constants, options, the card and the version of Triton. Call `make_keys_reproducible` first."""
     source = _source(compilation, capability).hash()
     text = f"{triton.__version__} {capability} {source} {sorted(_options(compilation).items())}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def forget_lines() -> None:
-    """Makes keys independent of the line numbers of kernels in the imported modules and of the functions they call, including
-    those that compute constants: Triton's own keys depend on them."""
+class _CalledFirst(jit.DependenciesFinder):
+    """Hashes a called function before its captured constants are added to those of its caller. Triton 3.6 adds them first:
+    none, unless another caller had a key before."""
+
+    def _update_hash(self, func: jit.JITCallable) -> None:
+        _ = func.cache_key  # a property that computes what it returns once
+        super()._update_hash(func)
+
+
+def make_keys_reproducible() -> None:
+    """Makes keys independent of what Triton's own depend on: the line numbers of kernels in the imported modules and of the
+    functions they call, including those that compute constants, and in 3.6 the kernels that had a key before."""
+    jit.DependenciesFinder = _CalledFirst
     for name, module in list(sys.modules.items()):
         if name.startswith("kernels."):
             for function in vars(module).values():
-                if isinstance(function, JITCallable):
+                if isinstance(function, jit.JITCallable):
                     function.starting_line_number = 0
 
 

@@ -92,7 +92,7 @@ def split_range(SPLITS: tl.constexpr):
 def invariant_kernel(
     x_ptr, weight_ptr, x_scales_ptr, weight_scales_ptr, bias_ptr, out_ptr, partials_ptr, counters_ptr,
     M, N, K, stride_x, stride_weight, stride_out, split_columns,
-    ROW_SCALES: tl.constexpr, COLUMN_SCALES: tl.constexpr, EVEN_K: tl.constexpr, SPLITS: tl.constexpr,
+    ROW_SCALES: tl.constexpr, EVEN_K: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -126,10 +126,7 @@ def invariant_kernel(
     sums, is_last = reduce_splits(sums, partials_ptr, counters_ptr, tile, mask, SPLITS, BLOCK_M, BLOCK_N)
     if is_last:
         if weight_scales_ptr is not None:
-            if COLUMN_SCALES:
-                sums *= tl.load(weight_scales_ptr + columns, mask=column_mask, other=0.0)[None, :]
-            else:
-                sums *= tl.load(weight_scales_ptr)
+            sums *= tl.load(weight_scales_ptr + columns, mask=column_mask, other=0.0)[None, :]
         if x_scales_ptr is not None:
             if ROW_SCALES:
                 sums *= tl.load(x_scales_ptr + rows, mask=row_mask, other=0.0)[:, None]
@@ -172,8 +169,7 @@ def invariant_linear(
         *invariant_workspace(num_tiles, programs, tiles.block_m * tiles.block_n, x.device),
         num_rows, num_outputs, num_columns, x.stride(0), values.stride(0), out.stride(0),
         triton.cdiv(triton.cdiv(num_columns, tiles.block_k), tiles.splits) * tiles.block_k,
-        ROW_SCALES=x_scales is not None and x_scales.numel() > 1,
-        COLUMN_SCALES=scales is not None and scales.numel() > 1, EVEN_K=num_columns % tiles.block_k == 0,
+        ROW_SCALES=x_scales is not None and x_scales.numel() > 1, EVEN_K=num_columns % tiles.block_k == 0,
         SPLITS=tiles.splits, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, GROUP_M=GROUP_ROWS,
         STAGES=tiles.num_stages, num_warps=tiles.num_warps, enable_fp_fusion=False, **early_launch(x.device, num_rows),
     )  # fmt: skip

@@ -23,9 +23,9 @@ BLOCK_N, BLOCK_K = 16, 256
 @triton.jit(do_not_specialize=["num_rows"])
 def dequantise_bytes_kernel(
     values_ptr, scales_ptr, out_ptr, num_rows, num_columns, stride_values, stride_out,
-    ROW_SCALES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Dequantises a tile of [num_rows, num_columns] values → out. ROW_SCALES: a scale for each row; else one."""
+    """Dequantises a tile of [num_rows, num_columns] values → out, each row with its scale."""
     columns = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     rows = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_mask = rows < num_rows
@@ -34,8 +34,8 @@ def dequantise_bytes_kernel(
     values = tl.load(
         values_ptr + wide_rows * stride_values + columns[None, :], mask=mask, other=0.0, eviction_policy="evict_first"
     )
-    scales = tl.load(scales_ptr + rows, mask=row_mask, other=0.0)[:, None] if ROW_SCALES else tl.load(scales_ptr)
-    weights = values.to(tl.float32) * scales
+    scales = tl.load(scales_ptr + rows, mask=row_mask, other=0.0)
+    weights = values.to(tl.float32) * scales[:, None]
     tl.store(out_ptr + wide_rows * stride_out + columns[None, :], weights.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -75,9 +75,8 @@ def dequantise_rows(weight: Int8Weight | Fp8Weight, first: int, out: torch.Tenso
     are masked.
     """
     num_rows, num_columns = out.shape
-    has_row_scales = weight.scales.numel() > 1
-    values, scales = weight.values[first : first + num_rows], weight.scales
+    values = weight.values[first : first + num_rows]
     dequantise_bytes_kernel[(triton.cdiv(num_columns, BLOCK_K), triton.cdiv(num_rows, BLOCK_N))](
-        values, scales[first:] if has_row_scales else scales, out, num_rows, num_columns, values.stride(0), out.stride(0),
-        ROW_SCALES=has_row_scales, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, num_warps=4,
+        values, weight.scales[first:], out, num_rows, num_columns, values.stride(0), out.stride(0),
+        BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, num_warps=4,
     )  # fmt: skip

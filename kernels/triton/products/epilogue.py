@@ -57,14 +57,6 @@ def load_squares(squares, rows, M, num_squares, SQUARES_BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _load_scales(weight_scales, columns, column_mask, COLUMN_SCALES: tl.constexpr):
-    if COLUMN_SCALES:
-        return tl.load(weight_scales + columns, mask=column_mask, other=0.0)[None, :]
-    else:  # noqa: RET505 - Triton takes the branch away where it is not a tail
-        return tl.load(weight_scales)
-
-
-@triton.jit
 def _reduce_splits(
     product, up, partials, arrivals, tile, split, mask,
     GATE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -96,13 +88,13 @@ def _reduce_splits(
 @triton.jit
 def _scale_and_gate(
     product, up, weight_scales, bias, squares, row_squares, columns, column_mask, N, K, eps, alpha,
-    GATE: tl.constexpr, COLUMN_SCALES: tl.constexpr,
+    GATE: tl.constexpr,
 ):  # fmt: skip
     """Applies weight scales, the division by the RMS, bias and gate to the sums of a tile."""
     if weight_scales is not None:
-        product *= _load_scales(weight_scales, columns, column_mask, COLUMN_SCALES)
+        product *= tl.load(weight_scales + columns, mask=column_mask, other=0.0)[None, :]
         if GATE is not None:
-            up *= _load_scales(weight_scales, N + columns, column_mask, COLUMN_SCALES)
+            up *= tl.load(weight_scales + N + columns, mask=column_mask, other=0.0)[None, :]
     if squares is not None:
         alpha_over_rms = alpha * tl.rsqrt(tl.sum(row_squares, axis=1) / K + eps)[:, None]
         product *= alpha_over_rms
@@ -138,7 +130,7 @@ def _store_tile(
 def apply_epilogue(
     product, up, weight_scales, bias, squares, row_squares, residual, norm_weight, out, weighted, squares_out,
     partials, arrivals, tile, split, rows, columns, M, N, K, eps, alpha,
-    GATE: tl.constexpr, COLUMN_SCALES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    GATE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Finishes `linear_add` or `normed_linear` of fused_linear.py and stores the results; with SPLITS > 1 only in the last
     program of a tile to arrive. product, and with a GATE up: [BLOCK_M, BLOCK_N] float32, the sums of one program."""
@@ -151,7 +143,7 @@ def apply_epilogue(
         )  # fmt: skip
     if is_last:
         product = _scale_and_gate(
-            product, up, weight_scales, bias, squares, row_squares, columns, column_mask, N, K, eps, alpha, GATE, COLUMN_SCALES
+            product, up, weight_scales, bias, squares, row_squares, columns, column_mask, N, K, eps, alpha, GATE
         )  # fmt: skip
         _store_tile(
             product, residual, norm_weight, out, weighted, squares_out, tile, rows, columns, row_mask, column_mask, mask,

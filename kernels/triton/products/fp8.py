@@ -24,13 +24,13 @@ def linear_fp8(
 ) -> torch.Tensor:
     """out[m, n] = x_scales[m] · scales[n] · Σ_k x[m, k] · values[n, k] + bias[n]; x: [M, K] → [M, N]
 
-    x is e4m3 with scales [M, 1] or [1] float32, or float without; scales of the weight are [N] or [1]. The result has x's
-    type, or `out_dtype`, which e4m3 rows must name (arXiv 2209.05433). Hopper's instruction adds e4m3 products with about 14
-    bits: its sums are carried into float32 registers after every tile of columns (two-level accumulation, arXiv 2412.19437).
-    More than 64 e4m3 rows go to `torch._scaled_mm` where it supports them (bfloat16 out, sizes divisible by 16), also with
-    exact accumulation, and a bias is added to its result. Float rows are multiplied in their own type, which holds every e4m3
-    exactly: up to 16 of 16 bits on Hopper by `fused_byte_rows`; more than 512 of 16 bits, if the result has their type, with
-    slabs (`dequantised_slabs`), to which scaled weights are rounded once.
+    x is e4m3 with scales [M, 1] or [1] float32, or float without. The result has x's type, or `out_dtype`, which e4m3 rows
+    must name (arXiv 2209.05433). Hopper's instruction adds e4m3 products with about 14 bits: its sums are carried into float32
+    registers after every tile of columns (two-level accumulation, arXiv 2412.19437). More than 64 e4m3 rows go to
+    `torch._scaled_mm` where it supports them (bfloat16 out, sizes divisible by 16), also with exact accumulation, and a bias is
+    added to its result. Float rows are multiplied in their own type, which holds every e4m3 exactly: up to 16 of 16 bits on
+    Hopper by `fused_byte_rows`; more than 512 of 16 bits, if the result has their type, with slabs (`dequantised_slabs`), to
+    which scaled weights are rounded once.
     Reads N·K bytes of weights once per row tile, or once and 2·N·K of slabs, M·K (e4m3) or 2·M·K of x, writes 2·M·N; 2·M·N·K
     operations. Rows beyond M, columns beyond N and K are masked. Accumulates in float32. Raises ValueError on a card that
     has no e4m3.
@@ -72,15 +72,8 @@ def _fits_scaled_mm(x: torch.Tensor, weight: Fp8Weight, dtype: torch.dtype) -> b
 def _scaled_mm(
     x: torch.Tensor, weight: Fp8Weight, x_scales: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None
 ) -> torch.Tensor:
-    """Multiplies with `torch._scaled_mm`, which supports one scale per operand, or one per row of x and of the weight."""
-    num_rows, num_outputs = x.shape[0], weight.values.shape[0]
-    if x_scales.numel() == 1 and weight.scales.numel() == 1:
-        scales = x_scales.reshape(()), weight.scales.reshape(())
-    else:
-        scales = (
-            x_scales.reshape(-1, 1).expand(num_rows, 1).contiguous(),
-            weight.scales.reshape(1, -1).expand(1, num_outputs).contiguous(),
-        )
+    """Multiplies with `torch._scaled_mm`, which for weights with a scale per row needs one per row of x, too."""
+    scales = x_scales.reshape(-1, 1).expand(x.shape[0], 1).contiguous(), weight.scales.unsqueeze(0)
     product = torch._scaled_mm(
         x, weight.values.T, *scales, out_dtype=torch.bfloat16, use_fast_accum=False, **({} if out is None else {"out": out})
     )

@@ -146,7 +146,7 @@ def _load_chunk(weight_ptrs, mask, chunk, num_chunks, warp):
 def fused_byte_rows_kernel(
     x, weight, weight_scales, bias, squares, residual, norm_weight, out, weighted, squares_out,
     M, N, K, x_stride, num_squares, eps, alpha,
-    GATE: gl.constexpr, COLUMN_SCALES: gl.constexpr, SQUARES_BLOCK: gl.constexpr, NUM_ROWS: gl.constexpr,
+    GATE: gl.constexpr, SQUARES_BLOCK: gl.constexpr, NUM_ROWS: gl.constexpr,
     OUTPUTS: gl.constexpr, WARPS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Program (tile): OUTPUTS columns of out, from both halves of the weight if it is gated. NUM_ROWS: 1, or M rounded up to a
@@ -171,7 +171,7 @@ def fused_byte_rows_kernel(
     rows = gl.arange(0, NUM_ROWS, layout=gl.SliceLayout(0, SUMS_LAYOUT))
     even_words = _load_chunk(weight_ptrs, mask, 0, num_chunks, warp)
     odd_words = _load_chunk(weight_ptrs, mask, WARPS, num_chunks, warp)
-    scale = load_or(weight_scales, outputs if COLUMN_SCALES else outputs * 0, output_mask, 1.0)[:, None]
+    scale = load_or(weight_scales, outputs, output_mask, 1.0)[:, None]
     bias_values = load_column(bias, outputs, output_mask)
     next_weights = load_column(norm_weight, outputs, output_mask)
     wait_for_previous(EARLY)
@@ -212,7 +212,7 @@ def launch_byte_rows(x: torch.Tensor, weight: Int8Weight | Fp8Weight, epilogue: 
         x, weight.values, weight.scales, *epilogue.tensors,
         num_rows, outputs, num_columns, x.stride(0) if num_rows > 1 else num_columns,
         epilogue.num_squares, epilogue.eps, epilogue.alpha,
-        GATE=epilogue.gate, COLUMN_SCALES=weight.scales.numel() > 1, SQUARES_BLOCK=power_of_two(epilogue.num_squares),
+        GATE=epilogue.gate, SQUARES_BLOCK=power_of_two(epilogue.num_squares),
         NUM_ROWS=tiles.num_rows, OUTPUTS=tiles.block_n, WARPS=tiles.num_warps, num_warps=tiles.num_warps,
         maxnreg=tiles.registers_max, **early_launch(x.device, num_rows),
     )  # fmt: skip

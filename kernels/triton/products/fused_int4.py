@@ -52,7 +52,7 @@ def fused_int4_kernel(
         product, up = tl.split(tl.permute(tl.reshape(product, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))
     apply_epilogue(
         product, up, None, bias, squares, row_squares, residual, norm_weight, out, weighted, squares_out,
-        partials, arrivals, tile, split, rows, columns, M, N, K, eps, alpha, GATE, False, SPLITS, BLOCK_M, BLOCK_N,
+        partials, arrivals, tile, split, rows, columns, M, N, K, eps, alpha, GATE, SPLITS, BLOCK_M, BLOCK_N,
     )  # fmt: skip
 
 

@@ -91,7 +91,7 @@ def reduce_warps(sums, WARPS: tl.constexpr):
 def fused_linear_kernel(
     x, weight, weight_scales, bias, squares, residual, norm_weight, out, weighted, squares_out, partials, arrivals,
     M, N, K, x_stride, num_squares, eps, alpha, split_columns,
-    GATE: tl.constexpr, COLUMN_SCALES: tl.constexpr, EVEN_K: tl.constexpr, SQUARES_BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+    GATE: tl.constexpr, EVEN_K: tl.constexpr, SQUARES_BLOCK: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -124,7 +124,7 @@ def fused_linear_kernel(
     product, up = reduce_warps(product, WARPS), reduce_warps(up, WARPS)
     apply_epilogue(
         product, up, weight_scales, bias, squares, row_squares, residual, norm_weight, out, weighted, squares_out,
-        partials, arrivals, tile, split, rows, columns, M, N, K, eps, alpha, GATE, COLUMN_SCALES, SPLITS, BLOCK_M, BLOCK_N,
+        partials, arrivals, tile, split, rows, columns, M, N, K, eps, alpha, GATE, SPLITS, BLOCK_M, BLOCK_N,
     )  # fmt: skip
 
 
@@ -263,8 +263,7 @@ def _launch(x: torch.Tensor, weight: Weight, epilogue: Epilogue, tiles: AnyTiles
         x, values, scales, *epilogue.tensors,
         *split_workspace(num_tiles, tiles.splits, size, x.device),
         num_rows, outputs, num_columns, x.stride(0), epilogue.num_squares, epilogue.eps, epilogue.alpha, split_columns,
-        GATE=epilogue.gate, COLUMN_SCALES=scales is not None and scales.numel() > 1,
-        EVEN_K=num_columns % tiles.block_k == 0, SQUARES_BLOCK=power_of_two(epilogue.num_squares),
+        GATE=epilogue.gate, EVEN_K=num_columns % tiles.block_k == 0, SQUARES_BLOCK=power_of_two(epilogue.num_squares),
         SPLITS=tiles.splits, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k,
         WARPS=tiles.column_warps, STAGES=tiles.num_stages, num_warps=tiles.num_warps, **early_launch(x.device, x.shape[0]),
     )  # fmt: skip

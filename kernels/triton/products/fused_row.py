@@ -122,7 +122,7 @@ def _accumulate(acc, words, row, DTYPE: tl.constexpr, X_TYPE: tl.constexpr):
 @triton.jit
 def fused_row_kernel(
     x, weight, weight_scales, bias, squares, residual, norm_weight, out, weighted, squares_out, N, K, num_squares, eps, alpha,
-    GATE: tl.constexpr, COLUMN_SCALES: tl.constexpr, EVEN_K: tl.constexpr, SQUARES_BLOCK: tl.constexpr,
+    GATE: tl.constexpr, EVEN_K: tl.constexpr, SQUARES_BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (tile): BLOCK_N columns of out, from both halves of the weight if it is gated. The loads of two steps are in
@@ -160,7 +160,7 @@ def fused_row_kernel(
     apply_epilogue(
         tl.sum(acc, axis=1)[None, :], tl.sum(up, axis=1)[None, :], weight_scales, bias, squares, row_squares, residual,
         norm_weight, out, weighted, squares_out, None, None, tile, 0, rows, columns, 1, N, K, eps, alpha,
-        GATE, COLUMN_SCALES, 1, 1, BLOCK_N,
+        GATE, 1, 1, BLOCK_N,
     )  # fmt: skip
 
 
@@ -195,8 +195,7 @@ def launch(x: torch.Tensor, weight: torch.Tensor | Int8Weight | Fp8Weight, epilo
     num_columns, outputs = x.shape[1], epilogue.out.shape[1]
     fused_row_kernel[(triton.cdiv(outputs, tiles.block_n),)](
         x, values, scales, *epilogue.tensors, outputs, num_columns, epilogue.num_squares, epilogue.eps, epilogue.alpha,
-        GATE=epilogue.gate, COLUMN_SCALES=scales is not None and scales.numel() > 1,
-        EVEN_K=num_columns % tiles.block_k == 0,
+        GATE=epilogue.gate, EVEN_K=num_columns % tiles.block_k == 0,
         SQUARES_BLOCK=power_of_two(epilogue.num_squares), BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k,
         num_warps=tiles.num_warps, **early_launch(x.device, 1),
     )  # fmt: skip

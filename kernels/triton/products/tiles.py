@@ -86,7 +86,6 @@ def linear_kernel(
     stride_out,
     split_columns,
     ROW_SCALES: tl.constexpr,
-    COLUMN_SCALES: tl.constexpr,
     EVEN_K: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -96,7 +95,7 @@ def linear_kernel(
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One tile of out, or one split of it. ROW_SCALES, COLUMN_SCALES: a scale per row of x, per row of W; else one each."""
+    """One tile of out, or one split of it. ROW_SCALES: a scale per row of x; else one for all rows."""
     row_tiles = tl.cdiv(M, BLOCK_M)
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -132,10 +131,7 @@ def linear_kernel(
             # Hopper accumulates fp8 products with about 14 bits: sums are promoted to float32 after each tile.
             acc = tl.dot(x, cast_weight(weight, x.dtype), acc, max_num_imprecise_acc=BLOCK_K)
     if weight_scales_ptr is not None:
-        if COLUMN_SCALES:
-            acc *= tl.load(weight_scales_ptr + columns, mask=column_mask, other=0.0)[None, :]
-        else:
-            acc *= tl.load(weight_scales_ptr)
+        acc *= tl.load(weight_scales_ptr + columns, mask=column_mask, other=0.0)[None, :]
     if x_scales_ptr is not None:
         if ROW_SCALES:
             acc *= tl.load(x_scales_ptr + rows, mask=row_mask, other=0.0)[:, None]
@@ -168,7 +164,6 @@ def launch(
         *split_workspace(num_tiles, tiles.splits, tiles.block_m * tiles.block_n, x.device),
         num_rows, num_outputs, num_columns, x.stride(0), weight.stride(0), out.stride(0), split_columns,
         ROW_SCALES=x_scales is not None and x_scales.numel() > 1,
-        COLUMN_SCALES=weight_scales is not None and weight_scales.numel() > 1,
         EVEN_K=num_columns % tiles.block_k == 0,
         SPLITS=tiles.splits, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k,
         GROUP_M=GROUP_ROWS, STAGES=tiles.num_stages, num_warps=tiles.num_warps,

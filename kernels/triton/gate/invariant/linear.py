@@ -37,8 +37,7 @@ def _compilation(x: str, weight: str, out: str, tiles: Tiles, capability: int, s
             "partials_ptr": "*fp32", "counters_ptr": "*i32", **dict.fromkeys(("M", *sizes), "i32"),
         },
         {
-            "ROW_SCALES": x == "fp8e4nv", "COLUMN_SCALES": "8" in weight, "EVEN_K": True,
-            "SPLITS": splits,
+            "ROW_SCALES": x == "fp8e4nv", "EVEN_K": True, "SPLITS": splits,
             "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k, "GROUP_M": GROUP_ROWS,
             "STAGES": tiles.num_stages,
         },

@@ -10,7 +10,7 @@ KINDS = (("i8", "bf16", CAPABILITIES), ("i8", "fp16", (90,)), ("fp8e4nv", "bf16"
 
 
 def compilations() -> list[Compilation]:
-    """Every type of values, with a scale for each row."""
+    """Every type of values and of slabs."""
     sizes = ("num_columns", "stride_values", "stride_out")
     return [
         Compilation(
@@ -20,7 +20,7 @@ def compilations() -> list[Compilation]:
                 "values_ptr": f"*{values}", "scales_ptr": "*fp32", "out_ptr": f"*{out}",
                 **dict.fromkeys(("num_rows", *sizes), "i32"),
             },
-            {"ROW_SCALES": True, "BLOCK_N": BLOCK_N, "BLOCK_K": BLOCK_K},
+            {"BLOCK_N": BLOCK_N, "BLOCK_K": BLOCK_K},
             capabilities=cards,
             divisible=sizes,
         )

@@ -18,11 +18,9 @@ NARROW = 2304
 
 def compilations() -> list[Compilation]:
     """Products of a layer of Llama-3.1-8B in int8 and e4m3, for 1, 8 and 16 rows, and a plain one; fp16 rows for the gated
-    product and one with a residual sum; one scale for a whole matrix (checkpoints); matrices of few outputs; another gate and a
-    bias, as in other models."""
+    product and one with a residual sum; matrices of few outputs; another gate and a bias, as in other models."""
     found = [_compilation(name, kind, rows) for rows in (1, 8, 16) for kind in KINDS for name in SIZES]
     found += [_compilation(name, kind, 1, row="fp16") for kind in KINDS for name in ("gate_up", "down")]
-    found += [_compilation(name, "fp8e4nv", 1, column_scales=False) for name in LLAMA_8B]
     found += [
         _compilation(PLAIN, kind, 16, outputs=4096) for kind in KINDS
     ]  # a program for each multiprocessor: more registers
@@ -32,7 +30,6 @@ def compilations() -> list[Compilation]:
         _compilation("qkv", "i8", 1, has_bias=True),
         _compilation("gate_up", "i8", 1, gate="gelu_tanh"),
         _compilation("gate_up", "i8", 16, row="fp16"),
-        _compilation("gate_up", "fp8e4nv", 16, column_scales=False),
     ]
 
 
@@ -43,7 +40,6 @@ def _compilation(
     *,
     row: str = "bf16",
     gate: str = "silu",
-    column_scales: bool = True,
     has_bias: bool = False,
     outputs: int = 0,
 ) -> Compilation:
@@ -52,11 +48,11 @@ def _compilation(
     tiles = hopper_tiles(rows, outputs or SIZES[name][0], 132, gated=gated, bits=8)
     previous = hopper_tiles(rows, outputs or 4096, 132, gated=False, bits=8)
     constants = {
-        "GATE": gate if gated else None, "COLUMN_SCALES": column_scales,
+        "GATE": gate if gated else None,
         "SQUARES_BLOCK": squares_block(name, (outputs or 4096) // previous.block_n), "NUM_ROWS": tiles.num_rows,
         "OUTPUTS": tiles.block_n, "WARPS": tiles.num_warps,
     }  # fmt: skip
-    label = f"{name}{'_bias' * has_bias}{f'_{gate}' * gated}_{row}_{kind}{'' if column_scales else '_one_scale'}"
+    label = f"{name}{'_bias' * has_bias}{f'_{gate}' * gated}_{row}_{kind}"
     return Compilation(
         f"fused_byte_rows_llama_8b_{label}{f'_{outputs}_outputs' if outputs else ''}_{rows}rows",
         fused_byte_rows_kernel,

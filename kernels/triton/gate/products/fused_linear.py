@@ -41,7 +41,7 @@ def _compilation(label: str, name: str, sizes: tuple[int, int], rows: str, kind:
     scales = "*fp32" if TYPE_BYTES[kind] == 1 else None
     numbers = dict.fromkeys(("M", "N", "K", "x_stride", "num_squares", "split_columns"), "i32")
     constants = {
-        "GATE": "silu" if name == "gate_up" else None, "COLUMN_SCALES": scales is not None, "EVEN_K": True,
+        "GATE": "silu" if name == "gate_up" else None, "EVEN_K": True,
         "SQUARES_BLOCK": squares_block(name, -(-columns // previous_block_n)), "SPLITS": tiles.splits,
         "STAGES": tiles.num_stages, "WARPS": tiles.column_warps,
         "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k,

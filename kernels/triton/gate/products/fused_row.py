@@ -34,8 +34,8 @@ def _compilation(label: str, name: str, sizes: tuple[int, int], row: str, kind: 
     scales = "*fp32" if weight_bytes == 1 else None
     numbers = dict.fromkeys(("N", "K", "num_squares"), "i32")
     constants = {
-        "GATE": "silu" if name == "gate_up" else None, "COLUMN_SCALES": scales is not None,
-        "EVEN_K": columns % tiles.block_k == 0, "SQUARES_BLOCK": squares_block(name, -(-columns // previous_block_n)),
+        "GATE": "silu" if name == "gate_up" else None, "EVEN_K": columns % tiles.block_k == 0,
+        "SQUARES_BLOCK": squares_block(name, -(-columns // previous_block_n)),
         "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k,
     }  # fmt: skip
     return Compilation(

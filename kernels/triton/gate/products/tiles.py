@@ -33,7 +33,7 @@ def compilation(
         "partials_ptr": "*fp32" if tiles.splits > 1 else None, "counters_ptr": "*i32" if tiles.splits > 1 else None,
     }  # fmt: skip
     constants = {
-        "ROW_SCALES": x_scales, "COLUMN_SCALES": weight_scales, "EVEN_K": True,
+        "ROW_SCALES": x_scales, "EVEN_K": True,
         "SPLITS": tiles.splits, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k,
         "GROUP_M": GROUP_ROWS, "STAGES": tiles.num_stages,
     }  # fmt: skip
