@@ -95,6 +95,7 @@ async def test_invalid_numbers_models_and_keys_are_reported(console: ConsoleApp)
     )
     assert "404 model_not_found" in (await alice.fragment(f"{path}?model=other")).text
     assert "Model: Fill this in." in (await alice.fragment(f"{path}?model=")).text
+    assert "Admitted: 507 tokens" in (await alice.fragment(f"{path}?model=demo&prompt_tokens=&max_tokens=7")).text
     assert "max_tokens: " in (await alice.fragment(f"{path}?model=demo&max_tokens=0")).text
     assert "Model: " in (await alice.fragment(f"{path}?model={'a' * 300}")).text
     assert "Key: No such key, or it was revoked." in (await alice.fragment(f"{path}?model=demo&key=key_x")).text

@@ -108,6 +108,9 @@ async def test_mail_to_a_member_who_leaves_is_disabled(alerts: AlertParts, cast:
 
     hers, of_appliance = await mail("Bella@example.com", tenant_id), await mail("bella@example.com", None)
     others = [await mail("ops@example.com", tenant_id), await mail(cast.alice.email, tenant_id)]
+    already_disabled, gone = await mail("bella@example.com", tenant_id), await mail("bella@example.com", tenant_id)
+    await alerts.webhooks.update(already_disabled.id, WebhookChanges(disabled=True), access=WHOLE_APPLIANCE)
+    await alerts.webhooks.remove(gone.id, access=WHOLE_APPLIANCE)
     await members.change(cast.alice.id, role=Role.OWNER, disabled=False)  # changes nothing, so her mail stays enabled
     count = alerts.db.webhook_changes.value
     if leaves == "removed":
@@ -120,9 +123,13 @@ async def test_mail_to_a_member_who_leaves_is_disabled(alerts: AlertParts, cast:
     assert (await alerts.webhooks.get(of_appliance.id, access=WHOLE_APPLIANCE)).disabled is (leaves == "disabled")
     assert not any([(await alerts.webhooks.get(other.id, access=WHOLE_APPLIANCE)).disabled for other in others])
     async with alerts.db.reading() as connection:
-        query = select(audit_log.c.target_id, audit_log.c.tenant_id).where(audit_log.c.action == "webhook.disable")
+        columns = (audit_log.c.target_id, audit_log.c.tenant_id, audit_log.c.before, audit_log.c.after)
+        query = select(*columns).where(audit_log.c.action == "webhook.disable")
         disabled = (await connection.execute(query.order_by(audit_log.c.id))).all()
-    assert disabled == [(hers.id, tenant_id), *([(of_appliance.id, None)] if leaves == "disabled" else [])]
+    change = ('{"disabled":false}', '{"disabled":true}')
+    assert disabled == [
+        (hers.id, tenant_id, *change), *([(of_appliance.id, None, *change)] if leaves == "disabled" else []),
+    ]  # fmt: skip
     assert (await alerts.webhooks.update(hers.id, WebhookChanges(disabled=False), access=WHOLE_APPLIANCE)).disabled is False
 
 

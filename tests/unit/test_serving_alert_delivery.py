@@ -257,6 +257,19 @@ async def test_stop_cancels_hanging_attempts_and_loses_no_message(alerts: AlertP
     assert await alerts.delivery(sender).deliver_due() == 1
 
 
+async def test_stop_gives_running_attempts_the_time_to_end(alerts: AlertParts) -> None:
+    await webhook(alerts)
+    await alerts.enqueue()
+    sender = RecordingSender()
+    gate = sender.gates[TARGET] = asyncio.Event()
+    delivery = alerts.delivery(sender)
+    delivery.start()
+    await poll_until(lambda: len(sender.sent) == 1)
+    asyncio.get_running_loop().call_soon(gate.set)
+    await delivery.stop(timeout_s=60.0)
+    assert (await alerts.messages())[0].state == "delivered"
+
+
 async def test_an_unreadable_secret_is_reported_and_the_message_retried(alerts: AlertParts) -> None:
     await webhook(alerts)
     await alerts.enqueue()

@@ -26,6 +26,7 @@ from appliance.metering.alerts.outbox import EVENTS, Delivery
 from appliance.metering.alerts.send_limits import TEST_EVENT
 from appliance.metering.alerts.webhooks import Endpoint
 from appliance.metering.calendar import BillingCalendar
+from appliance.serving.alerting import watch
 from appliance.serving.alerting.alerts import Alerts
 from appliance.serving.alerting.delivery import SendFailed
 from appliance.serving.alerting.mail import MailSender
@@ -359,8 +360,9 @@ def test_messages_to_two_mailboxes_differ_only_in_the_recipient() -> None:
 
 
 async def test_started_alerts_check_at_once_and_deliver_to_webhooks_and_mailboxes(
-    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(watch, "INTERVAL_S", 3600.0)
     async with mail_server(MailServer()) as server, receiving() as receiver:
         options = {
             "data_dir": tmp_path, "webhook_networks": ["127.0.0.0/8"], "smtp_url": f"smtp://127.0.0.1:{server.port}",

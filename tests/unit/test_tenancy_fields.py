@@ -7,7 +7,7 @@ import pytest
 from appliance.base.errors import InvalidValue
 from appliance.metering.economics import HostedPrice
 from appliance.metering.invoicing.seller import Seller
-from appliance.tenancy.fields import NAME_CHARS_MAX, check_billing, check_name, check_names
+from appliance.tenancy.fields import ADDRESS_CHARS_MAX, NAME_CHARS_MAX, check_billing, check_currency, check_name, check_names
 
 BIDIRECTIONAL_CONTROLS = [chr(code) for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))]
 
@@ -57,3 +57,18 @@ def test_stored_names_with_such_characters_can_still_be_read() -> None:
     name = "bob \u202e gro"
     assert Seller(name=name, address=(name,)).name == name
     assert HostedPrice(name=name, prompt=1, completion=1).name == name
+
+
+@pytest.mark.parametrize("value", ["EURO", "EU", "eur", "E1R", "ÄUR", "", None])
+def test_a_currency_has_three_capital_letters(value: object) -> None:
+    with pytest.raises(InvalidValue, match="three capital letters, like EUR"):
+        check_currency(value)
+    assert check_currency("EUR") == "EUR"
+
+
+def test_a_postal_address_has_a_limit_over_all_its_lines() -> None:
+    line = "a" * 99 + "\n"
+    longest = line * (ADDRESS_CHARS_MAX // 100)
+    assert check_billing({"address": longest}) == {"address": longest.strip()}
+    with pytest.raises(InvalidValue, match=f"at most {ADDRESS_CHARS_MAX} characters"):
+        check_billing({"address": longest + "b"})
