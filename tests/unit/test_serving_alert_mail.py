@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import smtplib
+import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -314,6 +315,18 @@ async def test_a_hanging_mail_server_times_out(limit: str, reason: str, message:
     await asyncio.wait_for(closed.wait(), 60)
     server.close()
     await server.wait_closed()
+
+
+async def test_a_mail_server_that_cannot_be_reached_in_time_is_not_reported_as_the_whole_attempt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def connect(*_args: object, **_options: object) -> socket.socket:
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    with pytest.raises(SendFailed, match="did not accept the message: timed out") as failure:
+        await send("smtp://127.0.0.1:25")
+    assert failure.value.reason == "mail"
 
 
 @pytest.mark.parametrize(("scheme", "port"), [("smtp", 25), ("smtp+starttls", 587), ("smtps", 465)])

@@ -61,12 +61,14 @@ class MailSender:
     async def send(self, endpoint: Endpoint, delivery: Delivery, now: datetime) -> None:
         """Return when the mail server has accepted the message. Raises SendFailed."""
         message = self.message(endpoint.target, delivery, now)
+        attempt = asyncio.timeout(self._timeout_s)
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with attempt:
                 await asyncio.get_running_loop().run_in_executor(self._threads, self._send, message)
-        except TimeoutError as error:
-            raise SendFailed("timeout", f"the mail server did not accept the message within {self._timeout_s:g} s") from error
         except (smtplib.SMTPException, OSError) as error:
+            if attempt.expired():
+                reason = f"the mail server did not accept the message within {self._timeout_s:g} s"
+                raise SendFailed("timeout", reason) from error
             raise SendFailed("mail", f"the mail server did not accept the message: {one_line(error, 300)}") from error
 
     def message(self, mailbox: str, delivery: Delivery, now: datetime) -> EmailMessage:
