@@ -84,7 +84,8 @@ async def test_a_dry_run_asks_admission_what_the_request_itself_asks(
             num_answers=num_answers, batch=batch,
         )
     )  # fmt: skip
-    assert asked[0] == asked[1]
+    (request, wait_s), dry_run = asked
+    assert (dataclasses.replace(request, request_id=None), wait_s) == dry_run
 
 
 async def test_of_several_reasons_a_dry_run_returns_the_one_that_the_request_would_meet_first(
