@@ -130,7 +130,10 @@ def export(
     drafts: Annotated[bool, typer.Option("--drafts", help="Export drafts too, marked as drafts.")] = False,
     options: CommonOptions = DEFAULTS,
 ) -> None:
-    """Export invoices to files such as invoice-2026-0001-bob-2026-10.pdf."""
+    """Export invoices to files.
+
+    An invoice's file is named such as invoice-2026-0001-bob-2026-10.pdf: number, tenant, month.
+    """
     _check_month(month)
     for form in forms or ():
         if form not in FORMATS:
