@@ -7,12 +7,13 @@ import shutil
 import sqlite3
 from pathlib import Path
 
-from sqlalchemy import text
+from sqlalchemy import false, func, select, text, update
 from sqlalchemy.exc import DBAPIError
 
 from appliance.base.database_errors import INSUFFICIENT_PRIVILEGE, sqlite_code, sqlstate
 from appliance.base.db import POSTGRESQL_CONNECTIONS_MAX, Database, reason_of
 from appliance.base.settings import Settings
+from appliance.base.tables import counters
 
 DISK_FULL_ADVICE = "free some disk space"
 MIB = 1024 * 1024
@@ -27,6 +28,10 @@ _SERVER_FAULTS = {
     "25006": (
         "the database is read-only",
         "give the address of the primary server with --database, or set default_transaction_read_only to off",
+    ),
+    INSUFFICIENT_PRIVILEGE: (
+        "the role lacks privileges",
+        "give --database the role that owns the tables, or grant this one all privileges on them",
     ),
 }
 # The driver does not pass on the SQLSTATE of a refused connection.
@@ -44,7 +49,10 @@ async def try_to_write(database: Database) -> None:
     except DBAPIError as error:
         if sqlstate(error) != INSUFFICIENT_PRIVILEGE:
             raise
-        await database.ping()
+    async with database.writing() as connection:
+        is_created = (await connection.execute(select(func.to_regclass(counters.name)))).scalar_one() is not None
+        if is_created:
+            await connection.execute(update(counters).where(false()).values(value=counters.c.value))
 
 
 def describe(error: Exception, settings: Settings) -> tuple[str, str]:

@@ -215,6 +215,24 @@ async def test_requests_that_wait_for_their_limits_come_first_in_the_list(
     assert await listed(model="none") == []
 
 
+async def test_every_waiting_request_is_on_one_page_though_their_ids_are_not_in_the_order_of_the_queue(
+    api: ApiApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An id is given before the prompt is tokenised, which takes longer for some, and is random within a millisecond."""
+    bob = (await make_cast(api.services.db, api.services.clock)).bob
+    side = EngineSide(api.services.clock)
+    waiting = [side.add(bob, request_id, state="queued") for request_id in ("req_b", "req_c", "req_a")]
+    for live in waiting:
+        live.admitted_at = None
+    monkeypatch.setattr(api.services.generations, "waiting", lambda **_access: waiting)
+
+    async def page_of_requests(_limit: int, cursor: str | None) -> Page[Any]:
+        page = await api.call("GET", "/requests", params={"limit": 1, **({"cursor": cursor} if cursor else {})})
+        return Page(data=page["data"], next_cursor=page["next_cursor"])
+
+    assert [row["id"] for row in await read_every_page(page_of_requests)] == ["req_c", "req_b", "req_a"]
+
+
 @pytest.mark.parametrize(("state", "aborts"), [("decode", 1), ("finished", 0)])
 async def test_an_abort_is_audited_only_if_the_request_was_running(
     api: ApiApp, monkeypatch: pytest.MonkeyPatch, state: str, aborts: int

@@ -119,12 +119,32 @@ async def test_the_check_takes_space_on_the_disk_of_the_server_and_leaves_nothin
 async def test_a_role_without_the_right_to_temporary_tables_is_no_fault(url: str) -> None:
     role = f"plain_{name_of(url)}"
     execute(url, f"REVOKE TEMPORARY ON DATABASE {name_of(url)} FROM PUBLIC")
-    execute(url, f"CREATE ROLE {role} LOGIN")
+    execute(url, f"CREATE ROLE {role} LOGIN; GRANT ALL ON ALL TABLES IN SCHEMA public TO {role}")
     try:
         async with Database.open(url.replace("postgres@", f"{role}@")) as database:
             await database_fault.try_to_write(database)
     finally:
-        execute(url, f"DROP ROLE {role}")
+        execute(url, f"DROP OWNED BY {role}; DROP ROLE {role}")
+
+
+async def test_a_database_before_its_first_start_takes_writes(postgresql: Cluster) -> None:
+    url = postgresql.create()
+    try:
+        async with Database.open(url) as database:
+            await database_fault.try_to_write(database)
+    finally:
+        postgresql.drop(url)
+
+
+def test_a_role_that_may_only_read_is_named_with_its_remedy(url: str, diagnose: Any) -> None:
+    role = f"reader_{name_of(url)}"
+    execute(url, f"CREATE ROLE {role} LOGIN; GRANT SELECT ON ALL TABLES IN SCHEMA public TO {role}")
+    try:
+        row = diagnose(url.replace("postgres@", f"{role}@"))
+    finally:
+        execute(url, f"DROP OWNED BY {role}; DROP ROLE {role}")
+    assert (row["state"], row["found"].partition(":")[0]) == ("wrong", "the role lacks privileges")
+    assert row["advice"] == "give --database the role that owns the tables, or grant this one all privileges on them"
 
 
 def fail_with(error: psycopg.Error, monkeypatch: pytest.MonkeyPatch) -> None:

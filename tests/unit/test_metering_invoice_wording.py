@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from datetime import date
 
 import pytest
@@ -14,6 +15,7 @@ from appliance.metering.invoicing.wording import (
     format_payment,
     line_name,
     month_name,
+    reasons_of,
     tax_name,
 )
 
@@ -91,3 +93,9 @@ def test_a_payment_has_the_decimals_of_its_currency(micros: int, currency: str, 
 def test_a_file_is_named_after_number_tenant_and_month(name: str, closed: str, draft: str) -> None:
     assert file_stem("2026-0001", "2026-10", "tn_1", name) == closed
     assert file_stem(None, "2026-10", "tn_1", name) == draft
+
+
+@pytest.mark.parametrize(("left_out", "last"), [(0, "wrong model"), (1, "1 other"), (2, "2 others"), (1234, "1,234 others")])
+def test_reasons_that_are_left_out_are_counted_in_words(left_out: int, last: str) -> None:
+    corrected = dataclasses.replace(line(ADJUSTMENT), reasons=("wrong model",), reasons_left_out=left_out)
+    assert reasons_of(corrected)[-1] == last

@@ -71,14 +71,15 @@ async def abort_request(request: AdminRequest, request_id: FromPath[str]) -> Req
 def _waiting(services: Services, filters: RequestFilter, cursor: str | None, access: Access) -> list[LiveRequest]:
     """Return the matching requests after `cursor` that wait for room in their limits, newest first."""
     after = None if cursor is None else decode_cursor("requests", cursor, [int, str])
-    return [
+    waiting = [
         live
-        for live in reversed(services.generations.waiting(access=access))
+        for live in services.generations.waiting(access=access)
         if filters.tenant_id in (None, live.tenant_id)
         and filters.key_id in (None, live.key_id)
         and filters.model in (None, live.model)
-        and (after is None or [*_position(live)] < after)
+        and (after is None or _position(live) < after)
     ]
+    return sorted(waiting, key=_position, reverse=True)
 
 
 def _position(row: LiveRequest | PastRequest) -> list[int | str]:

@@ -8,7 +8,7 @@ absence is visible.
 from __future__ import annotations
 
 import unicodedata
-from functools import cache
+from functools import cache, lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -60,7 +60,7 @@ def font_runs(text: str, *, bold: bool = False) -> list[tuple[str, str]]:
     east_asian = _east_asian_font(text)
     placements: list[tuple[str, str]] = []
     for character in to_visual_order(text):
-        if _is_east_asian(character):
+        if _own_east_asian_font(character) is not None:
             placements.append((east_asian or own, character))
         elif not _is_invisible(character):
             placements.append((own, character if ord(character) in covered else MISSING))
@@ -114,15 +114,18 @@ def _split_word(word: str, size: float, width: float, *, bold: bool) -> list[str
 
 def _east_asian_font(text: str) -> str | None:
     """Return the font for all East Asian characters of a text: kana indicate Japanese, hangul Korean."""
-    if any(_in_ranges(character, _KANA) for character in text):
+    fonts = {_own_east_asian_font(character) for character in text}
+    return next((font for font in (JAPANESE, KOREAN, CHINESE) if font in fonts), None)
+
+
+@lru_cache(maxsize=4096)
+def _own_east_asian_font(character: str) -> str | None:
+    """Return the font that an East Asian character indicates; None for other characters."""
+    if _in_ranges(character, _KANA):
         return JAPANESE
-    if any(_in_ranges(character, _HANGUL) for character in text):
+    if _in_ranges(character, _HANGUL):
         return KOREAN
-    return CHINESE if any(_is_east_asian(character) for character in text) else None
-
-
-def _is_east_asian(character: str) -> bool:
-    return _in_ranges(character, (*_HAN, *_KANA, *_HANGUL, *_FULL_WIDTH))
+    return CHINESE if _in_ranges(character, (*_HAN, *_FULL_WIDTH)) else None
 
 
 def _in_ranges(character: str, ranges: tuple[tuple[int, int], ...]) -> bool:

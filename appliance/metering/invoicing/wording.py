@@ -67,7 +67,8 @@ def file_stem(number: str | None, month: str, tenant_id: str, tenant_name: str) 
 
 def reasons_of(line: InvoiceLine) -> list[str]:
     """Return the reasons of the corrections on a line, the last one in place of those left out: `3 others`."""
-    return [*line.reasons, *([f"{line.reasons_left_out:,} others"] if line.reasons_left_out else [])]
+    left_out = line.reasons_left_out
+    return [*line.reasons, *([f"{left_out:,} {'other' if left_out == 1 else 'others'}"] if left_out else [])]
 
 
 def format_percent(basis_points: int) -> str:

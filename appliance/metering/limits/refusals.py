@@ -33,8 +33,11 @@ def refusal(decisions: Sequence[LimitDecision], request: AdmissionRequest, reser
     if never:
         return _budget_exceeded(never[0], output, smaller)
     longest = max(decisions, key=lambda decision: decision.wait_s or 0.0)
+    help_text = f", or {smaller}" if smaller else ""
+    if not smaller and longest.held and request.max_output_tokens is None:
+        help_text = "; requests with max_tokens reserve less"
     return RateLimitExceeded(
-        f"{_reason(longest, output)}; try again in {_about(longest)}" + (f", or {smaller}" if smaller else ""),
+        f"{_reason(longest, output)}; try again in {_about(longest)}{help_text}",
         limit_type=_limit_type(longest),
         retry_after_s=longest.wait_s or 0.0,
     )
