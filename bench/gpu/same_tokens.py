@@ -70,6 +70,8 @@ FORMATS_PROMPT, FORMATS_LEN = 15, 256
 """Tokens of the longest prompt: fewer than a block, so that a repeated one is not found in the cache; and of the longest step,
 which holds all prompts of a case."""
 FORMATS_KV_BYTES = 1 << 28
+FORMATS_BISECTED_S = 40.0
+"""With less time left a wrong format is not compared again with switches, so that the other formats have theirs."""
 FP8_TIE = 0.4
 """With fp8 weights, rows of prompts are rounded to e4m3 and those of decodes are not. So the twin, which computes a gap from
 one long prompt, does not get the logits from which it chose."""
@@ -199,7 +201,7 @@ def _check_format(context: Context, kind: str) -> None:
         if wrong:
             row.error = f"wrong tokens with {kind} weights: {wrong[0]}"
         context.emit(row)
-        if wrong:  # as above
+        if wrong and context.left_s >= FORMATS_BISECTED_S:
             row.note = f"{_bisect(context, compare, has_chunks=False)}; {row.note}"
             context.emit(row)
 
