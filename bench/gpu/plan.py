@@ -4,7 +4,8 @@
 
 Checks are not timed, so several processes share the card and the compiler has all cores. Everything after them runs alone.
 A check compiles its kernel variants one after another, about 35 to 50 per process at up to a second each, so the checks of
-attention and of products take two processes each. Warm-up parts use all cores and yield to the checks.
+attention and of products take two processes each. Warm-up parts use all cores and yield to the checks. The check of tokens
+ends with six engines of quantised weights, whose kernels the warm-ups compile, except for four per format: some 15 s, after 35.
 
 The first part's time begins when its imports are done; the others import while the stage before them measures.
 A part has two times, both for a cold kernel cache. `usual_s` is reserved for it however long earlier parts take: the sum fits

@@ -10,6 +10,11 @@ Captured steps with chunks are padded where the twin's are not, so prompts' keys
 the greedy requests reach a tie (docs/log/gpu-kernels.md). Tokens after the tie are not compared, so a fault as small as
 rounding, for example a key that is read too early, could go unnoticed. Therefore everything is compared once more with chunks
 launched one by one, as the twin computes them: then hardly any request differs at all.
+
+Products of up to 16 rows with weights in 8 and 4 bits have kernels of their own, launched early as well. Each format is
+compared over a few layers of Llama-3.1-8B, whose kernels `warm_up` compiles meanwhile. All prompts of a case are read in one
+step, and launched one by one: both engines then run the same kernels over the same rows, so that a read before the previous
+kernel's end cannot pass for rounding.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,7 +37,7 @@ from bench.gpu import traffic
 from bench.gpu.context import Context
 from bench.gpu.models import random_engine
 from bench.gpu.rows import Row
-from bench.gpu.targets import CHUNKS_ONE_BY_ONE, SAME_TOKENS
+from bench.gpu.targets import CHUNKS_ONE_BY_ONE, SAME_TOKENS, same_tokens_row
 from engine.layers.forward_inputs import ForwardInputs
 from engine.loop import Engine
 from engine.protocol import GenerationRequest, SamplingParams
@@ -56,6 +62,19 @@ LATE_STEP = 5
 """The step at which the last quarter of the requests is submitted, so that their prompts run among decodes."""
 TIE = 0.1
 """In logits: three units of bfloat16 at the size of these models' largest logits."""
+FORMATS: dict[str, dict[str, Any]] = {"int8": {"quantization": "int8"}, "int4": {"int4": True}, "fp8": {"quantization": "fp8"}}
+"""Options of engines, by the format of the weights."""
+FORMATS_MODEL, FORMATS_SIZES, FORMATS_OUTPUTS, FORMATS_REPEATS = "llama-3.1-8b", (1, 4, 16), 40, 4
+"""Concurrent requests, the fewest tokens of each, and how often they run: whether a kernel reads too early may be chance."""
+FORMATS_PROMPT, FORMATS_LEN = 15, 256
+"""Tokens of the longest prompt: fewer than a block, so that a repeated one is not found in the cache; and of the longest step,
+which holds all prompts of a case."""
+FORMATS_KV_BYTES = 1 << 28
+FORMATS_BISECTED_S = 40.0
+"""With less time left a wrong format is not compared again with switches, so that the other formats have theirs."""
+FP8_TIE = 0.4
+"""With fp8 weights, rows of prompts are rounded to e4m3 and those of decodes are not. So the twin, which computes a gap from
+one long prompt, does not get the logits from which it chose."""
 
 
 @dataclass(slots=True)
@@ -97,15 +116,22 @@ class PaddedDecoder:
 
 
 def check(context: Context) -> None:
-    context.guard(SAME_TOKENS, lambda: _check(context))
+    check_16_bits(context)
+    check_formats(context)
 
 
-def _check(context: Context) -> None:
-    with tempfile.TemporaryDirectory() as folder, _engine(context, Path(folder), enforce_eager=True) as twin:
-        runner = twin.runner
-        assert isinstance(runner, ModelRunner), "the twin launches nothing ahead"
-        decoder = PaddedDecoder(runner.target, context.size(SEATS, 4))
-        runner.target = decoder  # type: ignore[assignment]
+def check_16_bits(context: Context) -> None:
+    context.guard(SAME_TOKENS, lambda: _check_16_bits(context))
+
+
+def check_formats(context: Context) -> None:
+    """Those with kernels that have run least come last in their process: a kernel that fails may take the device with it."""
+    for kind in FORMATS:
+        context.guard(same_tokens_row(kind), partial(_check_format, context, kind))
+
+
+def _check_16_bits(context: Context) -> None:
+    with tempfile.TemporaryDirectory() as folder, _plain_twin(context, Path(folder)) as (twin, decoder):
         cases = _cases(context, twin.info.vocab_size)
         expected = {label: _generate_case(twin, label, requests) for label, requests in cases.items()}
 
@@ -115,14 +141,12 @@ def _check(context: Context) -> None:
             with _engine(context, Path(folder)) as ahead:
                 failures.append(_capture_failure(ahead))
                 actual = {label: _generate_case(ahead, label, cases[label]) for label in labels}
-                return {label: _compare(twin, decoder, cases[label], expected[label], actual[label]) for label in labels}
+                return {label: _compare(twin, decoder, cases[label], expected[label], actual[label], TIE) for label in labels}
 
         found = compare(list(cases))
         wrong = [label for label, each in found.items() if each.wrong]
         row = Row(name=SAME_TOKENS, value=float(sum(len(each.wrong) for each in found.values())))
-        row.facts = {
-            label: {"requests": each.requests, "ties": each.ties, "wrong": each.wrong[:3]} for label, each in found.items()
-        }
+        row.facts = _facts(found)
         num_requests, ties = sum(each.requests for each in found.values()), sum(each.ties for each in found.values())
         row.note = f"of {num_requests} requests; {ties} more by a tie of less than {TIE:g} of a logit"
         if wrong:
@@ -133,6 +157,57 @@ def _check(context: Context) -> None:
             row.note = f"{_bisect(context, lambda: compare(wrong))}; {row.note}"
             context.emit(row)
         context.guard(CHUNKS_ONE_BY_ONE, lambda: _check_chunks_one_by_one(context, lambda: compare(list(cases))))
+
+
+def _check_format(context: Context, kind: str) -> None:
+    options = {
+        **FORMATS[kind],
+        "max_num_seqs": context.size(max(FORMATS_SIZES), 4),
+        "max_model_len": FORMATS_LEN,
+        "max_num_batched_tokens": FORMATS_LEN,
+        "kv_cache_bytes": FORMATS_KV_BYTES,
+    }
+    tie = FP8_TIE if kind == "fp8" else TIE
+    repeats = context.size(FORMATS_REPEATS, 2)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        stack.enter_context(_chunks_one_by_one())
+        twin, decoder = stack.enter_context(_plain_twin(context, folder, FORMATS_MODEL, **options))
+        longest, min_outputs = context.size(FORMATS_PROMPT, 7), context.size(FORMATS_OUTPUTS, 3)
+        cases = {
+            f"{size} at once": _requests(size, 0.0, twin.info.vocab_size, longest, min_outputs)
+            for size in FORMATS_SIZES
+            if size <= twin.info.max_num_seqs
+        }
+        expected = {label: _tokens(twin, requests, at_once=True) for label, requests in cases.items()}
+
+        def compare() -> dict[str, CaseResult]:
+            with _engine(context, folder, FORMATS_MODEL, **options) as ahead:
+                actual = {
+                    label: [tokens for _ in range(repeats) for tokens in _tokens(ahead, requests, at_once=True)]
+                    for label, requests in cases.items()
+                }
+                return {
+                    label: _compare(twin, decoder, requests * repeats, expected[label] * repeats, actual[label], tie)
+                    for label, requests in cases.items()
+                }
+
+        found = compare()
+        wrong = [f"{label}: {each.wrong[0]}" for label, each in found.items() if each.wrong]
+        num_requests = sum(each.requests for each in found.values())
+        differing = sum(each.ties + len(each.wrong) for each in found.values())
+        row = Row(name=same_tokens_row(kind), value=100 * differing / num_requests, facts=_facts(found))
+        row.note = f"{differing} of {num_requests}: {num_requests // repeats} requests, {repeats} times each"
+        if wrong:
+            row.error = f"wrong tokens with {kind} weights: {wrong[0]}"
+        context.emit(row)
+        if wrong and context.left_s >= FORMATS_BISECTED_S:
+            row.note = f"{_bisect(context, compare, has_chunks=False)}; {row.note}"
+            context.emit(row)
+
+
+def _facts(found: dict[str, CaseResult]) -> dict[str, Any]:
+    return {label: {"requests": each.requests, "ties": each.ties, "wrong": each.wrong[:3]} for label, each in found.items()}
 
 
 def _capture_failure(engine: Engine) -> str:
@@ -156,14 +231,16 @@ def _chunks_one_by_one() -> AbstractContextManager[object]:
     return mock.patch.object(PagedDecoder, "chunk_rows", return_value=0)
 
 
-def _bisect(context: Context, rerun: Callable[[], dict[str, CaseResult]]) -> str:
-    """Compare again with parts of the fast path switched off: if the tokens are right without a part, that part is at fault."""
+def _bisect(context: Context, rerun: Callable[[], dict[str, CaseResult]], *, has_chunks: bool = True) -> str:
+    """Compare again with parts of the fast path switched off: if the tokens are right without a part, that part is at fault.
+    `has_chunks`: whether steps with chunks are captured."""
     switches: dict[str, tuple[AbstractContextManager[object], ...]] = {
         "GATEHOUSE_EARLY_LAUNCH=0": (_in_turn(context),),
         f"{GRAPHS}=0": (mock.patch.dict(os.environ, {GRAPHS: "0"}),),
         "both": (_in_turn(context), mock.patch.dict(os.environ, {GRAPHS: "0"})),
-        "chunks one by one": (_chunks_one_by_one(),),
     }
+    if has_chunks:
+        switches["chunks one by one"] = (_chunks_one_by_one(),)
     results = []
     for name, patches in switches.items():
         with ExitStack() as stack:
@@ -183,15 +260,25 @@ def _in_turn(context: Context) -> AbstractContextManager[object]:
 
 
 @contextmanager
-def _engine(context: Context, folder: Path, **options: Any) -> Iterator[Engine]:
+def _engine(context: Context, folder: Path, name: str = MODEL, **options: Any) -> Iterator[Engine]:
     """Serves by the default kernels, which are the newest: those that were timed would round in another order than the twin,
     which times none."""
     options = {"max_num_seqs": context.size(SEATS, 4), "max_model_len": 1024, "kv_cache_bytes": KV_BYTES, **options}
     with (
         mock.patch("engine.build._kernel_choices", return_value=KernelChoices(None)),
-        random_engine(context, folder, MODEL, layers=context.size(LAYERS, 1), **options) as engine,
+        random_engine(context, folder, name, layers=context.size(LAYERS, 1), **options) as engine,
     ):
         yield engine
+
+
+@contextmanager
+def _plain_twin(context: Context, folder: Path, name: str = MODEL, **options: Any) -> Iterator[tuple[Engine, PaddedDecoder]]:
+    with _engine(context, folder, name, enforce_eager=True, **options) as twin:
+        runner = twin.runner
+        assert isinstance(runner, ModelRunner), "the twin launches nothing ahead"
+        decoder = PaddedDecoder(runner.target, twin.info.max_num_seqs)
+        runner.target = decoder  # type: ignore[assignment]
+        yield twin, decoder
 
 
 def _cases(context: Context, vocab_size: int) -> dict[str, list[GenerationRequest]]:
@@ -229,10 +316,10 @@ def _generate_case(engine: Engine, label: str, requests: Sequence[GenerationRequ
     return _tokens(engine, requests)
 
 
-def _tokens(engine: Engine, requests: Sequence[GenerationRequest]) -> list[list[int]]:
-    """All tokens of each request. The last quarter of the requests is submitted later than the others."""
+def _tokens(engine: Engine, requests: Sequence[GenerationRequest], *, at_once: bool = False) -> list[list[int]]:
+    """All tokens of each request. The last quarter of the requests is submitted later than the others, unless `at_once`."""
     tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
-    first = -(-3 * len(requests) // 4)
+    first = len(requests) if at_once else -(-3 * len(requests) // 4)
 
     def step() -> None:
         events = engine.step()
@@ -262,6 +349,7 @@ def _compare(
     requests: Sequence[GenerationRequest],
     expected: Sequence[list[int]],
     actual: Sequence[list[int]],
+    tie: float,
 ) -> CaseResult:
     result = CaseResult(len(requests))
     for request, expected_tokens, actual_tokens in zip(requests, expected, actual, strict=True):
@@ -274,7 +362,7 @@ def _compare(
             result.wrong.append(f"{label} has {len(actual_tokens)} tokens instead of {len(expected_tokens)}")
             continue
         gap = _gap(twin, decoder, request, expected_tokens[: index + 1], actual_tokens[index])
-        if gap <= TIE:
+        if gap <= tie:
             result.ties += 1
         else:
             tokens = f"{actual_tokens[index]} instead of {expected_tokens[index]}"

@@ -43,6 +43,7 @@ MUST_SHOW: dict[str, tuple[float, float | None, str]] = {
     "same bits in any batch: paged decode": (0, None, "value"),
     "same bits in any batch: engine, batch_invariant": (0, None, "value"),
     "same tokens: ahead against plain": (0, None, "value"),
+    **{f"same tokens, {kind} weights: requests that differ at all": (10, None, "value") for kind in ("int8", "int4", "fp8")},
     "decode 32/8 heads of 128, 256 × 1k, 8 GB of KV": (0.85, 0.92, "fraction"),
     "decode 32/8 heads of 128, 64 × 4k, 8 GB of KV": (0.85, 0.92, "fraction"),
     "decode 1 × 128k + 31 × 4k": (1.25, 1.10, "value"),

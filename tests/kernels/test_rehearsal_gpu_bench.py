@@ -28,7 +28,14 @@ from bench.gpu.plan import PARTS, Part
 from bench.gpu.processes import Outcome
 from bench.gpu.report import document
 from bench.gpu.rows import Row
-from bench.gpu.targets import CHUNKS_ONE_BY_ONE, DIFFERING_PERCENT_MAX, SAME_TOKENS, TARGETS
+from bench.gpu.targets import (
+    CHUNKS_ONE_BY_ONE,
+    DIFFERING_PERCENT_MAX,
+    SAME_TOKENS,
+    TARGETS,
+    TOKEN_FORMATS,
+    same_tokens_row,
+)
 from bench.gpu.traffic import BenchRequest
 from engine.layers.forward_inputs import ForwardInputs
 from engine.loop import Engine
@@ -45,7 +52,7 @@ from kernels.alternatives import CHOICES, oldest_alternatives, put_in_force
 from kernels.attention_rows import AttentionShape
 from kernels.reference.attention import paged_decode as exact_decode
 from kernels.variants import CompilationFailed
-from tests.support.rehearsal import DEVICE, H100, H200, Kind, Schedule, rehearsal
+from tests.support.rehearsal import DEVICE, H100, H200, Kind, Schedule, quantised, rehearsal
 from tests.support.rehearsal.table import replace_triton_operations
 
 FACTS = {"bandwidth": 4e12, "flops": 8e14, "flops_fp8": 1.6e15, "gap_s": 1e-6}
@@ -155,7 +162,7 @@ def test_tokens_of_graphs_equal_those_of_an_eager_engine_with_as_many_rows(monke
 
     monkeypatch.setattr(PagedDecoder, "prepare", noted)
     monkeypatch.setattr(same_tokens, "_tokens", counted)
-    rows = emitted_rows(same_tokens.check)
+    rows = emitted_rows(same_tokens.check_16_bits)
     row = rows[SAME_TOKENS]
     assert (row["value"], row["error"]) == (0.0, "")
     assert row["note"] == "of 18 requests; 0 more by a tie of less than 0.1 of a logit"
@@ -270,7 +277,7 @@ def test_wrong_tokens_are_counted_and_the_row_names_the_switches_that_avoid_them
     wrong = "3 drawn" if fault == "graphs" else "3 greedy"
     cases = same_tokens._cases  # of which every wrong one is computed again with each switch
     monkeypatch.setattr(same_tokens, "_cases", lambda *given: {wrong: cases(*given)[wrong]})
-    row = emitted_rows(same_tokens.check)[SAME_TOKENS]
+    row = emitted_rows(same_tokens.check_16_bits)[SAME_TOKENS]
     assert row["value"] > 0
     assert "of a logit apart" in row["note"]
     both = "GATEHOUSE_GRAPHS=0: 0 wrong, both: 0 wrong"
@@ -292,7 +299,7 @@ def test_chunks_that_cannot_be_captured_fail_the_token_check(
     monkeypatch.setattr(CudaGraphs, "_capture", fails)
     cases = same_tokens._cases
     monkeypatch.setattr(same_tokens, "_cases", lambda *given: {"3 greedy": cases(*given)["3 greedy"]})
-    rows = emitted_rows(same_tokens.check)
+    rows = emitted_rows(same_tokens.check_16_bits)
     assert rows[SAME_TOKENS]["value"] == 0.0
     assert rows[SAME_TOKENS]["error"].startswith("steps with chunks lack graphs: ")
     assert "no graph here" in rows[SAME_TOKENS]["error"]
@@ -309,10 +316,68 @@ def test_an_error_as_small_as_rounding_is_detected_against_an_equal_chunking(mon
     monkeypatch.setattr(same_tokens, "TIE", 1e9)
     cases = same_tokens._cases
     monkeypatch.setattr(same_tokens, "_cases", lambda *given: {"3 greedy": cases(*given)["3 greedy"]})
-    rows = emitted_rows(same_tokens.check)
+    rows = emitted_rows(same_tokens.check_16_bits)
     assert rows[SAME_TOKENS]["value"] == 0.0
     assert rows[CHUNKS_ONE_BY_ONE]["value"] > DIFFERING_PERCENT_MAX
     assert rows[CHUNKS_ONE_BY_ONE]["note"].startswith("3 greedy: ")
+
+
+@pytest.mark.parametrize("kind", TOKEN_FORMATS)
+def test_a_product_that_reads_too_early_in_captured_steps_fails_the_row_of_its_format(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bind, capture = getattr(quantised, f"bind_{kind}"), CudaGraphs._capture
+    is_capturing = [False]
+
+    def noted(graphs: CudaGraphs, graph: torch.cuda.CUDAGraph, function: Callable[[], None]) -> None:
+        is_capturing[0] = True
+        capture(graphs, graph, function)
+        is_capturing[0] = False
+
+    def bind_early(*weight: Any) -> Callable[..., torch.Tensor]:
+        product: Callable[..., torch.Tensor] = bind(*weight)
+
+        def multiply(x: torch.Tensor, **options: Any) -> torch.Tensor:
+            if not is_capturing[0]:
+                return product(x, **options)
+            held = torch.zeros_like(x)
+            early = product(held, **options)  # of what x was at the previous replay
+            held.copy_(x)
+            return early
+
+        return multiply
+
+    monkeypatch.setattr(CudaGraphs, "_capture", noted)
+    monkeypatch.setattr(quantised, f"bind_{kind}", bind_early)
+    rows = emitted_rows(same_tokens.check_formats)
+    assert rows.keys() == {same_tokens_row(each) for each in TOKEN_FORMATS}
+    for each in TOKEN_FORMATS:
+        row = rows[same_tokens_row(each)]
+        if each == kind:
+            assert row["error"].startswith(f"wrong tokens with {kind} weights: ")
+            assert row["error"].endswith("of a logit apart")
+            assert row["value"] > DIFFERING_PERCENT_MAX
+            assert "GATEHOUSE_GRAPHS=0: 0 wrong, both: 0 wrong" in row["note"]
+        else:
+            assert (row["error"], row["value"]) == ("", 0.0)
+
+
+def test_one_wrong_request_fails_the_row_of_its_format_however_few_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, runs = same_tokens._tokens, [0]
+
+    def last_is_wrong(engine: Engine, requests: Sequence[GenerationRequest], **options: Any) -> list[list[int]]:
+        found = tokens(engine, requests, **options)
+        if isinstance(engine.runner, SlotRunner):
+            runs[0] += 1
+            if runs[0] == 1:
+                found[-1][-1] = (found[-1][-1] + 1) % engine.info.vocab_size
+        return found
+
+    monkeypatch.setattr(same_tokens, "_tokens", last_is_wrong)
+    monkeypatch.setattr(same_tokens, "FORMATS", {"int8": same_tokens.FORMATS["int8"]})
+    row = emitted_rows(same_tokens.check_formats)[same_tokens_row("int8")]
+    assert row["value"] == 10.0 <= DIFFERING_PERCENT_MAX
+    assert row["error"].startswith("wrong tokens with int8 weights: 1 at once: request 0 of 2, token 2: ")
 
 
 @pytest.mark.parametrize("waits", [True, False])
