@@ -3,13 +3,15 @@
 For each choice that the model's layers ask for, the decode step is captured with each alternative, as far as its logits, over
 requests with long contexts. The graphs are replayed in turn, so that clock and temperature are the same for all, and medians
 are compared. First the logits are: an alternative that disagrees with the oldest one is refused, as is one that cannot run or
-has ended an earlier start (`kernel_trials`).
+has ended an earlier start (`kernel_trials`). These logits are of a step that follows one of other tokens. Otherwise a kernel
+that reads before the preceding one has written would find the right values, left by the same step.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from statistics import median
@@ -31,7 +33,7 @@ CONTEXT_TOKENS = 2048
 """Tokens of all contexts of a timed step together: as long as a chat, and read by one pass of the model."""
 
 STRIDE = 7919
-"""Between two tokens of a context, a prime: they are as good as random."""
+"""Between two tokens of a context, and between the last tokens of two steps, a prime: they are as good as random."""
 
 ROUNDS_MIN, ROUNDS_MAX = 3, 7
 ROUNDS_MAX_S = 0.15
@@ -56,7 +58,8 @@ class KernelTiming:
     def __init__(self, steps: SlotSteps) -> None:
         self._steps = steps
         self._alternatives: dict[ops.Choice, list[str]] = {}
-        self._num_filled = 0
+        self._contexts = SlotWrites()
+        """Slots with contexts, their last tokens and lengths."""
 
     def compile(self) -> None:
         """Within `compiling`, with the oldest alternatives in force: find the choices that the model's layers ask for, and
@@ -120,7 +123,7 @@ class KernelTiming:
             try:
                 with trials.running((choice, running)), ops.alternative_in_force(choice, running):
                     replays[running] = self._captured((choice.name, running), num_rows)
-                    replays[running]()
+                    self._replay_after_other_tokens(replays[running])
             except (KernelFault, TrialsImpossible):
                 raise
             except Exception as error:
@@ -149,9 +152,17 @@ class KernelTiming:
         calls.make_ready(key, step, is_kept=True)
         return partial(calls.run, key, step)
 
+    def _replay_after_other_tokens(self, replay: Callable[[], None]) -> None:
+        """Decode other tokens after the contexts, then theirs."""
+        contexts, vocab_size = self._contexts, self._steps.target.vocab_size
+        others = [(token_id + STRIDE) % vocab_size for token_id in contexts.last_tokens]
+        for writes in (replace(contexts, last_tokens=others), contexts):
+            self._steps.state.write(writes)
+            replay()
+
     def _fill_contexts(self, num_rows: int) -> None:
         """Have slots 0 … `num_rows` - 1 hold requests whose contexts the models have read, and a step decode them."""
-        if num_rows == self._num_filled:
+        if num_rows == len(self._contexts.slots):
             return
         steps, limits = self._steps, self._steps.limits
         num_blocks = min(self._num_blocks // num_rows, limits.max_blocks)
@@ -173,16 +184,12 @@ class KernelTiming:
         ]
         for decoder in steps.decoders:
             decoder.forward_spans(spans)
-        steps.state.write(
-            SlotWrites(
-                slots=[*rows],
-                last_tokens=[span.token_ids[-1] for span in spans],
-                num_tokens=[length + 1 for _ in rows],
-                blocks=[(row, 0, span.block_table) for row, span in zip(rows, spans, strict=True)],
-            )
+        self._contexts = SlotWrites(
+            slots=[*rows], last_tokens=[span.token_ids[-1] for span in spans], num_tokens=[length + 1 for _ in rows]
         )
+        blocks = [(row, 0, span.block_table) for row, span in zip(rows, spans, strict=True)]
+        steps.state.write(replace(self._contexts, blocks=blocks))
         steps.inputs.write_slots([*rows], num_rows)
-        self._num_filled = num_rows
 
 
 def tolerance(dtype: torch.dtype, *, has_experts: bool) -> float:

@@ -230,6 +230,21 @@ def one_launch_as(function: Callable[..., None]) -> Iterator[None]:
         yield
 
 
+def test_a_kernel_that_reads_before_its_input_is_written_does_not_serve(llama: Path, tmp_path: Path) -> None:
+    """It finds what an earlier step has left there, which is right where that was the same step."""
+    left: dict[int, torch.Tensor] = {}
+
+    def early(qkv: torch.Tensor, rotation: Any, kv_cache: torch.Tensor, *args: Any, **options: Any) -> None:
+        found = left.setdefault(kv_cache.data_ptr(), qkv.clone())
+        lone_decode(found, rotation, kv_cache, *args, **options)
+        found.copy_(qkv)
+
+    with one_launch_as(early):
+        found = started(llama, tmp_path, fast={ONE_LAUNCH})
+    attention = next(choice for choice in found.info.kernel_choices if choice.name == LONE_ATTENTION.name)
+    assert (attention.serves, attention.refused) == (SPLITS, {ONE_LAUNCH: "wrong results"})
+
+
 def marked(cache: Path) -> set[str]:
     """The alternatives that marks say are running."""
     return {json.loads(path.read_bytes())["alternative"] for path in cache.rglob("mark-*")}

@@ -251,9 +251,11 @@ class Steps:
         monkeypatch.setattr(KernelTiming, "_num_rows", lambda *_: 1)
         monkeypatch.setattr(KernelTiming, "_captured", capture)
         monkeypatch.setattr(kernel_timing, "interleaved_s", lambda replays: dict.fromkeys(replays, 1.0))
-        target = SimpleNamespace(dtype=torch.float32, has_experts=False)
-        step = SimpleNamespace(logits=lambda _: torch.arange(5.0)[None])
-        self.timing = KernelTiming(SimpleNamespace(calls=DirectCalls(), target=target, decodes=SimpleNamespace(step=step)))  # type: ignore[arg-type]
+        target = SimpleNamespace(dtype=torch.float32, has_experts=False, vocab_size=5)
+        decodes = SimpleNamespace(step=SimpleNamespace(logits=lambda _: torch.arange(5.0)[None]))
+        state = SimpleNamespace(write=lambda _: None)
+        steps = SimpleNamespace(calls=DirectCalls(), target=target, decodes=decodes, state=state)
+        self.timing = KernelTiming(steps)  # type: ignore[arg-type]
         self.timing._alternatives = {CHOICE: [GEMV, TILES]}
 
 
