@@ -5,7 +5,6 @@ pending event committed ─► tokens counted ─► reservation ended ─► se
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 import structlog
@@ -50,7 +49,7 @@ class Bill:
         self._metrics = metrics
         self._reservation_ended = False
         self._submitted = False
-        self._settling: asyncio.Task[None] | None = None
+        self._settled = False
 
     @property
     def usage(self) -> Usage:
@@ -103,34 +102,29 @@ class Bill:
         else:
             self._reservation.void()
 
-    def start_settlement(self, end: RequestEnd, answers: Sequence[Answer]) -> asyncio.Task[None]:
-        """Start to commit the record of the finished request; the returned task never raises."""
-        return self._start_settlement(end, self._record(answers), answers)
+    async def settle(self, end: RequestEnd, answers: Sequence[Answer]) -> None:
+        """Commit the record of the finished request. Logs a failure of the ledger instead of raising it."""
+        await self._settle(end, self._record(answers), answers)
 
     async def settle_after_bug(self, answers: Sequence[Answer], *, is_recorded: bool) -> None:
         """End the reservation and settle the record (if there is one) at the last known counts, unless that was done."""
         if not self._reservation_ended:
             self.end_reservation()
-        if is_recorded and self._settling is None:
+        if is_recorded and not self._settled:
             record = RequestRecord(finished_at=self._clock.now(), error=InternalError.code)
-            self._start_settlement(RequestEnd(finish_reason="error", cause="internal_error"), record, answers)
-        if self._settling is not None:
-            await self._settling
+            await self._settle(RequestEnd(finish_reason="error", cause="internal_error"), record, answers)
 
-    def _start_settlement(self, end: RequestEnd, record: RequestRecord, answers: Sequence[Answer]) -> asyncio.Task[None]:
+    async def _settle(self, end: RequestEnd, record: RequestRecord, answers: Sequence[Answer]) -> None:
+        usage = self.usage
         settlement = Settlement(
             request_id=self._live.id,
             status="posted" if self.billable else "voided",
             finish_reason=end.finish_reason,
-            usage=self.usage,
+            usage=usage,
             record=record,
             cause=end.cause,
         )
-        self._settling = asyncio.create_task(self._write(settlement, answers), name=f"settle {self._live.id}")
-        return self._settling
-
-    async def _write(self, settlement: Settlement, answers: Sequence[Answer]) -> None:
-        usage = settlement.usage
+        self._settled = True
         try:
             await self._ledger.settle(settlement, self._reservation.mark_recorded)
         except LedgerBroken:  # the ledger has counted these tokens as unrecorded

@@ -282,19 +282,28 @@ class Generation:
         return self._failure or self._early_end or _failed("engine_died", error)
 
     async def _settle(self, end: RequestEnd) -> None:
-        """Settle the reservation, then the record, then report the outcome to the reader."""
-        usage, reason = self._bill.usage, end.finish_reason
+        """Settle the reservation, then the record, and report the outcome to the reader, after SETTLE_WAIT_S in any case."""
+        usage = self._bill.usage
         self._bill.end_reservation()
         self.note_batch_size()
-        self.live.finish(reason, now=self._clock.now(), error=None if end.error is None else end.error.message)
+        self.live.finish(end.finish_reason, now=self._clock.now(), error=None if end.error is None else end.error.message)
         self.live.kv_blocks = 0
-        settlement = self._bill.start_settlement(end, self._answers)
-        await asyncio.wait({settlement}, timeout=SETTLE_WAIT_S)
-        self._observe_metrics(reason, usage)
-        reasons = tuple(answer.finish_reason or reason for answer in self._answers)
-        self.outcome.set_result(Outcome(finish_reason=reason, usage=usage, error=end.error, finish_reasons=reasons))
+        timer = asyncio.get_running_loop().call_later(SETTLE_WAIT_S, self._report, end, usage)
+        try:
+            await self._bill.settle(end, self._answers)
+        finally:
+            timer.cancel()
+        self._report(end, usage)
+
+    def _report(self, end: RequestEnd, usage: Usage) -> None:
+        """Report the outcome to metrics and reader, unless that was done."""
+        if self.outcome.done():
+            return
+        self._observe_metrics(end.finish_reason, usage)
+        reasons = tuple(answer.finish_reason or end.finish_reason for answer in self._answers)
+        outcome = Outcome(finish_reason=end.finish_reason, usage=usage, error=end.error, finish_reasons=reasons)
+        self.outcome.set_result(outcome)
         self.chunks.close()
-        await settlement
 
     def _observe_metrics(self, reason: str, usage: Usage) -> None:
         live = self.live

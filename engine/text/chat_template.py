@@ -102,11 +102,13 @@ def _compile(source: str, origin: str) -> jinja2.Template:
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     try:
-        return compile_counted(environment, source)
+        template = compile_counted(environment, source)
     except jinja2.TemplateSyntaxError as error:
         raise ChatTemplateError(f"{origin} cannot be compiled: line {error.lineno}: {error.message}") from error
     except (SyntaxError, *TEMPLATE_FAULTS) as error:  # raised by Python's compiler for the code that Jinja generated
         raise ChatTemplateError(f"{origin} cannot be compiled: {error}") from error
+    template.globals = dict(template.globals)  # every rendering copies them, and a ChainMap is slow to copy
+    return template
 
 
 def _find(own_file: Path, settings_file: Path, settings: Mapping[str, Any]) -> tuple[str, str]:

@@ -81,6 +81,7 @@ async def test_a_slow_settlement_does_not_delay_the_reader_and_is_awaited_at_the
     disk.set()
     assert await serving.generations.drain(5.0)
     assert (await serving.event(generation)).status == "posted"
+    assert 'gatehouse_requests_total{model="tiny",reason="length"} 1.0' in (await serving.metrics.render()).decode()
 
 
 async def test_a_request_counts_for_the_day_of_its_reservation(
