@@ -12,8 +12,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import compress
-from operator import is_, ne
+from operator import is_
 from typing import Any, Protocol
 
 import numpy as np
@@ -148,7 +147,6 @@ class SlotTable:
         self._slots: list[int] = []
         self._slot_array = EMPTY_INT64  # the same
         self._step_tables: list[Sequence[int]] = []
-        self._step_sizes: list[int] = []
         self._num_advanced = 0  # steps by which `_lens` lags for these slots
 
     def items_without_slot(self, items: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:
@@ -169,9 +167,15 @@ class SlotTable:
             if request in self._slot_of:
                 self._lens[self._slot_of[request]] = NOTHING
 
-    def update(self, decodes: Sequence[ScheduledRequest], more: Sequence[ScheduledRequest] = ()) -> Int64Array:
+    def update(
+        self,
+        decodes: Sequence[ScheduledRequest],
+        more: Sequence[ScheduledRequest] = (),
+        *,
+        grown: Sequence[Request] = (),
+    ) -> Int64Array:
         """Bring the slots of `decodes`, and then of `more`, up to date for a step that yields a token for each of them.
-        Returns their slots.
+        Returns their slots. `grown`: those of `decodes` whose block table has grown since the last step.
 
         Lists are compared by identity. Passing the `decodes` object of the last step states that no request joined them, left
         them or lost blocks since; getting the array object of the last step means that slots and order are the same. Where a
@@ -182,10 +186,11 @@ class SlotTable:
             self._remove_rows(range(len(decodes), len(self._requests)))
         else:
             self._retain([item.request for item in decodes])
-        self._advance(writes)
+        self._num_advanced += 1
         new = [*decodes[len(self._requests) :], *more]
         if new:
             self._add_items(new, writes)
+        self._write_new_blocks(grown, [self._slot_of[request] for request in grown], writes)
         self._decodes = decodes
         if len(self._slot_array) != len(self._slots):
             self._slot_array = np.array(self._slots, dtype=np.int64)
@@ -222,17 +227,8 @@ class SlotTable:
             self._idle.update(dict.fromkeys([self._requests[row] for row in rows]))
             self._lens[[self._slots[row] for row in rows]] += self._num_advanced
             self._requests, self._slots = without_rows(self._requests, rows), without_rows(self._slots, rows)
-            self._step_tables, self._step_sizes = without_rows(self._step_tables, rows), without_rows(self._step_sizes, rows)
+            self._step_tables = without_rows(self._step_tables, rows)
             self._slot_array = EMPTY_INT64
-
-    def _advance(self, writes: SlotWrites) -> None:
-        """Record one more step of all requests that are in the last one."""
-        sizes = [*map(len, self._step_tables)]
-        if sizes != self._step_sizes:
-            grown = [*map(ne, sizes, self._step_sizes)]
-            self._write_new_blocks([*compress(self._requests, grown)], [*compress(self._slots, grown)], writes)
-            self._step_sizes = sizes
-        self._num_advanced += 1
 
     def _add_items(self, items: Sequence[ScheduledRequest], writes: SlotWrites) -> None:
         """Append the requests of a step that were not in the last one."""
@@ -240,9 +236,7 @@ class SlotTable:
         slots = self._refresh(items, requests, writes)
         self._lens[slots] -= self._num_advanced
         self._requests, self._slots, self._slot_array = self._requests + requests, self._slots + slots, EMPTY_INT64
-        tables = [request.block_table for request in requests]
-        self._step_tables += tables
-        self._step_sizes += map(len, tables)
+        self._step_tables += [request.block_table for request in requests]
 
     def _refresh(
         self,
@@ -276,7 +270,7 @@ class SlotTable:
         self._idle.update(dict.fromkeys(self._requests))
         self._lens[self._slots] += self._num_advanced
         self._num_advanced, self._decodes, self._slot_array = 0, None, EMPTY_INT64
-        self._requests, self._slots, self._step_tables, self._step_sizes = [], [], [], []
+        self._requests, self._slots, self._step_tables = [], [], []
 
     def _write_slots(self, requests: Sequence[Request], slots: Sequence[int], lens: Sequence[int], writes: SlotWrites) -> None:
         """Send the slots of these requests, of whose tokens the first `lens` are known or in flight."""

@@ -145,7 +145,6 @@ class Outcomes:
             request = item.request
             item.start = request.num_computed_tokens = item.start + 1
             request.token_ids.append(UNKNOWN_TOKEN)
-            request.num_unknown_tokens += 1
         for item in batch.prefills:
             request = item.request
             request.num_computed_tokens = item.start + item.num_tokens
@@ -153,7 +152,6 @@ class Outcomes:
             if item.samples:
                 self._lifecycle.start_decoding(request)
                 request.token_ids.append(UNKNOWN_TOKEN)
-                request.num_unknown_tokens += 1
                 if request.num_tokens >= request.max_total_tokens:
                     ending.append(request)
         for request in ending:
@@ -179,7 +177,6 @@ class Outcomes:
             # what `fill_token` does when nothing ends:
             if output not in request.stop_ids and (no_end_near or end + 1 < request.max_total_tokens):
                 request.token_ids[end] = output
-                request.num_unknown_tokens -= 1
             else:
                 reason = request.fill_token(end, output)
                 if reason is not None:

@@ -94,7 +94,6 @@ class Request:
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when it was first scheduled
     num_preemptions: int = 0
     num_rejected_draft_tokens: int = 0
-    num_unknown_tokens: int = 0  # at the end of `token_ids`, which steps in flight will yield
     num_in_flight_tokens: int = 0  # of prompt chunks in flight
     num_skips: int = 0  # times that others passed it because it did not fit
     first_scheduled_s: float | None = None
@@ -120,6 +119,11 @@ class Request:
         return len(self.token_ids)
 
     @property
+    def num_unknown_tokens(self) -> int:
+        """How many tokens at the end will be yielded by steps in flight, of which there are at most two."""
+        return self.token_ids[-2:].count(UNKNOWN_TOKEN)
+
+    @property
     def num_output_tokens(self) -> int:
         """How many output tokens are known."""
         return len(self.token_ids) - self.num_prompt_tokens - self.num_unknown_tokens
@@ -127,8 +131,8 @@ class Request:
     @property
     def num_settled_tokens(self) -> int:
         """Tokens whose keys and values are in the blocks for certain, while at most one step is in flight."""
-        settled = self.num_computed_tokens - self.num_in_flight_tokens
-        return min(settled, len(self.token_ids) - self.num_unknown_tokens - 1) if self.num_unknown_tokens else settled
+        settled, num_unknown = self.num_computed_tokens - self.num_in_flight_tokens, self.num_unknown_tokens
+        return min(settled, len(self.token_ids) - num_unknown - 1) if num_unknown else settled
 
     @property
     def is_finished(self) -> bool:
@@ -165,11 +169,9 @@ class Request:
         """Fill in the token of a step that was in flight. Returns the reason to end with it, if any; unknown tokens after a
         stop token are dropped."""
         self.token_ids[position] = token_id
-        self.num_unknown_tokens -= 1
         reason = self._end_reason(position + 1, token_id)
         if reason is FinishReason.STOP:
             del self.token_ids[position + 1 :]
-            self.num_unknown_tokens = 0
         return reason
 
     def _end_reason(self, num_tokens: int, token_id: int) -> FinishReason | None:
@@ -183,13 +185,11 @@ class Request:
         num_unknown = self.num_unknown_tokens
         if num_unknown:
             del self.token_ids[-num_unknown:]
-            self.num_unknown_tokens = 0
         return num_unknown
 
     def restore_unknown_tokens(self, num_unknown: int) -> None:
         """Restore what `remove_unknown_tokens` removed."""
         self.token_ids += [UNKNOWN_TOKEN] * num_unknown
-        self.num_unknown_tokens = num_unknown
 
     def discard_unknown_tokens(self) -> None:
         """Drop the unknown tokens of a request for which the steps in flight yield nothing."""

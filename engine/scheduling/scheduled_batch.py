@@ -61,9 +61,11 @@ class BlockMoves:
 @dataclass(slots=True)
 class ScheduledBatch:
     """One step: decodes have one token each and come first; prefills are chunks of any length. The list of decodes is the same
-    object as in the step before if no request came, went or lost blocks between them."""
+    object as in the step before if no request came, went or lost blocks between them. `grown`: decodes that got a block since
+    then."""
 
     decodes: list[ScheduledRequest] = field(default_factory=list)
+    grown: list[Request] = field(default_factory=list)
     prefills: list[ScheduledRequest] = field(default_factory=list)
     moves: BlockMoves = field(default_factory=BlockMoves)
     num_tokens: int = 0

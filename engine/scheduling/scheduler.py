@@ -150,9 +150,9 @@ class Scheduler:
         self._pause_and_resume()
         self._make_room()
         self._rotation.exchange(self._lifecycle.preempt)
-        self._grow_decodes()
+        grown = self._grow_decodes()
         self.accounts.step += 1
-        batch = ScheduledBatch(decodes=self._decodes.batch())
+        batch = ScheduledBatch(decodes=self._decodes.batch(), grown=grown)
         batch.num_tokens = len(batch.decodes)
         if self._drafting is not None and not self._outcomes.num_in_flight:
             spare_tokens = self.limits.max_num_batched_tokens - batch.num_tokens
@@ -184,8 +184,9 @@ class Scheduler:
         if applicants:
             self.policy.on_no_victim()
 
-    def _grow_decodes(self) -> None:
-        """Allocate a block for each decode that needs one, if necessary by preempting the request that the policy names."""
+    def _grow_decodes(self) -> list[Request]:
+        """Allocate a block for each decode that needs one, if necessary by preempting the request that the policy names.
+        Returns the decodes that got one."""
         full = self._decodes.pop_due()
         while len(full) > self.kv.num_spare:
             self._lifecycle.preempt(self.policy.growth_victim(self.accounts.running_requests))
@@ -193,6 +194,7 @@ class Scheduler:
         full += self._decodes.pop_due_soon((self.kv.num_spare - len(full)) // SPARE_PER_EARLY_BLOCK)
         self.kv.grow(full)
         self._decodes.schedule_next_growth(full)
+        return full
 
     def _schedule_prefills(self, batch: ScheduledBatch) -> None:
         if not self.accounts.prefilling and not (self._lifecycle.has_queued and self.admission.has_seat):

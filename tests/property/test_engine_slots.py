@@ -50,6 +50,7 @@ class SlotFuzz:
         self.table = SlotTable(self.state, self.listener)
         self.decoding: list[Request] = []  # of the last step
         self.others: list[Request] = []
+        self.grown: dict[Request, None] = {}  # got blocks since the last step
         self.sampled: dict[Request, int] = {}  # under way
         self.last: list[ScheduledRequest] = []
 
@@ -102,6 +103,12 @@ class SlotFuzz:
     def extend_blocks(self, request: Request) -> None:
         while len(request.block_table) * BLOCK_SIZE < len(request.token_ids):
             request.block_table.append(self.rng.randint(0, 1000))
+            self.grown[request] = None
+
+    def pop_grown(self, decodes: list[ScheduledRequest]) -> list[Request]:
+        grown = [item.request for item in decodes if item.request in self.grown]
+        self.grown.clear()
+        return grown
 
     def compute(self, items: list[ScheduledRequest], slots: list[int]) -> None:
         """Check what the step reads, and advance its slots as the device does; the tokens of the step before arrive."""
@@ -131,7 +138,7 @@ def test_slots_hold_the_scheduler_state_in_random_histories(seed: int, *, is_hos
         decodes, more = fuzz.plan()
         items = decodes + more
         if items:
-            slots = fuzz.table.update(decodes, more)
+            slots = fuzz.table.update(decodes, more, grown=fuzz.pop_grown(decodes))
             assert fuzz.table.positions().tolist() == [len(item.request.token_ids) for item in items]
             if slots is before[0]:
                 assert [item.request for item in items] == before[1], "the very list says that nobody came or went"

@@ -131,7 +131,7 @@ class FakeDevice:
         self.is_synchronous = is_synchronous
         self.culprits: set[str] = set()
         self._size = block_size
-        self.num_wrong_launches = 0  # of batches that no slot can hold, and of drafts behind a step under way
+        self.num_wrong_launches = 0  # of batches that no slot can hold, drafts behind a step under way, unnoticed growth
         self._plain_batch: ScheduledBatch | None = None
         self._has_failed_to_move = False
         self._rng = rng
@@ -139,6 +139,7 @@ class FakeDevice:
         self._slots: dict[int, Content] = {}
         self._host: dict[int, Content] = {}
         self._last_tokens: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
+        self._tables: dict[Request, tuple[Sequence[int], int]] = {}  # of the last launched step, and their sizes
 
     def move(self, moves: BlockMoves) -> None:
         self._has_failed_to_move = not self._has_failed_to_move and self._rng.random() < self._fault_rate
@@ -161,6 +162,7 @@ class FakeDevice:
         assert all(UNKNOWN_TOKEN not in item.request.token_ids for item in items), "the plain runner needs every token"
         if self.culprits & {item.request.request_id for item in items}:
             raise RuntimeError("this request cannot be computed")
+        self._tables.clear()
         outputs = self._compute(items, is_garbage=[False] * len(items))
         return [StepOutput([output]) if isinstance(output, int) else output for output in outputs if output is not None]
 
@@ -177,6 +179,7 @@ class FakeDevice:
         stage = rng.choice(("launch", "completion", "outputs", "rows")) if rng.random() < self._fault_rate else ""
         if stage == "launch":
             raise RuntimeError("it cannot be launched")
+        self.num_wrong_launches += self._has_grown_unnoticed(batch)
         is_garbage = [
             item.request.request_id in self.culprits or (bool(stage) and (stage != "rows" or rng.random() < 0.3))
             for item in items
@@ -186,6 +189,20 @@ class FakeDevice:
 
     def invalidate_slots(self) -> None:
         self._last_tokens.clear()
+        self._tables.clear()
+
+    def _has_grown_unnoticed(self, batch: ScheduledBatch) -> bool:
+        """Whether a runner that has the tables of the last step is not told of all that have grown."""
+        before = self._tables
+        self._tables = {item.request: (item.request.block_table, len(item.request.block_table)) for item in batch.items}
+        if batch.num_draft_tokens:
+            self._tables.clear()
+            return False
+        for request in (item.request for item in batch.decodes):
+            table, size = before.get(request, ((), 0))
+            if table is request.block_table and size < len(table) and request not in batch.grown:
+                return True
+        return False
 
     def _compute(self, items: Sequence[ScheduledRequest], is_garbage: Sequence[bool]) -> list[RowResult]:
         """Compute rows at the same time: none of them reads what another one writes."""
