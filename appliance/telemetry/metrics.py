@@ -308,8 +308,12 @@ def _gpu_families(snapshot: SystemSnapshot) -> Iterator[Metric]:
 
 
 def _host_families(snapshot: SystemSnapshot) -> Iterator[Metric]:
-    yield GaugeMetricFamily("gatehouse_host_memory_used_bytes", "Used memory", value=snapshot.host.memory_used_bytes)
-    yield GaugeMetricFamily("gatehouse_host_memory_total_bytes", "Memory", value=snapshot.host.memory_total_bytes)
+    yield GaugeMetricFamily(
+        "gatehouse_host_memory_used_bytes", "Used memory of the machine", value=snapshot.host.memory_used_bytes
+    )
+    yield GaugeMetricFamily(
+        "gatehouse_host_memory_total_bytes", "Memory of the machine", value=snapshot.host.memory_total_bytes
+    )
     yield GaugeMetricFamily(
         "gatehouse_host_disk_free_bytes", "Free disk of the data folder", value=snapshot.host.disk_free_bytes
     )
