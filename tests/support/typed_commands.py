@@ -43,6 +43,16 @@ class Terminal(io.StringIO):
 Run = Callable[..., CommandResult]
 
 
+def runner_in_process(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Return a function that runs a command with the environment as it is."""
+
+    def run(*arguments: str) -> CommandResult:
+        status = main(list(arguments))
+        return CommandResult(status, *capsys.readouterr())
+
+    return run
+
+
 def command_runner(folder: Path, database: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Return a function that runs a command on a copy of `database` in `folder`. `at_terminal`: input typed at a terminal;
     without it there is no terminal."""

@@ -16,14 +16,13 @@ from appliance.base.clock import SystemClock
 from appliance.base.db import Database
 from appliance.base.version import current_version
 from appliance.cli import model_store
-from appliance.cli.main import main
 from appliance.serving.model_builder import DEMO_MODEL
 from appliance.tenancy.admin_tokens import AdminTokens
 from appliance.tenancy.members import Member, Members
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT
 from engine import visible_gpu
 from engine.visible_gpu import VisibleGpu
-from tests.support.typed_commands import CommandResult
+from tests.support.typed_commands import Run, runner_in_process
 
 REPO = Path(__file__).resolve().parents[2]
 COMMANDS = (
@@ -47,12 +46,8 @@ WITHOUT_JSON = {"serve"}
 
 
 @pytest.fixture
-def gatehouse(data_dir: Path, own_logging: None, capsys: pytest.CaptureFixture[str]) -> Any:
-    def run(*arguments: str) -> CommandResult:
-        status = main(list(arguments))
-        return CommandResult(status, *capsys.readouterr())
-
-    return run
+def gatehouse(data_dir: Path, own_logging: None, capsys: pytest.CaptureFixture[str]) -> Run:
+    return runner_in_process(capsys)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

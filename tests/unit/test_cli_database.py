@@ -17,7 +17,6 @@ from appliance.base.database_claim import DatabaseClaim, claim_database
 from appliance.base.db import Database
 from appliance.base.sealing import Sealer
 from appliance.cli import output
-from appliance.cli.main import main
 from appliance.metering.alerts.targets import TargetPolicy
 from appliance.metering.alerts.webhooks import SEALING_PURPOSE, Webhooks
 from appliance.metering.calendar import BillingCalendar
@@ -28,16 +27,12 @@ from tests.support import factories
 from tests.support.cast import make_cast
 from tests.support.databases import Cluster
 from tests.support.ledgers import running_ledger, without_alerts
-from tests.support.typed_commands import CommandResult
+from tests.support.typed_commands import Run, runner_in_process
 
 
 @pytest.fixture
-def gatehouse(data_dir: Path, own_logging: None, capsys: pytest.CaptureFixture[str]) -> Any:
-    def run(*arguments: str) -> CommandResult:
-        status = main(list(arguments))
-        return CommandResult(status, *capsys.readouterr())
-
-    return run
+def gatehouse(data_dir: Path, own_logging: None, capsys: pytest.CaptureFixture[str]) -> Run:
+    return runner_in_process(capsys)
 
 
 def test_the_database_can_be_checked_downgraded_and_upgraded(gatehouse: Any) -> None:

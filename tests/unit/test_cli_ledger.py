@@ -10,20 +10,15 @@ import pytest
 
 from appliance.base.clock import SystemClock
 from appliance.base.db import Database
-from appliance.cli.main import main
 from tests.support import factories
 from tests.support.cast import make_cast
 from tests.support.ledgers import running_ledger
-from tests.support.typed_commands import CommandResult
+from tests.support.typed_commands import Run, runner_in_process
 
 
 @pytest.fixture
-def gatehouse(data_dir: Path, own_logging: None, capsys: pytest.CaptureFixture[str]) -> Any:
-    def run(*arguments: str) -> CommandResult:
-        status = main(list(arguments))
-        return CommandResult(status, *capsys.readouterr())
-
-    return run
+def gatehouse(data_dir: Path, own_logging: None, capsys: pytest.CaptureFixture[str]) -> Run:
+    return runner_in_process(capsys)
 
 
 def test_prices_are_added_and_listed(gatehouse: Any) -> None:
