@@ -46,7 +46,7 @@ from kernels.triton.launching.card_properties import capability, has_gluon, mult
 from kernels.triton.products import dequantised_slabs, fused_int4, fused_linear
 from kernels.triton.products.fused_linear import AnyTiles, linear_add, normed_linear
 from kernels.triton.products.fused_row import GemvTiles
-from kernels.triton.products.hopper_rows import OPERAND_ROWS, HopperTiles
+from kernels.triton.products.hopper_tiles import OPERAND_ROWS, HopperTiles
 from kernels.variants import CompilationFailed
 
 log = logging.getLogger("gatehouse.bench")

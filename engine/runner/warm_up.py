@@ -39,7 +39,7 @@ step are compiled (`kernels.triton.attention.splits.scheduled_requests`); all th
 STEP_SIZES = (1, 2, 9, ops.FUSED_ROWS_MAX + 1, 33, *SEARCH_BATCH_SIZES)
 """Sizes of steps over slots, one for each variant of those kernels: one row has kernels of its own, few rotate inside their
 attention and are launched early, and up to 8 and up to 16 are multiplied by kernels of their own
-(`kernels.triton.products.hopper_rows`)."""
+(`kernels.triton.products.hopper_tiles`)."""
 
 DECODE_BATCH_SIZES = (1, 2, 8, 16, 24, 40, 72, 136, *SEARCH_BATCH_SIZES)
 """Numbers of requests that decode: one on each side of where a launcher takes another tile."""

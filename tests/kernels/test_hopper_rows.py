@@ -11,14 +11,14 @@ import torch
 
 from kernels.alternatives import PRODUCTS, TILES, alternative_in_force
 from kernels.quantised_weights import pack_fp8, pack_int4, pack_int8
-from kernels.triton.products import fused_linear, hopper_rows
-from kernels.triton.products.hopper_rows import (
+from kernels.triton.products import fused_linear, hopper_rows, hopper_tiles
+from kernels.triton.products.hopper_rows import multiply_few_rows
+from kernels.triton.products.hopper_tiles import (
     HEAD_OUTPUTS_MIN,
     HopperTiles,
     choose_separate_tiles,
     choose_tiles,
-    hopper_tiles,
-    multiply_few_rows,
+    tile_sizes,
     weight_bits,
 )
 
@@ -30,8 +30,8 @@ ENOUGH = 1920
 def card() -> Iterator[mock.Mock]:
     """An H200; `has_gluon` can be changed."""
     with (
-        mock.patch.object(hopper_rows, "has_gluon", return_value=True) as has_gluon,
-        mock.patch.object(hopper_rows, "multiprocessors", return_value=132),
+        mock.patch.object(hopper_tiles, "has_gluon", return_value=True) as has_gluon,
+        mock.patch.object(hopper_tiles, "multiprocessors", return_value=132),
     ):
         yield has_gluon
 
@@ -50,7 +50,7 @@ def test_rows_are_padded_to_8_or_16_but_a_single_one(num_rows: int, padded: int)
 
 def test_programs_have_32_outputs_where_multiprocessors_are_not_left_without_one() -> None:
     def block_n(num_outputs: int, num_rows: int) -> int:
-        return hopper_tiles(num_rows, num_outputs, 132, gated=False, bits=8).block_n
+        return tile_sizes(num_rows, num_outputs, 132, gated=False, bits=8).block_n
 
     assert [block_n(4096, rows) for rows in (1, 8, 16)] == [16, 32, 32]
     assert [block_n(3000, rows) for rows in (1, 8, 16)] == [16, 16, 16]
@@ -59,7 +59,7 @@ def test_programs_have_32_outputs_where_multiprocessors_are_not_left_without_one
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_sums_have_the_same_order_for_any_number_of_rows(gated: bool, bits: int) -> None:
-    warps = {hopper_tiles(rows, 4096, 132, gated=gated, bits=bits).num_warps for rows in range(1, 17)}
+    warps = {tile_sizes(rows, 4096, 132, gated=gated, bits=bits).num_warps for rows in range(1, 17)}
     assert len(warps) == 1
 
 

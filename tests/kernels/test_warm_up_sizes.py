@@ -21,7 +21,7 @@ from engine.scheduling.limits import STEP_DRAFT_TOKENS_MAX, SchedulerLimits
 from kernels.operations import FUSED_ROWS_MAX
 from kernels.triton.attention.splits import SPLIT_QUERIES, scheduled_requests
 from kernels.triton.launching.early_launch import EARLY_ROWS_MAX
-from kernels.triton.products.hopper_rows import hopper_tiles
+from kernels.triton.products.hopper_tiles import tile_sizes
 
 ROWS_MAX = SEATS_MAX + STEP_DRAFT_TOKENS_MAX
 
@@ -35,8 +35,8 @@ def test_every_number_of_decodes_and_chunks_has_a_compiled_size() -> None:
 
 def test_products_of_any_few_rows_have_tiles_that_were_compiled() -> None:
     for compiled in (STEP_SIZES, DECODE_BATCH_SIZES, CHUNK_LENGTHS):
-        asked = {hopper_tiles(number, 4096, 132, gated=False, bits=8) for number in (1, *compiled)}
-        tiles = {hopper_tiles(number, 4096, 132, gated=False, bits=8) for number in range(1, FUSED_ROWS_MAX + 1)}
+        asked = {tile_sizes(number, 4096, 132, gated=False, bits=8) for number in (1, *compiled)}
+        tiles = {tile_sizes(number, 4096, 132, gated=False, bits=8) for number in range(1, FUSED_ROWS_MAX + 1)}
         assert tiles <= asked, f"{compiled}"
 
 

@@ -12,10 +12,10 @@ import torch
 from kernels.quantised_weights import Fp8Weight, Int8Weight, pack_fp8, pack_int8
 from kernels.reference import quantised as exact
 from kernels.residual_stream import Gate
-from kernels.triton.products import hopper_rows
+from kernels.triton.products import hopper_tiles
 from kernels.triton.products.fp8 import linear_fp8
 from kernels.triton.products.fused_linear import linear_add, normed_linear
-from kernels.triton.products.hopper_rows import HopperTiles
+from kernels.triton.products.hopper_tiles import HopperTiles
 from kernels.triton.products.int8 import linear_int8
 from kernels.triton.sampling.greedy_head import bind_greedy_head
 from tests.support.fused_rows import CPU, EPS, check_edges, check_rows
@@ -29,7 +29,7 @@ PACKERS: dict[str, Pack] = {"int8": pack_int8, "fp8": pack_fp8}
 
 @pytest.fixture(autouse=True)
 def single_multiprocessor() -> object:
-    with mock.patch.object(hopper_rows, "multiprocessors", return_value=1):
+    with mock.patch.object(hopper_tiles, "multiprocessors", return_value=1):
         yield
 
 
@@ -68,14 +68,14 @@ def test_fused_rows_with_8_bit_weights_match_the_reference(
     weights = pack(kind, width, columns, 1), pack(kind, inner * (2 if gate else 1), width, 2)
     launched = card.launched["fused_byte_rows_kernel"]
     padded = replace(tiles, num_rows=1 if tiles.num_rows == 1 else -(-tiles.num_rows // 8) * 8)
-    with mock.patch.object(hopper_rows, "hopper_tiles", return_value=padded):
+    with mock.patch.object(hopper_tiles, "tile_sizes", return_value=padded):
         check_rows(tiles.num_rows, *weights, sizes, gate, dtype, has_bias=has_bias)
     assert card.launched["fused_byte_rows_kernel"] > launched
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 8, 9, 16])
 def test_nothing_is_read_or_written_beyond_the_rows_and_outputs(num_rows: int) -> None:
-    check_edges(num_rows, pack("int8", 72, 640, 1), hopper_rows.hopper_tiles(num_rows, 72, 1, gated=False, bits=8))
+    check_edges(num_rows, pack("int8", 72, 640, 1), hopper_tiles.tile_sizes(num_rows, 72, 1, gated=False, bits=8))
 
 
 def test_a_row_among_others_has_the_bits_that_it_has_among_fewer() -> None:

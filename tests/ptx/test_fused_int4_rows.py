@@ -12,9 +12,9 @@ from kernels.quantised_weights import Int4Weight, pack_int4
 from kernels.reference import fused_linear as reference
 from kernels.reference import quantised as exact
 from kernels.residual_stream import Gate
-from kernels.triton.products import hopper_rows
+from kernels.triton.products import hopper_tiles
 from kernels.triton.products.fused_linear import linear_add, normed_linear
-from kernels.triton.products.hopper_rows import HopperTiles
+from kernels.triton.products.hopper_tiles import HopperTiles
 from kernels.triton.products.int4 import linear_int4
 from tests.support.fused_rows import CPU, EPS, check_edges, check_rows
 from tests.support.kernel_cases import Guarded, normal, padded_rows
@@ -57,14 +57,14 @@ def test_fused_rows_with_4_bit_weights_match_the_reference(
     weights = pack(width, columns, 1, scale_dtype), pack(inner * (2 if gate else 1), width, 2, scale_dtype)
     launched = card.launched["fused_int4_rows_kernel"]
     padded = replace(tiles, num_rows=1 if tiles.num_rows == 1 else -(-tiles.num_rows // 8) * 8)
-    with mock.patch.object(hopper_rows, "hopper_tiles", return_value=padded):
+    with mock.patch.object(hopper_tiles, "tile_sizes", return_value=padded):
         check_rows(tiles.num_rows, *weights, sizes, gate, dtype, has_bias=has_bias)
     assert card.launched["fused_int4_rows_kernel"] > launched
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 8, 9, 16])
 def test_nothing_is_read_or_written_beyond_the_rows_and_outputs(num_rows: int) -> None:
-    check_edges(num_rows, pack(72, 608, 1), hopper_rows.hopper_tiles(num_rows, 72, 1, gated=False, bits=4))
+    check_edges(num_rows, pack(72, 608, 1), hopper_tiles.tile_sizes(num_rows, 72, 1, gated=False, bits=4))
 
 
 def test_a_row_among_others_has_the_bits_that_it_has_among_fewer() -> None:

@@ -13,7 +13,7 @@ from kernels.residual_stream import Gate
 from kernels.triton.products import hopper_rows
 from kernels.triton.products.epilogue import Epilogue
 from kernels.triton.products.fused_linear import linear_add, normed_linear
-from kernels.triton.products.hopper_rows import HopperTiles
+from kernels.triton.products.hopper_tiles import HopperTiles
 from tests.support.kernel_cases import Guarded, normal, padded_rows
 from tests.support.kernel_tolerances import assert_near
 

@@ -17,7 +17,7 @@ of each warp are loaded before the wait. Each output belongs to one program, whi
 All products are exact, and summed in float32. To keep sums of small numbers normal, x is multiplied by 2^64 where e4m3 becomes
 bfloat16.
 
-Written in Gluon for the same reason as `fused_int4_rows`, and tested by executing its PTX (`tests/ptx`). `hopper_rows` chooses
+Written in Gluon for the same reason as `fused_int4_rows`, and tested by executing its PTX (`tests/ptx`). `hopper_tiles` chooses
 what it serves: other cards, columns that are not whole chunks and matrices of few outputs have `fused_row`, `fused_linear` and
 `tiles`.
 """
@@ -47,7 +47,7 @@ from kernels.triton.products.gluon_epilogue import (
     sums_layout,
     wait_for_previous,
 )
-from kernels.triton.products.hopper_rows import HopperTiles
+from kernels.triton.products.hopper_tiles import HopperTiles
 
 WORD_BYTES = gl.constexpr(4)
 COLUMNS, WORDS = gl.constexpr(CHUNK_COLUMNS), gl.constexpr(CHUNK_COLUMNS // 4)

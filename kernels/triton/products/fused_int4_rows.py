@@ -41,7 +41,7 @@ from kernels.triton.products.gluon_epilogue import (
     sums_layout,
     wait_for_previous,
 )
-from kernels.triton.products.hopper_rows import HopperTiles
+from kernels.triton.products.hopper_tiles import HopperTiles
 from kernels.triton.products.int4_codes import unpack_instructions
 
 COLUMNS, RUN, RUNS = gl.constexpr(CHUNK_COLUMNS), gl.constexpr(RUN_COLUMNS), gl.constexpr(CHUNK_RUNS)

@@ -26,10 +26,10 @@ from kernels.quantised_weights import Int4Weight, Weight, values_and_scales
 from kernels.residual_stream import Gate, Stream
 from kernels.triton.launching.card_properties import capability, card, multiprocessors, power_of_two
 from kernels.triton.launching.early_launch import early_launch, wait_for_previous
-from kernels.triton.products import fused_int4, fused_row, hopper_rows
+from kernels.triton.products import fused_int4, fused_row, hopper_rows, hopper_tiles
 from kernels.triton.products.epilogue import Epilogue, apply_epilogue, load_squares
 from kernels.triton.products.fused_row import GemvTiles
-from kernels.triton.products.hopper_rows import HopperTiles
+from kernels.triton.products.hopper_tiles import HopperTiles
 from kernels.triton.products.int4 import Int4Tiles
 from kernels.triton.products.split_k import CONVERT, STREAM, choose_splits, split_cost, split_workspace
 from kernels.triton.products.tiles import Tiles, cast_weight
@@ -211,7 +211,7 @@ def fused_tiles(
 def choose_tiles(x: torch.Tensor, weight: Weight, num_outputs: int, *, gated: bool, has_squares_out: bool) -> AnyTiles:
     """The tiles of the kernel that serves. `has_squares_out`: whether the outputs' sums of squares are stored."""
     tiles: dict[str, AnyTiles] = {}
-    hopper = None if isinstance(weight, torch.Tensor) else hopper_rows.choose_tiles(x, weight, num_outputs, gated=gated)
+    hopper = None if isinstance(weight, torch.Tensor) else hopper_tiles.choose_tiles(x, weight, num_outputs, gated=gated)
     if hopper is not None:
         tiles[HOPPER] = hopper
     if isinstance(weight, Int4Weight):

@@ -12,10 +12,10 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernels.triton.products import hopper_rows
+from kernels.triton.products import hopper_tiles
 from kernels.triton.rows.activation import gated_activation
 
-OPERAND_ROWS = gl.constexpr(hopper_rows.OPERAND_ROWS)
+OPERAND_ROWS = gl.constexpr(hopper_tiles.OPERAND_ROWS)
 """Columns of a matrix instruction's right operand: rows of x, or copies of a single one."""
 
 gluon_gated_activation = gluon.jit(gated_activation.fn)

@@ -24,7 +24,7 @@ from kernels.operations import FUSED_ROWS_MAX
 from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight, Weight, values_and_scales
 from kernels.triton.launching.card_properties import capability, card, multiprocessors, power_of_two
 from kernels.triton.launching.early_launch import early_launch, wait_for_previous
-from kernels.triton.products import hopper_rows
+from kernels.triton.products import hopper_tiles
 from kernels.triton.products.linear import skinny_tiles
 from kernels.triton.products.tiles import FLOAT32_FEW_ROWS, Tiles, byte_tiles, cast_weight
 
@@ -94,7 +94,7 @@ def bind_greedy_head(weight: Weight) -> Callable[[torch.Tensor], torch.Tensor] |
     values, scales = values_and_scales(weight)
     if not isinstance(weight, torch.Tensor):
         row = torch.empty(1, values.shape[1], dtype=torch.bfloat16, device=values.device)
-        if hopper_rows.choose_separate_tiles(row, weight, values.shape[0]) is not None:
+        if hopper_tiles.choose_separate_tiles(row, weight, values.shape[0]) is not None:
             return None
     weight_bytes, (num_tokens, num_columns) = values.element_size(), values.shape
     card_facts = capability(values.device), multiprocessors(values.device)

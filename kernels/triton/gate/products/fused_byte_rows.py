@@ -6,7 +6,7 @@ from kernels.triton.gate.compilation import Compilation
 from kernels.triton.gate.products.epilogue import LLAMA_8B, PLAIN, epilogue_types, squares_block
 from kernels.triton.launching.card_properties import HOPPER
 from kernels.triton.products.fused_byte_rows import fused_byte_rows_kernel
-from kernels.triton.products.hopper_rows import OPERAND_ROWS, hopper_tiles
+from kernels.triton.products.hopper_tiles import OPERAND_ROWS, tile_sizes
 
 SIZES = LLAMA_8B | {PLAIN: (28672, 4096)}
 KINDS = ("i8", "fp8e4nv")
@@ -45,8 +45,8 @@ def _compilation(
 ) -> Compilation:
     """`row` and `kind` are the types of x and of the weight; `outputs`: instead of those of Llama-8B's product."""
     gated, row_type = name == "gate_up", f"*{row}"
-    tiles = hopper_tiles(rows, outputs or SIZES[name][0], 132, gated=gated, bits=8)
-    previous = hopper_tiles(rows, outputs or 4096, 132, gated=False, bits=8)
+    tiles = tile_sizes(rows, outputs or SIZES[name][0], 132, gated=gated, bits=8)
+    previous = tile_sizes(rows, outputs or 4096, 132, gated=False, bits=8)
     constants = {
         "GATE": gate if gated else None,
         "SQUARES_BLOCK": squares_block(name, (outputs or 4096) // previous.block_n), "NUM_ROWS": tiles.num_rows,
