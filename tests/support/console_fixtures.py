@@ -304,7 +304,7 @@ def _services(
     interval_s: float,
     calendar: BillingCalendar,
 ) -> Services:
-    models = SimpleNamespace(list=lambda: [SimpleNamespace(name="demo", max_model_len=2048)])
+    models = SimpleNamespace(list=lambda: [SimpleNamespace(name="demo", max_model_len=2048, default_max_tokens=None)])
     admission = utc_admission(clock, utc_sums(database, calendar=calendar), calendar=calendar)
     prices = euro_prices(database, clock)
     tiers, policies = Tiers(database, clock), ModelPolicies(database, clock)
