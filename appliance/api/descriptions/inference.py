@@ -156,6 +156,9 @@ FIELDS = {
     # models
     "Model.id": "The name of the model, for the `model` field of requests.",
     "Model.created": "When the appliance began to serve the model, in Unix seconds.",
+    "Model.default_max_tokens": (
+        "The maximum number of output tokens of a request that sets none, within the rest of the context; null: that rest."
+    ),
     "owned_by": "Always `gatehouse`.",
     "ModelList.data": "The models that the key may use.",
     # errors and health
