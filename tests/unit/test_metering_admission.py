@@ -575,6 +575,13 @@ async def test_a_refusal_because_of_reservations_says_what_reduces_them(
     assert refused.value.message.endswith(f"in about 1 s, when running requests have probably ended{advice}")
 
 
+async def test_no_more_output_is_expected_than_the_longest_that_the_request_may_get(admission: Admission) -> None:
+    request = AdmissionRequest(
+        principal=principal(), model="demo", prompt_tokens=1, max_output_tokens=None, price=None, output_room=100
+    )
+    assert (await admission.admit(request)).reserved_tokens == 1 + 100
+
+
 @pytest.mark.parametrize("limits", [Limits(tokens_per_day=1000), Limits(monthly_budget=1000)], ids=case_id)
 async def test_what_a_request_returns_first_covers_the_longest_output_of_those_that_run(
     admission: Admission, limits: Limits
