@@ -94,7 +94,13 @@ async def _prepare(request_id: str, checked: _CheckedBody, principal: Principal,
         tenant_id=principal.tenant.id,
         enable_thinking=False if body.reasoning_effort == "none" else None,
     )
-    sampling = sampling_params(body, info, model.sampling_defaults, prompt_tokens=len(prompt_token_ids))
+    sampling = sampling_params(
+        body,
+        info,
+        model.sampling_defaults,
+        default_max_tokens=model.default_max_tokens,
+        prompt_tokens=len(prompt_token_ids),
+    )
     sampling = await with_bad_words(sampling, model, tenant_id=principal.tenant.id)
     return PreparedRequest(
         request_id=request_id,

@@ -21,6 +21,7 @@ class ModelShape(msgspec.Struct, kw_only=True):
     id: str
     created: int
     max_model_len: int | None
+    default_max_tokens: int | None
     object: str = "model"
     owned_by: str = OWNER
 
@@ -53,4 +54,9 @@ async def retrieve_model(request: Request[Any, Any, Any], model_id: FromPath[str
 
 def model_shape(model: ServedModel) -> ModelShape:
     """Return the JSON of `model`."""
-    return ModelShape(id=model.name, created=int(model.created.timestamp()), max_model_len=model.max_model_len)
+    return ModelShape(
+        id=model.name,
+        created=int(model.created.timestamp()),
+        max_model_len=model.max_model_len,
+        default_max_tokens=model.default_max_tokens,
+    )

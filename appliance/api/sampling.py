@@ -63,15 +63,28 @@ def field_names(body: ChatCompletionRequest) -> dict[str, str]:
 
 
 def sampling_params(
-    body: ChatCompletionRequest, info: EngineInfo, defaults: Mapping[str, Any], *, prompt_tokens: int
+    body: ChatCompletionRequest,
+    info: EngineInfo,
+    defaults: Mapping[str, Any],
+    *,
+    default_max_tokens: int | None,
+    prompt_tokens: int,
 ) -> SamplingParams:
     """Return the engine's parameters for the request; `max_tokens` and `seed` are always set. `defaults` are the model's.
+    `default_max_tokens` is the operator's; a larger `min_tokens` replaces it.
 
     Raises ContextLengthExceeded, InvalidValue or UnsupportedParameter, with the client's name of the field.
     """
     max_tokens, max_tokens_field = requested_max_tokens(body)
+    if default_max_tokens is not None:
+        default_max_tokens = max(default_max_tokens, body.min_tokens or 0)
     try:
-        room = output_room(prompt_tokens=prompt_tokens, max_tokens=max_tokens, max_model_len=info.max_model_len)
+        room = output_room(
+            prompt_tokens=prompt_tokens,
+            max_tokens=max_tokens,
+            default_max_tokens=default_max_tokens,
+            max_model_len=info.max_model_len,
+        )
     except ContextLengthExceeded as error:
         if error.param == "max_tokens":
             error.param = max_tokens_field

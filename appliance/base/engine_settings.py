@@ -1,4 +1,4 @@
-"""Settings of engine processes, for all models or for one, with operators' defaults and limits. Imports no engine."""
+"""Settings for all models or for one, of its engine process or of the gateway, with defaults and limits. Imports no engine."""
 
 from __future__ import annotations
 
@@ -62,9 +62,17 @@ class EngineSettings:
         return {_OPTION_NAMES.get(name, name): value for name, value in values.items() if value is not None}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PerModelSettings(EngineSettings):
+    """What a model may have a value of its own for: the settings of its engine, and those that the gateway applies to its
+    requests, which no engine gets. `default_max_tokens` None: the rest of the context."""
+
+    default_max_tokens: Annotated[int | None, parsers.whole(1, 10_000_000)] = None
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
-    """A model to serve: its folder or the name of an added model, and the engine settings that it overrides in `own`."""
+    """A model to serve: its folder or the name of an added model, and the settings that it overrides in `own`."""
 
     model: str
     own: Mapping[str, Any] = field(default_factory=dict)
@@ -76,8 +84,8 @@ class ModelSettings:
 
     @classmethod
     def parse(cls, value: object, number: int, appliance_keys: Container[str]) -> ModelSettings:
-        """Parse entry `number`, counted from 1, of the setting `models`: a path or name, or a table with `model` and its own
-        engine settings. Raises ValueError with the rest of the sentence "models …"."""
+        """Parse entry `number`, counted from 1, of the setting `models`: a path or name, or a table with `model` and
+        settings of its own. Raises ValueError with the rest of the sentence "models …"."""
         if isinstance(value, str):
             value = {"model": value}
         model = value.get("model") if isinstance(value, Mapping) else None
@@ -88,8 +96,8 @@ class ModelSettings:
         return cls(model, own)
 
 
-_MODELS_MESSAGE = "must be a list of paths or names, or of tables with the key model and engine settings"
-_ENTRY_MESSAGE = "an entry is a path or name, or a table with the key model and engine settings"
+_MODELS_MESSAGE = "must be a list of paths or names, or of tables with the key model and settings"
+_ENTRY_MESSAGE = "an entry is a path or name, or a table with the key model and settings"
 
 
 def parse_models(value: object, appliance_keys: Container[str] = ()) -> tuple[ModelSettings, ...]:
@@ -112,7 +120,7 @@ def _parse_own(model: str, key: str, value: object, appliance_keys: Container[st
         advice = "put it above the first [[models]], because TOML assigns the lines below that to the model"
         raise ValueError(f"has an invalid setting for {model}: {key} is a setting of the whole appliance; {advice}")
     if key not in PARSERS:
-        raise ValueError(f"has an unknown engine setting for {model}: {key}")
+        raise ValueError(f"has an unknown setting for {model}: {key}")
     try:
         return PARSERS[key](value)
     except (ValueError, TypeError) as error:
@@ -120,6 +128,6 @@ def _parse_own(model: str, key: str, value: object, appliance_keys: Container[st
 
 
 PARSERS: dict[str, Callable[[object], Any]] = {
-    key: hint.__metadata__[0] for key, hint in get_type_hints(EngineSettings, include_extras=True).items()
+    key: hint.__metadata__[0] for key, hint in get_type_hints(PerModelSettings, include_extras=True).items()
 }
-"""The parser of each engine setting."""
+"""The parser of each setting that a model may have of its own."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 from appliance.base import setting_values as parsers
-from appliance.base.engine_settings import EngineSettings, ModelSettings, parse_models
+from appliance.base.engine_settings import ModelSettings, PerModelSettings, parse_models
 
 ENVIRONMENT_PREFIX = "GATEHOUSE_"
 FILE_NAME = "gatehouse.toml"
@@ -42,7 +42,7 @@ def _models(value: object) -> tuple[ModelSettings, ...]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings(EngineSettings):
+class Settings(PerModelSettings):
     """The settings of an appliance, each annotated with its parser from `setting_values`. Empty `models` means the bundled
     demo model."""
 

@@ -244,6 +244,8 @@ def _details(engine: EngineReading, now: datetime) -> list[str]:
         rounded = f" in {info.kv_cache_dtype}" if info.kv_cache_dtype.startswith("fp8") else ""
         details += [f"weights {size(info.weights_bytes)}{quantised}", f"KV {size(info.kv_bytes)}{rounded}"]
         details += [f"context {info.max_model_len:,} tokens"]
+    if engine.default_max_tokens is not None:
+        details.append(f"max_tokens {engine.default_max_tokens:,} by default")
     if engine.started_at is not None:
         age = duration_s(max(int((now - engine.started_at).total_seconds()), 1))
         details.append(f"up {age}" if engine.state == "ready" else f"started {age} ago")

@@ -87,15 +87,13 @@ class DryRuns:
         if served is None:  # so that made-up model names never reach caches or counters
             empty = LimitsDryRun(decisions=(), tokens=0, would_wait=False)
             return DryRunResult(limits=empty, error=error, wait_s=None, admission_wait_ms=tier.admission_wait_ms)
-        context_len = served.max_model_len
-        remaining = None if context_len is None else max(context_len - hypothetical.prompt_tokens, 0)
         request = AdmissionRequest(
             principal=principal,
             model=model,
             prompt_tokens=hypothetical.prompt_tokens,
             max_output_tokens=hypothetical.max_tokens,
             price=await self._prices.current(model, self._clock.now(), currency=tenant.currency),
-            output_room=hypothetical.max_tokens or remaining,
+            output_room=_longest_output(hypothetical, served),
             num_answers=hypothetical.num_answers,
             batch=hypothetical.batch,
             policy=await self._policies.find(model),
@@ -125,11 +123,22 @@ class DryRuns:
                 output_room(
                     prompt_tokens=hypothetical.prompt_tokens,
                     max_tokens=hypothetical.max_tokens,
+                    default_max_tokens=served.default_max_tokens,
                     max_model_len=served.max_model_len,
                 )
         except GatehouseError as error:
             return error
         return None
+
+
+def _longest_output(hypothetical: DryRunRequest, served: ServedModel) -> int | None:
+    """Return the tokens of the longest output of each answer, also of a request that does not fit the context; None while
+    neither a maximum nor the context is known."""
+    if hypothetical.max_tokens is not None:
+        return hypothetical.max_tokens
+    context_len = served.max_model_len
+    rest = None if context_len is None else max(context_len - hypothetical.prompt_tokens, 0)
+    return min((most for most in (rest, served.default_max_tokens) if most is not None), default=None)
 
 
 def _wait_s(dry_run: LimitsDryRun) -> float | None:

@@ -67,6 +67,7 @@ def _serve(
     created: datetime,
 ) -> ServedModel:
     metrics.add_model(folder.name)
+    own = next((settings.for_model(model) for model in settings.models if model.path == folder.path), settings)
     supervisor = Supervisor(
         name=folder.name,
         command=lambda fd: engine_command(folder, settings, fd, on_gpu=supervisor.has_served_on_gpu),
@@ -82,6 +83,7 @@ def _serve(
         tokenizer=ModelTokenizer.load(folder.path),
         context_len=folder.context_len,
         sampling_defaults=folder.sampling_defaults,
+        default_max_tokens=own.default_max_tokens,
         created=created,
     )
 

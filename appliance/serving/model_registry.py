@@ -16,7 +16,8 @@ from appliance.serving.tokenizer import ModelTokenizer
 
 @dataclass(slots=True, kw_only=True)
 class ServedModel:
-    """One served model. `name` is the public one; `context_len` and `sampling_defaults` come from its folder."""
+    """One served model. `name` is the public one; `context_len` and `sampling_defaults` come from its folder.
+    `default_max_tokens` is the longest answer to a request without a maximum, None for the rest of the context."""
 
     name: str
     path: Path
@@ -24,6 +25,7 @@ class ServedModel:
     tokenizer: ModelTokenizer
     context_len: int | None
     sampling_defaults: dict[str, Any]
+    default_max_tokens: int | None
     created: datetime
 
     @property

@@ -139,10 +139,10 @@ class ModelTokenizer:
             )
 
 
-def output_room(*, prompt_tokens: int, max_tokens: int | None, max_model_len: int) -> int:
-    """Return how many tokens may be generated: `max_tokens`, or the rest of the context when it is None.
+def output_room(*, prompt_tokens: int, max_tokens: int | None, default_max_tokens: int | None, max_model_len: int) -> int:
+    """Return how many tokens may be generated: `max_tokens`, else the default within the rest of the context, else that rest.
 
-    Raises ContextLengthExceeded, with the numbers, when prompt and output together do not fit.
+    Raises ContextLengthExceeded, with the numbers, when prompt and `max_tokens` together do not fit.
     """
     room = max_model_len - prompt_tokens
     if room < 1:
@@ -157,7 +157,9 @@ def output_room(*, prompt_tokens: int, max_tokens: int | None, max_model_len: in
             f" total, and {_context_limit(max_model_len)}",
             param="max_tokens",
         )
-    return room if max_tokens is None else max_tokens
+    if max_tokens is not None:
+        return max_tokens
+    return room if default_max_tokens is None else min(room, default_max_tokens)
 
 
 def _context_limit(max_model_len: int) -> str:

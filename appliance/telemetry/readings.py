@@ -44,7 +44,8 @@ class TenantReading:
 class EngineReading:
     """One served model at one moment. `problem`: why `/health/ready` does not call it ready, None if it does.
     `tokens_per_second` is the recent generation rate, excluding probes; `probe_prompt_tokens` is the total sent by probes.
-    `tenants` are those with live requests, by KV blocks held, largest first."""
+    `tenants` are those with live requests, by KV blocks held, largest first. `default_max_tokens` is the operator's setting for
+    the model, None if there is none."""
 
     model: str
     state: str
@@ -52,6 +53,7 @@ class EngineReading:
     problem: str | None
     load_fraction: float | None
     info: EngineInfo | None
+    default_max_tokens: int | None
     status: EngineStatus | None
     pid: int | None
     started_at: datetime | None

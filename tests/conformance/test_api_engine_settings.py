@@ -1,7 +1,8 @@
-"""Engine settings take effect: host memory blocks, speculation, queue deadline, and a draft model that cannot be loaded."""
+"""Settings of models take effect: host memory blocks, speculation, queue deadline, default of max_tokens; bad draft models."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tests.support.polling import block_until
 from tests.support.server import Server, running_server, start_server
 
 PROMPT: list[Any] = [{"role": "user", "content": "the quick brown fox jumps over the lazy dog " * 4}]
+DEFAULT_MAX_TOKENS = 7
 LONG: dict[str, Any] = {"model": MODEL, "messages": PROMPT, "max_tokens": 600, "temperature": 0, "ignore_eos": True}
 
 
@@ -31,6 +33,7 @@ def tuned_server(served_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
         "shared_prefixes": [str(folder / "prefix.txt")],
         "max_num_seqs": 1,
         "queue_deadline_s": 0.2,
+        "default_max_tokens": DEFAULT_MAX_TOKENS,
     }
     with running_server(served_folder, folder / "data", **options) as running:
         yield running
@@ -94,6 +97,31 @@ def test_a_model_that_health_checks_call_ready_is_exported_as_ready(tuned_server
 def engine_reading(server: Server) -> dict[str, Any]:
     found: dict[str, Any] = server.admin("GET", "/system")["engine"][0]
     return found
+
+
+def test_without_max_tokens_every_choice_ends_at_the_default(tuned_server: Server) -> None:
+    answer = post_until_admitted(tuned_server, max_tokens=None, n=2)
+    assert [choice["finish_reason"] for choice in answer.json()["choices"]] == ["length"] * 2
+    assert answer.json()["usage"]["completion_tokens"] == 2 * DEFAULT_MAX_TOKENS
+
+
+def test_without_max_tokens_a_stream_ends_at_the_default(tuned_server: Server) -> None:
+    answer = post_until_admitted(tuned_server, max_tokens=None, stream=True, stream_options={"include_usage": True})
+    frames = [json.loads(line[6:]) for line in answer.text.split("\n\n") if line.startswith("data: {")]
+    assert [choice["finish_reason"] for frame in frames for choice in frame["choices"]][-1] == "length"
+    assert frames[-1]["usage"]["completion_tokens"] == DEFAULT_MAX_TOKENS
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+def test_a_request_may_ask_for_more_than_the_default(tuned_server: Server, field: str) -> None:
+    answer = post_until_admitted(tuned_server, **{"max_tokens": None, field: DEFAULT_MAX_TOKENS + 1})
+    assert answer.json()["usage"]["completion_tokens"] == DEFAULT_MAX_TOKENS + 1
+
+
+def test_the_default_of_max_tokens_is_shown_to_clients_and_operators(tuned_server: Server) -> None:
+    headers = {"authorization": f"Bearer {tuned_server.api_key}"}
+    (listed,) = httpx.get(f"{tuned_server.url}/v1/models", headers=headers).json()["data"]
+    assert listed["default_max_tokens"] == engine_reading(tuned_server)["default_max_tokens"] == DEFAULT_MAX_TOKENS
 
 
 @pytest.mark.parametrize("stream", [False, True])

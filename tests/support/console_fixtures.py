@@ -91,6 +91,7 @@ class EngineSide:
     error: str | None = None
     problem: str | None = None
     info: EngineInfo | None = field(default_factory=engine_info)
+    default_max_tokens: int | None = None
     status: EngineStatus | None = field(default_factory=engine_status)
     others: list[EngineReading] = field(default_factory=list)
     tokens_per_second: float = 0.0
@@ -125,6 +126,7 @@ class EngineSide:
             problem=self.problem,
             load_fraction=None,
             info=self.info,
+            default_max_tokens=self.default_max_tokens,
             status=self.status,
             pid=2,
             started_at=self.clock.now(),
@@ -304,7 +306,7 @@ def _services(
     interval_s: float,
     calendar: BillingCalendar,
 ) -> Services:
-    models = SimpleNamespace(list=lambda: [SimpleNamespace(name="demo", max_model_len=2048)])
+    models = SimpleNamespace(list=lambda: [SimpleNamespace(name="demo", max_model_len=2048, default_max_tokens=None)])
     admission = utc_admission(clock, utc_sums(database, calendar=calendar), calendar=calendar)
     prices = euro_prices(database, clock)
     tiers, policies = Tiers(database, clock), ModelPolicies(database, clock)

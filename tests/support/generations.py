@@ -167,6 +167,7 @@ async def open_serving(
         tokenizer=ModelTokenizer.load(make_hollow_model(folder)),
         context_len=1024,
         sampling_defaults={},
+        default_max_tokens=None,
         created=clock.now(),
     )
     await ledger.start()

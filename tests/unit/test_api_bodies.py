@@ -303,4 +303,4 @@ def test_too_many_stop_token_ids_are_refused_before_they_are_read() -> None:
     body.stop_token_ids = Unread([1] * (STOP_TOKEN_IDS_MAX + 1))
     info = cast(Any, SimpleNamespace(max_model_len=100, vocab_size=9))
     with pytest.raises(InvalidValue, match="stop_token_ids takes at most"):
-        sampling_params(body, info, {}, prompt_tokens=1)
+        sampling_params(body, info, {}, default_max_tokens=None, prompt_tokens=1)

@@ -39,7 +39,11 @@ async def test_a_request_whose_engine_ends_while_its_prompt_is_tokenised_gets_50
 ) -> None:
     engine = Engine()
     model = SimpleNamespace(
-        name="tiny", engine=engine, tokenizer=SimpleNamespace(chat_prompt=engine.ends), sampling_defaults={}
+        name="tiny",
+        engine=engine,
+        tokenizer=SimpleNamespace(chat_prompt=engine.ends),
+        sampling_defaults={},
+        default_max_tokens=None,
     )
     monkeypatch.setitem(api.services.models._models, "tiny", cast(Any, model))
     monkeypatch.setattr(api.services.generations, "check_can_accept", lambda model, _tenant_id: model.engine.check_ready())

@@ -322,7 +322,7 @@ def test_chats_are_refused_exactly_beyond_the_described_limits(api_document: Any
             check_supported(read)
             service_tier_of(read)
             check_messages(read.messages)
-            grammar_spec(sampling_params(read, info, {}, prompt_tokens=1))
+            grammar_spec(sampling_params(read, info, {}, default_max_tokens=None, prompt_tokens=1))
         except BadRequest as error:
             param = error.param or "nothing"
         except GrammarError as error:  # raised by the engine's first check

@@ -18,7 +18,7 @@ from tests.support.case_ids import case_id
 @pytest.fixture
 def api(api: ApiApp) -> Iterator[ApiApp]:
     """The application with the model `demo`, which has no engine."""
-    api.services.models._models["demo"] = cast(Any, SimpleNamespace(name="demo", max_model_len=1024))
+    api.services.models._models["demo"] = cast(Any, SimpleNamespace(name="demo", max_model_len=1024, default_max_tokens=None))
     yield api
     api.services.models._models.clear()
 

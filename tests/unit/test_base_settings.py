@@ -78,9 +78,23 @@ def test_a_model_can_have_engine_settings_of_its_own(file: str, environ: dict[st
 
 
 @pytest.mark.parametrize(
+    ("file", "environ"), [("default_max_tokens = 4096", {}), ("", {"GATEHOUSE_DEFAULT_MAX_TOKENS": "4096"})]
+)
+def test_the_default_of_max_tokens_is_set_for_all_models_or_for_one(file: str, environ: dict[str, str], tmp_path: Path) -> None:
+    tables = "[[models]]\nmodel = '/m/plain'\n[[models]]\nmodel = '/m/terse'\ndefault_max_tokens = 100"
+    found = load(tmp_path, f"{file}\n{tables}", environ)
+    assert [found.for_model(model).default_max_tokens for model in found.models] == [4096, 100]
+
+
+@pytest.mark.parametrize(
     ("models", "words"),
     [
-        ("{'model'='/m', 'quantisation'='int8'}", "has an unknown engine setting for /m: quantisation"),
+        ("{'model'='/m', 'quantisation'='int8'}", "has an unknown setting for /m: quantisation"),
+        ("{'model'='/m', 'default_max_token'=1}", "has an unknown setting for /m: default_max_token"),
+        (
+            "{'model'='/m', 'default_max_tokens'=0}",
+            "has an invalid setting for /m: default_max_tokens must be a whole number from 1 to 10000000",
+        ),
         (
             "{'model'='/m', 'port'=1}",
             "has an invalid setting for /m: port is a setting of the whole appliance; put it above the first",
@@ -132,6 +146,8 @@ def test_models_in_the_environment_must_be_comma_separated_or_a_json_list(text: 
         ("", {}, {"prot": 5}, "unknown setting: option prot"),
         ("port = 'many'", {}, {}, "port in .*gatehouse.toml must be a whole number from 0 to 65535"),
         ("port = true", {}, {}, "port .* whole number"),
+        ("default_max_tokens = 0", {}, {}, "default_max_tokens in .* must be a whole number from 1 to 10000000"),
+        ("default_max_token = 1", {}, {}, "unknown setting: default_max_token in .*gatehouse.toml"),
         ("request_deadline_s = 0.5", {}, {}, "request_deadline_s in .*gatehouse.toml must be .* from 1 to 86400"),
         (f"drain_timeout_s = {'9' * 400}", {}, {}, "drain_timeout_s in .*gatehouse.toml must be a number of seconds"),
         pytest.param(f"port = {'9' * 5000}", {}, {}, "gatehouse.toml is not valid TOML", id="too many digits"),

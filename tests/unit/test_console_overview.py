@@ -64,6 +64,12 @@ async def test_several_engines_on_the_cpu_show_the_device_only_if_it_is_the_same
     assert f"No NVIDIA GPU. The engines run on the CPU{words}</dd>" in await overview(console)
 
 
+async def test_the_default_of_max_tokens_is_shown_with_its_model(console: ConsoleApp) -> None:
+    console.engine_side.default_max_tokens = 4096
+
+    assert "max_tokens 4,096 by default" in await overview(console)
+
+
 async def test_a_restarting_engine_has_no_uptime_but_a_start_time_and_its_error(console: ConsoleApp) -> None:
     console.engine_side.state, console.engine_side.error = "restarting", "the process ended with signal 9"
 

@@ -19,6 +19,7 @@ IN_WORDS = {
     "all cores but one": None,
     "chosen by the engine": None,
     "the model's": None,
+    "the rest of the context": None,
     "as stored": None,
     "true unless standard error is a terminal": None,
     "off": None,

@@ -553,16 +553,33 @@ async def test_concurrent_requests_exceed_a_limit_of_the_day_or_month_by_one_req
     await admit_one()
 
 
-@pytest.mark.parametrize("max_tokens", [None, 700])
-async def test_a_refusal_because_of_reservations_says_what_reduces_them(admission: Admission, max_tokens: int | None) -> None:
+@pytest.mark.parametrize(
+    ("max_tokens", "room", "advice"),
+    [
+        (None, 5000, "; requests with max_tokens below 5000 reserve less"),
+        (None, None, "; requests with max_tokens reserve less"),
+        (None, 1, ""),
+        (700, 700, ""),
+    ],
+)
+async def test_a_refusal_because_of_reservations_says_what_reduces_them(
+    admission: Admission, max_tokens: int | None, room: int | None, advice: str
+) -> None:
     bob = principal(Limits(tokens_per_day=1000))
     request = AdmissionRequest(
-        principal=bob, model="demo", prompt_tokens=1, max_output_tokens=max_tokens, price=None, output_room=max_tokens or 5000
+        principal=bob, model="demo", prompt_tokens=1, max_output_tokens=max_tokens, price=None, output_room=room
     )
     await admission.admit(msgspec.structs.replace(request, output_room=5000, max_output_tokens=None))
     with pytest.raises(RateLimitExceeded, match="reserved the rest") as refused:
         await admission.admit(request)
-    assert refused.value.message.endswith("; requests with max_tokens reserve less") == (max_tokens is None)
+    assert refused.value.message.endswith(f"in about 1 s, when running requests have probably ended{advice}")
+
+
+async def test_no_more_output_is_expected_than_the_longest_that_the_request_may_get(admission: Admission) -> None:
+    request = AdmissionRequest(
+        principal=principal(), model="demo", prompt_tokens=1, max_output_tokens=None, price=None, output_room=100
+    )
+    assert (await admission.admit(request)).reserved_tokens == 1 + 100
 
 
 @pytest.mark.parametrize("limits", [Limits(tokens_per_day=1000), Limits(monthly_budget=1000)], ids=case_id)

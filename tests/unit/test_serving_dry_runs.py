@@ -18,7 +18,7 @@ from appliance.tenancy.tenants import Tenants
 from appliance.tenancy.tiers import Tiers
 from tests.support.cast import Cast, Person
 from tests.support.clock import FakeClock
-from tests.support.fake_engine import STALL
+from tests.support.fake_engine import MAX_MODEL_LEN, STALL
 from tests.support.generations import LIMITS, MODEL, Serving
 from tests.support.ledgers import euro_prices
 
@@ -43,13 +43,19 @@ async def changed(person: Person, database: Database, clock: FakeClock, **change
 
 
 @pytest.mark.parametrize(
-    ("max_tokens", "num_answers", "batch"),
-    [(None, 1, False), (7, 3, False), (None, 2, True)],
-    ids=["no maximum", "three answers", "batch work"],
+    ("max_tokens", "default", "room", "num_answers", "batch"),
+    [
+        (None, None, MAX_MODEL_LEN - 2, 1, False),
+        (None, 100, 100, 1, False),
+        (None, 2 * MAX_MODEL_LEN, MAX_MODEL_LEN - 2, 1, False),
+        (7, 3, 7, 3, False),
+        (None, None, MAX_MODEL_LEN - 2, 2, True),
+    ],
+    ids=["no maximum", "default", "default beyond the context", "three answers", "batch work"],
 )
 async def test_a_dry_run_asks_admission_what_the_request_itself_asks(
     serving: Serving, cast: Cast, database: Database, clock: FakeClock, monkeypatch: pytest.MonkeyPatch,
-    max_tokens: int | None, num_answers: int, batch: bool,
+    max_tokens: int | None, default: int | None, room: int, num_answers: int, batch: bool,
 ) -> None:  # fmt: skip
     bob = await changed(cast.bob, database, clock, currency="USD")
     for currency in ("EUR", "USD"):
@@ -69,15 +75,8 @@ async def test_a_dry_run_asks_admission_what_the_request_itself_asks(
 
     record_calls("admit")
     record_calls("dry_run")
-    assert serving.model.max_model_len is not None
-    generation = await serving.start(
-        bob,
-        PROMPT,
-        max_tokens=max_tokens or serving.model.max_model_len - len(PROMPT),
-        max_output_tokens=max_tokens,
-        n=num_answers,
-        batch=batch,
-    )
+    serving.model.default_max_tokens = default
+    generation = await serving.start(bob, PROMPT, max_tokens=room, max_output_tokens=max_tokens, n=num_answers, batch=batch)
     generation.end_early("disconnected")
     await make_dry_runs(serving, database, clock).run(
         DryRunRequest(

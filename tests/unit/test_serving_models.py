@@ -175,6 +175,15 @@ def test_each_engine_has_its_own_settings_and_knows_those_of_the_others(tmp_path
         assert of_other == dataclasses.replace(alone, colocated_models=())
 
 
+def test_the_default_of_max_tokens_reaches_the_served_model_and_no_engine(tmp_path: Path) -> None:
+    first, second = (make_hollow_model(tmp_path / name) for name in ("first", "second"))
+    given = {"default_max_tokens": 4096, "models": [str(first), {"model": str(second), "default_max_tokens": 100}]}
+    settings = load_settings(options={"data_dir": tmp_path, **given}, environ={})
+    served = build_models(settings, clock=SystemClock(), metrics=Metrics(), on_frame=lambda _frame: None)
+    assert [model.default_max_tokens for model in served.list()] == [4096, 100]
+    assert "default_max_tokens" not in engine_command(ModelFolder.check(first), settings, 7)[-1]
+
+
 def test_files_of_shared_prefixes_are_not_passed_to_the_engines_of_other_models(tmp_path: Path) -> None:
     """Their paths may be half as long as the longest argument that Linux allows."""
     first, second = (make_hollow_model(tmp_path / name) for name in ("first", "second"))

@@ -38,6 +38,7 @@ async def model(tmp_path: Path, clock: FakeClock) -> AsyncIterator[ServedModel]:
         tokenizer=ModelTokenizer.load(folder),
         context_len=None,
         sampling_defaults={},
+        default_max_tokens=None,
         created=SystemClock().now(),
     )
     engine.start()

@@ -263,12 +263,14 @@ async def test_a_cancelled_caller_occupies_its_thread_until_the_tokenizer_return
     assert await tasks[2] == [20_004]
 
 
-def test_without_max_tokens_the_answer_may_fill_the_context() -> None:
-    assert output_room(prompt_tokens=10, max_tokens=None, max_model_len=32) == 22
+@pytest.mark.parametrize(("default", "room"), [(None, 22), (1, 1), (21, 21), (22, 22), (23, 22)])
+def test_without_max_tokens_the_answer_may_have_the_default_or_fill_the_context(default: int | None, room: int) -> None:
+    assert output_room(prompt_tokens=10, max_tokens=None, default_max_tokens=default, max_model_len=32) == room
 
 
-def test_the_last_token_of_the_context_may_be_requested() -> None:
-    assert output_room(prompt_tokens=10, max_tokens=22, max_model_len=32) == 22
+@pytest.mark.parametrize("max_tokens", [1, 22])
+def test_any_max_tokens_up_to_the_last_token_of_the_context_takes_precedence_over_the_default(max_tokens: int) -> None:
+    assert output_room(prompt_tokens=10, max_tokens=max_tokens, default_max_tokens=5, max_model_len=32) == max_tokens
 
 
 @pytest.mark.parametrize(
@@ -278,7 +280,7 @@ def test_a_request_that_does_not_fit_is_refused_with_the_numbers(
     prompt_tokens: int, max_tokens: int | None, param: str
 ) -> None:
     with pytest.raises(ContextLengthExceeded, match=f"{prompt_tokens} tokens.*32 tokens") as caught:
-        output_room(prompt_tokens=prompt_tokens, max_tokens=max_tokens, max_model_len=32)
+        output_room(prompt_tokens=prompt_tokens, max_tokens=max_tokens, default_max_tokens=5, max_model_len=32)
 
     assert caught.value.param == param
 

@@ -67,6 +67,7 @@ class EngineShape(Shape, kw_only=True):
     device: str | None
     device_name: str | None
     max_model_len: int | None
+    default_max_tokens: int | None
     quantization: str | None
     requests_running: int
     requests_waiting: int

@@ -75,7 +75,7 @@ FIELDS = {
         "The id of the API key that would send the request; null: only limits of the tenant and the model apply."
     ),
     "LimitCheck.prompt_tokens": "The length of the prompt in tokens.",
-    "LimitCheck.max_tokens": "The maximum number of output tokens of each choice; null: the rest of the model's context.",
+    "LimitCheck.max_tokens": "The maximum number of output tokens of each choice; null: as in a request without `max_tokens`.",
     "LimitCheck.n": "The number of choices to generate, 1 to 128.",
     "LimitCheck.service_tier": "`auto` or `default`, or `flex` for batch work, which uses budgets at the batch price.",
     "LimitCheck.allowed": "Whether the request would be admitted immediately.",

@@ -12,10 +12,14 @@ FIELDS = {
     "continuous_usage_stats": "Include the `usage` so far in every chunk. Default: false.",
     "include_obfuscation": "Accepted for compatibility; has no effect.",
     "ChatCompletionRequest.max_tokens": (
-        "The maximum number of output tokens of each choice. Default: the rest of the model's context. Older name of "
-        "`max_completion_tokens`; if both are set, they must be equal."
+        "The maximum number of output tokens of each choice, reasoning included. Default: `default_max_tokens` of the model "
+        "within the rest of its context, else that rest. Older name of `max_completion_tokens`; if both are set, they must be "
+        "equal."
     ),
-    "max_completion_tokens": "The maximum number of output tokens of each choice. Default: the rest of the model's context.",
+    "max_completion_tokens": (
+        "The maximum number of output tokens of each choice, reasoning included. Default: `default_max_tokens` of the model "
+        "within the rest of its context, else that rest."
+    ),
     "min_tokens": "The number of tokens to generate before a choice may end. Default: 0.",
     "temperature": (
         "Sampling temperature: 0 (always the most likely token) to 2. Default: the model's, else 1. As with all sampling "
@@ -152,6 +156,9 @@ FIELDS = {
     # models
     "Model.id": "The name of the model, for the `model` field of requests.",
     "Model.created": "When the appliance began to serve the model, in Unix seconds.",
+    "Model.default_max_tokens": (
+        "The maximum number of output tokens of a request that sets none, within the rest of the context; null: that rest."
+    ),
     "owned_by": "Always `gatehouse`.",
     "ModelList.data": "The models that the key may use.",
     # errors and health

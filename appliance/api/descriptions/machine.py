@@ -21,6 +21,7 @@ FIELDS = {
     "Engine.device": "`cuda` or `cpu`; null until the model is loaded.",
     "device_name": "The name of the device; null until the model is loaded.",
     "max_model_len": "The context length: prompt and output tokens together; null until the model is loaded.",
+    "Engine.default_max_tokens": "The setting `default_max_tokens` of the model; null: the rest of the context.",
     "quantization": (
         "The format of the weights: `none`, `int8`, `fp8` or the checkpoint's own format, followed by `(stored as …)` if the "
         "checkpoint's format was decoded during loading; null until the model is loaded."

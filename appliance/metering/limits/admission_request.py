@@ -23,9 +23,9 @@ def is_batch_work(service_tier: object) -> bool:
 class AdmissionRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # dict: for `cached_property`
     """A request as admission sees it, and what it costs.
 
-    `max_output_tokens` is the requested maximum, None if there is none; `output_room` is the longest possible answer, without a
-    requested maximum the rest of the model's context. Both are per answer; there are `num_answers`. `batch` work pays the batch
-    share of the price. `request_id`: None for a dry run.
+    `max_output_tokens` is the requested maximum, None if there is none; `output_room` is the longest possible answer: without a
+    requested maximum the operator's default or the rest of the model's context. Both are per answer; there are `num_answers`.
+    `batch` work pays the batch share of the price. `request_id`: None for a dry run.
     """
 
     principal: Principal

@@ -137,12 +137,14 @@ class OutputEstimates:
             lengths.ended.append(output_tokens)
 
     def estimate_output(self, request: AdmissionRequest, room: float) -> int:
-        """Return the output tokens to reserve for each answer of `request`, never more than its requested maximum.
+        """Return the output tokens to reserve for each answer of `request`, never more than the longest that it may get.
 
         Without a requested maximum the estimate is cut to the `room` that the limits leave after the prompt, so that an
         estimate never makes a request larger than a limit.
         """
         estimate = self.lengths_of(request.key_id, request.model).estimate(request.num_answers - 1)
+        if request.output_room is not None:
+            estimate = min(request.output_room, estimate)
         if request.max_output_tokens is not None:
             return min(request.max_output_tokens, estimate)
         return int(max(0, min(estimate, room)))

@@ -34,8 +34,9 @@ def refusal(decisions: Sequence[LimitDecision], request: AdmissionRequest, reser
         return _budget_exceeded(never[0], output, smaller)
     longest = max(decisions, key=lambda decision: decision.wait_s or 0.0)
     help_text = f", or {smaller}" if smaller else ""
-    if not smaller and longest.held and request.max_output_tokens is None:
-        help_text = "; requests with max_tokens reserve less"
+    if not smaller and longest.held and request.max_output_tokens is None and request.output_room != 1:
+        below = "" if request.output_room is None else f" below {request.output_room}"
+        help_text = f"; requests with max_tokens{below} reserve less"
     return RateLimitExceeded(
         f"{_reason(longest, output)}; try again in {_about(longest)}{help_text}",
         limit_type=_limit_type(longest),
