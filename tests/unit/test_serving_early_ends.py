@@ -118,11 +118,12 @@ async def test_when_the_engine_dies_the_reported_tokens_are_billed(serving: Serv
     await check(serving, generation, "error", "engine_died")
 
 
+@pytest.mark.parametrize("answers", [1, 2])
 async def test_a_request_past_its_deadline_has_that_reason(
-    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, answers: int
 ) -> None:
     async with open_serving(database, clock, tmp_path / "model", cast.epoch_id, deadline_s=0.05) as serving:
-        generation = await serving.start(cast.bob, [STALL, 5])
+        generation = await serving.start(cast.bob, [STALL, 5], n=answers)
         await check(serving, generation, "deadline", "request_deadline")
 
 
