@@ -272,7 +272,7 @@ async def test_a_refusal_has_retry_after_and_a_tier_with_an_admission_wait_waits
     assert refused.headers["retry-after"] == "1"
     assert [answer.status_code for answer in waited] == [200] * 3
     assert f'gatehouse_admission_waits_total{{model="{MODEL}",reason="admitted"}}' in counts
-    assert f'gatehouse_admission_waiting{{model="{MODEL}"}} 0.0' in counts
+    await until_metrics(server, f'gatehouse_admission_waiting{{model="{MODEL}"}} 0.0')
 
 
 async def test_a_client_that_disconnects_while_waiting_for_admission_is_not_charged(server: Server, clients: Clients) -> None:

@@ -67,10 +67,7 @@ class Waits:
     """An observer that records the beginning and end of each wait."""
 
     def __init__(self) -> None:
-        self.records: list[tuple[str, str] | tuple[str, str, float]] = []
-
-    def wait_began(self, model: str) -> None:
-        self.records.append(("began", model))
+        self.records: list[tuple[str, str, float]] = []
 
     def wait_ended(self, model: str, how: str, waited_s: float) -> None:
         self.records.append((how, model, round(waited_s, 3)))

@@ -60,11 +60,7 @@ def call_on_loop(delay_s: float, call: Callable[[], None]) -> TimerHandle:
 
 
 class WaitObserver(Protocol):
-    """Receives the start and end of each wait, for metrics."""
-
-    def wait_began(self, model: str) -> None:
-        """Handle the start of a request's wait."""
-        ...
+    """Receives the end of each wait, for metrics."""
 
     def wait_ended(self, model: str, how: str, waited_s: float) -> None:
         """Handle the end of a request's wait; `how` is admitted, refused, abandoned (the caller was cancelled) or failed."""
@@ -98,11 +94,11 @@ class Refusals:
 @dataclass(slots=True, eq=False, kw_only=True)
 class Waiter:
     """A waiting request; `queues` are the allowances whose queues it is in."""
-    wait: LimitWait
 
     seq: int
     request: AdmissionRequest
     attempt: Callable[[Waiter], Reservation | Refusals]
+    wait: LimitWait
     deadline_s: float
     outcome: asyncio.Future[Reservation]
     queues: set[Allowance] = field(default_factory=set)
@@ -150,11 +146,11 @@ class AdmissionQueue:
         """
         with self._observed(refusals.request.model):
             now_s = self._clock.monotonic_s()
-                wait=wait,
             waiter = Waiter(
                 seq=next(self._seq),
                 request=refusals.request,
                 attempt=attempt,
+                wait=wait,
                 deadline_s=now_s + wait_s,
                 outcome=asyncio.get_running_loop().create_future(),
             )
@@ -171,12 +167,11 @@ class AdmissionQueue:
 
     @contextmanager
     def _observed(self, model: str) -> Iterator[None]:
-        """Report the start, duration and outcome of a wait to the observer."""
+        """Report the duration and outcome of a wait to the observer."""
         if self._observer is None:
             yield
             return
         began_s, how = self._clock.monotonic_s(), "failed"
-        self._observer.wait_began(model)
         try:
             yield
             how = "admitted"
