@@ -180,18 +180,19 @@ class Generations:
             try:
                 self.check_can_accept(prepared.model, prepared.principal.tenant.id)  # again, because admission may have waited
                 if await self._prices.current(prepared.model.name, reservation.admitted_at, currency=currency) == price:
-                    self._note_overlooked(reservation)
-                    if price is None:
-                        self._metrics.unpriced(prepared.model.name)
+                    self._count_exceptions(reservation)
                     return reservation
             except BaseException:
                 reservation.void()
                 raise
             reservation.void()  # the price changed while the request waited: admit it again
 
-    def _note_overlooked(self, reservation: Reservation) -> None:
+    def _count_exceptions(self, reservation: Reservation) -> None:
+        """Count what stricter settings would have refused: limits in shadow mode, and a missing price."""
         for decision in reservation.shadow_refusals:
             self._metrics.shadow_refused(decision.scope, decision.kind)
+        if reservation.request.price is None:
+            self._metrics.unpriced(reservation.request.model)
 
     def abort(self, request_id: str, *, access: Access) -> LiveRequest:
         """End a live request, admitted or not, and return it.

@@ -55,7 +55,6 @@ class PreparedRequest:
             num_answers=self.sampling.num_answers,
             batch=self.batch,
             policy=policy,
-            request_id=self.request_id,
         )
 
     def pending_event(self, reservation: Reservation) -> PendingEvent:
