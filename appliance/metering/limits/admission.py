@@ -7,7 +7,7 @@ its prompt, whose length is known exactly, and its expected output; the estimate
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from appliance.base.clock import Clock
 from appliance.metering.calendar import BillingCalendar
@@ -44,16 +44,22 @@ NO_LIMITS = Limits()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitsDryRun:
-    """What the limits would decide on a request: each decision, the tokens it would reserve, and whether it would wait."""
+    """What the limits would decide on a request: each decision, and the tokens it would reserve. `patience_s` is how long it
+    may wait for room."""
 
     decisions: Sequence[LimitDecision]
     tokens: int
-    would_wait: bool
+    patience_s: float
 
     @property
     def refusals(self) -> list[LimitDecision]:
         """Return the refusing decisions, without those of limits in shadow mode."""
         return [decision for decision in self.decisions if not decision.allowed and decision.mode != SHADOW]
+
+    @property
+    def would_wait(self) -> bool:
+        """Return whether the request is refused now and would wait for room."""
+        return bool(self.refusals) and may_wait(self.refusals, self.patience_s)
 
 
 class Admission:
@@ -130,8 +136,7 @@ class Admission:
             for allowance, need in needs.by_allowance.items()
             for decision in allowance.decisions(need, at, self._queue.ahead(allowance))
         ]
-        dry_run = LimitsDryRun(decisions=decisions, tokens=needs.enforced.expected.tokens, would_wait=False)
-        return replace(dry_run, would_wait=bool(dry_run.refusals) and may_wait(dry_run.refusals, wait_s))
+        return LimitsDryRun(decisions=decisions, tokens=needs.enforced.expected.tokens, patience_s=wait_s)
 
     def correct(self, correction: UsageEvent) -> None:
         """Count a correction that has just been committed, and retry the requests that wait for what it returns."""
