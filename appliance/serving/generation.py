@@ -235,14 +235,15 @@ class Generation:
                 self._finish(answer, event)
                 return None
             case FinishReason.ABORTED:
-                answer.end("error" if self._failure else self._early_end.finish_reason if self._early_end else "aborted")
+                cause = "aborted" if self._early_end is None else self._early_end.finish_reason
+                answer.finish_reason = "error" if self._failure else cause
                 return None
             case FinishReason.DEADLINE:
-                answer.end("deadline")
+                answer.finish_reason = "deadline"
                 error = Overloaded("the request waited too long in the queue", retry_after_s=RETRY_AFTER_QUEUE_S)
                 return _failed("queue_deadline", error, "deadline")
             case FinishReason.OVERLOADED:
-                answer.end("refused")
+                answer.finish_reason = "refused"
                 error = Overloaded(event.error or "the engine is overloaded", retry_after_s=RETRY_AFTER_QUEUE_S)
                 return _failed("engine_overloaded", error, "refused")
             case FinishReason.ERROR:
@@ -260,13 +261,13 @@ class Generation:
         """Return the end of a request that failed in the engine: InvalidValue if a field of the request caused it, else
         InternalError."""
         if event.error_param is None:
-            answer.end("error")
+            answer.finish_reason = "error"
             return _failed("engine_error", InternalError(f"the engine could not continue: {event.error}"))
-        answer.end("error" if self._bill.billable else "refused")
+        answer.finish_reason = "error" if self._bill.billable else "refused"
         message, param = with_client_field_name(
             event.error or f"{event.error_param} cannot be honoured", event.error_param, self._prepared.field_names
         )
-        return _failed("invalid_request", InvalidValue(message, param=param), str(answer.finish_reason))
+        return _failed("invalid_request", InvalidValue(message, param=param), answer.finish_reason)
 
     def _end_without_engine(self, error: EngineUnavailable) -> RequestEnd:
         """Return the end of a request whose engine died, so that final events are missing. Complete answers stay complete, and
