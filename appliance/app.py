@@ -232,7 +232,16 @@ class Appliance:
                 host=HostProbe(settings.data_dir).read,
                 gpus=self._gpu.read,
                 gpu_error=lambda: self._gpu.error,
-                engines=lambda: [engine_reading(model, clock, generations.tenant_names, readiness) for model in models.list()],
+                engines=lambda: [
+                    engine_reading(
+                        model,
+                        clock,
+                        readiness,
+                        tenant_names=generations.tenant_names,
+                        waiting_for_limits=generations.num_waiting_for_limits(model.name),
+                    )
+                    for model in models.list()
+                ],
                 started_at=started_at,
                 database=database_watch.reading,
             ),

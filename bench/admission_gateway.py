@@ -11,7 +11,6 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from appliance.api import chat
 from appliance.api.auth import authenticate_tenant
 from appliance.base.clock import SystemClock
 from appliance.metering.limits.admission_request import AdmissionRequest
+from appliance.metering.limits.limit_waits import LimitWait
 from appliance.serving.generation import Generation
 from appliance.serving.generations import Generations
 from appliance.serving.prepared_requests import PreparedRequest
@@ -67,16 +67,10 @@ class NoReservation:
     reserved_tokens = 0
     basis_points = 10_000
     shadow_refusals: tuple[()] = ()
-    admission_wait_s = 0.0
-    awaited_limit = None
 
     def __init__(self, request: AdmissionRequest) -> None:
         self.request = request
         self.admitted_at = SystemClock().now()
-        self.waited_s: dict[str, float] = {}
-
-    def add_waits(self, waited_s: Mapping[str, float]) -> None:
-        """Do nothing."""
 
     def settle(self, tokens_used: int, **_options: Any) -> None:
         """Do nothing."""
@@ -94,7 +88,7 @@ class NoReservation:
 class NoAdmission:
     """Admits every request."""
 
-    async def admit(self, request: AdmissionRequest, _wait_s: float) -> NoReservation:
+    async def admit(self, request: AdmissionRequest, _wait_s: float, _wait: LimitWait) -> NoReservation:
         """Return a reservation that reserves nothing."""
         return NoReservation(request)
 
@@ -136,7 +130,7 @@ def install_plain_path(generations: Generations) -> None:
     principal = Principal(tenant=tenant, key=key)
     plain_generations = Generations.__new__(Generations)
     plain_generations.__dict__.update(generations.__dict__)
-    plain_generations.__dict__.update(_admission=NoAdmission(), _ledger=NoLedger(), _watch=NoWatch(), _generations={})
+    plain_generations.__dict__.update(_admission=NoAdmission(), _ledger=NoLedger(), _watch=NoWatch(), _requests={})
     authenticate, start = authenticate_tenant, Generations.start
 
     async def authenticate_unless_plain(request: Any) -> Principal:

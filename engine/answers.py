@@ -9,7 +9,9 @@ from engine.scheduling.request import Request
 
 def make_answers(submitted: GenerationRequest, info: EngineInfo, *, now_s: float) -> list[Request]:
     """One request per answer, each with a seed of its own, of a submission that passed `check_request`. Only the first answer
-    has the queue deadline: once it has begun, the request no longer waits for its turn."""
+    has the queue deadline: once it has begun, the request no longer waits for its turn, and ending it would waste what it has
+    generated. If the first one expires, the others end with it; else the gateway's deadline of the whole request bounds their
+    wait."""
     sampling, limit, token_ids = submitted.sampling, info.max_model_len, list(submitted.prompt_token_ids)
     seed, deadline_s = sampling.seed, submitted.queue_deadline_s
     assert seed is not None, f"request {submitted.request_id} was not checked"

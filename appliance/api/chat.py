@@ -56,12 +56,11 @@ async def create_chat_completion(request: CheckedRequest) -> Response[Any]:
         services.metrics.rejected(refusal.code)
         raise
     exchange.on_end.append(lambda: generation.end_early("disconnected"))
-    created = generation.created
     if prepared.stream:
         if prepared.sampling.is_guided:
             await _wait_for_first_text(generation)
-        return EventStream(chat_frames(generation, _framer(generation, checked, created)))
-    return await _whole_response(generation, checked, created)
+        return EventStream(chat_frames(generation, _framer(generation, checked)))
+    return await _whole_response(generation, checked)
 
 
 class _CheckedBody(NamedTuple):
@@ -116,11 +115,11 @@ async def _prepare(request_id: str, checked: _CheckedBody, principal: Principal,
     )
 
 
-def _framer(generation: Generation, checked: _CheckedBody, created: int) -> ChunkFramer:
+def _framer(generation: Generation, checked: _CheckedBody) -> ChunkFramer:
     options = checked.body.stream_options
     return ChunkFramer(
         request_id=generation.request_id,
-        created=created,
+        created=generation.created,
         model=generation.live.model,
         prompt_tokens=generation.live.prompt_tokens,
         num_answers=generation.live.num_answers,
@@ -142,7 +141,7 @@ async def _wait_for_first_text(generation: Generation) -> None:
         raise outcome.error
 
 
-async def _whole_response(generation: Generation, checked: _CheckedBody, created: int) -> Response[Any]:
+async def _whole_response(generation: Generation, checked: _CheckedBody) -> Response[Any]:
     completion = CompletionBuilder(generation.live.num_answers, logprobs=bool(checked.body.logprobs))
     while not generation.chunks.ended:
         for chunk in await generation.chunks.take():
@@ -152,7 +151,7 @@ async def _whole_response(generation: Generation, checked: _CheckedBody, created
         raise outcome.error
     parts, length = completion.body(
         request_id=generation.request_id,
-        created=created,
+        created=generation.created,
         model=generation.live.model,
         outcome=outcome,
         service_tier=checked.service_tier,

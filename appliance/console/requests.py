@@ -53,7 +53,7 @@ async def live_requests_fragment(console: Console, access: Access) -> str:
 
 
 def live_rows(services: Services, access: Access) -> dict[str, Any]:
-    """Return the template values for the visible requests in flight, oldest first.
+    """Return the template values for the visible requests in flight, in the order of their arrival.
 
     `live` has at most LIVE_ROWS_MAX rows, because the table is sent once a second; `live_total` counts all requests as of `at`.
     `cancellable` are the tenants whose requests the member may cancel.
@@ -96,12 +96,15 @@ async def cancel_request(context: ContextDependency) -> Html:
 
 
 async def _find(services: Services, request_id: str, access: Access) -> tuple[RequestLine, UsageEvent | None]:
-    """Return a live or past request and its ledger event, which a request that waits for room in its limits does not have.
-    Raises NotFound, also for an invisible request."""
-    waiting = services.generations.find(request_id, access=access)
-    if waiting is not None and waiting.admitted_at is None:
-        return live_line(waiting, services.clock.now()), None
-    event = await services.reports.event(request_id, access=access)
+    """Return a live or past request and its ledger event, which a live request may not have yet. Raises NotFound, also for an
+    invisible request."""
+    try:
+        event = await services.reports.event(request_id, access=access)
+    except NotFound:
+        live = services.generations.find(request_id, access=access)
+        if live is None:
+            raise
+        return live_line(live, services.clock.now()), None
     live = services.generations.find(request_id, access=access)
     if live is not None:
         return live_line(live, services.clock.now()), event

@@ -1,13 +1,14 @@
-"""Ends running requests whose key was revoked or has expired, or whose tenant was suspended or archived. Applies changed limits
-to the other running requests and to those that wait for admission. Knows no engine.
+"""Ends live requests whose key was revoked or has expired, or whose tenant was suspended or archived, and requests that wait
+for admission also if the next request of their key would be refused. Applies changed limits to the others. Knows no engine.
 
-Checks whenever a change of keys or tenants is committed. A known expiry time is a timer of the generation instead.
+Checks whenever a change of keys or tenants is committed. A known expiry time is a timer of the request instead.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection
+from datetime import datetime
 
 import structlog
 
@@ -15,11 +16,14 @@ from appliance.base.background import Background
 from appliance.base.clock import Clock
 from appliance.base.consecutive_failures import ConsecutiveFailures
 from appliance.base.db import Database
+from appliance.base.errors import GatehouseError
 from appliance.metering.limits.admission import Admission
 from appliance.serving.generation import Generation
+from appliance.serving.waiting_requests import WaitingRequest
+from appliance.tenancy.fields import INFERENCE_SCOPE
 from appliance.tenancy.key_status import end_cause, read_principals
 from appliance.tenancy.model_policies import ModelPolicies
-from appliance.tenancy.principals import Principal
+from appliance.tenancy.principals import Principal, unknown_key
 
 RETRY_S = 0.5
 
@@ -27,13 +31,13 @@ log = structlog.get_logger()
 
 
 class AccessWatch:
-    """`live` returns the running generations; further requests wait in `admission`."""
+    """`live` returns the live requests."""
 
     def __init__(
         self,
         db: Database,
         clock: Clock,
-        live: Callable[[], Collection[Generation]],
+        live: Callable[[], Collection[WaitingRequest | Generation]],
         *,
         admission: Admission,
         policies: ModelPolicies,
@@ -57,9 +61,10 @@ class AccessWatch:
             self._db.principal_changes.listeners.remove(self._check_due.set)
         await self._watching.stop()
 
-    def add(self, generation: Generation, principal: Principal) -> None:
-        """Watch a generation that has just started. Schedules a check if keys or tenants changed since `principal` was read."""
-        generation.set_expiry(principal.key.expires_at)
+    def add(self, request: WaitingRequest | Generation, principal: Principal) -> None:
+        """Watch a request that has just become live or was just admitted. Schedules a check if keys or tenants changed since
+        `principal` was read."""
+        request.set_expiry(principal.key.expires_at)
         if principal.change_count != self._db.principal_changes.value:
             self._check_due.set()
 
@@ -81,16 +86,32 @@ class AccessWatch:
 
     async def check(self) -> None:
         """Read the keys of all requests; end those that are no longer allowed and pass the others' limits to admission."""
-        running, waiting = list(self._live()), self._admission.waiting
-        keys = {generation.live.key_id for generation in running} | {waiter.request.key_id for waiter in waiting}
-        principals = await read_principals(self._db, keys)
-        if keys:
-            self._admission.reconfigure(principals, {policy.model: policy for policy in await self._policies.list()})
+        live = list(self._live())
+        principals = await read_principals(self._db, {request.live.key_id for request in live})
+        policies = {policy.model: policy for policy in await self._policies.list()} if live else {}
         now = self._clock.now()
-        for generation in running:
-            principal = principals.get(generation.live.key_id)
-            reason = end_cause(principal, now)
-            if reason is not None:
-                generation.end_early(reason)
-            elif principal is not None:
-                generation.set_expiry(principal.key.expires_at)
+        for request in live:
+            principal = principals.get(request.live.key_id)
+            if principal is not None:
+                request.set_expiry(principal.key.expires_at)
+            if isinstance(request, WaitingRequest):
+                error = _refusal(principal, request.prepared.model.name, now)
+                if error is not None:
+                    request.end(error)
+            elif (reason := end_cause(principal, now)) is not None:
+                request.end_early(reason)
+        self._admission.reconfigure(principals, policies)
+
+
+def _refusal(principal: Principal | None, model: str, now: datetime) -> GatehouseError | None:
+    """Return the error that the next request of a key would get before it is admitted; None if it would be admitted. A missing
+    key counts as revoked."""
+    try:
+        if principal is None:
+            raise unknown_key()
+        principal.check_usable(now)
+        principal.check_scope(INFERENCE_SCOPE)
+        principal.check_model(model)
+    except GatehouseError as error:
+        return error
+    return None

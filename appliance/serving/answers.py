@@ -65,10 +65,6 @@ class Answer:
             finish_reason=self.finish_reason,
         )
 
-    def end(self, reason: str) -> None:
-        """Set the finish reason of an incomplete answer."""
-        self.finish_reason = reason
-
     def _is_hidden(self, end_token_id: int) -> bool:
         return end_token_id in self._stop_token_ids or self._vocabulary.is_special(end_token_id)
 

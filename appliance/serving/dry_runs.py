@@ -85,7 +85,7 @@ class DryRuns:
         served = self._find_model(model)
         error = self._precheck_error(principal, hypothetical, served)
         if served is None:  # so that made-up model names never reach caches or counters
-            empty = LimitsDryRun(decisions=(), tokens=0, would_wait=False)
+            empty = LimitsDryRun(decisions=(), tokens=0, patience_s=0.0)
             return DryRunResult(limits=empty, error=error, wait_s=None, admission_wait_ms=tier.admission_wait_ms)
         request = AdmissionRequest(
             principal=principal,

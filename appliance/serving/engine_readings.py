@@ -11,8 +11,11 @@ from appliance.telemetry.readings import EngineReading, TenantReading
 from engine.protocol import TenantProgress
 
 
-def engine_reading(model: ServedModel, clock: Clock, tenant_names: Mapping[str, str], readiness: Readiness) -> EngineReading:
-    """Return the reading of a model's engine. `tenant_names`: id to name, of tenants with live requests."""
+def engine_reading(
+    model: ServedModel, clock: Clock, readiness: Readiness, *, tenant_names: Mapping[str, str], waiting_for_limits: int
+) -> EngineReading:
+    """Return the reading of a model's engine. `tenant_names`: id to name, of tenants with admitted requests.
+    `waiting_for_limits`: how many requests for the model are not admitted yet."""
     engine = model.engine
     return EngineReading(
         model=model.name,
@@ -30,6 +33,7 @@ def engine_reading(model: ServedModel, clock: Clock, tenant_names: Mapping[str, 
         probe_prompt_tokens=engine.stats.probe_prompt_tokens,
         ttft_p50_s=engine.stats.ttft_quantile_s(0.5),
         ttft_p95_s=engine.stats.ttft_quantile_s(0.95),
+        requests_waiting_for_limits=waiting_for_limits,
         tenants=tenant_readings(engine.stats.tenants if engine.state == "ready" else [], tenant_names),
     )
 

@@ -21,6 +21,7 @@ from appliance.serving.batch_size import BatchMoment
 from appliance.serving.bill import Bill
 from appliance.serving.chunk_queue import ChunkQueue
 from appliance.serving.endings import Outcome, RequestEnd, early_end, with_client_field_name
+from appliance.serving.expiry_timer import ExpiryTimer
 from appliance.serving.live_requests import LiveRequest
 from appliance.serving.prepared_requests import PreparedRequest
 from appliance.serving.request_limits import RequestLimits
@@ -66,7 +67,7 @@ class Generation:
         self._early_end: RequestEnd | None = None
         self._failure: RequestEnd | None = None
         self._first_token: BatchMoment | None = None
-        self._expiry: asyncio.TimerHandle | None = None
+        self._expiry = ExpiryTimer(clock, lambda: self.end_early("key_expired"))
         self._submitted = False
 
     @property
@@ -95,12 +96,7 @@ class Generation:
 
     def set_expiry(self, expires_at: datetime | None) -> None:
         """Set when the request's key expires, which ends the request; None means never. Replaces an earlier expiry."""
-        if self._expiry is not None:
-            self._expiry.cancel()
-            self._expiry = None
-        if expires_at is not None and self.live.state != "finished":
-            left_s = max((expires_at - self._clock.now()).total_seconds(), 0.0)
-            self._expiry = asyncio.get_running_loop().call_later(left_s, self.end_early, "key_expired")
+        self._expiry.set(None if self.live.state == "finished" else expires_at)
 
     def note_batch_size(self) -> None:
         """Set the live request's mean batch size from its first token until now."""
@@ -117,7 +113,7 @@ class Generation:
             self._finish_with_error(InternalError("the answer could not be completed"))
             await self._bill.settle_after_bug(self._answers, is_recorded=self.admitted.exception() is None)
         finally:
-            self.set_expiry(None)
+            self._expiry.set(None)
             self._on_end(self)
 
     async def _run(self) -> None:
@@ -239,14 +235,15 @@ class Generation:
                 self._finish(answer, event)
                 return None
             case FinishReason.ABORTED:
-                answer.end("error" if self._failure else self._early_end.finish_reason if self._early_end else "aborted")
+                cause = "aborted" if self._early_end is None else self._early_end.finish_reason
+                answer.finish_reason = "error" if self._failure else cause
                 return None
             case FinishReason.DEADLINE:
-                answer.end("deadline")
+                answer.finish_reason = "deadline"
                 error = Overloaded("the request waited too long in the queue", retry_after_s=RETRY_AFTER_QUEUE_S)
                 return _failed("queue_deadline", error, "deadline")
             case FinishReason.OVERLOADED:
-                answer.end("refused")
+                answer.finish_reason = "refused"
                 error = Overloaded(event.error or "the engine is overloaded", retry_after_s=RETRY_AFTER_QUEUE_S)
                 return _failed("engine_overloaded", error, "refused")
             case FinishReason.ERROR:
@@ -264,13 +261,13 @@ class Generation:
         """Return the end of a request that failed in the engine: InvalidValue if a field of the request caused it, else
         InternalError."""
         if event.error_param is None:
-            answer.end("error")
+            answer.finish_reason = "error"
             return _failed("engine_error", InternalError(f"the engine could not continue: {event.error}"))
-        answer.end("error" if self._bill.billable else "refused")
+        answer.finish_reason = "error" if self._bill.billable else "refused"
         message, param = with_client_field_name(
             event.error or f"{event.error_param} cannot be honoured", event.error_param, self._prepared.field_names
         )
-        return _failed("invalid_request", InvalidValue(message, param=param), str(answer.finish_reason))
+        return _failed("invalid_request", InvalidValue(message, param=param), answer.finish_reason)
 
     def _end_without_engine(self, error: EngineUnavailable) -> RequestEnd:
         """Return the end of a request whose engine died, so that final events are missing. Complete answers stay complete, and

@@ -1,9 +1,9 @@
-"""All generations of the gateway: admits and starts them, lists the live ones, checkpoints and drains them."""
+"""All live requests of the gateway: admits them and starts their generations, lists, checkpoints and drains them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import structlog
 
@@ -13,7 +13,7 @@ from appliance.base.db import Database
 from appliance.base.errors import Draining, NotFound, Overloaded, RequestAborted
 from appliance.metering.ledger.writer import Ledger
 from appliance.metering.limits.admission import Admission
-from appliance.metering.limits.queue import Waiter
+from appliance.metering.limits.limit_waits import LimitWait
 from appliance.metering.limits.refusals import not_priced
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.prices import PriceBook
@@ -26,6 +26,7 @@ from appliance.serving.model_registry import ServedModel
 from appliance.serving.open_requests import OpenRequests
 from appliance.serving.prepared_requests import PreparedRequest
 from appliance.serving.request_limits import RequestLimits
+from appliance.serving.waiting_requests import WaitingRequest
 from appliance.telemetry.metrics import Metrics
 from appliance.tenancy.access import Access
 from appliance.tenancy.model_policies import ModelPolicies
@@ -41,7 +42,8 @@ log = structlog.get_logger()
 
 
 class Generations:
-    """Starts generations and keeps the live ones. While `draining`, new requests are refused."""
+    """Starts generations and keeps the live requests, in the order of their arrival: each is a WaitingRequest until it is
+    admitted, then a Generation until it is settled. While `draining`, new requests are refused."""
 
     def __init__(
         self,
@@ -65,9 +67,8 @@ class Generations:
         self._clock = clock
         self._metrics = metrics
         self._limits = limits
-        self._generations: dict[str, Generation] = {}
-        self._admitting: dict[str, PreparedRequest] = {}
-        self._watch = AccessWatch(db, clock, self._generations.values, admission=admission, policies=policies)
+        self._requests: dict[str, WaitingRequest | Generation] = {}
+        self._watch = AccessWatch(db, clock, self._requests.values, admission=admission, policies=policies)
         self._open = OpenRequests()
         self._tasks: set[asyncio.Task[None]] = set()
         self._checkpoints = Background(
@@ -78,29 +79,37 @@ class Generations:
         self._idle.set()
 
     def live(self, *, access: Access) -> Mapping[str, LiveRequest]:
-        """Return the unsettled requests that `access` may see, by id, oldest first, then those that wait for room in their
-        limits."""
-        requests = [*(generation.live for generation in self._generations.values()), *self._waiting()]
-        return {request.id: request for request in requests if access.sees(request.tenant_id)}
+        """Return the unsettled requests that `access` may see, by id, in the order of their arrival."""
+        live = {request_id: request.live for request_id, request in self._requests.items()}
+        return {request_id: request for request_id, request in live.items() if access.sees(request.tenant_id)}
 
-    def waiting(self, *, access: Access) -> list[LiveRequest]:
-        """Return the requests that wait for room in their limits and that `access` may see, oldest first."""
-        return [request for request in self._waiting() if access.sees(request.tenant_id)]
+    def unrecorded(self, *, access: Access) -> list[LiveRequest]:
+        """Return the live requests that `access` may see and that have no usage event yet: they are not admitted, or the event
+        is being committed."""
+        unrecorded = [
+            request.live
+            for request in self._requests.values()
+            if isinstance(request, WaitingRequest) or not request.admitted.done()
+        ]
+        return [request for request in unrecorded if access.sees(request.tenant_id)]
+
+    def num_waiting_for_limits(self, model: str) -> int:
+        """Return how many requests for `model` are not admitted yet."""
+        return sum(
+            isinstance(request, WaitingRequest) and request.prepared.model.name == model for request in self._requests.values()
+        )
 
     @property
     def tenant_names(self) -> dict[str, str]:
-        """Return the names of the tenants with live requests, by id."""
-        return {generation.live.tenant_id: generation.live.tenant_name for generation in self._generations.values()}
+        """Return the names of the tenants with admitted requests, by id."""
+        return {generation.live.tenant_id: generation.live.tenant_name for generation in self._generations()}
 
     def find(self, request_id: str, *, access: Access, action: Action = Action.READ) -> LiveRequest | None:
         """Return a live request, or None if `access` sees none. Raises RoleNotAllowed if it does not permit `action`."""
-        generation, waiter = self._generations.get(request_id), self._waiter(request_id)
-        if generation is not None:
-            live = generation.live
-        elif waiter is not None:
-            live = self._waiting_request(waiter)
-        else:
+        request = self._requests.get(request_id)
+        if request is None:
             return None
+        live = request.live
         if not access.sees(live.tenant_id):
             return None
         access.require(action, live.tenant_id)
@@ -126,15 +135,14 @@ class Generations:
         If the caller is cancelled because its client disconnected, the request ends, whether admitted yet or not.
         """
         self.check_can_accept(prepared.model, prepared.principal.tenant.id)
-        self._admitting[prepared.request_id] = prepared
+        waiting = WaitingRequest(prepared, self._clock)
+        self._requests[prepared.request_id] = waiting
+        self._idle.clear()
+        self._watch.add(waiting, prepared.principal)
         try:
-            reservation = await self._admit(prepared)
-        finally:
-            del self._admitting[prepared.request_id]
-        try:
-            generation = self._create(prepared, reservation)
+            generation = await self._admitted(waiting)
         except BaseException:
-            reservation.void()
+            self._remove(prepared.request_id)
             raise
         self._run(generation)
         self._watch.add(generation, prepared.principal)
@@ -145,62 +153,67 @@ class Generations:
             raise
         return generation
 
-    async def _admit(self, prepared: PreparedRequest) -> Reservation:
+    async def _admitted(self, waiting: WaitingRequest) -> Generation:
+        """Return the generation of a request once its limits have room for it."""
+        reservation = await waiting.until_admitted(self._admit(waiting.prepared, waiting.wait))
+        try:
+            return self._create(waiting, reservation)
+        except BaseException:
+            reservation.void()
+            raise
+
+    async def _admit(self, prepared: PreparedRequest, wait: LimitWait) -> Reservation:
         """Reserve the request's limits at the price that is in force at admission, and return the reservation.
 
-        Its waits include those of attempts that were repeated because the price had changed.
+        `wait` receives its waits, including those of attempts that were repeated because the price had changed.
         """
         tier = await self._tiers.get(prepared.principal.tenant.tier)
         currency = prepared.principal.tenant.currency
-        waited_s: Mapping[str, float] = {}
         while True:
             price = await self._prices.current(prepared.model.name, self._clock.now(), currency=currency)
             if price is None and self._limits.refuse_unpriced:
                 raise not_priced(prepared.model.name, currency)
             policy = await self._policies.find(prepared.model.name)
-            request = prepared.admission_request(price, policy)
-            reservation = await self._admission.admit(request, tier.admission_wait_ms / 1000)
-            reservation.add_waits(waited_s)
+            reservation = await self._admission.admit(
+                prepared.admission_request(price, policy), tier.admission_wait_ms / 1000, wait
+            )
             try:
                 self.check_can_accept(prepared.model, prepared.principal.tenant.id)  # again, because admission may have waited
                 if await self._prices.current(prepared.model.name, reservation.admitted_at, currency=currency) == price:
-                    self._note_overlooked(reservation)
-                    if price is None:
-                        self._metrics.unpriced(prepared.model.name)
+                    self._count_exceptions(reservation)
                     return reservation
             except BaseException:
                 reservation.void()
                 raise
-            waited_s = reservation.waited_s
             reservation.void()  # the price changed while the request waited: admit it again
 
-    def _note_overlooked(self, reservation: Reservation) -> None:
+    def _count_exceptions(self, reservation: Reservation) -> None:
+        """Count what stricter settings would have refused: limits in shadow mode, and a missing price."""
         for decision in reservation.shadow_refusals:
             self._metrics.shadow_refused(decision.scope, decision.kind)
+        if reservation.request.price is None:
+            self._metrics.unpriced(reservation.request.model)
 
     def abort(self, request_id: str, *, access: Access) -> LiveRequest:
-        """End a live request, which may wait for room in its limits, and return it.
+        """End a live request, admitted or not, and return it.
 
         Raises NotFound if it is not live or `access` may not see it, and RoleNotAllowed.
         """
-        live = self.find(request_id, access=access, action=Action.ABORT)
-        if live is None:
+        if self.find(request_id, access=access, action=Action.ABORT) is None:
             raise NotFound(f"the request {request_id} is not live")
-        waiter = self._waiter(request_id)
-        if waiter is None:
-            self._generations[request_id].end_early("aborted")
+        request = self._requests[request_id]
+        if isinstance(request, WaitingRequest):
+            request.end(RequestAborted("the request was ended by an administrator"))
         else:
-            error = RequestAborted("the request was ended by an administrator")
-            self._admission.refuse(waiter, error)
-            live.finish("aborted", now=self._clock.now(), error=error.message)
-        return live
+            request.end_early("aborted")
+        return request.live
 
     async def abort_and_wait(self, request_id: str, *, access: Access) -> LiveRequest:
         """End a live request and return it once it has ended, or after ABORT_WAIT_S in its current state. Raises as `abort`."""
         live = self.abort(request_id, access=access)
-        generation = self._generations.get(request_id)
-        if generation is not None:
-            await asyncio.wait({generation.outcome}, timeout=ABORT_WAIT_S)
+        request = self._requests.get(request_id)
+        if isinstance(request, Generation):
+            await asyncio.wait({request.outcome}, timeout=ABORT_WAIT_S)
         return live
 
     def note_frame(self, frame: EngineFrame) -> None:
@@ -211,10 +224,10 @@ class Generations:
         for progress in frame.status.requests:
             by_request.setdefault(progress.request_id, []).append(progress)
         for request_id, answers in by_request.items():
-            generation = self._generations.get(request_id)
-            if generation is not None and generation.live.state != "finished":
-                generation.live.apply_progress(answers)
-                generation.note_batch_size()
+            request = self._requests.get(request_id)
+            if isinstance(request, Generation) and request.live.state != "finished":
+                request.live.apply_progress(answers)
+                request.note_batch_size()
 
     def start_watching(self) -> None:
         """Start the tasks that checkpoint live requests about once a second and end those whose key was revoked or the like."""
@@ -223,7 +236,7 @@ class Generations:
 
     def checkpoint(self) -> None:
         """Checkpoint the current usage of live requests in the ledger."""
-        running = [generation for generation in self._generations.values() if generation.live.state != "finished"]
+        running = [generation for generation in self._generations() if generation.live.state != "finished"]
         usages = {generation.request_id: generation.usage for generation in running if generation.live.completion_tokens > 0}
         if usages:
             self._ledger.checkpoint(usages)
@@ -241,49 +254,34 @@ class Generations:
     def end_all(self) -> None:
         """Refuse new requests and end the live ones because of the shutdown; their clients are told to retry."""
         self._refuse_new()
-        for generation in list(self._generations.values()):
+        for generation in self._generations():
             generation.end_early("shutdown")
 
     async def stop(self, timeout_s: float) -> None:
         """End live requests, wait at most `timeout_s` until they are settled, and stop the background tasks."""
         self.end_all()
         if not await self.drain(timeout_s):
-            log.error("requests left unsettled at stop", requests=list(self._generations))
+            log.error("requests left unsettled at stop", requests=list(self._requests))
         await self._watch.stop()
         await self._checkpoints.stop()
 
     def _refuse_new(self) -> None:
         self.draining = True
-        self._admission.refuse_waiting(_draining())
+        for request in self._requests.values():
+            if isinstance(request, WaitingRequest):
+                request.end(_draining())
 
-    def _waiter(self, request_id: str) -> Waiter | None:
-        """Return the wait of a request for room in its limits, if it waits."""
-        if request_id not in self._admitting:
-            return None
-        return next((waiter for waiter in self._admission.waiting if waiter.request.request_id == request_id), None)
+    def _generations(self) -> Iterator[Generation]:
+        """Yield the admitted requests."""
+        return (request for request in self._requests.values() if isinstance(request, Generation))
 
-    def _waiting(self) -> list[LiveRequest]:
-        """Return the requests that wait for room in their limits, oldest first."""
-        waiters = [waiter for waiter in self._admission.waiting if waiter.request.request_id in self._admitting]
-        return [self._waiting_request(waiter) for waiter in sorted(waiters, key=lambda waiter: waiter.seq)]
-
-    def _waiting_request(self, waiter: Waiter) -> LiveRequest:
-        assert waiter.request.request_id is not None
-        now_s = self._clock.monotonic_s()
-        return self._admitting[waiter.request.request_id].live_request(
-            admitted_at=None,
-            monotonic_s=now_s,
-            admission_wait_s=waiter.total_wait_s(now_s),
-            awaited_limit=waiter.held_up_by,
-        )
-
-    def _create(self, prepared: PreparedRequest, reservation: Reservation) -> Generation:
+    def _create(self, waiting: WaitingRequest, reservation: Reservation) -> Generation:
+        prepared = waiting.prepared
         tenant_open = self._open.requests_of(prepared.model.name, prepared.principal.tenant.id)
         live = prepared.live_request(
             admitted_at=reservation.admitted_at,
             monotonic_s=self._clock.monotonic_s(),
-            admission_wait_s=reservation.admission_wait_s,
-            awaited_limit=reservation.awaited_limit,
+            wait=waiting.wait,
             tenant_open=tenant_open,
         )
         bill = Bill(
@@ -302,23 +300,26 @@ class Generations:
             clock=self._clock,
             metrics=self._metrics,
             limits=self._limits,
-            on_end=self._remove,
+            on_end=self._ended,
         )
 
     def _run(self, generation: Generation) -> None:
-        self._generations[generation.request_id] = generation
+        """Start the task of a generation, which takes the place of its waiting request."""
+        self._requests[generation.request_id] = generation
         live = generation.live
         self._open.add(live.model, live.tenant_id, live.num_answers)
-        self._idle.clear()
         task = asyncio.create_task(generation.run(), name=f"generation {generation.request_id}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _remove(self, generation: Generation) -> None:
-        del self._generations[generation.request_id]
+    def _ended(self, generation: Generation) -> None:
         live = generation.live
         self._open.remove(live.model, live.tenant_id, live.num_answers)
-        if not self._generations:
+        self._remove(generation.request_id)
+
+    def _remove(self, request_id: str) -> None:
+        del self._requests[request_id]
+        if not self._requests:
             self._idle.set()
 
     async def _checkpoint(self) -> None:

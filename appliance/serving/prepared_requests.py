@@ -14,6 +14,7 @@ from datetime import datetime
 
 from appliance.metering.ledger.records import PendingEvent
 from appliance.metering.limits.admission_request import AdmissionRequest
+from appliance.metering.limits.limit_waits import LimitWait
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.prices import Price
 from appliance.serving.live_requests import LiveRequest
@@ -54,7 +55,6 @@ class PreparedRequest:
             num_answers=self.sampling.num_answers,
             batch=self.batch,
             policy=policy,
-            request_id=self.request_id,
         )
 
     def pending_event(self, reservation: Reservation) -> PendingEvent:
@@ -81,11 +81,10 @@ class PreparedRequest:
         *,
         admitted_at: datetime | None,
         monotonic_s: float,
-        admission_wait_s: float,
-        awaited_limit: str | None,
+        wait: LimitWait,
         tenant_open: int = 0,
     ) -> LiveRequest:
-        """Return the live request just admitted, or with `admitted_at` None one that waits for room in its limits.
+        """Return the live request just admitted, or with `admitted_at` None one that is not admitted yet, as of `monotonic_s`.
         `tenant_open`: how many others of its tenant are open."""
         tenant, key = self.principal.tenant, self.principal.key
         return LiveRequest(
@@ -103,8 +102,8 @@ class PreparedRequest:
             num_answers=self.sampling.num_answers,
             batch=self.batch,
             tenant_open=tenant_open,
-            admission_wait_s=admission_wait_s,
-            awaited_limit=awaited_limit,
+            admission_wait_s=wait.total_s(monotonic_s),
+            awaited_limit=wait.awaited_limit,
         )
 
     def generation_request(self, queue_deadline_s: float | None) -> GenerationRequest:

@@ -26,6 +26,10 @@ TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2
 ENGINE_GAUGES: dict[str, tuple[str, Callable[[EngineReading], float]]] = {
     "gatehouse_requests_running": ("Requests in the running batch", lambda e: e.status_or_zeros.num_running),
     "gatehouse_requests_waiting": ("Requests waiting for a seat in the batch", lambda e: e.status_or_zeros.num_waiting),
+    "gatehouse_admission_waiting": (
+        "Requests waiting for room in their limits, before they wait for a seat",
+        lambda e: e.requests_waiting_for_limits,
+    ),
     "gatehouse_kv_cache_usage_ratio": (
         "Used share of the KV blocks, 0 to 1",
         lambda e: e.status_or_zeros.kv_blocks_used / max(e.status_or_zeros.kv_blocks_total, 1),
@@ -79,9 +83,6 @@ class Metrics:
             "shadow_refusals", "Served requests that a limit in shadow mode would have refused", ["reason"]
         )
         self._waits = self._counter("admission_waits", "Requests that waited for room in their limits", ["model", "reason"])
-        self._waiting = Gauge(
-            "gatehouse_admission_waiting", "Requests waiting for room in their limits", ["model"], registry=self.registry
-        )
         self._admission_wait_s = self._histogram("admission_wait_seconds", "Wait for room in the limits", LATENCY_BUCKETS_S)
         self._preemptions = self._counter("preemptions", "Preemptions of settled requests", ["model"])
         self._restarts = self._counter("engine_restarts", "Restarts of engine processes", ["model"])
@@ -172,13 +173,8 @@ class Metrics:
         """Count a served request that a limit in shadow mode would have refused."""
         self._shadow_refusals.labels(f"{scope}_{kind}").inc()
 
-    def wait_began(self, model: str) -> None:
-        """Count a request that starts waiting for room in its limits."""
-        self._waiting.labels(model).inc()
-
     def wait_ended(self, model: str, outcome: str, waited_s: float) -> None:
         """Count the end of a wait; `outcome` is admitted, refused, abandoned or failed."""
-        self._waiting.labels(model).dec()
         self._waits.labels(model, outcome).inc()
         self._admission_wait_s.labels(model).observe(waited_s)
 

@@ -42,7 +42,8 @@ class TenantReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReading:
-    """One served model at one moment. `problem`: why `/health/ready` does not call it ready, None if it does.
+    """One served model at one moment. `requests_waiting_for_limits` are not admitted yet and not among the waiting ones of
+    `status`. `problem`: why `/health/ready` does not call it ready, None if it does.
     `tokens_per_second` is the recent generation rate, excluding probes; `probe_prompt_tokens` is the total sent by probes.
     `tenants` are those with live requests, by KV blocks held, largest first. `default_max_tokens` is the operator's setting for
     the model, None if there is none."""
@@ -61,6 +62,7 @@ class EngineReading:
     tokens_per_second: float
     ttft_p50_s: float | None
     ttft_p95_s: float | None
+    requests_waiting_for_limits: int = 0
     probe_prompt_tokens: int = 0
     tenants: list[TenantReading] = field(default_factory=list)
 
@@ -91,7 +93,7 @@ class ProcessReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SystemSnapshot:
-    """Everything that the live pages show, read at one moment."""
+    """Everything that the live pages show, read at one moment. `requests_waiting` wait for a seat in an engine's batch."""
 
     at: datetime
     engines: list[EngineReading]
@@ -102,6 +104,7 @@ class SystemSnapshot:
     processes: list[ProcessReading]
     requests_running: int
     requests_waiting: int
+    requests_waiting_for_limits: int
     tokens_per_second: float
 
     @property

@@ -139,6 +139,7 @@ class SystemSampler:
             processes=[self._gateway, *(_engine_process(engine) for engine in engines)],
             requests_running=sum(engine.status_or_zeros.num_running for engine in engines),
             requests_waiting=sum(engine.status_or_zeros.num_waiting for engine in engines),
+            requests_waiting_for_limits=sum(engine.requests_waiting_for_limits for engine in engines),
             tokens_per_second=sum(engine.tokens_per_second for engine in engines),
         )
 

@@ -272,7 +272,7 @@ async def test_a_refusal_has_retry_after_and_a_tier_with_an_admission_wait_waits
     assert refused.headers["retry-after"] == "1"
     assert [answer.status_code for answer in waited] == [200] * 3
     assert f'gatehouse_admission_waits_total{{model="{MODEL}",reason="admitted"}}' in counts
-    assert f'gatehouse_admission_waiting{{model="{MODEL}"}} 0.0' in counts
+    await until_metrics(server, f'gatehouse_admission_waiting{{model="{MODEL}"}} 0.0')
 
 
 async def test_a_client_that_disconnects_while_waiting_for_admission_is_not_charged(server: Server, clients: Clients) -> None:
@@ -290,6 +290,43 @@ async def test_a_client_that_disconnects_while_waiting_for_admission_is_not_char
     server.admin("PATCH", "/tiers/batch", json={"admission_wait_ms": 0})
 
     assert len(settled_events(server, {tenant_id})) == 1
+
+
+@pytest.mark.parametrize(("how", "status", "code"), [("abort", 503, "request_aborted"), ("revoke", 401, "invalid_api_key")])
+async def test_a_request_ended_while_it_waits_gets_the_reason_and_leaves_no_record(
+    server: Server, clients: Clients, how: str, status: int, code: str
+) -> None:
+    tenant_id, secret = server.new_key(
+        tenant={"name": f"ended by {how}", "tier": "batch", "limits": {"concurrent_requests": 1}}
+    )
+    second = server.admin("POST", f"/tenants/{tenant_id}/keys", json={"name": "second"})
+    server.admin("PATCH", "/tiers/batch", json={"admission_wait_ms": 60_000})
+    begun = asyncio.Event()
+    first = asyncio.create_task(clients.read(secret, max_tokens=900, seed=ENDLESS_SEED, begun=begun))
+    await begun.wait()
+    waiting = asyncio.create_task(clients.complete(second["key"]))
+    (row,) = await waiting_rows(server, second["id"])
+    if how == "abort":
+        assert server.admin("DELETE", f"/requests/{row['id']}")["state"] == "finished"
+    else:
+        server.admin("DELETE", f"/keys/{second['id']}")
+    answer = await waiting
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    server.admin("PATCH", "/tiers/batch", json={"admission_wait_ms": 0})
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+    assert row["awaited_limit"] == "tenant_concurrency"
+    assert row["id"] not in settled_events(server, {tenant_id})
+
+
+async def waiting_rows(server: Server, key_id: str) -> list[dict[str, Any]]:
+    """Wait until a request of the key waits for its limits; return its rows in the list of requests."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            rows = (await call_admin(server, "GET", f"/requests?key_id={key_id}"))["data"]
+            if rows and rows[0]["awaited_limit"] is not None:
+                return list(rows)
 
 
 async def test_limits_in_shadow_mode_admit_every_request_and_are_counted(server: Server, clients: Clients) -> None:

@@ -96,6 +96,7 @@ class EngineSide:
     others: list[EngineReading] = field(default_factory=list)
     tokens_per_second: float = 0.0
     tenants: list[TenantReading] = field(default_factory=list)
+    waiting_for_limits: int = 0
     database_ok: bool = True
     draining: bool = False
 
@@ -134,6 +135,7 @@ class EngineSide:
             tokens_per_second=self.tokens_per_second,
             ttft_p50_s=0.213,
             ttft_p95_s=0.927,
+            requests_waiting_for_limits=self.waiting_for_limits,
             tenants=self.tenants,
         )
         return [reading, *self.others]

@@ -58,6 +58,5 @@ def _count_everything(metrics: Metrics) -> None:
     metrics.inter_token("m", [0.1])
     metrics.engine_step("m", 0.1)
     metrics.shadow_refused("tenant", "tokens")
-    metrics.wait_began("m")
     metrics.wait_ended("m", "admitted", 0.1)
     metrics.alert_failed("timeout")

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from appliance.metering.limits.admission_request import AdmissionRequest
+from appliance.metering.limits.limit_waits import LimitWait
 from appliance.metering.limits.reservations import Reservation
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.clock import FakeClock
@@ -42,11 +43,11 @@ class Queue:
         return {(decision.scope, decision.kind) for decision in dry_run.refusals}
 
     async def submit(
-        self, who: Principal, tokens: int, *, wait_s: float = 60.0, **changes: object
+        self, who: Principal, tokens: int, *, wait_s: float = 60.0, wait: LimitWait | None = None, **changes: object
     ) -> asyncio.Task[Reservation]:
-        """Start an admission and let it run until it is decided or waits."""
+        """Start an admission and let it run until it is decided or waits. `wait` receives its wait."""
         task = asyncio.create_task(
-            self.admission.admit(msgspec.structs.replace(admission_request(who, tokens), **changes), wait_s)
+            self.admission.admit(msgspec.structs.replace(admission_request(who, tokens), **changes), wait_s, wait)
         )
         self._tasks.append(task)
         await self.timer.settle()
@@ -66,10 +67,7 @@ class Waits:
     """An observer that records the beginning and end of each wait."""
 
     def __init__(self) -> None:
-        self.records: list[tuple[str, str] | tuple[str, str, float]] = []
-
-    def wait_began(self, model: str) -> None:
-        self.records.append(("began", model))
+        self.records: list[tuple[str, str, float]] = []
 
     def wait_ended(self, model: str, how: str, waited_s: float) -> None:
         self.records.append((how, model, round(waited_s, 3)))

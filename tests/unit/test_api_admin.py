@@ -195,7 +195,7 @@ async def test_requests_that_wait_for_their_limits_come_first_in_the_list(
     waiting = [side.add(who, f"req_w{number}", state="queued") for number, who in enumerate((bob, other, bob))]
     for live in waiting:
         live.admitted_at, live.awaited_limit = None, "tenant_tokens"
-    monkeypatch.setattr(api.services.generations, "waiting", lambda **_access: waiting)
+    monkeypatch.setattr(api.services.generations, "unrecorded", lambda **_access: waiting)
 
     def listed(**filters: str) -> Any:
         return read_every_page(lambda _, cursor: page_of_requests(cursor, **filters))
@@ -224,13 +224,34 @@ async def test_every_waiting_request_is_on_one_page_though_their_ids_are_not_in_
     waiting = [side.add(bob, request_id, state="queued") for request_id in ("req_b", "req_c", "req_a")]
     for live in waiting:
         live.admitted_at = None
-    monkeypatch.setattr(api.services.generations, "waiting", lambda **_access: waiting)
+    monkeypatch.setattr(api.services.generations, "unrecorded", lambda **_access: waiting)
 
     async def page_of_requests(_limit: int, cursor: str | None) -> Page[Any]:
         page = await api.call("GET", "/requests", params={"limit": 1, **({"cursor": cursor} if cursor else {})})
         return Page(data=page["data"], next_cursor=page["next_cursor"])
 
     assert [row["id"] for row in await read_every_page(page_of_requests)] == ["req_c", "req_b", "req_a"]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 50])
+async def test_an_admitted_request_is_listed_once_also_while_its_usage_event_is_being_committed(
+    api: ApiApp, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    people = await make_cast(api.services.db, api.services.clock)
+    at = {f"req_{number}": START + timedelta(seconds=number) for number in range(3)}
+    entries = [pending(people.bob, request_id=name, admitted_at=at[name]) for name in ("req_0", "req_2")]
+    events = [rows.event_row(entry, people.epoch_id, "EUR", START.date()) for entry in entries]
+    await api.services.db.batch_write(rows.insert, entries, events)
+    unrecorded = [EngineSide(api.services.clock).add(people.bob, name) for name in ("req_1", "req_2")]
+    for live in unrecorded:
+        live.admitted_at = at[live.id]
+    monkeypatch.setattr(api.services.generations, "unrecorded", lambda **_access: unrecorded)
+
+    async def page_of_requests(_limit: int, cursor: str | None) -> Page[Any]:
+        page = await api.call("GET", "/requests", params={"limit": limit, **({"cursor": cursor} if cursor else {})})
+        return Page(data=page["data"], next_cursor=page["next_cursor"])
+
+    assert [row["id"] for row in await read_every_page(page_of_requests)] == ["req_2", "req_1", "req_0"]
 
 
 @pytest.mark.parametrize(("state", "aborts"), [("decode", 1), ("finished", 0)])

@@ -80,6 +80,16 @@ async def test_a_restarting_engine_has_no_uptime_but_a_start_time_and_its_error(
     assert '<p class="notice warn">The process ended with signal 9.</p>' in page
 
 
+@pytest.mark.parametrize(("for_limits", "tile"), [(0, "<dd>3</dd>"), (40, "<dd>43 <small>40 for limits</small></dd>")])
+async def test_requests_that_wait_for_their_limits_are_waiting_too(console: ConsoleApp, for_limits: int, tile: str) -> None:
+    console.engine_side.status = engine_status(num_waiting=3)
+    console.engine_side.waiting_for_limits = for_limits
+
+    page = await overview(console)
+
+    assert f'<dt><a href="/requests">Waiting</a></dt>{tile}' in page
+
+
 async def test_an_unreadable_gpu_is_an_error_and_not_a_missing_gpu(console: ConsoleApp) -> None:
     console.engine_side.gpu_error = "GPU cannot be read: driver gone"
 

@@ -79,6 +79,14 @@ async def test_a_request_that_waits_for_its_limits_is_queued_and_names_the_limit
     assert "Ledger event" not in page
 
 
+async def test_the_page_of_an_admitted_request_is_there_before_its_usage_event(console: ConsoleApp) -> None:
+    console.engine_side.add(console.cast.bob, "req_admitted", state="queued")
+    page = await (await console.alice()).get("/requests/req_admitted")
+
+    assert page.status_code == 200
+    assert "Ledger event" not in page.text
+
+
 async def test_the_page_of_a_request_that_leaves_no_record_becomes_the_list(console: ConsoleApp) -> None:
     alice = await console.alice()
     poll = await alice.fragment("/requests/req_gone")

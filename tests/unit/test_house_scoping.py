@@ -51,7 +51,7 @@ def stores() -> Iterator[type]:
     """Yield the classes that have a database or live requests."""
     for module in modules():
         for kind in vars(module).values():
-            if isinstance(kind, type) and kind.__module__ == module.__name__ and {"_db", "_generations"} & assigned_names(kind):
+            if isinstance(kind, type) and kind.__module__ == module.__name__ and {"_db", "_requests"} & assigned_names(kind):
                 yield kind
 
 

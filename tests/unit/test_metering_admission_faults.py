@@ -116,7 +116,7 @@ async def test_a_wait_ended_by_an_unexpected_error_is_counted_as_failed(
     await queue.timer.advance(3.0)
     queue.admission.reconfigure(limited(bob, TWO), {})
     await queue.timer.settle()
-    assert waits.records == [("began", "demo"), ("failed", "demo", 3.0)]
+    assert waits.records == [("failed", "demo", 3.0)]
     await queue.close()
 
 

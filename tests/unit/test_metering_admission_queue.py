@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from appliance.base.errors import BudgetExceeded, Draining, RateLimitExceeded, RequestExceedsLimit
+from appliance.base.errors import BudgetExceeded, RateLimitExceeded, RequestExceedsLimit
 from appliance.metering.limits import queue as admission_queue
 from appliance.metering.limits.allowances import Ahead
+from appliance.metering.limits.limit_waits import LimitWait
 from appliance.metering.limits.waiter_queue import WaiterQueue
 from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
@@ -346,23 +347,25 @@ async def test_a_request_cancelled_while_being_admitted_gives_everything_back(qu
     assert num_running(queue.admission, bob.tenant.id) == 0
 
 
+async def test_a_lowered_limit_cuts_the_expected_output_of_a_waiting_request_as_that_of_a_new_one(queue: Queue) -> None:
+    bob = principal(Limits(tokens_per_minute=400))
+    await queue.submit(bob, 100)
+    waiting = await queue.submit(bob, 100, max_output_tokens=None, output_room=1000)  # needs 356 of the 300 left
+    queue.admission.reconfigure(limited(bob, Limits(tokens_per_minute=300)), {})
+    await queue.timer.advance(20.0)
+    assert waiting.result().reserved_tokens == 300
+
+
 async def test_a_request_cancelled_while_being_refused_is_cancelled(queue: Queue) -> None:
     bob = principal(Limits(concurrent_requests=1))
     await queue.submit(bob, 1)
     waiting = await queue.submit(bob, 1)
-    queue.admission.refuse_waiting(Draining("the appliance is shutting down", retry_after_s=5.0))
+    queue.admission.reconfigure(limited(bob, Limits(concurrent_requests=0)), {})
+    while queue.admission.waiting:  # noqa: ASYNC110 - each turn of the event loop counts
+        await asyncio.sleep(0)
     waiting.cancel()
     await queue.timer.settle()
     assert waiting.cancelled()
-
-
-async def test_a_shutdown_ends_all_waits(queue: Queue) -> None:
-    bob = principal(Limits(concurrent_requests=1))
-    await queue.submit(bob, 1)
-    waiting = [await queue.submit(bob, 1) for _ in range(3)]
-    queue.admission.refuse_waiting(Draining("the appliance is shutting down", retry_after_s=5.0))
-    await queue.timer.settle()
-    assert all(isinstance(task.exception(), Draining) for task in waiting)
 
 
 async def test_the_observer_gets_the_duration_and_outcome_of_each_wait(clock: FakeClock) -> None:
@@ -373,7 +376,7 @@ async def test_the_observer_gets_the_duration_and_outcome_of_each_wait(clock: Fa
     clock.advance(100.0)
 
     admitted = await queue.submit(bob, 1, wait_s=60.0)
-    assert waits.records == [("began", "demo")]
+    assert waits.records == []
     await queue.timer.advance(2.0)
     running.result().settle(1)
     await queue.timer.settle()
@@ -387,38 +390,37 @@ async def test_the_observer_gets_the_duration_and_outcome_of_each_wait(clock: Fa
     assert admitted.result()
     assert isinstance(refused.exception(), RateLimitExceeded)
     assert cancelled.cancelled()
-    ends = [("admitted", "demo", 2.0), ("refused", "demo", 5.0), ("abandoned", "demo", 1.0)]
-    assert waits.records[::2] == [("began", "demo")] * 3
-    assert waits.records[1::2] == ends
+    assert waits.records == [("admitted", "demo", 2.0), ("refused", "demo", 5.0), ("abandoned", "demo", 1.0)]
     await queue.close()
 
 
-async def test_a_reservation_says_how_long_it_waited_and_for_which_limit(queue: Queue) -> None:
+async def test_a_wait_says_how_long_it_was_and_for_which_limit(queue: Queue, clock: FakeClock) -> None:
     bob = principal(Limits(tokens_per_minute=60))
-    first = (await queue.submit(bob, 60)).result()
-    waiting = await queue.submit(bob, 30)
-    await queue.timer.advance(30.0)
-    second = waiting.result()
-    assert (first.admission_wait_s, first.awaited_limit) == (0, None)
-    assert (second.admission_wait_s, second.awaited_limit) == (30.0, "tenant_tokens")
-    for reservation in (first, second):
-        reservation.settle(1)
+    waits = LimitWait(), LimitWait()
+    first, second = [await queue.submit(bob, tokens, wait=wait) for tokens, wait in zip((60, 30), waits, strict=True)]
+    await queue.timer.advance(20.0)
+    assert (waits[1].total_s(clock.monotonic_s()), waits[1].held_up_by) == (20.0, "tenant_tokens")
+    await queue.timer.advance(10.0)
+    found = [(wait.total_s(clock.monotonic_s()), wait.held_up_by, wait.awaited_limit) for wait in waits]
+    assert found == [(0.0, None, None), (30.0, None, "tenant_tokens")]
+    for admitted in (first, second):
+        admitted.result().settle(1)
 
 
 async def test_each_part_of_a_wait_counts_for_the_limit_that_refused_meanwhile(queue: Queue) -> None:
     bob = principal(Limits(tokens_per_minute=60, concurrent_requests=2))
     running = await queue.submit(bob, 60)
-    waiting = await queue.submit(bob, 1)
+    wait = LimitWait()
+    waiting = await queue.submit(bob, 1, wait=wait)
     await queue.timer.advance(0.5)
     queue.admission.reconfigure(limited(bob, Limits(tokens_per_minute=60, concurrent_requests=1)), {})
     await queue.timer.settle()
     await queue.timer.advance(4.5)
     running.result().settle(60)
     await queue.timer.settle()
-    admitted = waiting.result()
-    assert admitted.waited_s == {"tenant_tokens": 0.5, "tenant_concurrency": 4.5}
-    assert (admitted.admission_wait_s, admitted.awaited_limit) == (5.0, "tenant_concurrency")
-    admitted.settle(1)
+    assert wait.waited_s == {"tenant_tokens": 0.5, "tenant_concurrency": 4.5}
+    assert wait.awaited_limit == "tenant_concurrency"
+    waiting.result().settle(1)
 
 
 async def test_an_idle_queue_does_not_use_the_event_loop(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:

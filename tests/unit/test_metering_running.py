@@ -118,6 +118,34 @@ async def test_a_refusal_by_reservations_estimates_when_enough_is_released(
     assert await retry_after_s(admission, bob, prompt=200 + 735 - 100, cost=cost) == 20
 
 
+@pytest.mark.parametrize("limits", [Limits(tokens_per_day=1200), Limits(monthly_budget=1200)], ids=case_id)
+async def test_what_runs_although_a_shadow_limit_refused_it_is_expected_to_be_released_once_the_limit_is_enforced(
+    admission: Admission, clock: FakeClock, limits: Limits
+) -> None:
+    enforced, cost = principal(limits), price(prompt=10**6, cached=10**6, completion=10**6)
+    shadow = dataclasses.replace(enforced, tenant=dataclasses.replace(enforced.tenant, limit_mode="shadow"))
+    await admission.admit(admission_request(shadow, 0, prompt=900, cost=cost))
+    refused = await admission.admit(admission_request(shadow, None, prompt=400, room=600, cost=cost))  # holds 1000
+    generate(clock, refused, 156, 0.1)
+    (decision,) = (await admission.dry_run(admission_request(shadow, None, prompt=400, cost=cost))).decisions
+    assert (decision.allowed, decision.held, decision.wait_s) == (False, True, WAIT_S_MIN), "it is not in the way yet"
+    clock.advance(0.25)
+    assert await retry_after_s(admission, enforced, 0, prompt=200, cost=cost) == 11, "100 tokens at 156 in 15.85 s"
+
+
+async def test_a_shadow_limit_of_concurrency_once_enforced_does_not_wait_for_what_takes_no_place(
+    admission: Admission, clock: FakeClock
+) -> None:
+    enforced = principal(Limits(concurrent_requests=1))
+    shadow = dataclasses.replace(enforced, tenant=dataclasses.replace(enforced.tenant, limit_mode="shadow"))
+    first = await admission.admit(admission_request(shadow))
+    refused = await admission.admit(admission_request(shadow))
+    for _ in range(51):
+        generate(clock, first, 1, 0.1)
+        refused.record_progress(0, 90)
+    assert await retry_after_s(admission, enforced) == 5, "the end of the first"
+
+
 @pytest.mark.parametrize("other", ["in another currency", "admitted the day before"])
 async def test_only_what_is_held_of_the_limit_is_expected_to_be_released(
     admission: Admission, clock: FakeClock, other: str

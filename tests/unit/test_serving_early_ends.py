@@ -118,11 +118,12 @@ async def test_when_the_engine_dies_the_reported_tokens_are_billed(serving: Serv
     await check(serving, generation, "error", "engine_died")
 
 
+@pytest.mark.parametrize("answers", [1, 2])
 async def test_a_request_past_its_deadline_has_that_reason(
-    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, answers: int
 ) -> None:
     async with open_serving(database, clock, tmp_path / "model", cast.epoch_id, deadline_s=0.05) as serving:
-        generation = await serving.start(cast.bob, [STALL, 5])
+        generation = await serving.start(cast.bob, [STALL, 5], n=answers)
         await check(serving, generation, "deadline", "request_deadline")
 
 
@@ -182,7 +183,7 @@ async def test_the_end_of_a_rotations_grace_period_ends_requests_of_the_old_key(
 async def test_a_request_ends_at_once_when_its_key_expires(serving: Serving, clock: FakeClock, cast: Cast, ago_s: int) -> None:
     generation = await begun(serving, cast.bob, 2)
     generation.set_expiry(clock.now() - timedelta(seconds=ago_s))
-    timer = generation._expiry
+    timer = generation._expiry._timer
     assert timer is not None
     assert timer.when() <= asyncio.get_running_loop().time()
     await check(serving, generation, "aborted", "key_expired")
@@ -199,11 +200,20 @@ async def test_a_postponed_expiry_ends_nothing(serving: Serving, clock: FakeCloc
 
 
 async def test_a_key_revoked_between_its_check_and_the_start_ends_the_request(
-    serving: Serving, database: Database, clock: FakeClock, cast: Cast
+    serving: Serving, database: Database, clock: FakeClock, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    watch, admitted = serving.generations._watch, asyncio.Event()
+    check_keys = watch.check
+
+    async def check_late() -> None:
+        await admitted.wait()
+        await check_keys()
+
     await Keys(database, clock, PEPPER).revoke(cast.bob.key.id, access=WHOLE_APPLIANCE)
+    monkeypatch.setattr(watch, "check", check_late)
     serving.engine.allow_steps(0)
     generation = await serving.start(cast.bob, TEXT)  # with the principal that was read before the change
+    admitted.set()
 
     await check(serving, generation, "aborted", "key_revoked")
 

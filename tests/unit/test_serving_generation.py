@@ -330,8 +330,9 @@ async def test_no_timer_of_a_request_outlives_it(serving: Serving, cast: Cast, c
     generation = await serving.start(cast.bob, TEXT)
     generation.set_expiry(clock.now() + timedelta(hours=1))
     planned: list[asyncio.TimerHandle] = asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]
-    await poll_until(lambda: len([timer for timer in planned if timer._callback == generation.end_early]) == 2)  # type: ignore[attr-defined]
-    timers = [timer for timer in planned if timer._callback == generation.end_early]  # type: ignore[attr-defined]
+    ends = (generation.end_early, generation._expiry._on_expiry)
+    await poll_until(lambda: len([timer for timer in planned if timer._callback in ends]) == 2)  # type: ignore[attr-defined]
+    timers = [timer for timer in planned if timer._callback in ends]  # type: ignore[attr-defined]
     await generation.outcome
     await poll_until(lambda: not serving.generations._tasks)
 

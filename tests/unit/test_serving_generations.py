@@ -15,6 +15,7 @@ from appliance.base.db import Database
 from appliance.base.errors import Draining, EngineUnavailable, NotFound, Overloaded, RoleNotAllowed
 from appliance.metering.ledger.records import PendingEvent, Settlement, Usage
 from appliance.metering.limits.admission_request import AdmissionRequest
+from appliance.metering.limits.limit_waits import LimitWait
 from appliance.metering.limits.reservations import Reservation
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import Limits
@@ -93,9 +94,9 @@ async def test_a_request_waits_for_admission_as_long_as_its_tier_allows(
 ) -> None:
     admit, waits_s = serving.admission.admit, list[float]()
 
-    async def noting(request: AdmissionRequest, wait_s: float) -> Reservation:
+    async def noting(request: AdmissionRequest, wait_s: float, wait: LimitWait) -> Reservation:
         waits_s.append(wait_s)
-        return await admit(request, wait_s)
+        return await admit(request, wait_s, wait)
 
     monkeypatch.setattr(serving.admission, "admit", noting)
     await Tiers(database, clock).update(cast.bob.tenant.tier, admission_wait_ms=1500)
@@ -137,10 +138,10 @@ async def test_a_request_pays_the_price_in_force_at_its_admission(
 ) -> None:
     admit, asked_at = serving.admission.admit, list[int | None]()
 
-    async def after_a_wait(request: AdmissionRequest, wait_s: float) -> Reservation:
+    async def after_a_wait(request: AdmissionRequest, wait_s: float, wait: LimitWait) -> Reservation:
         asked_at.append(None if request.price is None else request.price.completion)
         clock.advance(10)
-        return await admit(request, wait_s)
+        return await admit(request, wait_s, wait)
 
     terms: dict[str, Any] = {"model": MODEL, "currency": "EUR", "prompt": 0, "cached_prompt": 0}
     prices = euro_prices(database, clock)
@@ -160,9 +161,9 @@ async def test_a_request_whose_engine_died_while_it_waited_reserves_nothing(
 ) -> None:
     admit = serving.admission.admit
 
-    async def after_a_wait(request: AdmissionRequest, wait_s: float) -> Reservation:
+    async def after_a_wait(request: AdmissionRequest, wait_s: float, wait: LimitWait) -> Reservation:
         serving.client.unavailable = "restarting"
-        return await admit(request, wait_s)
+        return await admit(request, wait_s, wait)
 
     monkeypatch.setattr(serving.admission, "admit", after_a_wait)
     with pytest.raises(EngineUnavailable):
@@ -184,8 +185,12 @@ async def test_refusals_of_a_limit_in_shadow_mode_are_counted(serving: Serving, 
 
 
 async def test_the_expiry_of_a_key_ends_its_running_requests(serving: Serving, cast: Cast, clock: FakeClock) -> None:
-    key = dataclasses.replace(cast.bob.key, expires_at=clock.now() + timedelta(milliseconds=20))
+    key = dataclasses.replace(cast.bob.key, expires_at=clock.now() + timedelta(hours=1))
     generation = await serving.start(dataclasses.replace(cast.bob, key=key), [STALL, 5])
+    timer = generation._expiry._timer
+    assert timer is not None
+    assert 3500 < timer.when() - asyncio.get_running_loop().time() <= 3600
+    timer._run()
     error = (await generation.outcome).error
     assert error is not None
     assert error.code == "expired_api_key"

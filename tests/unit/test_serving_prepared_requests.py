@@ -6,6 +6,7 @@ import dataclasses
 from types import SimpleNamespace
 from typing import Any, cast
 
+from appliance.metering.limits.limit_waits import LimitWait
 from appliance.serving.prepared_requests import PreparedRequest
 from appliance.tenancy.principals import Principal
 from engine.protocol import SamplingParams
@@ -49,5 +50,5 @@ async def test_the_record_of_a_request_without_a_price_has_the_currency_of_its_t
 
 def test_a_live_request_shows_the_prefix_of_its_key(clock: FakeClock) -> None:
     bob = principal()
-    live = prepared_by(bob).live_request(admitted_at=clock.now(), monotonic_s=0.0, admission_wait_s=0.0, awaited_limit=None)
+    live = prepared_by(bob).live_request(admitted_at=clock.now(), monotonic_s=0.0, wait=LimitWait())
     assert live.key_prefix == bob.key.prefix != bob.key.id

@@ -75,10 +75,10 @@ async def test_a_reading_of_the_engine_says_why_its_model_is_not_ready(model: Se
     readiness = Readiness(ModelRegistry([model]), clock, interval_s=INTERVAL_S)
     await model.engine.wait_for_state("ready")
     model.engine.last_token_monotonic_s = clock.monotonic_s()
-    assert engine_reading(model, clock, {}, readiness).problem is None
+    assert engine_reading(model, clock, readiness, tenant_names={}, waiting_for_limits=0).problem is None
 
     clock.advance(INTERVAL_S + 1)
-    reading = engine_reading(model, clock, {}, readiness)
+    reading = engine_reading(model, clock, readiness, tenant_names={}, waiting_for_limits=0)
     assert (reading.state, reading.problem) == ("ready", "engine of tiny generated its last token 31 s ago")
 
 

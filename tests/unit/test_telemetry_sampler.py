@@ -314,6 +314,14 @@ async def test_engine_usage_by_tenant_is_exported_with_bounded_labels(
     assert f'gatehouse_tenant_kv_blocks{{model="demo",tenant="{OTHER_TENANTS}"}} 11.0' in text
 
 
+async def test_requests_that_wait_for_limits_and_for_a_seat_are_exported_apart(clock: FakeClock) -> None:
+    side = EngineSide(clock, status=engine_status(num_waiting=3), waiting_for_limits=40)
+    text = await exported(side)
+
+    assert 'gatehouse_requests_waiting{model="demo"} 3.0' in text
+    assert 'gatehouse_admission_waiting{model="demo"} 40.0' in text
+
+
 async def test_host_memory_blocks_speculation_and_slow_path_steps_are_exported(clock: FakeClock) -> None:
     totals = {"swapped_in_blocks_total": 3, "swapped_out_blocks_total": 4, "draft_tokens_total": 50, "fallback_steps_total": 6}
     plain = {"prompt_logprobs": 4, "logit_bias": 5}

@@ -22,8 +22,8 @@ from appliance.tenancy.roles import Action
 
 @get("/requests", summary="List requests", opt={"query": (*PAGING, "tenant_id", "key_id", "model")})
 async def list_requests(request: AdminRequest) -> PageShape[RequestShape]:
-    """Return live and past requests, with current figures for live ones: those that wait for room in their limits, newest
-    first, then the others, most recently admitted first."""
+    """Return live and past requests, with current figures for live ones: those that are not admitted yet, newest first, then
+    the others, most recently admitted first."""
     access = await authenticate_administrator(request, Action.READ)
     services = services_of(request)
     filters = RequestFilter(
@@ -33,10 +33,11 @@ async def list_requests(request: AdminRequest) -> PageShape[RequestShape]:
         finished_only=False,
     )
     limit, cursor = paging(request)
-    waiting = _waiting(services, filters, cursor, access)
+    unrecorded = _unrecorded(services, filters, cursor, access)  # before the ledger is read, so that no request is in neither
     found = await services.past_requests.page(limit, cursor, filters, access=access)
-    admitted = {row.id for row in found.data}
-    rows: list[LiveRequest | PastRequest] = [*(live for live in waiting if live.id not in admitted), *found.data]
+    recorded = {row.id for row in found.data}
+    rows: list[LiveRequest | PastRequest] = [*(live for live in unrecorded if live.id not in recorded), *found.data]
+    rows.sort(key=_position, reverse=True)
     is_cut = len(rows) > limit
     page = page_of(rows, limit, "requests", _position) if is_cut else Page(data=rows, next_cursor=found.next_cursor)
     return page_shape(page, lambda row: _shape(services, row, access))
@@ -68,22 +69,21 @@ async def abort_request(request: AdminRequest, request_id: FromPath[str]) -> Req
     return live_request_shape(await generations.abort_and_wait(request_id, access=access))
 
 
-def _waiting(services: Services, filters: RequestFilter, cursor: str | None, access: Access) -> list[LiveRequest]:
-    """Return the matching requests after `cursor` that wait for room in their limits, newest first."""
+def _unrecorded(services: Services, filters: RequestFilter, cursor: str | None, access: Access) -> list[LiveRequest]:
+    """Return the matching live requests after `cursor` that have no usage event yet."""
     after = None if cursor is None else decode_cursor("requests", cursor, [int, str])
-    waiting = [
+    return [
         live
-        for live in services.generations.waiting(access=access)
+        for live in services.generations.unrecorded(access=access)
         if filters.tenant_id in (None, live.tenant_id)
         and filters.key_id in (None, live.key_id)
         and filters.model in (None, live.model)
         and (after is None or _position(live) < after)
     ]
-    return sorted(waiting, key=_position, reverse=True)
 
 
 def _position(row: LiveRequest | PastRequest) -> list[int | str]:
-    """Return the place of a request in the list. Those that wait come before all that were admitted."""
+    """Return the place of a request in the list. Those that are not admitted yet come before all others."""
     return [to_micros(row.admitted_at or datetime.max.replace(tzinfo=UTC)), row.id]
 
 

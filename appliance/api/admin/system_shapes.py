@@ -71,6 +71,7 @@ class EngineShape(Shape, kw_only=True):
     quantization: str | None
     requests_running: int
     requests_waiting: int
+    requests_waiting_for_limits: int
     kv_blocks: KvBlocksShape
     host_kv_blocks: HostBlocksShape
     memory: list[MemoryPartShape]

@@ -28,6 +28,7 @@ FIELDS = {
     ),
     "requests_running": "Requests being processed.",
     "requests_waiting": "Requests in the engine's queue.",
+    "requests_waiting_for_limits": "Requests that are not admitted yet: they wait for room in their limits.",
     "Engine.kv_blocks": "The blocks of the KV cache.",
     "host_kv_blocks": "KV blocks in host memory, which hold blocks evicted from the device.",
     "memory": "The device memory of the engine, by part.",

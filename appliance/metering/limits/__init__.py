@@ -11,7 +11,7 @@
 Read them in this order. Each module imports only from lines above its own, or from its own:
 
     owners, admission_request, rules: owners of limits, a request as admission sees it, and which limits apply to it
-    decisions, refusals: a limit's decision on a request, and the error for the client
+    decisions, refusals, limit_waits: a limit's decision on a request, the error for the client, and how long a request waited
     windows, token_bucket: usage of a day and a month, and tokens per minute in exact arithmetic
     output_estimates, sums: expected answer lengths, and the past usage of an owner
     allowances, needs: what one owner has left: check, take, hold; and what a request needs from each owner

@@ -7,7 +7,7 @@ its prompt, whose length is known exactly, and its expected output; the estimate
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from appliance.base.clock import Clock
 from appliance.metering.calendar import BillingCalendar
@@ -16,6 +16,7 @@ from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.allowance_loader import AllowanceLoader
 from appliance.metering.limits.allowances import Allowance, Hold
 from appliance.metering.limits.decisions import SHADOW, LimitDecision, LimitKind
+from appliance.metering.limits.limit_waits import LimitWait
 from appliance.metering.limits.needs import Needs, needs_of
 from appliance.metering.limits.output_estimates import OutputEstimates
 from appliance.metering.limits.owners import ALL_TENANTS, Owner, owners_of
@@ -43,16 +44,22 @@ NO_LIMITS = Limits()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitsDryRun:
-    """What the limits would decide on a request: each decision, the tokens it would reserve, and whether it would wait."""
+    """What the limits would decide on a request: each decision, and the tokens it would reserve. `patience_s` is how long it
+    may wait for room."""
 
     decisions: Sequence[LimitDecision]
     tokens: int
-    would_wait: bool
+    patience_s: float
 
     @property
     def refusals(self) -> list[LimitDecision]:
         """Return the refusing decisions, without those of limits in shadow mode."""
         return [decision for decision in self.decisions if not decision.allowed and decision.mode != SHADOW]
+
+    @property
+    def would_wait(self) -> bool:
+        """Return whether the request is refused now and would wait for room."""
+        return bool(self.refusals) and may_wait(self.refusals, self.patience_s)
 
 
 class Admission:
@@ -80,23 +87,23 @@ class Admission:
         self._loader = AllowanceLoader(sums, self._allowances, self._running, self._moment)
         self._today: Moment | None = None
 
-    async def admit(self, request: AdmissionRequest, wait_s: float = 0.0) -> Reservation:
+    async def admit(self, request: AdmissionRequest, wait_s: float = 0.0, wait: LimitWait | None = None) -> Reservation:
         """Return the request's reservation, which must be settled or voided exactly once.
 
         Raises RequestExceedsLimit, BudgetExceeded or RateLimitExceeded; then nothing was reserved. After `retry_after_s` of the
         latter, every limit that refused has room again unless others have used it. If that is within `wait_s`, the request
-        waits instead; a caller that is cancelled meanwhile reserves nothing.
+        waits instead, and `wait` receives for how long; a caller that is cancelled meanwhile reserves nothing.
         """
         allowances = await self._allowances_of(request)
         # No await between this check and the reservation.
-        needs = needs_of(request, allowances, self.output_estimates)
-        result = self._try(request, needs)
+        result = self._try(request, allowances)
         if isinstance(result, Reservation):
             return result
         if not may_wait(result.decisions, wait_s) or not self._queue.has_room(result, request.tenant_id):
             raise result.error
-        tokens = {allowance: need.expected.tokens for allowance, need in needs.by_allowance.items()}
-        return await self._queue.wait(request, result, tokens, lambda waiter: self._try(request, needs, waiter), wait_s)
+        return await self._queue.wait(
+            result, lambda waiter: self._try(request, allowances, waiter), LimitWait() if wait is None else wait, wait_s
+        )
 
     @property
     def waiting(self) -> list[Waiter]:
@@ -129,8 +136,7 @@ class Admission:
             for allowance, need in needs.by_allowance.items()
             for decision in allowance.decisions(need, at, self._queue.ahead(allowance))
         ]
-        dry_run = LimitsDryRun(decisions=decisions, tokens=needs.enforced.expected.tokens, would_wait=False)
-        return replace(dry_run, would_wait=bool(dry_run.refusals) and may_wait(dry_run.refusals, wait_s))
+        return LimitsDryRun(decisions=decisions, tokens=needs.enforced.expected.tokens, patience_s=wait_s)
 
     def correct(self, correction: UsageEvent) -> None:
         """Count a correction that has just been committed, and retry the requests that wait for what it returns."""
@@ -148,14 +154,6 @@ class Admission:
         """Stop the tasks that read the ledger."""
         await self.output_estimates.stop()
         await self._loader.stop()
-
-    def refuse(self, waiter: Waiter, error: Exception) -> None:
-        """End one wait for room with `error`."""
-        self._queue.refuse(waiter, error)
-
-    def refuse_waiting(self, error: Exception) -> None:
-        """End every wait for room with `error`."""
-        self._queue.refuse_all(error)
 
     def snapshot(self, principal: Principal, model: str | None = None) -> RateLimitState:
         """Return the state for the x-ratelimit headers, over enforced limits only. Changes nothing and reads no database.
@@ -222,8 +220,11 @@ class Admission:
                 allowance.currency = rule.currency
                 allowance.configure(rule.limits, rule.mode, at)
 
-    def _try(self, request: AdmissionRequest, needs: Needs, waiter: Waiter | None = None) -> Reservation | Refusals:
+    def _try(
+        self, request: AdmissionRequest, allowances: Sequence[Allowance], waiter: Waiter | None = None
+    ) -> Reservation | Refusals:
         """Reserve in every allowance, or in none and return why. A new request (`waiter` None) leaves room for all waiters."""
+        needs = needs_of(request, allowances, self.output_estimates)  # at each attempt: limits may have changed
         at = self._moment()
         refused: list[tuple[Allowance, LimitDecision]] = []
         shadow_refusals: dict[Allowance, list[LimitDecision]] = {}
@@ -236,7 +237,7 @@ class Admission:
         if refused:
             return Refusals(
                 request=request,
-                reserved_tokens=needs.enforced.expected.tokens,
+                needs=needs,
                 by=refused,
                 day_left_s=(at.next_day_start - at.now).total_seconds(),
                 estimate=self._running.estimate,

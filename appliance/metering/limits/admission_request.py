@@ -25,7 +25,7 @@ class AdmissionRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):  #
 
     `max_output_tokens` is the requested maximum, None if there is none; `output_room` is the longest possible answer: without a
     requested maximum the operator's default or the rest of the model's context. Both are per answer; there are `num_answers`.
-    `batch` work pays the batch share of the price. `request_id`: None for a dry run.
+    `batch` work pays the batch share of the price.
     """
 
     principal: Principal
@@ -37,7 +37,6 @@ class AdmissionRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):  #
     num_answers: int = 1
     batch: bool = False
     policy: ModelPolicy | None = None
-    request_id: str | None = None
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 0 or (self.max_output_tokens or 0) < 0 or self.num_answers < 1:

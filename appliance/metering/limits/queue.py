@@ -16,7 +16,7 @@ import asyncio
 import contextvars
 import itertools
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -29,6 +29,8 @@ from appliance.base.shared_places import has_place
 from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.allowances import NOTHING_AHEAD, Ahead, Allowance
 from appliance.metering.limits.decisions import WINDOW_KINDS, LimitDecision
+from appliance.metering.limits.limit_waits import LimitWait
+from appliance.metering.limits.needs import Needs
 from appliance.metering.limits.refusals import refusal
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.waiter_queue import WaiterQueue
@@ -58,25 +60,21 @@ def call_on_loop(delay_s: float, call: Callable[[], None]) -> TimerHandle:
 
 
 class WaitObserver(Protocol):
-    """Receives the start and end of each wait, for metrics."""
-
-    def wait_began(self, model: str) -> None:
-        """Handle the start of a request's wait."""
-        ...
+    """Receives the end of each wait, for metrics."""
 
     def wait_ended(self, model: str, how: str, waited_s: float) -> None:
-        """Handle its end; `how` is admitted, refused, abandoned (the caller was cancelled) or failed."""
+        """Handle the end of a request's wait; `how` is admitted, refused, abandoned (the caller was cancelled) or failed."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusals:
-    """Why `request`, which would reserve `reserved_tokens`, was not admitted: the refusing decisions, each with the allowance
-    it comes from. `estimate` fills in when running requests will probably make room; it is slow, so it is applied only to what
-    a client receives. `day_left_s` is the time in seconds to the next billing day, of which nothing is reserved."""
+    """Why `request` with these `needs` was not admitted: the refusing decisions, each with the allowance it comes from.
+    `estimate` fills in when running requests will probably make room; it is slow, so it is applied only to what a client
+    receives. `day_left_s` is the time in seconds to the next billing day, of which nothing is reserved."""
 
     request: AdmissionRequest
-    reserved_tokens: int
+    needs: Needs
     by: Sequence[tuple[Allowance, LimitDecision]]
     day_left_s: float
     estimate: Callable[[Allowance, LimitDecision], LimitDecision]
@@ -90,38 +88,22 @@ class Refusals:
     def error(self) -> Refused:
         """Return the error for the client."""
         decisions = [self.estimate(allowance, decision) for allowance, decision in self.by]
-        return refusal(decisions, self.request, self.reserved_tokens)
+        return refusal(decisions, self.request, self.needs.enforced.expected.tokens)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Waiter:
-    """A waiting request. `tokens` is its expected need in each of its allowances; `queues` are the allowances whose queues it
-    is in. `held_up_by` is the limit that holds it up: of those that refused its last attempt, the one with the longest wait.
-    `waited_s` is the time until that attempt, by limit."""
+    """A waiting request; `queues` are the allowances whose queues it is in."""
 
     seq: int
     request: AdmissionRequest
-    tokens: Mapping[Allowance, int]
     attempt: Callable[[Waiter], Reservation | Refusals]
+    wait: LimitWait
     deadline_s: float
     outcome: asyncio.Future[Reservation]
     queues: set[Allowance] = field(default_factory=set)
     retry_timer: TimerHandle | None = None
     context: contextvars.Context = field(default_factory=contextvars.copy_context)  # has the request's id, for log lines
-    waited_s: dict[str, float] = field(default_factory=dict)
-    held_up_by: str | None = None
-    _tried_s: float = 0.0
-
-    def note_attempt(self, refusing: Sequence[LimitDecision], now_s: float) -> None:
-        """Note an attempt to admit it, and the decisions that refused it; none if it was admitted."""
-        if self.held_up_by is not None:
-            self.waited_s[self.held_up_by] = self.waited_s.get(self.held_up_by, 0.0) + now_s - self._tried_s
-        longest = max(refusing, key=lambda decision: decision.wait_s or 0.0, default=None)
-        self.held_up_by, self._tried_s = None if longest is None else longest.name, now_s
-
-    def total_wait_s(self, now_s: float) -> float:
-        """Return how long it has waited in all."""
-        return sum(self.waited_s.values()) + now_s - self._tried_s
 
 
 class AdmissionQueue:
@@ -156,31 +138,26 @@ class AdmissionQueue:
         )
 
     async def wait(
-        self,
-        request: AdmissionRequest,
-        refusals: Refusals,
-        tokens: Mapping[Allowance, int],
-        attempt: Callable[[Waiter], Reservation | Refusals],
-        wait_s: float,
+        self, refusals: Refusals, attempt: Callable[[Waiter], Reservation | Refusals], wait: LimitWait, wait_s: float
     ) -> Reservation:
-        """Return the reservation as soon as `attempt` succeeds. `tokens` is the expected need in each of its allowances.
+        """Return the reservation of the refused request as soon as `attempt` succeeds. `wait` receives how long that took.
 
-        Raises the last refusal after `wait_s`, or the error given to `refuse_all`. A cancelled caller reserves nothing.
+        Raises the last refusal after `wait_s`. A cancelled caller reserves nothing.
         """
-        with self._observed(request.model):
+        with self._observed(refusals.request.model):
             now_s = self._clock.monotonic_s()
             waiter = Waiter(
                 seq=next(self._seq),
-                request=request,
-                tokens=tokens,
+                request=refusals.request,
                 attempt=attempt,
+                wait=wait,
                 deadline_s=now_s + wait_s,
                 outcome=asyncio.get_running_loop().create_future(),
             )
             is_delivered = False
             try:
                 self._waiting.add(waiter)
-                waiter.note_attempt(refusals.decisions, now_s)
+                waiter.wait.note_attempt(refusals.decisions, now_s)
                 self._join_queues(waiter, refusals)
                 await asyncio.wait((waiter.outcome,))
                 is_delivered = True
@@ -190,12 +167,11 @@ class AdmissionQueue:
 
     @contextmanager
     def _observed(self, model: str) -> Iterator[None]:
-        """Report the start, duration and outcome of a wait to the observer."""
+        """Report the duration and outcome of a wait to the observer."""
         if self._observer is None:
             yield
             return
         began_s, how = self._clock.monotonic_s(), "failed"
-        self._observer.wait_began(model)
         try:
             yield
             how = "admitted"
@@ -237,15 +213,6 @@ class AdmissionQueue:
         finally:
             self._schedule_tries()
 
-    def refuse_all(self, error: Exception) -> None:
-        """End every wait with `error`."""
-        for waiter in list(self._waiting):
-            self._refuse(waiter, error)
-
-    def refuse(self, waiter: Waiter, error: Exception) -> None:
-        """End a wait with `error`, and retry those behind it."""
-        self.wake(self._refuse(waiter, error))
-
     def _try(self, waiter: Waiter) -> set[Allowance]:
         """Try `waiter` once; return the queues in which others have moved up. An unexpected error ends only this wait."""
         try:
@@ -256,9 +223,9 @@ class AdmissionQueue:
     def _try_once(self, waiter: Waiter) -> set[Allowance]:
         result, now_s = waiter.attempt(waiter), self._clock.monotonic_s()
         if isinstance(result, Reservation):
-            waiter.note_attempt((), now_s)
+            waiter.wait.note_attempt((), now_s)
             return self._admit(waiter, result)
-        waiter.note_attempt(result.decisions, now_s)
+        waiter.wait.note_attempt(result.decisions, now_s)
         left_s = waiter.deadline_s - now_s
         if left_s <= 0 or not may_wait(result.decisions, left_s + ROUNDING_S):
             return self._refuse(waiter, result.error)
@@ -266,7 +233,6 @@ class AdmissionQueue:
 
     def _admit(self, waiter: Waiter, reservation: Reservation) -> set[Allowance]:
         """End a wait with `reservation` and return the queues that the waiter has left."""
-        reservation.add_waits(waiter.waited_s)
         try:
             left = self._leave(waiter)
             waiter.outcome.set_result(reservation)
@@ -294,7 +260,7 @@ class AdmissionQueue:
         for allowance in refusing:
             wants_window = any(by is allowance and decision.kind in WINDOW_KINDS for by, decision in refusals.by)
             queue = self._queues.get(allowance, WaiterQueue())
-            queue.join(waiter.seq, waiter, waiter.tokens[allowance], wants_window=wants_window)
+            queue.join(waiter.seq, waiter, refusals.needs.by_allowance[allowance].expected.tokens, wants_window=wants_window)
             self._queues[allowance] = queue
             waiter.queues.add(allowance)
         left = {allowance for allowance in waiter.queues if allowance.owner.scope == "model" and allowance not in refusing}

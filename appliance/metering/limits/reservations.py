@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 
 from appliance.base.money import BASIS_POINTS
@@ -15,8 +15,7 @@ from appliance.metering.limits.windows import Moment
 class Reservation:
     """What a request holds since `admitted_at`, in the windows and at the price of that time.
 
-    `shadow_refusals` are the refusals by limits in shadow mode, which were not enforced. `waited_s` is the time in seconds that
-    the request waited for room, by the name of the limit that held it up; empty if it was admitted at once.
+    `shadow_refusals` are the refusals by limits in shadow mode, which were not enforced.
     """
 
     def __init__(
@@ -37,7 +36,6 @@ class Reservation:
         self.holds = list(holds)
         self.admitted_at = admitted_at
         self.shadow_refusals = shadow_refusals
-        self.waited_s: dict[str, float] = {}
         self._moment = moment
         self._on_end = on_end
         self._on_recorded = on_recorded
@@ -48,21 +46,6 @@ class Reservation:
         self.used = Amount(tokens=0, cost_picos=0)
         self.output_tokens = 0
         self._first_output: tuple[float, int] | None = None  # time and tokens at the first progress report with output
-
-    @property
-    def admission_wait_s(self) -> float:
-        """Return how long the request waited for room in all its limits."""
-        return sum(self.waited_s.values())
-
-    @property
-    def awaited_limit(self) -> str | None:
-        """Return the name of the limit that it waited for longest; None if it did not wait."""
-        return max(self.waited_s, key=self.waited_s.__getitem__, default=None)
-
-    def add_waits(self, waited_s: Mapping[str, float]) -> None:
-        """Add waits in seconds, by limit."""
-        for limit, seconds in waited_s.items():
-            self.waited_s[limit] = self.waited_s.get(limit, 0.0) + seconds
 
     @property
     def reserved_tokens(self) -> int:

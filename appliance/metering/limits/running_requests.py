@@ -27,23 +27,24 @@ ESTIMATE_TTL_S = 0.25
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseEstimate:
     """When the requests that hold something of an allowance will probably end, in seconds after `made_s`, soonest first, and
-    how much they will have released in total by then."""
+    how much they will have released in total by then. `place_waits_s` are the ends of those that take a place among the running
+    requests: all but those that the allowance refused in shadow mode."""
 
     made_s: float
+    place_waits_s: Sequence[float]
     waits_s: Sequence[float]
     tokens: Sequence[int]
     cost_picos: Sequence[int]
 
     def wait_s(self, decision: LimitDecision) -> float:
         """Return the time until the refused request has room, or until the last end if even that does not suffice."""
-        if not self.waits_s:
-            return 0.0
         missing = decision.need - decision.level
         if decision.kind == "concurrency":  # the waiters ahead need a slot too
-            index = max(missing + decision.ahead, 1) - 1
+            waits_s, index = self.place_waits_s, max(missing + decision.ahead, 1) - 1
         else:
-            index = bisect_left(self.tokens if decision.kind == "tokens_per_day" else self.cost_picos, missing)
-        return self.waits_s[min(index, len(self.waits_s) - 1)]
+            released = self.tokens if decision.kind == "tokens_per_day" else self.cost_picos
+            waits_s, index = self.waits_s, bisect_left(released, missing)
+        return waits_s[min(index, len(waits_s) - 1)] if waits_s else 0.0
 
 
 class RunningRequests:
@@ -87,28 +88,35 @@ class RunningRequests:
         return dataclasses.replace(decision, wait_s=float(math.ceil(min(max(wait_s, WAIT_S_MIN), WAIT_S_MAX))))
 
     def _index(self, reservation: Reservation, hold: Hold) -> None:
-        if not hold.is_shadow_refused:
-            self._holders.setdefault(hold.allowance, {})[reservation] = hold
+        self._holders.setdefault(hold.allowance, {})[reservation] = hold
 
 
 def _estimate_releases(allowance: Allowance, holders: Mapping[Reservation, Hold], at: Moment) -> ReleaseEstimate:
-    """Estimate when these holders of an allowance release what they hold.
+    """Estimate when these holders of an allowance release what they hold. Those that it refused in shadow mode are in the way
+    of a day or budget only once it is enforced.
 
     A request whose pace is not known yet is assumed to have the median pace of the others; without one, it may end at once.
     """
     paces = {reservation: reservation.seconds_per_token(at.monotonic_s) for reservation in holders}
     median_s = median([pace_s for pace_s in paces.values() if pace_s is not None] or [0.0])
     ends: list[tuple[float, int, int]] = []
+    place_waits_s: list[float] = []
     for reservation, hold in holders.items():
+        if hold.is_shadow_refused and not allowance.is_enforced:
+            continue
         pace_s, left = paces[reservation], reservation.tokens_left
         used = reservation.request.prompt_tokens + reservation.output_tokens + left
         share = max(1 - used / max(reservation.need.worst.tokens, 1), 0.0)
         held = allowance.held_by(hold, at)
         released = int(held.tokens * share), int(held.cost_picos * share)
-        ends.append((left * (median_s if pace_s is None else pace_s), *released))
+        wait_s = left * (median_s if pace_s is None else pace_s)
+        ends.append((wait_s, *released))
+        if not hold.is_shadow_refused:
+            place_waits_s.append(wait_s)
     ends.sort()
     return ReleaseEstimate(
         made_s=at.monotonic_s,
+        place_waits_s=sorted(place_waits_s),
         waits_s=[wait_s for wait_s, _tokens, _cost in ends],
         tokens=list(accumulate(tokens for _wait_s, tokens, _cost in ends)),
         cost_picos=list(accumulate(cost for _wait_s, _tokens, cost in ends)),

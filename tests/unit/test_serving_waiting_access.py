@@ -1,0 +1,126 @@
+"""A request that waits for its limits ends at once with the error that the next request of its key would get."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Callable, Coroutine
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appliance.base.db import Database
+from appliance.base.errors import (
+    ExpiredApiKey,
+    GatehouseError,
+    InvalidApiKey,
+    ModelNotAllowed,
+    ScopeNotAllowed,
+    TenantSuspended,
+)
+from appliance.tenancy.access import WHOLE_APPLIANCE
+from appliance.tenancy.keys import Keys
+from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
+from appliance.tenancy.tenants import Tenants
+from appliance.tenancy.tiers import Tiers
+from tests.support.cast import PEPPER, Cast, Person, make_person
+from tests.support.clock import FakeClock
+from tests.support.fake_engine import STALL
+from tests.support.generations import Serving, open_serving
+from tests.support.polling import poll_until
+
+pytestmark = pytest.mark.on_either_database
+
+TEXT = "the quick brown fox"
+
+
+@pytest.fixture
+async def serving(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) -> AsyncIterator[Serving]:
+    async with open_serving(database, clock, tmp_path / "model", cast.epoch_id) as opened:
+        opened.generations.start_watching()
+        yield opened
+        await opened.generations.stop(5.0)
+
+
+@pytest.fixture
+async def dora(serving: Serving, database: Database, clock: FakeClock) -> Person:
+    """A person whose requests wait for a minute, because one of another key of her tenant runs."""
+    first = await make_person(database, clock, "dora", Limits(concurrent_requests=1))
+    key, secret = await Keys(database, clock, PEPPER).create(first.tenant.id, name="second", access=WHOLE_APPLIANCE)
+    await Tiers(database, clock).update(first.tenant.tier, admission_wait_ms=60_000)
+    await serving.start(first, [STALL, 5])
+    return dataclasses.replace(first, key=key, secret=secret)
+
+
+Change = Callable[[Keys, Tenants, Person, FakeClock], Coroutine[Any, Any, object]]
+
+
+def key_change(**changes: Any) -> Change:
+    return lambda keys, _tenants, who, _clock: keys.update(who.key.id, KeyChanges(**changes), access=WHOLE_APPLIANCE)
+
+
+def tenant_change(**changes: Any) -> Change:
+    return lambda _keys, tenants, who, _clock: tenants.update(who.tenant.id, TenantChanges(**changes), access=WHOLE_APPLIANCE)
+
+
+def expiring(keys: Keys, _tenants: Tenants, who: Person, clock: FakeClock) -> Coroutine[Any, Any, object]:
+    soon = clock.now() + timedelta(milliseconds=20)
+    return keys.update(who.key.id, KeyChanges(expires_at=soon), access=WHOLE_APPLIANCE)
+
+
+CHANGES: dict[str, tuple[Change, type[GatehouseError]]] = {
+    "key revoked": (lambda keys, _tenants, who, _clock: keys.revoke(who.key.id, access=WHOLE_APPLIANCE), InvalidApiKey),
+    "key will expire": (expiring, ExpiredApiKey),
+    "scope removed": (key_change(scopes=("usage",)), ScopeNotAllowed),
+    "model no longer allowed": (key_change(allowed_models=("other",)), ModelNotAllowed),
+    "tenant suspended": (tenant_change(suspended=True), TenantSuspended),
+    "tenant archived": (
+        lambda _keys, tenants, who, _clock: tenants.archive(who.tenant.id, access=WHOLE_APPLIANCE),
+        TenantSuspended,
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+async def test_a_waiting_request_that_lost_its_access_ends_at_once(
+    serving: Serving, database: Database, clock: FakeClock, dora: Person, change: str
+) -> None:
+    waiting = asyncio.create_task(serving.start(dora, TEXT))
+    await poll_until(lambda: len(serving.admission.waiting) == 1)
+    make, error = CHANGES[change]
+    await make(Keys(database, clock, PEPPER), Tenants(database, clock), dora, clock)
+    with pytest.raises(error):
+        await waiting
+    assert serving.admission.waiting == []
+
+
+async def test_a_request_whose_access_was_lost_before_it_waits_ends_too(
+    serving: Serving, database: Database, clock: FakeClock, dora: Person
+) -> None:
+    await Keys(database, clock, PEPPER).revoke(dora.key.id, access=WHOLE_APPLIANCE)
+    await poll_until(lambda: not serving.generations._watch._check_due.is_set())
+    with pytest.raises(InvalidApiKey):
+        await serving.start(dora, TEXT)
+
+
+async def test_a_waiting_request_ends_when_its_key_expires(
+    serving: Serving, database: Database, clock: FakeClock, dora: Person
+) -> None:
+    terms = KeyChanges(expires_at=clock.now() + timedelta(milliseconds=20))
+    key = await Keys(database, clock, PEPPER).update(dora.key.id, terms, access=WHOLE_APPLIANCE)
+    with pytest.raises(ExpiredApiKey):
+        await serving.start(dataclasses.replace(dora, key=key), TEXT)
+
+
+async def test_a_change_of_one_key_ends_no_waiting_request_of_another(
+    serving: Serving, database: Database, clock: FakeClock, dora: Person, cast: Cast
+) -> None:
+    waiting = asyncio.create_task(serving.start(dora, TEXT))
+    await poll_until(lambda: len(serving.admission.waiting) == 1)
+    await Keys(database, clock, PEPPER).revoke(cast.bob.key.id, access=WHOLE_APPLIANCE)
+    await serving.generations._watch.check()
+    assert len(serving.admission.waiting) == 1
+    assert not waiting.done()
+    waiting.cancel()
