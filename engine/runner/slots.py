@@ -97,8 +97,10 @@ class SlotState:
                 offset = first + 2 * slot
                 offsets.extend((offset, offset + 1))
                 values.extend((token_id, 0))
-        words = [(np.frombuffer(offsets, np.int64), np.frombuffer(values, np.int32)), *writes.words]
-        self.words.write(np.concatenate([indices for indices, _ in words]), np.concatenate([values for _, values in words]))
+        for indices, words in writes.words:
+            offsets.frombytes(indices.tobytes())
+            values.frombytes(words.tobytes())
+        self.words.write(np.frombuffer(offsets, np.int64), np.frombuffer(values, np.int32))
 
     def advance(
         self,
