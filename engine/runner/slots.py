@@ -20,7 +20,7 @@ import torch
 from engine.runner.staging import Staging
 from engine.scheduling.request import Request
 from engine.scheduling.row_diff import removed_rows
-from engine.scheduling.scheduled_batch import ScheduledRequest
+from engine.scheduling.scheduled_batch import ScheduledBatch, ScheduledRequest
 from kernels import ops
 
 NOTHING = -1
@@ -168,30 +168,23 @@ class SlotTable:
             if request in self._slot_of:
                 self._lens[self._slot_of[request]] = NOTHING
 
-    def update(
-        self,
-        decodes: Sequence[ScheduledRequest],
-        more: Sequence[ScheduledRequest] = (),
-        *,
-        grown: Sequence[Request] = (),
-    ) -> Int64Array:
-        """Bring the slots of `decodes`, and then of `more`, up to date for a step that yields a token for each of them.
-        Returns their slots. `grown`: those of `decodes` whose block table has grown since the last step.
+    def update(self, batch: ScheduledBatch, more: Sequence[ScheduledRequest] = ()) -> Int64Array:
+        """Bring the slots of the decodes of a step, and then of `more`, up to date for a step that yields a token for each of
+        them. Returns their slots.
 
-        Lists are compared by identity. Passing the `decodes` object of the last step states that no request joined them, left
-        them or lost blocks since; getting the array object of the last step means that slots and order are the same. Where a
-        slot is out of date, the host must know the last token that the step reads.
+        Getting the array object of the last step means that slots and order are the same. Where a slot is out of date, the
+        host must know the last token that the step reads.
         """
-        writes = SlotWrites()
+        decodes, writes = batch.decodes, SlotWrites()
         if decodes is self._decodes:
             self._remove_rows(range(len(decodes), len(self._requests)))
         else:
-            self._remove_rows(removed_rows(self._step_tables, [item.request.block_table for item in decodes]))
+            self._remove_rows(removed_rows(self._step_tables, batch.tables))
         self._num_advanced += 1
         new = [*decodes[len(self._requests) :], *more]
         if new:
             self._add_items(new, writes)
-        self._write_new_blocks(grown, [self._slot_of[request] for request in grown], writes)
+        self._write_new_blocks(batch.grown, [self._slot_of[request] for request in batch.grown], writes)
         self._decodes = decodes
         if len(self._slot_array) != len(self._slots):
             self._slot_array = np.array(self._slots)
