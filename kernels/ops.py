@@ -36,7 +36,7 @@ from kernels.quantised_weights import (
 )
 from kernels.recorded_operations import NotRecordable, RecordedOperations
 from kernels.residual_stream import Stream
-from kernels.sampling_columns import SUPPRESSED_IDS_MAX, SamplingColumns
+from kernels.sampling_columns import SLOT_WORDS, SUPPRESSED_IDS_MAX, SamplingColumns
 from kernels.simd.large_pages import on_large_pages
 from kernels.torch import sampling as plain_sampling
 from kernels.torch.activation import gelu, gelu_tanh
@@ -53,6 +53,7 @@ __all__ = [
     "DRAFT",
     "FUSED_ROWS_MAX",
     "NO_TOKEN",
+    "SLOT_WORDS",
     "SUPPRESSED_IDS_MAX",
     "AnyPlan",
     "AnyPlanner",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from struct import Struct
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,9 @@ from kernels.device_words import ALIGNED_WORDS, DeviceWords, Pieces, Words
 
 SUPPRESSED_IDS_MAX = 8
 """End tokens of a slot that `min_tokens_until` can suppress."""
+
+SLOT_WORDS = Struct(f"<7f2i2q{SUPPRESSED_IDS_MAX}i")
+"""A slot's parameters: floats, ints, longs, suppressed_ids, each in the order of `SamplingColumns`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,18 +100,9 @@ class SamplingColumns:
             places=np.concatenate([each.reshape(num_slots, -1) for each in places], axis=1),
         )
 
-    def to_write(
-        self,
-        slots: np.ndarray[Any, Any],
-        floats: np.ndarray[Any, Any],
-        ints: np.ndarray[Any, Any],
-        longs: np.ndarray[Any, Any],
-        suppressed_ids: np.ndarray[Any, Any],
-    ) -> Words:
-        """The arguments of `words.write` for the parameters of slots: [n] int64, all different. floats: [n, 7] float32, ints:
-        [n, 2] int32, longs: [n, 2] int64, in the order of the tables' rows; suppressed_ids: [n, SUPPRESSED_IDS_MAX] int32"""
-        values = np.concatenate([floats.view(np.int32), ints, longs.view(np.int32), suppressed_ids], axis=1)
-        return self.places[slots].reshape(-1), values.reshape(-1)
+    def to_write(self, slots: Sequence[int], packed: bytes) -> Words:
+        """The arguments of `words.write` for the parameters of slots, all different. packed: `SLOT_WORDS` of each"""
+        return self.places[np.array(slots)].reshape(-1), np.frombuffer(packed, np.int32)
 
 
 _TABLES: dict[str, tuple[torch.dtype, list[float]]] = {

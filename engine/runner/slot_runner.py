@@ -112,7 +112,7 @@ class SlotRunner:
         return self.steps.decodes.step.is_recorded
 
     def _launch_decodes(self, batch: ScheduledBatch) -> LaunchedStep:
-        items, slots = batch.items, self._slots.update(batch.decodes, batch.prefills, grown=batch.grown)
+        items, slots = batch.items, self._slots.update(batch, batch.prefills)
         if slots is not self._needs_slots:
             self._needs_slots, self._needs = slots, self._sampler.needs(slots)
         shape = self.steps.decodes.select_shape(len(slots), self._needs)
@@ -151,7 +151,7 @@ class SlotRunner:
         """Launch a step with chunks of prompts: as one graph, or as the plain forward pass computes it."""
         items, sampling_rows = batch.items, _sampling_rows(batch)
         ending = [item for item in batch.prefills if item.samples]
-        slots = self._slots.update(batch.decodes, ending, grown=batch.grown)
+        slots = self._slots.update(batch, ending)
         positions = self._slots.positions()
         needs = self._sampler.needs(slots)
         fill = self._masks.begin(batch.decodes + ending, needs)

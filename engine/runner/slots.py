@@ -12,7 +12,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import is_
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,8 +19,8 @@ import torch
 
 from engine.runner.staging import Staging
 from engine.scheduling.request import Request
-from engine.scheduling.row_diff import removed_rows, without_rows
-from engine.scheduling.scheduled_batch import ScheduledRequest
+from engine.scheduling.row_diff import removed_rows
+from engine.scheduling.scheduled_batch import ScheduledBatch, ScheduledRequest
 from kernels import ops
 
 NOTHING = -1
@@ -97,8 +96,10 @@ class SlotState:
                 offset = first + 2 * slot
                 offsets.extend((offset, offset + 1))
                 values.extend((token_id, 0))
-        words = [(np.frombuffer(offsets, np.int64), np.frombuffer(values, np.int32)), *writes.words]
-        self.words.write(np.concatenate([indices for indices, _ in words]), np.concatenate([values for _, values in words]))
+        for indices, words in writes.words:
+            offsets.frombytes(indices.tobytes())
+            values.frombytes(words.tobytes())
+        self.words.write(np.frombuffer(offsets, np.int64), np.frombuffer(values, np.int32))
 
     def advance(
         self,
@@ -144,9 +145,9 @@ class SlotTable:
         self._idle: dict[Request, None] = {}  # have a slot and are not in the last step, longest idle first
         self._decodes: Sequence[ScheduledRequest] | None = None  # of the last step
         self._requests: list[Request] = []  # of the last step, as the columns below
-        self._slots: list[int] = []
-        self._slot_array = EMPTY_INT64  # the same
         self._step_tables: list[Sequence[int]] = []
+        self._slots = array("q")
+        self._slot_array = EMPTY_INT64  # the same
         self._num_advanced = 0  # steps by which `_lens` lags for these slots
 
     def items_without_slot(self, items: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:
@@ -167,33 +168,26 @@ class SlotTable:
             if request in self._slot_of:
                 self._lens[self._slot_of[request]] = NOTHING
 
-    def update(
-        self,
-        decodes: Sequence[ScheduledRequest],
-        more: Sequence[ScheduledRequest] = (),
-        *,
-        grown: Sequence[Request] = (),
-    ) -> Int64Array:
-        """Bring the slots of `decodes`, and then of `more`, up to date for a step that yields a token for each of them.
-        Returns their slots. `grown`: those of `decodes` whose block table has grown since the last step.
+    def update(self, batch: ScheduledBatch, more: Sequence[ScheduledRequest] = ()) -> Int64Array:
+        """Bring the slots of the decodes of a step, and then of `more`, up to date for a step that yields a token for each of
+        them. Returns their slots.
 
-        Lists are compared by identity. Passing the `decodes` object of the last step states that no request joined them, left
-        them or lost blocks since; getting the array object of the last step means that slots and order are the same. Where a
-        slot is out of date, the host must know the last token that the step reads.
+        Getting the array object of the last step means that slots and order are the same. Where a slot is out of date, the
+        host must know the last token that the step reads.
         """
-        writes = SlotWrites()
+        decodes, writes = batch.decodes, SlotWrites()
         if decodes is self._decodes:
             self._remove_rows(range(len(decodes), len(self._requests)))
         else:
-            self._retain([item.request for item in decodes])
+            self._remove_rows(removed_rows(self._step_tables, batch.tables))
         self._num_advanced += 1
         new = [*decodes[len(self._requests) :], *more]
         if new:
             self._add_items(new, writes)
-        self._write_new_blocks(grown, [self._slot_of[request] for request in grown], writes)
+        self._write_new_blocks(batch.grown, [self._slot_of[request] for request in batch.grown], writes)
         self._decodes = decodes
         if len(self._slot_array) != len(self._slots):
-            self._slot_array = np.array(self._slots, dtype=np.int64)
+            self._slot_array = np.array(self._slots)
         if writes:
             self._state.write(writes)
         return self._slot_array
@@ -214,29 +208,22 @@ class SlotTable:
         self._lens[[slot for item, slot in zip(items, slots, strict=True) if item.num_draft_tokens]] = NOTHING
         return slots
 
-    def _retain(self, requests: list[Request]) -> None:
-        """Keep the rows of the last step with which `requests` begins, if their block tables are the same; else none."""
-        self._remove_rows(removed_rows(self._requests, requests))
-        tables = [request.block_table for request in self._requests]
-        if not all(map(is_, tables, self._step_tables)):
-            self._drop_step()
-
     def _remove_rows(self, rows: Sequence[int]) -> None:
-        """Remove these rows from the last step."""
-        if rows:
-            self._idle.update(dict.fromkeys([self._requests[row] for row in rows]))
-            self._lens[[self._slots[row] for row in rows]] += self._num_advanced
-            self._requests, self._slots = without_rows(self._requests, rows), without_rows(self._slots, rows)
-            self._step_tables = without_rows(self._step_tables, rows)
+        """Remove these rows, which are in ascending order, from the last step."""
+        for row in reversed(rows):
+            request, slot = self._requests.pop(row), self._slots.pop(row)
+            del self._step_tables[row]
+            self._idle[request] = None
+            self._lens[slot] += self._num_advanced
             self._slot_array = EMPTY_INT64
 
     def _add_items(self, items: Sequence[ScheduledRequest], writes: SlotWrites) -> None:
         """Append the requests of a step that were not in the last one."""
         requests = [item.request for item in items]
-        slots = self._refresh(items, requests, writes)
-        self._lens[slots] -= self._num_advanced
-        self._requests, self._slots, self._slot_array = self._requests + requests, self._slots + slots, EMPTY_INT64
+        self._slots.extend(self._refresh(items, requests, writes))
+        self._requests += requests
         self._step_tables += [request.block_table for request in requests]
+        self._slot_array = EMPTY_INT64
 
     def _refresh(
         self,
@@ -250,19 +237,14 @@ class SlotTable:
         for request in requests:
             self._idle.pop(request, None)
         slots = self._assign_slots(requests, writes)
-        index = np.array(slots, dtype=np.int64)
-        lens = np.array([item.start + item.num_tokens - item.num_draft_tokens for item in items], dtype=np.int64)
-        is_known = self._lens[index] == lens
-        if sends_tokens:
-            is_known |= np.array([item.num_draft_tokens > 0 for item in items])
-        rows = enumerate(zip(requests, slots, is_known.tolist(), strict=True))
-        stale = [
-            i for i, (request, slot, is_current) in rows if not is_current or request.block_table is not self._tables[slot]
-        ]
-        if stale:
-            self._write_slots([requests[i] for i in stale], [slots[i] for i in stale], lens[stale].tolist(), writes)
+        lens = [item.start + item.num_tokens - item.num_draft_tokens for item in items]
+        for item, slot, num_tokens, num_held in zip(items, slots, lens, self._lens[slots].tolist(), strict=True):
+            request, is_current = item.request, num_held == num_tokens
+            is_sent = sends_tokens and item.num_draft_tokens > 0
+            if request.block_table is not self._tables[slot] or not (is_current or is_sent):
+                self._write_slot(request, slot, num_tokens, writes, is_current=is_current)
         self._write_new_blocks(requests, slots, writes)
-        self._lens[index] = lens + 1
+        self._lens[slots] = [num_tokens + 1 - self._num_advanced for num_tokens in lens]
         return slots
 
     def _drop_step(self) -> None:
@@ -270,20 +252,19 @@ class SlotTable:
         self._idle.update(dict.fromkeys(self._requests))
         self._lens[self._slots] += self._num_advanced
         self._num_advanced, self._decodes, self._slot_array = 0, None, EMPTY_INT64
-        self._requests, self._slots, self._step_tables = [], [], []
+        self._requests, self._step_tables, self._slots = [], [], array("q")
 
-    def _write_slots(self, requests: Sequence[Request], slots: Sequence[int], lens: Sequence[int], writes: SlotWrites) -> None:
-        """Send the slots of these requests, of whose tokens the first `lens` are known or in flight."""
-        for request, slot, num_tokens in zip(requests, slots, lens, strict=True):
-            is_current = self._lens[slot] == num_tokens
-            token_id = request.token_ids[num_tokens - 1]
-            assert is_current or token_id >= 0, f"neither host nor device knows the last token of {request.request_id}"
-            writes.slots.append(slot)
-            writes.last_tokens.append(NOTHING if is_current else token_id)
-            writes.num_tokens.append(num_tokens)
-            if not is_current:
-                self._listener.restart(slot, request, num_tokens)
-            self._tables[slot], self._num_blocks[slot] = request.block_table, 0
+    def _write_slot(self, request: Request, slot: int, num_tokens: int, writes: SlotWrites, *, is_current: bool) -> None:
+        """Send the slot of a request, of whose tokens the first `num_tokens` are known or in flight. `is_current`: its blocks
+        alone are out of date."""
+        token_id = request.token_ids[num_tokens - 1]
+        assert is_current or token_id >= 0, f"neither host nor device knows the last token of {request.request_id}"
+        writes.slots.append(slot)
+        writes.last_tokens.append(NOTHING if is_current else token_id)
+        writes.num_tokens.append(num_tokens)
+        if not is_current:
+            self._listener.restart(slot, request, num_tokens)
+        self._tables[slot], self._num_blocks[slot] = request.block_table, 0
 
     def _write_new_blocks(self, requests: Sequence[Request], slots: Sequence[int], writes: SlotWrites) -> None:
         """Send the blocks that were added to tables."""

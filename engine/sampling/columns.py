@@ -134,15 +134,14 @@ class ColumnSampler:
     def assign(self, slots: Sequence[int], requests: Sequence[Request]) -> ops.Words:
         """Assign the slots to these requests; call `restart` to count their tokens. Returns the parameters to write to the
         words of the columns."""
-        floats, ints, longs, suppressed_ids = [], [], [], []
+        packed = []
         for slot, request in zip(slots, requests, strict=True):
             p = request.sampling
             filters = (scale_of(p), p.top_p, neg_log2_min_p_of(p), p.typical_p)
-            floats.append((*filters, p.repetition_penalty, p.frequency_penalty, p.presence_penalty))
-            top_k = p.top_k if _has_top_k(p.top_k, self.vocab_size) else 0
-            ints.append((top_k, self._bias_row_of.get(request, -1)))
-            longs.append((signed(stream(p.seed or 0)), request.num_prompt_tokens + p.min_tokens))
-            suppressed_ids.append(_suppressed_ids(request))
+            penalties = (p.repetition_penalty, p.frequency_penalty, p.presence_penalty)
+            ints = (p.top_k if _has_top_k(p.top_k, self.vocab_size) else 0, self._bias_row_of.get(request, -1))
+            longs = (signed(stream(p.seed or 0)), request.num_prompt_tokens + p.min_tokens)
+            packed.append(ops.SLOT_WORDS.pack(*filters, *penalties, *ints, *longs, *_suppressed_ids(request)))
             is_scored = p.logprobs is not None
             self._flags[slot] = (
                 WEIGHS * weighs(p, self.vocab_size)
@@ -154,13 +153,7 @@ class ColumnSampler:
             self._num_scored[slot] = p.logprobs or 0
         for row in {self._bias_row_of[request] for request in requests if request in self._bias_row_of}:
             self._write_bias(row)
-        return self.columns.to_write(
-            np.array(slots),
-            np.array(floats, np.float32),
-            np.array(ints, np.int32),
-            np.array(longs, np.int64),
-            np.array(suppressed_ids, np.int32),
-        )
+        return self.columns.to_write(slots, b"".join(packed))
 
     def restart(self, slot: int, request: Request, num_tokens: int) -> None:
         """Count the first `num_tokens` tokens of the slot's request again, because the device's counts may be wrong."""

@@ -113,4 +113,4 @@ class Drafting:
         request.num_rejected_draft_tokens += item.num_draft_tokens - num_accepted
         item.num_tokens, item.num_draft_tokens, item.draft_token_ids = 1, 0, []
         self._accounts.add_context(account_of(request), num_accepted)
-        self._decodes.schedule_growth(request)
+        self._decodes.reschedule(request)

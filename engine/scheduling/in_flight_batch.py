@@ -14,40 +14,25 @@ from engine.scheduling.scheduled_batch import ScheduledBatch, ScheduledRequest
 class InFlightBatch:
     """Rows of one step in columns, decodes first; the items of its batch have advanced to the next one.
 
-    `decodes` is the batch's own list. `tables[i]` is the block table that row i was planned with; a request that has lost its
-    blocks since has another table. `chunks` holds, for each row after the decodes (which have one token each), its number of
-    tokens and whether it samples. `ends`: the maximum length of each decode. `min_tokens_left`: the smallest
-    distance from the start of a decode to its maximum, one more than the tokens that it may still sample (that of this step
-    included), so that a step in which none can reach it does not check for ends; 0 or less without decodes.
+    `tables[i]` is the block table that row i was planned with; a request that has lost its blocks since has another table.
+    `chunks` holds, for each row after the decodes (which have one token each), its number of tokens and whether it samples.
+    `has_ending`: whether a decode samples its last token.
     """
 
-    decodes: list[ScheduledRequest]
     requests: list[Request]
     starts: list[int]
     tables: list[Sequence[int]]
     chunks: list[tuple[int, bool]]
-    ends: list[int]
-    min_tokens_left: int
+    has_ending: bool
 
     @classmethod
-    def of(cls, batch: ScheduledBatch, before: InFlightBatch | None) -> InFlightBatch:
-        """`before`: the step before, if that was in flight too. It may have the same decodes, each one token earlier."""
-        decodes, starts = batch.decodes, [item.start for item in batch.items]
-        if before is not None and decodes is before.decodes:
-            num_decodes, min_tokens_left = len(decodes), before.min_tokens_left - 1
-            requests, tables, ends = before.requests, before.tables, before.ends
-            if before.chunks:
-                requests, tables = requests[:num_decodes], tables[:num_decodes]
-        else:
-            requests = [item.request for item in decodes]
-            tables = [request.block_table for request in requests]
-            ends = [request.max_total_tokens for request in requests]
-            min_tokens_left = min([end - start for end, start in zip(ends, starts, strict=False)], default=0)
+    def of(cls, batch: ScheduledBatch) -> InFlightBatch:
+        starts, requests, tables = [item.start for item in batch.items], batch.requests, batch.tables
         if batch.prefills:
             new = [item.request for item in batch.prefills]
             requests, tables = requests + new, tables + [request.block_table for request in new]
         chunks = [(item.num_tokens, item.samples) for item in batch.prefills]
-        return cls(decodes, requests, starts, tables, chunks, ends, min_tokens_left)
+        return cls(requests, starts, tables, chunks, bool(batch.ending))
 
     @property
     def num_decodes(self) -> int:

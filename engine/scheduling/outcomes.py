@@ -49,12 +49,10 @@ class Outcomes:
         self._totals = totals
         self.num_in_flight = 0
         """Steps that were advanced and are not settled."""
-        self._advanced: InFlightBatch | None = None
 
     def apply(self, batch: ScheduledBatch, outputs: Sequence[StepOutput]) -> list[TokenEvent]:
         """See `Scheduler.apply`."""
         assert len(outputs) == len(batch.decodes) + len(batch.prefills), "a step has one output per item"
-        self._advanced = None  # the items now move on by the number of accepted tokens
         events = [self._apply_decode(item, output) for item, output in zip(batch.decodes, outputs, strict=False)]
         for item, output in zip(batch.prefills, outputs[len(batch.decodes) :], strict=True):
             event = self._apply_prefill(item, output)
@@ -136,11 +134,7 @@ class Outcomes:
         """See `Scheduler.advance`."""
         assert not batch.num_draft_tokens, "how many drafts are accepted is not known beforehand"
         self.num_in_flight += 1
-        in_flight = self._advanced = InFlightBatch.of(batch, self._advanced)
-        ending: list[Request] = []
-        if in_flight.min_tokens_left <= 2:
-            rows = zip(in_flight.requests, in_flight.starts, in_flight.ends, strict=False)
-            ending = [request for request, start, end in rows if start + 2 >= end]
+        in_flight, ending = InFlightBatch.of(batch), [*batch.ending]
         for item in batch.decodes:
             request = item.request
             item.start = request.num_computed_tokens = item.start + 1
@@ -163,7 +157,7 @@ class Outcomes:
         assert len(outputs) == len(in_flight.requests), "a step has one output per row"
         self.num_in_flight -= 1
         num_decodes = in_flight.num_decodes
-        finished, no_end_near = RequestStatus.FINISHED, in_flight.min_tokens_left > 2
+        finished, none_ends = RequestStatus.FINISHED, not in_flight.has_ending
         events: list[TokenEvent] = []
         irregular: set[Request] = set()  # requests that do more than continue with one more token
         for request, start, output in zip(in_flight.requests[:num_decodes], in_flight.starts, outputs, strict=False):
@@ -175,7 +169,7 @@ class Outcomes:
                 continue
             end = start + 1
             # what `fill_token` does when nothing ends:
-            if output not in request.stop_ids and (no_end_near or end + 1 < request.max_total_tokens):
+            if output not in request.stop_ids and (none_ends or end + 1 < request.max_total_tokens):
                 request.token_ids[end] = output
             else:
                 reason = request.fill_token(end, output)

@@ -108,6 +108,7 @@ class Request:
     protected_len: int = 0  # computed tokens up to which it is not preempted again
     scheduled_step: int = -1  # the last step with a chunk of its prompt
     growth_step: int = -1  # the step in which its blocks will be full
+    last_step: int = -1  # the step that samples its last token
     moved_step: int = -1  # the step of its last start or preemption
     preempted_s: float = 0.0  # when it was last preempted
     is_aged: bool = False  # it was started because its class had waited too long

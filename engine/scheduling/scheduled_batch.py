@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.protocol import TokenLogprob
@@ -61,11 +62,15 @@ class BlockMoves:
 @dataclass(slots=True)
 class ScheduledBatch:
     """One step: decodes have one token each and come first; prefills are chunks of any length. The list of decodes is the same
-    object as in the step before if no request came, went or lost blocks between them. `grown`: decodes that got a block since
-    then."""
+    object as in the step before if no request came, went or lost blocks between them, and so are the columns `requests` and
+    `tables`, the requests of decodes and their block tables. `grown`: decodes that got a block since then. `ending`: those
+    that sample their last token in this step, unless they end before it."""
 
     decodes: list[ScheduledRequest] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
+    tables: list[Sequence[int]] = field(default_factory=list)
     grown: list[Request] = field(default_factory=list)
+    ending: list[Request] = field(default_factory=list)
     prefills: list[ScheduledRequest] = field(default_factory=list)
     moves: BlockMoves = field(default_factory=BlockMoves)
     num_tokens: int = 0

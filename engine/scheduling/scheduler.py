@@ -152,8 +152,7 @@ class Scheduler:
         self._rotation.exchange(self._lifecycle.preempt)
         grown = self._grow_decodes()
         self.accounts.step += 1
-        batch = ScheduledBatch(decodes=self._decodes.batch(), grown=grown)
-        batch.num_tokens = len(batch.decodes)
+        batch = self._decodes.batch(grown)
         if self._drafting is not None and not self._outcomes.num_in_flight:
             spare_tokens = self.limits.max_num_batched_tokens - batch.num_tokens
             self._drafting.plan(

@@ -33,7 +33,7 @@ from tests.support.engine_histories import (
 from tests.support.engines import generation_request, overlapped_engine, recorded_engine, run_to_end, small_engine, tokens
 from tests.support.scheduling import make_request
 from tests.support.scripted_drafter import WRONG_TOKEN, use_scripted_drafter
-from tests.support.slots import slot_state, slot_table
+from tests.support.slots import make_batch, slot_state, slot_table
 from tests.support.tiny_models import make_first_layers, make_model
 
 FAMILIES = ("llama", "mistral-window", "gemma2")
@@ -241,7 +241,7 @@ def test_a_slot_is_sent_again_after_verification_even_if_all_drafts_were_accepte
     (slot,) = table.update_for_verification([ScheduledRequest(request, 4, 3, True, 2, [8, 9])])
     state.last_tokens[slot], state.num_tokens[slot] = 99, 99
     request.token_ids += [8, 9, 6]
-    assert table.update([ScheduledRequest(request, 7, 1, True)]).tolist() == [slot]
+    assert table.update(make_batch([ScheduledRequest(request, 7, 1, True)])).tolist() == [slot]
     assert (int(state.last_tokens[slot]), int(state.num_tokens[slot])) == (6, 8)
     assert state.tables[slot].tolist() == [3, 1, 0, 0]
 

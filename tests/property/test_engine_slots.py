@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from engine.runner.slots import EMPTY_INT64, Int64Array, SlotState, SlotTable, slot_words
 from engine.sampling.columns import ColumnSampler
 from engine.scheduling.request import UNKNOWN_TOKEN, Request, table_of
-from engine.scheduling.scheduled_batch import ScheduledRequest
+from engine.scheduling.scheduled_batch import ScheduledBatch, ScheduledRequest
 from kernels import ops
 from tests.support.scheduling import make_request
-from tests.support.slots import CPU, slot_state, slot_table
+from tests.support.slots import CPU, make_batch, slot_state, slot_table
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS, NUM_STEPS = 2, 40, 5, 30
 
@@ -105,10 +105,10 @@ class SlotFuzz:
             request.block_table.append(self.rng.randint(0, 1000))
             self.grown[request] = None
 
-    def pop_grown(self, decodes: list[ScheduledRequest]) -> list[Request]:
+    def batch(self, decodes: list[ScheduledRequest]) -> ScheduledBatch:
         grown = [item.request for item in decodes if item.request in self.grown]
         self.grown.clear()
-        return grown
+        return make_batch(decodes, grown)
 
     def compute(self, items: list[ScheduledRequest], slots: list[int]) -> None:
         """Check what the step reads, and advance its slots as the device does; the tokens of the step before arrive."""
@@ -138,7 +138,7 @@ def test_slots_hold_the_scheduler_state_in_random_histories(seed: int, *, is_hos
         decodes, more = fuzz.plan()
         items = decodes + more
         if items:
-            slots = fuzz.table.update(decodes, more, grown=fuzz.pop_grown(decodes))
+            slots = fuzz.table.update(fuzz.batch(decodes), more)
             assert fuzz.table.positions().tolist() == [len(item.request.token_ids) for item in items]
             if slots is before[0]:
                 assert [item.request for item in items] == before[1], "the very list says that nobody came or went"
@@ -160,7 +160,7 @@ def test_a_new_slot_is_written_in_one_call() -> None:
     request = make_request("new", 3)
     request.block_table.extend([7, 4])
     with mock.patch.object(state.words, "write", wraps=state.words.write) as write:
-        (slot,) = SlotTable(state, sampler).update([ScheduledRequest(request, 0, 3, True)])
+        (slot,) = SlotTable(state, sampler).update(make_batch([ScheduledRequest(request, 0, 3, True)]))
     write.assert_called_once()
     assert (int(state.num_tokens[slot]), state.tables[slot, :2].tolist()) == (3, [7, 4])
     assert int(sampler.columns.streams[slot]) != 0, "what the noise of its seed comes from"
@@ -176,23 +176,23 @@ def make_decodes(count: int) -> list[ScheduledRequest]:
 
 def test_an_unchanged_step_returns_the_very_array_of_the_last_one() -> None:
     table, items = slot_table(slot_state(NUM_SLOTS, NUM_BLOCKS)), make_decodes(2)
-    slots = table.update(items)
+    slots = table.update(make_batch(items))
     for item in items:
         item.request.token_ids.append(UNKNOWN_TOKEN)
         item.start, item.num_tokens = 3, 1
-    assert table.update(items) is slots
-    assert table.update(items[:1]) is not slots
+    assert table.update(make_batch(items)) is slots
+    assert table.update(make_batch(items[:1])) is not slots
 
 
 def test_an_invalidated_slot_alone_is_sent_again() -> None:
     """A step that was launched and failed may or may not have advanced the slots on the device."""
     state, items = slot_state(NUM_SLOTS, NUM_BLOCKS), make_decodes(2)
     table = slot_table(state)
-    slots = table.update(items)
+    slots = table.update(make_batch(items))
     for item in items:
         item.request.token_ids.append(5)
         item.start, item.num_tokens = 3, 1
     state.last_tokens[slots], state.num_tokens[slots] = 9, 9
     table.invalidate([items[0].request, make_request("without a slot", 1)])
-    assert table.update(items).tolist() == slots.tolist()
+    assert table.update(make_batch(items)).tolist() == slots.tolist()
     assert (state.last_tokens[slots].tolist(), state.num_tokens[slots].tolist()) == ([5, 9], [4, 9])

@@ -49,6 +49,24 @@ def test_the_list_of_decodes_is_reused_until_a_request_starts_ends_or_is_preempt
     assert len({id(each.decodes) for each in (alone, again, step(scheduler))} | {id(lists[0])}) == 4
 
 
+def test_a_step_names_the_decodes_whose_last_token_it_samples() -> None:
+    scheduler = make_scheduler()
+    for name, max_tokens in (("a", 1), ("b", 3), ("c", 5)):
+        scheduler.add(make_request(name, 2, max_tokens=max_tokens))
+    named = [[request.request_id for request in step(scheduler).ending] for _ in range(5)]
+    assert named == [[], [], ["b"], [], ["c"]], "a has its only token from its prompt"
+
+
+def test_a_request_that_ends_before_its_last_step_is_not_kept_until_then() -> None:
+    scheduler = make_scheduler()
+    request = make_request("a", 2, max_tokens=40)
+    scheduler.add(request)
+    step(scheduler)
+    assert list(scheduler._decodes._ending.values()) == [{request: None}]
+    scheduler.abort(request)
+    assert not scheduler._decodes._ending
+
+
 def test_no_more_than_max_num_seqs_requests_run() -> None:
     scheduler = make_scheduler(max_num_seqs=2)
     for name in "abc":
@@ -222,6 +240,9 @@ def test_check_invariants_detects_a_wrong_forecast_and_a_wrong_calendar_of_decod
     with pytest.raises(AssertionError, match="the sum of all buckets"):
         scheduler.check_invariants()
     scheduler.admission._forecast._sum_at_end -= 1
+    scheduler._decodes._ending.clear()
+    with pytest.raises(AssertionError, match="a has another last step"):
+        scheduler.check_invariants()
     scheduler._decodes._calendar.clear()
     with pytest.raises(AssertionError, match="a is not in the calendar"):
         scheduler.check_invariants()
