@@ -14,6 +14,7 @@ from appliance.base.db import Database
 from appliance.metering.alerts import key_expiry
 from appliance.metering.alerts.budgets import BudgetAlerts
 from appliance.metering.alerts.key_expiry import SWEEP_INTERVAL_S, KeyExpiryAlerts
+from appliance.metering.alerts.outbox import BOX_EVENTS
 from appliance.metering.calendar import BillingCalendar
 from appliance.serving.alerting.watch import ENGINE_DOWN_S, AlertWatch
 from appliance.tenancy.access import WHOLE_APPLIANCE
@@ -32,13 +33,14 @@ DAY_S = 86400.0
 
 
 class Engines:
-    """A model registry of which only the engine's state and description are used."""
+    """A model registry of which only the engine's state and description are used; the engine serves all models `names`."""
 
     def __init__(self) -> None:
         self.engine = SimpleNamespace(state="ready", error=None, info=engine_info())
+        self.names = ["demo"]
 
     def list(self) -> list[Any]:
-        return [SimpleNamespace(name="demo", engine=self.engine)]
+        return [SimpleNamespace(name=name, engine=self.engine) for name in self.names]
 
 
 class Watched:
@@ -254,6 +256,19 @@ async def test_the_same_refused_kernels_are_not_reported_again_by_later_starts(w
         assert len(await watched.alerts_sent()) == num_sent
         watched.restart_gateway()
         clock.advance(1)
+
+
+async def test_models_whose_long_names_begin_alike_are_reported_each(watched: Watched, clock: FakeClock) -> None:
+    watched.engines.names = [f"{'m' * 100}-{number}" for number in (1, 2)]
+    refused = KernelChoice(name="products", serves="tiles", refused={"GEMV": "timeout"})
+    watched.engines.engine.info = engine_info(device_note="Too old.", kernel_choices=[refused])
+    await watched.watch.check()
+    watched.engines.engine.state = "failed"
+    await watched.watch.check()
+    clock.advance(ENGINE_DOWN_S)
+    await watched.watch.check()
+    reported = [(message.event, message.payload["data"]["model"]) for message in await watched.alerts.messages()]
+    assert sorted(reported) == [(event, name) for event in sorted(BOX_EVENTS) for name in watched.engines.names]
 
 
 async def test_an_alert_that_could_not_be_written_is_written_by_the_next_check(

@@ -16,7 +16,6 @@ from appliance.serving.model_registry import ModelRegistry, ServedModel
 
 INTERVAL_S = 10.0
 ENGINE_DOWN_S = 60.0  # an engine restart takes less and causes no alert
-DIGEST_CHARS = 16
 _SERVED = ("ready", "loading")
 
 
@@ -91,15 +90,16 @@ class AlertWatch:
         """Return what tells an alert of a slow engine from earlier ones. A refusal lasts until a person ends it or the version
         changes, so that the same kernels are reported once to each target, however often the gateway starts."""
         if event == "engine.kernels_refused":
-            return hashlib.sha256("\n".join(data["kernels"]).encode()).hexdigest()[:DIGEST_CHARS]
+            return "\n".join(data["kernels"])
         return rfc3339(self._clock.now())
 
     async def _enqueue(self, event: str, model: str, occasion: str, data: Mapping[str, Any]) -> None:
+        subject = hashlib.sha256(f"{model}\n{occasion}".encode()).hexdigest()  # the names may be too long for an outbox key
         async with self._db.writing() as connection:
             await connection.run_sync(
                 outbox.enqueue,
                 self._clock.now(),
                 event=event,
-                subject=f"{model[:60]}:{occasion}",
+                subject=subject,
                 data={"model": model, **data},
             )
