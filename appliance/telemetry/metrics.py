@@ -39,6 +39,10 @@ ENGINE_GAUGES: dict[str, tuple[str, Callable[[EngineReading], float]]] = {
         "1 if the engine serves on the CPU although an NVIDIA driver is installed",
         lambda e: float(e.info is not None and e.info.device_note is not None),
     ),
+    "gatehouse_engine_kernels_refused": (
+        "Kernels that do not serve because they were refused",
+        lambda e: 0 if e.info is None else len(e.info.refused_kernels),
+    ),
     "gatehouse_host_kv_blocks": ("KV blocks that fit in main memory", lambda e: e.status_or_zeros.host_blocks_total),
     "gatehouse_host_kv_blocks_used": ("KV blocks kept in main memory", lambda e: e.status_or_zeros.host_blocks_used),
 }
