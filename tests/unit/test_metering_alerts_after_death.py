@@ -109,7 +109,7 @@ async def test_the_next_start_alerts_once_for_requests_recovered_from_a_checkpoi
     both = [("2026-11", 80), ("2026-11", 100)]
     assert await months_and_percents(alerts) == both
     models = typed("Any", SimpleNamespace(list=list[Any]))
-    watch = AlertWatch(alerts.db, clock, budgets, KeyExpiryAlerts(alerts.db, clock), models)
+    watch = AlertWatch(alerts.db, clock, budgets, KeyExpiryAlerts(alerts.db, clock), models, typed("Any", None))
     await watch.check()
     await (await start_again(alerts, tmp_path / "j")).sweep()
     assert await months_and_percents(alerts) == both
