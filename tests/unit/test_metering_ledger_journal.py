@@ -17,8 +17,10 @@ from unittest import mock
 
 import msgspec
 import pytest
+import structlog
 from sqlalchemy import select
 
+from appliance.base.consecutive_failures import LOG_INTERVAL_S
 from appliance.base.db import Database
 from appliance.base.errors import InternalError, Overloaded
 from appliance.base.journal import Journal
@@ -601,17 +603,26 @@ async def test_stopping_while_the_database_fails_leaves_the_journal_to_the_next_
     assert [events[entry.request_id].status for entry in entries] == ["posted", "recovered", "recovered"]
 
 
-async def test_a_journal_failure_is_logged_with_its_reason(
-    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+async def test_failures_of_the_journal_are_logged_once_a_minute_with_the_reason_until_it_works_again(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("appliance.base.journal.RETRY_S", 0.01)
+    running = pending(cast.bob)
     async with journaling(database, clock, cast.epoch_id, tmp_path / "j") as ledger:
-        with monkeypatch.context() as full:
+        with monkeypatch.context() as full, structlog.testing.capture_logs() as failures:
             full.setattr(os, "pwrite", _no_space)
-            with pytest.raises(Overloaded):
-                await ledger.open(pending(cast.bob))
-    assert "no space left on device" in capfd.readouterr().out
+            for pause_s in (0.0, LOG_INTERVAL_S, 0.0):
+                clock.advance(pause_s)
+                for _ in range(2):
+                    with pytest.raises(Overloaded):
+                        await ledger.open(pending(cast.bob))
+        with structlog.testing.capture_logs() as successes:
+            await poll_until(lambda: ledger.healthy)
+            await ledger.open(running)
+            await ledger.settle(posted(running.request_id))
+    assert [(line["event"], line["failures"]) for line in failures] == [("ledger_journal_failed", number) for number in (1, 3)]
+    assert all("no space left on device" in line["error"] for line in failures)
+    assert [(line.get("after"), line.get("failures")) for line in successes] == [("ledger_journal_failed", 6)]
 
 
 @pytest.mark.parametrize("field", ["prompt_tokens", "reserved_tokens"])
@@ -667,17 +678,3 @@ async def test_entries_only_in_the_journal_are_counted_without_changing_it(
     for _ in range(2):
         async with database.reading() as connection:
             assert await count_unwritten_events(connection, database_url) == 1
-
-
-def test_the_journal_is_next_to_the_real_file_behind_links(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "real.db").touch()
-    (tmp_path / "link.db").symlink_to(tmp_path / "data" / "real.db")
-    journal = open_journal(f"sqlite:///{tmp_path}/link.db")
-    assert journal is not None
-    asyncio.run(journal.close())
-    assert sorted(path.name for path in (tmp_path / "data").iterdir()) == [
-        "real.db",
-        "real.db.admitted-1",
-        "real.db.admitted-2",
-    ]

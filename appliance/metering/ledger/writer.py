@@ -85,6 +85,7 @@ class Ledger:
         self._opened: dict[str, Opened] = {}
         self._retry_s = 0.0
         self._failed_rounds = ConsecutiveFailures(clock.monotonic_s)
+        self._failed_appends = ConsecutiveFailures(clock.monotonic_s)
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -146,12 +147,9 @@ class Ledger:
             record = encode(JournaledEvent(epoch_id=self._epoch_id, currency=self._currency, billing_day=day, event=event))
         except ValueError as error:
             raise InternalError("the usage event cannot be written; nothing was started") from error
-        try:
-            async with asyncio.timeout(self._open_timeout_s):
-                number = await journal.append(record)
-        except (OSError, TimeoutError) as error:
-            _log.error("ledger_journal_failed", error=repr(error), request_id=event.request_id)
-            raise _unwritable() from error
+        number = await self._append(journal, record, event.request_id, self._open_timeout_s)
+        if number is None:
+            raise _unwritable()
         try:
             self._check_running()
         except InternalError:
@@ -223,11 +221,23 @@ class Ledger:
         if many_wait and self._tables_are_writable and self._is_running:
             return None
         try:
-            async with asyncio.timeout(JOURNAL_TIMEOUT_S):
-                return await self._journal.append(encode(settlement))
-        except (OSError, TimeoutError, ValueError) as error:
-            _log.error("ledger_journal_failed", error=repr(error), request_id=settlement.request_id)
+            record = encode(settlement)
+        except ValueError:
+            return None  # the tables reject it with the reason
+        return await self._append(self._journal, record, settlement.request_id, JOURNAL_TIMEOUT_S)
+
+    async def _append(self, journal: Journal, record: bytes, request_id: str, timeout_s: float) -> int | None:
+        """Append to the journal and return the record's number. Return None, and log why, if that fails or takes longer."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                number = await journal.append(record)
+        except OSError as error:
+            if failures := self._failed_appends.count():
+                _log.error("ledger_journal_failed", error=repr(error), request_id=request_id, failures=failures)
             return None
+        if failures := self._failed_appends.end():
+            _log.warning("works again", after="ledger_journal_failed", failures=failures)
+        return number
 
     def checkpoint(self, usages: Mapping[str, Usage]) -> None:
         """Queue checkpoints: what running requests, by id, would be billed if the process died now. The latest of each is
