@@ -28,6 +28,7 @@ from threading import Thread
 import structlog
 
 from appliance.base.aio_writer import BLOCK_BYTES, AioWriter
+from appliance.base.awake_time import done_within
 from appliance.base.data_folder import sync_folder
 
 FILE_BYTES = 1 << 20
@@ -90,11 +91,11 @@ class Journal:
             _write(file, bytes(os.fstat(file).st_size), 0)
             self._ends[index] = 0
 
-    async def append(self, record: bytes) -> int:
+    async def append(self, record: bytes, timeout_s: float | None = None) -> int:
         """Write `record`, which must not contain a line break, and return its number once it is durable.
 
-        Raises OSError if it cannot be written or the journal is closed. After an error or cancellation the record need not be
-        released; a later `read_remaining` may still return it.
+        Raises OSError if it cannot be written, at the latest after `timeout_s`, or the journal is closed. After an error or
+        cancellation the record need not be released; a later `read_remaining` may still return it.
         """
         if not record or b"\n" in record:
             raise ValueError("a record must be one non-empty line")
@@ -111,8 +112,11 @@ class Journal:
         else:
             self._queue_for_aio(loop, waiting)
         try:
+            if timeout_s is not None and not await done_within(waiting.done, timeout_s):
+                raise TimeoutError(f"not written within {timeout_s:g} s")
             await waiting.done
         except BaseException:
+            waiting.done.cancel()
             self.release([number])
             raise
         return number

@@ -8,6 +8,7 @@ import asyncio
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
+from appliance.base.awake_time import done_within
 from appliance.base.clock import Clock
 from appliance.base.consecutive_failures import ConsecutiveFailures
 from appliance.base.db import Database
@@ -54,11 +55,13 @@ class DatabaseWatch:
         return DatabaseReading(kind=self._db.kind, ok=await self.problem() is None)
 
     async def _check(self) -> str | None:
+        ping = asyncio.create_task(self._db.ping())
         try:
-            async with asyncio.timeout(CHECK_TIMEOUT_S):
-                await self._db.ping()
-        except TimeoutError:
-            return f"no write within {CHECK_TIMEOUT_S:g} s"
+            if not await done_within(ping, CHECK_TIMEOUT_S):
+                return f"no write within {CHECK_TIMEOUT_S:g} s"
+            await ping
         except (SQLAlchemyError, OSError) as error:
             return f"not writable: {error}"
+        finally:
+            ping.cancel()
         return None

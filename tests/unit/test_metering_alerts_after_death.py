@@ -130,7 +130,7 @@ async def test_the_next_start_also_alerts_for_budgets_of_keys_and_limits_of_mode
     for entry in (settled, running):
         await ledger.open(entry)
     ledger.checkpoint({running.request_id: Usage(prompt_tokens=0, cached_tokens=0, completion_tokens=60)})
-    await poll_until(lambda: not ledger._queue._checkpoints and ledger._in_round_since_s is None)
+    await poll_until(lambda: not ledger._queue._checkpoints and not ledger._in_round)
     await ledger.settle(posted(settled.request_id, prompt=0, completion=40))
     await kill_ledger(ledger)
     await journal.close()

@@ -6,11 +6,12 @@ import asyncio
 import os
 import random
 import shutil
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -264,7 +265,7 @@ async def test_only_the_first_reader_waits_for_a_hanging_round(
         await ledger.open(pending(cast.bob))
         await poll_until(lambda: gated.held == 1)
         await ledger.catch_up()
-        await poll_until(lambda: ledger._round_exceeds(0.05))
+        await poll_until(lambda: ledger._round_time.elapsed_s > 0.05)
         monkeypatch.setattr(asyncio, "wait", None)
         await ledger.catch_up()
         monkeypatch.undo()
@@ -623,6 +624,25 @@ async def test_failures_of_the_journal_are_logged_once_a_minute_with_the_reason_
     assert [(line["event"], line["failures"]) for line in failures] == [("ledger_journal_failed", number) for number in (1, 3)]
     assert all("no space left on device" in line["error"] for line in failures)
     assert [(line.get("after"), line.get("failures")) for line in successes] == [("ledger_journal_failed", 6)]
+
+
+async def test_a_pause_of_the_process_refuses_no_request(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, pwrite, paused_s, is_over = asyncio.get_running_loop(), os.pwrite, [0.0], Event()
+    monkeypatch.setattr(loop, "time", lambda: time.monotonic() + sum(paused_s))
+    monkeypatch.setattr(os, "pwrite", lambda *arguments: is_over.wait() and pwrite(*arguments))
+    async with journaling(database, clock, cast.epoch_id, tmp_path / "j", open_timeout_s=60.0) as ledger:
+        entry = pending(cast.bob)
+        opening = asyncio.create_task(ledger.open(entry))
+        await asyncio.sleep(0)
+        paused_s.append(3600.0)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        is_over.set()
+        await opening
+        await ledger.settle(posted(entry.request_id))
+    assert [event.status for event in await all_events(database)] == ["posted"]
 
 
 @pytest.mark.parametrize("field", ["prompt_tokens", "reserved_tokens"])

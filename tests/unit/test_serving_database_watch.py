@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import pytest
 import structlog
 
 from appliance.base.consecutive_failures import LOG_INTERVAL_S
 from appliance.base.db import Database
+from appliance.serving import database_watch
 from appliance.serving.database_watch import CHECK_INTERVAL_S, DatabaseWatch
 from tests.support.clock import FakeClock
 from tests.support.ledgers import FailingDatabase
@@ -45,3 +49,15 @@ async def test_a_check_that_fails_does_not_end_the_count_of_failed_requests(data
     watch.count_failed_request()
     await watch.problem()
     assert watch.count_failed_request() == 0
+
+
+async def test_a_write_that_hangs_is_reported_and_given_up(
+    database: Database, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database_watch, "CHECK_TIMEOUT_S", 0.02)
+    gated = FailingDatabase.around(database)
+    gated.gate = asyncio.Event()
+    assert await DatabaseWatch(gated, clock).problem() == "no write within 0.02 s"
+    await asyncio.sleep(0)
+    gated.gate.set()
+    assert gated.commits == 0

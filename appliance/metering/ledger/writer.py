@@ -17,13 +17,13 @@ its COMMIT did happen, the event is voided as soon as the database answers again
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping
 
 import structlog
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
+from appliance.base.awake_time import AwakeStopwatch, done_within
 from appliance.base.clock import Clock
 from appliance.base.consecutive_failures import ConsecutiveFailures
 from appliance.base.db import Database
@@ -81,7 +81,7 @@ class Ledger:
         self._journal = journal
         self._queue = OperationQueue(clock, checkpoint_interval_s=checkpoint_interval_s, settle_pause_s=settle_pause_s)
         self._in_round: list[Operation] = []
-        self._in_round_since_s: float | None = None
+        self._round_time = AwakeStopwatch()
         self._opened: dict[str, Opened] = {}
         self._retry_s = 0.0
         self._failed_rounds = ConsecutiveFailures(clock.monotonic_s)
@@ -97,11 +97,7 @@ class Ledger:
     @property
     def _tables_are_writable(self) -> bool:
         """Return whether the last round was committed and the current one does not hang."""
-        return self.last_error is None and not self._round_exceeds(self._open_timeout_s)
-
-    def _round_exceeds(self, longer_than_s: float) -> bool:
-        since_s = self._in_round_since_s
-        return since_s is not None and time.monotonic() - since_s > longer_than_s
+        return self.last_error is None and self._round_time.elapsed_s <= self._open_timeout_s
 
     async def start(self) -> None:
         """Start the writer task."""
@@ -163,8 +159,9 @@ class Ledger:
         operation = Open(event=event, outcome=outcome)
         self._queue.put(operation)
         try:
-            async with asyncio.timeout(self._open_timeout_s):
-                await outcome
+            if not await done_within(outcome, self._open_timeout_s):
+                raise TimeoutError
+            await outcome
         except (asyncio.CancelledError, TimeoutError) as error:
             # The caller is gone and it is unknown whether the row was written: the void settles it either way.
             operation.abandoned = True
@@ -182,7 +179,7 @@ class Ledger:
         unwritten = (*self._queue.newest_first(), *reversed(self._in_round))
         journaled = (operation for operation in unwritten if isinstance(operation, TrackedOperation) and operation.number)
         last = next(journaled, None)
-        if last is None or not self._is_running or not self._tables_are_writable or self._round_exceeds(CATCH_UP_S):
+        if last is None or not self._is_running or not self._tables_are_writable or self._round_time.elapsed_s > CATCH_UP_S:
             return
         if last.outcome is None:
             last.outcome = asyncio.get_running_loop().create_future()
@@ -229,8 +226,7 @@ class Ledger:
     async def _append(self, journal: Journal, record: bytes, request_id: str, timeout_s: float) -> int | None:
         """Append to the journal and return the record's number. Return None, and log why, if that fails or takes longer."""
         try:
-            async with asyncio.timeout(timeout_s):
-                number = await journal.append(record)
+            number = await journal.append(record, timeout_s)
         except OSError as error:
             if failures := self._failed_appends.count():
                 _log.error("ledger_journal_failed", error=repr(error), request_id=request_id, failures=failures)
@@ -293,7 +289,7 @@ class Ledger:
             opened=self._opened,
             on_settled=self._on_settled,
         )
-        self._in_round_since_s = time.monotonic()
+        self._round_time.start()
         try:
             await current.write()
         except (DBAPIError, PoolTimeout, OSError) as error:
@@ -301,7 +297,7 @@ class Ledger:
             self._in_round = []
             return
         finally:
-            self._in_round_since_s = None
+            self._round_time.stop()
         self.last_error = None
         self._retry_s = 0.0
         if failures := self._failed_rounds.end():
