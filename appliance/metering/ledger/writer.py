@@ -11,7 +11,9 @@ journal the caller waits for the rows.
 A settlement is never given up while the process lives. If the journal fails, the caller waits for the rows; if the database
 fails, the write is retried: it is a conditional update on `status = 'pending'`, so retrying after a COMMIT of unknown outcome
 changes nothing. The rows of a journaled event are retried too. Without a journal, an `open` that fails is refused, and in case
-its COMMIT did happen, the event is voided as soon as the database answers again.
+its COMMIT did happen, the event is voided as soon as the database answers again. That does not prove that events can be added:
+on a server whose disk is full, a void that finds no event succeeds. So until the rows of a refused event have been written and
+rolled back, the failure lasts.
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ OPEN_TIMEOUT_S = 5.0  # as long as SQLite itself waits for a lock
 JOURNAL_TIMEOUT_S = 1.0  # for a settlement: after it, the rows can still be written before the client gets its answer's end
 CATCH_UP_S = 1.0
 RETRY_AFTER_S = 2.0
+
+_DATABASE_FAILED = (DBAPIError, PoolTimeout, OSError)
 
 _log = structlog.get_logger()
 
@@ -83,6 +87,7 @@ class Ledger:
         self._in_round: list[Operation] = []
         self._round_time = AwakeStopwatch()
         self._opened: dict[str, Opened] = {}
+        self._refused: PendingEvent | None = None  # the last one whose rows could not be written, until such rows can be
         self._retry_s = 0.0
         self._failed_rounds = ConsecutiveFailures(clock.monotonic_s)
         self._failed_appends = ConsecutiveFailures(clock.monotonic_s)
@@ -276,7 +281,7 @@ class Ledger:
     async def _write_round(self) -> None:
         operations, checkpoints = self._queue.take()
         self._in_round = operations
-        if not operations and not checkpoints:
+        if not operations and not checkpoints and self._refused is None:
             return  # nothing is due (a failed round may have left only checkpoints): `last_error` stays
         current = Round(
             db=self._db,
@@ -292,16 +297,13 @@ class Ledger:
         self._round_time.start()
         try:
             await current.write()
-        except (DBAPIError, PoolTimeout, OSError) as error:
-            self._keep_for_retry(operations, checkpoints, error)
+        except _DATABASE_FAILED as error:
+            self._note_failure(error, len(operations))
+            self._keep_for_retry(operations, checkpoints)
             self._in_round = []
             return
         finally:
             self._round_time.stop()
-        self.last_error = None
-        self._retry_s = 0.0
-        if failures := self._failed_rounds.end():
-            _log.warning("works again", after="ledger_round_failed", failures=failures)
         current.report_results()
         for operation in operations:
             if isinstance(operation, Settle) and not operation.written:
@@ -311,18 +313,36 @@ class Ledger:
                 operation.number for operation in operations if isinstance(operation, TrackedOperation) and operation.number
             )
         self._in_round = []
+        await self._end_failure(current)
 
-    def _keep_for_retry(self, operations: list[Operation], checkpoints: Mapping[str, Usage], error: Exception) -> None:
-        """After a database failure, refuse the opens whose callers wait and keep the other operations, in order, for a
-        retry."""
+    async def _end_failure(self, current: Round) -> None:
+        """After a round that succeeded, end the failure of earlier ones, unless events could still not be added."""
+        if self._refused is not None:
+            try:
+                await current.rehearse(self._refused)
+            except _DATABASE_FAILED as error:
+                self._note_failure(error, 0)
+                return
+            self._refused = None
+        self.last_error = None
+        self._retry_s = 0.0
+        if failures := self._failed_rounds.end():
+            _log.warning("works again", after="ledger_round_failed", failures=failures)
+
+    def _note_failure(self, error: Exception, num_operations: int) -> None:
         self.last_error = f"{type(error).__name__}: {error}"
         self._retry_s = min(max(self._retry_s * 2, RETRY_S_MIN), RETRY_S_MAX)
         if failures := self._failed_rounds.count():
-            facts = {"error": self.last_error, "operations": len(operations), "retry_s": self._retry_s, "failures": failures}
+            facts = {"error": self.last_error, "operations": num_operations, "retry_s": self._retry_s, "failures": failures}
             _log.error("ledger_round_failed", **facts)
+
+    def _keep_for_retry(self, operations: list[Operation], checkpoints: Mapping[str, Usage]) -> None:
+        """After a database failure, refuse the opens whose callers wait and keep the other operations, in order, for a
+        retry."""
         kept: list[Operation] = []
         for operation in operations:
             if isinstance(operation, Open) and operation.number is None:
+                self._refused = operation.event
                 operation.fail(_unwritable())
                 kept.append(Void(operation.event.request_id))
                 continue
