@@ -28,7 +28,7 @@ from threading import Thread
 import structlog
 
 from appliance.base.aio_writer import BLOCK_BYTES, AioWriter
-from appliance.base.awake_time import done_within
+from appliance.base.awake_time import AwakeStopwatch, done_within
 from appliance.base.data_folder import sync_folder
 
 FILE_BYTES = 1 << 20
@@ -52,7 +52,8 @@ class Journal:
 
     def __init__(self, path: Path, *, file_bytes: int = FILE_BYTES, use_aio: bool = False) -> None:
         self._last_error: str | None = None
-        self._writing_since_s: float | None = None
+        self._writing_since_s: float | None = None  # of the thread
+        self._aio_time = AwakeStopwatch()  # of a write by kernel AIO
         self._next_check_s = 0.0
         self._paths = _paths(path)
         file_bytes = -(-file_bytes // BLOCK_BYTES) * BLOCK_BYTES
@@ -77,7 +78,7 @@ class Journal:
     def last_error(self) -> str | None:
         """Return why the last write failed or that it hangs; None if the last write succeeded."""
         since_s = self._writing_since_s
-        if since_s is not None and time.monotonic() - since_s > STUCK_S:
+        if self._aio_time.elapsed_s > STUCK_S or (since_s is not None and time.monotonic() - since_s > STUCK_S):
             return f"a write has not returned for {STUCK_S:g} s"
         return self._last_error
 
@@ -174,14 +175,14 @@ class Journal:
                 raise OSError(f"{len(batch)} records exceed the write buffer, or submitting writes is slow")
             index, end = self._choose_target(len(lines))
             aio.write(index, lines, end, lambda is_durable: self._on_aio_done(batch, len(lines), is_durable))
-            self._writing_since_s = time.monotonic()
+            self._aio_time.start()
         except Exception as error:  # noqa: BLE001 - otherwise the callers would wait for ever
             if not isinstance(error, OSError):
                 _log.exception("journal write by kernel AIO failed")
             self._switch_to_thread(batch, _reason(error))
 
     def _on_aio_done(self, batch: list[_Append], num_bytes: int, is_durable: bool) -> None:
-        self._writing_since_s = None
+        self._aio_time.stop()
         if not is_durable:
             self._switch_to_thread(batch, "an asynchronous write failed")
             return
