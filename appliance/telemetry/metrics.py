@@ -103,7 +103,9 @@ class Metrics:
             "shadow_refusals", "Served requests that a limit in shadow mode would have refused", ["reason"]
         )
         self._waits = self._counter("admission_waits", "Requests that waited for room in their limits", ["model", "reason"])
-        self._waiting = self._gauge("admission_waiting", "Requests waiting for room in their limits", ["model"])
+        self._waiting = Gauge(
+            "gatehouse_admission_waiting", "Requests waiting for room in their limits", ["model"], registry=self.registry
+        )
         self._admission_wait_s = self._histogram("admission_wait_seconds", "Wait for room in the limits", LATENCY_BUCKETS_S)
         self._preemptions = self._counter("preemptions", "Preemptions of settled requests", ["model"])
         self._restarts = self._counter("engine_restarts", "Restarts of engine processes", ["model"])
@@ -248,8 +250,8 @@ class Metrics:
     def _counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:
         return Counter(f"gatehouse_{name}", text, labels, registry=self.registry)
 
-    def _gauge(self, name: str, text: str, labels: Sequence[str] = ()) -> Gauge:
-        return Gauge(f"gatehouse_{name}", text, labels, registry=self.registry)
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"gatehouse_{name}", text, registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"gatehouse_{name}", text, ["model"], buckets=buckets, registry=self.registry)
