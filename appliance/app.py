@@ -293,7 +293,7 @@ class Appliance:
         for model in services.models.list():
             model.engine.start()
         services.readiness.start()
-        services.alerts.start(services.models, services.metrics, version=services.version)
+        services.alerts.start(services.models, services.readiness, services.metrics, version=services.version)
         services.generations.start_watching()
         services.limit_levels.start()
         services.admission.start()

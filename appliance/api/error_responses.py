@@ -10,6 +10,7 @@ import structlog
 from litestar import Request, Response
 from litestar.exceptions import HTTPException
 
+from appliance.api.connection_services import services_of
 from appliance.base.allowed_methods import with_complete_allow
 from appliance.base.clock import whole_seconds
 from appliance.base.database_errors import as_outage
@@ -66,9 +67,13 @@ def error_response(request: Request[Any, Any, Any], error: Exception) -> Respons
         return Response(encode_error(error), status_code=error.status, media_type=MEDIA_TYPE, headers=_headers(error))
     if isinstance(error, HTTPException) and error.status_code in _FRAMEWORK_ERRORS:
         return _framework_error_response(request, error)
-    log.error("request failed", path=request.scope["path"], exc_info=error)
     outage = as_outage(error, request.scope["method"])
-    return error_response(request, outage or InternalError("an internal error occurred; look up the request id in the log"))
+    if outage is None:
+        log.error("request failed", path=request.scope["path"], exc_info=error)
+        return error_response(request, InternalError("an internal error occurred; look up the request id in the log"))
+    if failures := services_of(request).database_watch.count_failed_request():
+        log.error("request failed", path=request.scope["path"], failures=failures, exc_info=error)
+    return error_response(request, outage)
 
 
 def _framework_error_response(request: Request[Any, Any, Any], error: HTTPException) -> Response[bytes]:

@@ -28,6 +28,7 @@ from threading import Thread
 import structlog
 
 from appliance.base.aio_writer import BLOCK_BYTES, AioWriter
+from appliance.base.awake_time import AwakeStopwatch, done_within
 from appliance.base.data_folder import sync_folder
 
 FILE_BYTES = 1 << 20
@@ -51,7 +52,8 @@ class Journal:
 
     def __init__(self, path: Path, *, file_bytes: int = FILE_BYTES, use_aio: bool = False) -> None:
         self._last_error: str | None = None
-        self._writing_since_s: float | None = None
+        self._writing_since_s: float | None = None  # of the thread
+        self._aio_time = AwakeStopwatch()  # of a write by kernel AIO
         self._next_check_s = 0.0
         self._paths = _paths(path)
         file_bytes = -(-file_bytes // BLOCK_BYTES) * BLOCK_BYTES
@@ -76,7 +78,7 @@ class Journal:
     def last_error(self) -> str | None:
         """Return why the last write failed or that it hangs; None if the last write succeeded."""
         since_s = self._writing_since_s
-        if since_s is not None and time.monotonic() - since_s > STUCK_S:
+        if self._aio_time.elapsed_s > STUCK_S or (since_s is not None and time.monotonic() - since_s > STUCK_S):
             return f"a write has not returned for {STUCK_S:g} s"
         return self._last_error
 
@@ -90,11 +92,11 @@ class Journal:
             _write(file, bytes(os.fstat(file).st_size), 0)
             self._ends[index] = 0
 
-    async def append(self, record: bytes) -> int:
+    async def append(self, record: bytes, timeout_s: float | None = None) -> int:
         """Write `record`, which must not contain a line break, and return its number once it is durable.
 
-        Raises OSError if it cannot be written or the journal is closed. After an error or cancellation the record need not be
-        released; a later `read_remaining` may still return it.
+        Raises OSError if it cannot be written, at the latest after `timeout_s`, or the journal is closed. After an error or
+        cancellation the record need not be released; a later `read_remaining` may still return it.
         """
         if not record or b"\n" in record:
             raise ValueError("a record must be one non-empty line")
@@ -111,8 +113,11 @@ class Journal:
         else:
             self._queue_for_aio(loop, waiting)
         try:
+            if timeout_s is not None and not await done_within(waiting.done, timeout_s):
+                raise TimeoutError(f"not written within {timeout_s:g} s")
             await waiting.done
         except BaseException:
+            waiting.done.cancel()
             self.release([number])
             raise
         return number
@@ -170,14 +175,14 @@ class Journal:
                 raise OSError(f"{len(batch)} records exceed the write buffer, or submitting writes is slow")
             index, end = self._choose_target(len(lines))
             aio.write(index, lines, end, lambda is_durable: self._on_aio_done(batch, len(lines), is_durable))
-            self._writing_since_s = time.monotonic()
+            self._aio_time.start()
         except Exception as error:  # noqa: BLE001 - otherwise the callers would wait for ever
             if not isinstance(error, OSError):
                 _log.exception("journal write by kernel AIO failed")
             self._switch_to_thread(batch, _reason(error))
 
     def _on_aio_done(self, batch: list[_Append], num_bytes: int, is_durable: bool) -> None:
-        self._writing_since_s = None
+        self._aio_time.stop()
         if not is_durable:
             self._switch_to_thread(batch, "an asynchronous write failed")
             return

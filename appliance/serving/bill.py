@@ -111,7 +111,7 @@ class Bill:
         if not self._reservation_ended:
             self.end_reservation()
         if is_recorded and not self._settled:
-            record = RequestRecord(finished_at=self._clock.now(), error=InternalError.code)
+            record = RequestRecord(finished_at=self._live.at(self._clock.monotonic_s()), error=InternalError.code)
             await self._settle(RequestEnd(finish_reason="error", cause="internal_error"), record, answers)
 
     async def _settle(self, end: RequestEnd, record: RequestRecord, answers: Sequence[Answer]) -> None:

@@ -203,7 +203,7 @@ class Generation:
         is_budget_spent = self._bill.record_progress(event)
         self._metrics.inter_token(self.live.model, intervals_s)
         if is_first and self.live.ttft_s is not None:
-            self.live.first_token_at = self._clock.now()
+            self.live.first_token_at = self.live.at(now_s)
             self._model.engine.stats.note_ttft(self.live.ttft_s)
             self._first_token = self._model.engine.stats.batch_size.at(now_s)
         if is_budget_spent:
@@ -283,7 +283,8 @@ class Generation:
         usage = self._bill.usage
         self._bill.end_reservation()
         self.note_batch_size()
-        self.live.finish(end.finish_reason, now=self._clock.now(), error=None if end.error is None else end.error.message)
+        finished_at = self.live.at(self._clock.monotonic_s())
+        self.live.finish(end.finish_reason, now=finished_at, error=None if end.error is None else end.error.message)
         self.live.kv_blocks = 0
         timer = asyncio.get_running_loop().call_later(SETTLE_WAIT_S, self._report, end, usage)
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from statistics import median
 
 from appliance.metering.past_requests import tokens_per_second
@@ -82,6 +82,12 @@ class LiveRequest:
     def inter_token_p50_s(self) -> float | None:
         """Return the median time between two tokens, or None before the second token."""
         return median(self._intervals_s) if self._intervals_s else None
+
+    def at(self, monotonic_s: float) -> datetime:
+        """Return the time of a moment since the admission, by the clock of the admission: it may have been set since then, and
+        differences of a request's times are its durations."""
+        assert self.admitted_at is not None
+        return self.admitted_at + timedelta(seconds=monotonic_s - self.admitted_monotonic_s)
 
     def apply_progress(self, answers: Sequence[RequestProgress]) -> None:
         """Apply the engine's progress report on this request's live answers; it comes a few times per second."""

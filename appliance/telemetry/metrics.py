@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter as Counts
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -12,11 +12,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from appliance.base.errors import GatehouseError
-from appliance.telemetry.gpu import NO_GPU
+from appliance.telemetry.gpu import NO_GPU, GpuReading
 from appliance.telemetry.readings import EngineReading, SystemSnapshot, TenantReading
 from engine.protocol import EngineStatus, PlainReason
 
 M = TypeVar("M", Counter, Histogram)
+R = TypeVar("R")
 
 TENANTS_MAX = 500
 OTHER_TENANTS = "other"
@@ -43,6 +44,10 @@ ENGINE_GAUGES: dict[str, tuple[str, Callable[[EngineReading], float]]] = {
         "1 if the engine serves on the CPU although an NVIDIA driver is installed",
         lambda e: float(e.info is not None and e.info.device_note is not None),
     ),
+    "gatehouse_engine_kernels_refused": (
+        "Kernels that do not serve because they were refused",
+        lambda e: 0 if e.info is None else len(e.info.refused_kernels),
+    ),
     "gatehouse_host_kv_blocks": ("KV blocks that fit in main memory", lambda e: e.status_or_zeros.host_blocks_total),
     "gatehouse_host_kv_blocks_used": ("KV blocks kept in main memory", lambda e: e.status_or_zeros.host_blocks_used),
 }
@@ -62,6 +67,23 @@ TENANT_GAUGES: dict[str, tuple[str, Callable[[TenantReading], int]]] = {
     "gatehouse_tenant_requests_waiting": ("Requests waiting for a seat", lambda t: t.requests_waiting),
     "gatehouse_tenant_kv_blocks": ("KV blocks held", lambda t: t.kv_blocks),
 }
+GPU_GAUGES: dict[str, tuple[str, Callable[[GpuReading], int]]] = {
+    "gatehouse_gpu_memory_used_bytes": ("Used GPU memory", lambda g: g.memory_used_bytes),
+    "gatehouse_gpu_memory_total_bytes": ("GPU memory", lambda g: g.memory_total_bytes),
+}
+APPLIANCE_GAUGES: dict[str, tuple[str, Callable[[SystemSnapshot], float]]] = {
+    "gatehouse_gpu_driver_up": (
+        "1 if the GPU driver answers, or there is no GPU",
+        lambda s: s.gpu_error in (None, NO_GPU),
+    ),
+    "gatehouse_host_memory_used_bytes": ("Used memory of the machine", lambda s: s.host.memory_used_bytes),
+    "gatehouse_host_memory_total_bytes": ("Memory of the machine", lambda s: s.host.memory_total_bytes),
+    "gatehouse_host_disk_free_bytes": ("Free disk of the data folder", lambda s: s.host.disk_free_bytes),
+    "gatehouse_database_up": (
+        "1 if the database accepts writes, as far as a test shows that adds nothing",
+        lambda s: s.database.ok,
+    ),
+}
 
 
 class Metrics:
@@ -79,6 +101,8 @@ class Metrics:
         self._unpriced = self._counter("unpriced_requests", "Requests served without a price, at no cost", ["model"])
         self._requests = self._counter("requests", "Settled requests", ["model", "reason"])
         self._rejected = self._counter("requests_rejected", "Requests refused before any work", ["reason"])
+        for reason in sorted(_codes(GatehouseError)):
+            self._rejected.labels(reason)
         self._shadow_refusals = self._counter(
             "shadow_refusals", "Served requests that a limit in shadow mode would have refused", ["reason"]
         )
@@ -88,22 +112,18 @@ class Metrics:
         self._restarts = self._counter("engine_restarts", "Restarts of engine processes", ["model"])
         self._unrecorded_tokens = 0
         self._unexplained: Callable[[], int] = lambda: 0
-        self._unrecorded = Gauge(  # a gauge: it decreases when an event is found; its name is published and ends in `_total`
-            "gatehouse_unrecorded_usage_tokens_total",
-            "Tokens counted by engines but missing in usage events, when nothing runs",
-            registry=self.registry,
+        self._unrecorded = (
+            self._gauge(  # a gauge: it decreases when an event is found; its name is published and ends in `_total`
+                "unrecorded_usage_tokens_total", "Tokens counted by engines but missing in usage events, when nothing runs"
+            )
         )
-        self._ledger_up = Gauge("gatehouse_ledger_up", "1 if usage can be recorded", registry=self.registry)
-        self._alerts_pending = Gauge(
-            "gatehouse_alerts_pending", "Alerts waiting for delivery, without those of disabled targets", registry=self.registry
-        )
-        self._alerts_delivered = Counter("gatehouse_alerts_delivered", "Alerts delivered", registry=self.registry)
-        self._alerts_given_up = Counter("gatehouse_alerts_given_up", "Alerts no longer retried", registry=self.registry)
+        self._ledger_up = self._gauge("ledger_up", "1 if usage can be recorded")
+        self._alerts_pending = self._gauge("alerts_pending", "Alerts waiting for delivery, without those of disabled targets")
+        self._alerts_delivered = self._counter("alerts_delivered", "Alerts delivered")
+        self._alerts_given_up = self._counter("alerts_given_up", "Alerts no longer retried")
         self._alerts_failed = self._counter("alert_attempts_failed", "Failed attempts to deliver an alert", ["reason"])
         self._ttft_s = self._histogram("time_to_first_token_seconds", "Admission to first token", LATENCY_BUCKETS_S)
         self._inter_token_s = self._histogram("inter_token_latency_seconds", "Time between two tokens", TOKEN_BUCKETS_S)
-        for reason in sorted(_codes(GatehouseError)):
-            self._rejected.labels(reason)
         self._request_s = self._histogram("request_seconds", "Admission to end", LATENCY_BUCKETS_S)
         self._queue_s = self._histogram("queue_seconds", "Admission to first seat in a batch", LATENCY_BUCKETS_S)
         self._step_s = self._histogram("engine_step_seconds", "One engine step", TOKEN_BUCKETS_S)
@@ -223,8 +243,11 @@ class Metrics:
             child = self._children[metric, labels] = metric.labels(*labels)
         return child
 
-    def _counter(self, name: str, text: str, labels: list[str]) -> Counter:
+    def _counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:
         return Counter(f"gatehouse_{name}", text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"gatehouse_{name}", text, registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"gatehouse_{name}", text, ["model"], buckets=buckets, registry=self.registry)
@@ -249,24 +272,29 @@ class _SnapshotCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield one metric family per gauge or counter."""
         snapshot = self._snapshot()
-        for name, (text, value) in ENGINE_GAUGES.items():
-            family = GaugeMetricFamily(name, text, labels=["model"])
-            for engine in snapshot.engines:
-                family.add_metric([engine.model], float(value(engine)))
-            yield family
-        yield from _engine_counters(snapshot)
+        engines = {engine.model: engine for engine in snapshot.engines}
+        statuses = {model: engine.status_or_zeros for model, engine in engines.items()}
+        yield from _families(GaugeMetricFamily, ENGINE_GAUGES, "model", engines)
+        yield from _families(CounterMetricFamily, ENGINE_COUNTERS, "model", statuses)
         yield from _plain_steps(snapshot)
         yield from _tenant_families(snapshot, self._tenant_label)
-        yield from _gpu_families(snapshot)
-        yield from _host_families(snapshot)
+        yield from _families(GaugeMetricFamily, GPU_GAUGES, "gpu", {str(gpu.index): gpu for gpu in snapshot.gpus})
+        for name, (text, value) in APPLIANCE_GAUGES.items():
+            yield GaugeMetricFamily(name, text, value=float(value(snapshot)))
 
 
-def _engine_counters(snapshot: SystemSnapshot) -> Iterator[Metric]:
-    for name, (text, total) in ENGINE_COUNTERS.items():
-        family = CounterMetricFamily(name, text, labels=["model"])
-        for engine in snapshot.engines:
-            family.add_metric([engine.model], total(engine.status_or_zeros))
-        yield family
+def _families(
+    family: type[GaugeMetricFamily | CounterMetricFamily],
+    table: Mapping[str, tuple[str, Callable[[R], float]]],
+    label: str,
+    readings: Mapping[str, R],
+) -> Iterator[Metric]:
+    """Yield a family for each row of `table`, with a value for each of `readings`, whose keys are values of `label`."""
+    for name, (text, value) in table.items():
+        metric = family(name, text, labels=[label])
+        for label_value, reading in readings.items():
+            metric.add_metric([label_value], float(value(reading)))
+        yield metric
 
 
 def _plain_steps(snapshot: SystemSnapshot) -> Iterator[Metric]:
@@ -289,28 +317,3 @@ def _tenant_families(snapshot: SystemSnapshot, label: Callable[[str], str]) -> I
             for tenant_label, amount in sums.items():
                 family.add_metric([engine.model, tenant_label], amount)
         yield family
-
-
-def _gpu_families(snapshot: SystemSnapshot) -> Iterator[Metric]:
-    used = GaugeMetricFamily("gatehouse_gpu_memory_used_bytes", "Used GPU memory", labels=["gpu"])
-    total = GaugeMetricFamily("gatehouse_gpu_memory_total_bytes", "GPU memory", labels=["gpu"])
-    for gpu in snapshot.gpus:
-        used.add_metric([str(gpu.index)], gpu.memory_used_bytes)
-        total.add_metric([str(gpu.index)], gpu.memory_total_bytes)
-    yield used
-    yield total
-    is_up = snapshot.gpu_error in (None, NO_GPU)
-    yield GaugeMetricFamily("gatehouse_gpu_driver_up", "1 if the GPU driver answers, or there is no GPU", value=float(is_up))
-
-
-def _host_families(snapshot: SystemSnapshot) -> Iterator[Metric]:
-    yield GaugeMetricFamily(
-        "gatehouse_host_memory_used_bytes", "Used memory of the machine", value=snapshot.host.memory_used_bytes
-    )
-    yield GaugeMetricFamily(
-        "gatehouse_host_memory_total_bytes", "Memory of the machine", value=snapshot.host.memory_total_bytes
-    )
-    yield GaugeMetricFamily(
-        "gatehouse_host_disk_free_bytes", "Free disk of the data folder", value=snapshot.host.disk_free_bytes
-    )
-    yield GaugeMetricFamily("gatehouse_database_up", "1 if the database accepts writes", value=float(snapshot.database.ok))

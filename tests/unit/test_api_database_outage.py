@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
+import structlog
 from sqlalchemy.exc import InterfaceError, InternalError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
@@ -56,6 +57,23 @@ async def test_a_failed_lookup_of_a_key_is_a_503_with_retry_after(
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "overloaded"), answer.text
     assert answer.headers["retry-after"] == "2"
     assert str(error) not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("error", "logged"),
+    [
+        pytest.param(PoolTimeout("QueuePool limit reached"), [1], id="an outage"),
+        pytest.param(ValueError("a bug"), [None, None, None], id="a bug"),
+    ],
+)
+async def test_requests_that_an_outage_fails_share_a_line_of_the_log_and_bugs_have_one_each(
+    api: ApiApp, monkeypatch: pytest.MonkeyPatch, error: Exception, logged: list[int | None]
+) -> None:
+    monkeypatch.setattr(api.services.keys, "_read", failing(error))
+    with structlog.testing.capture_logs() as lines:
+        for _ in range(3):
+            await api.client.post("/v1/chat/completions", headers={"authorization": f"Bearer gh_{'a' * 8}_{'b' * 26}"})
+    assert [line.get("failures") for line in lines if line["event"] == "request failed"] == logged
 
 
 async def test_a_page_over_a_locked_database_says_it_is_unavailable(

@@ -9,12 +9,14 @@ import os
 import platform
 import random
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from appliance.base import aio_writer
+from appliance.base import aio_writer, awake_time
 from appliance.base import journal as journal_module
 from appliance.base.aio_writer import BLOCK_BYTES, BUFFER_BYTES, SLOW_SUBMITS_MAX, AioWriter
 from appliance.base.journal import Journal, remaining_records
@@ -287,3 +289,40 @@ async def test_appends_of_one_loop_iteration_are_one_write(tmp_path: Path, monke
     monkeypatch.setattr(AioWriter, "write", record_num_lines)
     await asyncio.gather(*(journal.append(b"%d" % number) for number in range(40)))
     assert sizes == [40]
+
+
+async def _hanging_append(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> asyncio.Task[int]:
+    """Append a record whose completion the event loop does not see."""
+    with monkeypatch.context() as hanging:
+        hanging.setattr(AioWriter, "_on_completion", lambda _aio: None)
+        waiting = asyncio.create_task(journal.append(b"one"))
+        await poll_until(lambda: journal._aio is not None and journal._aio.is_busy)
+    return waiting
+
+
+async def _complete(journal: Journal, waiting: asyncio.Task[int]) -> None:
+    assert journal._aio is not None
+    while not waiting.done():
+        journal._aio._on_completion()
+        await asyncio.sleep(0)
+
+
+async def test_a_write_that_lasts_only_because_the_process_stood_still_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path / "j", use_aio=True)
+    waiting = await _hanging_append(journal, monkeypatch)
+    with monkeypatch.context() as paused:
+        paused.setattr(journal_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 3600.0))
+        assert journal.last_error is None
+    await _complete(journal, waiting)
+
+
+async def test_a_write_that_hangs_is_reported_until_it_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "STUCK_S", 0.01)
+    monkeypatch.setattr(awake_time, "TICK_S", 0.02)
+    journal = Journal(tmp_path / "j", use_aio=True)
+    waiting = await _hanging_append(journal, monkeypatch)
+    await poll_until(lambda: "has not returned" in str(journal.last_error))
+    await _complete(journal, waiting)
+    assert journal.last_error is None

@@ -109,7 +109,7 @@ async def test_the_next_start_alerts_once_for_requests_recovered_from_a_checkpoi
     both = [("2026-11", 80), ("2026-11", 100)]
     assert await months_and_percents(alerts) == both
     models = typed("Any", SimpleNamespace(list=list[Any]))
-    watch = AlertWatch(alerts.db, clock, budgets, KeyExpiryAlerts(alerts.db, clock), models)
+    watch = AlertWatch(alerts.db, clock, budgets, KeyExpiryAlerts(alerts.db, clock), models, typed("Any", None))
     await watch.check()
     await (await start_again(alerts, tmp_path / "j")).sweep()
     assert await months_and_percents(alerts) == both
@@ -130,7 +130,7 @@ async def test_the_next_start_also_alerts_for_budgets_of_keys_and_limits_of_mode
     for entry in (settled, running):
         await ledger.open(entry)
     ledger.checkpoint({running.request_id: Usage(prompt_tokens=0, cached_tokens=0, completion_tokens=60)})
-    await poll_until(lambda: not ledger._queue._checkpoints and ledger._in_round_since_s is None)
+    await poll_until(lambda: not ledger._queue._checkpoints and not ledger._in_round)
     await ledger.settle(posted(settled.request_id, prompt=0, completion=40))
     await kill_ledger(ledger)
     await journal.close()

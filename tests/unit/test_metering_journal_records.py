@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import timedelta
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from appliance.base.db import Database
 from appliance.base.journal import Journal, remaining_records
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.ledger.journal_records import INTEGER_MAX, JournaledEvent, decode, encode, replay
+from appliance.metering.ledger.journal_records import INTEGER_MAX, JournaledEvent, decode, encode, open_journal, replay
 from appliance.metering.ledger.records import PendingEvent, RequestRecord, Settlement, Usage
 from appliance.metering.prices import Price
 from tests.support.cast import Cast
@@ -108,3 +109,17 @@ def test_an_earlier_version_reads_later_records_ignoring_unknown_fields() -> Non
     later = encode(journaled).replace(b'"batch":true', b'"batch":true,"from_later":{"x":[1]}')
     assert b"from_later" in later
     assert decode(later) == journaled
+
+
+def test_the_journal_is_next_to_the_real_file_behind_links(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "real.db").touch()
+    (tmp_path / "link.db").symlink_to(tmp_path / "data" / "real.db")
+    journal = open_journal(f"sqlite:///{tmp_path}/link.db")
+    assert journal is not None
+    asyncio.run(journal.close())
+    assert sorted(path.name for path in (tmp_path / "data").iterdir()) == [
+        "real.db",
+        "real.db.admitted-1",
+        "real.db.admitted-2",
+    ]

@@ -12,6 +12,7 @@ from sqlalchemy import text
 
 from appliance.base.db import READERS_MAX, Database
 from appliance.base.errors import Overloaded
+from appliance.metering.ledger.writer import RETRY_S_MIN
 from tests.support.cast import make_cast
 from tests.support.clock import FakeClock
 from tests.support.databases import Cluster
@@ -108,6 +109,38 @@ async def test_readers_that_use_every_connection_delay_no_request(database: Data
     done.set()
     await asyncio.gather(*reading)
     assert [event.status for event in await all_events(database)] == ["posted"]
+
+
+@pytest.mark.postgres
+async def test_while_no_event_can_be_added_the_ledger_stays_unhealthy_without_requests_and_settles_running_ones(
+    postgresql: Cluster, clock: FakeClock
+) -> None:
+    """As on a server whose disk is full: what is there can be read and often changed, but tables cannot grow."""
+    url = postgresql.acquire()
+    database = Database.open(url)
+    cast = await make_cast(database, clock)
+    running = pending(cast.bob)
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        await ledger.open(running)
+        await asyncio.to_thread(_execute, url, _NO_SPACE)
+        with pytest.raises(Overloaded, match="nothing was started"):
+            await ledger.open(pending(cast.bob))
+        await ledger.settle(posted(running.request_id))
+        await poll_until(lambda: ledger._retry_s > 2 * RETRY_S_MIN)  # it grows while nothing succeeds
+        assert not ledger.healthy
+        assert "No space left on device" in str(ledger.last_error)
+        await asyncio.to_thread(_execute, url, "DROP FUNCTION no_space CASCADE")
+        await poll_until(lambda: ledger.healthy)
+    assert [(event.request_id, event.status) for event in await all_events(database)] == [(running.request_id, "posted")]
+    await database.close()
+    postgresql.release(url)
+
+
+_NO_SPACE = """
+    CREATE FUNCTION no_space() RETURNS trigger LANGUAGE plpgsql AS
+        $$ BEGIN RAISE EXCEPTION 'could not extend file: No space left on device' USING ERRCODE = '53100'; END $$;
+    CREATE TRIGGER no_space BEFORE INSERT ON usage_events EXECUTE FUNCTION no_space();
+"""
 
 
 @pytest.mark.postgres

@@ -6,19 +6,22 @@ import asyncio
 import os
 import random
 import shutil
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import msgspec
 import pytest
+import structlog
 from sqlalchemy import select
 
+from appliance.base.consecutive_failures import LOG_INTERVAL_S
 from appliance.base.db import Database
 from appliance.base.errors import InternalError, Overloaded
 from appliance.base.journal import Journal
@@ -262,7 +265,7 @@ async def test_only_the_first_reader_waits_for_a_hanging_round(
         await ledger.open(pending(cast.bob))
         await poll_until(lambda: gated.held == 1)
         await ledger.catch_up()
-        await poll_until(lambda: ledger._round_exceeds(0.05))
+        await poll_until(lambda: ledger._round_time.elapsed_s > 0.05)
         monkeypatch.setattr(asyncio, "wait", None)
         await ledger.catch_up()
         monkeypatch.undo()
@@ -601,17 +604,45 @@ async def test_stopping_while_the_database_fails_leaves_the_journal_to_the_next_
     assert [events[entry.request_id].status for entry in entries] == ["posted", "recovered", "recovered"]
 
 
-async def test_a_journal_failure_is_logged_with_its_reason(
-    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+async def test_failures_of_the_journal_are_logged_once_a_minute_with_the_reason_until_it_works_again(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("appliance.base.journal.RETRY_S", 0.01)
+    running = pending(cast.bob)
     async with journaling(database, clock, cast.epoch_id, tmp_path / "j") as ledger:
-        with monkeypatch.context() as full:
+        with monkeypatch.context() as full, structlog.testing.capture_logs() as failures:
             full.setattr(os, "pwrite", _no_space)
-            with pytest.raises(Overloaded):
-                await ledger.open(pending(cast.bob))
-    assert "no space left on device" in capfd.readouterr().out
+            for pause_s in (0.0, LOG_INTERVAL_S, 0.0):
+                clock.advance(pause_s)
+                for _ in range(2):
+                    with pytest.raises(Overloaded):
+                        await ledger.open(pending(cast.bob))
+        with structlog.testing.capture_logs() as successes:
+            await poll_until(lambda: ledger.healthy)
+            await ledger.open(running)
+            await ledger.settle(posted(running.request_id))
+    assert [(line["event"], line["failures"]) for line in failures] == [("ledger_journal_failed", number) for number in (1, 3)]
+    assert all("no space left on device" in line["error"] for line in failures)
+    assert [(line.get("after"), line.get("failures")) for line in successes] == [("ledger_journal_failed", 6)]
+
+
+async def test_a_pause_of_the_process_refuses_no_request(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, pwrite, paused_s, is_over = asyncio.get_running_loop(), os.pwrite, [0.0], Event()
+    monkeypatch.setattr(loop, "time", lambda: time.monotonic() + sum(paused_s))
+    monkeypatch.setattr(os, "pwrite", lambda *arguments: is_over.wait() and pwrite(*arguments))
+    async with journaling(database, clock, cast.epoch_id, tmp_path / "j", open_timeout_s=60.0) as ledger:
+        entry = pending(cast.bob)
+        opening = asyncio.create_task(ledger.open(entry))
+        await asyncio.sleep(0)
+        paused_s.append(3600.0)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        is_over.set()
+        await opening
+        await ledger.settle(posted(entry.request_id))
+    assert [event.status for event in await all_events(database)] == ["posted"]
 
 
 @pytest.mark.parametrize("field", ["prompt_tokens", "reserved_tokens"])
@@ -667,17 +698,3 @@ async def test_entries_only_in_the_journal_are_counted_without_changing_it(
     for _ in range(2):
         async with database.reading() as connection:
             assert await count_unwritten_events(connection, database_url) == 1
-
-
-def test_the_journal_is_next_to_the_real_file_behind_links(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "real.db").touch()
-    (tmp_path / "link.db").symlink_to(tmp_path / "data" / "real.db")
-    journal = open_journal(f"sqlite:///{tmp_path}/link.db")
-    assert journal is not None
-    asyncio.run(journal.close())
-    assert sorted(path.name for path in (tmp_path / "data").iterdir()) == [
-        "real.db",
-        "real.db.admitted-1",
-        "real.db.admitted-2",
-    ]

@@ -33,6 +33,7 @@ from appliance.serving.alerting.delivery import SendFailed
 from appliance.serving.alerting.mail import MailSender
 from appliance.serving.alerting.texts import text_of
 from appliance.serving.model_registry import ModelRegistry
+from appliance.serving.readiness import Readiness
 from appliance.telemetry.metrics import Metrics
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.keys import Keys
@@ -387,7 +388,8 @@ async def test_started_alerts_check_at_once_and_deliver_to_webhooks_and_mailboxe
         expiry = KeyChanges(expires_at=clock.now() + timedelta(days=10))
         await Keys(database, clock, PEPPER).create(cast.bob.tenant.id, "ci", expiry, access=WHOLE_APPLIANCE)
         clock.advance(4 * 86400)
-        alerts.start(ModelRegistry(), Metrics(), version="7.7")
+        models = ModelRegistry()
+        alerts.start(models, Readiness(models, clock, interval_s=30.0), Metrics(), version="7.7")
         try:
             await poll_until(lambda: bool(server.accepted and receiver.requests))
         finally:

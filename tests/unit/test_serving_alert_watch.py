@@ -14,6 +14,7 @@ from appliance.base.db import Database
 from appliance.metering.alerts import key_expiry
 from appliance.metering.alerts.budgets import BudgetAlerts
 from appliance.metering.alerts.key_expiry import SWEEP_INTERVAL_S, KeyExpiryAlerts
+from appliance.metering.alerts.outbox import BOX_EVENTS
 from appliance.metering.calendar import BillingCalendar
 from appliance.serving.alerting.watch import ENGINE_DOWN_S, AlertWatch
 from appliance.tenancy.access import WHOLE_APPLIANCE
@@ -32,13 +33,20 @@ DAY_S = 86400.0
 
 
 class Engines:
-    """A model registry of which only the engine's state and description are used."""
+    """A model registry of which only the engine's state and description are used; the engine serves all models `names`.
+    `silence`: why they are not ready although its state is."""
 
     def __init__(self) -> None:
         self.engine = SimpleNamespace(state="ready", error=None, info=engine_info())
+        self.names = ["demo"]
+        self.silence: str | None = None
 
     def list(self) -> list[Any]:
-        return [SimpleNamespace(name="demo", engine=self.engine)]
+        return [SimpleNamespace(name=name, engine=self.engine) for name in self.names]
+
+    def problem(self, _model: object) -> str | None:
+        """Return why no model is ready, as `Readiness` does."""
+        return self.silence if self.engine.state == "ready" else f"engine of demo is {self.engine.state}"
 
 
 class Watched:
@@ -62,6 +70,7 @@ class Watched:
             self.clock,
             euro_budget_alerts(self.alerts.db, self.clock, BillingCalendar()),
             KeyExpiryAlerts(self.alerts.db, self.clock),
+            typed("Any", self.engines),
             typed("Any", self.engines),
         )
 
@@ -212,6 +221,40 @@ async def test_an_engine_that_recovers_in_time_is_not_reported(watched: Watched,
         assert await watched.alerts_sent() == []
 
 
+async def test_an_engine_that_lives_but_fails_its_probes_is_reported_as_down_until_it_generates_a_token(
+    watched: Watched, clock: FakeClock
+) -> None:
+    problem = "engine of demo generated its last token 31 s ago"
+    for time in (1, 2):
+        watched.engines.silence = problem
+        assert len(await watched.alerts_sent()) == time - 1
+        clock.advance(ENGINE_DOWN_S)
+        sent = await watched.alerts_sent()
+        assert sent == [{"model": "demo", "state": "not ready", "down_s": 60, "error": problem}] * time
+        watched.engines.silence = None
+        await watched.alerts_sent()
+
+
+async def test_an_engine_that_ends_after_failing_its_probes_is_reported_once(watched: Watched, clock: FakeClock) -> None:
+    watched.engines.silence = "engine of demo generated its last token 31 s ago"
+    await watched.alerts_sent()
+    clock.advance(ENGINE_DOWN_S - 1)
+    watched.engines.engine.state, watched.engines.engine.error = "restarting", "signal 9"
+    assert await watched.alerts_sent() == []
+    clock.advance(1)
+    assert [alert["state"] for alert in await watched.alerts_sent()] == ["restarting"]
+    watched.engines.engine.state = "ready"
+    clock.advance(1)
+    assert len(await watched.alerts_sent()) == 1
+
+
+async def test_a_model_that_loads_for_the_first_time_is_not_reported(watched: Watched, clock: FakeClock) -> None:
+    watched.engines.engine.state = "loading"
+    for _ in range(3):
+        assert await watched.alerts_sent() == []
+        clock.advance(ENGINE_DOWN_S)
+
+
 async def test_an_engine_on_the_cpu_of_a_machine_with_a_gpu_is_reported_once_until_it_uses_the_gpu(
     watched: Watched, clock: FakeClock
 ) -> None:
@@ -254,6 +297,19 @@ async def test_the_same_refused_kernels_are_not_reported_again_by_later_starts(w
         assert len(await watched.alerts_sent()) == num_sent
         watched.restart_gateway()
         clock.advance(1)
+
+
+async def test_models_whose_long_names_begin_alike_are_reported_each(watched: Watched, clock: FakeClock) -> None:
+    watched.engines.names = [f"{'m' * 100}-{number}" for number in (1, 2)]
+    refused = KernelChoice(name="products", serves="tiles", refused={"GEMV": "timeout"})
+    watched.engines.engine.info = engine_info(device_note="Too old.", kernel_choices=[refused])
+    await watched.watch.check()
+    watched.engines.engine.state = "failed"
+    await watched.watch.check()
+    clock.advance(ENGINE_DOWN_S)
+    await watched.watch.check()
+    reported = [(message.event, message.payload["data"]["model"]) for message in await watched.alerts.messages()]
+    assert sorted(reported) == [(event, name) for event in sorted(BOX_EVENTS) for name in watched.engines.names]
 
 
 async def test_an_alert_that_could_not_be_written_is_written_by_the_next_check(

@@ -138,6 +138,14 @@ def test_an_engine_that_is_reported_as_down_is_not_reported_for_its_restarts_too
     assert restarts.wait == down.wait
 
 
+def test_a_ledger_that_fails_with_its_database_is_not_reported_for_itself_too() -> None:
+    (database,) = (rule for rule in ALL_RULES if rule.alert == "GatehouseDatabaseDown")
+    (ledger,) = (rule for rule in ALL_RULES if rule.alert == "GatehouseLedgerDown")
+    _, _, excluded = ledger.expr.partition(" unless on (job, instance) ")
+    assert excluded == database.expr
+    assert ledger.wait == database.wait
+
+
 @each_rule
 def test_every_value_of_reason_exists(rule: Rule) -> None:
     senders = "".join(path.read_text("utf-8") for path in Path(alerting.__path__[0]).glob("*.py"))

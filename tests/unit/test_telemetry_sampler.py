@@ -19,6 +19,7 @@ from appliance.telemetry.host import HostProbe
 from appliance.telemetry.metrics import OTHER_TENANTS, Metrics
 from appliance.telemetry.readings import DatabaseReading
 from appliance.telemetry.sampler import SystemSampler, TooManySubscribers
+from engine.protocol import KernelChoice
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import EngineSide, tenant_reading
 from tests.support.engine_messages import GIB, engine_info, engine_status
@@ -349,6 +350,15 @@ async def test_host_memory_blocks_speculation_and_slow_path_steps_are_exported(c
 async def test_an_engine_on_the_cpu_of_a_machine_with_a_gpu_is_exported(clock: FakeClock, note: str | None, value: int) -> None:
     side = EngineSide(clock, info=dataclasses.replace(engine_info(), device_note=note))
     assert f'gatehouse_engine_gpu_unused{{model="demo"}} {value}.0' in await exported(side)
+
+
+async def test_the_number_of_refused_kernels_is_exported(clock: FakeClock) -> None:
+    choices = [
+        KernelChoice(name="attention", serves="parts", refused={"cascade": "timeout"}),
+        KernelChoice(name="products", serves="tiles", refused={"GEMV": "wrong results", "Hopper kernel": "timeout"}),
+    ]
+    side = EngineSide(clock, info=dataclasses.replace(engine_info(), kernel_choices=choices))
+    assert 'gatehouse_engine_kernels_refused{model="demo"} 3.0' in await exported(side)
 
 
 @pytest.mark.parametrize(("problem", "value"), [(None, 1), ("engine of demo generated its last token 31 s ago", 0)])

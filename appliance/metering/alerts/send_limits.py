@@ -35,7 +35,8 @@ async def check_test_limit(connection: AsyncConnection, webhook_id: str, tenant_
     )
     recent: Sequence[datetime] = (await connection.execute(query)).scalars().all()
     if len(recent) >= TESTS_PER_HOUR_MAX:
-        raise _rate_limit_error(f"a webhook takes {TESTS_PER_HOUR_MAX} tests an hour", recent[-1], now)
+        wait_s = (recent[-1] + _AN_HOUR - now).total_seconds()
+        raise _rate_limit_error(f"a webhook takes {TESTS_PER_HOUR_MAX} tests an hour", wait_s)
 
 
 class RetryLimiter:
@@ -43,17 +44,17 @@ class RetryLimiter:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._recent: dict[str | None, deque[datetime]] = {}
+        self._recent_s: dict[str | None, deque[float]] = {}
 
     def acquire(self, tenant_id: str | None) -> None:
         """Count one retry, or raise RateLimitExceeded without counting it."""
-        now = self._clock.now()
-        recent = self._recent.setdefault(tenant_id, deque(maxlen=RETRIES_PER_HOUR_MAX))
-        if len(recent) == RETRIES_PER_HOUR_MAX and recent[0] > now - _AN_HOUR:
-            raise _rate_limit_error(f"{RETRIES_PER_HOUR_MAX} messages an hour can be sent again", recent[0], now)
-        recent.append(now)
+        now_s = self._clock.monotonic_s()
+        recent_s = self._recent_s.setdefault(tenant_id, deque(maxlen=RETRIES_PER_HOUR_MAX))
+        wait_s = recent_s[0] + _AN_HOUR.total_seconds() - now_s if len(recent_s) == RETRIES_PER_HOUR_MAX else 0.0
+        if wait_s > 0:
+            raise _rate_limit_error(f"{RETRIES_PER_HOUR_MAX} messages an hour can be sent again", wait_s)
+        recent_s.append(now_s)
 
 
-def _rate_limit_error(message: str, earliest: datetime, now: datetime) -> RateLimitExceeded:
-    wait_s = (earliest + _AN_HOUR - now).total_seconds()
+def _rate_limit_error(message: str, wait_s: float) -> RateLimitExceeded:
     return RateLimitExceeded(f"{message}; try again in {format_wait(wait_s)}", limit_type="requests", retry_after_s=wait_s)

@@ -148,6 +148,19 @@ class Round:
             self.errors.clear()
             await self._write_one_by_one()
 
+    async def rehearse(self, event: PendingEvent) -> None:
+        """Write the rows of `event` and roll them back. Raises the database's error if no events can be added now."""
+        try:
+            await self.db.batch_write(self._rehearse, event)
+        except _BAD_OR_FAILED as error:
+            if not is_bad_row(error):
+                raise
+
+    def _rehearse(self, connection: Connection, event: PendingEvent) -> None:
+        with connection.begin_nested() as savepoint:
+            rows.insert(connection, [event], [self._event_row(event)])
+            savepoint.rollback()
+
     def report_results(self) -> None:
         """Give every caller its result."""
         for operation in self.operations:

@@ -11,19 +11,21 @@ journal the caller waits for the rows.
 A settlement is never given up while the process lives. If the journal fails, the caller waits for the rows; if the database
 fails, the write is retried: it is a conditional update on `status = 'pending'`, so retrying after a COMMIT of unknown outcome
 changes nothing. The rows of a journaled event are retried too. Without a journal, an `open` that fails is refused, and in case
-its COMMIT did happen, the event is voided as soon as the database answers again.
+its COMMIT did happen, the event is voided as soon as the database answers again. That does not prove that events can be added:
+on a server whose disk is full, a void that finds no event succeeds. So until the rows of a refused event have been written and
+rolled back, the failure lasts.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping
 
 import structlog
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
+from appliance.base.awake_time import AwakeStopwatch, done_within
 from appliance.base.clock import Clock
 from appliance.base.consecutive_failures import ConsecutiveFailures
 from appliance.base.db import Database
@@ -44,6 +46,8 @@ OPEN_TIMEOUT_S = 5.0  # as long as SQLite itself waits for a lock
 JOURNAL_TIMEOUT_S = 1.0  # for a settlement: after it, the rows can still be written before the client gets its answer's end
 CATCH_UP_S = 1.0
 RETRY_AFTER_S = 2.0
+
+_DATABASE_FAILED = (DBAPIError, PoolTimeout, OSError)
 
 _log = structlog.get_logger()
 
@@ -81,10 +85,12 @@ class Ledger:
         self._journal = journal
         self._queue = OperationQueue(clock, checkpoint_interval_s=checkpoint_interval_s, settle_pause_s=settle_pause_s)
         self._in_round: list[Operation] = []
-        self._in_round_since_s: float | None = None
+        self._round_time = AwakeStopwatch()
         self._opened: dict[str, Opened] = {}
+        self._refused: PendingEvent | None = None  # the last one whose rows could not be written, until such rows can be
         self._retry_s = 0.0
         self._failed_rounds = ConsecutiveFailures(clock.monotonic_s)
+        self._failed_appends = ConsecutiveFailures(clock.monotonic_s)
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -96,11 +102,7 @@ class Ledger:
     @property
     def _tables_are_writable(self) -> bool:
         """Return whether the last round was committed and the current one does not hang."""
-        return self.last_error is None and not self._round_exceeds(self._open_timeout_s)
-
-    def _round_exceeds(self, longer_than_s: float) -> bool:
-        since_s = self._in_round_since_s
-        return since_s is not None and time.monotonic() - since_s > longer_than_s
+        return self.last_error is None and self._round_time.elapsed_s <= self._open_timeout_s
 
     async def start(self) -> None:
         """Start the writer task."""
@@ -146,12 +148,9 @@ class Ledger:
             record = encode(JournaledEvent(epoch_id=self._epoch_id, currency=self._currency, billing_day=day, event=event))
         except ValueError as error:
             raise InternalError("the usage event cannot be written; nothing was started") from error
-        try:
-            async with asyncio.timeout(self._open_timeout_s):
-                number = await journal.append(record)
-        except (OSError, TimeoutError) as error:
-            _log.error("ledger_journal_failed", error=repr(error), request_id=event.request_id)
-            raise _unwritable() from error
+        number = await self._append(journal, record, event.request_id, self._open_timeout_s)
+        if number is None:
+            raise _unwritable()
         try:
             self._check_running()
         except InternalError:
@@ -165,8 +164,9 @@ class Ledger:
         operation = Open(event=event, outcome=outcome)
         self._queue.put(operation)
         try:
-            async with asyncio.timeout(self._open_timeout_s):
-                await outcome
+            if not await done_within(outcome, self._open_timeout_s):
+                raise TimeoutError
+            await outcome
         except (asyncio.CancelledError, TimeoutError) as error:
             # The caller is gone and it is unknown whether the row was written: the void settles it either way.
             operation.abandoned = True
@@ -184,7 +184,7 @@ class Ledger:
         unwritten = (*self._queue.newest_first(), *reversed(self._in_round))
         journaled = (operation for operation in unwritten if isinstance(operation, TrackedOperation) and operation.number)
         last = next(journaled, None)
-        if last is None or not self._is_running or not self._tables_are_writable or self._round_exceeds(CATCH_UP_S):
+        if last is None or not self._is_running or not self._tables_are_writable or self._round_time.elapsed_s > CATCH_UP_S:
             return
         if last.outcome is None:
             last.outcome = asyncio.get_running_loop().create_future()
@@ -223,11 +223,22 @@ class Ledger:
         if many_wait and self._tables_are_writable and self._is_running:
             return None
         try:
-            async with asyncio.timeout(JOURNAL_TIMEOUT_S):
-                return await self._journal.append(encode(settlement))
-        except (OSError, TimeoutError, ValueError) as error:
-            _log.error("ledger_journal_failed", error=repr(error), request_id=settlement.request_id)
+            record = encode(settlement)
+        except ValueError:
+            return None  # the tables reject it with the reason
+        return await self._append(self._journal, record, settlement.request_id, JOURNAL_TIMEOUT_S)
+
+    async def _append(self, journal: Journal, record: bytes, request_id: str, timeout_s: float) -> int | None:
+        """Append to the journal and return the record's number. Return None, and log why, if that fails or takes longer."""
+        try:
+            number = await journal.append(record, timeout_s)
+        except OSError as error:
+            if failures := self._failed_appends.count():
+                _log.error("ledger_journal_failed", error=repr(error), request_id=request_id, failures=failures)
             return None
+        if failures := self._failed_appends.end():
+            _log.warning("works again", after="ledger_journal_failed", failures=failures)
+        return number
 
     def checkpoint(self, usages: Mapping[str, Usage]) -> None:
         """Queue checkpoints: what running requests, by id, would be billed if the process died now. The latest of each is
@@ -270,7 +281,7 @@ class Ledger:
     async def _write_round(self) -> None:
         operations, checkpoints = self._queue.take()
         self._in_round = operations
-        if not operations and not checkpoints:
+        if not operations and not checkpoints and self._refused is None:
             return  # nothing is due (a failed round may have left only checkpoints): `last_error` stays
         current = Round(
             db=self._db,
@@ -283,19 +294,16 @@ class Ledger:
             opened=self._opened,
             on_settled=self._on_settled,
         )
-        self._in_round_since_s = time.monotonic()
+        self._round_time.start()
         try:
             await current.write()
-        except (DBAPIError, PoolTimeout, OSError) as error:
-            self._keep_for_retry(operations, checkpoints, error)
+        except _DATABASE_FAILED as error:
+            self._note_failure(error, len(operations))
+            self._keep_for_retry(operations, checkpoints)
             self._in_round = []
             return
         finally:
-            self._in_round_since_s = None
-        self.last_error = None
-        self._retry_s = 0.0
-        if failures := self._failed_rounds.end():
-            _log.warning("works again", after="ledger_round_failed", failures=failures)
+            self._round_time.stop()
         current.report_results()
         for operation in operations:
             if isinstance(operation, Settle) and not operation.written:
@@ -305,18 +313,36 @@ class Ledger:
                 operation.number for operation in operations if isinstance(operation, TrackedOperation) and operation.number
             )
         self._in_round = []
+        await self._end_failure(current)
 
-    def _keep_for_retry(self, operations: list[Operation], checkpoints: Mapping[str, Usage], error: Exception) -> None:
-        """After a database failure, refuse the opens whose callers wait and keep the other operations, in order, for a
-        retry."""
+    async def _end_failure(self, current: Round) -> None:
+        """After a round that succeeded, end the failure of earlier ones, unless events could still not be added."""
+        if self._refused is not None:
+            try:
+                await current.rehearse(self._refused)
+            except _DATABASE_FAILED as error:
+                self._note_failure(error, 0)
+                return
+            self._refused = None
+        self.last_error = None
+        self._retry_s = 0.0
+        if failures := self._failed_rounds.end():
+            _log.warning("works again", after="ledger_round_failed", failures=failures)
+
+    def _note_failure(self, error: Exception, num_operations: int) -> None:
         self.last_error = f"{type(error).__name__}: {error}"
         self._retry_s = min(max(self._retry_s * 2, RETRY_S_MIN), RETRY_S_MAX)
         if failures := self._failed_rounds.count():
-            facts = {"error": self.last_error, "operations": len(operations), "retry_s": self._retry_s, "failures": failures}
+            facts = {"error": self.last_error, "operations": num_operations, "retry_s": self._retry_s, "failures": failures}
             _log.error("ledger_round_failed", **facts)
+
+    def _keep_for_retry(self, operations: list[Operation], checkpoints: Mapping[str, Usage]) -> None:
+        """After a database failure, refuse the opens whose callers wait and keep the other operations, in order, for a
+        retry."""
         kept: list[Operation] = []
         for operation in operations:
             if isinstance(operation, Open) and operation.number is None:
+                self._refused = operation.event
                 operation.fail(_unwritable())
                 kept.append(Void(operation.event.request_id))
                 continue

@@ -19,6 +19,7 @@ from appliance.serving.alerting.http import HttpSender
 from appliance.serving.alerting.mail import MailSender
 from appliance.serving.alerting.watch import AlertWatch
 from appliance.serving.model_registry import ModelRegistry
+from appliance.serving.readiness import Readiness
 from appliance.telemetry.metrics import Metrics
 
 
@@ -38,9 +39,10 @@ class Alerts:
         self._delivery: AlertDelivery | None = None
         self._watch: AlertWatch | None = None
 
-    def start(self, models: ModelRegistry, metrics: Metrics, *, version: str) -> None:
+    def start(self, models: ModelRegistry, readiness: Readiness, metrics: Metrics, *, version: str) -> None:
         """Start to watch and to deliver."""
-        self._watch = AlertWatch(self._db, self._clock, self.budgets, KeyExpiryAlerts(self._db, self._clock), models)
+        keys = KeyExpiryAlerts(self._db, self._clock)
+        self._watch = AlertWatch(self._db, self._clock, self.budgets, keys, models, readiness)
         self._delivery = AlertDelivery(
             self._db, self._clock, self.outbox, self.webhooks, self._senders(version), metrics, randomness=random.random
         )

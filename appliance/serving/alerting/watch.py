@@ -13,22 +13,30 @@ from appliance.metering.alerts import outbox
 from appliance.metering.alerts.budgets import BudgetAlerts
 from appliance.metering.alerts.key_expiry import KeyExpiryAlerts
 from appliance.serving.model_registry import ModelRegistry, ServedModel
+from appliance.serving.readiness import Readiness
 
 INTERVAL_S = 10.0
 ENGINE_DOWN_S = 60.0  # an engine restart takes less and causes no alert
-DIGEST_CHARS = 16
-_SERVED = ("ready", "loading")
 
 
 class AlertWatch:
     """Checks every INTERVAL_S. The outbox ensures that nothing is reported twice."""
 
-    def __init__(self, db: Database, clock: Clock, budgets: BudgetAlerts, keys: KeyExpiryAlerts, models: ModelRegistry) -> None:
+    def __init__(
+        self,
+        db: Database,
+        clock: Clock,
+        budgets: BudgetAlerts,
+        keys: KeyExpiryAlerts,
+        models: ModelRegistry,
+        readiness: Readiness,
+    ) -> None:
         self._db = db
         self._clock = clock
         self._budgets = budgets
         self._keys = keys
         self._models = models
+        self._readiness = readiness
         self._down_since_s: dict[str, float] = {}
         self._alerted: set[str] = set()
         self._slow: dict[str, dict[str, Mapping[str, Any]]] = {}  # by model and event, what was reported
@@ -57,14 +65,16 @@ class AlertWatch:
             await self._check_slow(model)
 
     async def _check_down(self, model: ServedModel) -> None:
-        now_s, state = self._clock.monotonic_s(), model.engine.state
-        if state in _SERVED:
+        """Report a model that is not ready for ENGINE_DOWN_S: its engine has ended, or lives but generates nothing."""
+        now_s, state, problem = self._clock.monotonic_s(), model.engine.state, self._readiness.problem(model)
+        if problem is None or state == "loading":
             self._down_since_s.pop(model.name, None)
             self._alerted.discard(model.name)
             return
         down_s = now_s - self._down_since_s.setdefault(model.name, now_s)
         if down_s >= ENGINE_DOWN_S and model.name not in self._alerted:
-            data = {"state": state, "down_s": round(down_s), "error": model.engine.error}
+            shown, error = ("not ready", problem) if state == "ready" else (state, model.engine.error)
+            data = {"state": shown, "down_s": round(down_s), "error": error}
             await self._enqueue("engine.down", model.name, rfc3339(self._clock.now()), data)
             self._alerted.add(model.name)
 
@@ -91,15 +101,16 @@ class AlertWatch:
         """Return what tells an alert of a slow engine from earlier ones. A refusal lasts until a person ends it or the version
         changes, so that the same kernels are reported once to each target, however often the gateway starts."""
         if event == "engine.kernels_refused":
-            return hashlib.sha256("\n".join(data["kernels"]).encode()).hexdigest()[:DIGEST_CHARS]
+            return "\n".join(data["kernels"])
         return rfc3339(self._clock.now())
 
     async def _enqueue(self, event: str, model: str, occasion: str, data: Mapping[str, Any]) -> None:
+        subject = hashlib.sha256(f"{model}\n{occasion}".encode()).hexdigest()  # the names may be too long for an outbox key
         async with self._db.writing() as connection:
             await connection.run_sync(
                 outbox.enqueue,
                 self._clock.now(),
                 event=event,
-                subject=f"{model[:60]}:{occasion}",
+                subject=subject,
                 data={"model": model, **data},
             )
