@@ -43,13 +43,11 @@ def device() -> torch.device:
 
 
 @pytest.fixture(scope="session")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def llama() -> Path:
     """A Llama of one layer, small enough for the interpreter."""
-    from tests.support.tiny_models import make_model
+    from tests.support.tiny_models import saved_model
 
-    folder = tmp_path_factory.mktemp("models") / "llama"
-    make_model("llama", folder, num_hidden_layers=1, head_dim=16)
-    return folder
+    return saved_model("llama", num_hidden_layers=1, head_dim=16).directory
 
 
 @pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])

@@ -19,28 +19,20 @@ from tests.support.rehearsal import Schedule, rehearsal
 from tests.support.rehearsal.card import Card
 from tests.support.rehearsal.graphs import Graph
 from tests.support.rehearsal.table import replace_triton_operations
-from tests.support.tiny_models import make_first_layers, make_model
+from tests.support.tiny_models import saved_first_layer, saved_model
 
 ROOM: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 128, "num_kv_blocks": 64, "max_num_batched_tokens": 64}
-LAYERS = 3
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    made = make_model("llama", folder / "deep", num_hidden_layers=LAYERS, head_dim=16)
-    make_first_layers(made, folder / "shallow", 1)
-    return folder
+SIZES = {"num_hidden_layers": 3, "head_dim": 16}
 
 
 @pytest.fixture
-def model(folder: Path) -> Path:
-    return folder / "deep"
+def model() -> Path:
+    return saved_model("llama", **SIZES).directory
 
 
 @pytest.fixture
-def shallow(folder: Path) -> Path:
-    return folder / "shallow"
+def shallow() -> Path:
+    return saved_first_layer("llama", **SIZES)
 
 
 @pytest.fixture

@@ -18,19 +18,17 @@ from kernels.triton.attention.decode import paged_decode
 from tests.support.engines import generation_request, run_to_end, small_engine, tokens
 from tests.support.rehearsal import Schedule, rehearsal
 from tests.support.scripted_drafter import use_scripted_drafter
-from tests.support.tiny_models import make_model
 
 SMALL: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 32, "num_kv_blocks": 8, "max_num_batched_tokens": 16}
 SPECULATIVE = SpeculativeOptions.parse({"method": "ngram", "num_speculative_tokens": 9, "prompt_lookup_max": 3})
 
 
-def test_a_context_is_read_once_for_several_drafts(tmp_path: Path) -> None:
-    make_model("llama", tmp_path, num_hidden_layers=1, head_dim=16)
+def test_a_context_is_read_once_for_several_drafts(llama: Path) -> None:
     requests = [generation_request("a", [5, 6, 7], max_tokens=20), generation_request("b", [8], max_tokens=3)]
-    expected = run_to_end(small_engine(tmp_path, dtype="float32", **SMALL), requests)
+    expected = run_to_end(small_engine(llama, dtype="float32", **SMALL), requests)
     decode = mock.Mock(wraps=paged_decode)
     with rehearsal(Schedule.RANDOM) as card:
-        engine = small_engine(tmp_path, device="cuda", dtype="float32", speculative_config=SPECULATIVE, **SMALL)
+        engine = small_engine(llama, device="cuda", dtype="float32", speculative_config=SPECULATIVE, **SMALL)
         use_scripted_drafter(engine, tokens(expected["a"]), 10)
         with mock.patch.object(attention_prefill, "paged_decode", decode):
             found = run_to_end(engine, requests)
@@ -44,9 +42,8 @@ def test_a_context_is_read_once_for_several_drafts(tmp_path: Path) -> None:
 
 
 def test_kernels_of_all_draft_step_sizes_are_requested_before_the_first_launch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_model("llama", tmp_path, num_hidden_layers=1, head_dim=16)
     asked: list[tuple[int, bool]] = []
     is_asking = False
     step = DecodeStep.__call__
@@ -66,5 +63,5 @@ def test_kernels_of_all_draft_step_sizes_are_requested_before_the_first_launch(
     monkeypatch.setattr(ops, "compiled_together", compiled_together)
     monkeypatch.setattr(DecodeStep, "__call__", note)
     with rehearsal(runs_kernels=False):
-        small_engine(tmp_path, device="cuda", dtype="float32", speculative_config=SPECULATIVE, **{**SMALL, "max_num_seqs": 8})
+        small_engine(llama, device="cuda", dtype="float32", speculative_config=SPECULATIVE, **{**SMALL, "max_num_seqs": 8})
     assert sorted({size for size, has_drafts in asked if has_drafts}) == [2, 4, 8, 16, 32, 64, 72]

@@ -36,7 +36,7 @@ from tests.support.interpreted_fp8 import correct_e4m3
 from tests.support.rehearsal import Schedule, rehearsal
 from tests.support.rehearsal.table import replace_triton_operations
 from tests.support.scripted_drafter import use_scripted_drafter
-from tests.support.tiny_models import make_model
+from tests.support.tiny_models import saved_model
 
 SMALL: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 32, "num_kv_blocks": 8, "max_num_batched_tokens": 16}
 PROMPTS = {"a": [5, 6, 7], "b": list(range(3, 21)), "c": [8]}
@@ -231,14 +231,14 @@ SPECULATIVE = SpeculativeOptions.parse({"method": "ngram", "num_speculative_toke
     ],
 )
 def test_steps_that_need_the_host_are_not_captured(
-    family: str, options: dict[str, Any], is_captured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, options: dict[str, Any], is_captured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Experts need the host with torch's operations but not with Triton's. They run in float32 here, unlike on a GPU."""
     monkeypatch.setattr("engine.resolved_options.check_formats", lambda *_: None)
-    make_model(family, tmp_path / family)
-    expected = answers(tmp_path / family, **options)
+    model = saved_model(family).directory
+    expected = answers(model, **options)
     with rehearsal() as card, replace_triton_operations():
-        assert answers(tmp_path / family, device="cuda", **options) == expected
+        assert answers(model, device="cuda", **options) == expected
     assert bool(card.num_captures) is is_captured
     assert bool(card.num_replays) is is_captured
 
@@ -263,17 +263,17 @@ def test_drafts_are_verified_by_captured_steps_that_wait_only_for_tokens(kv_cach
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
-def test_experts_are_captured_with_kernels_that_do_not_need_the_host(quantization: str | None, tmp_path: Path) -> None:
-    make_model("qwen3_moe", tmp_path / "moe", num_hidden_layers=1)
+def test_experts_are_captured_with_kernels_that_do_not_need_the_host(quantization: str | None) -> None:
+    model = saved_model("qwen3_moe", num_hidden_layers=1).directory
     with rehearsal(runs_kernels=False) as card:
-        engine = small_engine(tmp_path / "moe", device="cuda", dtype="float16", quantization=quantization, **SMALL)
+        engine = small_engine(model, device="cuda", dtype="float16", quantization=quantization, **SMALL)
     assert card.num_captures
     assert "no graphs" not in engine.info.kernels
 
 
-def test_padding_of_a_captured_step_is_excluded_from_the_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_of_a_captured_step_is_excluded_from_the_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three requests in a step of four rows, each of which chooses three experts. Steps that are timed have no padding."""
-    make_model("qwen3_moe", tmp_path / "moe", num_hidden_layers=1, head_dim=16, vocab_size=64)
+    model = saved_model("qwen3_moe", num_hidden_layers=1, head_dim=16, vocab_size=64).directory
     with rehearsal() as card:
         seen, one = (torch.full((size,), size == 1, dtype=torch.int32, device="cuda") for size in (64, 1))
 
@@ -284,7 +284,7 @@ def test_padding_of_a_captured_step_is_excluded_from_the_experts(tmp_path: Path,
 
         monkeypatch.setattr(experts, "sort_by_expert", counted)
         speculative = SpeculativeOptions(method="ngram", num_speculative_tokens=1)
-        engine = small_engine(tmp_path / "moe", device="cuda", dtype="float16", speculative_config=speculative, **SMALL)
+        engine = small_engine(model, device="cuda", dtype="float16", speculative_config=speculative, **SMALL)
         assert isinstance(engine.runner, SlotRunner)
         for num_rows in (1, 6):
             seen.zero_()
@@ -307,9 +307,9 @@ EXPERT_LAYOUTS = {
 def test_quantised_experts_are_captured_unless_their_columns_are_permuted(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    make_model("mixtral", tmp_path / "moe", **layouts.SIZES, num_hidden_layers=1, num_local_experts=3)
+    model = saved_model("mixtral", **layouts.SIZES, num_hidden_layers=1, num_local_experts=3).directory
     layout, is_captured = EXPERT_LAYOUTS[name]
-    written = layouts.write(tmp_path / "moe", tmp_path / "quantised", layout)
+    written = layouts.write(model, tmp_path / "quantised", layout)
     with caplog.at_level("INFO"), rehearsal(runs_kernels=False) as card:
         engine = small_engine(written.directory, device="cuda", dtype="float16", **SMALL)
     assert bool(card.num_captures) == is_captured
@@ -338,7 +338,7 @@ def test_embeddings_equal_those_of_the_cpu(llama: Path) -> None:
 
 @pytest.mark.parametrize(("device", "window", "asks"), [("cuda", None, False), ("cuda", 2, True), ("cpu", None, True)])
 def test_attention_over_whole_texts_does_not_use_cudnn(
-    tmp_path: Path, device: str, window: int | None, asks: bool, monkeypatch: pytest.MonkeyPatch
+    device: str, window: int | None, asks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A plan takes tenths of a second. Texts longer than a window have a mask, which of the others only the slow one takes."""
     found, attend = set(), functional.scaled_dot_product_attention
@@ -348,9 +348,9 @@ def test_attention_over_whole_texts_does_not_use_cudnn(
         return attend(*given, **named)
 
     monkeypatch.setattr(functional, "scaled_dot_product_attention", attended)
-    make_model("mistral", tmp_path / "mistral", sliding_window=window)
+    mistral = saved_model("mistral", sliding_window=window).directory
     with rehearsal(), replace_triton_operations():
-        model = load_text_model(EngineOptions(model=tmp_path / "mistral", device=device, dtype="float32", threads=1))
+        model = load_text_model(EngineOptions(model=mistral, device=device, dtype="float32", threads=1))
         Embedder(model, PoolingConfig(mode="last")).embed([[5, 6, 7], [8, 9, 10, 11]])
     assert found == {asks}
     assert torch._C._get_cudnn_sdp_enabled()

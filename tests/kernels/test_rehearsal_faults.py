@@ -27,7 +27,7 @@ from tests.support.engine_histories import MAX_LEN, PlannedRequest, assert_as_al
 from tests.support.engines import generation_request, run_to_end, small_engine, tokens
 from tests.support.rehearsal import Schedule, rehearsal
 from tests.support.rehearsal.table import replace_triton_operations
-from tests.support.tiny_models import VOCAB_SIZE, make_first_layers, make_model
+from tests.support.tiny_models import VOCAB_SIZE, saved_first_layer, saved_model
 
 FOLDERS = "/engine/runner/", "/engine/sampling/", "/kernels/device_words.py", "/kernels/transfer.py"
 ONE_LINE_OF = 3000
@@ -40,11 +40,9 @@ class Fault(RuntimeError):
     """The injected error."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    make_first_layers(make_model("llama", folder / "llama"), folder / "draft", 1)
-    return folder
+@pytest.fixture
+def model() -> Path:
+    return saved_model("llama").directory
 
 
 @contextmanager
@@ -96,14 +94,14 @@ def failing(numbers: random.Random) -> Iterator[list[str]]:
 @pytest.mark.parametrize("method", [None, "ngram", "draft_model", "without graphs"])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_tokens_equal_those_of_the_plain_runner_wherever_a_launch_fails(
-    folder: Path, method: str | None, seed: int, monkeypatch: pytest.MonkeyPatch
+    model: Path, method: str | None, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbers, speculative = random.Random(f"{seed} {method}"), None
     if method == "without graphs":
         monkeypatch.setenv(GRAPHS, "0")
     elif method is not None:
-        model = folder / "draft" if method == "draft_model" else None
-        speculative = SpeculativeOptions(method=method, model=model, num_speculative_tokens=3)
+        drafter = saved_first_layer("llama") if method == "draft_model" else None
+        speculative = SpeculativeOptions(method=method, model=drafter, num_speculative_tokens=3)
     requests = [
         PlannedRequest(
             prompt=tuple((start + 7 * place) % VOCAB_SIZE for place in range(numbers.randint(1, 30))),
@@ -114,24 +112,24 @@ def test_tokens_equal_those_of_the_plain_runner_wherever_a_launch_fails(
     ]  # fmt: skip
     with rehearsal(numbers.choice([*Schedule]), seed=seed) as card, replace_triton_operations():
         engine = small_engine(
-            folder / "llama", device="cuda", dtype="float32", max_num_seqs=5, max_num_batched_tokens=32, max_model_len=MAX_LEN,
+            model, device="cuda", dtype="float32", max_num_seqs=5, max_num_batched_tokens=32, max_model_len=MAX_LEN,
             block_size=4, num_kv_blocks=200, speculative_config=speculative,
         )  # fmt: skip
         with failing(numbers) as failed:
             found = run_history(with_grammars(engine), requests, preempt_at=None)
     assert 0 < engine.fallbacks.count <= len(failed), "no step but those that failed was computed in the plain way"
     assert card.broken is None
-    assert_as_alone(folder, "llama", requests, found)
+    assert_as_alone(model, requests, found)
 
 
-def test_a_lost_device_ends_the_engine_and_blames_no_single_request(folder: Path) -> None:
+def test_a_lost_device_ends_the_engine_and_blames_no_single_request(model: Path) -> None:
     """After an illegal access CUDA refuses every call, so that retries and new requests would fail as well."""
 
     def access_nothing() -> None:
         raise RuntimeError("an illegal memory access was encountered")
 
     with rehearsal() as card, replace_triton_operations():
-        engine = small_engine(folder / "llama", device="cuda", dtype="float32", max_num_seqs=4, max_model_len=MAX_LEN)
+        engine = small_engine(model, device="cuda", dtype="float32", max_num_seqs=4, max_model_len=MAX_LEN)
         for name in ("a", "b", "c"):
             engine.submit(generation_request(name, [5, 6, 7], max_tokens=20))
         events = [event for _ in range(4) for event in engine.step()]
@@ -143,12 +141,12 @@ def test_a_lost_device_ends_the_engine_and_blames_no_single_request(folder: Path
     assert all(event.finish_reason is None for event in events)
 
 
-def test_a_failing_step_on_a_working_device_does_not_end_the_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_step_on_a_working_device_does_not_end_the_engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise torch.cuda.OutOfMemoryError("no room for this step")
 
     with rehearsal(), replace_triton_operations():
-        engine = small_engine(folder / "llama", device="cuda", dtype="float32", max_num_seqs=4, max_model_len=MAX_LEN)
+        engine = small_engine(model, device="cuda", dtype="float32", max_num_seqs=4, max_model_len=MAX_LEN)
         engine.submit(generation_request("a", [5, 6, 7], max_tokens=3))
         with monkeypatch.context() as patched:
             patched.setattr(SlotRunner, "launch", full)

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
-import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -28,17 +27,9 @@ from tests.support.engine_histories import (
 from tests.support.engines import small_engine
 from tests.support.rehearsal import Schedule, rehearsal
 from tests.support.rehearsal.table import replace_triton_operations
-from tests.support.tiny_models import make_first_layers, make_model
+from tests.support.tiny_models import saved_first_layer, saved_model
 
 FAMILIES = ("llama", "gemma2", "qwen3")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    for family in FAMILIES:
-        make_first_layers(make_model(family, folder / family), folder / f"{family} draft", 1)
-    return folder
 
 
 def speculation(draft: Path | None, num_tokens: int) -> SpeculativeOptions:
@@ -60,7 +51,6 @@ def speculation(draft: Path | None, num_tokens: int) -> SpeculativeOptions:
     seed=st.integers(0, 99),
 )
 def test_tokens_equal_those_of_the_plain_runner(
-    folder: Path,
     family: str,
     requests: list[PlannedRequest],
     depth: int | None,
@@ -72,15 +62,16 @@ def test_tokens_equal_those_of_the_plain_runner(
     seed: int,
 ) -> None:
     few_graphs = mock.patch("engine.runner.runner_choice.CudaGraphs", partial(CudaGraphs, max_graphs=max_graphs))
+    model = saved_model(family).directory
     with rehearsal(schedule, seed=seed) as card, replace_triton_operations(), few_graphs:
         engine = small_engine(
-            folder / family,
+            model,
             device="cuda",
             dtype="float32",
             **room.options,
-            speculative_config=depth and speculation(folder / f"{family} draft" if drafts else None, depth),
+            speculative_config=depth and speculation(saved_first_layer(family) if drafts else None, depth),
         )
         found = run_history(with_grammars(engine), requests, preempt_at=preempt_at)
     assert card.broken is None
     assert engine.fallbacks.count == 0
-    assert_as_alone(folder, family, requests, found)
+    assert_as_alone(model, requests, found)

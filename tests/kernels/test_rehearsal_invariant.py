@@ -15,7 +15,7 @@ from kernels.triton.products.tiles import Tiles
 from tests.support.engines import generation_request, run_to_end, small_engine
 from tests.support.interpreted_rows import make_dot_row_invariant
 from tests.support.rehearsal import rehearsal
-from tests.support.tiny_models import make_model
+from tests.support.tiny_models import saved_model
 
 SMALL: dict[str, Any] = {
     "max_num_seqs": 4, "max_model_len": 32, "num_kv_blocks": 16, "max_num_batched_tokens": 16, "enable_prefix_caching": False,
@@ -56,14 +56,14 @@ def bits(engine: Engine, names: str) -> dict[str, list[tuple[int, float]]]:
     return {name: [(token, entry.logprob) for token, entry in pairs] for name, pairs in scored.items()}
 
 
-def test_captured_steps_of_experts_are_bit_identical_to_the_plain_runner_also_with_padding(tmp_path: Path) -> None:
+def test_captured_steps_of_experts_are_bit_identical_to_the_plain_runner_also_with_padding() -> None:
     """In steps of one row, and of four rows with three requests. Steps wait only for tokens."""
-    make_model("qwen3_moe", tmp_path / "model", num_hidden_layers=1, head_dim=16, vocab_size=64)
+    model = saved_model("qwen3_moe", num_hidden_layers=1, head_dim=16, vocab_size=64).directory
     with rehearsal() as card:
-        plain = bits(engine_of(tmp_path / "model", enforce_eager=True), "abc")
+        plain = bits(engine_of(model, enforce_eager=True), "abc")
     assert not card.num_captures
     with rehearsal() as card:
-        engine = engine_of(tmp_path / "model")
+        engine = engine_of(model)
         card.syncs.clear()
         assert bits(engine, "a")["a"] == plain["a"]
         assert bits(engine, "abc") == plain

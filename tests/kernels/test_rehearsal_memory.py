@@ -20,7 +20,7 @@ from tests.support.rehearsal import DEVICE, rehearsal
 from tests.support.rehearsal import card as rehearsed_card
 from tests.support.rehearsal.card import Card
 from tests.support.rehearsal.table import replace_triton_operations
-from tests.support.tiny_models import make_model
+from tests.support.tiny_models import saved_model
 
 SMALL: dict[str, Any] = {
     "device": "cuda", "dtype": "float32", "max_num_seqs": 4, "max_model_len": 64, "max_num_batched_tokens": 64,
@@ -62,10 +62,9 @@ def test_a_dropped_engine_frees_its_memory_for_the_next_one(card: Card, llama: P
 @pytest.mark.parametrize(
     "own", [{}, {"block_size": 32}, {"enforce_eager": True, "max_num_seqs": 2}, {"kv_cache_bytes": 100 << 20}], ids=str
 )
-def test_engines_of_two_models_fit_one_gpu(own: dict[str, Any], card: Card, llama: Path, tmp_path: Path) -> None:
+def test_engines_of_two_models_fit_one_gpu(own: dict[str, Any], card: Card, llama: Path) -> None:
     """As in two processes: the allocator of the second engine does not count memory of the first as its own."""
-    other = tmp_path / "other"
-    make_model("qwen3", other, num_hidden_layers=2, head_dim=16)
+    other = saved_model("qwen3", num_hidden_layers=2, head_dim=16).directory
     card.total_bytes = 2 << 30  # room for the context that each process is assumed to have
     engines = []
     told = [{"model": str(llama), **SMALL}, {"model": str(other), **SMALL, **own}]

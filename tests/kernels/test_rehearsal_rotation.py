@@ -17,7 +17,7 @@ from kernels.triton.attention import rotated_decode
 from tests.support.engines import generation_request, run_to_end, small_engine, tokens
 from tests.support.rehearsal import Schedule, rehearsal
 from tests.support.scripted_drafter import use_scripted_drafter
-from tests.support.tiny_models import make_model
+from tests.support.tiny_models import saved_model
 
 SMALL: dict[str, Any] = {"max_num_seqs": 1, "max_model_len": 16, "num_kv_blocks": 4, "max_num_batched_tokens": 16}
 NUM_TOKENS = 5
@@ -63,11 +63,9 @@ def plain(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(("family", "is_rotated"), [("llama", True), ("gemma3_text", True), ("olmo2", False)])
-def test_a_layer_rotates_inside_attention_unless_heads_are_normalised_together(
-    family: str, is_rotated: bool, tmp_path: Path
-) -> None:
-    make_model(family, tmp_path, num_hidden_layers=1)
-    assert served(tmp_path) == (plain(tmp_path), {False} if is_rotated else set())
+def test_a_layer_rotates_inside_attention_unless_heads_are_normalised_together(family: str, is_rotated: bool) -> None:
+    model = saved_model(family, num_hidden_layers=1).directory
+    assert served(model) == (plain(model), {False} if is_rotated else set())
 
 
 def test_steps_of_many_rows_rotate_separately() -> None:
@@ -76,14 +74,12 @@ def test_steps_of_many_rows_rotate_separately() -> None:
     assert [plan.takes_projections for plan in plans] == [True, True, False, False]
 
 
-def test_a_batch_invariant_engine_rotates_separately(tmp_path: Path) -> None:
-    make_model("llama", tmp_path, num_hidden_layers=1)
-    found, rotated = served(tmp_path, batch_invariant=True)
+def test_a_batch_invariant_engine_rotates_separately(llama: Path) -> None:
+    found, rotated = served(llama, batch_invariant=True)
     assert (len(found), rotated) == (NUM_TOKENS, set())
 
 
-def test_steps_with_several_rows_per_request_rotate_separately(tmp_path: Path) -> None:
-    make_model("llama", tmp_path, num_hidden_layers=1)
-    expected = plain(tmp_path)
+def test_steps_with_several_rows_per_request_rotate_separately(llama: Path) -> None:
+    expected = plain(llama)
     speculative = SpeculativeOptions.parse({"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3})
-    assert served(tmp_path, answer=expected, speculative_config=speculative) == (expected, {False})
+    assert served(llama, answer=expected, speculative_config=speculative) == (expected, {False})

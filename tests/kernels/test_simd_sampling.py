@@ -15,10 +15,10 @@ from kernels.sampling_columns import SamplingColumns
 from kernels.simd import sampling
 from kernels.simd.vectors import LANES
 from kernels.torch import sampling as torch_sampling
+from tests.support.sampling_columns import columns_of
 
 pytestmark = pytest.mark.usefixtures("threads")
 
-LOG2_E = 1.4426950408889634
 SETTINGS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.0},
@@ -53,20 +53,14 @@ SETTINGS: list[dict[str, Any]] = [
 VOCABS = (1, LANES - 1, LANES, 129, 4093)
 
 
-def columns_of(settings: list[dict[str, Any]], vocab_size: int) -> SamplingColumns:
-    columns = SamplingColumns.empty(len(settings), vocab_size, 2, torch.device("cpu"))
+def ruled_columns(settings: list[dict[str, Any]], vocab_size: int) -> SamplingColumns:
+    """Columns with the penalties, rules and suppressed tokens of `settings`, too, after random outputs."""
+    columns = columns_of(settings, vocab_size, num_rules=2)
     generator = torch.Generator().manual_seed(vocab_size)
     columns.counts.copy_(torch.randint(0, 6, columns.counts.shape, generator=generator))
     columns.bias.copy_(torch.randn(columns.bias.shape, generator=generator) * 3)
     columns.bias[1, ::3] = -math.inf
     for slot, each in enumerate(settings):
-        temperature = each.get("temperature", 1.0)
-        columns.scale[slot] = LOG2_E / temperature if temperature else 0.0
-        columns.streams[slot] = (slot + 1) * 0x5DEECE66D123457 - 2**62
-        columns.top_k[slot] = int(each.get("top_k", 0))
-        columns.top_p[slot] = each.get("top_p", 1.0)
-        columns.neg_log2_min_p[slot] = -math.log2(each["min_p"]) if "min_p" in each else math.inf
-        columns.typical_p[slot] = each.get("typical_p", 1.0)
         columns.repetition[slot] = each.get("repetition", 1.0)
         columns.frequency[slot], columns.presence[slot] = each.get("frequency", 0.0), each.get("presence", 0.0)
         columns.rules[slot] = each.get("rule", -1)
@@ -95,7 +89,7 @@ def compare(
 @pytest.mark.parametrize("vocab_size", VOCABS)
 @pytest.mark.parametrize("spread", [0.01, 3.0])
 def test_rows_with_any_settings_get_the_tokens_of_the_definition(vocab_size: int, spread: float) -> None:
-    columns, count = columns_of(SETTINGS, vocab_size), len(SETTINGS)
+    columns, count = ruled_columns(SETTINGS, vocab_size), len(SETTINGS)
     generator = torch.Generator().manual_seed(1)
     wide = torch.full((count, vocab_size + 5), math.nan)
     logits = wide[:, :vocab_size]  # strided rows with poison between them
@@ -137,7 +131,7 @@ def test_zeros_of_either_sign_are_equal() -> None:
 def test_a_mask_keeps_allowed_tokens_and_does_not_hide_failures() -> None:
     settings: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"top_k": 4}, {"top_p": 0.7}, {"suppressed": [3]}, {"rule": 1}]
     settings.append({"typical_p": 0.6})
-    columns = columns_of(settings, 70)
+    columns = ruled_columns(settings, 70)
     generator = torch.Generator().manual_seed(3)
     masks = torch.randint(-(2**31), 2**31, (len(settings), 5), generator=generator, dtype=torch.int64).int()[:, :3]
     logits = torch.randn(len(settings), 70, generator=generator)
@@ -168,7 +162,7 @@ def test_top_k_keeps_all_tokens_if_there_are_fewer_than_k() -> None:
 
 
 def test_threads_without_workspace_leave_the_work_to_the_others() -> None:
-    columns, slots = columns_of(SETTINGS, 40), torch.arange(len(SETTINGS), dtype=torch.int32)
+    columns, slots = ruled_columns(SETTINGS, 40), torch.arange(len(SETTINGS), dtype=torch.int32)
     logits = torch.randn(len(SETTINGS), 40, generator=torch.Generator().manual_seed(5))
     workspace = torch.full((2, 3, 40), math.nan)
     expected = torch_sampling.sample(logits, slots, slots, columns).tolist()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from kernels.attention_rows import AttentionShape
 from kernels.reference import attention as reference
 from kernels.triton.attention import decode, splits
 from kernels.triton.launching.card_properties import CARDS, card
-from tests.support.kernel_cases import Guarded, fill_cache, normal, padded_rows, scatter_block_tables, table_tensor
+from tests.support.kernel_cases import Guarded, PagedQueries
 from tests.support.kernel_tolerances import assert_near, assert_same
 
 BLOCK = 16
@@ -30,8 +31,8 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(splits, "decode_tiling", lambda *_: tiling)
 
 
-class Batch:
-    """Requests of given lengths in a poisoned cache, their queries in a poisoned projection."""
+class Batch(PagedQueries):
+    """Requests of given lengths, each with one query unless there are `query_lens`."""
 
     def __init__(
         self,
@@ -39,37 +40,25 @@ class Batch:
         shape: AttentionShape,
         device: torch.device,
         *,
-        dtype: torch.dtype = torch.float32,
-        kv_dtype: torch.dtype | None = None,
         query_lens: list[int] | None = None,
+        **dtypes: Any,
     ) -> None:
-        self.shape, self.dtype = shape, dtype
-        tables, num_blocks = scatter_block_tables(lengths, shape.block_size)
-        size = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
-        self.cache = fill_cache(tables, lengths, size, dtype=kv_dtype or dtype, device=device)
-        self.tables = table_tensor(tables, device)
-        self.context_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
-        num_rows = sum(query_lens) if query_lens else len(lengths)
-        queries = normal(num_rows, shape.num_heads * shape.head_dim, dtype=dtype, device=device)
-        wide = padded_rows(queries, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim)
-        self.q = wide.view(-1, shape.num_heads, shape.head_dim)
-        self.query_starts = None
-        self.max_query_len = max(query_lens) if query_lens else 1
+        super().__init__([*zip(query_lens or [1] * len(lengths), lengths, strict=True)], shape, device, **dtypes)
+        self.queries: dict[str, Any] = {}
         if query_lens:
-            starts = [sum(query_lens[:index]) for index in range(len(query_lens) + 1)]
-            self.query_starts = torch.tensor(starts, dtype=torch.int32, device=device)
+            self.queries = {"query_starts": self.query_starts, "max_query_len": self.max_query_len}
 
     def expected(self, kv_scales: torch.Tensor | None = None) -> torch.Tensor:
         return reference.paged_decode(
             self.q, self.cache, self.tables, self.context_lens, self.shape,
-            query_starts=self.query_starts, max_query_len=self.max_query_len, kv_scales=kv_scales,
+            **self.queries, kv_scales=kv_scales,
         )  # fmt: skip
 
     def actual(self, kv_scales: torch.Tensor | None = None) -> torch.Tensor:
         out = Guarded(tuple(self.q.shape), self.dtype, self.q.device)
         decode.paged_decode(
             self.q, self.cache, self.tables, self.context_lens, self.shape,
-            query_starts=self.query_starts, max_query_len=self.max_query_len, kv_scales=kv_scales, out=out.tensor,
+            **self.queries, kv_scales=kv_scales, out=out.tensor,
         )  # fmt: skip
         return out.check()
 

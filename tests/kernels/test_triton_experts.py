@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from tests.support.engines import generation_request, run_to_end, small_engine, 
 from tests.support.kernel_cases import Guarded, normal, padded_rows
 from tests.support.kernel_tables import replace_table
 from tests.support.kernel_tolerances import assert_near, assert_same
-from tests.support.tiny_models import make_model
+from tests.support.tiny_models import saved_model
 
 FLOATS = (torch.float32, torch.float16)
 
@@ -229,11 +228,11 @@ def test_matrices_of_different_shapes_or_without_alignment_are_refused(device: t
 
 
 def test_a_model_with_experts_gives_the_same_tokens_with_kernels_and_torch(
-    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device.type != "cpu":
         pytest.skip("on a GPU the kernels serve, and bench/gpu.sh compares what they say")
-    make_model("qwen3_moe", tmp_path / "model", num_hidden_layers=1, head_dim=16, vocab_size=128)
+    model = saved_model("qwen3_moe", num_hidden_layers=1, head_dim=16).directory
     mixed = []
     sort = sort_by_expert
 
@@ -245,7 +244,7 @@ def test_a_model_with_experts_gives_the_same_tokens_with_kernels_and_torch(
     answers = []
     for table in ("cpu", "cuda"):
         with replace_table("cpu", "cuda") if table == "cuda" else contextlib.nullcontext():
-            engine = small_engine(tmp_path / "model", max_num_seqs=4, max_model_len=32, num_kv_blocks=8)
+            engine = small_engine(model, max_num_seqs=4, max_model_len=32, num_kv_blocks=8)
             events = run_to_end(
                 engine, [generation_request("a", [5, 6, 7], max_tokens=2), generation_request("b", [3, 9], max_tokens=2)]
             )

@@ -17,7 +17,7 @@ from tests.support.engines import generation_request, run_to_end, small_engine, 
 from tests.support.interpreted_fp8 import correct_e4m3
 from tests.support.interpreted_rows import make_dot_row_invariant
 from tests.support.kernel_tables import replace_table
-from tests.support.tiny_models import make_model
+from tests.support.tiny_models import saved_model
 
 PROMPTS = {"a": [5, 6, 7], "b": list(range(3, 37)), "c": [8], "d": [5, 6, 9, 4, 11]}
 SMALL: dict[str, Any] = {"max_model_len": 48, "num_kv_blocks": 12, "block_size": 16, "batch_invariant": True}
@@ -60,20 +60,19 @@ def answers(model: Path, names: list[str], **options: Any) -> dict[str, list[tup
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_request_has_the_same_bits_alone_and_among_others_in_chunks(name: str, tmp_path: Path) -> None:
+def test_a_request_has_the_same_bits_alone_and_among_others_in_chunks(name: str) -> None:
     family = "qwen3_moe" if name == "mixture" else "llama"
-    make_model(family, tmp_path / "model", num_hidden_layers=1, head_dim=16, vocab_size=128)
-    expected = {each: answers(tmp_path / "model", [each], **ALONE, **FORMATS[name])[each] for each in ("b", "d")}
+    model = saved_model(family, num_hidden_layers=1, head_dim=16).directory
+    expected = {each: answers(model, [each], **ALONE, **FORMATS[name])[each] for each in ("b", "d")}
     for budget in (7, 16):
-        together = answers(tmp_path / "model", list(PROMPTS), max_num_seqs=4, max_num_batched_tokens=budget, **FORMATS[name])
+        together = answers(model, list(PROMPTS), max_num_seqs=4, max_num_batched_tokens=budget, **FORMATS[name])
         assert {each: together[each] for each in expected} == expected
 
 
-def test_tokens_equal_those_of_torch(tmp_path: Path) -> None:
-    make_model("llama", tmp_path / "model", num_hidden_layers=1, head_dim=16, vocab_size=128)
-    found = answers(tmp_path / "model", ["a", "b"], max_num_seqs=4)
+def test_tokens_equal_those_of_torch(llama: Path) -> None:
+    found = answers(llama, ["a", "b"], max_num_seqs=4)
     with mock.patch.dict(ops._TABLES, cpu="kernels.torch.table"):
-        engine = small_engine(tmp_path / "model", **SMALL)
+        engine = small_engine(llama, **SMALL)
         events = run_to_end(engine, [generation_request(name, PROMPTS[name], max_tokens=3) for name in found])
     assert {name: [token for token, _ in each] for name, each in found.items()} == {
         name: tokens(each) for name, each in events.items()
@@ -88,7 +87,7 @@ STORED = {
 
 @pytest.mark.parametrize("layout", STORED.values(), ids=STORED)
 def test_quantised_checkpoints_are_bit_identical_too(layout: layouts.Layout, tmp_path: Path) -> None:
-    make_model("llama", tmp_path / "model", **layouts.SIZES)
-    model = layouts.write(tmp_path / "model", tmp_path / "quantised", layout).directory
+    plain = saved_model("llama", **layouts.SIZES).directory
+    model = layouts.write(plain, tmp_path / "quantised", layout).directory
     alone = answers(model, ["b"], dtype="float16", **ALONE)
     assert answers(model, list(PROMPTS), dtype="float16", max_num_seqs=4, max_num_batched_tokens=16)["b"] == alone["b"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,7 +18,7 @@ from kernels.reference import quantised as reference
 from kernels.triton.products.fp8 import linear_fp8
 from tests.support.engines import generation_request, run_to_end, small_engine, tokens
 from tests.support.kernel_tables import replace_table
-from tests.support.tiny_models import make_model
+from tests.support.tiny_models import saved_model
 
 ROUNDED = 0.01  # float16 results of 64 products near one
 FEW, MANY = 3, 17  # inputs of up to 16 rows are not quantised
@@ -109,15 +108,15 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float =
 
 
 @pytest.mark.usefixtures("on_triton")
-def test_an_8_bit_model_gives_the_same_tokens_with_norms_fused_into_products(tmp_path: Path) -> None:
-    make_model("llama", tmp_path, num_hidden_layers=2, head_dim=16)
+def test_an_8_bit_model_gives_the_same_tokens_with_norms_fused_into_products() -> None:
+    model = saved_model("llama", num_hidden_layers=2, head_dim=16).directory
     options: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 32, "num_kv_blocks": 4, "quantization": "int8"}
     request = generation_request("a", [5, 6, 7], max_tokens=3)
     with replace_table("cpu", "cuda"):
-        engine = small_engine(tmp_path, **options)
+        engine = small_engine(model, **options)
         assert isinstance(engine.runner, ModelRunner)
         assert engine.runner.target._decoder._fused is not None
         found = tokens(run_to_end(engine, [request])["a"])
     quantised_linear._load_function.cache_clear()
     quantised_linear._MODULES["cpu"] = CPU_MODULES
-    assert found == tokens(run_to_end(small_engine(tmp_path, **options), [request])["a"])
+    assert found == tokens(run_to_end(small_engine(model, **options), [request])["a"])

@@ -24,7 +24,7 @@ from tests.support import quantised_checkpoints as layouts
 from tests.support.engines import generation_request, overlapped_engine, run_to_end, small_engine, tokens
 from tests.support.interpreted_bf16 import correct_bf16
 from tests.support.kernel_tables import replace_table
-from tests.support.tiny_models import make_model
+from tests.support.tiny_models import make_model, saved_model
 
 LAUNCHES_OF_A_LAYER = 5  # of one request: qkv, attention, out, gate and up, down
 PROMPTS = {"a": [5, 6, 7], "b": list(range(3, 21)), "c": [8]}
@@ -59,10 +59,10 @@ def model_in(
     folder: Path, layout: layouts.Layout | None = None, *, num_layers: int = 2, tied: bool = False
 ) -> layouts.WrittenCheckpoint:
     settings = {**layouts.SIZES, "num_hidden_layers": num_layers, "head_dim": 16, "tie_word_embeddings": tied}
-    make_model("llama", folder / "plain", **settings)
+    plain = saved_model("llama", **settings).directory
     if layout is None:
-        return layouts.WrittenCheckpoint(folder / "plain", folder / "plain", layouts.awq())
-    return layouts.write(folder / "plain", folder / "written", layout)
+        return layouts.WrittenCheckpoint(plain, plain, layouts.awq())
+    return layouts.write(plain, folder / "written", layout)
 
 
 FP8_STATIC = layouts.fp8(per_row=False, activations="static", compressed=False)
@@ -159,12 +159,12 @@ ALONE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("family", ALONE)
-def test_few_rows_are_never_quantised(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_model(family, tmp_path, **{**layouts.SIZES, "num_hidden_layers": 2, "head_dim": 16, **ALONE[family]})
+def test_few_rows_are_never_quantised(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = saved_model(family, **{**layouts.SIZES, "num_hidden_layers": 2, "head_dim": 16, **ALONE[family]}).directory
     rounded = mock.Mock()
     for module in ("norm", "activation", "fp8"):
         monkeypatch.setattr(f"kernels.triton.rows.{module}.allocate_fp8_rows", rounded)
-    answers(overlapped_engine, tmp_path, quantization="fp8", dtype="bfloat16")
+    answers(overlapped_engine, model, quantization="fp8", dtype="bfloat16")
     assert not rounded.called
 
 

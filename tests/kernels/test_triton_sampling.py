@@ -16,8 +16,8 @@ from kernels.sampling_columns import SamplingColumns
 from kernels.torch import sampling as cpu
 from kernels.triton.sampling import sampler as sampling
 from tests.support.kernel_cases import Guarded, normal, padded_rows
+from tests.support.sampling_columns import columns_of
 
-LOG2_E = 1.4426950408889634
 VOCABS = (1, 129, 4093)
 FILTERS: list[dict[str, float]] = [
     {},
@@ -43,19 +43,6 @@ FILTERS: list[dict[str, float]] = [
     {"temperature": 1e-4, "typical_p": 0.5},
     {"top_k": 10**6},
 ]
-
-
-def columns_of(settings: list[dict[str, float]], vocab_size: int, device: torch.device, num_rules: int = 1) -> SamplingColumns:
-    columns = SamplingColumns.empty(len(settings), vocab_size, num_rules, device)
-    for slot, each in enumerate(settings):
-        temperature = each.get("temperature", 1.0)
-        columns.scale[slot] = LOG2_E / temperature if temperature else 0.0
-        columns.streams[slot] = random.Random(slot + 1).getrandbits(63) - 2**62
-        columns.top_k[slot] = int(each.get("top_k", 0))
-        columns.top_p[slot] = each.get("top_p", 1.0)
-        columns.neg_log2_min_p[slot] = -math.log2(each["min_p"]) if "min_p" in each else math.inf
-        columns.typical_p[slot] = each.get("typical_p", 1.0)
-    return columns
 
 
 def compare(

@@ -102,21 +102,17 @@ def test_other_block_sizes_equal_transformers(block_size: int) -> None:
 def test_sharded_weights_equal_transformers(tmp_path: Path) -> None:
     model = make_model("llama", tmp_path, sharded=True)
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
-    prompt = make_prompts((9,))[0]
-    events = run_to_end(small_engine(tmp_path), [generation_request("a", prompt, max_tokens=MAX_TOKENS)])
-    assert tokens(events["a"]) == greedy(model, prompt, MAX_TOKENS)
+    check(model, make_prompts((9,)), small_engine(tmp_path))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "granite", "olmo2", "phi3"])
-def test_tied_embeddings_equal_transformers(family: str, tmp_path: Path) -> None:
-    model = make_model(family, tmp_path, tie_word_embeddings=True)
-    prompt = make_prompts((9,))[0]
-    events = run_to_end(small_engine(tmp_path), [generation_request("a", prompt, max_tokens=MAX_TOKENS)])
-    assert tokens(events["a"]) == greedy(model, prompt, MAX_TOKENS)
+def test_tied_embeddings_equal_transformers(family: str) -> None:
+    directory, model = saved_model(family, tie_word_embeddings=True)
+    check(model, make_prompts((9,)), small_engine(directory))
 
 
-def test_a_request_ends_at_the_end_of_text_token_like_transformers(tmp_path: Path) -> None:
-    model = make_model("llama", tmp_path, vocab_size=8)
+def test_a_request_ends_at_the_end_of_text_token_like_transformers() -> None:
+    directory, model = saved_model("llama", vocab_size=8)
     prompts = [[a, b] for a in range(3, 8) for b in range(3, 8)]
     with torch.inference_mode():
         ids = model.generate(
@@ -125,30 +121,31 @@ def test_a_request_ends_at_the_end_of_text_token_like_transformers(tmp_path: Pat
         )  # fmt: skip
     expected = [row[: row.index(EOS) + 1] if EOS in row else row for row in ids[:, 2:].tolist()]
     assert any(row[-1] == EOS for row in expected), "no prompt of this test reaches the end-of-sequence token"
-    engine = small_engine(tmp_path)
+    engine = small_engine(directory)
     events = run_to_end(engine, [generation_request(str(i), p, max_tokens=60, ignore_eos=False) for i, p in enumerate(prompts)])
     assert [tokens(events[str(i)]) for i in range(len(prompts))] == expected
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)], ids=str)
 @pytest.mark.parametrize("head_dim", [16, 64, 96, 128])
-def test_grouped_heads_and_head_dims_equal_transformers(heads: tuple[int, int], head_dim: int, tmp_path: Path) -> None:
-    model = make_model("llama", tmp_path, num_attention_heads=heads[0], num_key_value_heads=heads[1], head_dim=head_dim)
+def test_grouped_heads_and_head_dims_equal_transformers(heads: tuple[int, int], head_dim: int) -> None:
+    sizes = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "head_dim": head_dim}
+    directory, model = saved_model("llama", **sizes)
     prompts = make_prompts((5, 18))
-    engine = small_engine(tmp_path, max_num_batched_tokens=16)
+    engine = small_engine(directory, max_num_batched_tokens=16)
     events = run_to_end(engine, [generation_request(str(i), prompt, max_tokens=8) for i, prompt in enumerate(prompts)])
     assert [tokens(events[str(i)]) for i in range(2)] == [greedy(model, prompt, 8) for prompt in prompts]
 
 
-def test_gemma_with_an_untied_head_equals_transformers(tmp_path: Path) -> None:
-    model = make_model("gemma2", tmp_path, tie_word_embeddings=False)
-    check(model, make_prompts((9,)), small_engine(tmp_path))
+def test_gemma_with_an_untied_head_equals_transformers() -> None:
+    directory, model = saved_model("gemma2", tie_word_embeddings=False)
+    check(model, make_prompts((9,)), small_engine(directory))
 
 
-def test_longrope_uses_long_factors_beyond_the_original_context(tmp_path: Path) -> None:
+def test_longrope_uses_long_factors_beyond_the_original_context() -> None:
     rope = {**LONGROPE, "partial_rotary_factor": 0.67, "original_max_position_embeddings": 32}
-    model = make_model("phi3-longrope", tmp_path, rope_parameters=rope, original_max_position_embeddings=32)
-    check(model, make_prompts((33, 70)), small_engine(tmp_path, max_num_batched_tokens=16))
+    directory, model = saved_model("phi3-longrope", rope_parameters=rope, original_max_position_embeddings=32)
+    check(model, make_prompts((33, 70)), small_engine(directory, max_num_batched_tokens=16))
 
 
 OLDER_SPELLINGS: dict[str, dict[str, Any]] = {

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from engine.loop import Engine
 from engine.runner.slot_runner import SlotRunner
-from kernels.simd.vectors import LANES
 from tests.support.engines import generation_request, recorded_engine, run_to_end, small_engine
-from tests.support.tiny_models import saved_model
+from tests.support.tiny_models import WIDE_HEADS, saved_model
 
 FAMILIES = ("llama-biased", "mistral-window", "qwen3", "gemma2", "gemma3_text", "granite", "olmo2")
-HEADS: dict[str, Any] = {"head_dim": LANES, "hidden_size": 4 * LANES}
 COUNTS = (1, 3, 16)
 
 
@@ -40,7 +36,7 @@ def is_recorded(engine: Engine) -> bool:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_recorded_steps_are_bit_identical_to_single_operations(family: str) -> None:
-    directory = saved_model(family, **HEADS).directory
+    directory = saved_model(family, **WIDE_HEADS).directory
     recorded, plain = recorded_engine(directory), small_engine(directory)
     for count in COUNTS:
         assert tokens_and_logprobs(recorded, count) == tokens_and_logprobs(plain, count)
@@ -48,6 +44,6 @@ def test_recorded_steps_are_bit_identical_to_single_operations(family: str) -> N
 
 
 def test_steps_of_a_mixture_of_experts_are_not_recorded() -> None:
-    engine = recorded_engine(saved_model("qwen3_moe", **HEADS).directory)
+    engine = recorded_engine(saved_model("qwen3_moe", **WIDE_HEADS).directory)
     assert all(tokens_and_logprobs(engine, 2))
     assert not is_recorded(engine)

@@ -19,7 +19,6 @@ from engine.sampling.columns import Kind
 from engine.scheduling.request import table_of
 from engine.scheduling.scheduled_batch import ScheduledRequest
 from engine.speculation.options import SpeculativeOptions
-from kernels.simd.vectors import LANES
 from tests.support.engine_histories import (
     EngineLimits,
     PlannedRequest,
@@ -34,7 +33,7 @@ from tests.support.engines import generation_request, overlapped_engine, recorde
 from tests.support.scheduling import make_request
 from tests.support.scripted_drafter import WRONG_TOKEN, use_scripted_drafter
 from tests.support.slots import make_batch, slot_state, slot_table
-from tests.support.tiny_models import make_first_layers, make_model
+from tests.support.tiny_models import WIDE_HEADS, make_model, saved_first_layer, saved_model
 
 FAMILIES = ("llama", "mistral-window", "gemma2")
 LOOPS = {"launched ahead": overlapped_engine, "recorded": recorded_engine}
@@ -49,14 +48,13 @@ def draft_model(model: Path, num_tokens: int = 3) -> SpeculativeOptions:
     return SpeculativeOptions(method="draft_model", model=model, num_speculative_tokens=num_tokens)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models by family, and the first layer of each as a draft model that often agrees with it."""
-    folder = tmp_path_factory.mktemp("models")
-    for family in FAMILIES:
-        model = make_model(family, folder / family, head_dim=LANES, hidden_size=4 * LANES)
-        make_first_layers(model, folder / f"{family} draft", 1)
-    return folder
+def model_of(family: str) -> Path:
+    return saved_model(family, **WIDE_HEADS).directory
+
+
+@pytest.fixture
+def llama() -> Path:
+    return model_of("llama")
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)
@@ -69,7 +67,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     preempt_at=st.none() | st.integers(1, 12),
 )
 def test_prompt_lookup_over_slots_gives_the_tokens_of_the_plain_runner(
-    folder: Path,
     loop: str,
     family: str,
     requests: list[PlannedRequest],
@@ -77,12 +74,8 @@ def test_prompt_lookup_over_slots_gives_the_tokens_of_the_plain_runner(
     room: EngineLimits,
     preempt_at: int | None,
 ) -> None:
-    engine = LOOPS[loop](
-        folder / family,
-        speculative_config=prompt_lookup(depth),
-        **room.options,
-    )
-    assert_as_alone(folder, family, requests, run_history(with_grammars(engine), requests, preempt_at=preempt_at))
+    engine = LOOPS[loop](model_of(family), speculative_config=prompt_lookup(depth), **room.options)
+    assert_as_alone(model_of(family), requests, run_history(with_grammars(engine), requests, preempt_at=preempt_at))
     assert engine.fallbacks.count == 0
 
 
@@ -97,7 +90,6 @@ def test_prompt_lookup_over_slots_gives_the_tokens_of_the_plain_runner(
     preempt_at=st.none() | st.integers(1, 12),
 )
 def test_a_draft_model_over_slots_gives_the_tokens_of_the_plain_runner(
-    folder: Path,
     loop: str,
     family: str,
     draft: str | None,
@@ -106,22 +98,19 @@ def test_a_draft_model_over_slots_gives_the_tokens_of_the_plain_runner(
     room: EngineLimits,
     preempt_at: int | None,
 ) -> None:
-    engine = LOOPS[loop](
-        folder / family,
-        speculative_config=draft_model(folder / (f"{draft} draft" if draft else family), depth),
-        **room.options,
-    )
-    assert_as_alone(folder, family, requests, run_history(with_grammars(engine), requests, preempt_at=preempt_at))
+    drafter = saved_first_layer(draft, **WIDE_HEADS) if draft else model_of(family)
+    engine = LOOPS[loop](model_of(family), speculative_config=draft_model(drafter, depth), **room.options)
+    assert_as_alone(model_of(family), requests, run_history(with_grammars(engine), requests, preempt_at=preempt_at))
     assert engine.fallbacks.count == 0
 
 
 @pytest.mark.parametrize("loop", sorted(LOOPS))
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9}, {"logprobs": 2}], ids=str)
 def test_all_drafts_are_accepted_if_target_and_draft_model_are_the_same(
-    loop: str, sampling: dict[str, Any], folder: Path
+    loop: str, sampling: dict[str, Any], llama: Path
 ) -> None:
     """The cache of the draft model must equal that of the target, also after chunks and steps without drafts."""
-    engine = LOOPS[loop](folder / "llama", speculative_config=draft_model(folder / "llama", 4), max_num_batched_tokens=16)
+    engine = LOOPS[loop](llama, speculative_config=draft_model(llama, 4), max_num_batched_tokens=16)
     plain: Any = engine.runner.plain  # type: ignore[attr-defined]
     submitted = [
         generation_request(name, range(3, 3 + length), max_tokens=30, **sampling) for name, length in (("a", 4), ("b", 40))
@@ -133,9 +122,9 @@ def test_all_drafts_are_accepted_if_target_and_draft_model_are_the_same(
     assert status.accepted_draft_tokens_total == status.draft_tokens_total > 30
 
 
-def test_inputs_of_both_models_are_computed_before_the_layers_of_either(folder: Path) -> None:
+def test_inputs_of_both_models_are_computed_before_the_layers_of_either(llama: Path) -> None:
     """A record keeps tensors created before the first layer and reuses the memory of later ones."""
-    engine = recorded_engine(folder / "llama", speculative_config=draft_model(folder / "gemma2 draft"))
+    engine = recorded_engine(llama, speculative_config=draft_model(saved_first_layer("gemma2", **WIDE_HEADS)))
     steps: Any = engine.runner.steps  # type: ignore[attr-defined]
     calls = mock.Mock()
     for owner, method in ((steps.inputs, "forward_inputs"), *((decoder, "forward") for decoder in steps.decoders)):
@@ -146,10 +135,10 @@ def test_inputs_of_both_models_are_computed_before_the_layers_of_either(folder: 
 
 
 @pytest.mark.parametrize("loop", sorted(LOOPS))
-def test_a_failing_draft_model_costs_one_fallback_step_and_no_token(loop: str, folder: Path) -> None:
+def test_a_failing_draft_model_costs_one_fallback_step_and_no_token(loop: str, llama: Path) -> None:
     options: dict[str, Any] = {"temperature": 0.8, "max_tokens": 20}
-    (plain,) = run_to_end(small_engine(folder / "llama"), [generation_request("a", [5, 6, 7], **options)]).values()
-    engine = LOOPS[loop](folder / "llama", speculative_config=draft_model(folder / "llama"))
+    (plain,) = run_to_end(small_engine(llama), [generation_request("a", [5, 6, 7], **options)]).values()
+    engine = LOOPS[loop](llama, speculative_config=draft_model(llama))
     drafts: Any = engine.runner.steps.draft_steps  # type: ignore[attr-defined]
     right, calls = drafts.propose, iter((None, None, RuntimeError("out of memory")))
 
@@ -167,8 +156,8 @@ def test_a_failing_draft_model_costs_one_fallback_step_and_no_token(loop: str, f
 
 
 @pytest.mark.parametrize("loop", sorted(LOOPS))
-def test_drafts_are_verified_beside_prompt_chunks_and_rows_that_wait_for_masks(loop: str, folder: Path) -> None:
-    engine = with_grammars(LOOPS[loop](folder / "llama", speculative_config=prompt_lookup(), max_num_batched_tokens=16))
+def test_drafts_are_verified_beside_prompt_chunks_and_rows_that_wait_for_masks(loop: str, llama: Path) -> None:
+    engine = with_grammars(LOOPS[loop](llama, speculative_config=prompt_lookup(), max_num_batched_tokens=16))
     requests = [
         PlannedRequest((5, 6, 7) * 4, "greedy", 24, 1, 0, None),
         PlannedRequest(tuple(range(3, 40)), "guided", 8, 1, 2, None),
@@ -177,17 +166,17 @@ def test_drafts_are_verified_beside_prompt_chunks_and_rows_that_wait_for_masks(l
     ]
     plain: Any = engine.runner.plain  # type: ignore[attr-defined]
     with mock.patch.object(plain, "run", side_effect=plain.run) as spy:
-        assert_as_alone(folder, "llama", requests, run_history(engine, requests, preempt_at=None))
+        assert_as_alone(llama, requests, run_history(engine, requests, preempt_at=None))
     assert spy.call_count == 0
     assert engine.status().draft_tokens_total > 5  # how many are accepted depends on the processor's rounding
 
 
 @pytest.mark.parametrize("loop", sorted(LOOPS))
 @pytest.mark.parametrize("ends_by", ["by length", "by a token"])
-def test_an_answer_ends_within_accepted_drafts_where_it_ends_without_drafts(loop: str, ends_by: str, folder: Path) -> None:
-    engine = LOOPS[loop](folder / "llama", speculative_config=prompt_lookup(8))
+def test_an_answer_ends_within_accepted_drafts_where_it_ends_without_drafts(loop: str, ends_by: str, llama: Path) -> None:
+    engine = LOOPS[loop](llama, speculative_config=prompt_lookup(8))
     options: dict[str, Any] = {"temperature": 0.9, "max_tokens": 12}
-    (plain,) = run_to_end(small_engine(folder / "llama"), [generation_request("a", [5, 6, 7], **options)]).values()
+    (plain,) = run_to_end(small_engine(llama), [generation_request("a", [5, 6, 7], **options)]).values()
     answer = tokens(plain)
     use_scripted_drafter(engine, answer, 8)
     for number in range(1, 12):
@@ -200,11 +189,11 @@ def test_an_answer_ends_within_accepted_drafts_where_it_ends_without_drafts(loop
 
 @pytest.mark.parametrize("loop", sorted(LOOPS))
 @pytest.mark.parametrize(("lost", "failing_call"), [("blocks", 1), ("blocks", 2), ("blocks", 3), ("parameters", 1)])
-def test_slot_updates_lost_in_a_failed_step_are_sent_again(lost: str, failing_call: int, loop: str, folder: Path) -> None:
+def test_slot_updates_lost_in_a_failed_step_are_sent_again(lost: str, failing_call: int, loop: str, llama: Path) -> None:
     """After a failed step that was computed on the slow path and is followed by a step with drafts."""
     options: dict[str, Any] = {"temperature": 0.8, "top_k": 5, "max_tokens": 20}
-    (plain,) = run_to_end(small_engine(folder / "llama"), [generation_request("a", [5, 6, 7], **options)]).values()
-    engine = LOOPS[loop](folder / "llama", speculative_config=prompt_lookup(), block_size=4)
+    (plain,) = run_to_end(small_engine(llama), [generation_request("a", [5, 6, 7], **options)]).values()
+    engine = LOOPS[loop](llama, speculative_config=prompt_lookup(), block_size=4)
     run_to_end(engine, [generation_request("b", [8, 6, 7], max_tokens=3)])  # its slot is reused by request a
     use_scripted_drafter(engine, tokens(plain), 3)
     runner: Any = engine.runner
@@ -223,8 +212,8 @@ def test_slot_updates_lost_in_a_failed_step_are_sent_again(lost: str, failing_ca
     assert engine.fallbacks.count == 1, "what comes after it is over the slots again"
 
 
-def test_a_step_has_no_more_drafts_than_rows(folder: Path) -> None:
-    engine = recorded_engine(folder / "llama", speculative_config=prompt_lookup(32), max_num_seqs=4)
+def test_a_step_has_no_more_drafts_than_rows(llama: Path) -> None:
+    engine = recorded_engine(llama, speculative_config=prompt_lookup(32), max_num_seqs=4)
     use_scripted_drafter(engine, [7] * 40, 32)
     for name in "abcd":
         engine.submit(generation_request(name, [5, 6, 7], max_tokens=40))
@@ -273,7 +262,7 @@ def test_block_tables_sent_to_a_device_equal_those_written_by_the_host() -> None
 @pytest.mark.parametrize("make_engine", [small_engine, *LOOPS.values()])
 def test_non_finite_keys_of_a_rejected_draft_end_no_request(make_engine: MakeEngine, tmp_path: Path) -> None:
     """Non-finite values spoil sums even with weight zero, so such a draft costs a fallback step."""
-    make_model("llama", tmp_path, head_dim=LANES, hidden_size=4 * LANES)
+    make_model("llama", tmp_path, **WIDE_HEADS)
     weights = load_file(tmp_path / "model.safetensors")
     weights["model.embed_tokens.weight"][WRONG_TOKEN] = torch.nan
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})

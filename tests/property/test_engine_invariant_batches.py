@@ -14,15 +14,13 @@ from hypothesis import strategies as st
 from engine.loop import Engine
 from engine.protocol import TokenEvent
 from engine.speculation.options import SpeculativeOptions
-from kernels.simd.vectors import LANES
 from kernels.torch.invariant_linear import TILE_ROWS, in_invariant_tiles, invariant_tile_sizes
 from kernels.torch.linear import pack_linear
 from tests.support.engines import evict_all, generation_request, preempt_all, run_to_end, small_engine
-from tests.support.tiny_models import VOCAB_SIZE, make_model
+from tests.support.tiny_models import VOCAB_SIZE, WIDE_HEADS, saved_model
 
 MAX_TOKENS = 6
 ODD_SIZES: dict[str, Any] = {"hidden_size": 52, "intermediate_size": 101, "head_dim": 12}
-WIDE_HEADS: dict[str, Any] = {"hidden_size": 4 * LANES, "head_dim": LANES}
 FAMILIES: dict[str, dict[str, Any]] = {"llama": ODD_SIZES, "mistral-window": WIDE_HEADS, "gemma2": WIDE_HEADS, "qwen3_moe": {}}
 """With and without heads that compiled attention supports; decode steps of those with them are recorded."""
 
@@ -38,12 +36,8 @@ class PlannedRequest(NamedTuple):
     scores_prompt: bool = False
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    for family, sizes in FAMILIES.items():
-        make_model(family, folder / family, **sizes)
-    return folder
+def model_of(family: str) -> Path:
+    return saved_model(family, **FAMILIES[family]).directory
 
 
 def tokens_and_logprobs(events: list[TokenEvent]) -> Bits:
@@ -75,8 +69,8 @@ def run(engine: Engine, requests: list[PlannedRequest], *, preempt_at: int | Non
 
 
 @cache
-def run_alone(folder: Path, family: str, planned: PlannedRequest) -> Bits:
-    return run(small_engine(folder / family, batch_invariant=True, max_num_seqs=1, enable_prefix_caching=False), [planned])[0]
+def run_alone(family: str, planned: PlannedRequest) -> Bits:
+    return run(small_engine(model_of(family), batch_invariant=True, max_num_seqs=1, enable_prefix_caching=False), [planned])[0]
 
 
 planned_requests = st.builds(
@@ -104,7 +98,6 @@ planned_requests = st.builds(
     enforce_eager=st.booleans(),
 )
 def test_logprobs_are_bit_identical_in_any_batch_chunking_and_preemption(
-    folder: Path,
     family: str,
     requests: list[PlannedRequest],
     budget: int,
@@ -116,7 +109,7 @@ def test_logprobs_are_bit_identical_in_any_batch_chunking_and_preemption(
 ) -> None:
     config = SpeculativeOptions(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1) if drafts else None
     engine = small_engine(
-        folder / family,
+        model_of(family),
         batch_invariant=True,
         max_num_seqs=7,
         max_num_batched_tokens=budget,
@@ -125,22 +118,22 @@ def test_logprobs_are_bit_identical_in_any_batch_chunking_and_preemption(
         speculative_config=config,
         enforce_eager=enforce_eager,
     )
-    expected = [run_alone(folder, family, each) for each in requests]
+    expected = [run_alone(family, each) for each in requests]
     assert run(engine, requests, preempt_at=preempt_at) == expected
     assert run(engine, requests) == expected, "with all prefixes cached"
 
 
-def test_without_the_mode_logprobs_differ_in_some_bits(folder: Path) -> None:
+def test_without_the_mode_logprobs_differ_in_some_bits() -> None:
     requests = [PlannedRequest(tuple(range(3, 3 + length)), 0.0, 0) for length in (5, 9, 33, 70)]
-    together = run(small_engine(folder / "llama"), requests)
-    by_chunks = run(small_engine(folder / "llama", max_num_batched_tokens=16), requests)
+    together = run(small_engine(model_of("llama")), requests)
+    by_chunks = run(small_engine(model_of("llama"), max_num_batched_tokens=16), requests)
     assert [[token for token, *_ in each] for each in together] == [[token for token, *_ in each] for each in by_chunks]
     assert together != by_chunks
 
 
-def test_prompt_logprobs_do_not_depend_on_chunks(folder: Path) -> None:
+def test_prompt_logprobs_do_not_depend_on_chunks() -> None:
     def scores(budget: int) -> list[float]:
-        engine = small_engine(folder / "llama", batch_invariant=True, max_num_batched_tokens=budget)
+        engine = small_engine(model_of("llama"), batch_invariant=True, max_num_batched_tokens=budget)
         request = generation_request("a", list(range(3, 60)), max_tokens=1, prompt_logprobs=1)
         return [entry.logprob for event in run_to_end(engine, [request])["a"] for entry in event.prompt_logprobs or []]
 

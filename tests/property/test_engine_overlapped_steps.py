@@ -17,7 +17,6 @@ from engine.runner.scheduled_rows import EMPTY, FIRST_OUTPUT
 from engine.runner.token_spans import TokenSpan
 from engine.sampling.columns import Kind
 from kernels import ops
-from kernels.simd.vectors import LANES
 from tests.support.engine_histories import (
     MAX_LEN,
     SAMPLING_OPTIONS,
@@ -30,26 +29,19 @@ from tests.support.engine_histories import (
     with_grammars,
 )
 from tests.support.engines import generation_request, overlapped_engine, recorded_engine, run_to_end, small_engine, tokens
-from tests.support.tiny_models import EOS, VOCAB_SIZE, make_model
+from tests.support.tiny_models import EOS, VOCAB_SIZE, WIDE_HEADS, saved_model
 
 FAMILIES = ("llama", "mistral-window", "gemma2", "qwen3", "qwen3_moe")
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    for family in FAMILIES:
-        make_model(family, folder / family)
-    return folder
+@pytest.fixture
+def llama() -> Path:
+    return saved_model("llama").directory
 
 
-@pytest.fixture(scope="module")
-def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wide")
-    for family in RECORDED:
-        make_model(family, folder / family, head_dim=LANES, hidden_size=4 * LANES)
-    return folder
+def wide_model(family: str) -> Path:
+    return saved_model(family, **WIDE_HEADS).directory
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)
@@ -60,17 +52,14 @@ def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     preempt_at=st.none() | st.integers(1, 12),
 )
 def test_steps_launched_ahead_give_the_tokens_of_the_plain_runner(
-    folder: Path,
     family: str,
     requests: list[PlannedRequest],
     room: EngineLimits,
     preempt_at: int | None,
 ) -> None:
-    engine = overlapped_engine(
-        folder / family,
-        **room.options,
-    )
-    assert_as_alone(folder, family, requests, run_history(with_grammars(engine), requests, preempt_at=preempt_at))
+    model = saved_model(family).directory
+    engine = overlapped_engine(model, **room.options)
+    assert_as_alone(model, requests, run_history(with_grammars(engine), requests, preempt_at=preempt_at))
     assert engine.fallbacks.count == 0, engine.fallbacks.reason
 
 
@@ -86,37 +75,34 @@ RECORDED = ("llama", "mistral-window", "gemma2", "qwen3_moe")
     preempt_at=st.none() | st.integers(1, 12),
 )
 def test_recorded_steps_give_the_tokens_of_the_plain_runner(
-    wide_folder: Path,
     family: str,
     requests: list[PlannedRequest],
     room: EngineLimits,
     preempt_at: int | None,
 ) -> None:
-    engine = recorded_engine(
-        wide_folder / family,
-        **room.options,
-    )
-    assert_as_alone(wide_folder, family, requests, run_history(with_grammars(engine), requests, preempt_at=preempt_at))
+    model = wide_model(family)
+    engine = recorded_engine(model, **room.options)
+    assert_as_alone(model, requests, run_history(with_grammars(engine), requests, preempt_at=preempt_at))
     assert engine.fallbacks.count == 0, engine.fallbacks.reason
 
 
 @pytest.mark.parametrize("family", RECORDED)
-def test_steps_are_recorded_unless_torch_computes_a_part_of_them(family: str, wide_folder: Path) -> None:
-    engine = recorded_engine(wide_folder / family)
+def test_steps_are_recorded_unless_torch_computes_a_part_of_them(family: str) -> None:
+    engine = recorded_engine(wide_model(family))
     records = engine.runner.steps.decodes.step._recorded  # type: ignore[attr-defined]
     for kind in (Kind(greedy=True), Kind(num_top=1), Kind(counts=True, num_top=20), None):
         assert (records.record(kind) is not None) == (family != "qwen3_moe")
 
 
-def test_tokens_of_a_recorded_step_are_returned_by_the_same_step(wide_folder: Path) -> None:
-    engine = recorded_engine(wide_folder / "llama")
+def test_tokens_of_a_recorded_step_are_returned_by_the_same_step() -> None:
+    engine = recorded_engine(wide_model("llama"))
     engine.submit(generation_request("a", [5, 6, 7], max_tokens=3))
     assert [[event.num_output_tokens for event in engine.step()] for _ in range(3)] == [[1], [2], [3]]
     assert not engine.has_requests
 
 
-def test_masks_are_filled_before_a_recorded_step_is_computed(wide_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = with_grammars(recorded_engine(wide_folder / "llama"))
+def test_masks_are_filled_before_a_recorded_step_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = with_grammars(recorded_engine(wide_model("llama")))
     runner: Any = engine.runner
     begin, compute = mock.Mock(wraps=runner._masks.begin), mock.Mock(wraps=runner.steps.decodes.step._recorded)
     calls = mock.Mock()
@@ -130,8 +116,8 @@ def test_masks_are_filled_before_a_recorded_step_is_computed(wide_folder: Path, 
     assert names == ["begin", *["begin", "compute"] * 2], "the first step has a prompt and is no recorded one"
 
 
-def test_a_stop_token_is_seen_one_step_late_and_surplus_tokens_are_discarded(folder: Path) -> None:
-    engine = overlapped_engine(folder / "llama")
+def test_a_stop_token_is_seen_one_step_late_and_surplus_tokens_are_discarded(llama: Path) -> None:
+    engine = overlapped_engine(llama)
     for name, stops in (("a", []), ("b", list(range(VOCAB_SIZE)))):
         engine.submit(generation_request(name, [5, 6, 7], max_tokens=8, stop_token_ids=stops))
     events = [engine.step() for _ in range(3)]
@@ -145,8 +131,8 @@ def test_a_stop_token_is_seen_one_step_late_and_surplus_tokens_are_discarded(fol
     assert EOS in range(VOCAB_SIZE)
 
 
-def test_steps_with_prompts_use_the_workspaces_of_decode_steps(folder: Path) -> None:
-    decoder = overlapped_engine(folder / "gemma2").runner.target  # type: ignore[attr-defined]
+def test_steps_with_prompts_use_the_workspaces_of_decode_steps() -> None:
+    decoder = overlapped_engine(saved_model("gemma2").directory).runner.target  # type: ignore[attr-defined]
     decoder._ops = replace(decoder._ops, decode_workspace=lambda shape, rows, columns, *_: (shape, rows, columns))
     shapes = decoder.attention_shapes
     assert len(shapes) == 2, "a window and none"
@@ -156,8 +142,8 @@ def test_steps_with_prompts_use_the_workspaces_of_decode_steps(folder: Path) -> 
     assert [plan.workspace for plan in plans] == [(shape, 16, 4) for shape in shapes]
 
 
-def test_no_step_is_launched_beyond_the_last_token_of_a_request(folder: Path) -> None:
-    engine = overlapped_engine(folder / "llama")
+def test_no_step_is_launched_beyond_the_last_token_of_a_request(llama: Path) -> None:
+    engine = overlapped_engine(llama)
     engine.submit(generation_request("a", [5, 6, 7], max_tokens=3))
     sizes = []
     while engine.has_requests:
@@ -167,8 +153,8 @@ def test_no_step_is_launched_beyond_the_last_token_of_a_request(folder: Path) ->
 
 
 @pytest.mark.parametrize("sampling", sorted(SAMPLING_OPTIONS))
-def test_only_requests_without_a_slot_run_on_the_plain_runner(sampling: str, folder: Path) -> None:
-    engine = with_grammars(overlapped_engine(folder / "llama", max_model_len=MAX_LEN))
+def test_only_requests_without_a_slot_run_on_the_plain_runner(sampling: str, llama: Path) -> None:
+    engine = with_grammars(overlapped_engine(llama, max_model_len=MAX_LEN))
     PlannedRequest((5, 6, 7, 8), sampling, 6, 1, 0, None).submit(engine, "a")
     engine.submit(generation_request("b", [9, 8, 7], max_tokens=6))
     plain = engine.runner.plain.run  # type: ignore[attr-defined]
@@ -177,11 +163,11 @@ def test_only_requests_without_a_slot_run_on_the_plain_runner(sampling: str, fol
     assert spy.call_count == int(sampling == "prompt scored")
 
 
-def test_a_bias_row_is_reserved_for_a_request_whose_prompt_ran_on_the_plain_runner(folder: Path) -> None:
+def test_a_bias_row_is_reserved_for_a_request_whose_prompt_ran_on_the_plain_runner(llama: Path) -> None:
     """Its prompt had no slot, so its first decode step reserves the row of its bias."""
     options: dict[str, Any] = {"prompt_logprobs": 0, "logit_bias": {7: 9.0, 8: 8.5}, "max_tokens": 6}
-    (plain,) = run_to_end(small_engine(folder / "llama"), [generation_request("a", [5, 6, 7], **options)]).values()
-    engine = overlapped_engine(folder / "llama")
+    (plain,) = run_to_end(small_engine(llama), [generation_request("a", [5, 6, 7], **options)]).values()
+    engine = overlapped_engine(llama)
     engine.submit(generation_request("b", [9, 8, 7], max_tokens=12))
     for _ in range(3):
         engine.step()

@@ -14,14 +14,13 @@ from kernels.reference import greedy_head as reference_head
 from kernels.reference import logprobs as reference_logprobs
 from kernels.reference import sampling as reference_sampling
 from kernels.reference import token_counts as reference_counts
-from kernels.sampling_columns import SamplingColumns
 from kernels.triton.sampling import bitmask, drafts, greedy_head, logprobs, token_counts
 from kernels.triton.sampling import sampler as sampling
 from tests.support.kernel_cases import Guarded, normal, padded_rows, tied_tokens
 from tests.support.kernel_tolerances import assert_near, assert_same
+from tests.support.sampling_columns import columns_of
 
 CPU = torch.device("cpu")
-LOG2_E = 1.4426950408889634
 FILTERS: list[dict[str, float]] = [
     {},
     {"temperature": 0.0},
@@ -34,22 +33,9 @@ FILTERS: list[dict[str, float]] = [
 ]
 
 
-def sampling_columns(vocab_size: int) -> SamplingColumns:
-    columns = SamplingColumns.empty(len(FILTERS), vocab_size, 1, CPU)
-    for slot, each in enumerate(FILTERS):
-        temperature = each.get("temperature", 1.0)
-        columns.scale[slot] = LOG2_E / temperature if temperature else 0.0
-        columns.streams[slot] = (slot + 1) * 0x123456789ABCDE
-        columns.top_k[slot] = int(each.get("top_k", 0))
-        columns.top_p[slot] = each.get("top_p", 1.0)
-        columns.neg_log2_min_p[slot] = -math.log2(each["min_p"]) if "min_p" in each else math.inf
-        columns.typical_p[slot] = each.get("typical_p", 1.0)
-    return columns
-
-
 @pytest.mark.parametrize(("vocab_size", "dtype", "guided"), [(3001, torch.bfloat16, True), (700, torch.float32, False)])
 def test_the_sampler_draws_the_token_of_the_reference(vocab_size: int, dtype: torch.dtype, guided: bool) -> None:
-    columns, masks = sampling_columns(vocab_size), None
+    columns, masks = columns_of(FILTERS, vocab_size), None
     logits = padded_rows((normal(len(FILTERS), vocab_size, dtype=torch.float32, device=CPU) * 3).to(dtype), vocab_size + 5)
     if guided:
         generator = torch.Generator().manual_seed(1)

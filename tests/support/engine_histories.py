@@ -140,9 +140,9 @@ engine_limits = st.builds(
 
 
 @cache
-def run_alone(folder: Path, family: str, prompt: tuple[int, ...], sampling: str, max_tokens: int, seed: int) -> dict[int, Any]:
+def run_alone(model: Path, prompt: tuple[int, ...], sampling: str, max_tokens: int, seed: int) -> dict[int, Any]:
     """Results of each answer from the plain runner, as the only request."""
-    engine = with_grammars(small_engine(folder / family, max_model_len=MAX_LEN))
+    engine = with_grammars(small_engine(model, max_model_len=MAX_LEN))
     request = PlannedRequest(prompt, sampling, max_tokens, seed, 0, None)
     return answers_by_index(request.submit(engine, "a") + run_to_end(engine, [])["a"])
 
@@ -198,12 +198,10 @@ def run_history(engine: Engine, requests: list[PlannedRequest], *, preempt_at: i
     return [answers_by_index(events[str(index)]) for index in range(len(requests))]
 
 
-def assert_as_alone(
-    folder: Path, family: str, requests: Sequence[PlannedRequest], results_of: Sequence[dict[int, Any]]
-) -> None:
+def assert_as_alone(model: Path, requests: Sequence[PlannedRequest], results_of: Sequence[dict[int, Any]]) -> None:
     """Assert that each request has the same result as alone; an aborted one, the beginning of it."""
     for results, each in zip(results_of, requests, strict=True):
-        expected = run_alone(folder, family, *each[:4])
+        expected = run_alone(model, *each[:4])
         for index, (tokens, scored, reason, counts) in results.items():
             for some, all_of_them in zip(scored, expected[index][1], strict=True):
                 assert_same_scores(some, all_of_them[: len(some)])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -102,6 +103,35 @@ def fill_cache(
             values = torch.randn(2, kv_heads, head_dim, generator=generator).to(device)
             cache[table[position // block_size], position % block_size] = values
     return cache.to(dtype)
+
+
+class PagedQueries:
+    """Queries of requests in a poisoned projection, after `unused_rows` rows of no request, and a cache with NaN in all slots
+    that no context uses. requests: (query_len, context_len) of each."""
+
+    def __init__(
+        self,
+        requests: Sequence[tuple[int, int]],
+        shape: AttentionShape,
+        device: torch.device,
+        *,
+        dtype: torch.dtype = torch.float32,
+        kv_dtype: torch.dtype | None = None,
+        unused_rows: int = 0,
+    ) -> None:
+        self.shape, self.dtype, self.unused_rows = shape, dtype, unused_rows
+        lengths = [context_len for _, context_len in requests]
+        tables, num_blocks = scatter_block_tables(lengths, shape.block_size)
+        size = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
+        self.cache = fill_cache(tables, lengths, size, dtype=kv_dtype or dtype, device=device)
+        self.tables = table_tensor(tables, device)
+        self.context_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+        starts = [*accumulate((query_len for query_len, _ in requests), initial=unused_rows)]
+        self.query_starts = torch.tensor(starts, dtype=torch.int32, device=device)
+        self.max_query_len = max(query_len for query_len, _ in requests)
+        queries = normal(starts[-1], shape.num_heads * shape.head_dim, dtype=dtype, device=device)
+        wide = padded_rows(queries, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim)
+        self.q = wide.view(-1, shape.num_heads, shape.head_dim)
 
 
 class RotatedDecodeBatch:

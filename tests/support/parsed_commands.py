@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import typer.main
@@ -14,7 +15,7 @@ def parsed_command(words: list[str]) -> str:
 
     An unknown command, option or missing argument raises an error of typer.
     """
-    group: Any = typer.main.get_command(build())
+    group = _all_commands()
     context, names = group.make_context("gatehouse", list(words)), []
     while True:
         name, command, words = group.resolve_command(context, list(words))
@@ -23,3 +24,8 @@ def parsed_command(words: list[str]) -> str:
         if not hasattr(command, "resolve_command"):
             return " ".join(names)
         group = command
+
+
+@cache
+def _all_commands() -> Any:
+    return typer.main.get_command(build())

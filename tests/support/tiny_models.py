@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
+from kernels.simd.vectors import LANES
 from tests.support import tiny_tokenizer
 
 VOCAB_SIZE = 128
@@ -34,6 +35,9 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
     "initializer_range": 0.25,  # wide enough to avoid near-ties of greedy choices
 }
+
+WIDE_HEADS: dict[str, Any] = {"head_dim": LANES, "hidden_size": 4 * LANES}
+"""Sizes of models with heads that compiled attention supports: their decode steps are recorded."""
 
 YARN: dict[str, Any] = {
     "rope_type": "yarn",
@@ -173,6 +177,21 @@ def saved_model(family: str, **changes: Any) -> SavedModel:
     return _SAVED[key]
 
 
+def saved_first_layer(family: str, **changes: Any) -> Path:
+    """Return a directory, only to be read, with a draft model that often agrees with `saved_model`: its first layer alone."""
+    model, reference = saved_model(family, **changes)
+    directory = model.with_name(f"{model.name}-first-layer")
+    if not directory.is_dir():
+        config = copy.deepcopy(reference.config)
+        config.num_hidden_layers = 1
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:1]
+        short = transformers.AutoModelForCausalLM.from_config(config).eval()
+        short.load_state_dict(reference.state_dict(), strict=False)
+        short.save_pretrained(directory)
+    return directory
+
+
 @cache
 def saved_text_model() -> Path:
     """Return a directory, only to be read, with a Llama and a tokenizer for any text."""
@@ -199,17 +218,6 @@ def make_gemma3_with_images(directory: Path) -> Any:
     _randomise(model)
     model.save_pretrained(directory)
     return model
-
-
-def make_first_layers(model: Any, directory: Path, num_layers: int) -> None:
-    """Save the first layers of a model, with its embedding and head, as a model of their own."""
-    config = copy.deepcopy(model.config)
-    config.num_hidden_layers = num_layers
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:num_layers]
-    short = transformers.AutoModelForCausalLM.from_config(config).eval()
-    short.load_state_dict(model.state_dict(), strict=False)
-    short.save_pretrained(directory)
 
 
 def make_encoder(architecture: str, directory: Path, **changes: Any) -> Any:

@@ -7,14 +7,15 @@ import errno
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from appliance.base.clock import SystemClock
+from appliance.base.clock import Clock, SystemClock
 from appliance.base.errors import EngineUnavailable, ModelLoading
 from appliance.base.settings import ENGINE_SWITCHES
 from appliance.serving import supervisor
@@ -39,10 +40,18 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "BACKOFF_FIRST_S", 0.01)
 
 
+def by_turns(*options: Sequence[str]) -> Callable[[int], list[str]]:
+    """Return a command whose n-th fake engine process has the n-th options; the last options stay."""
+    turns = chain(options, repeat(options[-1]))
+    return lambda fd: command(fd, *next(turns))
+
+
 @asynccontextmanager
-async def supervised(*options: str, switched_off: Sequence[str] = ()) -> AsyncIterator[Supervisor]:
-    """Yield a started supervisor of fake engine processes."""
-    watched = Supervisor(name="fake", command=lambda fd: command(fd, *options), clock=SystemClock(), switched_off=switched_off)
+async def supervised(
+    command: Callable[[int], list[str]] = command, clock: Clock | None = None, **options: Any
+) -> AsyncIterator[Supervisor]:
+    """Yield a started supervisor of the processes of `command`."""
+    watched = Supervisor(name="fake", command=command, clock=clock or SystemClock(), **options)
     watched.start()
     try:
         async with asyncio.timeout(DEADLINE_S):
@@ -51,17 +60,11 @@ async def supervised(*options: str, switched_off: Sequence[str] = ()) -> AsyncIt
         await watched.stop()
 
 
-@asynccontextmanager
-async def supervised_by_turns(*options: Sequence[str]) -> AsyncIterator[Supervisor]:
-    """Yield a started supervisor of fake engine processes; the n-th of them has the n-th options."""
-    turns = iter(options)
-    watched = Supervisor(name="fake", command=lambda fd: command(fd, *next(turns)), clock=SystemClock())
-    watched.start()
-    try:
-        async with asyncio.timeout(DEADLINE_S):
-            yield watched
-    finally:
-        await watched.stop()
+def send_signal(watched: Supervisor, number: int) -> int:
+    """Send a signal to the engine process and return its id."""
+    assert watched.pid is not None
+    os.kill(watched.pid, number)
+    return watched.pid
 
 
 async def test_requests_get_model_loading_while_the_engine_loads() -> None:
@@ -81,29 +84,21 @@ async def test_a_restart_knows_that_the_engine_has_served_on_a_gpu() -> None:
         started.append(watched.has_served_on_gpu)
         return command(fd, "--device", "cpu" if len(started) > 1 else "cuda")
 
-    watched = Supervisor(name="fake", command=command_on, clock=SystemClock())
-    watched.start()
-    try:
-        async with asyncio.timeout(DEADLINE_S):
-            for _ in range(2):
-                await watched.wait_for_state("ready")
-                assert watched.pid is not None
-                os.kill(watched.pid, signal.SIGKILL)
-                await watched.wait_for_state("restarting")
+    async with supervised(command_on) as watched:
+        for _ in range(2):
             await watched.wait_for_state("ready")
-    finally:
-        await watched.stop()
+            send_signal(watched, signal.SIGKILL)
+            await watched.wait_for_state("restarting")
+        await watched.wait_for_state("ready")
     assert started == [False, True, True]
 
 
 async def test_a_killed_engine_is_restarted_and_its_streams_fail() -> None:
     async with supervised() as watched:
         await watched.wait_for_state("ready")
-        first_pid = watched.pid
-        assert first_pid is not None
         stream = submit_to(watched, make_request(STALL))
         await asyncio.sleep(0)
-        os.kill(first_pid, signal.SIGKILL)
+        first_pid = send_signal(watched, signal.SIGKILL)
         with pytest.raises(EngineUnavailable):
             await stream.take()
         await watched.wait_for_state("restarting")
@@ -123,23 +118,17 @@ async def test_during_a_restart_retry_after_is_the_expected_start_time() -> None
         clock.advance(9)
         return command(fd)
 
-    watched = Supervisor(name="fake", command=slow_command, clock=clock)
-    watched.start()
-    try:
-        async with asyncio.timeout(DEADLINE_S):
-            await watched.wait_for_state("ready")
-            stream = submit_to(watched, make_request(STALL))
-            assert watched.pid is not None
-            os.kill(watched.pid, signal.SIGKILL)
-            with pytest.raises(EngineUnavailable) as of_a_running_request:
-                await stream.take()
-            with pytest.raises(EngineUnavailable) as before_the_exit_is_known:
-                submit_to(watched, make_request(5))
-            await watched.wait_for_state("restarting")
+    async with supervised(slow_command, clock) as watched:
+        await watched.wait_for_state("ready")
+        stream = submit_to(watched, make_request(STALL))
+        send_signal(watched, signal.SIGKILL)
+        with pytest.raises(EngineUnavailable) as of_a_running_request:
+            await stream.take()
+        with pytest.raises(EngineUnavailable) as before_the_exit_is_known:
+            submit_to(watched, make_request(5))
+        await watched.wait_for_state("restarting")
         with pytest.raises(EngineUnavailable) as of_a_new_request:
             watched.check_ready()
-    finally:
-        await watched.stop()
 
     for refusal in (of_a_running_request, before_the_exit_is_known, of_a_new_request):
         assert refusal.value.retry_after_s == pytest.approx(9 + supervisor.BACKOFF_FIRST_S)
@@ -161,8 +150,7 @@ async def test_a_hanging_engine_is_killed_and_restarted(monkeypatch: pytest.Monk
     async with supervised() as watched:
         await watched.wait_for_state("ready")
         stream = submit_to(watched, make_request(STALL))
-        assert watched.pid is not None
-        os.kill(watched.pid, signal.SIGSTOP)
+        send_signal(watched, signal.SIGSTOP)
         with pytest.raises(EngineUnavailable):
             await stream.take()
         await watched.wait_for_state("restarting")
@@ -178,11 +166,9 @@ async def test_an_engine_that_cannot_be_killed_fails_with_that_reason_until_it_h
     async with supervised() as watched:
         await watched.wait_for_state("ready")
         stream = submit_to(watched, make_request(STALL))
-        pid = watched.pid
-        assert pid is not None
         with monkeypatch.context() as patched:
             patched.setattr(asyncio.subprocess.Process, "kill", lambda _self: None)  # as of a process that waits in the kernel
-            os.kill(pid, signal.SIGSTOP)
+            pid = send_signal(watched, signal.SIGSTOP)
             with pytest.raises(EngineUnavailable):
                 await stream.take()
             await watched.wait_for_state("failed")
@@ -214,18 +200,13 @@ async def test_an_engine_that_hangs_while_loading_is_killed_and_restarted(monkey
     monkeypatch.setattr(supervisor, "LOADING_STALL_MAX_S", 0.2)
     monkeypatch.setattr(supervisor, "SILENCE_POLL_S", 0.05)
     hangs = [sys.executable, "-c", "import time; time.sleep(600)"]
-    watched = Supervisor(name="fake", command=lambda _fd: hangs, clock=SystemClock())
-    watched.start()
-    try:
-        async with asyncio.timeout(DEADLINE_S):
-            await watched.wait_for_state("restarting")
-    finally:
-        await watched.stop()
+    async with supervised(lambda _fd: hangs) as watched:
+        await watched.wait_for_state("restarting")
     assert "signal 9" in str(watched.error)
 
 
 async def test_a_model_that_cannot_be_loaded_fails_for_good_with_the_engines_error() -> None:
-    async with supervised("--fatal", "no such tensor") as watched:
+    async with supervised(by_turns(["--fatal", "no such tensor"])) as watched:
         await watched.wait_for_state("failed")
 
         with pytest.raises(EngineUnavailable, match="no such tensor"):
@@ -233,14 +214,14 @@ async def test_a_model_that_cannot_be_loaded_fails_for_good_with_the_engines_err
 
 
 async def test_an_engine_that_never_becomes_ready_fails_after_five_attempts() -> None:
-    async with supervised("--unknown-option") as watched:
+    async with supervised(by_turns(["--unknown-option"])) as watched:
         await watched.wait_for_state("failed")
 
         assert watched.restarts == supervisor.CRASHES_BEFORE_READY_MAX - 1
 
 
 async def test_an_engine_that_ends_with_the_same_bug_twice_fails_after_two_attempts() -> None:
-    async with supervised(*BUG) as watched:
+    async with supervised(by_turns(BUG)) as watched:
         await watched.wait_for_state("failed")
 
         assert watched.restarts == 1
@@ -248,23 +229,22 @@ async def test_an_engine_that_ends_with_the_same_bug_twice_fails_after_two_attem
 
 async def test_a_failed_engine_with_a_bug_is_tried_again_after_the_long_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "FAILED_PAUSE_S", 0.01)
-    async with supervised_by_turns(BUG, BUG, BUG, []) as watched:
+    async with supervised(by_turns(BUG, BUG, BUG, [])) as watched:
         await watched.wait_for_state("failed")
         await watched.wait_for_state("ready")
     assert watched.restarts == 3
 
 
 async def test_an_engine_that_ends_with_different_bugs_is_tried_again_at_once() -> None:
-    async with supervised_by_turns(BUG, ["--fatal", "KeyError: 'a'", "--bug"], BUG, []) as watched:
+    async with supervised(by_turns(BUG, ["--fatal", "KeyError: 'a'", "--bug"], BUG, [])) as watched:
         await watched.wait_for_state("ready", "failed")
         assert watched.state == "ready"
 
 
 async def test_an_engine_that_has_served_is_tried_again_at_once_after_the_same_bug() -> None:
-    async with supervised_by_turns([], BUG, BUG, BUG, []) as watched:
+    async with supervised(by_turns([], BUG, BUG, BUG, [])) as watched:
         await watched.wait_for_state("ready")
-        assert watched.pid is not None
-        os.kill(watched.pid, signal.SIGKILL)
+        send_signal(watched, signal.SIGKILL)
         await watched.wait_for_state("restarting")
         await watched.wait_for_state("ready", "failed")
         assert watched.state == "ready"
@@ -273,50 +253,36 @@ async def test_an_engine_that_has_served_is_tried_again_at_once_after_the_same_b
 async def test_an_engine_that_failed_without_a_reason_of_its_own_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "FAILED_PAUSE_S", 0.01)
     is_mended = False
-    watched = Supervisor(
-        name="fake", command=lambda fd: command(fd, *([] if is_mended else ["--unknown-option"])), clock=SystemClock()
-    )
-    watched.start()
-    try:
-        async with asyncio.timeout(DEADLINE_S):
-            await watched.wait_for_state("failed")
-            is_mended = True
-            await watched.wait_for_state("ready")
-    finally:
-        await watched.stop()
+    async with supervised(lambda fd: command(fd, *([] if is_mended else ["--unknown-option"]))) as watched:
+        await watched.wait_for_state("failed")
+        is_mended = True
+        await watched.wait_for_state("ready")
     assert watched.error is None
 
 
 async def test_a_reason_that_an_engine_has_after_it_has_served_is_not_final() -> None:
-    async with supervised_by_turns([], ["--fatal", "the GPU is lost"], []) as watched:
+    async with supervised(by_turns([], ["--fatal", "the GPU is lost"], [])) as watched:
         await watched.wait_for_state("ready")
-        assert watched.pid is not None
-        os.kill(watched.pid, signal.SIGKILL)
+        send_signal(watched, signal.SIGKILL)
         await watched.wait_for_state("restarting")
         await watched.wait_for_state("ready")
     assert watched.restarts == 2
 
 
 async def test_a_reason_that_may_pass_is_not_final_though_the_engine_has_never_served() -> None:
-    commands = iter([["--fatal", "no memory is left", "--may-pass"], []])
-    reasons: list[str | None] = []
+    next_command, reasons = by_turns(["--fatal", "no memory is left", "--may-pass"], []), []
 
-    def next_command(fd: int) -> list[str]:
+    def note_reason(fd: int) -> list[str]:
         reasons.append(watched.error)
-        return command(fd, *next(commands))
+        return next_command(fd)
 
-    watched = Supervisor(name="fake", command=next_command, clock=SystemClock())
-    watched.start()
-    try:
-        async with asyncio.timeout(DEADLINE_S):
-            await watched.wait_for_state("ready", "failed")
-    finally:
-        await watched.stop()
+    async with supervised(note_reason) as watched:
+        await watched.wait_for_state("ready", "failed")
     assert reasons == [None, "no memory is left"]
 
 
 async def test_while_an_engine_has_failed_retry_after_is_the_expected_start_of_the_next_attempt() -> None:
-    async with supervised("--unknown-option") as watched:
+    async with supervised(by_turns(["--unknown-option"])) as watched:
         await watched.wait_for_state("failed")
         with pytest.raises(EngineUnavailable) as refusal:
             watched.check_ready()
@@ -347,14 +313,9 @@ async def test_an_engine_is_restarted_after_a_bug_in_the_processing_of_its_frame
         if frame.status is not None and bugs:
             raise bugs.pop()
 
-    watched = Supervisor(name="fake", command=command, clock=SystemClock(), on_frame=on_frame)
-    watched.start()
-    try:
-        async with asyncio.timeout(DEADLINE_S):
-            await watched.wait_for_state("restarting")
-            await watched.wait_for_state("ready")
-    finally:
-        await watched.stop()
+    async with supervised(on_frame=on_frame) as watched:
+        await watched.wait_for_state("restarting")
+        await watched.wait_for_state("ready")
 
 
 async def test_an_engine_is_restarted_though_a_child_keeps_its_output_open(
@@ -364,13 +325,10 @@ async def test_an_engine_is_restarted_though_a_child_keeps_its_output_open(
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     leave_a_child = "import subprocess, sys; subprocess.Popen(['cat', sys.argv[1]])"
-    watched = Supervisor(name="fake", command=lambda _fd: [sys.executable, "-c", leave_a_child, str(fifo)], clock=SystemClock())
-    watched.start()
     try:
-        async with asyncio.timeout(DEADLINE_S):
+        async with supervised(lambda _fd: [sys.executable, "-c", leave_a_child, str(fifo)]) as watched:
             await watched.wait_for_state("restarting")
     finally:
-        await watched.stop()
         os.close(os.open(fifo, os.O_RDWR))  # ends the children
 
 
