@@ -25,7 +25,7 @@ def memory_bytes() -> int | None:
     limits: list[int] = []
     for folder in _folders("memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
-            limits += _numbers(folder / name)[:1]
+            limits += _numbers(folder / name)
     return min(limits, default=None)
 
 

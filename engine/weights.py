@@ -136,10 +136,13 @@ def weight_files(directory: Path) -> list[Path]:
 
 def _unreadable(path: Path, error: Exception) -> WeightsError:
     """What is wrong with a file, and what to do about it."""
-    with path.open("rb") as file:
-        if file.read(len(LFS_POINTER)) == LFS_POINTER:
-            return WeightsError(f"{path} is a pointer of Git LFS and not the file; fetch it with `git lfs pull`")
-    size = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            start, size = file.read(len(LFS_POINTER)), path.stat().st_size
+    except OSError as refused:
+        return WeightsError(f"{path} cannot be read: {refused.strerror}")
+    if start == LFS_POINTER:
+        return WeightsError(f"{path} is a pointer of Git LFS and not the file; fetch it with `git lfs pull`")
     return WeightsError(f"{path} is not a readable safetensors file ({error}): it has {size} bytes; fetch it again")
 
 
@@ -203,7 +206,7 @@ def load_weights(directory: Path, plan: WeightPlan, *, progress: Callable[[float
                 progress(min(1.0, len(names_read) / max(1, len(plan.destinations))))
     _check_complete(directory, plan, names_read, unexpected)
     for name, tensor in tied.items():
-        _check_tied(plan, name, tensor)
+        _check_tied(plan, name, tensor, directory)
 
 
 def _load_tensor(plan: WeightPlan, name: str, read: Callable[[], torch.Tensor], path: Path) -> bool:
@@ -243,14 +246,24 @@ def _is_number(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
-def _check_tied(plan: WeightPlan, name: str, tensor: torch.Tensor) -> None:
-    """A tied tensor may also be in the files, but must then equal the tensor it is tied to."""
+def _check_tied(plan: WeightPlan, name: str, tensor: torch.Tensor, directory: Path) -> None:
+    """A tied tensor may also be in the files, but must then equal the tensor it is tied to: as it was loaded, or on the meta
+    device, which keeps no numbers, as it is stored."""
     destination = plan.destinations[plan.tied[name]]
     assert isinstance(destination, torch.Tensor), "tied tensors are plain"
-    if tensor.shape != destination.shape or not torch.equal(
-        tensor.to(device=destination.device, dtype=destination.dtype), destination
-    ):
+    expected = _stored_tensor(directory, plan, plan.tied[name]).to(destination.dtype) if destination.is_meta else destination
+    if tensor.shape != expected.shape or not torch.equal(tensor.to(device=expected.device, dtype=expected.dtype), expected):
         raise WeightsError(f"tie_word_embeddings is set, but {name} differs from {plan.tied[name]}")
+
+
+def _stored_tensor(directory: Path, plan: WeightPlan, name: str) -> torch.Tensor:
+    for path in weight_files(directory):
+        with _opened(path) as tensors:
+            for stored in tensors.keys():  # noqa: SIM118 - not a mapping
+                if plan.name_of(stored) == name:
+                    tensor: torch.Tensor = tensors.get_tensor(stored)
+                    return tensor
+    raise AssertionError(f"{name} was read before")
 
 
 def _check_complete(directory: Path, plan: WeightPlan, names_read: set[str], unexpected: list[str]) -> None:

@@ -24,23 +24,26 @@ SCALE_DTYPES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Int8Weight:
-    """An int8 weight, w[n, k] = values[n, k] · scales[n]. values: [N, K] int8, scales: [N] float32."""
-
-    values: torch.Tensor
-    scales: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Fp8Weight:
-    """An e4m3 weight, w[n, k] = values[n, k] · scales[n]. values: [N, K] float8_e4m3fn, scales: [N] float32. Raises ValueError
-    for another number of scales: kernels would read beyond them."""
+    """An int8 weight, w[n, k] = values[n, k] · scales[n]. values: [N, K] int8, scales: [N] float32. Raises ValueError for
+    another number of scales: kernels would read beyond them."""
 
     values: torch.Tensor
     scales: torch.Tensor
 
     def __post_init__(self) -> None:
-        if self.scales.shape != self.values.shape[:1]:
-            raise ValueError(f"scales are {list(self.scales.shape)}, expected one for each row: {list(self.values.shape[:1])}")
+        _check_row_scales(self.values, self.scales)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Weight:
+    """An e4m3 weight, w[n, k] = values[n, k] · scales[n]. values: [N, K] float8_e4m3fn, scales: [N] float32. Raises as
+    `Int8Weight`."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+
+    def __post_init__(self) -> None:
+        _check_row_scales(self.values, self.scales)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +241,11 @@ def _pad_columns(rows: torch.Tensor, multiple: int) -> torch.Tensor:
 def _divisors(scales: torch.Tensor) -> torch.Tensor:
     """The divisors of rows: a row of zeros has the scale zero and is divided by one."""
     return torch.where(scales == 0, torch.ones_like(scales), scales)
+
+
+def _check_row_scales(values: torch.Tensor, scales: torch.Tensor) -> None:
+    if scales.shape != values.shape[:1]:
+        raise ValueError(f"scales are {list(scales.shape)}, expected one for each row: {list(values.shape[:1])}")
 
 
 def _check_group_size(group_size: int) -> None:

@@ -159,9 +159,9 @@ def architecture_of(config: JsonObject) -> str:
     supported = f"{', '.join(sorted(FAMILIES))}; for embeddings only: {', '.join(EMBEDDERS)}"
     if not isinstance(architectures, list) or not architectures:
         raise UnsupportedModel(f"config.json names no architecture; supported: {supported}")
-    for name in architectures:
+    for name in map(str, architectures):
         if name in FAMILIES or name in EMBEDDERS:
-            return str(name)
+            return name
     raise UnsupportedModel(f"architecture {', '.join(map(str, architectures))} is not supported; supported: {supported}")
 
 

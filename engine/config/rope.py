@@ -100,6 +100,8 @@ def _original_max_len(parameters: JsonObject, defaults: RopeDefaults) -> int:
 
 def _yarn(parameters: JsonObject, rope: RopeConfig) -> RopeConfig:
     factor = rope.factor
+    if rope.theta == 1:
+        raise UnsupportedModel("config.json: rope_theta must not be 1 with yarn, which divides by its logarithm")
     if factor * rope.original_max_len > INTEGER_MAX:
         raise UnsupportedModel(
             f"config.json: yarn's factor {factor:g} times {rope.original_max_len} positions must be at most {INTEGER_MAX}"
@@ -123,6 +125,8 @@ def _attention_mscale(factor: float, mscale: float) -> float:
 
 
 def _longrope(parameters: JsonObject, rope: RopeConfig) -> RopeConfig:
+    if rope.original_max_len < 2:
+        raise UnsupportedModel("config.json: original_max_position_embeddings must be at least 2 with longrope")
     inferred = 1.0 if rope.factor <= 1.0 else math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_len))
     return replace(
         rope,

@@ -13,6 +13,8 @@ from kernels import ops
 NAN_BITS = 0x7F
 """The bits of NaN in e4m3 without the sign: the only code that is not a number."""
 
+ORDER_DTYPES = (torch.int32, torch.int64)
+
 CHECK_CHUNK_BYTES = 1 << 20
 """Checked at a time on a CPU, so that intermediate results stay in the second-level cache: five times faster."""
 
@@ -176,15 +178,15 @@ class IgnoredDestination(Destination):
 
 
 class OrderDestination(Destination):
-    """Keeps the group of `group_size` that each column belongs to, when the checkpoint says so: [columns] integers."""
+    """Keeps the group of `group_size` that each column belongs to, when the checkpoint says so: [columns] int32 or int64."""
 
     def __init__(self, num_columns: int, group_size: int, device: torch.device) -> None:
         self._num_columns, self._group_size, self._device = num_columns, group_size, device
         self.tensor: torch.Tensor | None = None
 
     def load(self, tensor: torch.Tensor) -> None:
-        if tensor.shape != (self._num_columns,) or tensor.is_floating_point():
-            raise WeightsError(f"is {tensor.dtype} {tuple(tensor.shape)}, expected integers ({self._num_columns},)")
+        if tensor.shape != (self._num_columns,) or tensor.dtype not in ORDER_DTYPES:
+            raise WeightsError(f"is {tensor.dtype} {tuple(tensor.shape)}, expected int32 or int64 ({self._num_columns},)")
         num_groups = -(-self._num_columns // self._group_size)
         if int(tensor.min()) < 0 or int(tensor.max()) >= num_groups:
             raise WeightsError(f"names groups that do not exist: there are {num_groups}")

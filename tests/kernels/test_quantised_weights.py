@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.quantised_weights import Fp8Weight, pack_awq, pack_fp8, pack_gptq, pack_int4, pack_int4_codes, pack_int8
+from kernels.quantised_weights import (
+    Fp8Weight,
+    Int8Weight,
+    pack_awq,
+    pack_fp8,
+    pack_gptq,
+    pack_int4,
+    pack_int4_codes,
+    pack_int8,
+)
 from kernels.reference import quantised as reference
 from kernels.reference.fp8_rows import quantize_rows_fp8
 
@@ -159,12 +168,15 @@ def test_fp8_weights_are_within_their_three_bits_of_mantissa() -> None:
     assert (error <= weight.abs() * 2**-4 * 1.001 + packed.scales.unsqueeze(1) * 2**-10).all()
 
 
+@pytest.mark.parametrize(("weight", "dtype"), [(Fp8Weight, torch.float8_e4m3fn), (Int8Weight, torch.int8)])
 @pytest.mark.parametrize("scales", [torch.ones(1), torch.ones(6), torch.ones(7, 1), torch.tensor(1.0)])
-def test_an_fp8_weight_has_one_scale_for_each_row(scales: torch.Tensor) -> None:
-    values = torch.zeros(7, 16, dtype=torch.float8_e4m3fn)
-    assert Fp8Weight(values, torch.ones(7)).scales.shape == (7,)
+def test_a_weight_in_8_bits_has_one_scale_for_each_row(
+    weight: type[Fp8Weight | Int8Weight], dtype: torch.dtype, scales: torch.Tensor
+) -> None:
+    values = torch.zeros(7, 16, dtype=dtype)
+    assert weight(values, torch.ones(7)).scales.shape == (7,)
     with pytest.raises(ValueError, match=r"expected one for each row: \[7\]"):
-        Fp8Weight(values, scales)
+        weight(values, scales)
 
 
 def test_products_with_quantised_weights_equal_products_with_the_dequantised_weights() -> None:

@@ -65,6 +65,27 @@ def test_version_1_limits_are_read_from_the_hierarchy_of_each_controller(write: 
     assert cgroup.memory_bytes() == GIB
 
 
+def test_limits_of_version_1_are_not_read_at_the_path_of_another_controller(write: Write) -> None:
+    write("membership", "4:memory:/service\n3:cpu,cpuacct:/app")
+    write("cpu/service/cpu.cfs_quota_us", "100000")
+    write("cpu/service/cpu.cfs_period_us", "100000")
+    write("memory/app/memory.limit_in_bytes", str(GIB))
+    assert cgroup.cores() is None
+    assert cgroup.memory_bytes() is None
+
+
+def test_the_name_of_a_group_may_hold_a_colon(write: Write) -> None:
+    write("membership", "0::/app:1")
+    write("app:1/memory.max", str(GIB))
+    assert cgroup.memory_bytes() == GIB
+
+
+@pytest.mark.parametrize("quota", ["0 100000", "100000 0"])
+def test_a_quota_that_no_process_could_run_with_limits_nothing(write: Write, quota: str) -> None:
+    write("app/worker/cpu.max", quota)
+    assert cgroup.cores() is None
+
+
 def test_without_a_membership_file_nothing_is_limited(write: Write, tmp_path: Path) -> None:
     write("cpu.max", "100000 100000")
     (tmp_path / "membership").unlink()

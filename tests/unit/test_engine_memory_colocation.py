@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,15 @@ def test_weights_are_estimated_in_the_requested_dtype(folders: list[Path], dtype
     empty = DeviceMemory(device_type="cuda", usable_bytes=80 * GIB, context_bytes=0)
     fit = alone(checked_estimate(config, options, (9, 0)), empty)
     assert fit.needs.weights_bytes == fit.model.weights_bytes(unquantised(element_bytes), element_bytes)
+
+
+def test_all_seats_are_kept_while_the_cache_holds_256_tokens_for_each(folders: list[Path]) -> None:
+    options = EngineOptions.of({"model": str(folders[0]), "max_model_len": 4096})
+    estimate = checked_estimate(load_model_config(folders[0]), options, (9, 0))
+    needs = estimate(DeviceMemory(device_type="cuda", usable_bytes=200 * GIB, context_bytes=0)).needs
+    enough = DeviceMemory(device_type="cuda", usable_bytes=needs.fixed_bytes + needs.kv_bytes(256 * 256), context_bytes=0)
+    assert estimate(enough).load.num_seqs == 256
+    assert estimate(replace(enough, usable_bytes=enough.usable_bytes - 1)).load.num_seqs == 128
 
 
 @pytest.mark.parametrize("total_gib", [80, 48], ids=["with room", "with fewer seats"])

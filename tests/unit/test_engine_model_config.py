@@ -155,6 +155,20 @@ def test_sparse_layers_follow_the_step_except_for_mlp_only_layers() -> None:
         ("Phi3ForCausalLM", {"lm_head_bias": True}, "lm_head_bias"),
         ("GraniteForCausalLM", {"logits_scaling": 0}, "logits_scaling must be a positive number"),
         ("Olmo2ForCausalLM", {"clip_qkv": 8.0}, "clip_qkv 8.0"),
+        ("LlamaForCausalLM", {"architectures": [["LlamaForCausalLM"], {"a": 1}]}, r"architecture \['LlamaForC.* not supported"),
+        (
+            "LlamaForCausalLM",
+            {"rope_theta": 1.0, "rope_scaling": {"type": "yarn", "factor": 2.0}},
+            "rope_theta must not be 1 with yarn",
+        ),
+        (
+            "Phi3ForCausalLM",
+            {
+                "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 8},
+                "original_max_position_embeddings": 1,
+            },
+            "original_max_position_embeddings must be at least 2 with longrope",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.config.model import load_model_config
 from engine.errors import EngineConfigError, NotAModelDirectory, UnsupportedModel, WeightsError
+from engine.verify import verify_model
 from engine.weights import INDEX_FILE, weight_files
 from tests.support.engines import generation_request, run_to_end, small_engine, tokens
 from tests.support.tiny_models import make_model, saved_model
@@ -161,6 +164,15 @@ def test_a_tied_head_that_differs_from_the_embedding_is_refused(model: Path) -> 
         small_engine(model)
 
 
+@pytest.mark.parametrize("added", [0.0, 1.0], ids=["equal", "different"])
+def test_a_check_without_weights_compares_a_stored_tied_head_with_the_embedding(added: float, model: Path) -> None:
+    embedding = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
+    change_config(model, tie_word_embeddings=True)
+    change_weights(model, {"lm_head.weight": embedding + added})
+    with contextlib.nullcontext() if not added else pytest.raises(WeightsError, match=r"lm_head\.weight differs"):
+        assert verify_model(model, is_draft=True)["tensors"] == 21
+
+
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     make_model("llama", tmp_path, sharded=True)
     shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
@@ -182,6 +194,14 @@ def test_a_damaged_safetensors_file_is_named(model: Path) -> None:
     with pytest.raises(
         WeightsError, match=r"model\.safetensors is not a readable safetensors file .*it has 22 bytes; fetch it again"
     ):
+        small_engine(model)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a file that no one can read")
+def test_a_file_that_the_system_does_not_read_is_named(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    (model / "model.safetensors").symlink_to("/proc/self/mem")
+    with pytest.raises(WeightsError, match=r"model\.safetensors cannot be read: Input/output error"):
         small_engine(model)
 
 

@@ -196,6 +196,12 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, layouts.W
         ("awq", {"qzeros": None}, "1 tensor is missing: .*q_proj.qzeros"),
         ("awq", {"scales": torch.ones(4, 64)}, r"q_proj.scales has shape \(4, 64\), expected \(2, 64\) by group_size"),
         ("gptq", {"g_idx": torch.zeros(64)}, "q_proj.g_idx is torch.float32"),
+        (
+            "gptq",
+            {"g_idx": torch.zeros(64).to(torch.uint32)},
+            r"g_idx is torch.uint32 \(64,\), expected int32 or int64 \(64,\)",
+        ),
+        ("gptq", {"g_idx": torch.zeros(64, dtype=torch.int16)}, "q_proj.g_idx is torch.int16"),
         ("gptq", {"g_idx": torch.full((64,), 2)}, "q_proj.g_idx names groups that do not exist: there are 2"),
         ("gptq", {"g_idx": torch.zeros(64, dtype=torch.int32)}, "q_proj.g_idx does not divide 64 columns into groups of 32"),
         ("gptq", {"scales": torch.full((2, 64), 1 / 3)}, "q_proj.scales has scales of torch.float32 that neither float16 nor"),
