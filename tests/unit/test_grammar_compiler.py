@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -297,6 +298,49 @@ def test_a_worker_that_died_between_two_grammars_is_replaced(monkeypatch: pytest
     assert [worker.is_alive for worker in workers] == [False, True]
     compiler.close()
     assert [worker.is_alive for worker in workers] == [False, False]
+
+
+@pytest.fixture
+def idle_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[GrammarCompiler, subprocess.Popen[bytes]]]:
+    """A compiler with one worker, which has compiled a grammar and waits for the next, and the process of this worker."""
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def recording_popen(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(popen(*arguments, **options))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", recording_popen)
+    compiler = GrammarCompiler(BYTES, workers=1)
+    compiler.submit(GrammarSpec("choice", '["a"]'), ALICE).result(timeout=60)
+    yield compiler, started[0]
+    compiler.close()
+
+
+def test_a_worker_that_stops_reading_misses_its_deadline_and_is_replaced(
+    idle_worker: tuple[GrammarCompiler, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler, process = idle_worker
+    process.send_signal(signal.SIGSTOP)
+    with monkeypatch.context() as patched:
+        patched.setattr(compiler, "_deadline_s", 0.05)
+        with pytest.raises(GrammarError, match=r"takes longer than 0\.05 s to compile"):
+            compiler.submit(GrammarSpec("choice", json.dumps(["b" * 100_000])), ALICE).result(timeout=60)
+    assert process.poll() is not None
+    assert compiler.submit(GrammarSpec("choice", '["b"]'), ALICE).result(timeout=60).start().is_complete is False
+
+
+def test_a_worker_that_dies_before_it_reads_a_grammar_is_not_the_fault_of_this_grammar(
+    idle_worker: tuple[GrammarCompiler, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (compiler, process), spec = idle_worker, GrammarSpec("choice", '["b"]')
+    process.kill()
+    process.wait()
+    with monkeypatch.context() as patched:
+        patched.setattr(compiler_module._WorkerProcess, "is_alive", True)  # it dies just after the check
+        with pytest.raises(BrokenPipeError):
+            compiler.submit(spec, ALICE).result(timeout=60)
+    assert compiler.submit(spec, ALICE).result(timeout=60).start().is_complete is False
 
 
 @pytest.mark.parametrize("pattern", ["(a*)*b", "(a|aa)+c", "(.*)*x(.*)*"])
