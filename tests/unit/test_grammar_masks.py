@@ -112,12 +112,23 @@ def test_a_forbidden_token_is_an_error_of_its_answer(masks: GrammarMasks) -> Non
     assert mask_rows(masks, request) == [[2, 0]], "nothing behind it was accepted"
 
 
-def test_closing_the_masks_ends_their_thread() -> None:
-    def threads() -> set[threading.Thread]:
-        return {thread for thread in threading.enumerate() if thread.name.startswith("grammar-masks")}
+def mask_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("grammar-masks")}
 
-    before, masks, request = threads(), GrammarMasks(VOCAB_SIZE), sampling_request("a")
+
+def test_masks_of_two_steps_are_filled_one_after_the_other(masks: GrammarMasks, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, request, released = mask_threads(), sampling_request("a"), threading.Event()
+    monkeypatch.setattr(CountingState, "fill_mask", lambda _state, _row: released.wait(60))
     masks.start(request, compiled_grammar())
-    assert len(threads() - before) == 1
+    filled = [masks.fill([request]), masks.fill([request])]
+    assert len(mask_threads() - before) == 1
+    released.set()
+    assert all(future is not None and not future.result(timeout=60).errors for future in filled)
+
+
+def test_closing_the_masks_ends_their_thread() -> None:
+    before, masks, request = mask_threads(), GrammarMasks(VOCAB_SIZE), sampling_request("a")
+    masks.start(request, compiled_grammar())
+    assert len(mask_threads() - before) == 1
     masks.close()
-    assert threads() - before == set()
+    assert mask_threads() - before == set()
