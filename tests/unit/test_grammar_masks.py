@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
+import torch
 
-from engine.grammar.masks import GrammarMasks
+from engine.grammar.masks import GrammarMasks, allow_all
 from engine.grammar.matcher import CompiledGrammar
 from engine.grammar.spec import GrammarError
 from tests.support.sampling import sampling_request
@@ -91,6 +92,13 @@ def test_rows_without_a_grammar_need_no_masks(masks: GrammarMasks) -> None:
     del guided
     gc.collect()
     assert [*were_empty, masks.are_empty] == [True, False, True], "a grammar is followed for as long as its answer exists"
+
+
+def test_masks_that_allow_all_have_a_word_for_every_32_tokens_and_are_on_their_device() -> None:
+    device = torch.device("meta")
+    masks = [allow_all(3, vocab_size, device) for vocab_size in (31, 32, 33, 64, 65)]
+    assert [tuple(rows.shape) for rows in masks] == [(3, 1), (3, 1), (3, 2), (3, 2), (3, 3)]
+    assert {(rows.dtype, rows.device) for rows in masks} == {(torch.int32, device)}
 
 
 def test_a_mask_that_fails_is_an_error_of_its_row_only(masks: GrammarMasks) -> None:
