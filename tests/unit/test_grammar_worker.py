@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from engine.grammar import worker
+from engine.grammar.lark import to_lark
 from engine.grammar.spec import GrammarSpec
 from engine.grammar.worker import job_line, serve, vocabulary_line
 from tests.support.grammars import BYTES
@@ -68,8 +69,6 @@ def test_each_grammar_is_answered_in_order_with_its_text_or_an_error() -> None:
 def test_a_grammar_that_exhausts_the_interpreter_is_refused_and_the_next_one_compiled(
     monkeypatch: pytest.MonkeyPatch, failure: type[Exception]
 ) -> None:
-    to_lark = worker.to_lark
-
     def failing_to_lark(spec: GrammarSpec) -> str:
         if spec == SLOW:
             raise failure
