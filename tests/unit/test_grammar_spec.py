@@ -54,6 +54,11 @@ def test_a_malformed_constraint_is_refused_by_field(fields: dict[str, Any], para
     assert isinstance(caught.value, InvalidOption)
 
 
+def test_a_constraint_may_have_as_many_bytes_as_its_limit() -> None:
+    text = "ü" * (REGEX // 2)
+    assert grammar_spec(SamplingParams(guided_regex=text)) == GrammarSpec("regex", text)
+
+
 def test_the_schema_text_is_not_parsed_on_submission(monkeypatch: pytest.MonkeyPatch) -> None:
     """Submission runs in the thread that steps the engine, and a schema may have 256 KiB; the compiler process parses it."""
     monkeypatch.setattr("engine.grammar.spec.json.loads", lambda *_: pytest.fail("the schema was read"))
@@ -96,6 +101,11 @@ def test_half_of_a_surrogate_pair_is_found_behind_an_escape() -> None:
     for schema in ('{"const": "\\ud83d"}', '{"required": ["\\uDE00"]}', '{"properties": {"\\ud83dx": {}}}'):
         with pytest.raises(GrammarError, match="guided_json holds half of a surrogate pair, which is not text"):
             check_schema_text(schema)
+
+
+def test_a_message_is_cut_only_beyond_its_limit() -> None:
+    assert str(GrammarError("guided_json", "x" * MESSAGE_CHARS_MAX)) == "x" * MESSAGE_CHARS_MAX
+    assert str(GrammarError("guided_json", "x" * (MESSAGE_CHARS_MAX + 1))) == "x" * MESSAGE_CHARS_MAX + "…"
 
 
 @pytest.mark.parametrize("name", ["\ud800", "x" * 100_000], ids=["half of a surrogate pair", "long"])
