@@ -43,6 +43,7 @@ MALFORMED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_choice": ["\ud800"]}, "guided_choice", "surrogate"),
     ({"guided_choice": ["x" * 100_000]}, "guided_choice", "bytes"),
     ({"guided_grammar": "  "}, "guided_grammar", "is empty"),
+    ({"guided_json": "\n"}, "guided_json", "guided_json is empty"),
 ]
 
 

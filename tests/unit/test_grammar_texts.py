@@ -199,7 +199,7 @@ REFUSED: list[tuple[Kind, str, str]] = [
     ("grammar", 'root ::= "a"\nroot ::= "b"', r"the rule root is defined twice \(line 2\)"),
     ("grammar", 'root ::= ("a"\n', "an unclosed \\("),
     ("grammar", 'root ::= "a")', r"'\)' is out of place"),
-    ("grammar", "root ::= *", "where a name should be"),
+    ("grammar", "\nroot ::= *a", r"'\*' where a name should be \(line 2\)"),
     *(("grammar", f'root ::= "a"{bounds}', "malformed repetition") for bounds in ("{,}", "{}", "{a}", "{1", "{12", "{-1}")),
     ("grammar", 'root ::= "a"{3,2}', r"run backwards \(line 1\)"),
     ("grammar", "start: <|special|>", "special tokens"),
