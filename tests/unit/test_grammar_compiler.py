@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -79,6 +80,14 @@ def test_a_grammar_is_compiled_in_a_process_with_high_file_descriptors() -> None
             accept_text(compiler.submit(GrammarSpec("choice", '["a"]'), ALICE).result().start(), "a")
         finally:
             compiler.close()
+
+
+def test_a_worker_imports_the_engine_from_where_this_process_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.chdir(tmp_path)
+    compiler = GrammarCompiler(BYTES, workers=1)
+    assert compiler.submit(GrammarSpec("choice", '["a"]'), ALICE).result(timeout=60).start().is_complete is False
+    compiler.close()
 
 
 def test_equal_constraints_share_a_compilation(compiler: GrammarCompiler) -> None:
@@ -449,10 +458,14 @@ def test_a_token_is_accepted_although_another_request_has_exhausted_the_lexer_ta
     ("kind", "text", "limit", "message"),
     [
         ("regex", "[a-z]{30}", "LEXER_STATES_MAX", "cannot be enforced: a step would cost too much"),
+        ("regex", "([ab]|a[^b]){9}", "STEP_LEXER_FUEL", "cannot be enforced: a step would cost too much"),
+        ("json", '{"type": "object"}', "STEP_ITEMS_MAX", "cannot be enforced: a step would cost too much"),
+        ("json", '{"type": "object"}', "GRAMMAR_SYMBOLS_MAX", "cannot be compiled: it is too large"),
+        ("regex", "([ab]|a[^b]){9}", "COMPILE_LEXER_FUEL", "cannot be compiled: its patterns together are too complex"),
         ("choice", '["z"]', None, "cannot be satisfied by any text"),
     ],
 )
-def test_a_grammar_that_no_request_could_follow_is_refused_when_it_is_tried_out(
+def test_a_grammar_that_no_request_could_follow_is_refused_when_it_is_built(
     monkeypatch: pytest.MonkeyPatch, kind: Any, text: str, limit: str | None, message: str
 ) -> None:
     vocabulary = BYTES
