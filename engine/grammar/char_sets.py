@@ -49,14 +49,9 @@ def intersect(left: CharSet, right: CharSet) -> CharSet:
 
 
 def complement(inner: CharSet) -> CharSet:
-    gaps, start = [], 0
-    for low, high in inner:
-        if low > start:
-            gaps.append((start, low - 1))
-        start = high + 1
-    if start <= LAST:
-        gaps.append((start, LAST))
-    return intersect(tuple(gaps), ANY)
+    starts = (0, *(high + 1 for _, high in inner))
+    ends = (*(low - 1 for low, _ in inner), LAST)
+    return intersect(tuple(zip(starts, ends, strict=True)), ANY)  # without the empty gaps
 
 
 def contains(inner: CharSet, character: str) -> bool:

@@ -77,7 +77,7 @@ class CompileQueue:
         has at least two more waiting: then the last of those is refused instead."""
         queue = self._queues.get(tenant_id) or _TenantQueue()
         if self._waiting_max is not None and self.num_waiting >= self._waiting_max:
-            longest = max(self._queues.values(), key=lambda tenant_queue: len(tenant_queue.waiting), default=queue)
+            longest = max((queue, *self._queues.values()), key=lambda tenant_queue: len(tenant_queue.waiting))
             if len(longest.waiting) < len(queue.waiting) + 2:
                 raise self._overloaded(spec)
             refused = longest.waiting.pop()

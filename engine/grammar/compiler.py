@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from concurrent.futures import Future
+from typing import IO
 
 from engine.errors import EngineOverloaded
 from engine.grammar.compile_queue import NO_PROCESS, NO_THREAD, CompileQueue, Job, overloaded
@@ -42,33 +43,40 @@ class _WorkerProcess:
         command = [sys.executable, "-m", "engine.grammar.worker"]
         pipe = subprocess.PIPE
         # A session of its own: an interrupt at the terminal is for the engine to handle.
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, start_new_session=True)
+        self._process = subprocess.Popen(command, bufsize=0, stdin=pipe, stdout=pipe, env=environment, start_new_session=True)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._input, self._output = self._process.stdin, self._process.stdout
+        os.set_blocking(self._input.fileno(), False)
         self._buffer = b""
         try:
-            self._write(vocabulary_line(vocabulary))
             # One trivial job first, so that the start of the interpreter counts against no deadline.
-            self.compile(GrammarSpec("choice", '["a"]'), _START_S)
-        except WorkerLost:
+            self._exchange(vocabulary_line(vocabulary) + job_line(GrammarSpec("choice", '["a"]'), _START_S), _START_S)
+        except (OSError, WorkerLost):
             self.kill()
             raise
 
     def compile(self, spec: GrammarSpec, deadline_s: float) -> dict[str, str]:
         """Have the worker compile `spec`. Returns its answer. Raises `WorkerLost` when there is none within the deadline."""
+        answer: dict[str, str] = json.loads(self._exchange(job_line(spec, deadline_s), deadline_s))
+        return answer
+
+    def _exchange(self, request: bytes, deadline_s: float) -> bytes:
+        """Write to the worker and return the next line that it writes. A worker that has stopped reads nothing, so writing has
+        the same deadline."""
         end = time.monotonic() + deadline_s
-        self._write(job_line(spec, deadline_s))
-        assert self._process.stdout is not None
-        pipe, poll = self._process.stdout.fileno(), select.poll()  # accepts any file number, unlike `select.select`
-        poll.register(pipe, select.POLLIN)
+        rest = memoryview(request)
+        while rest:
+            _wait_for(self._input, select.POLLOUT, end, deadline_s)
+            rest = rest[os.write(self._input.fileno(), rest) :]
         while b"\n" not in self._buffer:
-            if not poll.poll(max(0.0, end - time.monotonic()) * 1000):
-                raise WorkerLost(f"takes longer than {deadline_s:g} s to compile")
-            data = os.read(pipe, _READ_BYTES)
+            _wait_for(self._output, select.POLLIN, end, deadline_s)
+            data = os.read(self._output.fileno(), _READ_BYTES)
             if not data:
                 raise WorkerLost("crashed its compiler: it exceeds the memory or depth limit for a grammar")
             self._buffer += data
         line, _, self._buffer = self._buffer.partition(b"\n")
-        answer: dict[str, str] = json.loads(line)
-        return answer
+        return line
 
     @property
     def is_alive(self) -> bool:
@@ -77,20 +85,16 @@ class _WorkerProcess:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                try:
-                    pipe.close()
-                except BrokenPipeError:
-                    continue  # what it had not read yet
+        self._input.close()
+        self._output.close()
 
-    def _write(self, line: bytes) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(line)
-            self._process.stdin.flush()
-        except BrokenPipeError as error:
-            raise WorkerLost("could not be compiled: no compiler process is available") from error
+
+def _wait_for(pipe: IO[bytes], event: int, end_s: float, deadline_s: float) -> None:
+    """Wait until a pipe is ready. Raises `WorkerLost` at the time `end_s`, `deadline_s` after the start."""
+    poll = select.poll()  # accepts any file number, unlike `select.select`
+    poll.register(pipe, event)
+    if not poll.poll(max(0.0, end_s - time.monotonic()) * 1000):
+        raise WorkerLost(f"takes longer than {deadline_s:g} s to compile")
 
 
 def _kill(process: _WorkerProcess | None) -> None:

@@ -96,7 +96,6 @@ class _Reader:
         self._reference(name)
         self._skip_blanks(lines=True)
         self._rules[name] = self._alternatives(nested=False)
-        self._skip_blanks(lines=False)
         if self._pos < len(self._text) and self._text[self._pos] not in "\r\n":
             raise self._error(f"{self._text[self._pos]!r} is out of place")
 
@@ -131,7 +130,6 @@ class _Reader:
             if self._depth > NESTING_MAX:
                 raise self._error(f"groups nested more than {NESTING_MAX} deep")
             inner = self._alternatives(nested=True)
-            self._skip_blanks(lines=True)
             if not self._accept(")"):
                 raise self._error("an unclosed (")
             self._depth -= 1

@@ -56,8 +56,8 @@ def checked_lark(text: str) -> str:
     return text
 
 
-# Strings, regular expressions and comments: their contents are not syntax.
-_QUOTED = re.compile(r'"(?:\\.|[^"\\\n])*"i?|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/[imslux]*')
+# Strings, comments and regular expressions, of which only the last may span lines: their contents are not syntax.
+_QUOTED = re.compile(r'"(?:\\.|[^"\\\n])*"i?|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\])+/[imslux]*')
 _REFUSED = {
     "<": "special tokens (<…>) are not text",
     "@": "grammars of other names (@…)",

@@ -118,9 +118,7 @@ def comma(before: object) -> tuple[str, ...]:
 
 
 def _body_text(body: Body) -> str:
-    guard = [symbol for symbol in body if isinstance(symbol, str) and symbol[0] == "%"]
-    symbols = [_symbol_text(symbol) for symbol in body if symbol not in guard]
-    return " ".join((symbols or ['""']) + [str(symbol) for symbol in guard])
+    return " ".join(map(_symbol_text, body)) or '""'
 
 
 def _dependencies(body: Body) -> set[str]:

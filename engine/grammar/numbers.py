@@ -276,16 +276,16 @@ def _without_dead_states(automaton: Automaton) -> Automaton:
 
 
 def _merge_equivalent(edges: list[dict[str, int]], accepting: set[int], live: set[int]) -> Automaton:
-    """Moore's partition refinement: indistinguishable states become one."""
-    block = {state: int(state in accepting) for state in live}
-    count = len(set(block.values()))
+    """Moore's partition refinement: indistinguishable states become one. Every state lists its characters in the same order."""
+    signatures = {state: (state in accepting, *edges[state]) for state in sorted(live)}
+    count = 0
     while True:
-        signatures = {s: (block[s], tuple(sorted((c, block[n]) for c, n in edges[s].items()))) for s in live}
-        names = {signature: number for number, signature in enumerate(dict.fromkeys(signatures[s] for s in sorted(live)))}
-        block = {state: names[signatures[state]] for state in live}
+        names = {signature: number for number, signature in enumerate(dict.fromkeys(signatures.values()))}
+        block = {state: names[signature] for state, signature in signatures.items()}
         if len(names) == count:
             break
         count = len(names)
+        signatures = {state: (number, *[block[n] for n in edges[state].values()]) for state, number in block.items()}
     merged = Automaton(edges=[{} for _ in range(count)])
     for state in sorted(live):
         merged.edges[block[state]] = {c: block[n] for c, n in edges[state].items()}

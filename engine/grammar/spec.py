@@ -64,7 +64,7 @@ def grammar_spec(sampling: SamplingParams) -> GrammarSpec | None:
     value = getattr(sampling, param)
     text = json.dumps(value, ensure_ascii=False) if kind == "choice" else value
     _check_size(param, text, GUIDED_BYTES_MAX[param])
-    if kind != "json" and not text.strip():
+    if not text.strip():
         raise GrammarError(param, f"{param} is empty")
     return GrammarSpec(kind, text)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import json
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -78,6 +80,14 @@ def test_a_grammar_is_compiled_in_a_process_with_high_file_descriptors() -> None
             accept_text(compiler.submit(GrammarSpec("choice", '["a"]'), ALICE).result().start(), "a")
         finally:
             compiler.close()
+
+
+def test_a_worker_imports_the_engine_from_where_this_process_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.chdir(tmp_path)
+    compiler = GrammarCompiler(BYTES, workers=1)
+    assert compiler.submit(GrammarSpec("choice", '["a"]'), ALICE).result(timeout=60).start().is_complete is False
+    compiler.close()
 
 
 def test_equal_constraints_share_a_compilation(compiler: GrammarCompiler) -> None:
@@ -299,6 +309,49 @@ def test_a_worker_that_died_between_two_grammars_is_replaced(monkeypatch: pytest
     assert [worker.is_alive for worker in workers] == [False, False]
 
 
+@pytest.fixture
+def idle_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[GrammarCompiler, subprocess.Popen[bytes]]]:
+    """A compiler with one worker, which has compiled a grammar and waits for the next, and the process of this worker."""
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def recording_popen(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(popen(*arguments, **options))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", recording_popen)
+    compiler = GrammarCompiler(BYTES, workers=1)
+    compiler.submit(GrammarSpec("choice", '["a"]'), ALICE).result(timeout=60)
+    yield compiler, started[0]
+    compiler.close()
+
+
+def test_a_worker_that_stops_reading_misses_its_deadline_and_is_replaced(
+    idle_worker: tuple[GrammarCompiler, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler, process = idle_worker
+    process.send_signal(signal.SIGSTOP)
+    with monkeypatch.context() as patched:
+        patched.setattr(compiler, "_deadline_s", 0.05)
+        with pytest.raises(GrammarError, match=r"takes longer than 0\.05 s to compile"):
+            compiler.submit(GrammarSpec("choice", json.dumps(["b" * 100_000])), ALICE).result(timeout=60)
+    assert process.poll() is not None
+    assert compiler.submit(GrammarSpec("choice", '["b"]'), ALICE).result(timeout=60).start().is_complete is False
+
+
+def test_a_worker_that_dies_before_it_reads_a_grammar_is_not_the_fault_of_this_grammar(
+    idle_worker: tuple[GrammarCompiler, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (compiler, process), spec = idle_worker, GrammarSpec("choice", '["b"]')
+    process.kill()
+    process.wait()
+    with monkeypatch.context() as patched:
+        patched.setattr(compiler_module._WorkerProcess, "is_alive", True)  # it dies just after the check
+        with pytest.raises(BrokenPipeError):
+            compiler.submit(spec, ALICE).result(timeout=60)
+    assert compiler.submit(spec, ALICE).result(timeout=60).start().is_complete is False
+
+
 @pytest.mark.parametrize("pattern", ["(a*)*b", "(a|aa)+c", "(.*)*x(.*)*"])
 def test_a_pattern_with_catastrophic_backtracking_is_matched_in_linear_time(compiler: GrammarCompiler, pattern: str) -> None:
     state = compiler.submit(GrammarSpec("regex", pattern), ALICE).result().start()
@@ -405,10 +458,14 @@ def test_a_token_is_accepted_although_another_request_has_exhausted_the_lexer_ta
     ("kind", "text", "limit", "message"),
     [
         ("regex", "[a-z]{30}", "LEXER_STATES_MAX", "cannot be enforced: a step would cost too much"),
+        ("regex", "([ab]|a[^b]){9}", "STEP_LEXER_FUEL", "cannot be enforced: a step would cost too much"),
+        ("json", '{"type": "object"}', "STEP_ITEMS_MAX", "cannot be enforced: a step would cost too much"),
+        ("json", '{"type": "object"}', "GRAMMAR_SYMBOLS_MAX", "cannot be compiled: it is too large"),
+        ("regex", "([ab]|a[^b]){9}", "COMPILE_LEXER_FUEL", "cannot be compiled: its patterns together are too complex"),
         ("choice", '["z"]', None, "cannot be satisfied by any text"),
     ],
 )
-def test_a_grammar_that_no_request_could_follow_is_refused_when_it_is_tried_out(
+def test_a_grammar_that_no_request_could_follow_is_refused_when_it_is_built(
     monkeypatch: pytest.MonkeyPatch, kind: Any, text: str, limit: str | None, message: str
 ) -> None:
     vocabulary = BYTES

@@ -569,3 +569,13 @@ def test_a_schema_gives_the_same_grammar_in_every_process() -> None:
     environments = [{**os.environ, "PYTHONHASHSEED": seed} for seed in "123"]
     texts = [subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout for env in environments]
     assert len({*texts}) == 1
+
+
+@pytest.mark.parametrize("first", [[], [{"const": 1}], [{"const": 1}, {"const": 2}]])
+def test_an_array_may_end_before_items_that_no_finite_text_satisfies(first: list[Any]) -> None:
+    endless = {"type": "object", "required": ["x"], "properties": {"x": {"$ref": "#/$defs/endless"}}}
+    schema = {"type": "array", "prefixItems": first, "items": {"$ref": "#/$defs/endless"}, "$defs": {"endless": endless}}
+    values = [item["const"] for item in first]
+    assert schema_accepts(schema, values)
+    with pytest.raises(GrammarError, match="cannot be satisfied by any text"):
+        schema_accepts(schema | {"minItems": len(first) + 1}, values)

@@ -62,6 +62,13 @@ def test_a_grammar_at_a_limit_is_accepted_and_one_beyond_it_refused(
     assert refused.value.param == f"guided_{kind}"
 
 
+def test_groups_side_by_side_are_not_nested() -> None:
+    beside = '("a")' * (gbnf.NESTING_MAX + 1)
+    assert to_lark(GrammarSpec("grammar", f"root ::= {beside} {nested(gbnf.NESTING_MAX)}"))
+    with pytest.raises(GrammarError, match="groups nested more than"):
+        to_lark(GrammarSpec("grammar", f"root ::= {beside} {nested(gbnf.NESTING_MAX + 1)}"))
+
+
 MANY = {f"p{index}": {"type": "string"} for index in range(80)}
 CHOICES = [{"anyOf": [{"required": [f"a{place}_{index}"]} for index in range(13)]} for place in range(3)]
 

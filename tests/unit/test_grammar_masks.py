@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
+import torch
 
-from engine.grammar.masks import GrammarMasks
+from engine.grammar.masks import GrammarMasks, allow_all
 from engine.grammar.matcher import CompiledGrammar
 from engine.grammar.spec import GrammarError
 from tests.support.sampling import sampling_request
@@ -93,6 +94,13 @@ def test_rows_without_a_grammar_need_no_masks(masks: GrammarMasks) -> None:
     assert [*were_empty, masks.are_empty] == [True, False, True], "a grammar is followed for as long as its answer exists"
 
 
+def test_masks_that_allow_all_have_a_word_for_every_32_tokens_and_are_on_their_device() -> None:
+    device = torch.device("meta")
+    masks = [allow_all(3, vocab_size, device) for vocab_size in (31, 32, 33, 64, 65)]
+    assert [tuple(rows.shape) for rows in masks] == [(3, 1), (3, 1), (3, 2), (3, 2), (3, 3)]
+    assert {(rows.dtype, rows.device) for rows in masks} == {(torch.int32, device)}
+
+
 def test_a_mask_that_fails_is_an_error_of_its_row_only(masks: GrammarMasks) -> None:
     good, bad = sampling_request("good"), sampling_request("bad")
     masks.start(bad, compiled_grammar(fails_at=1))
@@ -112,12 +120,23 @@ def test_a_forbidden_token_is_an_error_of_its_answer(masks: GrammarMasks) -> Non
     assert mask_rows(masks, request) == [[2, 0]], "nothing behind it was accepted"
 
 
-def test_closing_the_masks_ends_their_thread() -> None:
-    def threads() -> set[threading.Thread]:
-        return {thread for thread in threading.enumerate() if thread.name.startswith("grammar-masks")}
+def mask_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("grammar-masks")}
 
-    before, masks, request = threads(), GrammarMasks(VOCAB_SIZE), sampling_request("a")
+
+def test_masks_of_two_steps_are_filled_one_after_the_other(masks: GrammarMasks, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, request, released = mask_threads(), sampling_request("a"), threading.Event()
+    monkeypatch.setattr(CountingState, "fill_mask", lambda _state, _row: released.wait(60))
     masks.start(request, compiled_grammar())
-    assert len(threads() - before) == 1
+    filled = [masks.fill([request]), masks.fill([request])]
+    assert len(mask_threads() - before) == 1
+    released.set()
+    assert all(future is not None and not future.result(timeout=60).errors for future in filled)
+
+
+def test_closing_the_masks_ends_their_thread() -> None:
+    before, masks, request = mask_threads(), GrammarMasks(VOCAB_SIZE), sampling_request("a")
+    masks.start(request, compiled_grammar())
+    assert len(mask_threads() - before) == 1
     masks.close()
-    assert threads() - before == set()
+    assert mask_threads() - before == set()

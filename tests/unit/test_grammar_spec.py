@@ -43,6 +43,7 @@ MALFORMED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_choice": ["\ud800"]}, "guided_choice", "surrogate"),
     ({"guided_choice": ["x" * 100_000]}, "guided_choice", "bytes"),
     ({"guided_grammar": "  "}, "guided_grammar", "is empty"),
+    ({"guided_json": "\n"}, "guided_json", "guided_json is empty"),
 ]
 
 
@@ -52,6 +53,11 @@ def test_a_malformed_constraint_is_refused_by_field(fields: dict[str, Any], para
         grammar_spec(SamplingParams(**fields))
     assert caught.value.param == param
     assert isinstance(caught.value, InvalidOption)
+
+
+def test_a_constraint_may_have_as_many_bytes_as_its_limit() -> None:
+    text = "ü" * (REGEX // 2)
+    assert grammar_spec(SamplingParams(guided_regex=text)) == GrammarSpec("regex", text)
 
 
 def test_the_schema_text_is_not_parsed_on_submission(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,6 +102,11 @@ def test_half_of_a_surrogate_pair_is_found_behind_an_escape() -> None:
     for schema in ('{"const": "\\ud83d"}', '{"required": ["\\uDE00"]}', '{"properties": {"\\ud83dx": {}}}'):
         with pytest.raises(GrammarError, match="guided_json holds half of a surrogate pair, which is not text"):
             check_schema_text(schema)
+
+
+def test_a_message_is_cut_only_beyond_its_limit() -> None:
+    assert str(GrammarError("guided_json", "x" * MESSAGE_CHARS_MAX)) == "x" * MESSAGE_CHARS_MAX
+    assert str(GrammarError("guided_json", "x" * (MESSAGE_CHARS_MAX + 1))) == "x" * MESSAGE_CHARS_MAX + "…"
 
 
 @pytest.mark.parametrize("name", ["\ud800", "x" * 100_000], ids=["half of a surrogate pair", "long"])

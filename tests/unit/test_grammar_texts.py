@@ -136,6 +136,11 @@ def test_a_lark_grammar_accepts_exactly_its_texts() -> None:
     assert not accepts(grammar, "good,bad")
 
 
+@pytest.mark.parametrize("expression", [r"/<[@]\n%json/", "/<[@]\n%json/"], ids=["one line", "two lines"])
+def test_what_a_lark_grammar_quotes_is_not_syntax(expression: str) -> None:
+    assert accepts(compiled("grammar", f'start: "<" {expression} # <x>\n'), "<<@\n%json")
+
+
 REFUSED: list[tuple[Kind, str, str]] = [
     ("regex", "(", "unclosed"),
     ("regex", "a**", "quantifier"),
@@ -194,11 +199,12 @@ REFUSED: list[tuple[Kind, str, str]] = [
     ("grammar", 'root ::= "a"\nroot ::= "b"', r"the rule root is defined twice \(line 2\)"),
     ("grammar", 'root ::= ("a"\n', "an unclosed \\("),
     ("grammar", 'root ::= "a")', r"'\)' is out of place"),
-    ("grammar", "root ::= *", "where a name should be"),
-    *(("grammar", f'root ::= "a"{bounds}', "malformed repetition") for bounds in ("{,}", "{}", "{a}", "{1", "{-1}")),
+    ("grammar", "\nroot ::= *a", r"'\*' where a name should be \(line 2\)"),
+    *(("grammar", f'root ::= "a"{bounds}', "malformed repetition") for bounds in ("{,}", "{}", "{a}", "{1", "{12", "{-1}")),
     ("grammar", 'root ::= "a"{3,2}', r"run backwards \(line 1\)"),
     ("grammar", "start: <|special|>", "special tokens"),
     ("grammar", "start: %json {}", "%json"),
+    ("grammar", "start: /a\nb/ %json {} /c/", "%json"),
     ("grammar", "start[lazy]: /a*/", "options of a rule"),
     ("grammar", "start: missing", "cannot be compiled"),
     ("grammar", 'start: "<b>" /[<@]/ nothing // %json', "cannot be compiled"),

@@ -44,6 +44,17 @@ def test_byte_level_tokens_add_up_to_the_bytes_of_a_text() -> None:
     assert not vocabulary.strips_first_space
 
 
+def byte_level_bytes(token: str) -> bytes:
+    return vocabulary_of({"model": {"vocab": {token: 0}}, "decoder": {"type": "ByteLevel"}}, 1, []).tokens[0]
+
+
+def test_the_byte_level_alphabet_is_that_of_the_tokenizers_library() -> None:
+    text = "".join(map(chr, (*range(0x800), *range(0x800, 0xD800, 0x400), 0xE000, *range(0x10000, 0x110000, 0x10000))))
+    ((token, _),) = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
+    assert byte_level_bytes(token) == text.encode()
+    assert sorted(map(byte_level_bytes, pre_tokenizers.ByteLevel.alphabet())) == [bytes([byte]) for byte in range(256)]
+
+
 def test_sentencepiece_tokens_become_spaces_and_bytes() -> None:
     steps = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
@@ -76,9 +87,10 @@ def test_metaspace_strips_the_first_space_unless_prepend_scheme_is_never(scheme:
     assert vocabulary_of(sentencepiece_json(decoder), 262, [1]).strips_first_space is strips
 
 
-def test_another_decoder_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedModel, match="WordPiece"):
-        vocabulary_of({"model": {"vocab": {"a": 0}}, "decoder": {"type": "WordPiece"}}, 1, [0])
+@pytest.mark.parametrize(("decoder", "named"), [({"type": "WordPiece"}, r"\['WordPiece'\]"), (None, "none")])
+def test_another_decoder_or_none_is_refused_by_name(decoder: dict[str, str] | None, named: str) -> None:
+    with pytest.raises(UnsupportedModel, match=f"has the decoder {named}; structured output takes"):
+        vocabulary_of({"model": {"vocab": {"a": 0}}, "decoder": decoder}, 1, [0])
 
 
 def test_a_missing_or_malformed_tokenizer_file_is_refused(tmp_path: Path) -> None:
@@ -117,11 +129,12 @@ def test_a_step_that_replaces_another_character_does_not_make_a_sentencepiece_de
             vocabulary_of(sentencepiece_json(replace | other), 262, [1])
 
 
-def test_tokens_beyond_the_model_are_left_out() -> None:
+@pytest.mark.parametrize("vocab_size", [99, 100])
+def test_tokens_beyond_the_model_are_left_out(vocab_size: int) -> None:
     data = sentencepiece_json({"type": "Metaspace"})
     data["added_tokens"].append({"id": 100, "content": "x", "special": False})
-    vocabulary = vocabulary_of(data, 100, [1])
-    assert (vocabulary.size, vocabulary.tokens[99]) == (100, bytes([97]))
+    vocabulary = vocabulary_of(data, vocab_size, [1])
+    assert (vocabulary.size, vocabulary.tokens[98]) == (vocab_size, bytes([96]))
 
 
 def test_special_and_end_tokens_have_no_bytes() -> None:
