@@ -42,7 +42,8 @@ async def read_event_sums(
     sums: dict[str, list[EventSums]] = {tenant_id: [] for tenant_id in previous}
     for covered in _parts(previous, coverage):
         groups = (await connection.execute(_sums_query(covered))).mappings().all()
-        unit_prices = await _read_unit_prices(connection, {group["price_id"] for group in groups} - {None})
+        price_ids = {group["price_id"] for group in groups} - {None}
+        unit_prices = await _read_unit_prices(connection, price_ids) if price_ids else {}
         has_corrections = any(group["kind"] != "usage" for group in groups)
         notes = await _read_notes(connection, covered) if has_corrections else {}
         for group in groups:
