@@ -55,7 +55,7 @@ async def test_tenants_billed_together_get_the_invoices_that_each_would_get_alon
     allowances = FreeAllowances(database, clock)
     for pair in pairs[::2]:
         for person in pair:
-            await allowances.set(person.tenant.id, MONTHS[0], 500, access=WHOLE_APPLIANCE)
+            await allowances.set(person.tenant.id, MONTHS[0], 30_000, access=WHOLE_APPLIANCE)
     for index, month in enumerate(MONTHS):
         for _ in range(EVENTS):
             await _post_to_both(database, cast, chance.choice(pairs), MONTHS[: index + 1], prices, chance)
@@ -68,13 +68,16 @@ async def test_tenants_billed_together_get_the_invoices_that_each_would_get_alon
         ids = [
             (draft.head.id, of_twin.head.id)
             for draft, of_twin in zip(alone, (drafted[tenant_id] for tenant_id in twins), strict=True)
-            if isinstance(draft, Invoice) and isinstance(of_twin, Invoice) and chance.random() < 0.8
+            if isinstance(draft, Invoice) and isinstance(of_twin, Invoice) and chance.random() < 0.9
         ]
-        closed_alone = [await _outcome(invoices.close(invoice_id, access=WHOLE_APPLIANCE)) for invoice_id, _ in ids]
-        closed = await invoices.close_each({twin_id: Expected() for _, twin_id in ids}, access=WHOLE_APPLIANCE)
-        assert [_contents(closed[twin_id]) for _, twin_id in ids] == [_contents(each) for each in closed_alone]
-        stored = [each for each in closed.values() if isinstance(each, Invoice)]
-        assert [await invoices.get(each.head.id, access=WHOLE_APPLIANCE) for each in stored] == stored
+        for some in (ids[::2], ids[1::2]):  # neighbours get invoices with different postings
+            closed_alone = [await _outcome(invoices.close(invoice_id, access=WHOLE_APPLIANCE)) for invoice_id, _ in some]
+            closed = await invoices.close_each({twin_id: Expected() for _, twin_id in some}, access=WHOLE_APPLIANCE)
+            assert [_contents(closed[twin_id]) for _, twin_id in some] == [_contents(each) for each in closed_alone]
+            stored = [each for each in closed.values() if isinstance(each, Invoice)]
+            assert [await invoices.get(each.head.id, access=WHOLE_APPLIANCE) for each in stored] == stored
+            for pair in pairs:
+                await _post_to_both(database, cast, pair, MONTHS[: index + 1], prices, chance)
     heads = (await invoices.list(state="closed", access=WHOLE_APPLIANCE)).data
     assert sorted(head.number or "" for head in heads) == [f"2026-{count:04d}" for count in range(1, len(heads) + 1)]
     assert len(heads) >= 2 * PAIRS
@@ -105,7 +108,7 @@ async def _post_to_both(
         "batch": chance.random() < 0.2,
         "is_correction": is_correction,
         "note": chance.choice([None, "a refund", "our mistake"]) if is_correction else None,
-        "currency": "USD" if chance.random() < 0.02 else "EUR",
+        "currency": "USD" if chance.random() < 0.005 else "EUR",
     }
     day = date.fromisoformat(f"{month}-01") + timedelta(days=chance.randrange(28))
     for person in pair:
