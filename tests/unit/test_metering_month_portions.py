@@ -25,13 +25,13 @@ from appliance.metering.invoicing.computation import read_sums_ahead
 from appliance.metering.invoicing.portions import Expected
 from appliance.metering.invoicing.rows import Invoice
 from appliance.tenancy.access import WHOLE_APPLIANCE
+from appliance.tenancy.roles import TenantRole
 from tests.support.alerts import TARGET, alert_parts
 from tests.support.billing import Tokens, add_price
-from tests.support.cast import Cast, Person, make_person
+from tests.support.cast import Cast, Person, make_person, member_of
 from tests.support.clock import FakeClock
 from tests.support.invoice_books import Books
 from tests.support.tampering import tamper
-from tests.unit.test_isolation_stores import member_of
 
 MONTH, DAY = "2026-10", date(2026, 10, 5)
 
@@ -205,7 +205,7 @@ async def test_the_drafts_of_a_month_have_their_totals_or_a_problem(books: Books
 async def test_nothing_is_billed_together_without_permission_for_each_tenant(books: Books, people: list[Person]) -> None:
     ids = await draft_all(books, people[:2])
     own, foreign = (one.tenant.id for one in people[:2])
-    manager = member_of(own, "manager")
+    manager = member_of(own, TenantRole.MANAGER)
     with pytest.raises(RoleNotAllowed):
         await books.invoices.draft_each([own], MONTH, access=manager)
     with pytest.raises(NotFound):
