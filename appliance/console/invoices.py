@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import date, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +18,6 @@ from appliance.base.errors import (
     DraftUncomputable,
     GatehouseError,
     InvalidValue,
-    InvoiceClosed,
-    MonthOutOfOrder,
-    NothingToBill,
 )
 from appliance.console.context import Context, ContextDependency
 from appliance.console.forms import FORM_ERROR, Form, sentence
@@ -32,7 +28,7 @@ from appliance.console.security import needs
 from appliance.console.tenant_names import tenants_by_name
 from appliance.console.urls import next_page_url
 from appliance.metering.calendar import first_day
-from appliance.metering.invoicing.invoices import BILLABLE, check_draft
+from appliance.metering.invoicing.portions import BILLABLE, check_draft
 from appliance.metering.invoicing.rows import STATES, Invoice, InvoiceHead
 from appliance.metering.invoicing.wording import ABORT_POLICY, format_day, format_payment, line_name, month_name, tax_name
 from appliance.tenancy.principals import Tenant
@@ -153,15 +149,15 @@ async def _draft_all(context: Context, month: str) -> tuple[int, list[str]]:
 
     Return the number of drafts, and an error message for each tenant whose draft cannot be computed.
     """
-    drafts, refused = 0, []
-    for tenant in await tenants_by_name(context.services, context.access):
-        try:
-            with suppress(NothingToBill, InvoiceClosed, MonthOutOfOrder):
-                await context.services.invoices.draft(tenant.id, month, only=BILLABLE, access=context.access)
-                drafts += 1
-        except DraftUncomputable as error:
-            refused.append(f"{tenant.name}: {sentence(error.message)}")
-    return drafts, refused
+    tenants = await tenants_by_name(context.services, context.access)
+    tenant_ids = [tenant.id for tenant in tenants]
+    outcomes = await context.services.invoices.draft_each(tenant_ids, month, only=BILLABLE, access=context.access)
+    refused = [
+        f"{tenant.name}: {sentence(outcome.message)}"
+        for tenant in tenants
+        if isinstance(outcome := outcomes[tenant.id], DraftUncomputable)
+    ]
+    return sum(isinstance(outcome, Invoice) for outcome in outcomes.values()), refused
 
 
 async def _find(context: Context, invoice_id: str, action: Action) -> tuple[Invoice, Tenant]:

@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from hashlib import sha256
 
 from litestar import get, post
 from litestar.params import FromPath
 
-from appliance.base.errors import BadRequest, Conflict, DraftUncomputable, NotFound
+from appliance.base.errors import GatehouseError, NotFound
 from appliance.console.context import Context, ContextDependency
 from appliance.console.forms import FORM_ERROR, Form, sentence
 from appliance.console.rendering import Html
 from appliance.console.security import needs
 from appliance.console.tenant_names import tenant_names
-from appliance.metering.calendar import first_day
+from appliance.metering.invoicing.portions import Expected
 from appliance.metering.invoicing.rows import Invoice
 from appliance.metering.invoicing.wording import format_payment, month_name
-from appliance.tenancy.pages import read_every_page
 from appliance.tenancy.roles import Action
 
 REASONS_SHOWN_MAX = 5
@@ -78,17 +76,15 @@ async def close_month(context: ContextDependency, month: FromPath[str]) -> Html:
 
 async def _open_month(context: Context, month: str) -> OpenMonth:
     """Return the drafts of a month. Raises InvalidValue for an invalid month, and NotFound if no draft has a total."""
-    services, access = context.services, context.access
-    first_day(month)
-    names = await tenant_names(services, access)
+    names = await tenant_names(context.services, context.access)
     drafts: list[tuple[str, Invoice]] = []
     uncomputable: list[tuple[str, str]] = []
-    for head in await read_every_page(partial(services.invoices.list, month=month, state="draft", access=access)):
-        try:
-            invoice = await services.invoices.get(head.id, access=access, action=Action.BILLING)
-            drafts.append((names[head.tenant_id], invoice))
-        except DraftUncomputable as error:
-            uncomputable.append((names[head.tenant_id], error.message))
+    for invoice in await context.services.invoices.drafts_of_month(month, access=context.access):
+        name = names[invoice.head.tenant_id]
+        if invoice.problem is None:
+            drafts.append((name, invoice))
+        else:
+            uncomputable.append((name, invoice.problem))
     uncomputable.sort(key=_by_name)
     if not drafts:
         reasons = "".join(f"; {name}: {reason}" for name, reason in uncomputable[:REASONS_SHOWN_MAX])
@@ -101,18 +97,16 @@ def _by_name(named: tuple[str, object]) -> str:
 
 
 async def _close(context: Context, open_month: OpenMonth) -> list[str]:
-    """Close the drafts one by one; return an error message for each that could not be closed."""
+    """Close the drafts; return an error message for each that could not be closed."""
+    expected = {
+        invoice.head.id: Expected(invoice.totals.total_micros, invoice.currency) for _name, invoice in open_month.drafts
+    }
+    outcomes = await context.services.invoices.close_each(expected, access=context.access)
     refused = []
     for name, invoice in open_month.drafts:
-        try:
-            await context.services.invoices.close(
-                invoice.head.id,
-                expected_total_micros=invoice.totals.total_micros,
-                expected_currency=invoice.currency,
-                access=context.access,
-            )
-        except (BadRequest, Conflict, NotFound) as error:  # NotFound: discarded concurrently
-            refused.append(f"{name}: {sentence(error.message)}")
+        outcome = outcomes[invoice.head.id]
+        if isinstance(outcome, GatehouseError):  # also NotFound: discarded concurrently
+            refused.append(f"{name}: {sentence(outcome.message)}")
     return refused
 
 

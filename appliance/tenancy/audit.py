@@ -69,35 +69,63 @@ async def record(
     before: Mapping[str, Any] | None = None,
     after: Mapping[str, Any] | None = None,
 ) -> None:
-    """Record that the current actor did `action` (noun.verb) to the target, in the transaction of the change itself.
+    """Do `record_each` for one change."""
+    change = Change(target_id, tenant_id=tenant_id, before=before, after=after)
+    await record_each(connection, clock, action, target_kind, [change])
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change to one target, with its values before and after; `tenant_id` owns the target, None: the appliance."""
+
+    target_id: str
+    tenant_id: str | None = None
+    before: Mapping[str, Any] | None = None
+    after: Mapping[str, Any] | None = None
+
+
+async def record_each(
+    connection: AsyncConnection, clock: Clock, action: str, target_kind: str, changes: Sequence[Change]
+) -> None:
+    """Record that the current actor did `action` (noun.verb) to each target, in the transaction of the changes themselves.
 
     Stores only the fields in which `before` and `after` differ, and nothing if both are given and equal. Call it last in the
     transaction: it locks the head of the chain until the transaction ends.
     """
-    if before is not None and after is not None:
-        before, after = _differences(before, after)
-        if not after and not before:
-            return
-    entries, previous_hash = await _lock_head(connection)
-    actor = current_actor()
-    columns: dict[str, Any] = {
-        "id": entries,
-        "at": clock.now(),
-        "actor_kind": actor.kind,
-        "actor_id": one_line(actor.id, 40),
-        "actor_name": one_line(actor.name, 320),
-        "action": action,
-        "target_kind": target_kind,
-        "target_id": one_line(target_id, 200),
-        "tenant_id": tenant_id,
-        "before": None if before is None else canonical_json(_redact_secrets(before)),
-        "after": None if after is None else canonical_json(_redact_secrets(after)),
-        "request_id": one_line(actor.request_id, 40),
-        "address": one_line(actor.address, 64),
-    }
-    own_hash = hash_of(columns, previous_hash)
-    await connection.execute(insert(audit_log).values(**columns, previous_hash=previous_hash, hash=own_hash))
-    await connection.execute(update(audit_head).where(audit_head.c.id == _HEAD_ID).values(hash=own_hash))
+    recorded = []
+    for change in changes:
+        before, after = change.before, change.after
+        if before is not None and after is not None:
+            before, after = _differences(before, after)
+            if not after and not before:
+                continue
+        recorded.append(dataclasses.replace(change, before=before, after=after))
+    if not recorded:
+        return
+    last_id, previous_hash = await _lock_head(connection, len(recorded))
+    actor, now = current_actor(), clock.now()
+    rows = []
+    for entry_id, change in enumerate(recorded, last_id - len(recorded) + 1):
+        columns: dict[str, Any] = {
+            "id": entry_id,
+            "at": now,
+            "actor_kind": actor.kind,
+            "actor_id": one_line(actor.id, 40),
+            "actor_name": one_line(actor.name, 320),
+            "action": action,
+            "target_kind": target_kind,
+            "target_id": one_line(change.target_id, 200),
+            "tenant_id": change.tenant_id,
+            "before": None if change.before is None else canonical_json(_redact_secrets(change.before)),
+            "after": None if change.after is None else canonical_json(_redact_secrets(change.after)),
+            "request_id": one_line(actor.request_id, 40),
+            "address": one_line(actor.address, 64),
+        }
+        own_hash = hash_of(columns, previous_hash)
+        rows.append({**columns, "previous_hash": previous_hash, "hash": own_hash})
+        previous_hash = own_hash
+    await connection.execute(insert(audit_log), rows)
+    await connection.execute(update(audit_head).where(audit_head.c.id == _HEAD_ID).values(hash=previous_hash))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,12 +234,13 @@ class AuditLog:
         return Head() if head is None else Head(head.entries, head.hash), [_from_row(row) for row in rows]
 
 
-async def _lock_head(connection: AsyncConnection) -> tuple[int, str]:
-    """Return (id of the next entry, hash of the last one) and lock the head until this transaction ends."""
+async def _lock_head(connection: AsyncConnection, count: int) -> tuple[int, str]:
+    """Return (id of the last of the next `count` entries, hash of the last one written) and lock the head until this
+    transaction ends."""
     increment = (
         update(audit_head)
         .where(audit_head.c.id == _HEAD_ID)
-        .values(entries=audit_head.c.entries + 1)
+        .values(entries=audit_head.c.entries + count)
         .returning(audit_head.c.entries, audit_head.c.hash)
     )
     row = (await connection.execute(increment)).first()

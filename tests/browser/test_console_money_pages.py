@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import timedelta
 
 import pytest
+from playwright.async_api import Route, expect
 
 from appliance.base.acting import Actor, acting
 from appliance.base.clock import SystemClock
@@ -81,3 +83,35 @@ async def test_no_amount_is_truncated_or_overflows_its_card(site: Site, monkeypa
                 cut.append((path.partition("_")[0], width, [*frames, *cells, beyond, *outside[:4]]))
 
     assert cut == []
+
+
+async def test_a_month_cannot_be_drafted_again_while_it_is_drafted(site: Site) -> None:
+    services, bob = site.console.services, site.console.cast.bob
+    entry = pending(bob, admitted_at=services.clock.now())
+    await services.ledger.open(entry)
+    await services.ledger.settle(posted(entry.request_id, prompt=10, completion=5))
+    page, answered = await site.alice(), asyncio.Event()
+
+    async def answer_later(route: Route) -> None:
+        await answered.wait()
+        await route.continue_()
+
+    await page.goto("/invoices")
+    await page.route("**/invoices", answer_later)
+    await page.locator("main input[name=month]").fill(f"{services.clock.now():%Y-%m}")
+    button = page.get_by_role("button", name="Draft invoice")
+    await button.click()
+    await expect(button).to_be_disabled()
+    answered.set()
+    await page.wait_for_url("**/invoices?state=draft")
+    await expect(button).to_be_enabled()
+
+
+async def test_a_month_that_cannot_be_drafted_is_reported_beside_the_form(site: Site) -> None:
+    page = await site.alice()
+    await page.goto("/invoices")
+    await page.locator("main input[name=month]").fill("2999-01")
+    await page.get_by_role("button", name="Draft invoice").click()
+    await expect(page.get_by_text("2999-01 has not begun")).to_be_visible()
+    await expect(page.get_by_role("button", name="Draft invoice")).to_be_enabled()
+    site.complaints.clear()  # Chromium reports every answer of 4xx to its console

@@ -62,6 +62,7 @@ async def post_event(
     batch: bool = False,
     is_correction: bool = False,
     currency: str = "EUR",
+    note: str | None = None,
 ) -> int:
     """Write a settled event of `day` and return its cost. A correction corrects the tenant's first event."""
     cost = tokens.cost(price, basis_points)
@@ -95,6 +96,7 @@ async def post_event(
                 billing_day=day,
                 posting=posting,
                 corrects_id=corrected if is_correction else None,
+                note=note,
                 admitted_at=noon,
                 settled_at=noon,
             )

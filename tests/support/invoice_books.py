@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from datetime import date
 
+from sqlalchemy.ext.asyncio import AsyncConnection
+
 from appliance.base.db import Database
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.invoicing.free_allowances import FreeAllowances
+from appliance.metering.invoicing.lines import EventSums
 from appliance.metering.invoicing.rows import Invoice
+from appliance.metering.invoicing.sums import Coverage, read_event_sums
 from appliance.metering.prices import Price
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.support.billing import Tokens, post_event
@@ -36,3 +40,9 @@ class Books:
 
     async def close(self, month: str, person: Person | None = None) -> Invoice:
         return await self.invoices.close((await self.draft(month, person)).head.id, access=WHOLE_APPLIANCE)
+
+    async def sums(self, connection: AsyncConnection, after: int | None, through: int) -> list[EventSums]:
+        """Return the sums of Bob's events until October with postings above `after` (None: all) and up to `through`."""
+        previous = None if after is None else Coverage("2026-10", after)
+        bob = self.bob.tenant.id
+        return (await read_event_sums(connection, {bob: previous}, Coverage("2026-10", through)))[bob]

@@ -18,7 +18,7 @@ from appliance.tenancy.audit_chain import AuditEntry, canonical_json
 from tests.support.clock import START, FakeClock
 from tests.support.console_fixtures import ConsoleApp
 
-RECORDERS = ("record", "_record", "note", "_remove")
+RECORDERS = ("record", "record_each", "_record", "note", "_remove")
 
 
 def entry(action: str = "tenant.update", *, before: object = None, after: object = None, **changes: object) -> AuditEntry:

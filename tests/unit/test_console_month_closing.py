@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 import pytest
 
 from appliance.base.ids import new_id
-from appliance.metering.invoicing.rows import Invoice
+from appliance.metering.invoicing.portions import Expected, Outcome
 from appliance.metering.ledger.corrections import Correction
 from appliance.metering.usage import LedgerFilter
 from appliance.tenancy.access import WHOLE_APPLIANCE, Access
@@ -102,15 +102,14 @@ async def test_a_total_that_changes_while_the_month_is_closed_is_not_closed_and_
     ).data
     end_month(clock)
     alice, invoices = await console.alice(), console.services.invoices
-    seen, close = await confirmation_token(alice), invoices.close
+    seen, close_each = await confirmation_token(alice), invoices.close_each
 
-    async def correct_then_close(invoice_id: str, *, access: Access, **expected: Any) -> Invoice:
-        monkeypatch.undo()
-        assert expected["expected_currency"] == "EUR"
+    async def correct_then_close(expected: Mapping[str, Expected], *, access: Access) -> dict[str, Outcome]:
+        assert {each.currency for each in expected.values()} == {"EUR"}
         await console.services.corrections.add(event.id, Correction(note="a refund", completion_tokens=-1))
-        return await close(invoice_id, access=access, **expected)
+        return await close_each(expected, access=access)
 
-    monkeypatch.setattr(invoices, "close", correct_then_close)
+    monkeypatch.setattr(invoices, "close_each", correct_then_close)
     answer = await alice.post(CLOSING, confirmed=seen)
 
     assert (answer.status_code, "1 closed, 1 not. charlie: " in answer.text) == (422, True)
@@ -242,14 +241,13 @@ async def test_a_draft_discarded_while_the_month_is_closed_does_not_stop_the_oth
         addresses.append(await draft(console, await console.alice(), person))
     end_month(clock)
     alice, invoices = await console.alice(), console.services.invoices
-    seen, close = await confirmation_token(alice), invoices.close
+    seen, close_each = await confirmation_token(alice), invoices.close_each
 
-    async def discard_then_close(invoice_id: str, *, access: Access, **expected: Any) -> Invoice:
-        if addresses[0].endswith(invoice_id):
-            await invoices.discard(invoice_id, access=WHOLE_APPLIANCE)
-        return await close(invoice_id, access=access, **expected)
+    async def discard_then_close(expected: Mapping[str, Expected], *, access: Access) -> dict[str, Outcome]:
+        await invoices.discard(addresses[0].rpartition("/")[2], access=WHOLE_APPLIANCE)
+        return await close_each(expected, access=access)
 
-    monkeypatch.setattr(invoices, "close", discard_then_close)
+    monkeypatch.setattr(invoices, "close_each", discard_then_close)
     answer = await alice.post(CLOSING, confirmed=seen)
 
     assert (answer.status_code, answer.headers.get("location")) == (303, "/invoices?state=closed")

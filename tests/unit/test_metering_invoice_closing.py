@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import date
 
 import pytest
@@ -17,9 +18,8 @@ from appliance.base.errors import (
     TotalChanged,
 )
 from appliance.metering.appliance_records import SELLER, ApplianceRecords
-from appliance.metering.invoicing import invoices as service
+from appliance.metering.invoicing import portions
 from appliance.metering.invoicing.computation import read_sums_ahead
-from appliance.metering.invoicing.rows import InvoiceHead
 from appliance.metering.invoicing.seller import Seller
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.audit import AuditFilter, AuditLog
@@ -78,12 +78,12 @@ async def test_an_event_posted_while_the_invoice_is_closed_prevents_the_closing(
     await books.post(OCTOBER, Tokens(prompt=10, completion=0))
     seen = await books.draft("2026-10")
 
-    async def posted_meanwhile(connection: AsyncConnection, head: InvoiceHead) -> object:
-        ahead = await read_sums_ahead(connection, head)
+    async def posted_meanwhile(connection: AsyncConnection, month: str, tenant_ids: Sequence[str]) -> object:
+        ahead = await read_sums_ahead(connection, month, tenant_ids)
         await books.post(OCTOBER, Tokens(prompt=7, completion=0))
         return ahead
 
-    monkeypatch.setattr(service, "read_sums_ahead", posted_meanwhile)
+    monkeypatch.setattr(portions, "read_sums_ahead", posted_meanwhile)
     with pytest.raises(TotalChanged, match=r"is 0.000017 EUR, not 0.000010 EUR"):
         await books.invoices.close(seen.head.id, expected_total_micros=10, access=WHOLE_APPLIANCE)
 

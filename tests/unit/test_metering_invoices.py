@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
@@ -30,13 +31,12 @@ from appliance.base.money import format_micros
 from appliance.base.tables import audit_log, invoice_lines
 from appliance.metering.appliance_records import SELLER, ApplianceRecords
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.invoicing import invoices as service
+from appliance.metering.invoicing import portions
 from appliance.metering.invoicing.computation import read_sums_ahead
 from appliance.metering.invoicing.free_allowances import allowance_in
 from appliance.metering.invoicing.lines import EventSums, MonthAllowance, allowance_lines, totals_of, usage_lines, usage_picos
 from appliance.metering.invoicing.rows import Invoice, InvoiceHead
 from appliance.metering.invoicing.seller import Seller
-from appliance.metering.invoicing.sums import Coverage, read_event_sums
 from appliance.metering.invoicing.wording import ABORT_POLICY
 from appliance.tenancy.access import WHOLE_APPLIANCE, Access
 from appliance.tenancy.audit import AuditLog
@@ -146,12 +146,12 @@ async def test_an_event_posted_during_closing_is_on_the_invoice(books: Books, mo
     drafted = await books.draft("2026-10")
     since: list[int] = []
 
-    async def posted_meanwhile(connection: AsyncConnection, head: InvoiceHead) -> Any:
-        ahead = await read_sums_ahead(connection, head)
+    async def posted_meanwhile(connection: AsyncConnection, month: str, tenant_ids: Sequence[str]) -> Any:
+        ahead = await read_sums_ahead(connection, month, tenant_ids)
         since.append(await books.post(OCTOBER, Tokens(prompt=7, completion=0)))
         return ahead
 
-    monkeypatch.setattr(service, "read_sums_ahead", posted_meanwhile)
+    monkeypatch.setattr(portions, "read_sums_ahead", posted_meanwhile)
     closed = await books.invoices.close(drafted.head.id, access=WHOLE_APPLIANCE)
     monkeypatch.undo()
 
@@ -191,13 +191,13 @@ async def test_months_closed_concurrently_count_no_event_twice(books: Books, mon
     await books.post(NOVEMBER, Tokens(prompt=3, completion=0))
     october, november = await books.draft("2026-10"), await books.draft("2026-11")
 
-    async def closed_meanwhile(connection: AsyncConnection, head: InvoiceHead) -> Any:
-        ahead = await read_sums_ahead(connection, head)
+    async def closed_meanwhile(connection: AsyncConnection, month: str, tenant_ids: Sequence[str]) -> Any:
+        ahead = await read_sums_ahead(connection, month, tenant_ids)
         monkeypatch.undo()
         await books.invoices.close(october.head.id, access=WHOLE_APPLIANCE)
         return ahead
 
-    monkeypatch.setattr(service, "read_sums_ahead", closed_meanwhile)
+    monkeypatch.setattr(portions, "read_sums_ahead", closed_meanwhile)
     closed = await books.invoices.close(november.head.id, access=WHOLE_APPLIANCE)
     assert line_values(closed) == [("demo", "prompt", "2026-11", 3, 3)]
 
@@ -638,11 +638,11 @@ async def test_lines_do_not_depend_on_which_events_were_summed_ahead(books: Book
     for prompt, cached, completion in ((10, 10, 0), (7, 3, 2), (5, 0, 0), (0, 0, 4)):
         await books.post(OCTOBER, Tokens(prompt=prompt, cached=cached, completion=completion))
     async with books.database.reading() as connection:
-        whole = await read_event_sums(connection, books.bob.tenant.id, Coverage("2026-10", 4), None)
+        whole = await books.sums(connection, None, 4)
         assert [line.requests for line in usage_lines(whole, "2026-10")] == [2, 2, 2]
         for posting in range(5):
-            ahead = await read_event_sums(connection, books.bob.tenant.id, Coverage("2026-10", posting), None)
-            since = await read_event_sums(connection, books.bob.tenant.id, Coverage("2026-10", 4), Coverage("2026-10", posting))
+            ahead = await books.sums(connection, None, posting)
+            since = await books.sums(connection, posting, 4)
             assert usage_lines([*ahead, *since], "2026-10") == usage_lines(whole, "2026-10")
 
 
@@ -651,7 +651,7 @@ async def test_the_currencies_of_an_invoice_do_not_depend_on_which_events_were_s
     for tokens in (Tokens(prompt=3, completion=0), Tokens(prompt=0, completion=-1)):  # together nothing
         await books.post(OCTOBER, tokens, is_correction=True, currency="USD")
     async with books.database.reading() as connection:
-        whole = await read_event_sums(connection, books.bob.tenant.id, Coverage("2026-10", 3), None)
-        ahead = await read_event_sums(connection, books.bob.tenant.id, Coverage("2026-10", 2), None)
-        since = await read_event_sums(connection, books.bob.tenant.id, Coverage("2026-10", 3), Coverage("2026-10", 2))
+        whole = await books.sums(connection, None, 3)
+        ahead = await books.sums(connection, None, 2)
+        since = await books.sums(connection, 2, 3)
     assert usage_lines([*ahead, *since], "2026-10") == usage_lines(whole, "2026-10")

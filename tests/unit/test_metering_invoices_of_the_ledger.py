@@ -110,7 +110,8 @@ async def test_events_posted_since_the_sum_ahead_are_summed_separately(
     events = [each for each in await all_events(database) if each.tenant_id == cast.bob.tenant.id]
     for ahead in range(19):
         async with database.reading() as connection:
-            since = await read_event_sums(connection, cast.bob.tenant.id, Coverage("2026-10", 17), Coverage("2026-10", ahead))
+            bob, previous = cast.bob.tenant.id, Coverage("2026-10", ahead)
+            since = (await read_event_sums(connection, {bob: previous}, Coverage("2026-10", 17)))[bob]
         assert sum(each.prompt_tokens for each in since) == sum(
             event.prompt_tokens
             for event in events
@@ -120,13 +121,13 @@ async def test_events_posted_since_the_sum_ahead_are_summed_separately(
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 async def test_events_posted_since_the_sum_ahead_are_found_by_an_index_on_postings(database: Database) -> None:
-    (since,) = _parts("a tenant", Coverage("2026-11", 1000), Coverage("2026-11", 900))
+    (since,) = _parts({"a tenant": Coverage("2026-11", 900)}, Coverage("2026-11", 1000))
     assert await query_plan(database, _sums_query(since)) == [POSTED_SINCE]
 
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 async def test_an_invoice_reads_only_its_month_and_events_posted_since_the_previous_one(database: Database) -> None:
-    month, late = _parts("a tenant", Coverage("2026-11", 1000), Coverage("2026-10", 900))
+    month, late = _parts({"a tenant": Coverage("2026-10", 900)}, Coverage("2026-11", 1000))
     index = "ix_usage_events_tenant_id_billing_day"
     assert await query_plan(database, _sums_query(month)) == [
         f"SEARCH usage_events USING INDEX {index} (tenant_id=? AND billing_day>? AND billing_day<?)"

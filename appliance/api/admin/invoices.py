@@ -28,8 +28,8 @@ from appliance.base.errors import NotFound
 from appliance.base.money import BASIS_POINTS
 from appliance.metering.calendar import first_day
 from appliance.metering.invoicing.csv_file import render_csv
-from appliance.metering.invoicing.invoices import DRAFT_CONDITIONS
 from appliance.metering.invoicing.pdf import render_pdf
+from appliance.metering.invoicing.portions import DRAFT_CONDITIONS
 from appliance.metering.invoicing.rows import STATES, TOTAL_MICROS_MAX, Invoice
 from appliance.metering.invoicing.seller import LINES_MAX, TERMS_DAYS_DEFAULT, TERMS_DAYS_MAX, Seller, read_seller, store_seller
 from appliance.metering.invoicing.wording import file_stem

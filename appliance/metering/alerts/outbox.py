@@ -12,7 +12,7 @@ receivers detect duplicates. Knows no protocol.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Literal, NamedTuple
@@ -87,23 +87,43 @@ def enqueue(
     data: Mapping[str, Any],
     tenant_id: str | None = None,
 ) -> int:
-    """Write a message to each webhook subscribed to `event`, and return how many are new.
+    """Do `enqueue_each` for one message."""
+    return enqueue_each(connection, now, event, [Message(subject, data, tenant_id)])
 
-    Call it in the transaction of the event itself. `subject` deduplicates: each webhook gets only one message per event and
-    subject. With `tenant_id` None only the webhooks of the appliance get it.
+
+class Message(NamedTuple):
+    """A message about `subject`. With `tenant_id` None only the webhooks of the appliance get it."""
+
+    subject: str
+    data: Mapping[str, Any]
+    tenant_id: str | None = None
+
+
+def enqueue_each(connection: Connection, now: datetime, event: str, messages: Sequence[Message]) -> int:
+    """Write each message to each webhook of its tenant or of the appliance that is subscribed to `event`, and return how many
+    are new.
+
+    Call it in the transaction of the events themselves. `subject` deduplicates: each webhook gets only one message per event
+    and subject.
     """
+    subscribed = _subscribed_webhooks(connection, event, {message.tenant_id for message in messages})
     num_new = 0
-    for webhook_id in _subscribed_webhooks(connection, event, tenant_id):
-        num_new += _insert_message(connection, now, event, data, webhook_id, f"{event}:{subject}:{webhook_id}") is not None
+    for subject, data, tenant_id in messages:
+        for webhook_id, owner_id in subscribed:
+            if owner_id in (None, tenant_id):
+                dedupe_key = f"{event}:{subject}:{webhook_id}"
+                num_new += _insert_message(connection, now, event, data, webhook_id, dedupe_key) is not None
     return num_new
 
 
-def _subscribed_webhooks(connection: Connection, event: str, tenant_id: str | None) -> list[str]:
-    owner: ColumnElement[bool] = webhooks.c.tenant_id.is_(None)
-    if tenant_id is not None:
-        owner = owner | (webhooks.c.tenant_id == tenant_id)
-    query = select(webhooks.c.id, webhooks.c.events).where(owner, *_active_conditions()).order_by(webhooks.c.id)
-    return [webhook_id for webhook_id, events in connection.execute(query).all() if event in events]
+def _subscribed_webhooks(
+    connection: Connection, event: str, tenant_ids: Collection[str | None]
+) -> list[tuple[str, str | None]]:
+    """Return (id, owner) of the webhooks of the appliance and of the tenants that are subscribed to `event`."""
+    columns = webhooks.c
+    owner = columns.tenant_id.is_(None) | columns.tenant_id.in_([owner_id for owner_id in tenant_ids if owner_id is not None])
+    query = select(columns.id, columns.tenant_id, columns.events).where(owner, *_active_conditions()).order_by(columns.id)
+    return [(webhook_id, owner_id) for webhook_id, owner_id, events in connection.execute(query).all() if event in events]
 
 
 def _active_conditions() -> tuple[ColumnElement[bool], ...]:

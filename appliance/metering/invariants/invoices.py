@@ -73,7 +73,8 @@ async def check(connection: AsyncConnection) -> Finding:
     closings = await _read_closings(connection)
     for head in heads:
         if head.tenant_id not in by_tenant:
-            by_tenant[head.tenant_id] = _Earlier(await read_allowances(connection, head.tenant_id))
+            allowances = await read_allowances(connection, [head.tenant_id])
+            by_tenant[head.tenant_id] = _Earlier(allowances[head.tenant_id])
         earlier = by_tenant[head.tenant_id]
         lines = (await read_lines(connection, [head.id]))[head.id]
         if not await _lines_match_events(connection, head, lines, earlier):
@@ -102,7 +103,8 @@ async def _lines_match_events(
     After a downgrade, a version that does not know batch work bills it on the lines of other work. Lines as that version would
     write them are accepted too, and so are lines without reasons, which earlier versions did not store.
     """
-    sums = await read_event_sums(connection, head.tenant_id, Coverage(head.month, head.through_posting or 0), earlier.coverage)
+    coverage = Coverage(head.month, head.through_posting or 0)
+    sums = (await read_event_sums(connection, {head.tenant_id: earlier.coverage}, coverage))[head.tenant_id]
     without_batch = [replace(group, batch=False) for group in sums]
     try:
         return any(

@@ -5,7 +5,7 @@ Closed months keep their allowance; the last closed month is all that this modul
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -79,14 +79,17 @@ class FreeAllowances:
         """Return the allowances of a tenant in the order of their months. Raises NotFound and RoleNotAllowed."""
         access.require(Action.INVOICES, tenant_id)
         async with self._db.reading() as connection:
-            return await read_allowances(connection, tenant_id)
+            return (await read_allowances(connection, [tenant_id]))[tenant_id]
 
 
-async def read_allowances(connection: AsyncConnection, tenant_id: str) -> list[FreeAllowance]:
-    """Return the allowances of a tenant in the order of their months, read in the transaction of `connection`."""
+async def read_allowances(connection: AsyncConnection, tenant_ids: Collection[str]) -> dict[str, list[FreeAllowance]]:
+    """Return the allowances of tenants in the order of their months, by tenant id, read in the transaction of `connection`."""
     columns = free_allowances.c
-    query = select(free_allowances).where(columns.tenant_id == tenant_id).order_by(columns.first_month)
-    return [_from_row(row) for row in (await connection.execute(query)).mappings()]
+    query = select(free_allowances).where(columns.tenant_id.in_(tenant_ids)).order_by(columns.first_month)
+    found: dict[str, list[FreeAllowance]] = {tenant_id: [] for tenant_id in tenant_ids}
+    for row in (await connection.execute(query)).mappings():
+        found[row["tenant_id"]].append(_from_row(row))
+    return found
 
 
 def allowance_in(allowances: Sequence[FreeAllowance], month: str) -> int:

@@ -10,7 +10,7 @@ from datetime import date, datetime, timedelta
 from hashlib import sha256
 from typing import Any, Literal, get_args
 
-from sqlalchemy import RowMapping, Select, and_, delete, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, RowMapping, and_, bindparam, delete, func, insert, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.tables import invoice_lines, invoices, tenants
@@ -91,6 +91,22 @@ class Invoice:
             return None
         return self.issued_on + timedelta(days=self.seller.get("payment_terms_days", TERMS_DAYS_DEFAULT))
 
+    def closed(self, number: str, *, through_posting: int, at: datetime) -> Invoice:
+        """Return this draft as the closed invoice with `number`."""
+        head = dataclasses.replace(
+            self.head,
+            number=number,
+            state="closed",
+            currency=self.currency,
+            total_micros=self.totals.total_micros,
+            tax_micros=self.totals.tax_micros,
+            through_posting=through_posting,
+            seller=self.seller,
+            buyer=self.buyer,
+            closed_at=at,
+        )
+        return dataclasses.replace(self, head=head)
+
     def alert_data(self, tenant_name: str) -> dict[str, Any]:
         """Return the data of the `invoice.closed` alert. The tenant has its own name, as in other alerts, not the buyer's."""
         return {
@@ -141,14 +157,15 @@ def uncomputable_draft(head: InvoiceHead, buyer: Buyer, currency: str, problem: 
     return Invoice(head=head, currency=currency, lines=(), totals=zero, seller={}, buyer={"name": buyer.name}, problem=problem)
 
 
-async def read_head(connection: AsyncConnection, invoice_id: str) -> InvoiceHead | None:
-    """Return the invoice with this id, or None."""
-    return await _read_one(connection, select(invoices).where(invoices.c.id == invoice_id))
+async def read_heads(connection: AsyncConnection, invoice_ids: Collection[str]) -> dict[str, InvoiceHead]:
+    """Return the invoices with these ids that exist, by id."""
+    return {head.id: head for head in await _read(connection, invoices.c.id.in_(invoice_ids))}
 
 
-async def read_month(connection: AsyncConnection, tenant_id: str, month: str) -> InvoiceHead | None:
-    """Return the invoice of a tenant and month, or None."""
-    return await _read_one(connection, select(invoices).where(invoices.c.tenant_id == tenant_id, invoices.c.month == month))
+async def read_month(connection: AsyncConnection, tenant_ids: Collection[str], month: str) -> dict[str, InvoiceHead]:
+    """Return the invoices of tenants and a month that exist, by tenant id."""
+    of_month = await _read(connection, invoices.c.tenant_id.in_(tenant_ids), invoices.c.month == month)
+    return {head.tenant_id: head for head in of_month}
 
 
 async def read_page(
@@ -165,19 +182,23 @@ async def read_page(
     return page_of([head_from_row(row) for row in found], limit, "invoices", lambda head: [head.month, head.id])
 
 
-async def read_last_coverage(connection: AsyncConnection, tenant_id: str, *, before: str | None = None) -> Coverage | None:
-    """Return the coverage of a tenant's last closed invoice, or of the last one of a month before `before`; None if none."""
+async def read_last_coverages(
+    connection: AsyncConnection, tenant_ids: Collection[str], *, before: str | None = None
+) -> dict[str, Coverage | None]:
+    """Return the coverage of each tenant's last closed invoice, or of the last one of a month before `before`; None if none."""
     columns = invoices.c
     query = (
-        select(columns.month, columns.through_posting)
-        .where(columns.tenant_id == tenant_id, columns.state == "closed")
-        .order_by(columns.month.desc())
-        .limit(1)
+        # Months are closed in order and postings only grow: the last month has the last posting.
+        select(columns.tenant_id, func.max(columns.month).label("month"), func.max(columns.through_posting).label("posting"))
+        .where(columns.tenant_id.in_(tenant_ids), columns.state == "closed")
+        .group_by(columns.tenant_id)
     )
     if before is not None:
         query = query.where(columns.month < before)
-    row = (await connection.execute(query)).first()
-    return None if row is None else Coverage(row.month, row.through_posting)
+    found: dict[str, Coverage | None] = dict.fromkeys(tenant_ids)
+    for row in (await connection.execute(query)).all():
+        found[row.tenant_id] = Coverage(row.month, row.posting)
+    return found
 
 
 async def read_lines(connection: AsyncConnection, invoice_ids: Sequence[str]) -> dict[str, list[InvoiceLine]]:
@@ -200,65 +221,72 @@ async def read_lines(connection: AsyncConnection, invoice_ids: Sequence[str]) ->
 
 
 async def read_month_allowances(
-    connection: AsyncConnection, tenant_id: str, months: Collection[str]
-) -> dict[str, MonthAllowance]:
-    """Return the allowance of each month, with what the tenant's closed invoices have billed and granted for that month; empty
-    if the tenant has no allowance."""
-    allowances = await read_allowances(connection, tenant_id)
+    connection: AsyncConnection, months: Mapping[str, Collection[str]]
+) -> dict[str, dict[str, MonthAllowance]]:
+    """Return the allowance of each of the `months` of a tenant, with what the tenant's closed invoices have billed and granted
+    for that month, by tenant id and month; empty for a tenant without an allowance."""
+    allowances = {tenant_id: rows for tenant_id, rows in (await read_allowances(connection, months)).items() if rows}
     if not allowances:
-        return {}
+        return {tenant_id: {} for tenant_id in months}
     lines = invoice_lines.c
     is_free = (lines.kind == FREE_ALLOWANCE).label("is_free")
+    groups = (invoices.c.tenant_id, lines.month, is_free)
+    any_month = {month for tenant_id in allowances for month in months[tenant_id]}
     query = (
-        select(lines.month, is_free, func.sum(lines.rounded_micros).label("micros"))
+        select(*groups, func.sum(lines.rounded_micros).label("micros"))
         .join_from(invoice_lines, invoices, invoices.c.id == lines.invoice_id)
-        .where(invoices.c.tenant_id == tenant_id, lines.month.in_(months))
-        .group_by(lines.month, is_free)
+        .where(invoices.c.tenant_id.in_(allowances), lines.month.in_(any_month))
+        .group_by(*groups)
     )
-    sums = {(row.month, bool(row.is_free)): int(row.micros) for row in (await connection.execute(query)).all()}
+    found = (await connection.execute(query)).all()
+    sums = {(row.tenant_id, row.month, bool(row.is_free)): int(row.micros) for row in found}
     return {
-        month: MonthAllowance(
-            monthly_micros=allowance_in(allowances, month),
-            billed_micros=sums.get((month, False), 0),
-            granted_micros=-sums.get((month, True), 0),
-        )
-        for month in months
+        tenant_id: {
+            month: MonthAllowance(
+                monthly_micros=allowance_in(allowances[tenant_id], month),
+                billed_micros=sums.get((tenant_id, month, False), 0),
+                granted_micros=-sums.get((tenant_id, month, True), 0),
+            )
+            for month in of_tenant
+            if tenant_id in allowances
+        }
+        for tenant_id, of_tenant in months.items()
     }
 
 
-async def read_buyer(connection: AsyncConnection, tenant_id: str) -> Buyer | None:
-    """Return the tenant as named on invoices, or None, from the snapshot that its usage is read from."""
-    query = select(tenants.c.name, tenants.c.currency, tenants.c.billing).where(tenants.c.id == tenant_id)
-    row = (await connection.execute(query)).first()
-    return None if row is None else Buyer(row.name, row.currency, row.billing or {})
+async def read_buyers(connection: AsyncConnection, tenant_ids: Collection[str]) -> dict[str, Buyer]:
+    """Return the tenants that exist as named on invoices, by id, from the snapshot that their usage is read from."""
+    columns = tenants.c
+    query = select(columns.id, columns.name, columns.currency, columns.billing).where(columns.id.in_(tenant_ids))
+    return {row.id: Buyer(row.name, row.currency, row.billing or {}) for row in (await connection.execute(query)).all()}
 
 
-async def insert_draft(connection: AsyncConnection, head: InvoiceHead) -> None:
-    """Insert a new draft."""
-    await connection.execute(insert(invoices).values(**_columns(head)))
+async def insert_drafts(connection: AsyncConnection, heads: Sequence[InvoiceHead]) -> None:
+    """Insert new drafts."""
+    await connection.execute(insert(invoices), [_columns(head) for head in heads])
 
 
-async def delete_draft(connection: AsyncConnection, invoice_id: str) -> None:
-    """Delete a draft."""
-    await connection.execute(delete(invoices).where(invoices.c.id == invoice_id, invoices.c.state == "draft"))
+async def delete_drafts(connection: AsyncConnection, invoice_ids: Collection[str]) -> None:
+    """Delete drafts."""
+    await connection.execute(delete(invoices).where(invoices.c.id.in_(invoice_ids), invoices.c.state == "draft"))
 
 
-async def read_earlier_drafts(connection: AsyncConnection, head: InvoiceHead) -> list[InvoiceHead]:
-    """Return the drafts of the tenant of `head` for months before that of `head`, oldest first."""
+async def read_earlier_drafts(connection: AsyncConnection, tenant_ids: Collection[str], month: str) -> list[InvoiceHead]:
+    """Return the drafts of tenants for months before `month`, by tenant and month."""
     columns = invoices.c
-    query = select(invoices).where(columns.tenant_id == head.tenant_id, columns.state == "draft", columns.month < head.month)
-    return [head_from_row(row) for row in (await connection.execute(query.order_by(columns.month))).mappings()]
+    found = await _read(connection, columns.tenant_id.in_(tenant_ids), columns.state == "draft", columns.month < month)
+    return sorted(found, key=lambda head: (head.tenant_id, head.month))
 
 
-async def store_closed(connection: AsyncConnection, closed: Invoice) -> bool:
-    """Turn the draft into the closed invoice and insert its lines. Return whether there was a draft to close."""
-    head, columns = closed.head, invoices.c
-    change = update(invoices).where(columns.id == head.id, columns.state == "draft").values(**_columns(head))
-    if (await connection.execute(change)).rowcount != 1:
-        return False
-    if closed.lines:
-        await connection.execute(insert(invoice_lines), [_line_row(head.id, *item) for item in enumerate(closed.lines, 1)])
-    return True
+async def store_closed(connection: AsyncConnection, closed: Sequence[Invoice]) -> None:
+    """Turn drafts into closed invoices and insert their lines. Call it with the posting counter locked."""
+    change = update(invoices).where(invoices.c.id == bindparam("draft_id"), invoices.c.state == "draft")
+    columns = [_columns(invoice.head) for invoice in closed]
+    changed = await connection.execute(change, [{"draft_id": head.pop("id"), **head} for head in columns])
+    assert changed.rowcount == len(closed), "no draft is closed while the posting counter is locked"
+    lines = [_line_row(invoice.head.id, *item) for invoice in closed for item in enumerate(invoice.lines, 1)]
+    if lines:
+        await connection.execute(insert(invoice_lines), lines)
 
 
 def head_from_row(row: RowMapping) -> InvoiceHead:
@@ -266,9 +294,8 @@ def head_from_row(row: RowMapping) -> InvoiceHead:
     return InvoiceHead(**{name: row[name] for name in invoices.c.keys()})  # noqa: SIM118 - of columns, not of a mapping
 
 
-async def _read_one(connection: AsyncConnection, query: Select[Any]) -> InvoiceHead | None:
-    row = (await connection.execute(query)).mappings().first()
-    return None if row is None else head_from_row(row)
+async def _read(connection: AsyncConnection, *conditions: ColumnElement[bool]) -> list[InvoiceHead]:
+    return [head_from_row(row) for row in (await connection.execute(select(invoices).where(*conditions))).mappings()]
 
 
 def _columns(head: InvoiceHead) -> dict[str, Any]:

@@ -8,12 +8,13 @@ two sets: every event is on at most one invoice, and events on no invoice are st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from typing import Any
 
-from sqlalchemy import ColumnElement, RowMapping, Select, case, func, literal, or_, select
+from sqlalchemy import ColumnElement, RowMapping, Select, and_, case, extract, func, literal, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.money import discounted
@@ -23,8 +24,6 @@ from appliance.metering.invoicing.lines import TOKEN_KINDS, EventSums
 from appliance.metering.ledger.records import BILLED, TOKEN_COLUMNS, UsageEvent
 from appliance.metering.ledger.rollups import join_sum, split_sum
 from appliance.metering.ledger.rows import event_from_row
-
-_PRICES = ("prompt", "cached_prompt", "completion", "rejected_draft")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +35,21 @@ class Coverage:
 
 
 async def read_event_sums(
-    connection: AsyncConnection, tenant_id: str, coverage: Coverage, previous: Coverage | None
-) -> list[EventSums]:
-    """Return the sums of the events in `coverage` but not in `previous`, the coverage of the last closed invoice."""
-    sums: list[EventSums] = []
-    for covered in _parts(tenant_id, coverage, previous):
+    connection: AsyncConnection, previous: Mapping[str, Coverage | None], coverage: Coverage
+) -> dict[str, list[EventSums]]:
+    """Return the sums of the events in `coverage` but not in `previous`, the coverage of a tenant's last closed invoice (None:
+    none), by tenant id. The tenants are those in `previous`."""
+    sums: dict[str, list[EventSums]] = {tenant_id: [] for tenant_id in previous}
+    for covered in _parts(previous, coverage):
         groups = (await connection.execute(_sums_query(covered))).mappings().all()
+        price_ids = {group["price_id"] for group in groups} - {None}
+        unit_prices = await _read_unit_prices(connection, price_ids) if price_ids else {}
         has_corrections = any(group["kind"] != "usage" for group in groups)
         notes = await _read_notes(connection, covered) if has_corrections else {}
-        # The groups of one key differ in price and batch, its notes do not: they go to the first of them.
-        sums += [_event_sums(group, notes.pop(_notes_key(group), ()) if group["kind"] != "usage" else ()) for group in groups]
+        for group in groups:
+            # The groups of one key differ in price and batch, its notes do not: they go to the first of them.
+            own_notes = notes.pop(_notes_key(group), ()) if group["kind"] != "usage" else ()
+            sums[group["tenant_id"]].append(_event_sums(group, unit_prices.get(group["price_id"], _NO_PRICES), own_notes))
     return sums
 
 
@@ -63,7 +67,7 @@ async def read_covered_events(
     """Return the events that `read_event_sums` sums, in posting order: from billing day `from_day` on (None: all), and of one
     `kind` (None: both)."""
     events = usage_events.c
-    covered = [*_billed_of_tenant(tenant_id, coverage), events.billing_day <= last_day(coverage.month)]
+    covered = [*_billed(coverage), events.tenant_id == tenant_id, events.billing_day <= last_day(coverage.month)]
     if previous is not None:
         covered.append(or_(events.billing_day > last_day(previous.month), events.posting > previous.through_posting))
     query = select(usage_events).where(*covered, events.posting > after_posting)
@@ -75,63 +79,68 @@ async def read_covered_events(
     return [event_from_row(row) for row in rows]
 
 
-def _parts(tenant_id: str, coverage: Coverage, previous: Coverage | None) -> list[Sequence[ColumnElement[bool]]]:
-    """Return the conditions for the events in `coverage` but not in `previous`, in two parts: events of later days, and late
-    events, posted since `previous` on days that it includes. The cost of reading each depends on its size, not on the tenant's
-    total usage.
+def _parts(previous: Mapping[str, Coverage | None], coverage: Coverage) -> list[Sequence[ColumnElement[bool]]]:
+    """Return the conditions for the events in `coverage` but not in `previous`, in two parts for all tenants whose last closed
+    month is the same: events of later days, and late events, posted since `previous` on days that it includes. The cost of
+    reading each depends on its size, not on the tenants' total usage.
     """
     events, end = usage_events.c, last_day(coverage.month)
-    billed = _billed_of_tenant(tenant_id, coverage)
-    if previous is None:
-        return [[*billed, events.billing_day <= end]]
-    previous_end = last_day(previous.month)
-    # coalesce() hides the day from the index: a planner without statistics would read all of the tenant's days.
-    is_late_day = func.coalesce(events.billing_day, events.billing_day) <= previous_end
-    late = [*billed, is_late_day, events.posting > previous.through_posting]
-    if previous.month == coverage.month:
-        return [late]
-    return [[*billed, events.billing_day > previous_end, events.billing_day <= end], late]
+    by_month: dict[str | None, dict[str, Coverage | None]] = defaultdict(dict)
+    for tenant_id, covered in previous.items():
+        by_month[covered.month if covered else None][tenant_id] = covered
+    parts: list[Sequence[ColumnElement[bool]]] = []
+    for month, of_month in by_month.items():
+        billed = [*_billed(coverage), events.billing_day <= end, events.tenant_id.in_(of_month)]
+        if month is None:
+            parts.append(billed)
+            continue
+        previous_end = last_day(month)
+        if month != coverage.month:
+            parts.append([*billed, events.billing_day > previous_end])
+        # coalesce() hides the day from the index: a planner without statistics would read all of the tenants' days.
+        is_late_day = func.coalesce(events.billing_day, events.billing_day) <= previous_end
+        parts.append([*_billed(coverage), is_late_day, _posted_since(of_month)])
+    return parts
+
+
+def _posted_since(previous: Mapping[str, Coverage | None]) -> ColumnElement[bool]:
+    """Return the condition for the tenants' events with postings after those of `previous`; tenants without one have none."""
+    events = usage_events.c
+    tenant_ids: dict[int, list[str]] = defaultdict(list)
+    for tenant_id, covered in previous.items():
+        if covered is not None:
+            tenant_ids[covered.through_posting].append(tenant_id)
+    return or_(*(and_(events.tenant_id.in_(ids), events.posting > posting) for posting, ids in sorted(tenant_ids.items())))
 
 
 def _sums_query(covered: Sequence[ColumnElement[bool]]) -> Select[Any]:
-    events = usage_events.c
-    terms = (events.currency, events.batch, events.price_id, events.price_basis_points)
-    groups = (events.billing_day, events.model, events.kind, *terms)
-    high, low = split_sum(events.cost_picos)
-    grouped = (
-        select(
-            *groups,
-            func.count().label("requests"),
-            *(func.sum(case((has, 1), else_=0)).label(f"requests_{kind}") for kind, has in _has_tokens().items()),
-            *(func.sum(events[name]).label(name) for name in TOKEN_COLUMNS),
-            high.label("cost_high"),
-            low.label("cost_low"),
-        )
-        .where(*covered)
-        .group_by(*groups)
-        .subquery()
-    )
-    priced = (prices.c[name].label(f"price_{name}") for name in _PRICES)
-    return select(grouped, *priced).join_from(grouped, prices, prices.c.id == grouped.c.price_id, isouter=True)
+    return _SUMS.where(*covered)
+
+
+async def _read_unit_prices(connection: AsyncConnection, price_ids: Collection[str]) -> dict[str, tuple[int, ...]]:
+    """Return the prices in the order of TOKEN_KINDS, before discount, by id."""
+    query = select(prices.c.id, *(prices.c[name] for name in TOKEN_KINDS)).where(prices.c.id.in_(price_ids))
+    return {price_id: tuple(unit_prices) for price_id, *unit_prices in (await connection.execute(query)).all()}
 
 
 async def _read_notes(
     connection: AsyncConnection, covered: Sequence[ColumnElement[bool]]
-) -> dict[tuple[date, str, str], tuple[tuple[int, str], ...]]:
-    """Return the distinct notes of the covered corrections, each with its first posting, by day, model and currency."""
+) -> dict[tuple[str, str, str, str], tuple[tuple[int, str], ...]]:
+    """Return the distinct notes of the covered corrections, each with its first posting, by tenant, month, model and
+    currency."""
     events = usage_events.c
-    groups = (events.billing_day, events.model, events.currency, events.note)
+    groups = (events.tenant_id, *_MONTH, events.model, events.currency, events.note)
     is_correction = events.kind == literal("adjustment", literal_execute=True)
     query = select(*groups, func.min(events.posting).label("posting")).where(*covered, is_correction, events.note.is_not(None))
-    notes: dict[tuple[date, str, str], tuple[tuple[int, str], ...]] = {}
-    for row in (await connection.execute(query.group_by(*groups))).mappings():
+    notes: dict[tuple[str, str, str, str], tuple[tuple[int, str], ...]] = {}
+    for row in (await connection.execute(query.group_by(*groups).order_by("posting"))).mappings():
         key = _notes_key(row)
         notes[key] = (*notes.get(key, ()), (row["posting"], row["note"]))
     return notes
 
 
-def _notes_key(row: RowMapping) -> tuple[date, str, str]:
-    return row["billing_day"], row["model"], row["currency"]
+def _notes_key(row: RowMapping) -> tuple[str, str, str, str]:
+    return row["tenant_id"], _month(row), row["model"], row["currency"]
 
 
 def _has_tokens() -> dict[str, ColumnElement[bool]]:
@@ -147,18 +156,17 @@ def _has_tokens() -> dict[str, ColumnElement[bool]]:
     return dict(zip(TOKEN_KINDS, conditions, strict=True))
 
 
-def _billed_of_tenant(tenant_id: str, coverage: Coverage) -> list[ColumnElement[bool]]:
-    """Return the conditions for the tenant's billed events with postings up to that of `coverage`."""
-    events = usage_events.c
-    return [events.tenant_id == tenant_id, events.status.in_(BILLED), events.posting <= coverage.through_posting]
+def _billed(coverage: Coverage) -> list[ColumnElement[bool]]:
+    """Return the conditions for billed events with postings up to that of `coverage`."""
+    return [usage_events.c.status.in_(BILLED), usage_events.c.posting <= coverage.through_posting]
 
 
-def _event_sums(row: RowMapping, notes: tuple[tuple[int, str], ...]) -> EventSums:
+def _event_sums(row: RowMapping, unit_prices: Sequence[int], notes: tuple[tuple[int, str], ...]) -> EventSums:
     basis_points = row["price_basis_points"]
-    prompt, cached, completion, rejected = (discounted(row[f"price_{name}"] or 0, basis_points) for name in _PRICES)
+    prompt, cached, completion, rejected = (discounted(unit, basis_points) for unit in unit_prices)
     is_correction = row["kind"] != "usage"
     return EventSums(
-        month=_month(row["billing_day"]),
+        month=_month(row),
         model=row["model"],
         currency=row["currency"],
         is_correction=is_correction,
@@ -177,5 +185,29 @@ def _event_sums(row: RowMapping, notes: tuple[tuple[int, str], ...]) -> EventSum
     )
 
 
-def _month(day: date) -> str:
-    return f"{day.year:04d}-{day.month:02d}"
+def _month(row: RowMapping) -> str:
+    return f"{int(row['year']):04d}-{int(row['month']):02d}"
+
+
+def _grouped_sums() -> Select[Any]:
+    """Return the query for the sums of all events, by tenant, month, model, price and kind."""
+    events = usage_events.c
+    terms = (events.currency, events.batch, events.price_id, events.price_basis_points)
+    groups = (events.tenant_id, *_MONTH, events.model, events.kind, *terms)
+    high, low = split_sum(events.cost_picos)
+    return select(
+        *groups,
+        func.count().label("requests"),
+        *(func.sum(case((has, 1), else_=0)).label(f"requests_{kind}") for kind, has in _has_tokens().items()),
+        *(func.sum(events[name]).label(name) for name in TOKEN_COLUMNS),
+        high.label("cost_high"),
+        low.label("cost_low"),
+    ).group_by(*groups)
+
+
+_MONTH = (
+    extract("year", usage_events.c.billing_day).label("year"),
+    extract("month", usage_events.c.billing_day).label("month"),
+)
+_NO_PRICES = (0,) * len(TOKEN_KINDS)
+_SUMS = _grouped_sums()
