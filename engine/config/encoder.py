@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.config.model import ENCODERS, LAYERS_MAX, architecture_of, read_model_json, refuse_unsupported
+from engine.config.model import ENCODERS, LAYERS_MAX, architecture_of, read_model_json, refuse_unsupported, stored_dtype
 from engine.config.values import JsonObject, number, positive
 from engine.errors import UnsupportedModel
 from engine.number_checks import is_integer
@@ -61,7 +61,7 @@ def load_encoder_config(directory: Path) -> EncoderConfig:
         first_position=0 if architecture == "BertModel" else _padding_id(config) + 1,
         num_token_types=positive(config, "type_vocab_size"),
         activation=str(config.get("hidden_act", "gelu")),
-        torch_dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+        torch_dtype=stored_dtype(config),
     )
 
 

@@ -165,6 +165,11 @@ def architecture_of(config: JsonObject) -> str:
     raise UnsupportedModel(f"architecture {', '.join(map(str, architectures))} is not supported; supported: {supported}")
 
 
+def stored_dtype(config: JsonObject) -> str:
+    """The format that `config.json` names for the weights, float32 where it names none. `torch_dtype` is its older key."""
+    return str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+
+
 def parse_model_config(config: JsonObject, generation: JsonObject) -> ModelConfig:
     """The checked form of `config.json` and `generation_config.json`."""
     family = _family(config)
@@ -210,7 +215,7 @@ def parse_model_config(config: JsonObject, generation: JsonObject) -> ModelConfi
         embedding_multiplier=_embedding_multiplier(config, family, hidden_size),
         residual_multiplier=_multiplier(config, family, "residual_multiplier"),
         logits_divisor=_multiplier(config, family, "logits_scaling"),
-        torch_dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+        torch_dtype=stored_dtype(config),
         eos_token_ids=_eos_token_ids(config, generation, vocab_size),
         quantization=parse_quantization(config),
     )

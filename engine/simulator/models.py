@@ -29,14 +29,13 @@ PCIE_4, PCIE_5 = 22e9, 50e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedModel:
-    """A model by name. `weight_bytes`: mean size of a parameter that a step reads; `element_bytes`: size of a number that is
-    computed, and of one in the cache unless another size is requested. `quantization` is as in `EngineOptions`."""
+    """A model by name. `weight_bytes`: mean size of a parameter that a step reads. `quantization` is as in
+    `EngineOptions`."""
 
     name: str
     config: ModelConfig
     shape: ModelShape
     weight_bytes: float
-    element_bytes: int
     quantization: str | None = None
 
     @classmethod
@@ -52,7 +51,6 @@ class SimulatedModel:
             config=config,
             shape=shape,
             weight_bytes=(total_bytes - embedding_params * formats.element_bytes) / (shape.num_params - embedding_params),
-            element_bytes=formats.element_bytes,
             quantization=quantization,
         )
 

@@ -46,8 +46,8 @@ POLICIES: dict[str, Callable[[PolicyContext], Policy]] = {
 }
 """`static`: first come, first served, in batches, each of which begins when the previous one has ended."""
 
-KV_BYTES = {"auto": None, "bf16": 2, "fp8": 1}
-"""Bytes of a number in the cache; None is the format that is computed in."""
+KV_BYTES = {"auto": 2, "bf16": 2, "fp8": 1}
+"""Bytes of a number in the cache."""
 
 PROGRESS_STEPS = 2048
 BLOCKS_PER_HASH = HASH_BLOCK_TOKENS // BLOCK_SIZE
@@ -76,8 +76,6 @@ class Setup:
             raise EngineConfigError("policy", f"must be one of {', '.join(POLICIES)}, not {self.policy!r}")
         if self.kv_cache_dtype not in KV_BYTES:
             raise EngineConfigError("kv_cache_dtype", f"must be one of {', '.join(KV_BYTES)}, not {self.kv_cache_dtype!r}")
-        if self.kv_cache_dtype == "bf16" and self.model.element_bytes != KV_BYTES["bf16"]:
-            raise EngineConfigError("kv_cache_dtype", f"must be auto or fp8: {self.model.name} is not computed in 16 bits")
         if self.max_num_seqs is not None and not 1 <= self.max_num_seqs <= SEATS_MAX:
             raise EngineConfigError("max_num_seqs", f"must be between 1 and {SEATS_MAX}, not {self.max_num_seqs}")
         least = self.max_num_seqs or 1
@@ -98,7 +96,7 @@ class Setup:
     @property
     def kv_bytes(self) -> int:
         """Bytes of each number in the KV cache."""
-        return KV_BYTES[self.kv_cache_dtype] or self.model.element_bytes
+        return KV_BYTES[self.kv_cache_dtype]
 
     @cached_property
     def fit(self) -> MemoryFit:

@@ -28,13 +28,16 @@ def options(**fields: Any) -> EngineOptions:
     ("requested", "stored", "device_type", "computed"),
     [
         ("auto", "bfloat16", "cuda", "bfloat16"),
-        ("auto", "float8_e4m3fn", "cuda", "float32"),
+        ("auto", "float16", "cuda", "float16"),
+        ("auto", "float32", "cuda", "bfloat16"),
+        ("auto", "float8_e4m3fn", "cuda", "bfloat16"),
         ("auto", "bfloat16", "cpu", "float32"),
         ("float16", "bfloat16", "cuda", "float16"),
+        ("float32", "float32", "cuda", "float32"),
         ("bfloat16", "float32", "cpu", "bfloat16"),
     ],
 )
-def test_the_computed_format_is_the_checkpoints_on_a_gpu_unless_another_is_requested(
+def test_the_computed_format_has_16_bits_on_a_gpu_unless_another_is_requested(
     requested: str, stored: str, device_type: str, computed: str
 ) -> None:
     assert computed_dtype(requested, stored, device_type) == computed

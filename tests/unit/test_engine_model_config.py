@@ -56,6 +56,12 @@ def test_settings_of_a_multimodal_config_take_precedence_over_its_text_part() ->
     assert (alone.eos_token_ids, alone.torch_dtype) == ((1,), "float32")
 
 
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("value", ["bfloat16", "torch.bfloat16"])
+def test_the_stored_format_has_an_older_key_and_may_be_named_as_torch_prints_it(key: str, value: str) -> None:
+    assert parse("LlamaForCausalLM", **{key: value}).torch_dtype == "bfloat16"
+
+
 def test_the_documented_architectures_are_those_that_load() -> None:
     text = (Path(__file__).parents[2] / "docs" / "models.md").read_text("utf-8")
     assert set(re.findall(r"`(\w+(?:ForCausalLM|ForConditionalGeneration|Model))`", text)) == {*FAMILIES, *EMBEDDERS}
