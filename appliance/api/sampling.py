@@ -7,13 +7,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from appliance.api.schemas import (
-    SEED_BITS,
-    STOP_CHARS_MAX,
-    STOP_TOKEN_IDS_MAX,
-    TOKEN_ID_DIGITS_MAX,
-    ChatCompletionRequest,
-)
+from appliance.api.schemas import SEED_BITS, STOP_CHARS_MAX, STOP_TOKEN_IDS_MAX, TOKEN_ID_DIGITS_MAX, ChatCompletionRequest
 from appliance.api.structured_output import find_constraint
 from appliance.base.digits import whole_number
 from appliance.base.errors import ContextLengthExceeded, InvalidValue, UnsupportedParameter

@@ -12,13 +12,7 @@ from typing import TYPE_CHECKING, Any
 from litestar import get, post
 from litestar.params import FromPath
 
-from appliance.base.errors import (
-    BadRequest,
-    Conflict,
-    DraftUncomputable,
-    GatehouseError,
-    InvalidValue,
-)
+from appliance.base.errors import BadRequest, Conflict, DraftUncomputable, GatehouseError, InvalidValue
 from appliance.console.context import Context, ContextDependency
 from appliance.console.forms import FORM_ERROR, Form, sentence
 from appliance.console.month_closing import REASONS_SHOWN_MAX

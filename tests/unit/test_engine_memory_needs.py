@@ -14,16 +14,7 @@ import torch
 from engine.config.model import parse_model_config
 from engine.errors import EngineConfigError
 from engine.formats import EIGHT_BITS, EIGHT_BITS_STORED, FOUR_BITS, Formats, WeightFormat, unquantised
-from engine.memory.fit import (
-    GAIN_MIN,
-    REMEDIES_MAX,
-    MemoryFit,
-    changes_in_order,
-    gib,
-    head_8_bit,
-    shrink_batch,
-    weights_4_bit,
-)
+from engine.memory.fit import GAIN_MIN, REMEDIES_MAX, MemoryFit, changes_in_order, gib, head_8_bit, shrink_batch, weights_4_bit
 from engine.memory.kv_plan import check_context, check_fit, plan_memory
 from engine.memory.needs import GIB, MemoryNeeds
 from engine.memory.shape import Load, MemoryShape

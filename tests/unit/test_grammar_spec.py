@@ -9,14 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine.grammar.spec import (
-    MESSAGE_CHARS_MAX,
-    SCHEMA_DEPTH_MAX,
-    GrammarError,
-    GrammarSpec,
-    check_schema_text,
-    grammar_spec,
-)
+from engine.grammar.spec import MESSAGE_CHARS_MAX, SCHEMA_DEPTH_MAX, GrammarError, GrammarSpec, check_schema_text, grammar_spec
 from engine.protocol import GUIDED_BYTES_MAX, EngineFrame, InvalidOption, SamplingParams, TokenEvent
 from engine.transport import encode_frame
 from tests.support.grammars import compiled

@@ -10,14 +10,7 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.db import Database
-from appliance.base.errors import (
-    InvoiceClosed,
-    InvoiceInconsistent,
-    NotFound,
-    NothingToBill,
-    RoleNotAllowed,
-    TotalChanged,
-)
+from appliance.base.errors import InvoiceClosed, InvoiceInconsistent, NotFound, NothingToBill, RoleNotAllowed, TotalChanged
 from appliance.metering.invariants import invoices as invariants
 from appliance.metering.invoicing import invoices as service
 from appliance.metering.invoicing import portions, rows

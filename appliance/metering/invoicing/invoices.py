@@ -17,16 +17,10 @@ from appliance.base.batches import batched
 from appliance.base.clock import Clock
 from appliance.base.counters import POSTING, lock
 from appliance.base.db import Database
-from appliance.base.errors import (
-    GatehouseError,
-    InvalidValue,
-)
+from appliance.base.errors import GatehouseError, InvalidValue
 from appliance.metering.calendar import BillingCalendar, first_day
 from appliance.metering.invoicing import rows
-from appliance.metering.invoicing.computation import (
-    InvoiceComputer,
-    coverage_of,
-)
+from appliance.metering.invoicing.computation import InvoiceComputer, coverage_of
 from appliance.metering.invoicing.portions import CLOSABLE, DRAFT_CONDITIONS, Expected, Outcome, Portions, check_draft
 from appliance.metering.invoicing.rows import Invoice, InvoiceHead
 from appliance.metering.invoicing.sums import read_covered_events

@@ -20,15 +20,7 @@ from appliance.metering.limits.limit_waits import LimitWait
 from appliance.metering.limits.needs import Needs, needs_of
 from appliance.metering.limits.output_estimates import OutputEstimates
 from appliance.metering.limits.owners import ALL_TENANTS, Owner, owners_of
-from appliance.metering.limits.queue import (
-    AdmissionQueue,
-    CallLater,
-    Refusals,
-    Waiter,
-    WaitObserver,
-    call_on_loop,
-    may_wait,
-)
+from appliance.metering.limits.queue import AdmissionQueue, CallLater, Refusals, Waiter, WaitObserver, call_on_loop, may_wait
 from appliance.metering.limits.rate_limits import RateLimitState, rate_limit_state
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.rules import Rule, rules_for
