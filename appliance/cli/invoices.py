@@ -173,7 +173,7 @@ def export(
 def _why_no_file(month: str, num_drafts: int) -> str:
     if num_drafts:
         return f"There are no closed invoices for {month}, only drafts ({num_drafts}): close them, or export them with --drafts"
-    return f"There are no closed invoices for {month}. Close them: gatehouse invoices close"
+    return f"There are no invoices for {month}. To create and close them: gatehouse invoices close"
 
 
 @app.command("seller")

@@ -20,7 +20,7 @@ ADMISSION_WAIT_MS_DEFAULT = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
-    """A tier. `admission_wait_ms`: how long a request over a limit may wait for capacity before it is refused with 429."""
+    """A tier. `admission_wait_ms`: how long a request over a limit may wait for room before it is refused with 429."""
 
     name: str
     admission_wait_ms: int

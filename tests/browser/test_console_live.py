@@ -116,7 +116,7 @@ async def test_the_overview_does_not_move_while_tenants_come_and_go(site: Site) 
     top = await host.evaluate("part => part.offsetTop")
 
     side.tenants = []
-    await expect(page.get_by_text("No running or waiting requests.")).to_be_visible()
+    await expect(page.get_by_text("No requests run or wait for a seat.")).to_be_visible()
     assert await host.evaluate("part => part.offsetTop") == top
     side.tenants = [tenant_reading("bob")]
     await expect(rows).to_have_count(1)

@@ -109,7 +109,7 @@ def test_an_export_without_closed_invoices_mentions_the_drafts(
         assert main(["invoices", "export", "--month", "2026-01", "--all", "--out", str(tmp_path), *arguments]) == 0
         return capsys.readouterr().out
 
-    assert "There are no closed invoices for 2026-01. Close them: gatehouse invoices close" in export()
+    assert "There are no invoices for 2026-01. To create and close them: gatehouse invoices close" in export()
     gatehouse("invoices", "draft", "--month", "2026-01", "--all")
     printed = export()
     assert "There are no closed invoices for 2026-01, only drafts (1): close them, or export them with --drafts" in printed

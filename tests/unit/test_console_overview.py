@@ -90,6 +90,12 @@ async def test_requests_that_wait_for_their_limits_are_waiting_too(console: Cons
     assert f'<dt><a href="/requests">Waiting</a></dt>{tile}' in page
 
 
+async def test_an_engine_shows_which_of_its_waiting_requests_wait_for_limits(console: ConsoleApp) -> None:
+    console.engine_side.waiting_for_limits = 40
+
+    assert "0 running, 0 waiting for a seat, 40 for limits</span>" in await overview(console)
+
+
 async def test_an_unreadable_gpu_is_an_error_and_not_a_missing_gpu(console: ConsoleApp) -> None:
     console.engine_side.gpu_error = "GPU cannot be read: driver gone"
 
@@ -471,7 +477,7 @@ async def test_the_overview_shows_running_waiting_and_kv_blocks_by_tenant(consol
 async def test_without_requests_the_overview_omits_all_optional_figures(console: ConsoleApp) -> None:
     page = await overview(console)
 
-    assert "No running or waiting requests." in page
+    assert "No requests run or wait for a seat." in page
     assert "KV blocks in host memory" not in page
     assert "Draft tokens accepted" not in page
     assert "slow path" not in page

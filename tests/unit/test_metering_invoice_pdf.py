@@ -233,6 +233,14 @@ def test_right_to_left_scripts_are_shaped_and_reordered() -> None:
     assert "\ufffd" not in texts(invoice(line(), name="شركة النور للتقنية"))[0]
 
 
+def test_the_id_of_a_tenant_stays_on_one_line_with_wide_letters_too() -> None:
+    drawn = invoice(line())
+    wide = "tn_01m8q3amhw25caq6m9w0mqmxwb"
+    (page,) = texts(dataclasses.replace(drawn, head=dataclasses.replace(drawn.head, tenant_id=wide)))
+
+    assert wide in page
+
+
 def test_the_longest_names_are_wrapped() -> None:
     pages = texts(invoice(line("m" * 200), name="W" * 200, address="\n".join("x" * 199 for _ in range(5))))
     assert pages[0].count("W") == 200

@@ -136,8 +136,7 @@ def test_a_budget_that_others_wait_for_is_worded_in_money() -> None:
         ),
         (
             "requests", 1, 0, 100,
-            "the request needs 1 and the key's limit is 0 requests per minute: it can never be admitted; ask for a higher "
-            "limit",
+            "the key's limit is 0 requests per minute: no request can be admitted; ask for a higher limit",
         ),
         (
             "budget", 800 * EUR, 500 * EUR, 100,

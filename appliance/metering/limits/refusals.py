@@ -52,11 +52,13 @@ def not_priced(model: str, currency: str | None) -> ModelNotPriced:
 
 
 def _never_fits(decision: LimitDecision, output: int, smaller: str) -> RequestExceedsLimit:
-    return RequestExceedsLimit(
-        f"the request needs {_need(decision, output)} and {_owner(decision)} limit is {decision.limit} "
-        f"{LIMIT_NAMES[decision.kind]}: it can never be admitted; {smaller}{' or ' * bool(smaller)}ask for a higher limit",
-        limit_type=_limit_type(decision),
-    )
+    limit = f"{_owner(decision)} limit is {decision.limit} {LIMIT_NAMES[decision.kind]}"
+    if decision.limit:
+        why = f"the request needs {_need(decision, output)} and {limit}: it can never be admitted"
+    else:
+        why = f"{limit}: no request can be admitted"
+    help_text = f"{smaller} or ask" if smaller else "ask"
+    return RequestExceedsLimit(f"{why}; {help_text} for a higher limit", limit_type=_limit_type(decision))
 
 
 def _budget_exceeded(decision: LimitDecision, output: int, smaller: str) -> BudgetExceeded:
