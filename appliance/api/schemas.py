@@ -47,7 +47,7 @@ ONLY_SUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 TOOL_FIELDS = ("tools", "functions", "tool_choice", "function_call")
 
-GuidedJson = Annotated[str, chars(0, GUIDED_BYTES_MAX["guided_json"])]
+GuidedJson = Annotated[str, chars(1, GUIDED_BYTES_MAX["guided_json"])]
 GuidedRegex = Annotated[str, chars(1, GUIDED_BYTES_MAX["guided_regex"])]
 GuidedGrammar = Annotated[str, chars(1, GUIDED_BYTES_MAX["guided_grammar"])]
 GuidedChoice = Annotated[str, chars(1, GUIDED_BYTES_MAX["guided_choice"] - len('[""]'))]
