@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from functools import partial
 from unittest import mock
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,26 +14,10 @@ from engine.runner.slots import EMPTY_INT64, Int64Array, SlotState, SlotTable, s
 from engine.sampling.columns import ColumnSampler
 from engine.scheduling.request import UNKNOWN_TOKEN, Request, table_of
 from engine.scheduling.scheduled_batch import ScheduledBatch, ScheduledRequest
-from kernels import ops
 from tests.support.scheduling import make_request
-from tests.support.slots import CPU, make_batch, slot_state, slot_table
+from tests.support.slots import CPU, TokenCounts, make_batch, slot_state, slot_table
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS, NUM_STEPS = 2, 40, 5, 30
-
-
-class TokenCounts:
-    """A listener that keeps, for each slot, its request and how many tokens of it the state of the slot includes."""
-
-    def __init__(self) -> None:
-        self.held: dict[int, tuple[Request, int]] = {}
-
-    def assign(self, slots: Sequence[int], requests: Sequence[Request]) -> ops.Words:
-        """A new request has no state yet."""
-        self.held.update({slot: (request, 0) for slot, request in zip(slots, requests, strict=True)})
-        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
-
-    def restart(self, slot: int, request: Request, num_tokens: int) -> None:
-        self.held[slot] = request, num_tokens
 
 
 class SlotFuzz:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -31,6 +31,7 @@ from engine.scheduling.drafting import NO_DRAFT, Draft
 from engine.scheduling.fair_policy import FairPolicy
 from engine.scheduling.host_tier import HostTier
 from engine.scheduling.lead_tracking import FairSettings
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.request import UNKNOWN_TOKEN, Request
 from engine.scheduling.scheduled_batch import BlockMoves, RowResult, ScheduledBatch, ScheduledRequest, StepOutput
@@ -127,10 +128,10 @@ class FakeDevice:
 
     stage = "run"
 
-    def __init__(self, block_size: int, rng: random.Random, *, is_synchronous: bool, fault_rate: float) -> None:
+    def __init__(self, limits: SchedulerLimits, rng: random.Random, *, is_synchronous: bool, fault_rate: float) -> None:
         self.is_synchronous = is_synchronous
         self.culprits: set[str] = set()
-        self._size = block_size
+        self._size = limits.block_size
         self.num_wrong_launches = 0  # of batches that no slot can hold, drafts behind a step under way, unnoticed growth
         self._plain_batch: ScheduledBatch | None = None
         self._has_failed_to_move = False
@@ -258,7 +259,15 @@ class FakeDevice:
 class LaunchedFuzz:
     """Submits, aborts, preempts and steps in any order; `check` must hold after each."""
 
-    def __init__(self, setup: SchedulerSetup, rng: random.Random, *, is_synchronous: bool, fault_rate: float) -> None:
+    def __init__(
+        self,
+        setup: SchedulerSetup,
+        rng: random.Random,
+        *,
+        is_synchronous: bool,
+        fault_rate: float,
+        make_device: Callable[..., FakeDevice] = FakeDevice,
+    ) -> None:
         self.rng = rng
         self.setup = setup
         self.now_s = 0.0
@@ -277,7 +286,7 @@ class LaunchedFuzz:
             drafter=self.drafter,
             policy=partial(FairPolicy, settings=settings),
         )
-        self.device = FakeDevice(setup.block_size, rng, is_synchronous=is_synchronous, fault_rate=fault_rate)
+        self.device = make_device(limits, rng, is_synchronous=is_synchronous, fault_rate=fault_rate)
         info = engine_info(
             max_model_len=limits.max_model_len, vocab_size=VOCAB_SIZE, eos_token_ids=[STOP_TOKEN], block_size=setup.block_size,
             num_kv_blocks=setup.num_blocks, max_num_seqs=setup.max_num_seqs,
@@ -302,6 +311,8 @@ class LaunchedFuzz:
         for item in batch.decodes:
             last = item.request.num_tokens + item.num_draft_tokens + 1
             assert last <= item.request.max_total_tokens, "a draft behind the last token"
+        last_ones = [item.request for item in batch.decodes if item.request.num_tokens + 1 == item.request.max_total_tokens]
+        assert set(batch.ending) == set(last_ones), "the requests whose last token this step samples"
         for item in batch.prefills:
             answer, num_cached = (item.request.request_id, item.request.index), min(item.start, item.request.num_prompt_tokens)
             self.starts.setdefault(answer, (num_cached, self.now_s - item.request.arrived_s))
@@ -442,11 +453,14 @@ class LaunchedFuzz:
         assert self.scheduler.totals.prompt_tokens == prompt_tokens, "a prompt counts once, when it is complete"
 
 
-def run_launched_script(seed: int, *, num_actions: int = 120) -> LaunchedFuzz:
+def run_launched_script(
+    seed: int, *, num_actions: int = 120, make_device: Callable[..., FakeDevice] = FakeDevice
+) -> LaunchedFuzz:
     """Run one random script to its end."""
     rng = random.Random(seed)
     setup = replace(random_setup(rng), global_prefix=())
-    fuzz = LaunchedFuzz(setup, rng, is_synchronous=rng.random() < 0.3, fault_rate=rng.choice((0.0, 0.0, 0.1, 0.4)))
+    is_synchronous, fault_rate = rng.random() < 0.3, rng.choice((0.0, 0.0, 0.1, 0.4))
+    fuzz = LaunchedFuzz(setup, rng, is_synchronous=is_synchronous, fault_rate=fault_rate, make_device=make_device)
     longest = setup.limits.max_model_len
     for _ in range(num_actions):
         action = rng.random()
@@ -471,13 +485,15 @@ def run_launched_script(seed: int, *, num_actions: int = 120) -> LaunchedFuzz:
     return fuzz
 
 
-def run_script_of_many_answers(seed: int, *, num_actions: int = 120) -> LaunchedFuzz:
+def run_script_of_many_answers(
+    seed: int, *, num_actions: int = 120, make_device: Callable[..., FakeDevice] = FakeDevice
+) -> LaunchedFuzz:
     """Run one script in which most prompts have several short answers, blocks are few and the device fails often."""
     rng = random.Random(seed)
     setup = SchedulerSetup(
         num_blocks=rng.randint(6, 14), block_size=4, max_num_seqs=6, spare_budget=16, caches=rng.random() < 0.5
     )
-    fuzz = LaunchedFuzz(setup, rng, is_synchronous=False, fault_rate=0.3)
+    fuzz = LaunchedFuzz(setup, rng, is_synchronous=False, fault_rate=0.3, make_device=make_device)
     for _ in range(num_actions):
         action = rng.random()
         if action < 0.35 and len(fuzz.submitted) - len(fuzz.ended) < 20:
