@@ -64,7 +64,7 @@ class AccessWatch:
     def add(self, request: WaitingRequest | Generation, principal: Principal) -> None:
         """Watch a request that has just become live or was just admitted. Schedules a check if keys or tenants changed since
         `principal` was read."""
-        request.set_expiry(principal.key.expires_at)
+        _apply(request, principal)
         if principal.change_count != self._db.principal_changes.value:
             self._check_due.set()
 
@@ -93,7 +93,7 @@ class AccessWatch:
         for request in live:
             principal = principals.get(request.live.key_id)
             if principal is not None:
-                request.set_expiry(principal.key.expires_at)
+                _apply(request, principal)
             if isinstance(request, WaitingRequest):
                 error = _refusal(principal, request.prepared.model.name, now)
                 if error is not None:
@@ -101,6 +101,14 @@ class AccessWatch:
             elif (reason := end_cause(principal, now)) is not None:
                 request.end_early(reason)
         self._admission.reconfigure(principals, policies)
+
+
+def _apply(request: WaitingRequest | Generation, principal: Principal) -> None:
+    """Apply the current state of its tenant and key to a request: a generation keeps the terms of its admission."""
+    if isinstance(request, WaitingRequest):
+        request.set_principal(principal)
+    else:
+        request.set_expiry(principal.key.expires_at)
 
 
 def _refusal(principal: Principal | None, model: str, now: datetime) -> GatehouseError | None:

@@ -13,7 +13,6 @@ from appliance.base.db import Database
 from appliance.base.errors import Draining, NotFound, Overloaded, RequestAborted
 from appliance.metering.ledger.writer import Ledger
 from appliance.metering.limits.admission import Admission
-from appliance.metering.limits.limit_waits import LimitWait
 from appliance.metering.limits.refusals import not_priced
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.prices import PriceBook
@@ -145,7 +144,7 @@ class Generations:
             self._remove(prepared.request_id)
             raise
         self._run(generation)
-        self._watch.add(generation, prepared.principal)
+        self._watch.add(generation, waiting.prepared.principal)
         try:
             await asyncio.shield(generation.admitted)
         except asyncio.CancelledError:
@@ -155,37 +154,40 @@ class Generations:
 
     async def _admitted(self, waiting: WaitingRequest) -> Generation:
         """Return the generation of a request once its limits have room for it."""
-        reservation = await waiting.until_admitted(self._admit(waiting.prepared, waiting.wait))
+        reservation = await waiting.until_admitted(self._admit(waiting))
         try:
             return self._create(waiting, reservation)
         except BaseException:
             reservation.void()
             raise
 
-    async def _admit(self, prepared: PreparedRequest, wait: LimitWait) -> Reservation:
-        """Reserve the request's limits at the price that is in force at admission, and return the reservation.
+    async def _admit(self, waiting: WaitingRequest) -> Reservation:
+        """Reserve the request's limits, at the price and on the terms of its tenant that are in force at admission.
 
-        `wait` receives its waits, including those of attempts that were repeated because the price had changed.
+        Its wait includes those of attempts that were repeated because these had changed.
         """
-        tier = await self._tiers.get(prepared.principal.tenant.tier)
-        currency = prepared.principal.tenant.currency
         while True:
+            prepared = waiting.prepared
+            tenant = prepared.principal.tenant
+            tier, currency = await self._tiers.get(tenant.tier), tenant.currency
             price = await self._prices.current(prepared.model.name, self._clock.now(), currency=currency)
             if price is None and self._limits.refuse_unpriced:
                 raise not_priced(prepared.model.name, currency)
             policy = await self._policies.find(prepared.model.name)
             reservation = await self._admission.admit(
-                prepared.admission_request(price, policy), tier.admission_wait_ms / 1000, wait
+                prepared.admission_request(price, policy), tier.admission_wait_ms / 1000, waiting.wait
             )
             try:
                 self.check_can_accept(prepared.model, prepared.principal.tenant.id)  # again, because admission may have waited
-                if await self._prices.current(prepared.model.name, reservation.admitted_at, currency=currency) == price:
+                price_now = await self._prices.current(prepared.model.name, reservation.admitted_at, currency=currency)
+                tenant_now = waiting.prepared.principal.tenant
+                if (price_now, tenant_now.tier, tenant_now.currency) == (price, tenant.tier, currency):
                     self._count_exceptions(reservation)
                     return reservation
             except BaseException:
                 reservation.void()
                 raise
-            reservation.void()  # the price changed while the request waited: admit it again
+            reservation.void()  # price or terms changed while the request waited: admit it again
 
     def _count_exceptions(self, reservation: Reservation) -> None:
         """Count what stricter settings would have refused: limits in shadow mode, and a missing price."""

@@ -4,8 +4,8 @@ record when it ends. Knows no engine."""
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Awaitable
-from datetime import datetime
 
 from appliance.base.clock import Clock
 from appliance.base.errors import ExpiredApiKey, GatehouseError
@@ -14,10 +14,12 @@ from appliance.metering.limits.reservations import Reservation
 from appliance.serving.expiry_timer import ExpiryTimer
 from appliance.serving.live_requests import LiveRequest
 from appliance.serving.prepared_requests import PreparedRequest
+from appliance.tenancy.principals import Principal
 
 
 class WaitingRequest:
-    """A request between its arrival and its admission, served by the task that creates it. `wait` is its wait for limits."""
+    """A request between its arrival and its admission, served by the task that creates it. `prepared` has the principal as last
+    read, `wait` is its wait for limits."""
 
     def __init__(self, prepared: PreparedRequest, clock: Clock) -> None:
         self.prepared = prepared
@@ -35,9 +37,11 @@ class WaitingRequest:
             live.finish("aborted", now=self._clock.now(), error=self._error.message)
         return live
 
-    def set_expiry(self, expires_at: datetime | None) -> None:
-        """Set when the request's key expires, which ends the request; None means never. Replaces an earlier expiry."""
-        self._expiry.set(None if self._task is None else expires_at)
+    def set_principal(self, principal: Principal) -> None:
+        """Set the current state of its tenant and key: it is admitted on their terms, and ends when the key expires."""
+        if self._task is not None:
+            self.prepared = dataclasses.replace(self.prepared, principal=principal)
+            self._expiry.set(principal.key.expires_at)
 
     def end(self, error: GatehouseError) -> None:
         """End the request with `error`, which its client receives. Only the first call counts, and none after admission."""

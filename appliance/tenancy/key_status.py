@@ -19,13 +19,16 @@ KEYS_PER_QUERY = 500
 async def read_principals(db: Database, key_ids: Collection[str]) -> dict[str, Principal]:
     """Return the existing keys and their tenants, by key id."""
     found: dict[str, Principal] = {}
+    change_count = db.principal_changes.value
     async with db.reading() as connection:
         for ids in batched(sorted(key_ids), KEYS_PER_QUERY):
             keys = select(api_keys).where(api_keys.c.id.in_(ids))
             rows = (await connection.execute(keys)).mappings().all()
             owners = select(tenants).where(tenants.c.id.in_({row["tenant_id"] for row in rows}))
             by_id = {row["id"]: tenant_from_row(row) for row in (await connection.execute(owners)).mappings()}
-            found |= {row["id"]: Principal(tenant=by_id[row["tenant_id"]], key=key_from_row(row)) for row in rows}
+            for row in rows:
+                tenant, key = by_id[row["tenant_id"]], key_from_row(row)
+                found[key.id] = Principal(tenant=tenant, key=key, change_count=change_count)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Counts iterations of the event loop, to show that other tasks could run."""
+"""Runs or counts iterations of the event loop, to let other tasks run or to show that they could."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+
+
+async def run_iterations(number: int) -> None:
+    """Return after so many iterations of the event loop."""
+    for _ in range(number):
+        await asyncio.sleep(0)
 
 
 class LoopIterations:

@@ -49,6 +49,7 @@ from tests.support.ledgers import (
     utc_recover,
     without_alerts,
 )
+from tests.support.loop_iterations import run_iterations
 from tests.support.polling import DEADLINE_S, poll_until
 
 
@@ -501,8 +502,8 @@ async def test_readers_can_wait_for_pending_rows(
         await asyncio.gather(*(ledger.settle(posted(entry.request_id)) for entry in entries))
 
 
-async def test_readers_wait_for_the_round_being_written(
-    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
+async def test_readers_wait_for_the_round_being_written_also_after_a_pause_of_the_process(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gated, entry = FailingDatabase.around(database), pending(cast.bob)
     gated.gate = asyncio.Event()
@@ -510,8 +511,9 @@ async def test_readers_wait_for_the_round_being_written(
         await ledger.open(entry)
         await poll_until(lambda: gated.held == 1)
         reading = asyncio.create_task(ledger.catch_up())
-        for _ in range(10):
-            await asyncio.sleep(0)
+        await run_iterations(1)
+        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: time.monotonic() + 3600.0)
+        await run_iterations(10)
         assert not reading.done()
         gated.gate.set()
         await reading
@@ -530,8 +532,7 @@ async def test_readers_do_not_wait_while_the_tables_fail(
             impatient.setattr(asyncio, "wait", None)
             await ledger.catch_up()
         reading = asyncio.create_task(ledger.catch_up())
-        for _ in range(10):
-            await asyncio.sleep(0)
+        await run_iterations(10)
         assert reading.done()
         await reading
         failing.fail_before_commit = 0
@@ -637,8 +638,7 @@ async def test_a_pause_of_the_process_refuses_no_request(
         opening = asyncio.create_task(ledger.open(entry))
         await asyncio.sleep(0)
         paused_s.append(3600.0)
-        for _ in range(5):
-            await asyncio.sleep(0)
+        await run_iterations(5)
         is_over.set()
         await opening
         await ledger.settle(posted(entry.request_id))

@@ -22,13 +22,15 @@ from appliance.base.errors import (
 )
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.keys import Keys
+from appliance.tenancy.model_policies import ModelPolicies
 from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
 from appliance.tenancy.tenants import Tenants
 from appliance.tenancy.tiers import Tiers
 from tests.support.cast import PEPPER, Cast, Person, make_person
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import STALL
-from tests.support.generations import Serving, open_serving
+from tests.support.generations import MODEL, Serving, open_serving
+from tests.support.ledgers import num_running
 from tests.support.polling import poll_until
 
 pytestmark = pytest.mark.on_either_database
@@ -124,3 +126,45 @@ async def test_a_change_of_one_key_ends_no_waiting_request_of_another(
     assert len(serving.admission.waiting) == 1
     assert not waiting.done()
     waiting.cancel()
+
+
+async def test_a_request_that_is_admitted_again_does_not_bring_back_the_limits_of_its_arrival(
+    serving: Serving, database: Database, clock: FakeClock
+) -> None:
+    dora = await make_person(database, clock, "dora", Limits(concurrent_requests=2))
+    await Tiers(database, clock).update(dora.tenant.tier, admission_wait_ms=60_000)
+    running = [await serving.start(dora, [STALL, 5]) for _ in range(2)]
+    waiting = [asyncio.create_task(serving.start(dora, [STALL, 5])) for _ in range(2)]
+    await poll_until(lambda: len(serving.admission.waiting) == 2)
+    lower = TenantChanges(limits={"concurrent_requests": 1})
+    await Tenants(database, clock).update(dora.tenant.id, lower, access=WHOLE_APPLIANCE)
+    await serving.generations._watch.check()
+    await serving.generations._prices.add(model=MODEL, currency="EUR", prompt=1, cached_prompt=1, completion=1)
+    for generation in running:
+        generation.end_early("disconnected")
+    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    assert (num_running(serving.admission, dora.tenant.id), len(serving.admission.waiting)) == (1, 1)
+    for task in waiting:
+        task.cancel()
+
+
+@pytest.mark.parametrize("change", [TenantChanges(currency="USD"), TenantChanges(tier="batch")], ids=["currency", "tier"])
+async def test_a_request_is_admitted_on_the_terms_that_its_tenant_has_when_its_wait_ends(
+    serving: Serving, database: Database, clock: FakeClock, cast: Cast, change: TenantChanges
+) -> None:
+    for currency, percent in (("EUR", 50), ("USD", 100)):
+        await serving.generations._prices.add(
+            model=MODEL, currency=currency, prompt=1, cached_prompt=1, completion=1, tier_percents={"batch": percent}
+        )
+    dora = await make_person(database, clock, "dora")
+    await Tiers(database, clock).update(dora.tenant.tier, admission_wait_ms=60_000)
+    await ModelPolicies(database, clock).put(MODEL, Limits(concurrent_requests=1))
+    running = await serving.start(cast.bob, [STALL, 5])
+    waiting = asyncio.create_task(serving.start(dora, TEXT))
+    await poll_until(lambda: len(serving.admission.waiting) == 1)
+    changed = await Tenants(database, clock).update(dora.tenant.id, change, access=WHOLE_APPLIANCE)
+    await serving.generations._watch.check()
+    running.end_early("disconnected")
+    event = await serving.event(await waiting)
+    terms = (event.currency, event.price_basis_points)
+    assert terms == (("USD", 10_000) if changed.currency else ("EUR", 5_000))

@@ -189,7 +189,7 @@ class Ledger:
         if last.outcome is None:
             last.outcome = asyncio.get_running_loop().create_future()
         self._queue.make_due()
-        await asyncio.wait({last.outcome}, timeout=CATCH_UP_S)
+        await done_within(last.outcome, CATCH_UP_S)
 
     async def settle(self, settlement: Settlement, on_recorded: Callable[[], object] | None = None) -> None:
         """Return once the final state is durable. Idempotent: settling again with the same figures changes nothing.
