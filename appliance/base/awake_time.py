@@ -33,7 +33,7 @@ class AwakeStopwatch:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Begin at 0 in the running event loop."""
+        """Begin, or go on, in the running event loop."""
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     def stop(self) -> None:

@@ -42,13 +42,21 @@ def engine_command(folder: ModelFolder, settings: Settings, fd: int, *, on_gpu: 
     """Return the command line of an engine process that uses the inherited socket `fd`. All engines share the GPU, if there is
     one: each is told of the others, so that it leaves them memory. `on_gpu`: the engine has served on a GPU; without one it
     must fail to start, instead of going on many times slower."""
-    engines = {model.path: settings.for_model(model).engine_options() for model in settings.models}
-    own = engines.pop(folder.path, None) or settings.engine_options()
-    others = [{"model": str(path), **_without_prefixes(options)} for path, options in engines.items()]
+    others = [
+        {"model": str(model.path), **_without_prefixes(settings.for_model(model).engine_options())}
+        for model in settings.models
+        if model.path != folder.path
+    ]
+    own = _own_settings(folder, settings).engine_options()
     options = {"model": str(folder.path), "name": folder.name, **own, "colocated_models": others}
     if on_gpu:
         options["device"] = "cuda"
     return [sys.executable, "-m", "engine.main", "--fd", str(fd), "--options", json.dumps(options)]
+
+
+def _own_settings(folder: ModelFolder, settings: Settings) -> Settings:
+    """Return the settings with the model's overrides, if it has any."""
+    return next((settings.for_model(model) for model in settings.models if model.path == folder.path), settings)
 
 
 def _without_prefixes(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,7 +75,6 @@ def _serve(
     created: datetime,
 ) -> ServedModel:
     metrics.add_model(folder.name)
-    own = next((settings.for_model(model) for model in settings.models if model.path == folder.path), settings)
     supervisor = Supervisor(
         name=folder.name,
         command=lambda fd: engine_command(folder, settings, fd, on_gpu=supervisor.has_served_on_gpu),
@@ -83,7 +90,7 @@ def _serve(
         tokenizer=ModelTokenizer.load(folder.path),
         context_len=folder.context_len,
         sampling_defaults=folder.sampling_defaults,
-        default_max_tokens=own.default_max_tokens,
+        default_max_tokens=_own_settings(folder, settings).default_max_tokens,
         created=created,
     )
 
