@@ -186,7 +186,7 @@ async def measure(url: str, folder: Path, count: int, keys: int) -> dict[str, An
         filled_s, began_s = time.perf_counter() - began_s, time.perf_counter()
         num_sums = await rollups.rebuild(services.db, BillingCalendar())
         rebuilt_s = time.perf_counter() - began_s
-        await _analyze(services.db)
+        await analyze(services.db)
         member = await services.members.create("alice@example.com", "a password of the bench", "owner")
         token, _session = await services.sessions.open(member.id, "bench", "127.0.0.1")
         prepare_to_serve()  # as `gatehouse serve` does
@@ -217,7 +217,7 @@ async def measure(url: str, folder: Path, count: int, keys: int) -> dict[str, An
     }
 
 
-async def _analyze(database: Database) -> None:
+async def analyze(database: Database) -> None:
     """Update the query planner's statistics, as PostgreSQL's autovacuum eventually does."""
     if database.kind == "postgresql":
         async with database.writing() as connection:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import httpx
-from sqlalchemy import insert, text
+from sqlalchemy import insert
 
 from appliance.app import Appliance, create_app
 from appliance.base import counters
@@ -40,7 +40,7 @@ from appliance.metering.prices import Price
 from appliance.serving.services import Services
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.browser_rules import session_cookie_name
-from bench.million_rows import fresh_database
+from bench.million_rows import analyze, fresh_database
 from bench.rows import argument_parser, publish, row_header
 from tests.support.billing import Tokens
 from tests.support.factories import price as made_price
@@ -230,7 +230,7 @@ async def measure(url: str, folder: Path, tenants: int, events: int) -> dict[str
         second = calendar.month_of(this_month - timedelta(days=1))
         months = (calendar.month_of(first_day(second) - timedelta(days=1)), second)
         later_events = await fill(services, months, tenants, events)
-        await _analyze(services.db)
+        await analyze(services.db)
         member = await services.members.create("alice@example.com", "a password of the bench", "owner")
         token, session = await services.sessions.open(member.id, "bench", "127.0.0.1")
         prepare_to_serve()  # as `gatehouse serve` does
@@ -241,7 +241,7 @@ async def measure(url: str, folder: Path, tenants: int, events: int) -> dict[str
             for month in months:
                 if month == second:
                     await write_events(services.db, later_events)
-                    await _analyze(services.db)
+                    await analyze(services.db)
                 drafting = await watched(services.db, partial(console.draft, month))
                 confirmed: list[str] = []
 
@@ -264,13 +264,6 @@ async def measure(url: str, folder: Path, tenants: int, events: int) -> dict[str
         "confirm": confirming.row(),
         "close": closing.row(),
     }
-
-
-async def _analyze(database: Database) -> None:
-    """Update the query planner's statistics, as PostgreSQL's autovacuum eventually does."""
-    if database.kind == "postgresql":
-        async with database.writing() as connection:
-            await connection.execute(text("ANALYZE"))
 
 
 def main() -> None:

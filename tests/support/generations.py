@@ -139,6 +139,15 @@ LIMITS = RequestLimits(
 
 
 @asynccontextmanager
+async def open_watching_serving(database: Database, clock: Clock, folder: Path, epoch_id: str) -> AsyncIterator[Serving]:
+    """As `open_serving`, with the tasks that end requests whose key or tenant loses its access."""
+    async with open_serving(database, clock, folder, epoch_id) as serving:
+        serving.generations.start_watching()
+        yield serving
+        await serving.generations.stop(5.0)
+
+
+@asynccontextmanager
 async def open_serving(
     database: Database, clock: Clock, folder: Path, epoch_id: str, *, seats: int = 8, **options: Any
 ) -> AsyncIterator[Serving]:

@@ -23,7 +23,7 @@ from appliance.tenancy.tiers import Tiers
 from tests.support.cast import PEPPER, Cast, Person
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import FAIL, HALF, LATE, STALL
-from tests.support.generations import Serving, open_serving, text_of
+from tests.support.generations import Serving, open_serving, open_watching_serving, text_of
 from tests.support.ledgers import euro_prices, num_running
 from tests.support.polling import poll_until
 
@@ -36,10 +36,8 @@ MICROS = 1_000_000  # price: one micro-unit per token
 
 @pytest.fixture
 async def serving(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) -> AsyncIterator[Serving]:
-    async with open_serving(database, clock, tmp_path / "model", cast.epoch_id) as opened:
-        opened.generations.start_watching()
+    async with open_watching_serving(database, clock, tmp_path / "model", cast.epoch_id) as opened:
         yield opened
-        await opened.generations.stop(5.0)
 
 
 async def begun(serving: Serving, person: Person, position: int, **sampling: object) -> Generation:

@@ -29,7 +29,7 @@ from appliance.tenancy.tiers import Tiers
 from tests.support.cast import PEPPER, Cast, Person, make_person
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import STALL
-from tests.support.generations import MODEL, Serving, open_serving
+from tests.support.generations import MODEL, Serving, open_watching_serving
 from tests.support.ledgers import num_running
 from tests.support.polling import poll_until
 
@@ -40,10 +40,8 @@ TEXT = "the quick brown fox"
 
 @pytest.fixture
 async def serving(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) -> AsyncIterator[Serving]:
-    async with open_serving(database, clock, tmp_path / "model", cast.epoch_id) as opened:
-        opened.generations.start_watching()
+    async with open_watching_serving(database, clock, tmp_path / "model", cast.epoch_id) as opened:
         yield opened
-        await opened.generations.stop(5.0)
 
 
 @pytest.fixture
