@@ -107,10 +107,10 @@ def _headers(error: GatehouseError) -> dict[str, str]:
     if error.retry_after_s is not None:
         headers["retry-after"] = str(whole_seconds(error.retry_after_s))
         headers["retry-after-ms"] = str(math.ceil(error.retry_after_s * 1000))
-    elif error.status == 503 and error.should_retry is None:
+    elif error.status == 503 and error.should_retry:
         headers["retry-after"] = "1"
-    if error.should_retry is not None:
-        headers["x-should-retry"] = "true" if error.should_retry else "false"
+    if not error.should_retry:
+        headers["x-should-retry"] = "false"
     return headers
 
 

@@ -21,25 +21,21 @@ from typing import ClassVar
 
 
 class GatehouseError(Exception):
-    """Base class of errors sent to clients as `{"error": {"message", "type", "param", "code"}}`."""
+    """Base class of errors sent to clients as `{"error": {"message", "type", "param", "code"}}`.
+
+    `should_retry` False: the response tells clients, which repeat some requests by themselves, not to repeat this one.
+    """
 
     status: ClassVar[int] = 500
     type: str = "server_error"
     code: ClassVar[str] = "internal_error"
+    should_retry: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        param: str | None = None,
-        retry_after_s: float | None = None,
-        should_retry: bool | None = None,
-    ) -> None:
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
         self.retry_after_s = retry_after_s
-        self.should_retry = should_retry
 
 
 class BadRequest(GatehouseError):
@@ -168,9 +164,7 @@ class Conflict(GatehouseError):
     status = 409
     type = "conflict"
     code = "conflict"
-
-    def __init__(self, message: str, *, param: str | None = None) -> None:
-        super().__init__(message, param=param, should_retry=False)
+    should_retry = False
 
 
 class NameTaken(Conflict):
@@ -277,9 +271,10 @@ class RequestExceedsLimit(Refused):
     """The request alone exceeds the limit, so waiting cannot help."""
 
     code = "request_exceeds_limit"
+    should_retry = False
 
     def __init__(self, message: str, *, limit_type: str) -> None:
-        super().__init__(message, should_retry=False)
+        super().__init__(message)
         self.type = limit_type
 
 
@@ -288,9 +283,7 @@ class BudgetExceeded(Refused):
 
     type = "insufficient_quota"
     code = "budget_exceeded"
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, should_retry=False)
+    should_retry = False
 
 
 class ServerError(GatehouseError):
@@ -333,24 +326,18 @@ class RequestAborted(ServerError):
     """An administrator aborted the request, so clients must not retry it automatically."""
 
     code = "request_aborted"
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, should_retry=False)
+    should_retry = False
 
 
 class SecretUnreadable(ServerError):
     """A stored secret was sealed with a different `secret.key`; only the operator can fix that."""
 
     code = "secret_unreadable"
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, should_retry=False)
+    should_retry = False
 
 
 class DeadlineExceeded(ServerError):
     """The request exceeded the maximum duration."""
 
     code = "deadline_exceeded"
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, should_retry=False)
+    should_retry = False

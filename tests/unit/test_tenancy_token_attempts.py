@@ -85,7 +85,7 @@ async def test_concurrent_first_uses_of_a_valid_token_are_all_accepted(tokens: A
 async def test_concurrent_uses_of_a_wrong_token_are_limited_too(tokens: AdminTokens) -> None:
     tries = (tokens.authenticate("gha_guess", STRANGER) for _ in range(PER_ADDRESS.burst + 50))
     answers = Counter(type(answer) for answer in await asyncio.gather(*tries, return_exceptions=True))
-    assert answers == {InvalidApiKey: PER_ADDRESS.burst, RateLimitExceeded: 50}
+    assert (answers[InvalidApiKey], answers[RateLimitExceeded]) == (PER_ADDRESS.burst, 50)
     assert not tokens._attempts._lookups
 
 
