@@ -18,7 +18,8 @@ from appliance.metering.alerts.outbox import STATES as DELIVERY_STATES
 from appliance.metering.calendar import MONTH_PATTERN
 from appliance.metering.invoicing.rows import STATES as INVOICE_STATES
 from appliance.metering.ledger.corrections import KEY_CHARS_MAX
-from appliance.metering.usage import BUCKETS, GROUPS, KINDS, STATUSES
+from appliance.metering.ledger.records import KINDS
+from appliance.metering.usage import BUCKETS, GROUPS, STATUSES
 from appliance.tenancy.fields import TIERS
 from appliance.tenancy.pages import CURSOR_CHARS_MAX, PAGE_ROWS_MAX
 

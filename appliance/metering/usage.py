@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, TypeVar, get_args
 
-from sqlalchemy import ColumnElement, Select, and_, func, literal, or_, select
+from sqlalchemy import ColumnElement, Select, and_, func, or_, select
 
 from appliance.base.db import Database
 from appliance.base.errors import InvalidValue, NotFound
 from appliance.base.tables import usage_events
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.ledger.records import Status, UsageEvent
+from appliance.metering.ledger.records import KINDS, Status, UsageEvent
 from appliance.metering.ledger.rollups import join_sum, split_sum
-from appliance.metering.ledger.rows import event_from_row
+from appliance.metering.ledger.rows import event_from_row, is_correction_of, is_kind
 from appliance.metering.usage_queries import Measure, ReportScope, RowKey, page_query, report_query, totals_query
 from appliance.metering.usage_segments import Segment, bucket_end, segments_from, split_period
 from appliance.tenancy.access import Access
@@ -32,7 +32,6 @@ _GROUP_COLUMNS = {"tenant": "tenant_id", "key": "key_id", "model": "model"}
 USAGE_ROWS_MAX = 50_000
 T = TypeVar("T")
 STATUSES: tuple[Status, ...] = get_args(Status)
-KINDS = ("usage", "adjustment")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,11 +311,10 @@ def _ledger_conditions(filters: LedgerFilter) -> list[ColumnElement[bool]]:
     }
     conditions: list[ColumnElement[bool]] = [column == value for column, value in equal.items() if value is not None]
     if filters.kind is not None:
-        conditions.append(_is_kind(filters.kind))
+        conditions.append(is_kind(filters.kind))
     if filters.request_id is not None:
         of_request = events.request_id == filters.request_id
-        # Each kind has a partial index, which both databases use only if the kind is a literal in the query.
-        conditions.append(or_(*(and_(_is_kind(kind), of_request) for kind in KINDS)))
+        conditions.append(or_(*(and_(is_kind(kind), of_request) for kind in KINDS)))
     if filters.start is not None:
         conditions.append(events.admitted_at >= filters.start)
     if filters.end is not None:
@@ -328,8 +326,4 @@ def _corrections_of(event: UsageEvent) -> Select[Any]:
     """Return the query for the number of corrections of an event, and their cost as a split sum."""
     events = usage_events.c
     sums: list[Any] = [func.count(), *split_sum(events.cost_picos)]
-    return select(*sums).where(_is_kind("adjustment"), events.request_id == event.request_id, events.corrects_id == event.id)
-
-
-def _is_kind(kind: str) -> ColumnElement[bool]:
-    return usage_events.c.kind == literal(kind, literal_execute=True)
+    return select(*sums).where(is_correction_of(event.id, event.request_id))

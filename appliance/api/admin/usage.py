@@ -27,8 +27,9 @@ from appliance.base.digits import whole_number
 from appliance.base.errors import NotFound
 from appliance.base.money import PERCENT_MAX
 from appliance.metering.ledger.corrections import KEY_HEADER, NOTE_CHARS_MAX, TOKENS_MAX, Correction
+from appliance.metering.ledger.records import KINDS
 from appliance.metering.ledger.rows import COST_PICOS_MAX
-from appliance.metering.usage import BUCKETS, KINDS, STATUSES, LedgerFilter, UsageFilter
+from appliance.metering.usage import BUCKETS, STATUSES, LedgerFilter, UsageFilter
 from appliance.tenancy.fields import TIERS
 from appliance.tenancy.pages import PAGE_ROWS_MAX
 from appliance.tenancy.roles import Action

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, RowMapping, Select, and_, insert, literal_column, or_, select
+from sqlalchemy import RowMapping, Select, insert, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base import counters
@@ -27,7 +27,7 @@ from appliance.metering.ledger import rollups
 from appliance.metering.ledger.records import BILLED, TOKEN_COLUMNS, UsageEvent
 from appliance.metering.ledger.rollups import join_sum, split_sum
 from appliance.metering.ledger.round import OnSettled
-from appliance.metering.ledger.rows import COST_PICOS_MAX, event_from_row, price_query, rate_of
+from appliance.metering.ledger.rows import COST_PICOS_MAX, event_from_row, is_correction_of, price_query, rate_of
 from appliance.tenancy.audit import record
 from appliance.tenancy.fields import check_name, check_whole
 
@@ -148,7 +148,7 @@ async def _find_correctable(connection: AsyncConnection, event_id: int) -> RowMa
 
 async def _find_made(connection: AsyncConnection, row: RowMapping, idempotency_key: str) -> UsageEvent | None:
     """Return the correction of the event `row` that was made with this key, or None."""
-    query = select(usage_events).where(_is_correction_of(row["id"], row["request_id"]))
+    query = select(usage_events).where(is_correction_of(row["id"], row["request_id"]))
     found = await connection.execute(query.where(usage_events.c.idempotency_key == idempotency_key))
     made = found.mappings().first()
     return None if made is None else event_from_row(made)
@@ -190,19 +190,11 @@ def _cost(row: RowMapping, correction: Correction) -> int:
     return cost
 
 
-def _is_correction_of(event_id: int, request_id: str) -> ColumnElement[bool]:
-    """Return the condition for the corrections of an event. They share its request id, by which the partial index on
-    adjustments finds them; the kind must be a literal to match that index."""
-    events = usage_events.c
-    is_adjustment = events.kind == literal_column("'adjustment'")
-    return and_(is_adjustment, events.request_id == request_id, events.corrects_id == event_id)
-
-
 def _recorded_sums_query(names: Sequence[str], event_id: int, request_id: str) -> Select[Any]:
     """Return the query for the sums, in halves, of an event and all its corrections."""
     events = usage_events.c
     halves: list[Any] = [half for name in names for half in split_sum(events[name])]
-    return select(*halves).where(or_(events.id == event_id, _is_correction_of(event_id, request_id)))
+    return select(*halves).where(or_(events.id == event_id, is_correction_of(event_id, request_id)))
 
 
 async def _check_remainder(connection: AsyncConnection, row: RowMapping, correction: Correction, cost_picos: int) -> None:

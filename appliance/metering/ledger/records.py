@@ -13,6 +13,7 @@ from appliance.metering.prices import Price
 Status = Literal["pending", "posted", "voided", "recovered"]
 BILLED: tuple[Status, ...] = ("posted", "recovered")
 """The states of events that count in sums, limits and invoices."""
+KINDS = ("usage", "adjustment")
 SettledAs = Literal["posted", "voided"]
 ERROR_CHARS_MAX = 500
 

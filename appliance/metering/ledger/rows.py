@@ -8,13 +8,14 @@ from datetime import date, datetime
 from typing import Any
 
 import msgspec
-from sqlalchemy import BindParameter, Connection, RowMapping, Select, bindparam, literal_column, select, update
+from sqlalchemy import BindParameter, ColumnElement, Connection, RowMapping, Select, bindparam, literal_column, select, update
 from sqlalchemy import insert as insert_into
 
 from appliance.base.prepared import Lookup, Prepared
 from appliance.base.tables import prices, requests, usage_events
 from appliance.metering.ledger.records import (
     ERROR_CHARS_MAX,
+    KINDS,
     TOKEN_COLUMNS,
     PendingEvent,
     Settlement,
@@ -44,7 +45,20 @@ def _new(names: Sequence[str]) -> dict[str, BindParameter[Any]]:
     return {name: bindparam(f"new_{name}") for name in names}
 
 
-_IS_USAGE = usage_events.c.kind == literal_column("'usage'")  # a literal, so that the partial index matches
+def is_kind(kind: str) -> ColumnElement[bool]:
+    """Return the condition that an event is of one of KINDS. Each has a partial index on request ids, which both databases use
+    only if the kind is a literal in the query."""
+    assert kind in KINDS, "it becomes part of the query"
+    return usage_events.c.kind == literal_column(f"'{kind}'")
+
+
+def is_correction_of(event_id: int, request_id: str) -> ColumnElement[bool]:
+    """Return the condition for the corrections of an event. They share its request id, by which an index finds them."""
+    events = usage_events.c
+    return is_kind("adjustment") & (events.request_id == request_id) & (events.corrects_id == event_id)
+
+
+_IS_USAGE = is_kind("usage")
 _OF_PENDING = update(usage_events).where(
     usage_events.c.request_id == bindparam("of_request"), _IS_USAGE, usage_events.c.status == "pending"
 )

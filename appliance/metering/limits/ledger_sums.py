@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Row, Select, and_, literal_column, or_, select
+from sqlalchemy import ColumnElement, Row, Select, and_, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base import counters
@@ -18,6 +18,7 @@ from appliance.base.tables import usage_events
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.records import BILLED
 from appliance.metering.ledger.rollups import join_sum
+from appliance.metering.ledger.rows import is_kind
 from appliance.metering.limits import saved_levels
 from appliance.metering.limits.decisions import BUCKET_KINDS, LimitKind
 from appliance.metering.limits.output_estimates import OUTPUTS_KEPT
@@ -147,10 +148,9 @@ async def _billed(connection: AsyncConnection, requests: Sequence[str]) -> froze
 
 
 def billed_query(requests: Sequence[str]) -> Select[Any]:
-    """Return the query for which of these requests are billed, by the partial index on request ids: hence the literal."""
+    """Return the query for which of these requests are billed."""
     events = usage_events.c
-    is_usage = events.kind == literal_column("'usage'")
-    return select(events.request_id).where(is_usage, events.status.in_(BILLED), events.request_id.in_(requests))
+    return select(events.request_id).where(is_kind("usage"), events.status.in_(BILLED), events.request_id.in_(requests))
 
 
 async def _events(connection: AsyncConnection, spans: Mapping[Owner, Span]) -> dict[Owner, list[Row[Any]]]:
