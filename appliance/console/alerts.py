@@ -13,7 +13,7 @@ from typing import Any
 from litestar import get, post
 from litestar.params import FromPath
 
-from appliance.base.errors import BadRequest, Conflict, RateLimitExceeded
+from appliance.base.errors import Conflict, RateLimitExceeded
 from appliance.console.context import Context, ContextDependency
 from appliance.console.forms import GRACE_CHOICES, Form, sentence
 from appliance.console.rendering import Html
@@ -76,15 +76,13 @@ async def add_alert(context: ContextDependency) -> Html:
     if tenant_id is not None or not form.errors:
         context.access.require(Action.WEBHOOKS, tenant_id)
     if not form.errors:
-        try:
+        with form.refusals(FIELDS):
             webhook, secret = await context.services.alerts.webhooks.create(
                 kind=kind, target=target, tenant_id=tenant_id, events=events, access=context.access
             )
             if secret is None:
                 return context.redirect(f"/alerts/{webhook.id}", done="alert-added")
             return _secret(context, webhook, secret, "Signing secret")
-        except (BadRequest, Conflict) as error:
-            form.fail_with(error, FIELDS)
     return await _new_form(context, form)
 
 
@@ -100,12 +98,10 @@ async def save_alert(context: ContextDependency, webhook_id: FromPath[str]) -> H
     webhook, form = await _get_webhook(context, webhook_id), await context.form()
     target, events = form.text("target", chars_max=TARGET_CHARS_MAX), _read_events(form, webhook.tenant_id)
     if not form.errors:
-        try:
+        with form.refusals(FIELDS):
             changes = WebhookChanges(target=target, events=events)
             await context.services.alerts.webhooks.update(webhook.id, changes, access=context.access)
             return context.redirect(f"/alerts/{webhook.id}", done="alert-saved")
-        except BadRequest as error:
-            form.fail_with(error, FIELDS)
     return await _alert_page(context, webhook, form)
 
 
@@ -157,11 +153,9 @@ async def rotate_secret(context: ContextDependency, webhook_id: FromPath[str]) -
     webhook, form = await _get_webhook(context, webhook_id), await context.form()
     grace_s = form.choice("grace_s", [grace for grace, _ in GRACE_CHOICES])
     if not form.errors:
-        try:
+        with form.refusals(FIELDS):
             webhook, secret = await context.services.alerts.webhooks.rotate(webhook_id, int(grace_s), access=context.access)
             return _secret(context, webhook, secret, "New signing secret")
-        except BadRequest as error:
-            form.fail_with(error, FIELDS)
     return _confirm(context, webhook, "rotate", form)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from litestar import get, post
 
-from appliance.base.errors import BadRequest
 from appliance.console.context import Context, ContextDependency
 from appliance.console.forms import Form
 from appliance.console.limits import read_limits
@@ -51,14 +50,12 @@ async def save_model_limits(context: ContextDependency) -> Html:
     form, policies = await context.form(), context.services.model_policies
     model, limits, mode = form.text("model"), read_limits(form), form.choice("limit_mode", LIMIT_MODES)
     if not form.errors:
-        try:
+        with form.refusals(("model", "limit_mode", *LIMIT_NAMES)):
             if limits != Limits():
                 await policies.put(model, limits, mode)
             elif await policies.find(model) is not None:
                 await policies.remove(model)
             return context.redirect("/settings", done="settings-saved")
-        except BadRequest as error:
-            form.fail_with(error, ("model", "limit_mode", *LIMIT_NAMES))
     return await _model_form(context, model, form)
 
 

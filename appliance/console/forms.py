@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import date, datetime, timedelta
 from typing import TYPE_CHECKING
 
-from appliance.base.errors import GatehouseError
+from appliance.base.errors import BadRequest, Conflict, GatehouseError
 from appliance.base.money import MICROS_PER_UNIT
 from appliance.tenancy.fields import NAME_CHARS_MAX, UNSET, Unset
 
@@ -62,6 +62,10 @@ class Form:
         is_field = field in fields
         message = error.message.removeprefix(f"{error.param} ") if is_field else error.message
         self.fail(field if is_field else FORM_ERROR, sentence(message if message.startswith("must ") else error.message))
+
+    def refusals(self, fields: Sequence[str]) -> _Refusals:
+        """Return a context in which a service that refuses the input ends the block and adds its error, as `fail_with` does."""
+        return _Refusals(self, fields)
 
     def touches(self, fields: Iterable[str]) -> bool:
         """Return whether one of `fields` has text or an error, so that its section must be unfolded."""
@@ -163,3 +167,17 @@ class Form:
         """Like `names`, but UNSET if the field is missing or still shows `stored`."""
         untouched = field not in self.values or self.raw(field) == names_text(stored)
         return UNSET if untouched else self.names(field)
+
+
+class _Refusals:
+    def __init__(self, form: Form, fields: Sequence[str]) -> None:
+        self._form, self._fields = form, fields
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> bool:
+        if isinstance(error, BadRequest | Conflict):
+            self._form.fail_with(error, self._fields)
+            return True
+        return False

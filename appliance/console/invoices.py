@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from litestar import get, post
 from litestar.params import FromPath
 
-from appliance.base.errors import BadRequest, Conflict, DraftUncomputable, GatehouseError, InvalidValue
+from appliance.base.errors import DraftUncomputable, InvalidValue
 from appliance.console.context import Context, ContextDependency
 from appliance.console.forms import FORM_ERROR, Form, sentence
 from appliance.console.month_closing import REASONS_SHOWN_MAX
@@ -56,7 +56,7 @@ async def draft_invoice(context: ContextDependency) -> Html:
     form = await context.form()
     tenant_id, month = form.text("tenant"), form.text("month")
     if not form.errors:
-        try:
+        with form.refusals(FIELDS):
             if tenant_id == ALL_TENANTS:
                 drafts, refused = await _draft_all(context, month)
                 if not drafts and not refused:
@@ -69,8 +69,6 @@ async def draft_invoice(context: ContextDependency) -> Html:
                 return await _list(context, form)
             invoice = await context.services.invoices.draft(tenant_id, month, access=context.access)
             return context.redirect(f"/invoices/{invoice.head.id}")
-        except (BadRequest, Conflict) as error:
-            form.fail_with(error, FIELDS)
     return await _list(context, form)
 
 
@@ -108,15 +106,14 @@ async def confirm_close(context: ContextDependency, invoice_id: FromPath[str]) -
 async def close_invoice(context: ContextDependency, invoice_id: FromPath[str]) -> Html:
     """Close the invoice with the total that the form showed: it gets its number and cannot be changed."""
     form = await context.form()
-    try:
+    with form.refusals(()):
         micros, currency = _shown_total(form)
         await context.services.invoices.close(
             invoice_id, expected_total_micros=micros, expected_currency=currency, access=context.access
         )
-    except (BadRequest, Conflict) as error:
-        invoice, tenant = await _find(context, invoice_id, Action.BILLING)
-        return _close_form(context, invoice, tenant, error)
-    return context.redirect(f"/invoices/{invoice_id}", done="invoice-closed")
+        return context.redirect(f"/invoices/{invoice_id}", done="invoice-closed")
+    invoice, tenant = await _find(context, invoice_id, Action.BILLING)
+    return _close_form(context, invoice, tenant, form)
 
 
 @get("/invoices/{invoice_id:str}/discard", guards=[needs(Action.BILLING)])
@@ -130,12 +127,12 @@ async def confirm_discard(context: ContextDependency, invoice_id: FromPath[str])
 @post("/invoices/{invoice_id:str}/discard", guards=[needs(Action.BILLING)], status_code=200)
 async def discard_invoice(context: ContextDependency, invoice_id: FromPath[str]) -> Html:
     """Discard the draft, or show why it cannot be discarded."""
+    form = await context.form()
     head, tenant = await _find_head(context, invoice_id)
-    try:
+    with form.refusals(()):
         await context.services.invoices.discard(invoice_id, access=context.access)
-    except Conflict as error:
-        return _discard_form(context, head, tenant, error)
-    return context.redirect("/invoices", done="draft-discarded")
+        return context.redirect("/invoices", done="draft-discarded")
+    return _discard_form(context, head, tenant, form)
 
 
 async def _draft_all(context: Context, month: str) -> tuple[int, list[str]]:
@@ -219,12 +216,12 @@ def _is_over(services: Services, month: str) -> bool:
     return services.clock.now() >= services.reports.calendar.next_month_start(month)
 
 
-def _close_form(context: Context, invoice: Invoice, tenant: Tenant, error: GatehouseError | None) -> Html:
+def _close_form(context: Context, invoice: Invoice, tenant: Tenant, form: Form | None) -> Html:
     return context.sheet(
         "fragments/invoice_close.html",
         title=f"Close {month_name(invoice.head.month)} of {tenant.name}",
         invoice=invoice,
-        form=_error_form(error),
+        form=form,
         **FORMATTERS,
     )
 
@@ -237,19 +234,10 @@ def _shown_total(form: Form) -> tuple[int, str]:
     return int(text), currency
 
 
-def _discard_form(context: Context, head: InvoiceHead, tenant: Tenant, error: GatehouseError | None) -> Html:
+def _discard_form(context: Context, head: InvoiceHead, tenant: Tenant, form: Form | None) -> Html:
     return context.sheet(
         "fragments/invoice_discard.html",
         title=f"Discard {month_name(head.month)} of {tenant.name}",
         head=head,
-        form=_error_form(error),
+        form=form,
     )
-
-
-def _error_form(error: GatehouseError | None) -> Form | None:
-    """Return a form without fields that shows `error`, or None."""
-    if error is None:
-        return None
-    form = Form({})
-    form.fail_with(error, ())
-    return form

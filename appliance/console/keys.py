@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from litestar import get, post
 from litestar.params import FromPath
 
-from appliance.base.errors import BadRequest, Conflict
 from appliance.console.context import Context, ContextDependency
 from appliance.console.forms import GRACE_CHOICES, Form
 from appliance.console.limits import key_levels, read_limits
@@ -74,13 +73,11 @@ async def create_key(context: ContextDependency, tenant_id: FromPath[str]) -> Ht
     form = await context.form()
     values = _read(form, context.services)
     if not form.errors:
-        try:
+        with form.refusals(FIELDS):
             key, secret = await context.services.keys.create(
                 tenant_id, values["name"], KeyChanges(**values), access=context.access
             )
             return _secret(context, Principal(tenant=tenant, key=key), secret, f"Key for {tenant.name}")
-        except (BadRequest, Conflict) as error:
-            form.fail_with(error, FIELDS)
     return _new_form(context, tenant, form)
 
 
@@ -102,11 +99,9 @@ async def save_key(context: ContextDependency, key_id: FromPath[str]) -> Html:
         values["name"] = UNSET
     values |= {name: form.changed_names(name, getattr(key, name)) for name in ("allowed_models", "allowed_networks")}
     if not form.errors:
-        try:
+        with form.refusals(FIELDS):
             await context.services.keys.update(key_id, KeyChanges(**values), access=context.access)
             return context.redirect(f"/keys/{key_id}", done="key-saved")
-        except (BadRequest, Conflict) as error:
-            form.fail_with(error, FIELDS)
     return await _key_page(context, key, form)
 
 
@@ -123,12 +118,10 @@ async def rotate_key(context: ContextDependency, key_id: FromPath[str]) -> Html:
     tenant = await context.services.tenants.get(current.tenant_id, access=context.access)
     grace_s = form.choice("grace_s", [grace for grace, _ in GRACE_CHOICES]) if form.raw("grace_s") else "0"
     if not form.errors:
-        try:  # nothing may fail after the rotation: the secret cannot be shown again
+        with form.refusals(FIELDS):  # nothing may fail after the rotation: the secret cannot be shown again
             key, secret = await context.services.keys.rotate(key_id, grace_s=int(grace_s), access=context.access)
             old_until = _grace_end(context.services, current, int(grace_s))
             return _secret(context, Principal(tenant=tenant, key=key), secret, f"New secret of {key.name}", old_until)
-        except (BadRequest, Conflict) as error:
-            form.fail_with(error, FIELDS)
     return _confirm(context, current, "rotate", form)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from litestar import get, post
 from litestar.params import FromPath
 
-from appliance.base.errors import BadRequest, Conflict
 from appliance.console.context import Context, ContextDependency
 from appliance.console.forms import Form
 from appliance.console.rendering import Html
@@ -76,11 +75,9 @@ async def invite_member(context: ContextDependency) -> Html:
     email, role = form.text("email", chars_max=EMAIL_CHARS_MAX), form.choice("role", [role for role, _ in ROLES])
     if not form.errors:
         password = new_password()
-        try:
+        with form.refusals(FIELDS):
             member = await context.services.members.create(email, password, role, temporary=True)
             return show_password(context, member.email, password, back="/members")
-        except (BadRequest, Conflict) as error:
-            form.fail_with(error, FIELDS)
     return _invitation(context, form)
 
 
@@ -97,11 +94,9 @@ async def change_member(context: ContextDependency, member_id: FromPath[str]) ->
     form = await context.form()
     role = form.choice("role", [role for role, _ in ROLES])
     if not form.errors:
-        try:
+        with form.refusals(FIELDS):
             await context.services.members.change(member_id, role=role, disabled=form.raw("disabled") == "yes")
             return context.redirect("/members", done="member-saved")
-        except (BadRequest, Conflict) as error:
-            form.fail_with(error, FIELDS)
     return await _change_form(context, member, form)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from litestar import get, post
 from litestar.params import FromPath
 
-from appliance.base.errors import BadRequest, Conflict, NotFound
+from appliance.base.errors import NotFound
 from appliance.console.context import Context, ContextDependency
 from appliance.console.forms import Form
 from appliance.console.rendering import Html
@@ -57,12 +57,10 @@ async def add_price(context: ContextDependency) -> Html:
     form = await context.form()
     values = _read(form, context.services)
     if not form.errors:
-        try:
+        with form.refusals((*FIELDS, *(f"tier_{tier}" for tier in TIERS))):
             await context.services.prices.add(**values)
             is_served = values["model"] in context.model_names
             return context.redirect("/prices", done="price-added" if is_served else "price-added-not-served")
-        except (BadRequest, Conflict) as error:
-            form.fail_with(error, (*FIELDS, *(f"tier_{tier}" for tier in TIERS)))
     return _form(context, form, model=form.raw("model"), price_currency=form.raw("currency"), current=None)
 
 
@@ -77,12 +75,10 @@ async def withdraw_price(context: ContextDependency, price_id: FromPath[str]) ->
     """Withdraw a future price, or show why it cannot be withdrawn."""
     form = await context.form()
     price = await _price(context.services, price_id)
-    try:
+    with form.refusals(()):
         await context.services.prices.withdraw(price_id)
-    except Conflict as error:
-        form.fail_with(error, ())
-        return _withdrawal(context, form, price)
-    return context.redirect("/prices", done="price-withdrawn")
+        return context.redirect("/prices", done="price-withdrawn")
+    return _withdrawal(context, form, price)
 
 
 def group_prices(prices: list[Price], now: datetime) -> list[tuple[str, str, list[tuple[Price, str]]]]:

@@ -88,12 +88,10 @@ async def renew_recovery_codes(context: ContextDependency) -> Html:
     proof = await _verify_proof(context, session.member, form)
     if proof is None:
         return _proof_form(context, "renew", form)
-    try:
+    with form.refusals(()):
         codes = await context.services.second_factors.renew_recovery_codes(session.member.id, proof=proof)
-    except Conflict as error:
-        form.fail_with(error, ())
-        return _proof_form(context, "renew", form)
-    return _show_codes(context, codes)
+        return _show_codes(context, codes)
+    return _proof_form(context, "renew", form)
 
 
 async def _verify_proof(context: Context, member: Member, form: Form) -> Proof | None:

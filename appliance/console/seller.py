@@ -6,7 +6,6 @@ from typing import Any
 
 from litestar import get, post
 
-from appliance.base.errors import BadRequest
 from appliance.base.money import BASIS_POINTS, MICROS_PER_UNIT
 from appliance.console.context import Context, ContextDependency
 from appliance.console.forms import Form
@@ -41,11 +40,9 @@ async def save_seller(context: ContextDependency) -> Html:
     form = await context.form()
     values = _read(form)
     if not form.errors:
-        try:
+        with form.refusals(FIELDS):
             await store_seller(context.services.appliance_records, Seller(**values))
             return context.redirect("/settings", done="seller-saved")
-        except BadRequest as error:
-            form.fail_with(error, FIELDS)
     return await _form(context, form)
 
 

@@ -36,11 +36,9 @@ async def save_costs(context: ContextDependency) -> Html:
     form = await context.form()
     values = _read(form, context.services.settings.currency)
     if not form.errors:
-        try:
+        with form.refusals(FIELDS):
             await context.services.economics.set_hardware(Hardware(**values))
             return context.redirect("/settings", done="costs-saved")
-        except BadRequest as error:
-            form.fail_with(error, FIELDS)
     return await _form(context, form)
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from litestar import get, post
 from litestar.params import FromPath
 
-from appliance.base.errors import BadRequest, Conflict
 from appliance.console.context import Context, ContextDependency
 from appliance.console.forms import Form
 from appliance.console.limits import read_limits
@@ -66,11 +65,9 @@ async def save_terms(context: ContextDependency, tenant_id: FromPath[str]) -> Ht
     form = await context.form()
     changes = _read_terms(form)
     if not form.errors:
-        try:
+        with form.refusals(FIELDS):
             await context.services.tenants.update(tenant_id, TenantChanges(**changes), access=context.access)
             return context.redirect(f"/tenants/{tenant_id}", done="tenant-saved")
-        except (BadRequest, Conflict) as error:
-            form.fail_with(error, FIELDS)
     return _terms_form(context, await context.services.tenants.get(tenant_id, access=context.access), form)
 
 
@@ -87,12 +84,10 @@ async def save_model_limits(context: ContextDependency, tenant_id: FromPath[str]
     form = await context.form()
     model, limits = form.text("model"), read_limits(form)
     if not form.errors:
-        try:
+        with form.refusals(("model", *LIMIT_NAMES)):
             changes = {name: getattr(limits, name) for name in LIMIT_NAMES}
             await context.services.tenants.limit_model(tenant_id, model, changes, access=context.access)
             return context.redirect(f"/tenants/{tenant_id}", done="tenant-saved")
-        except (BadRequest, Conflict) as error:
-            form.fail_with(error, ("model", *LIMIT_NAMES))
     return _model_form(context, await context.services.tenants.get(tenant_id, access=context.access), model, form)
 
 

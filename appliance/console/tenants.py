@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from litestar import get, post
 from litestar.params import FromPath
 
-from appliance.base.errors import BadRequest, Conflict
 from appliance.console.context import Context, ContextDependency
 from appliance.console.forms import Form
 from appliance.console.limits import read_limits, tenant_levels
@@ -63,11 +62,9 @@ async def create_tenant(context: ContextDependency) -> Html:
     form = await context.form()
     values = _read(form)
     if not form.errors:
-        try:
+        with form.refusals(FIELDS):
             tenant = await context.services.tenants.create(values["name"], TenantChanges(**values), access=context.access)
             return context.redirect(f"/tenants/{tenant.id}", done="tenant-created")
-        except (BadRequest, Conflict) as error:
-            form.fail_with(error, FIELDS)
     return _new_form(context, form)
 
 
@@ -86,11 +83,9 @@ async def save_tenant(context: ContextDependency, tenant_id: FromPath[str]) -> H
     if changes["name"] == tenant.name:  # an existing name may stay even if it is invalid for new tenants
         changes["name"] = UNSET
     if not form.errors:
-        try:
+        with form.refusals(FIELDS):
             await context.services.tenants.update(tenant_id, TenantChanges(**changes), access=context.access)
             return context.redirect(f"/tenants/{tenant_id}", done="tenant-saved")
-        except (BadRequest, Conflict) as error:
-            form.fail_with(error, FIELDS)
     return await _tenant_page(context, tenant, form)
 
 
