@@ -31,7 +31,7 @@ class EconomicsReport:
     async def hardware(self) -> Hardware | None:
         """Return the hardware, None if it was never entered."""
         record = await self._records.get(HARDWARE)
-        return None if record is None else hardware_from_record(record.value)
+        return None if record is None else hardware_from_record(record)
 
     async def set_hardware(self, hardware: Hardware) -> None:
         """Replace the stored hardware."""

@@ -88,8 +88,7 @@ class InvoiceComputer:
         computed: dict[str, ComputedInvoice | DraftUncomputable] = {}
         tenant_ids = [head.tenant_id for head in heads]
         buyers = await rows.read_buyers(connection, tenant_ids)
-        record = await read_record(connection, SELLER)
-        seller = {**(record.value if record else {}), TIME_ZONE: self._calendar.time_zone}
+        seller = {**(await read_record(connection, SELLER) or {}), TIME_ZONE: self._calendar.time_zone}
         used: dict[str, _Used] = {}
         for head in heads:
             try:

@@ -58,7 +58,7 @@ async def read_seller(records: ApplianceRecords) -> Seller | None:
     if record is None:
         return None
     known = {field.name for field in dataclasses.fields(Seller)}  # a newer version may have stored more fields
-    return Seller(**{name: value for name, value in record.value.items() if name in known})
+    return Seller(**{name: value for name, value in record.items() if name in known})
 
 
 async def store_seller(records: ApplianceRecords, seller: Seller) -> None:
