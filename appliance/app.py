@@ -43,12 +43,12 @@ from appliance.metering.ledger.corrections import Corrections
 from appliance.metering.ledger.epochs import EpochEnded, begin_epoch, end_epoch
 from appliance.metering.ledger.journal_records import SUFFIX, open_journal, replay
 from appliance.metering.ledger.recovery import recover
-from appliance.metering.ledger.request_history import RequestHistory
 from appliance.metering.ledger.round import OnSettled
 from appliance.metering.ledger.writer import Ledger
 from appliance.metering.limits.admission import Admission
 from appliance.metering.limits.ledger_sums import LedgerSums
 from appliance.metering.limits.saved_levels import LevelSaver
+from appliance.metering.past_request_pruning import PastRequestPruner
 from appliance.metering.past_requests import PastRequests
 from appliance.metering.prices import PriceBook
 from appliance.metering.usage import UsageReports
@@ -220,7 +220,7 @@ class Appliance:
             economics=EconomicsReport(appliance_records, reports, clock),
             housekeeping=Housekeeping(
                 keys,
-                RequestHistory(db, clock, keep_days=settings.request_history_days),
+                PastRequestPruner(db, clock, keep_days=settings.request_history_days),
                 OutboxPruner(db, clock, keep_days=settings.request_history_days),
             ),
             alerts=alerts,

@@ -6,7 +6,7 @@ import structlog
 
 from appliance.base.background import Background, repeat
 from appliance.metering.alerts.outbox_pruning import OutboxPruner
-from appliance.metering.ledger.request_history import RequestHistory
+from appliance.metering.past_request_pruning import PastRequestPruner
 from appliance.tenancy.keys import Keys
 
 INTERVAL_S = 10.0
@@ -17,7 +17,7 @@ log = structlog.get_logger()
 class Housekeeping:
     """Runs every INTERVAL_S and does a bounded amount of work each time."""
 
-    def __init__(self, keys: Keys, requests: RequestHistory, alerts: OutboxPruner) -> None:
+    def __init__(self, keys: Keys, requests: PastRequestPruner, alerts: OutboxPruner) -> None:
         self._keys = keys
         self._requests = requests
         self._alerts = alerts

@@ -1,4 +1,4 @@
-"""Deletes past requests older than the operator's retention period. Never touches usage events, which are money."""
+"""Prunes past requests older than the operator's retention period. Usage events, which are money, are kept."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ BATCH_ROWS = 500  # a batch blocks other writers for a few milliseconds, which s
 BATCHES_MAX = 20
 
 
-class RequestHistory:
-    """Prunes the `requests` table to the last `keep_days`."""
+class PastRequestPruner:
+    """Prunes requests that were admitted more than `keep_days` ago."""
 
     def __init__(self, db: Database, clock: Clock, *, keep_days: int) -> None:
         self._db = db
