@@ -84,10 +84,8 @@ class AlertParts:
     async def enqueue(self, subject: str = "one", tenant_id: str | None = None, event: str = "key.expiring") -> int:
         """Enqueue an event in a transaction of its own."""
         async with self.db.writing() as connection:
-            now, data = self.clock.now(), {"subject": subject}
-            return await connection.run_sync(
-                outbox_module.enqueue, now, event=event, subject=subject, data=data, tenant_id=tenant_id
-            )
+            message = outbox_module.Message(event, subject, {"subject": subject}, tenant_id)
+            return await connection.run_sync(outbox_module.enqueue, self.clock.now(), [message])
 
     async def messages(self) -> list[Delivery]:
         """Return all messages of the outbox, in order."""

@@ -11,7 +11,7 @@ import pytest
 
 from appliance.base.db import Database
 from appliance.cli.main import main
-from appliance.metering.alerts.outbox import enqueue
+from appliance.metering.alerts.outbox import Message, enqueue
 from tests.support.alerts import TARGET
 from tests.support.clock import START
 
@@ -84,7 +84,7 @@ def test_deliveries_are_listed_with_their_message(data_dir: Path, capsys: pytest
     async def write() -> None:
         database = Database.open(f"sqlite:///{data_dir / 'gatehouse.db'}")
         async with database.writing() as connection:
-            await connection.run_sync(enqueue, START, event="tokens_per_day.threshold", subject="a model", data=data)
+            await connection.run_sync(enqueue, START, [Message("tokens_per_day.threshold", "a model", data)])
         await database.close()
 
     asyncio.run(write())

@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import select, update
 
 from appliance.base.tables import outbox
-from appliance.metering.alerts.outbox import EVENTS, TENANT_EVENTS, enqueue
+from appliance.metering.alerts.outbox import EVENTS, TENANT_EVENTS, Message, enqueue
 from appliance.metering.alerts.send_limits import TESTS_PER_HOUR_MAX
 from appliance.metering.alerts.webhooks import Webhook
 from appliance.tenancy.access import WHOLE_APPLIANCE
@@ -102,8 +102,8 @@ async def test_a_delivery_shows_the_message_that_was_sent(console: ConsoleApp, c
     key = {"scope": "key", "tenant_id": "tn_1", "tenant_name": "bob", "key_id": "key_1", "key_name": "<ci>", "model": "demo"}
     tokens = {"percent": 80, "day": "2026-11-21", "tokens_per_day": 10, "tokens": 9}
     async with console.services.db.writing() as connection:
-        event = "tokens_per_day.threshold"
-        await connection.run_sync(enqueue, clock.now(), event=event, subject="a key", data={**key, **tokens})
+        message = Message("tokens_per_day.threshold", "a key", {**key, **tokens})
+        await connection.run_sync(enqueue, clock.now(), [message])
     page = (await alice.get(f"/alerts/{webhook.id}")).text
     assert "Daily token threshold reached" in page
     assert "The key &lt;ci&gt; of bob has reached 80 % of the token limit of 2026-11-21 for the model demo: 9 of 10." in page

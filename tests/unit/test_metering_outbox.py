@@ -75,8 +75,8 @@ async def test_a_rolled_back_message_is_not_enqueued_and_does_not_wake_the_sende
 
     async def enqueue_and_fail() -> None:
         async with alerts.db.writing() as connection:
-            now = alerts.clock.now()
-            await connection.run_sync(outbox_module.enqueue, now, event="key.expiring", subject="one", data={})
+            message = outbox_module.Message("key.expiring", "one", {})
+            await connection.run_sync(outbox_module.enqueue, alerts.clock.now(), [message])
             raise RuntimeError("rolled back")
 
     with pytest.raises(RuntimeError):

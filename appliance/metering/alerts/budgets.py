@@ -157,8 +157,10 @@ class BudgetAlerts:
     def _check(self, connection: Connection, period: Period, trackers: dict[Owner, ThresholdTracker]) -> None:
         rules = {owner: tracker.rule for owner, tracker in trackers.items()}
         used = _usage_by_owner(connection, self._calendar, period, rules)
+        reached = [alert for owner, rule in rules.items() for alert in reached_alerts(rule, period, used[owner])]
+        if reached:
+            self._enqueue(connection, reached)
         for owner, tracker in trackers.items():
-            self._enqueue(connection, reached_alerts(tracker.rule, period, used[owner]))
             after_commit(connection, partial(tracker.store_check, period, used[owner], tracker.pending_checks[period]))
 
     async def sweep(self) -> None:
@@ -194,15 +196,8 @@ class BudgetAlerts:
         return due
 
     def _enqueue(self, connection: Connection, alerts: Sequence[ThresholdAlert]) -> None:
-        for alert in alerts:
-            outbox.enqueue(
-                connection,
-                self._clock.now(),
-                event=alert.event,
-                subject=alert.subject,
-                data=alert.data,
-                tenant_id=alert.tenant_id,
-            )
+        messages = [outbox.Message(alert.event, alert.subject, alert.data, alert.tenant_id) for alert in alerts]
+        outbox.enqueue(connection, self._clock.now(), messages)
 
 
 def _usage_by_owner(

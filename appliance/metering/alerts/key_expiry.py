@@ -42,17 +42,9 @@ class KeyExpiryAlerts:
         self._enqueued &= due.keys()
         new = [subject for subject in due if subject not in self._enqueued]
         for subjects in batched(new, KEYS_PER_TRANSACTION):
+            messages = [_message(subject, due[subject]) for subject in subjects]
             async with self._db.writing() as connection:
-                for subject in subjects:
-                    row = due[subject]
-                    await connection.run_sync(
-                        outbox.enqueue,
-                        self._clock.now(),
-                        event="key.expiring",
-                        subject=subject,
-                        data={**{name: row[name] for name in _DATA_FIELDS}, "expires_at": rfc3339(row["expires_at"])},
-                        tenant_id=row["tenant_id"],
-                    )
+                await connection.run_sync(outbox.enqueue, self._clock.now(), messages)
             self._enqueued.update(subjects)
         self._swept_versions, self._swept_s = versions, now_s
 
@@ -77,3 +69,8 @@ class KeyExpiryAlerts:
         async with self._db.reading() as connection:
             rows = (await connection.execute(query)).mappings().all()
         return [row for row in rows if row["expires_at"] - row["created_at"] > AHEAD]
+
+
+def _message(subject: str, row: RowMapping) -> outbox.Message:
+    data = {**{name: row[name] for name in _DATA_FIELDS}, "expires_at": rfc3339(row["expires_at"])}
+    return outbox.Message("key.expiring", subject, data, row["tenant_id"])

@@ -78,52 +78,34 @@ class _Owner(NamedTuple):
 _FIELDS = tuple(field.name for field in dataclasses.fields(Delivery))
 
 
-def enqueue(
-    connection: Connection,
-    now: datetime,
-    *,
-    event: str,
-    subject: str,
-    data: Mapping[str, Any],
-    tenant_id: str | None = None,
-) -> int:
-    """Do `enqueue_each` for one message."""
-    return enqueue_each(connection, now, event, [Message(subject, data, tenant_id)])
-
-
 class Message(NamedTuple):
-    """A message about `subject`. With `tenant_id` None only the webhooks of the appliance get it."""
+    """`subject` deduplicates: each webhook gets only one message per event and subject. With `tenant_id` None only the webhooks
+    of the appliance get it."""
 
+    event: str
     subject: str
     data: Mapping[str, Any]
     tenant_id: str | None = None
 
 
-def enqueue_each(connection: Connection, now: datetime, event: str, messages: Sequence[Message]) -> int:
-    """Write each message to each webhook of its tenant or of the appliance that is subscribed to `event`, and return how many
+def enqueue(connection: Connection, now: datetime, messages: Sequence[Message]) -> int:
+    """Write each message to each webhook of its tenant or of the appliance that is subscribed to its event, and return how many
     are new.
 
-    Call it in the transaction of the events themselves. `subject` deduplicates: each webhook gets only one message per event
-    and subject.
+    Call it in the transaction of the events themselves.
     """
-    subscribed = _subscribed_webhooks(connection, event, {message.tenant_id for message in messages})
+    columns = webhooks.c
+    tenant_ids = sorted({message.tenant_id for message in messages if message.tenant_id is not None})
+    owner = columns.tenant_id.is_(None) | columns.tenant_id.in_(tenant_ids)
+    query = select(columns.id, columns.tenant_id, columns.events).where(owner, *_active_conditions()).order_by(columns.id)
+    targets = connection.execute(query).all()
     num_new = 0
-    for subject, data, tenant_id in messages:
-        for webhook_id, owner_id in subscribed:
-            if owner_id in (None, tenant_id):
+    for event, subject, data, tenant_id in messages:
+        for webhook_id, owner_id, subscribed in targets:
+            if owner_id in (None, tenant_id) and event in subscribed:
                 dedupe_key = f"{event}:{subject}:{webhook_id}"
                 num_new += _insert_message(connection, now, event, data, webhook_id, dedupe_key) is not None
     return num_new
-
-
-def _subscribed_webhooks(
-    connection: Connection, event: str, tenant_ids: Collection[str | None]
-) -> list[tuple[str, str | None]]:
-    """Return (id, owner) of the webhooks of the appliance and of the tenants that are subscribed to `event`."""
-    columns = webhooks.c
-    owner = columns.tenant_id.is_(None) | columns.tenant_id.in_([owner_id for owner_id in tenant_ids if owner_id is not None])
-    query = select(columns.id, columns.tenant_id, columns.events).where(owner, *_active_conditions()).order_by(columns.id)
-    return [(webhook_id, owner_id) for webhook_id, owner_id, events in connection.execute(query).all() if event in events]
 
 
 def _active_conditions() -> tuple[ColumnElement[bool], ...]:

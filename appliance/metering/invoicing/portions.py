@@ -191,10 +191,10 @@ class Portions:
         tenant_ids = [invoice.head.tenant_id for invoice in closed]
         buyers = await rows.read_buyers(connection, tenant_ids)
         messages = [
-            outbox.Message(invoice.head.id, invoice.alert_data(buyers[tenant_id].name), tenant_id)
+            outbox.Message("invoice.closed", invoice.head.id, invoice.alert_data(buyers[tenant_id].name), tenant_id)
             for invoice, tenant_id in zip(closed, tenant_ids, strict=True)
         ]
-        await connection.run_sync(outbox.enqueue_each, now, "invoice.closed", messages)
+        await connection.run_sync(outbox.enqueue, now, messages)
         # With lines, the month would be out of order.
         await self.discard(connection, await rows.read_earlier_drafts(connection, tenant_ids, month))
         changes = [

@@ -107,10 +107,5 @@ class AlertWatch:
     async def _enqueue(self, event: str, model: str, occasion: str, data: Mapping[str, Any]) -> None:
         subject = hashlib.sha256(f"{model}\n{occasion}".encode()).hexdigest()  # the names may be too long for an outbox key
         async with self._db.writing() as connection:
-            await connection.run_sync(
-                outbox.enqueue,
-                self._clock.now(),
-                event=event,
-                subject=subject,
-                data={"model": model, **data},
-            )
+            message = outbox.Message(event, subject, {"model": model, **data})
+            await connection.run_sync(outbox.enqueue, self._clock.now(), [message])
