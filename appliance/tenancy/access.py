@@ -72,17 +72,10 @@ class Access:
 
         Raises RoleNotAllowed, and NotFound with the same message for a missing row and for an invisible one.
         """
-        if found is None:
+        if found is None or not (self.sees_all if found.tenant_id is None else self.sees(found.tenant_id)):
             raise NotFound(f"no such {what}", param=param)
-        self.require_row(action, found.tenant_id, what=what, param=param)
+        self.require(action, found.tenant_id)
         return found
-
-    def require_row(self, action: Action, tenant_id: str | None, *, what: str, param: str) -> None:
-        """Like `require`, for a row owned by a tenant, or by the appliance when None. Raises NotFound ("no such `what`") if the
-        caller may not see the owner."""
-        if not (self.sees_all if tenant_id is None else self.sees(tenant_id)):
-            raise NotFound(f"no such {what}", param=param)
-        self.require(action, tenant_id)
 
     def require_somewhere(self, action: Action) -> None:
         """Raise RoleNotAllowed unless `action` is allowed somewhere; the handler must then narrow its query."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -20,6 +22,13 @@ accesses = st.builds(Access, role=st.sampled_from(Role), actor=st.just(ACTOR), t
 strangers = st.builds(Access, role=st.just(Role.MEMBER), actor=st.just(ACTOR), tenants=memberships)
 actions = st.sampled_from(Action)
 tenant_ids = st.sampled_from(TENANTS)
+
+
+class Key(NamedTuple):
+    """A row that belongs to a tenant."""
+
+    tenant_id: str
+
 
 _rows = Table("rows", MetaData(), Column("tenant_id", String(20), nullable=True))
 _engine = create_engine("sqlite://")
@@ -60,7 +69,7 @@ def test_readable_tenants_are_those_allowed_by_name(access: Access, action: Acti
     assert access.may(action, tenant_id) is covered
     if covered:
         access.require(action, tenant_id)
-        access.require_row(action, tenant_id, what="key", param="key_id")
+        access.row(Key(tenant_id), action, what="key", param="key_id")
         access.require_somewhere(action)
 
 
@@ -72,7 +81,7 @@ def test_a_stranger_reads_nothing_and_gets_not_found(access: Access, action: Act
     with pytest.raises(NotFound, match=r"^no such tenant$"):
         access.require(action, tenant_id)
     with pytest.raises(NotFound, match=r"^no such key$"):
-        access.require_row(action, tenant_id, what="key", param="key_id")
+        access.row(Key(tenant_id), action, what="key", param="key_id")
 
 
 @given(strangers, actions)
