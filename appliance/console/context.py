@@ -11,8 +11,8 @@ from litestar.di import NamedDependency
 from appliance.base.errors import Unauthenticated
 from appliance.base.settings import local_url
 from appliance.console.forms import Form
-from appliance.console.live_board import LiveBoard
 from appliance.console.login_attempts import LoginAttempts
+from appliance.console.overview_view import LatestOverview
 from appliance.console.rendering import Html, Pages
 from appliance.console.security import ConsoleRequest, access_of, current_session, form_of
 
@@ -29,7 +29,7 @@ class Console:
         self.services = services
         self.pages = Pages(services)
         self.attempts = LoginAttempts(services.clock)
-        self.board = LiveBoard(services)
+        self.overview = LatestOverview(services)
         self.open_streams: Counter[str] = Counter()  # number of live streams by member id
         # Rendered frames of the newest sample, by view and access; filled by `live_stream`.
         self.frames_at = ""

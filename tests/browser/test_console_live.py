@@ -7,7 +7,7 @@ import re
 import pytest
 from playwright.async_api import Locator, Page, expect
 
-from appliance.console import live_board
+from appliance.console import overview_view
 from tests.browser.conftest import Site
 from tests.support.console_fixtures import tenant_reading
 from tests.support.engine_messages import engine_status
@@ -124,7 +124,7 @@ async def test_the_overview_does_not_move_while_tenants_come_and_go(site: Site) 
 
 
 async def test_recent_requests_are_not_updated_under_the_pointer(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_board, "LEDGER_REFRESH_S", 0.0)
+    monkeypatch.setattr(overview_view, "LEDGER_REFRESH_S", 0.0)
     console = site.console
 
     async def post_request() -> None:

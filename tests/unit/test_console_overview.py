@@ -12,7 +12,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from appliance.api.admin.system_shapes import system_shape
 from appliance.console import error_pages, live_stream
 from appliance.console.context import Console
-from appliance.console.live_board import prompt_history
+from appliance.console.overview_view import prompt_history
 from appliance.metering.prices import PriceBook
 from appliance.telemetry.gpu import GpuReading
 from appliance.tenancy.access import Access

@@ -1,6 +1,6 @@
-"""Builds the contents of the overview once per sample for all viewers: the snapshot, today's totals, the latest requests.
+"""What the overview shows: the latest sample, derived values, today's totals, the latest requests. Knows no page and no markup.
 
-The ledger is queried every few seconds, not for every sample. Knows no HTTP request and no markup.
+It is built once per sample for all viewers; the ledger is queried every few seconds, not for every sample.
 """
 
 from __future__ import annotations
@@ -102,23 +102,23 @@ class OverviewView:
     recent: list[RequestLine]
 
 
-class LiveBoard:
-    """Builds views and caches that of the latest sample, so that a hundred viewers cost as much as one."""
+class LatestOverview:
+    """Builds the view of the newest sample and caches it, so that a hundred viewers cost as much as one."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._overview: OverviewView | None = None
+        self._view: OverviewView | None = None
         self._totals = UsageTotals()
         self._recent: list[RequestLine] = []
         self._read_at_s: float | None = None
 
-    async def overview(self) -> OverviewView:
+    async def view(self) -> OverviewView:
         """Return the view of the newest sample."""
         snapshot = self._services.sampler.latest
-        if self._overview is None or self._overview.snapshot.at != snapshot.at:
+        if self._view is None or self._view.snapshot.at != snapshot.at:
             await self._refresh()
-            self._overview = overview_view(snapshot, list(self._services.sampler.history), self._totals, self._recent)
-        return self._overview
+            self._view = overview_view(snapshot, list(self._services.sampler.history), self._totals, self._recent)
+        return self._view
 
     async def _refresh(self) -> None:
         now_s = self._services.clock.monotonic_s()
