@@ -69,7 +69,7 @@ def test_every_decision_says_how_many_requests_wait_ahead_and_in_which_mode(cloc
 def test_a_request_refused_in_shadow_mode_that_is_voided_leaves_no_room_behind(clock: FakeClock) -> None:
     allowance = allowance_with(clock, Limits(concurrent_requests=1), mode="shadow")
     allowance.take(need_of(1), moment(clock))
-    allowance.shadow_hold(need_of(1), moment(clock)).void(clock.monotonic_s())
+    allowance.take_in_shadow(need_of(1), moment(clock)).void(clock.monotonic_s())
     assert allowance.running == 1
 
 

@@ -255,7 +255,7 @@ class Admission:
         holds: list[Hold] = []
         try:
             for allowance, need in needs.by_allowance.items():
-                holds.append(allowance.shadow_hold(need, at) if allowance in shadow_refusing else allowance.take(need, at))
+                holds.append(allowance.take_in_shadow(need, at) if allowance in shadow_refusing else allowance.take(need, at))
             for other in self._loaded(request.tenant_id, request.key_id, request.model):
                 if other not in needs.by_allowance:  # limits that were removed and may be set again, or set while it waited
                     other.enter(at)

@@ -200,26 +200,26 @@ class Allowance:
             costs.shadow_reserved += need.worst.cost_picos
         else:
             self.running += 1
-        return Hold(allowance=self, held=need.worst, day=day, month=costs, is_shadow_refused=is_shadow_refused)
+        return Hold(allowance=self, held=need.worst, day=day, costs=costs, is_shadow_refused=is_shadow_refused)
 
-    def shadow_hold(self, need: Need, at: Moment) -> Hold:
-        """Return the hold of a request that these limits would have refused outside shadow mode."""
+    def take_in_shadow(self, need: Need, at: Moment) -> Hold:
+        """Take `need` for a request that these limits would have refused outside shadow mode: nothing from the buckets."""
         return self._reserve(need, *self._windows.enter(at), is_shadow_refused=True)
 
     def held_by(self, hold: Hold, at: Moment) -> Amount:
         """Return what a request has reserved of the current day, and of the current month in the budget's currency."""
         return Amount(
             tokens=hold.held.tokens if hold.day is self._windows.enter(at)[0] else 0,
-            cost_picos=hold.held.cost_picos if hold.month is self._current_costs(at) else 0,
+            cost_picos=hold.held.cost_picos if hold.costs is self._current_costs(at) else 0,
         )
 
-    def is_budget_spent(self, month: Window, at: Moment) -> bool:
-        """Return whether settled and running requests have used up an enforced budget, if `month` is that of the current month
-        in the budget's currency."""
+    def is_budget_spent(self, costs: Window, at: Moment) -> bool:
+        """Return whether settled and running requests have used up an enforced budget, if `costs` are those of the current
+        month in the budget's currency."""
         budget = self._budget_picos
         if budget is None or not self.is_enforced:
             return False
-        return month.used + month.running_cost >= budget and month is self._current_costs(at)
+        return costs.used + costs.running_cost >= budget and costs is self._current_costs(at)
 
     def _current_costs(self, at: Moment) -> Window:
         return self._windows.enter(at)[1].window(self.currency)
@@ -298,8 +298,8 @@ class Allowance:
 
 @dataclass(slots=True, kw_only=True)
 class Hold:
-    """What one request has taken from one allowance; it is returned to the same buckets and windows. `month` is that of the
-    currency that the request is paid in.
+    """What one request has taken from one allowance; it is returned to the same buckets and windows. `costs` are those of its
+    month, in the currency that it is paid in.
 
     `is_shadow_refused`: limits in shadow mode would have refused it, so it takes nothing from buckets and no place among the
     running requests, and its day and month count it apart, until the limits are enforced.
@@ -308,7 +308,7 @@ class Hold:
     allowance: Allowance
     held: Amount
     day: Window
-    month: Window
+    costs: Window
     tokens: Take | None = None
     requests: Take | None = None
     is_shadow_refused: bool = False
@@ -318,22 +318,22 @@ class Hold:
         """Update the running request's cost so far; return whether it has a cost and the budget is used up."""
         if self.is_shadow_refused:
             return False
-        self.month.running_cost += cost_picos - self.running_picos
+        self.costs.running_cost += cost_picos - self.running_picos
         self.running_picos = cost_picos
-        return cost_picos > 0 and self.allowance.is_budget_spent(self.month, at)
+        return cost_picos > 0 and self.allowance.is_budget_spent(self.costs, at)
 
     def clear_running_cost(self) -> None:
         """Stop counting the running request's cost so far."""
-        self.month.running_cost -= self.running_picos
+        self.costs.running_cost -= self.running_picos
         self.running_picos = 0
 
     def settle(self, used: Amount, monotonic_s: float) -> None:
         """Replace the reserved amount by the used one."""
         self.day.used += used.tokens
-        self.month.used += used.cost_picos
+        self.costs.used += used.cost_picos
         if self.is_shadow_refused:
             self.day.shadow_used += used.tokens
-            self.month.shadow_used += used.cost_picos
+            self.costs.shadow_used += used.cost_picos
         self._release()
         if self.tokens is not None:
             self.tokens.bucket.settle(self.tokens, used.tokens, monotonic_s)
@@ -349,10 +349,10 @@ class Hold:
 
     def _release(self) -> None:
         self.day.reserved -= self.held.tokens
-        self.month.reserved -= self.held.cost_picos
+        self.costs.reserved -= self.held.cost_picos
         if self.is_shadow_refused:
             self.day.shadow_reserved -= self.held.tokens
-            self.month.shadow_reserved -= self.held.cost_picos
+            self.costs.shadow_reserved -= self.held.cost_picos
         else:
             self.allowance.running -= 1
             self.clear_running_cost()
