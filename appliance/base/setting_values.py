@@ -8,6 +8,7 @@ import json
 import os
 import zoneinfo
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -60,13 +61,11 @@ def power_of_two(high: int) -> Callable[[object], int]:
     message = f"must be a power of two from 1 to {high}"
 
     def parse(value: object) -> int:
-        try:
+        with suppress(TypeError, ValueError):
             number = whole(1, high)(value)
-        except (TypeError, ValueError):
-            raise ValueError(message) from None
-        if number & (number - 1):
-            raise ValueError(message)
-        return number
+            if number.bit_count() == 1:
+                return number
+        raise ValueError(message)
 
     return parse
 
@@ -88,13 +87,11 @@ def size(low: int, high: int) -> Callable[[object], int]:
         if isinstance(value, str) and value.strip().lower()[-3:] in _SIZE_UNITS:
             unit = _SIZE_UNITS[value.strip().lower()[-3:]]
             value = value.strip()[:-3]
-        try:
+        with suppress(TypeError, ValueError):
             number = parse_number(value) * unit
-        except (TypeError, ValueError):
-            raise ValueError(message) from None
-        if not low <= number <= high:
-            raise ValueError(message)
-        return number
+            if low <= number <= high:
+                return number
+        raise ValueError(message)
 
     return parse
 

@@ -10,7 +10,7 @@ import typer
 from appliance.cli import output
 from appliance.cli.connection import AdminClient, read_control, run
 from appliance.cli.failure import CommandFailed
-from appliance.cli.options import DEFAULTS, CommonOptions
+from appliance.cli.options import DEFAULTS, LIMIT_DEFAULT, CommonOptions, Limit
 from appliance.cli.tenants import TenantFilter, tenant_field
 
 app = typer.Typer(help="Manage alerts by signed webhook or e-mail.", no_args_is_help=True)
@@ -98,9 +98,7 @@ def send_test(webhook: WebhookId, options: CommonOptions = DEFAULTS) -> None:
 def deliveries(
     webhook: WebhookId,
     state: Annotated[str | None, typer.Option(metavar="STATE", help="Only this state: pending, delivered or failed.")] = None,
-    limit: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Maximum number of deliveries; a note tells if there are more.")
-    ] = 50,
+    limit: Limit = LIMIT_DEFAULT,
     options: CommonOptions = DEFAULTS,
 ) -> None:
     """List a webhook's deliveries, newest first."""

@@ -12,7 +12,7 @@ from appliance.base.clock import SystemClock
 from appliance.cli import output
 from appliance.cli.connection import AdminClient, check_has_tables, open_database, run
 from appliance.cli.failure import WrongUsage
-from appliance.cli.options import DEFAULTS, CommonOptions
+from appliance.cli.options import DEFAULTS, LIMIT_DEFAULT, CommonOptions, Limit
 from appliance.cli.tenants import TenantFilter, tenant_field
 
 if TYPE_CHECKING:
@@ -36,9 +36,7 @@ def list_entries(
     tenant: TenantFilter = None,
     start: Annotated[str | None, typer.Option(metavar="TIME", help="Only entries from this time on (RFC 3339).")] = None,
     end: Annotated[str | None, typer.Option(metavar="TIME", help="Only entries before this time (RFC 3339).")] = None,
-    limit: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Maximum number of entries; a note tells if there are more.")
-    ] = 50,
+    limit: Limit = LIMIT_DEFAULT,
     options: CommonOptions = DEFAULTS,
 ) -> None:
     """List the entries, newest first."""

@@ -40,11 +40,7 @@ def list_keys(
     options: CommonOptions = DEFAULTS,
 ) -> None:
     """List the keys, without secrets."""
-
-    async def work(client: AdminClient) -> list[dict[str, Any]]:
-        return await _keys(client, tenant)
-
-    rows = run(options.settings(), work)
+    rows = run(options.settings(), lambda client: _keys(client, tenant))
     output.rows(rows, COLUMNS, empty="There are no keys. Create one: gatehouse keys create TENANT", as_json=options.as_json)
 
 

@@ -11,7 +11,7 @@ from appliance.base.money import format_picos
 from appliance.cli import output
 from appliance.cli.connection import AdminClient, run
 from appliance.cli.failure import CommandFailed, WrongUsage
-from appliance.cli.options import DEFAULTS, CommonOptions
+from appliance.cli.options import DEFAULTS, LIMIT_DEFAULT, CommonOptions, Limit
 from appliance.cli.tenants import TenantFilter, tenant_field
 
 KEY_HEADER = "Idempotency-Key"
@@ -38,9 +38,7 @@ def list_events(
         str | None, typer.Option(metavar="TIME", help="Only events admitted from this time on (RFC 3339).")
     ] = None,
     end: Annotated[str | None, typer.Option(metavar="TIME", help="Only events admitted before this time (RFC 3339).")] = None,
-    limit: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Maximum number of events; a note tells if there are more.")
-    ] = 50,
+    limit: Limit = LIMIT_DEFAULT,
     options: CommonOptions = DEFAULTS,
 ) -> None:
     """List usage events, newest first."""

@@ -24,6 +24,9 @@ DatabaseUrl = Annotated[
     typer.Option("--database", metavar="URL", help="sqlite:///PATH or postgresql://…; default: SQLite in the data folder."),
 ]
 
+Limit = Annotated[int, typer.Option(metavar="N", min=1, help="Maximum number of rows; a note tells if there are more.")]
+LIMIT_DEFAULT = 50
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommonOptions:

@@ -11,18 +11,17 @@ from litestar.datastructures import Cookie
 
 from appliance.base.acting import ActorKind, act_as, current_actor
 from appliance.base.clock import format_wait, whole_seconds
-from appliance.base.errors import InvalidValue, RateLimitExceeded
+from appliance.base.errors import RateLimitExceeded
 from appliance.console.context import Context
 from appliance.console.rendering import Html
 from appliance.console.security import session_cookie, session_token, step_cookie, step_ticket
-from appliance.tenancy.members import Member, Proof, check_email
+from appliance.tenancy.members import Member, Proof
 from appliance.tenancy.second_factor import without_second_factor
 
 CODE_STEP = "code"
 CODE_PATH = "/login/code"
 USER_AGENT_CHARS_MAX = 400
 TARGET_CHARS_MAX = 1500  # so that the sealed ticket stays below 4 KiB, the limit of browsers for a cookie
-NO_ADDRESS = "(no e-mail address)"
 
 
 def fitting_target(target: str) -> str:
@@ -79,13 +78,9 @@ async def close_session(context: Context) -> None:
 
 
 async def record_refusal(context: Context, *, email: str, reason: str) -> None:
-    """Record a failed sign-in. The typed text is recorded only if it is an e-mail address: it could be a password."""
-    try:
-        address = check_email(email)
-    except InvalidValue:
-        address = NO_ADDRESS
+    """Record a failed sign-in, as an act of the appliance itself: nobody is signed in."""
     _set_actor(context, "system", "sign-in", None)
-    await context.services.sessions.record_refusal(address, reason)
+    await context.services.sessions.record_refusal(email, reason)
 
 
 def _set_actor(context: Context, kind: ActorKind, name: str, actor_id: str | None) -> None:

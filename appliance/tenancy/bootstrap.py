@@ -5,7 +5,6 @@ If a start is interrupted before the login was shown, the next start creates new
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from appliance.base.errors import NotFound
@@ -14,7 +13,7 @@ from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.admin_tokens import AdminTokens
 from appliance.tenancy.first_login import PendingLogin, read_pending, write_pending
 from appliance.tenancy.keys import Keys
-from appliance.tenancy.members import Member, Members
+from appliance.tenancy.members import Members
 from appliance.tenancy.roles import Role
 from appliance.tenancy.secrets import new_password
 from appliance.tenancy.tenants import Tenants
@@ -55,8 +54,11 @@ async def bootstrap(
     token_id, admin_token = await _first_token(settings, tokens)
     email = unshown.email if has_members and unshown is not None else settings.admin_email or FIRST_EMAIL
     write_pending(settings.data_dir, PendingLogin(email=email, key_id=key.id, token_id=token_id))
-    set_password = members.reset_password if has_members else _owner_creator(members)
-    await set_password(email, settings.admin_password or password or "")
+    first_password = settings.admin_password or password or ""
+    if has_members:
+        await members.reset_password(email, first_password)
+    else:
+        await members.create(email, first_password, Role.OWNER)
     return FirstStart(
         email=email,
         password=password,
@@ -88,7 +90,3 @@ async def _first_token(settings: Settings, tokens: AdminTokens) -> tuple[str | N
         return None, None
     token, secret = await tokens.create("first token", Role.OWNER)
     return token.id, secret
-
-
-def _owner_creator(members: Members) -> Callable[[str, str], Awaitable[Member]]:
-    return lambda email, password: members.create(email, password, Role.OWNER)

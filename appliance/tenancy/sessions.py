@@ -12,11 +12,11 @@ from sqlalchemy import ColumnElement, RowMapping, Select, delete, func, insert, 
 
 from appliance.base.clock import Clock
 from appliance.base.db import Database
-from appliance.base.errors import InvalidCredentials, NotFound
+from appliance.base.errors import InvalidCredentials, InvalidValue, NotFound
 from appliance.base.ids import new_id
 from appliance.base.tables import members, sessions
 from appliance.tenancy import audit
-from appliance.tenancy.members import Member, Proof, member_from_row
+from appliance.tenancy.members import Member, Proof, check_email, member_from_row
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, read_page
 from appliance.tenancy.secrets import plain_digest
 
@@ -141,7 +141,10 @@ class Sessions:
 
         Text that is not an e-mail address is not recorded: it may be a password typed into the wrong field.
         """
-        target = email if "@" in email else "(no e-mail address)"
+        try:
+            target = check_email(email)
+        except InvalidValue:
+            target = "(no e-mail address)"
         async with self._db.writing() as connection:
             await audit.record(connection, self._clock, "session.refuse", "member", target, after={"reason": reason})
 
