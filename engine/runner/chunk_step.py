@@ -280,19 +280,25 @@ class ChunkSteps:
         self.failure = ""
         """Why some shapes have no graph; empty where all have one."""
 
-    def run(
-        self, prefills: Sequence[ScheduledRequest], slots: Int64Array, positions: Int64Array, words: ops.Words
-    ) -> SamplingInputs | None:
-        """Compute a step (`ChunkRows.of`) up to the inputs of its sampling. None if it fits no shape; `words` are not written
-        then. Raises `CaptureFailed`."""
-        return self._run_rows(ChunkRows.of(prefills, slots, positions, words))
+    def run(self, rows: ChunkRows) -> SamplingInputs | None:
+        """Compute a step up to the inputs of its sampling. None if it fits no shape; its words are not written then. Raises
+        `CaptureFailed`."""
+        num_tokens, num_chunks = rows.num_tokens, len(rows.chunks) + 1
+        fitting = (shape for shape in self._shapes if num_tokens <= shape.num_tokens and num_chunks <= shape.num_chunks)
+        shape = next(fitting, None)
+        if shape is None:
+            return None
+        self._capture_shape(shape)
+        self._step.write(rows, shape)
+        self._calls.run(shape, partial(self._step, shape))
+        return self._step.sampling_inputs(len(rows.sampled_rows), shape)
 
     def run_for_timing(self, chunks: Sequence[TokenSpan]) -> torch.Tensor | None:
         """Hidden states of all outputs of `chunks`; None as of `run`. What it leaves in the cache is overwritten before it is
         used."""
         firsts = accumulate((len(span.token_ids) for span in chunks), initial=0)
         sampled_rows = [first + output for first, span in zip(firsts, chunks, strict=False) for output in span.outputs]
-        computed = self._run_rows(PADDING_ONLY._replace(chunks=chunks, sampled_rows=np.array(sampled_rows, dtype=np.int64)))
+        computed = self.run(PADDING_ONLY._replace(chunks=chunks, sampled_rows=np.array(sampled_rows, dtype=np.int64)))
         return None if computed is None else computed.hidden
 
     @property
@@ -314,17 +320,6 @@ class ChunkSteps:
                 break
             ready.append(shape)
         self._shapes = ready[::-1]
-
-    def _run_rows(self, rows: ChunkRows) -> SamplingInputs | None:
-        num_tokens, num_chunks = rows.num_tokens, len(rows.chunks) + 1
-        fitting = (shape for shape in self._shapes if num_tokens <= shape.num_tokens and num_chunks <= shape.num_chunks)
-        shape = next(fitting, None)
-        if shape is None:
-            return None
-        self._capture_shape(shape)
-        self._step.write(rows, shape)
-        self._calls.run(shape, partial(self._step, shape))
-        return self._step.sampling_inputs(len(rows.sampled_rows), shape)
 
     def _capture_shape(self, shape: ChunkShape) -> None:
         """Capture the steps of this shape, unless they are."""

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from engine.protocol import PlainReason
-from engine.runner.chunk_step import SamplingInputs
+from engine.runner.chunk_step import ChunkRows, SamplingInputs
 from engine.runner.decode_step import DecodeShape
 from engine.runner.launched_step import LaunchedStep, PendingSampling
 from engine.runner.model_runner import ModelRunner
@@ -158,7 +158,7 @@ class SlotRunner:
         fill = self._masks.begin(batch.decodes + ending, needs)
         sampling_inputs = None
         if self.steps.chunks is not None:
-            sampling_inputs = self.steps.chunks.run(batch.prefills, slots, positions, words)
+            sampling_inputs = self.steps.chunks.run(ChunkRows.of(batch.prefills, slots, positions, words))
         if sampling_inputs is None:
             self.steps.state.words.write(*words)
             hidden = self._forward_spans(items, dict(zip(sampling_rows, slots.tolist(), strict=True)), None)
