@@ -31,7 +31,7 @@ from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.scheduled_rows import token_span
 from engine.runner.slots import EMPTY_INT64, NOTHING, Int64Array, SlotState
 from engine.runner.staging import Staging
-from engine.runner.token_spans import TokenSpan
+from engine.runner.token_spans import TokenSpan, cache_slots
 from engine.scheduling.scheduled_batch import ScheduledRequest
 from engine.step_sizes import CHUNK_ROWS_FEW, chunk_shapes
 from kernels import ops
@@ -197,10 +197,8 @@ class ChunkStep:
         first = num_decodes
         for index, span in enumerate(rows.chunks):
             end, context_len = first + len(span.token_ids), span.start + len(span.token_ids)
-            rows_of_span, positions = slice(first, end), np.arange(span.start, context_len)
-            fields["tokens"][rows_of_span], fields["positions"][rows_of_span] = span.token_ids, positions
-            blocks = np.asarray(span.block_table)[positions // self._block_size]
-            fields["slot_mapping"][rows_of_span] = blocks * self._block_size + positions % self._block_size
+            fields["tokens"][first:end], fields["positions"][first:end] = span.token_ids, np.arange(span.start, context_len)
+            fields["slot_mapping"][first:end] = cache_slots(span.block_table, span.start, context_len, self._block_size)
             fields["starts"][index], fields["lens"][index] = first, context_len
             first = end
         fields["starts"][num_chunks:-1], fields["starts"][-1] = first, shape.num_tokens
