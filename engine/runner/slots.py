@@ -31,7 +31,7 @@ EMPTY_INT64: Int64Array = np.empty(0, dtype=np.int64)
 
 @dataclass(slots=True)
 class SlotWrites:
-    """Changes to slots, sent before a step.
+    """Changes to slots, sent before a step or with it.
 
     `slots`, `last_tokens`, `num_tokens`: in columns, the slots that get a new length. A negative last token is one that the
     host does not know: the slot keeps the one it has. `blocks`: parts of block tables, (slot, first column, block ids).
