@@ -155,7 +155,8 @@ class ChunkStep:
         largest = self.shapes[-1]
         self._max_layout_len, size = largest.layout_len, largest.num_chunks * max_blocks
         self._buffer = torch.zeros(self._max_layout_len + -(-size // 2), dtype=torch.int64, device=device)
-        self._tables = self._buffer[self._max_layout_len :].view(torch.int32)[:size].view(-1, max_blocks)  # of chunks
+        self._narrow_buffer = self._buffer.view(torch.int32)  # the same memory
+        self._tables = self._narrow_buffer[2 * self._max_layout_len :][:size].view(-1, max_blocks)  # of chunks
         self._hidden: torch.Tensor | None = None  # [num_decodes, hidden], outside the memory of graphs
         self._staging = Staging(device, len(self._buffer))
         self._ops = ops.operations(device, decoders[0].dtype)
@@ -171,9 +172,13 @@ class ChunkStep:
     def sampling_inputs(self, num_rows: int, shape: ChunkShape) -> SamplingInputs:
         """The first `num_rows` rows that sample in the last step, which had this shape."""
         assert self._hidden is not None, "no step was computed"
-        numbers, layout = self._step_numbers(shape), shape.layout
-        slots = numbers[layout["sampled_slots"]].view(torch.int32)[:num_rows]
-        return SamplingInputs(self._hidden[:num_rows], slots, numbers[layout["sampled_positions"]][:num_rows])
+        first, layout = self._max_layout_len - shape.layout_len, shape.layout
+        slots, positions = 2 * (first + layout["sampled_slots"].start), first + layout["sampled_positions"].start
+        return SamplingInputs(
+            self._hidden[:num_rows],
+            self._narrow_buffer[slots : slots + num_rows],
+            self._buffer[positions : positions + num_rows],
+        )
 
     def _step_numbers(self, shape: ChunkShape) -> torch.Tensor:
         """[layout_len] int64, which end where the tables begin: both are sent together, and the tables keep their address."""
