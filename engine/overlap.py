@@ -41,6 +41,11 @@ class PendingStep(Protocol):
         """Wait for its results, in the order of its rows; None for a row without a usable token. Raises when it failed."""
         ...
 
+    @property
+    def lacks_tokens(self) -> bool:
+        """Whether any of its `outputs` may be None, when these were returned."""
+        ...
+
 
 @runtime_checkable
 class AheadRunner(Runner, Protocol):
@@ -132,11 +137,12 @@ class OverlappedSteps:
     def collect(self, step: InFlightStep, successor: InFlightStep | None) -> list[RowResult]:
         """Results of a step whose predecessors are settled. If they are in doubt, so is `successor`, the step that was
         launched after it."""
-        outputs = self._wait(step)
-        if outputs is None:
+        pending = step.pending
+        outputs = None if pending is None else self._wait(pending)
+        if pending is None or outputs is None:
             self._invalidate(successor)
             return self._recompute(step.in_flight, range(len(step.in_flight.requests)))
-        if self._replace_unusable(outputs, partial(self._recompute, step.in_flight)):
+        if pending.lacks_tokens and self._replace_unusable(outputs, partial(self._recompute, step.in_flight)):
             self._invalidate(successor)
         return outputs
 
@@ -171,11 +177,9 @@ class OverlappedSteps:
             self._record_failure("a verification step failed", error)
             return None
 
-    def _wait(self, step: InFlightStep) -> list[RowResult] | None:
-        if step.pending is None:
-            return None
+    def _wait(self, pending: PendingStep) -> list[RowResult] | None:
         try:
-            return step.pending.outputs()
+            return pending.outputs()
         except Exception as error:  # noqa: BLE001 - noted, with its traceback
             self._record_failure("a step in flight failed", error)
             return None

@@ -181,9 +181,10 @@ class SamplingParams:
         return self.is_guided or not self.ignore_eos
 
 
-def _require(ok: bool, param: str, message: str) -> None:
+def _require(ok: bool, param: str, message: str, *values: object) -> None:
+    """Refuse the parameter unless `ok`, with `values` in the places {} of the message."""
     if not ok:
-        raise InvalidOption(param, f"{param} {message}")
+        raise InvalidOption(param, f"{param} {message.format(*map(_shown, values))}")
 
 
 def _shown(value: object) -> str:
@@ -236,7 +237,7 @@ def _check_numbers(p: SamplingParams) -> None:
         _integer(p, param, optional=True)
     for param in ("ignore_eos", "echo"):
         value = getattr(p, param)
-        _require(isinstance(value, bool), param, f"must be True or False, not {_shown(value)}")
+        _require(isinstance(value, bool), param, "must be True or False, not {}", value)
 
 
 def _make_floats(p: SamplingParams) -> None:
@@ -252,13 +253,15 @@ def _make_floats(p: SamplingParams) -> None:
 def _check_lengths(p: SamplingParams) -> None:
     _integer(p, "n")
     _integer(p, "best_of", optional=True)
-    _require(p.best_of is None or p.best_of >= p.n, "best_of", f"must be at least n ({p.n}), not {p.best_of}")
+    _require(p.best_of is None or p.best_of >= p.n, "best_of", "must be at least n ({}), not {}", p.n, p.best_of)
     _integer(p, "max_tokens", optional=True)
     _integer(p, "min_tokens")
     _require(
         p.max_tokens is None or p.min_tokens <= p.max_tokens,
         "min_tokens",
-        f"must be at most max_tokens ({p.max_tokens}), not {p.min_tokens}",
+        "must be at most max_tokens ({}), not {}",
+        p.max_tokens,
+        p.min_tokens,
     )
 
 
@@ -266,8 +269,8 @@ def _check_ends(p: SamplingParams) -> None:
     _strings(p.stop, "stop", STOP_STRINGS_MAX, STOP_CHARS_MAX)
     _text(p.stop, "stop")
     ids = p.stop_token_ids
-    _require(isinstance(ids, list | tuple), "stop_token_ids", f"must be a list of token ids, not {_shown(ids)}")
-    _require(len(ids) <= STOP_TOKEN_IDS_MAX, "stop_token_ids", f"takes at most {STOP_TOKEN_IDS_MAX} ids, not {len(ids)}")
+    _require(isinstance(ids, list | tuple), "stop_token_ids", "must be a list of token ids, not {}", ids)
+    _require(len(ids) <= STOP_TOKEN_IDS_MAX, "stop_token_ids", "takes at most {} ids, not {}", STOP_TOKEN_IDS_MAX, len(ids))
     _token_ids(ids, "stop_token_ids")
 
 
@@ -275,10 +278,10 @@ def _strings(values: Any, param: str, count_max: int, chars_max: int) -> None:
     """A list of up to `count_max` strings, none empty, with at most `chars_max` characters in all."""
     is_list = isinstance(values, list | tuple)
     _require(is_list and all(isinstance(value, str) for value in values), param, "must be a list of strings")
-    _require(len(values) <= count_max, param, f"takes at most {count_max} strings, not {len(values)}")
+    _require(len(values) <= count_max, param, "takes at most {} strings, not {}", count_max, len(values))
     _require(all(values), param, "must not contain an empty string")
     num_chars = sum(map(len, values))
-    _require(num_chars <= chars_max, param, f"takes at most {chars_max} characters in all, not {num_chars}")
+    _require(num_chars <= chars_max, param, "takes at most {} characters in all, not {}", chars_max, num_chars)
 
 
 def _text(values: Sequence[str], param: str) -> None:
@@ -294,15 +297,15 @@ def _token_ids(ids: Collection[Any], param: str) -> None:
     are_plain = set(map(type, ids)) <= {int}
     ok = are_plain or all(map(is_integer, ids))
     ok = ok and (not ids or (min(ids) >= 0 and max(ids) <= TOKENS_MAX))
-    _require(ok, param, f"must hold token ids: integers from 0 to {TOKENS_MAX}")
+    _require(ok, param, "must hold token ids: integers from 0 to {}", TOKENS_MAX)
 
 
 def _check_bias(p: SamplingParams) -> None:
     bias = p.logit_bias
     if bias is None:
         return
-    _require(isinstance(bias, Mapping), "logit_bias", f"must map token ids to numbers, not be {_shown(bias)}")
-    _require(len(bias) <= LOGIT_BIAS_MAX, "logit_bias", f"takes at most {LOGIT_BIAS_MAX} tokens, not {len(bias)}")
+    _require(isinstance(bias, Mapping), "logit_bias", "must map token ids to numbers, not be {}", bias)
+    _require(len(bias) <= LOGIT_BIAS_MAX, "logit_bias", "takes at most {} tokens, not {}", LOGIT_BIAS_MAX, len(bias))
     _token_ids(bias, "logit_bias")
     low, high, _ = RANGES["logit_bias"]
     ok = all(is_number(value) and low <= value <= high for value in bias.values())
@@ -320,9 +323,9 @@ def _check_bad_words(p: SamplingParams) -> None:
     param = "bad_words_token_ids"
     is_list = isinstance(words, list | tuple) and all(isinstance(word, list | tuple) and word for word in words)
     _require(is_list, param, "must be a list of lists of token ids, none empty")
-    _require(len(words) <= 2 * BAD_WORDS_MAX, param, f"takes at most {2 * BAD_WORDS_MAX} words, not {len(words)}")
+    _require(len(words) <= 2 * BAD_WORDS_MAX, param, "takes at most {} words, not {}", 2 * BAD_WORDS_MAX, len(words))
     num_ids = sum(map(len, words))
-    _require(num_ids <= BAD_WORDS_TOKENS_MAX, param, f"takes at most {BAD_WORDS_TOKENS_MAX} ids in all, not {num_ids}")
+    _require(num_ids <= BAD_WORDS_TOKENS_MAX, param, "takes at most {} ids in all, not {}", BAD_WORDS_TOKENS_MAX, num_ids)
     _token_ids(list(chain.from_iterable(words)), param)
 
 
@@ -338,5 +341,5 @@ def _check_guided(p: SamplingParams) -> None:
         _strings(value, param, GUIDED_CHOICES_MAX, GUIDED_CHARS_MAX)
         _require(bool(value), param, "needs at least one string")
         return
-    _require(isinstance(value, str), param, f"must be text, not {_shown(value)}")
-    _require(len(value) <= GUIDED_CHARS_MAX, param, f"takes at most {GUIDED_CHARS_MAX} characters, not {len(value)}")
+    _require(isinstance(value, str), param, "must be text, not {}", value)
+    _require(len(value) <= GUIDED_CHARS_MAX, param, "takes at most {} characters, not {}", GUIDED_CHARS_MAX, len(value))

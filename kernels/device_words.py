@@ -21,6 +21,7 @@ Pieces = Mapping[str, tuple[torch.dtype, Shape]]
 """The dtype, of 4 or 8 bytes, and the shape of each tensor, by name."""
 Words = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
 """The arguments of `DeviceWords.write`: indices of words, [n] int64, and their values, [n] int32."""
+NO_WORDS: Words = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
 
 
 class DeviceWords:
@@ -71,11 +72,17 @@ class DeviceWords:
             self.on_host[places] = values
             return
         count = len(places)
+        if not count:
+            return
         packed = np.empty(count + (count + 1) // 2, dtype=np.int64)
         packed[:count] = places
         packed[count:].view(np.int32)[:count] = values
         sent = self._send(packed)
-        self._words.index_copy_(0, sent[:count], sent[count:].view(torch.int32)[:count])
+        self.write_sent(sent[:count], sent[count:].view(torch.int32)[:count])
+
+    def write_sent(self, places: torch.Tensor, values: torch.Tensor) -> None:
+        """As `write`, for arguments on the device. Can be captured in a graph."""
+        self._words.index_copy_(0, places, values)
 
 
 def _num_words(dtype: torch.dtype, shape: Shape) -> int:

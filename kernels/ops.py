@@ -17,7 +17,7 @@ import torch
 
 from kernels.alternatives import CHOICES, Choice, alternative_in_force, consulted, oldest_alternatives, put_in_force
 from kernels.attention_rows import AttentionRow, AttentionShape
-from kernels.device_words import DeviceWords, Pieces, Words
+from kernels.device_words import NO_WORDS, DeviceWords, Pieces, Words
 from kernels.fusible_products import FusibleProduct, HasWeight, fusible_form
 from kernels.gumbel import DRAFT, NO_TOKEN
 from kernels.host_tokens import HostTokens
@@ -53,6 +53,7 @@ __all__ = [
     "DRAFT",
     "FUSED_ROWS_MAX",
     "NO_TOKEN",
+    "NO_WORDS",
     "SLOT_WORDS",
     "SUPPRESSED_IDS_MAX",
     "AnyPlan",

@@ -1,7 +1,7 @@
 """A step with chunks of prompts beside decodes, as a function of buffers at fixed addresses: what a CUDA graph captures.
 
-    host    slots of decodes; tokens, slot mapping, lengths of chunks ─► one copy ┐
-    slots   last tokens, lengths, block tables of decodes ────────────────────────┴─► layers ─► hidden states that are sampled
+    host    changes of slots; slots of decodes; tokens, slot mapping, lengths of chunks ─► one copy ┐
+    slots   last tokens, lengths, block tables of decodes, changed first ───────────────────────────┴─► layers ─► hidden states
 
 Launched kernel by kernel, a step of 32 layers costs the host some 350 launches. On an H200 these took 21 to 38 ms where the
 device computed for 17 ms. Captured it costs one launch, and a few for the sampling after it.
@@ -18,7 +18,7 @@ On a CPU nothing is captured.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -31,10 +31,13 @@ from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.scheduled_rows import token_span
 from engine.runner.slots import EMPTY_INT64, NOTHING, Int64Array, SlotState
 from engine.runner.staging import Staging
-from engine.runner.token_spans import TokenSpan
+from engine.runner.token_spans import TokenSpan, cache_slots
 from engine.scheduling.scheduled_batch import ScheduledRequest
 from engine.step_sizes import CHUNK_ROWS_FEW, chunk_shapes
 from kernels import ops
+
+WORDS_MAX = 1024
+"""Words of slots that are changed within a step: some 30 for each request that is admitted and one for each block."""
 
 log = logging.getLogger("gatehouse.engine")
 
@@ -64,6 +67,8 @@ class ChunkShape(NamedTuple):
             "sampled_rows": decodes,  # the tokens after which one is sampled
             "sampled_positions": decodes,
             "sampled_slots": -(-decodes // 2),  # of 32 bits
+            "word_places": WORDS_MAX,  # of slots that change
+            "words": WORDS_MAX // 2,  # of 32 bits
         }
         firsts = accumulate((_even(size) for size in sizes.values()), initial=0)
         return {name: slice(first, first + size) for (name, size), first in zip(sizes.items(), firsts, strict=False)}
@@ -71,7 +76,7 @@ class ChunkShape(NamedTuple):
     @property
     def layout_len(self) -> int:
         """The length of all inputs together."""
-        return _even(self.layout["sampled_slots"].stop)
+        return _even(self.layout["words"].stop)
 
 
 def _even(size: int) -> int:
@@ -83,16 +88,23 @@ class ChunkRows(NamedTuple):
 
     `slots`: those of the decodes. `chunks`: the spans of prompt tokens after them. `sampled_rows`: the rows after which a
     token is sampled; `sampled_slots` and `sampled_positions`: the slot of each and the index of its sampled token in prompt
-    plus output. Arrays are int64."""
+    plus output. Arrays are int64. `words`: what changes in slots before all that."""
 
     slots: Int64Array
     chunks: Sequence[TokenSpan]
     sampled_rows: Int64Array
     sampled_slots: Int64Array
     sampled_positions: Int64Array
+    words: ops.Words = ops.NO_WORDS
 
     @classmethod
-    def of(cls, prefills: Sequence[ScheduledRequest], slots: Int64Array, positions: Int64Array) -> ChunkRows:
+    def of(
+        cls,
+        prefills: Sequence[ScheduledRequest],
+        slots: Int64Array,
+        positions: Int64Array,
+        words: ops.Words = ops.NO_WORDS,
+    ) -> ChunkRows:
         """slots, positions: of all that sample, in the order of the step, in which decodes come before `prefills`. A prefill of
         a single token that samples counts as a decode as well."""
         sampled = [item for item in prefills if item.samples]
@@ -106,7 +118,7 @@ class ChunkRows(NamedTuple):
         sampled_rows, is_decode = np.arange(len(slots)), np.ones(len(slots), dtype=bool)
         sampled_rows[num_decodes:] = [last_rows[item] for item in sampled]
         is_decode[num_decodes:] = [item.num_tokens == 1 for item in sampled]
-        return cls(slots[is_decode], [token_span(item) for item in chunks], sampled_rows, slots, positions)
+        return cls(slots[is_decode], [token_span(item) for item in chunks], sampled_rows, slots, positions, words)
 
     @property
     def num_tokens(self) -> int:
@@ -143,7 +155,8 @@ class ChunkStep:
         largest = self.shapes[-1]
         self._max_layout_len, size = largest.layout_len, largest.num_chunks * max_blocks
         self._buffer = torch.zeros(self._max_layout_len + -(-size // 2), dtype=torch.int64, device=device)
-        self._tables = self._buffer[self._max_layout_len :].view(torch.int32)[:size].view(-1, max_blocks)  # of chunks
+        self._narrow_buffer = self._buffer.view(torch.int32)  # the same memory
+        self._tables = self._narrow_buffer[2 * self._max_layout_len :][:size].view(-1, max_blocks)  # of chunks
         self._hidden: torch.Tensor | None = None  # [num_decodes, hidden], outside the memory of graphs
         self._staging = Staging(device, len(self._buffer))
         self._ops = ops.operations(device, decoders[0].dtype)
@@ -159,16 +172,21 @@ class ChunkStep:
     def sampling_inputs(self, num_rows: int, shape: ChunkShape) -> SamplingInputs:
         """The first `num_rows` rows that sample in the last step, which had this shape."""
         assert self._hidden is not None, "no step was computed"
-        numbers, layout = self._step_numbers(shape), shape.layout
-        slots = numbers[layout["sampled_slots"]].view(torch.int32)[:num_rows]
-        return SamplingInputs(self._hidden[:num_rows], slots, numbers[layout["sampled_positions"]][:num_rows])
+        first, layout = self._max_layout_len - shape.layout_len, shape.layout
+        slots, positions = 2 * (first + layout["sampled_slots"].start), first + layout["sampled_positions"].start
+        return SamplingInputs(
+            self._hidden[:num_rows],
+            self._narrow_buffer[slots : slots + num_rows],
+            self._buffer[positions : positions + num_rows],
+        )
 
     def _step_numbers(self, shape: ChunkShape) -> torch.Tensor:
         """[layout_len] int64, which end where the tables begin: both are sent together, and the tables keep their address."""
         return self._buffer[self._max_layout_len - shape.layout_len : self._max_layout_len]
 
     def write(self, rows: ChunkRows, shape: ChunkShape) -> None:
-        """Write the inputs of a step. The slots of its decodes must be current; the rest of the shape is padding."""
+        """Write the inputs of a step. The slots of its decodes must be current but for `rows.words`; the rest of the shape is
+        padding."""
         size = shape.layout_len
         tables = self._flat_tables(rows.chunks)
         numbers = np.zeros(size + -(-len(tables) // 2), dtype=np.int64)
@@ -184,15 +202,24 @@ class ChunkStep:
         first = num_decodes
         for index, span in enumerate(rows.chunks):
             end, context_len = first + len(span.token_ids), span.start + len(span.token_ids)
-            rows_of_span, positions = slice(first, end), np.arange(span.start, context_len)
-            fields["tokens"][rows_of_span], fields["positions"][rows_of_span] = span.token_ids, positions
-            blocks = np.asarray(span.block_table)[positions // self._block_size]
-            fields["slot_mapping"][rows_of_span] = blocks * self._block_size + positions % self._block_size
+            fields["tokens"][first:end], fields["positions"][first:end] = span.token_ids, np.arange(span.start, context_len)
+            fields["slot_mapping"][first:end] = cache_slots(span.block_table, span.start, context_len, self._block_size)
             fields["starts"][index], fields["lens"][index] = first, context_len
             first = end
         fields["starts"][num_chunks:-1], fields["starts"][-1] = first, shape.num_tokens
         fields["lens"][-1] = shape.num_tokens - first
+        self._write_words(fields, rows.words)
         self._staging.send(numbers, into=self._buffer[self._max_layout_len - size :][: len(numbers)])
+
+    def _write_words(self, fields: Mapping[str, Int64Array], words: ops.Words) -> None:
+        """Have the step change these words of slots, or change them before it where they are too many."""
+        if len(words[0]) > WORDS_MAX:
+            self._state.words.write(*words)
+            words = ops.NO_WORDS
+        places, values = words
+        fields["word_places"][: len(places)] = places
+        fields["word_places"][len(places) :] = self._state.words.first("unread")
+        fields["words"].view(np.int32)[: len(values)] = values
 
     def _flat_tables(self, chunks: Sequence[TokenSpan]) -> np.ndarray:
         """The block tables of chunks as rows of `_tables`, flattened, int32, without what follows the last table."""
@@ -208,6 +235,7 @@ class ChunkStep:
     def __call__(self, shape: ChunkShape) -> None:
         """Compute the hidden states of what was written. The host reads no value of the device, so it can be captured."""
         numbers, layout, decodes = self._step_numbers(shape), shape.layout, slice(shape.num_decodes)
+        self._state.words.write_sent(numbers[layout["word_places"]], numbers[layout["words"]].view(torch.int32))
         narrow = numbers[: layout["tokens"].start].to(torch.int32)
         lens = torch.cat([narrow.new_empty(shape.num_decodes), narrow[layout["lens"]]])
         tables = torch.cat([self._tables.new_empty(shape.num_decodes, self._tables.shape[1]), self._tables[: shape.num_chunks]])
@@ -255,17 +283,25 @@ class ChunkSteps:
         self.failure = ""
         """Why some shapes have no graph; empty where all have one."""
 
-    def run(self, prefills: Sequence[ScheduledRequest], slots: Int64Array, positions: Int64Array) -> SamplingInputs | None:
-        """Compute a step (`ChunkRows.of`) up to the inputs of its sampling. None if it fits no shape. Raises
+    def run(self, rows: ChunkRows) -> SamplingInputs | None:
+        """Compute a step up to the inputs of its sampling. None if it fits no shape; its words are not written then. Raises
         `CaptureFailed`."""
-        return self._run_rows(ChunkRows.of(prefills, slots, positions))
+        num_tokens, num_chunks = rows.num_tokens, len(rows.chunks) + 1
+        fitting = (shape for shape in self._shapes if num_tokens <= shape.num_tokens and num_chunks <= shape.num_chunks)
+        shape = next(fitting, None)
+        if shape is None:
+            return None
+        self._capture_shape(shape)
+        self._step.write(rows, shape)
+        self._calls.run(shape, partial(self._step, shape))
+        return self._step.sampling_inputs(len(rows.sampled_rows), shape)
 
     def run_for_timing(self, chunks: Sequence[TokenSpan]) -> torch.Tensor | None:
         """Hidden states of all outputs of `chunks`; None as of `run`. What it leaves in the cache is overwritten before it is
         used."""
         firsts = accumulate((len(span.token_ids) for span in chunks), initial=0)
         sampled_rows = [first + output for first, span in zip(firsts, chunks, strict=False) for output in span.outputs]
-        computed = self._run_rows(PADDING_ONLY._replace(chunks=chunks, sampled_rows=np.array(sampled_rows, dtype=np.int64)))
+        computed = self.run(PADDING_ONLY._replace(chunks=chunks, sampled_rows=np.array(sampled_rows, dtype=np.int64)))
         return None if computed is None else computed.hidden
 
     @property
@@ -287,17 +323,6 @@ class ChunkSteps:
                 break
             ready.append(shape)
         self._shapes = ready[::-1]
-
-    def _run_rows(self, rows: ChunkRows) -> SamplingInputs | None:
-        num_tokens, num_chunks = rows.num_tokens, len(rows.chunks) + 1
-        fitting = (shape for shape in self._shapes if num_tokens <= shape.num_tokens and num_chunks <= shape.num_chunks)
-        shape = next(fitting, None)
-        if shape is None:
-            return None
-        self._capture_shape(shape)
-        self._step.write(rows, shape)
-        self._calls.run(shape, partial(self._step, shape))
-        return self._step.sampling_inputs(len(rows.sampled_rows), shape)
 
     def _capture_shape(self, shape: ChunkShape) -> None:
         """Capture the steps of this shape, unless they are."""

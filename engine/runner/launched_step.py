@@ -25,7 +25,7 @@ class LaunchedStep:
     tokens) for each token whose log-probabilities are requested. `depths`: the number of drafts of a request, by the index of
     its first token; it has one token more than drafts. `inputs`: the input token of each row, which may be a draft; None where
     only the device has them. `begin_sampling`: starts the sampling of a step that waits for masks. `errors`: why a row got no
-    mask, by row.
+    mask, by row. `lacks_tokens`: whether no token could be drawn for some row, known with the outputs.
     """
 
     num_items: int
@@ -37,6 +37,7 @@ class LaunchedStep:
     fetch: Fetch | None = None
     begin_sampling: Callable[[], PendingSampling] | None = None
     errors: dict[int, GrammarError] = field(default_factory=dict)
+    lacks_tokens: bool = False
 
     def complete(self) -> None:
         """Begin what waited for the tokens of the preceding step. Raises when it cannot."""
@@ -70,7 +71,8 @@ class LaunchedStep:
         """One per token."""
         tokens = fetch.tokens()[: self.num_sampled]
         results: list[RowResult] = [*tokens]
-        if NO_TOKEN in tokens:
+        self.lacks_tokens = NO_TOKEN in tokens
+        if self.lacks_tokens:
             results = [None if token == NO_TOKEN else token for token in tokens]
         for index, count in self.scored:
             if results[index] is not None:

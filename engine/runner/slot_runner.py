@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from engine.protocol import PlainReason
-from engine.runner.chunk_step import SamplingInputs
+from engine.runner.chunk_step import ChunkRows, SamplingInputs
 from engine.runner.decode_step import DecodeShape
 from engine.runner.launched_step import LaunchedStep, PendingSampling
 from engine.runner.model_runner import ModelRunner
@@ -32,7 +32,7 @@ from engine.runner.paged_decoder import PlacedTokens
 from engine.runner.row_masks import FillMasks, RowMasks
 from engine.runner.scheduled_rows import SlotStepRows, device_token_indices, draft_token_indices, scored_positions, token_span
 from engine.runner.slot_steps import SlotSteps
-from engine.runner.slots import EMPTY_INT64, Int64Array, SlotTable
+from engine.runner.slots import EMPTY_INT64, Int64Array, SlotTable, SlotWrites
 from engine.runner.token_return import Fetch
 from engine.sampling.columns import Kind, SamplingNeeds
 from engine.scheduling.scheduled_batch import BlockMoves, ScheduledBatch, ScheduledRequest, StepOutput
@@ -151,12 +151,16 @@ class SlotRunner:
         """Launch a step with chunks of prompts: as one graph, or as the plain forward pass computes it."""
         items, sampling_rows = batch.items, _sampling_rows(batch)
         ending = [item for item in batch.prefills if item.samples]
-        slots = self._slots.update(batch, ending)
-        positions = self._slots.positions()
+        writes = SlotWrites()
+        slots = self._slots.update(batch, ending, unsent=writes)
+        words, positions = self.steps.state.packed(writes), self._slots.positions()
         needs = self._sampler.needs(slots)
         fill = self._masks.begin(batch.decodes + ending, needs)
-        sampling_inputs = None if self.steps.chunks is None else self.steps.chunks.run(batch.prefills, slots, positions)
+        sampling_inputs = None
+        if self.steps.chunks is not None:
+            sampling_inputs = self.steps.chunks.run(ChunkRows.of(batch.prefills, slots, positions, words))
         if sampling_inputs is None:
+            self.steps.state.words.write(*words)
             hidden = self._forward_spans(items, dict(zip(sampling_rows, slots.tolist(), strict=True)), None)
             sampling_inputs = self._make_sampling_inputs(hidden, slots, positions)
         launched = LaunchedStep(len(items), len(sampling_rows), rows=sampling_rows, scored=needs.scored)

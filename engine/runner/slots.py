@@ -31,7 +31,7 @@ EMPTY_INT64: Int64Array = np.empty(0, dtype=np.int64)
 
 @dataclass(slots=True)
 class SlotWrites:
-    """Changes to slots, sent before a step.
+    """Changes to slots, sent before a step or with it.
 
     `slots`, `last_tokens`, `num_tokens`: in columns, the slots that get a new length. A negative last token is one that the
     host does not know: the slot keeps the one it has. `blocks`: parts of block tables, (slot, first column, block ids).
@@ -55,6 +55,7 @@ def slot_words(beside: ops.Pieces, device: torch.device, *, num_slots: int, max_
         "last_tokens": (torch.int64, (num_slots,)),
         "num_tokens": (torch.int32, (num_slots,)),
         "tables": (torch.int32, (num_slots, max_blocks)),
+        "unread": (torch.int32, (1,)),
     }
     return ops.DeviceWords({**pieces, **beside}, device, send_numbers=Staging(device).send)
 
@@ -81,6 +82,10 @@ class SlotState:
 
     def write(self, writes: SlotWrites) -> None:
         """Change slots, no value of them twice, with one copy and one operation."""
+        self.words.write(*self.packed(writes))
+
+    def packed(self, writes: SlotWrites) -> ops.Words:
+        """The arguments of `words.write` that change slots, no word twice."""
         offsets, values = array("q"), array("i")
         first, columns = self.words.first("tables"), self.tables.shape[1]
         for slot, column, ids in writes.blocks:
@@ -99,7 +104,7 @@ class SlotState:
         for indices, words in writes.words:
             offsets.frombytes(indices.tobytes())
             values.frombytes(words.tobytes())
-        self.words.write(np.frombuffer(offsets, np.int64), np.frombuffer(values, np.int32))
+        return np.frombuffer(offsets, np.int64), np.frombuffer(values, np.int32)
 
     def advance(
         self,
@@ -168,14 +173,16 @@ class SlotTable:
             if request in self._slot_of:
                 self._lens[self._slot_of[request]] = NOTHING
 
-    def update(self, batch: ScheduledBatch, more: Sequence[ScheduledRequest] = ()) -> Int64Array:
+    def update(
+        self, batch: ScheduledBatch, more: Sequence[ScheduledRequest] = (), *, unsent: SlotWrites | None = None
+    ) -> Int64Array:
         """Bring the slots of the decodes of a step, and then of `more`, up to date for a step that yields a token for each of
-        them. Returns their slots.
+        them. Returns their slots. `unsent`: gets the changes, for a caller that sends them with the step.
 
         Getting the array object of the last step means that slots and order are the same. Where a slot is out of date, the
         host must know the last token that the step reads.
         """
-        decodes, writes = batch.decodes, SlotWrites()
+        decodes, writes = batch.decodes, SlotWrites() if unsent is None else unsent
         if decodes is self._decodes:
             self._remove_rows(range(len(decodes), len(self._requests)))
         else:
@@ -188,7 +195,7 @@ class SlotTable:
         self._decodes = decodes
         if len(self._slot_array) != len(self._slots):
             self._slot_array = np.array(self._slots)
-        if writes:
+        if writes and unsent is None:
             self._state.write(writes)
         return self._slot_array
 

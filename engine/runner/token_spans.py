@@ -7,7 +7,7 @@ in the order given. `sampled_rows` restores the order of the spans.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -62,7 +62,7 @@ def make_forward_inputs(
             slot_mapping.append(block_table[start // block_size] * block_size + start % block_size)
         else:
             positions += range(start, start + len(ids))
-            slot_mapping += _slot_mapping(block_table, start, start + len(ids), block_size)
+            slot_mapping += cache_slots(block_table, start, start + len(ids), block_size).tolist()
     sampled_rows = [first + output for first, span in zip(firsts, spans, strict=True) for output in span.outputs]
     num_tokens = len(token_ids)
     is_every_row = len(sampled_rows) == num_tokens and sampled_rows == list(range(num_tokens))
@@ -89,7 +89,8 @@ def _plans(rows: Sequence[AttentionRow], planners: Sequence[AnyPlanner]) -> Iter
             yield paged
 
 
-def _slot_mapping(block_table: Sequence[int], start: int, end: int, block_size: int) -> list[int]:
+def cache_slots(block_table: Sequence[int], start: int, end: int, block_size: int) -> np.ndarray[Any, Any]:
+    """Where the keys and values of positions `start` to `end` are in the cache: [end - start] int64"""
     positions = np.arange(start, end)
-    slot_mapping: list[int] = (np.asarray(block_table)[positions // block_size] * block_size + positions % block_size).tolist()
-    return slot_mapping
+    slots: np.ndarray[Any, Any] = np.asarray(block_table)[positions // block_size] * block_size + positions % block_size
+    return slots

@@ -121,6 +121,10 @@ class FakePendingStep:
             raise RuntimeError("the device failed")
         return self._found
 
+    @property
+    def lacks_tokens(self) -> bool:
+        return None in self._found
+
 
 class FakeDevice:
     """An `AheadRunner`. `culprits`: ids of requests that fail however they are computed. `fault_rate`: share of launched

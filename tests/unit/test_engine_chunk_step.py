@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.protocol import SamplingParams
-from engine.runner.chunk_step import PADDING_ONLY, ChunkRows, ChunkShape, ChunkStep, ChunkSteps
+from engine.runner.chunk_step import PADDING_ONLY, WORDS_MAX, ChunkRows, ChunkShape, ChunkStep, ChunkSteps
 from engine.runner.cuda_graphs import DirectCalls
 from engine.runner.slot_runner import SlotRunner
 from engine.runner.slots import SlotWrites
@@ -130,6 +130,24 @@ def test_decode_tokens_come_from_slots_and_unused_rows_are_padding(step: ChunkSt
     assert chosen.hidden.flatten().tolist() == [99, 76, 56]
     assert (chosen.slots.tolist(), chosen.positions.tolist()) == ([2, 0, 1], [6, 7, 7])
     assert (chosen.slots.dtype, chosen.positions.dtype) == (torch.int32, torch.int64)
+
+
+@pytest.mark.parametrize("is_beyond_the_graph", [False, True])
+def test_a_step_changes_slots_before_it_reads_them(step: ChunkStep, decoder: FakeDecoder, *, is_beyond_the_graph: bool) -> None:
+    words = step._state.packed(SlotWrites([1], [88], [3], [(1, 0, [6]), (2, 1, [4])]))
+    if is_beyond_the_graph:
+        words = np.repeat(words[0], WORDS_MAX), np.repeat(words[1], WORDS_MAX)
+    step.write(chunk_rows([LAST_TOKEN], [2, 1], decodes=[DECODE])._replace(words=words), SHAPE)
+    assert step._state.last_tokens.tolist() == [76, 88 if is_beyond_the_graph else 0, 99]
+    step(SHAPE)
+    assert decoder.given[0][:2].tolist() == [99, 88]
+    assert decoder.given[2][:2].tolist() == [4 * BLOCK_SIZE + 1, 6 * BLOCK_SIZE + 2]
+    held = step._state.words.on_host
+    assert held is not None
+    before = held.tolist()
+    step.write(PADDING_ONLY, SHAPE)
+    step(SHAPE)
+    assert held.tolist() == before
 
 
 def test_a_full_step_has_no_padding_and_an_empty_step_only_padding(step: ChunkStep, decoder: FakeDecoder) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from engine.grammar.spec import GrammarError
@@ -45,6 +46,13 @@ def test_tokens_of_padding_are_no_results() -> None:
 def test_a_row_for_which_no_token_was_drawn_has_no_result_even_if_it_is_scored() -> None:
     scored = outputs([NO_TOKEN, 8], scores=[score_row(0, 0.0), score_row(8, -0.5)], scored=[(0, 0), (1, 0)])
     assert scored == [None, StepOutput([8], [TokenLogprob(logprob=-0.5, rank=1, top_token_ids=[], top_logprobs=[])])]
+
+
+@pytest.mark.parametrize(("tokens", "lacks_tokens"), [([7, 8], False), ([7, NO_TOKEN], True)])
+def test_a_step_says_whether_a_row_has_no_token(tokens: list[int], *, lacks_tokens: bool) -> None:
+    step = LaunchedStep(2, 2, fetch=ImmediateFetch(tokens))
+    step.outputs()
+    assert step.lacks_tokens == lacks_tokens
 
 
 def test_a_row_that_got_no_mask_ends_with_the_reason() -> None:

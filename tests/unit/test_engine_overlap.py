@@ -55,6 +55,10 @@ class FakePendingStep:
             raise RuntimeError("the device failed")
         return self.found
 
+    @property
+    def lacks_tokens(self) -> bool:
+        return None in self.found
+
 
 class FakeAheadRunner:
     """Generates `token_of`. Steps with a request in one of the sets fail: at launch, completion, in flight, by yielding no
