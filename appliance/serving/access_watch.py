@@ -62,10 +62,10 @@ class AccessWatch:
         await self._watching.stop()
 
     def add(self, request: WaitingRequest | Generation, principal: Principal) -> None:
-        """Watch a request that has just become live or was just admitted. Schedules a check if keys or tenants changed since
-        `principal` was read."""
+        """Watch a request that has just become live or was just admitted. Schedules a check if key or tenant has changed
+        since `principal` was read."""
         _apply(request, principal)
-        if principal.change_count != self._db.principal_changes.value:
+        if not principal.is_current(self._db.principal_changes):
             self._check_due.set()
 
     async def _run(self) -> None:

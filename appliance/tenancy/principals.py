@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from appliance.base.change_count import ChangeCount
 from appliance.base.errors import ExpiredApiKey, InvalidApiKey, ModelNotAllowed, ScopeNotAllowed, TenantSuspended
 from appliance.tenancy.fields import LIMIT_MAX, UNSET, Unset, check_whole
 
@@ -97,6 +98,10 @@ class Principal:
     tenant: Tenant
     key: ApiKey
     change_count: int | None = field(default=None, compare=False)
+
+    def is_current(self, changes: ChangeCount) -> bool:
+        """Return whether neither key nor tenant has changed since they were read."""
+        return changes.is_current(self.change_count, self.tenant.id, self.key.id)
 
     def check_usable(self, now: datetime) -> None:
         """Raise InvalidApiKey, ExpiredApiKey or TenantSuspended if the key may not be used for any request."""
