@@ -318,7 +318,7 @@ async def test_a_disconnect_whose_abort_comes_too_late_ends_as_the_engine_says(
 ) -> None:
     monkeypatch.setattr(serving.client, "abort", lambda _request_id: None)  # an abort that comes too late
     generation = await serving.start(cast.bob, TEXT)
-    await poll_until(lambda: generation._submitted)
+    await poll_until(lambda: generation._bill.submitted)
     generation.end_early("disconnected")
     outcome = await generation.outcome
 
