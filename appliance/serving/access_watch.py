@@ -20,7 +20,6 @@ from appliance.base.errors import GatehouseError
 from appliance.metering.limits.admission import Admission
 from appliance.serving.generation import Generation
 from appliance.serving.waiting_requests import WaitingRequest
-from appliance.tenancy.fields import INFERENCE_SCOPE
 from appliance.tenancy.key_status import end_cause, read_principals
 from appliance.tenancy.model_policies import ModelPolicies
 from appliance.tenancy.principals import Principal, unknown_key
@@ -117,9 +116,7 @@ def _refusal(principal: Principal | None, model: str, now: datetime) -> Gatehous
     try:
         if principal is None:
             raise unknown_key()
-        principal.check_usable(now)
-        principal.check_scope(INFERENCE_SCOPE)
-        principal.check_model(model)
+        principal.check_inference(now, model)
     except GatehouseError as error:
         return error
     return None
