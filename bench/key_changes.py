@@ -1,7 +1,8 @@
 """How long requests wait for their key to be verified after a change of keys or tenants, on SQLite and PostgreSQL.
 
-CLIENTS clients send requests, and what they need is cached. In each of ROUNDS rounds something is changed, and then every client
-has its key verified at the same time, as a request does first. Times are from the change until a client has its principal.
+CLIENTS clients send requests, and what they need is cached. In each of ROUNDS rounds something is changed, and then every
+client has its key verified at the same time, as a request does first. Times are from the change until a client has its
+principal.
 
 own      all clients use one key, which is changed
 leaving  the same, and every second client disconnects while it waits
