@@ -20,7 +20,7 @@ from appliance.tenancy.principals import Limits, Principal
 from tests.support.case_ids import case_id
 from tests.support.clock import START, FakeClock
 from tests.support.factories import adjustment, price, principal
-from tests.support.ledgers import num_running
+from tests.support.ledgers import num_running, num_waiting
 from tests.support.waiting_requests import Queue, Waits, limited
 
 
@@ -361,7 +361,7 @@ async def test_a_request_cancelled_while_being_refused_is_cancelled(queue: Queue
     await queue.submit(bob, 1)
     waiting = await queue.submit(bob, 1)
     queue.admission.reconfigure(limited(bob, Limits(concurrent_requests=0)), {})
-    while queue.admission.waiting:  # noqa: ASYNC110 - each turn of the event loop counts
+    while num_waiting(queue.admission):  # noqa: ASYNC110 - each turn of the event loop counts
         await asyncio.sleep(0)
     waiting.cancel()
     await queue.timer.settle()
@@ -617,7 +617,7 @@ async def test_waiters_leaving_together_cause_one_round_of_retries(queue: Queue,
     for _ in range(40):
         await asyncio.sleep(0)
     tries.stop()
-    assert len(queue.admission.waiting) == admission_queue.WAITERS_PER_QUEUE_MAX // 2
+    assert num_waiting(queue.admission) == admission_queue.WAITERS_PER_QUEUE_MAX // 2
     assert tries.num <= admission_queue.WAITERS_PER_QUEUE_MAX, "everybody was tried again for each who left"
     assert tries.most <= admission_queue.TRIES_PER_TURN, "a whole queue is tried in one turn"
 

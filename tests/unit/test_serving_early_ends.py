@@ -24,7 +24,7 @@ from tests.support.cast import PEPPER, Cast, Person
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import FAIL, HALF, LATE, STALL
 from tests.support.generations import Serving, open_serving, open_watching_serving, text_of
-from tests.support.ledgers import euro_prices, num_running
+from tests.support.ledgers import euro_prices, num_running, num_waiting
 from tests.support.polling import poll_until
 
 pytestmark = pytest.mark.on_either_database
@@ -307,11 +307,11 @@ async def test_a_change_of_limits_reaches_requests_that_wait_for_admission(
     bob = dataclasses.replace(cast.bob, tenant=tenant)
     running = await begun(serving, bob, 2)
     first, second = (asyncio.create_task(serving.start(bob, TEXT, max_tokens=1000)) for _ in range(2))
-    await poll_until(lambda: len(serving.admission.waiting) == 2)
+    await poll_until(lambda: num_waiting(serving.admission) == 2)
 
     await tenants.update(bob.tenant.id, TenantChanges(limits=Limits(concurrent_requests=2)), access=WHOLE_APPLIANCE)
     admitted = await first
-    assert len(serving.admission.waiting) == 1
+    assert num_waiting(serving.admission) == 1
     await tenants.update(bob.tenant.id, TenantChanges(limits=Limits(concurrent_requests=0)), access=WHOLE_APPLIANCE)
     with pytest.raises(RequestExceedsLimit):
         await second

@@ -27,7 +27,7 @@ from tests.support.clock import FakeClock
 from tests.support.engine_messages import engine_status
 from tests.support.fake_engine import STALL
 from tests.support.generations import MODEL, InProcessEngine, Serving, open_serving, text_of
-from tests.support.ledgers import euro_prices, num_running
+from tests.support.ledgers import euro_prices, num_running, num_waiting
 from tests.support.polling import poll_until
 
 pytestmark = pytest.mark.on_either_database
@@ -69,7 +69,7 @@ async def test_draining_refuses_requests_that_wait_for_admission(
     await Tiers(database, clock).update(dora.tenant.tier, admission_wait_ms=60_000)
     running = await serving.start(dora, [STALL, 5])
     waiting = asyncio.create_task(serving.start(dora, TEXT))
-    await poll_until(lambda: bool(serving.admission.waiting))
+    await poll_until(lambda: num_waiting(serving.admission) > 0)
     assert not await serving.generations.drain(0.01)
     async with asyncio.timeout(10):
         for late in (waiting, serving.start(dora, TEXT)):

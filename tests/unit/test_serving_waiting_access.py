@@ -30,7 +30,7 @@ from tests.support.cast import PEPPER, Cast, Person, make_person
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import STALL
 from tests.support.generations import MODEL, Serving, open_watching_serving
-from tests.support.ledgers import num_running
+from tests.support.ledgers import num_running, num_waiting
 from tests.support.polling import poll_until
 
 pytestmark = pytest.mark.on_either_database
@@ -88,12 +88,12 @@ async def test_a_waiting_request_that_lost_its_access_ends_at_once(
     serving: Serving, database: Database, clock: FakeClock, dora: Person, change: str
 ) -> None:
     waiting = asyncio.create_task(serving.start(dora, TEXT))
-    await poll_until(lambda: len(serving.admission.waiting) == 1)
+    await poll_until(lambda: num_waiting(serving.admission) == 1)
     make, error = CHANGES[change]
     await make(Keys(database, clock, PEPPER), Tenants(database, clock), dora, clock)
     with pytest.raises(error):
         await waiting
-    assert serving.admission.waiting == []
+    assert num_waiting(serving.admission) == 0
 
 
 async def test_a_request_whose_access_was_lost_before_it_waits_ends_too(
@@ -118,10 +118,10 @@ async def test_a_change_of_one_key_ends_no_waiting_request_of_another(
     serving: Serving, database: Database, clock: FakeClock, dora: Person, cast: Cast
 ) -> None:
     waiting = asyncio.create_task(serving.start(dora, TEXT))
-    await poll_until(lambda: len(serving.admission.waiting) == 1)
+    await poll_until(lambda: num_waiting(serving.admission) == 1)
     await Keys(database, clock, PEPPER).revoke(cast.bob.key.id, access=WHOLE_APPLIANCE)
     await serving.generations._watch.check()
-    assert len(serving.admission.waiting) == 1
+    assert num_waiting(serving.admission) == 1
     assert not waiting.done()
     waiting.cancel()
 
@@ -133,7 +133,7 @@ async def test_a_request_that_is_admitted_again_does_not_bring_back_the_limits_o
     await Tiers(database, clock).update(dora.tenant.tier, admission_wait_ms=60_000)
     running = [await serving.start(dora, [STALL, 5]) for _ in range(2)]
     waiting = [asyncio.create_task(serving.start(dora, [STALL, 5])) for _ in range(2)]
-    await poll_until(lambda: len(serving.admission.waiting) == 2)
+    await poll_until(lambda: num_waiting(serving.admission) == 2)
     lower = TenantChanges(limits={"concurrent_requests": 1})
     await Tenants(database, clock).update(dora.tenant.id, lower, access=WHOLE_APPLIANCE)
     await serving.generations._watch.check()
@@ -141,7 +141,7 @@ async def test_a_request_that_is_admitted_again_does_not_bring_back_the_limits_o
     for generation in running:
         generation.end_early("disconnected")
     await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-    await poll_until(lambda: len(serving.admission.waiting) + sum(task.done() for task in waiting) == len(waiting))
+    await poll_until(lambda: num_waiting(serving.admission) + sum(task.done() for task in waiting) == len(waiting))
     assert num_running(serving.admission, dora.tenant.id) == 1
     for task in waiting:
         task.cancel()
@@ -160,7 +160,7 @@ async def test_a_request_is_admitted_on_the_terms_that_its_tenant_has_when_its_w
     await ModelPolicies(database, clock).put(MODEL, Limits(concurrent_requests=1))
     running = await serving.start(cast.bob, [STALL, 5])
     waiting = asyncio.create_task(serving.start(dora, TEXT))
-    await poll_until(lambda: len(serving.admission.waiting) == 1)
+    await poll_until(lambda: num_waiting(serving.admission) == 1)
     changed = await Tenants(database, clock).update(dora.tenant.id, change, access=WHOLE_APPLIANCE)
     await serving.generations._watch.check()
     running.end_early("disconnected")

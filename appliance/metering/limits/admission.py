@@ -97,11 +97,6 @@ class Admission:
             result, lambda waiter: self._try(request, allowances, waiter), LimitWait() if wait is None else wait, wait_s
         )
 
-    @property
-    def waiting(self) -> list[Waiter]:
-        """Return the requests that wait for room."""
-        return self._queue.waiting
-
     def reconfigure(self, principals: Mapping[str, Principal], policies: Mapping[str, ModelPolicy]) -> None:
         """Apply changed limits to waiting and running requests. Waiting requests try again, since a limit may have been raised,
         or lowered below their need. `principals` are by key id, `policies` by model. Allowances that are not loaded yet take
