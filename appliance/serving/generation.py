@@ -68,6 +68,7 @@ class Generation:
         self._failure: RequestEnd | None = None
         self._first_token: BatchMoment | None = None
         self._expiry = ExpiryTimer(clock, lambda: self.end_early("key_expired"))
+        self._expiry.set(prepared.principal.key.expires_at)
 
     @property
     def request_id(self) -> str:

@@ -197,25 +197,6 @@ async def test_a_postponed_expiry_ends_nothing(serving: Serving, clock: FakeCloc
     await check(serving, generation, "disconnected", "client")
 
 
-async def test_a_key_revoked_between_its_check_and_the_start_ends_the_request(
-    serving: Serving, database: Database, clock: FakeClock, cast: Cast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    watch, admitted = serving.generations._watch, asyncio.Event()
-    check_keys = watch.check
-
-    async def check_late() -> None:
-        await admitted.wait()
-        await check_keys()
-
-    await Keys(database, clock, PEPPER).revoke(cast.bob.key.id, access=WHOLE_APPLIANCE)
-    monkeypatch.setattr(watch, "check", check_late)
-    serving.engine.allow_steps(0)
-    generation = await serving.start(cast.bob, TEXT)  # with the principal that was read before the change
-    admitted.set()
-
-    await check(serving, generation, "aborted", "key_revoked")
-
-
 async def hard_budget(database: Database, clock: FakeClock, bob: Person, micros: int, *, cut: bool = True) -> Person:
     """Return Bob with a monthly budget and a price of one micro-unit per token."""
     await euro_prices(database, clock).add(

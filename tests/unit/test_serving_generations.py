@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -18,11 +17,13 @@ from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.limit_waits import LimitWait
 from appliance.metering.limits.reservations import Reservation
 from appliance.tenancy.access import WHOLE_APPLIANCE
-from appliance.tenancy.principals import Limits
+from appliance.tenancy.keys import Keys
+from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
 from appliance.tenancy.roles import Action, TenantRole
+from appliance.tenancy.tenants import Tenants
 from appliance.tenancy.tiers import Tiers
 from engine.protocol import EngineFrame, RequestProgress
-from tests.support.cast import Cast, make_person, member_of
+from tests.support.cast import PEPPER, Cast, make_person, member_of
 from tests.support.clock import FakeClock
 from tests.support.engine_messages import engine_status
 from tests.support.fake_engine import STALL
@@ -174,7 +175,7 @@ async def test_a_request_whose_engine_died_while_it_waited_reserves_nothing(
 
 async def test_refusals_of_a_limit_in_shadow_mode_are_counted(serving: Serving, database: Database, clock: FakeClock) -> None:
     dora = await make_person(database, clock, "dora", Limits(concurrent_requests=1))
-    dora = dataclasses.replace(dora, tenant=dataclasses.replace(dora.tenant, limit_mode="shadow"))
+    await Tenants(database, clock).update(dora.tenant.id, TenantChanges(limit_mode="shadow"), access=WHOLE_APPLIANCE)
     for _ in range(2):
         await text_of(await serving.start(dora, TEXT))
         running = await serving.start(dora, [STALL, 5])
@@ -184,9 +185,12 @@ async def test_refusals_of_a_limit_in_shadow_mode_are_counted(serving: Serving, 
     assert '{reason="tenant_concurrency"} 2.0' in (await serving.metrics.render()).decode()
 
 
-async def test_the_expiry_of_a_key_ends_its_running_requests(serving: Serving, cast: Cast, clock: FakeClock) -> None:
-    key = dataclasses.replace(cast.bob.key, expires_at=clock.now() + timedelta(hours=1))
-    generation = await serving.start(dataclasses.replace(cast.bob, key=key), [STALL, 5])
+async def test_the_expiry_of_a_key_ends_its_running_requests(
+    serving: Serving, database: Database, cast: Cast, clock: FakeClock
+) -> None:
+    expiring = KeyChanges(expires_at=clock.now() + timedelta(hours=1))
+    await Keys(database, clock, PEPPER).update(cast.bob.key.id, expiring, access=WHOLE_APPLIANCE)
+    generation = await serving.start(cast.bob, [STALL, 5])
     timer = generation._expiry._timer
     assert timer is not None
     assert 3500 < timer.when() - asyncio.get_running_loop().time() <= 3600

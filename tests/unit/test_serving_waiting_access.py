@@ -20,6 +20,7 @@ from appliance.base.errors import (
     ScopeNotAllowed,
     TenantSuspended,
 )
+from appliance.serving.generation import Generation
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.model_policies import ModelPolicies
@@ -167,3 +168,55 @@ async def test_a_request_is_admitted_on_the_terms_that_its_tenant_has_when_its_w
     event = await serving.event(await waiting)
     terms = (event.currency, event.price_basis_points)
     assert terms == (("USD", 10_000) if changed.currency else ("EUR", 5_000))
+
+
+async def test_a_request_that_is_admitted_again_keeps_its_place(serving: Serving, database: Database, clock: FakeClock) -> None:
+    dora = await make_person(database, clock, "dora", Limits(concurrent_requests=1))
+    await Tiers(database, clock).update(dora.tenant.tier, admission_wait_ms=60_000)
+    running = await serving.start(dora, [STALL, 5])
+    first = asyncio.create_task(serving.start(dora, [STALL, 5]))
+    await poll_until(lambda: num_waiting(serving.admission) == 1)
+    await serving.generations._prices.add(model=MODEL, currency="EUR", prompt=1, cached_prompt=1, completion=1)
+    second = asyncio.create_task(serving.start(dora, [STALL, 5]))
+    await poll_until(lambda: num_waiting(serving.admission) == 2)
+
+    running.end_early("disconnected")
+    await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
+    assert (first.done(), second.done()) == (True, False)
+    assert (await serving.event(first.result())).price_id is not None
+    second.cancel()
+
+
+async def wait_unseen_by_the_watch(
+    serving: Serving, database: Database, clock: FakeClock, cast: Cast, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Person, Generation, asyncio.Task[Generation]]:
+    """Return a person without usage, another person's request, and one of hers that waits for its end. What changes from then
+    on is not read by the access watch."""
+    dora = await make_person(database, clock, "dora")
+    await Tiers(database, clock).update(dora.tenant.tier, admission_wait_ms=60_000)
+    await ModelPolicies(database, clock).put(MODEL, Limits(concurrent_requests=1))
+    running = await serving.start(cast.bob, [STALL, 5])
+    waiting = asyncio.create_task(serving.start(dora, TEXT))
+    await poll_until(lambda: num_waiting(serving.admission) == 1)
+    monkeypatch.setattr(database.principal_changes, "listeners", [])
+    return dora, running, waiting
+
+
+async def test_no_request_is_admitted_in_a_currency_that_its_tenant_no_longer_has(
+    serving: Serving, database: Database, clock: FakeClock, cast: Cast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dora, running, waiting = await wait_unseen_by_the_watch(serving, database, clock, cast, monkeypatch)
+    await Tenants(database, clock).update(dora.tenant.id, TenantChanges(currency="USD"), access=WHOLE_APPLIANCE)
+    running.end_early("disconnected")
+    assert (await serving.event(await waiting)).currency == "USD"
+
+
+async def test_no_request_is_admitted_with_a_key_that_is_revoked(
+    serving: Serving, database: Database, clock: FakeClock, cast: Cast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dora, running, waiting = await wait_unseen_by_the_watch(serving, database, clock, cast, monkeypatch)
+    await Keys(database, clock, PEPPER).revoke(dora.key.id, access=WHOLE_APPLIANCE)
+    running.end_early("disconnected")
+    with pytest.raises(InvalidApiKey):
+        await waiting
+    assert num_running(serving.admission, dora.tenant.id) == 0
