@@ -85,7 +85,7 @@ class Generations:
         self._tasks: set[asyncio.Task[None]] = set()
         self._checkpoints = Background(
             "checkpoints",
-            lambda: repeat(self._checkpoint, CHECKPOINT_INTERVAL_S, failure="running requests could not be checkpointed"),
+            lambda: repeat(self.checkpoint, CHECKPOINT_INTERVAL_S, failure="running requests could not be checkpointed"),
         )
         self._idle = asyncio.Event()
         self._idle.set()
@@ -261,7 +261,7 @@ class Generations:
         self._watch.start()
         self._checkpoints.start()
 
-    def checkpoint(self) -> None:
+    async def checkpoint(self) -> None:
         """Checkpoint the current usage of live requests in the ledger."""
         running = [generation for generation in self._generations() if generation.live.state != "finished"]
         usages = {generation.request_id: generation.usage for generation in running if generation.live.completion_tokens > 0}
@@ -348,9 +348,6 @@ class Generations:
         del self._requests[request_id]
         if not self._requests:
             self._idle.set()
-
-    async def _checkpoint(self) -> None:
-        self.checkpoint()
 
 
 def _draining() -> Draining:

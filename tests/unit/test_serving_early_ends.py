@@ -331,7 +331,7 @@ async def test_a_checkpoint_that_fails_is_logged_and_the_next_one_follows(
 ) -> None:
     calls: list[int] = []
 
-    def fail_once() -> None:
+    async def fail_once() -> None:
         calls.append(len(calls))
         if len(calls) == 1:
             raise ValueError("a bug")

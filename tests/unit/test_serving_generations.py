@@ -245,7 +245,7 @@ async def test_an_ended_but_unsettled_request_is_neither_revived_nor_checkpointe
     ]  # fmt: skip
     for requests in (None, late):
         serving.generations.note_frame(EngineFrame(status=engine_status(requests=requests)))
-    serving.generations.checkpoint()
+    await serving.generations.checkpoint()
     assert (generation.live.state, generation.live.kv_blocks, checkpoints) == ("finished", 0, [])
     disk.set()
     assert await serving.generations.drain(5.0)
@@ -259,6 +259,6 @@ async def test_a_request_is_checkpointed_from_its_first_token_on(
     serving.engine.allow_steps(1)
     generation = await serving.start(cast.bob, TEXT)
     await poll_until(lambda: generation.live.completion_tokens == 1)
-    serving.generations.checkpoint()
+    await serving.generations.checkpoint()
     assert checkpoints == [{generation.request_id: Usage(prompt_tokens=len(serving.ids(TEXT)), completion_tokens=1)}]
     generation.end_early("disconnected")
