@@ -194,7 +194,9 @@ class Keys:
             # Of those that use the key at once, one reads it. The count keeps out reads that were begun before a change.
             cached = await self._reads.get((cache_key, changes.value), partial(self._read, cache_key, prefix, secret))
         now = self._clock.now()
-        _check_usable(cached, now, address)
+        cached.principal.check_usable(now)
+        if cached.networks is not None and not is_in(address, cached.networks):
+            raise AddressNotAllowed("this key may not be used from this address")
         self._last_used[cached.principal.key.id] = now
         return cached.principal
 
@@ -267,12 +269,6 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "allowed_models": optional(lambda value: list(check_names(value, "allowed_models"))),
     "allowed_networks": optional(lambda value: list(check_networks(value))),
 }
-
-
-def _check_usable(cached: _CachedKey, now: datetime, address: str) -> None:
-    cached.principal.check_usable(now)
-    if cached.networks is not None and not is_in(address, cached.networks):
-        raise AddressNotAllowed("this key may not be used from this address")
 
 
 def _is_unrevoked(key_id: str) -> ColumnElement[bool]:
