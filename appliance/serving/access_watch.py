@@ -70,7 +70,7 @@ class AccessWatch:
         """
         changes = self._db.principal_changes
         while not request.prepared.principal.is_current(changes):
-            key_id = request.live.key_id
+            key_id = request.prepared.principal.key.id
             principals = await self._reads.get((key_id, changes.value), partial(read_principals, self._db, {key_id}))
             request.set_principal(_checked(principals.get(key_id), request.prepared.model.name, self._clock.now()))
 
