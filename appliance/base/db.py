@@ -17,6 +17,7 @@ from sqlalchemy.engine import URL
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 from sqlalchemy.pool import NullPool
 
+from appliance.base.change_count import ChangeCount
 from appliance.base.database_encoding import server_url
 from appliance.base.sqlite_thread import SqliteThread
 
@@ -98,16 +99,17 @@ class Database:
             call(self)
 
     @asynccontextmanager
-    async def changing_principals(self) -> AsyncIterator[AsyncConnection]:
-        """Like `writing`, for changes to principals (tenants, keys, permissions): increments `principal_changes` afterwards.
+    async def changing_principals(self, changed: str) -> AsyncIterator[AsyncConnection]:
+        """Like `writing`, for changes to principals (tenants, keys, permissions): counts a change of `changed`, the id of a
+        tenant or key or the name of a table that is cached as a whole, in `principal_changes` afterwards.
 
-        The counter is incremented even on failure: a COMMIT that was cancelled or lost its answer may have succeeded.
+        It is counted even on failure: a COMMIT that was cancelled or lost its answer may have succeeded.
         """
         try:
             async with self.writing() as connection:
                 yield connection
         finally:
-            self.principal_changes.bump()
+            self.principal_changes.bump(changed)
 
     async def batch_write(self, fn: Callable[Concatenate[Connection, P], T], *args: P.args, **options: P.kwargs) -> T:
         """Run `fn(connection, …)` in one transaction and return its result.
@@ -176,20 +178,6 @@ def _write_nothing(connection: Connection) -> None:
 
 
 _Call = Callable[[Database], object]
-
-
-class ChangeCount:
-    """Counts (possible) changes to rows that this process caches; a cache filled at a lower count must be reloaded."""
-
-    def __init__(self) -> None:
-        self.value = 0
-        self.listeners: list[Callable[[], None]] = []
-
-    def bump(self) -> None:
-        """Count a possible change. Called after COMMIT and before the caller learns its result."""
-        self.value += 1
-        for listener in self.listeners:
-            listener()
 
 
 def insert_for(kind: str, table: Table) -> Any:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from appliance.base.db import Database
 from appliance.base.errors import InvalidValue, NotFound, PriceBegun
 from appliance.base.ids import new_id
 from appliance.base.money import PERCENT_MAX, PRICE_MICROS_MAX, discounted
+from appliance.base.shared_reads import SharedReads
 from appliance.base.tables import prices
 from appliance.tenancy.audit import record, recorded_fields
 from appliance.tenancy.fields import TIERS, check_choice, check_currency, check_name, check_whole
@@ -87,6 +89,7 @@ class PriceBook:
         self._clock = clock
         self._currency = currency
         self._by_model: dict[str, Sequence[Price]] = {}
+        self._reads: SharedReads[tuple[str, int], Sequence[Price]] = SharedReads()
         self._changes = 0
 
     async def add(
@@ -160,7 +163,7 @@ class PriceBook:
         """Return the price of `model` in `currency` (None: the appliance's) that is in force at `at`, or None."""
         cached = self._by_model.get(model)
         if cached is None:
-            cached = await self._read(model)
+            cached = await self._reads.get((model, self._changes), partial(self._read, model))
         currency = currency or self._currency
         in_force = [price for price in cached if price.effective_from <= at and price.currency == currency]
         return in_force[-1] if in_force else None

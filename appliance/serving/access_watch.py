@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection
 from datetime import datetime
+from functools import partial
 
 import structlog
 
@@ -17,10 +18,10 @@ from appliance.base.clock import Clock
 from appliance.base.consecutive_failures import ConsecutiveFailures
 from appliance.base.db import Database
 from appliance.base.errors import GatehouseError
+from appliance.base.shared_reads import SharedReads
 from appliance.metering.limits.admission import Admission
 from appliance.serving.generation import Generation
 from appliance.serving.waiting_requests import WaitingRequest
-from appliance.tenancy.fields import INFERENCE_SCOPE
 from appliance.tenancy.key_status import end_cause, read_principals
 from appliance.tenancy.model_policies import ModelPolicies
 from appliance.tenancy.principals import Principal, unknown_key
@@ -48,6 +49,7 @@ class AccessWatch:
         self._admission = admission
         self._policies = policies
         self._check_due = asyncio.Event()
+        self._reads: SharedReads[tuple[str, int], dict[str, Principal]] = SharedReads()
         self._watching = Background("access watch", self._run)
 
     def start(self) -> None:
@@ -61,12 +63,16 @@ class AccessWatch:
             self._db.principal_changes.listeners.remove(self._check_due.set)
         await self._watching.stop()
 
-    def add(self, request: WaitingRequest | Generation, principal: Principal) -> None:
-        """Watch a request that has just become live or was just admitted. Schedules a check if keys or tenants changed since
-        `principal` was read."""
-        _apply(request, principal)
-        if principal.change_count != self._db.principal_changes.value:
-            self._check_due.set()
+    async def refresh(self, request: WaitingRequest) -> None:
+        """Read the key of a waiting request until nothing has changed since: `check` may not have come to a change yet.
+
+        Raises the error that the next request of the key would get.
+        """
+        changes = self._db.principal_changes
+        while not request.prepared.principal.is_current(changes):
+            key_id = request.prepared.principal.key.id
+            principals = await self._reads.get((key_id, changes.value), partial(read_principals, self._db, {key_id}))
+            request.set_principal(_checked(principals.get(key_id), request.prepared.model.name, self._clock.now()))
 
     async def _run(self) -> None:
         failures = ConsecutiveFailures()
@@ -92,34 +98,23 @@ class AccessWatch:
         now = self._clock.now()
         for request in live:
             principal = principals.get(request.live.key_id)
-            if principal is not None:
-                _apply(request, principal)
             if isinstance(request, WaitingRequest):
-                error = _refusal(principal, request.prepared.model.name, now)
-                if error is not None:
+                try:
+                    request.set_principal(_checked(principal, request.prepared.model.name, now))
+                except GatehouseError as error:
                     request.end(error)
             elif (reason := end_cause(principal, now)) is not None:
                 request.end_early(reason)
+            else:
+                assert principal is not None, "a missing key is a cause to end"
+                request.set_expiry(principal.key.expires_at)  # a generation keeps the other terms of its admission
         self._admission.reconfigure(principals, policies)
 
 
-def _apply(request: WaitingRequest | Generation, principal: Principal) -> None:
-    """Apply the current state of its tenant and key to a request: a generation keeps the terms of its admission."""
-    if isinstance(request, WaitingRequest):
-        request.set_principal(principal)
-    else:
-        request.set_expiry(principal.key.expires_at)
-
-
-def _refusal(principal: Principal | None, model: str, now: datetime) -> GatehouseError | None:
-    """Return the error that the next request of a key would get before it is admitted; None if it would be admitted. A missing
-    key counts as revoked."""
-    try:
-        if principal is None:
-            raise unknown_key()
-        principal.check_usable(now)
-        principal.check_scope(INFERENCE_SCOPE)
-        principal.check_model(model)
-    except GatehouseError as error:
-        return error
-    return None
+def _checked(principal: Principal | None, model: str, now: datetime) -> Principal:
+    """Return the principal. Raises the error that the next request of its key would get before it is admitted. A missing key
+    counts as revoked."""
+    if principal is None:
+        raise unknown_key()
+    principal.check_inference(now, model)
+    return principal

@@ -26,7 +26,8 @@ log = structlog.get_logger()
 
 
 class Bill:
-    """Reservation and usage event of `live`. Nothing is billed before its prompt was computed or a token generated."""
+    """Reservation and usage event of `live`. It is `submitted` once the engine has it, and `billable` once its prompt was
+    computed or a token generated: nothing is billed before."""
 
     def __init__(
         self,
@@ -40,6 +41,7 @@ class Bill:
         metrics: Metrics,
     ) -> None:
         self.billable = False
+        self.submitted = False
         self._live = live
         self._model = model
         self._event = event
@@ -48,7 +50,6 @@ class Bill:
         self._clock = clock
         self._metrics = metrics
         self._reservation_ended = False
-        self._submitted = False
         self._settled = False
 
     @property
@@ -77,7 +78,7 @@ class Bill:
 
     def note_submitted(self) -> None:
         """Note that the request was submitted to the engine: from now on its tokens must appear in a record."""
-        self._submitted = True
+        self.submitted = True
         self._model.engine.stats.reconciliation.note_submitted()
 
     def record_progress(self, event: TokenEvent) -> bool:
@@ -133,7 +134,7 @@ class Bill:
             log.exception("usage record could not be written", request_id=self._live.id)
             self._metrics.unrecorded(usage.total_tokens)
             self._reservation.mark_recorded()
-        if self._submitted:
+        if self.submitted:
             self._model.engine.stats.reconciliation.note_settled(
                 generated_tokens=sum(answer.generated_tokens for answer in answers),
                 billed_completion=usage.completion_tokens,

@@ -14,7 +14,7 @@ from appliance.metering.prices import PriceBook
 from appliance.serving.model_registry import ModelRegistry, ServedModel, model_not_found
 from appliance.serving.request_limits import RequestLimits
 from appliance.serving.tokenizer import output_room
-from appliance.tenancy.fields import DEFAULT_SCOPES, INFERENCE_SCOPE
+from appliance.tenancy.fields import DEFAULT_SCOPES
 from appliance.tenancy.model_policies import ModelPolicies
 from appliance.tenancy.principals import ApiKey, Limits, Principal, Tenant
 from appliance.tenancy.tiers import Tiers
@@ -114,11 +114,9 @@ class DryRuns:
     ) -> GatehouseError | None:
         """Return the error of the checks that precede the limits, or None."""
         try:
-            principal.check_usable(self._clock.now())
-            principal.check_scope(INFERENCE_SCOPE)
+            principal.check_inference(self._clock.now(), None if served is None else served.name)
             if served is None:
                 return model_not_found(hypothetical.model)
-            principal.check_model(hypothetical.model)
             if served.max_model_len is not None:
                 output_room(
                     prompt_tokens=hypothetical.prompt_tokens,

@@ -68,7 +68,7 @@ class Generation:
         self._failure: RequestEnd | None = None
         self._first_token: BatchMoment | None = None
         self._expiry = ExpiryTimer(clock, lambda: self.end_early("key_expired"))
-        self._submitted = False
+        self._expiry.set(prepared.principal.key.expires_at)
 
     @property
     def request_id(self) -> str:
@@ -91,7 +91,7 @@ class Generation:
         if self.live.state == "finished" or self._early_end is not None:
             return
         self._early_end = early_end(reason)
-        if self._submitted:
+        if self._bill.submitted:
             self._model.engine.abort(self.request_id)
 
     def set_expiry(self, expires_at: datetime | None) -> None:
@@ -154,7 +154,6 @@ class Generation:
         """Submit the request, and return how it ended once every answer has had its final event, which has exact counts; also
         after one of them failed."""
         self._model.engine.submit(self._prepared.generation_request(self._limits.queue_deadline_s), self)
-        self._submitted = True
         self._bill.note_submitted()
         return await self._engine_end
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
 
 import structlog
 
@@ -15,7 +17,7 @@ from appliance.metering.ledger.writer import Ledger
 from appliance.metering.limits.admission import Admission
 from appliance.metering.limits.refusals import not_priced
 from appliance.metering.limits.reservations import Reservation
-from appliance.metering.prices import PriceBook
+from appliance.metering.prices import Price, PriceBook
 from appliance.serving.access_watch import AccessWatch
 from appliance.serving.bill import Bill
 from appliance.serving.endings import RETRY_AFTER_DRAINING_S
@@ -28,7 +30,7 @@ from appliance.serving.request_limits import RequestLimits
 from appliance.serving.waiting_requests import WaitingRequest
 from appliance.telemetry.metrics import Metrics
 from appliance.tenancy.access import Access
-from appliance.tenancy.model_policies import ModelPolicies
+from appliance.tenancy.model_policies import ModelPolicies, ModelPolicy
 from appliance.tenancy.roles import Action
 from appliance.tenancy.tiers import Tiers
 from engine.protocol import EngineFrame, RequestProgress
@@ -38,6 +40,17 @@ RETRY_AFTER_OVERLOADED_S = 1.0
 ABORT_WAIT_S = 5.0
 
 log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Terms:
+    """On what a request is admitted. Two are equal if they make the same bill."""
+
+    tier: str
+    currency: str | None
+    price: Price | None
+    wait_s: float = field(compare=False)
+    policy: ModelPolicy | None = field(compare=False)
 
 
 class Generations:
@@ -72,7 +85,7 @@ class Generations:
         self._tasks: set[asyncio.Task[None]] = set()
         self._checkpoints = Background(
             "checkpoints",
-            lambda: repeat(self._checkpoint, CHECKPOINT_INTERVAL_S, failure="running requests could not be checkpointed"),
+            lambda: repeat(self.checkpoint, CHECKPOINT_INTERVAL_S, failure="running requests could not be checkpointed"),
         )
         self._idle = asyncio.Event()
         self._idle.set()
@@ -137,14 +150,12 @@ class Generations:
         waiting = WaitingRequest(prepared, self._clock)
         self._requests[prepared.request_id] = waiting
         self._idle.clear()
-        self._watch.add(waiting, prepared.principal)
         try:
             generation = await self._admitted(waiting)
         except BaseException:
             self._remove(prepared.request_id)
             raise
         self._run(generation)
-        self._watch.add(generation, waiting.prepared.principal)
         try:
             await asyncio.shield(generation.admitted)
         except asyncio.CancelledError:
@@ -164,30 +175,44 @@ class Generations:
     async def _admit(self, waiting: WaitingRequest) -> Reservation:
         """Reserve the request's limits, at the price and on the terms of its tenant that are in force at admission.
 
-        Its wait includes those of attempts that were repeated because these had changed.
+        If they change while it waits, it is admitted again, in its place: nothing is awaited between the end of one reservation
+        and the next attempt. Its wait includes all attempts.
         """
+        terms = await self._terms(waiting, self._clock.now())
         while True:
             prepared = waiting.prepared
-            tenant = prepared.principal.tenant
-            tier, currency = await self._tiers.get(tenant.tier), tenant.currency
-            price = await self._prices.current(prepared.model.name, self._clock.now(), currency=currency)
-            if price is None and self._limits.refuse_unpriced:
-                raise not_priced(prepared.model.name, currency)
-            policy = await self._policies.find(prepared.model.name)
-            reservation = await self._admission.admit(
-                prepared.admission_request(price, policy), tier.admission_wait_ms / 1000, waiting.wait
-            )
+            request = prepared.admission_request(terms.price, terms.policy)
+            reservation = await self._admission.admit(request, terms.wait_s, waiting.wait)
             try:
                 self.check_can_accept(prepared.model, prepared.principal.tenant.id)  # again, because admission may have waited
-                price_now = await self._prices.current(prepared.model.name, reservation.admitted_at, currency=currency)
-                tenant_now = waiting.prepared.principal.tenant
-                if (price_now, tenant_now.tier, tenant_now.currency) == (price, tenant.tier, currency):
+                reserved_on, terms = terms, await self._terms(waiting, reservation.admitted_at)
+                if terms == reserved_on:
                     self._count_exceptions(reservation)
                     return reservation
             except BaseException:
                 reservation.void()
                 raise
-            reservation.void()  # price or terms changed while the request waited: admit it again
+            reservation.void()
+
+    async def _terms(self, waiting: WaitingRequest, at: datetime) -> _Terms:
+        """Return the terms of a request at `at`. Raises ModelNotPriced, and the error of a key that may no longer be used."""
+        model = waiting.prepared.model.name
+        while True:
+            tenant = waiting.prepared.principal.tenant
+            terms = _Terms(
+                tier=tenant.tier,
+                wait_s=(await self._tiers.get(tenant.tier)).admission_wait_ms / 1000,
+                currency=tenant.currency,
+                price=await self._prices.current(model, at, currency=tenant.currency),
+                policy=await self._policies.find(model),
+            )
+            await self._watch.refresh(waiting)  # last, so that the tenant's terms are current until the next await
+            latest = waiting.prepared.principal.tenant
+            if (latest.tier, latest.currency) == (tenant.tier, tenant.currency):
+                break
+        if terms.price is None and self._limits.refuse_unpriced:
+            raise not_priced(model, terms.currency)
+        return terms
 
     def _count_exceptions(self, reservation: Reservation) -> None:
         """Count what stricter settings would have refused: limits in shadow mode, and a missing price."""
@@ -236,7 +261,7 @@ class Generations:
         self._watch.start()
         self._checkpoints.start()
 
-    def checkpoint(self) -> None:
+    async def checkpoint(self) -> None:
         """Checkpoint the current usage of live requests in the ledger."""
         running = [generation for generation in self._generations() if generation.live.state != "finished"]
         usages = {generation.request_id: generation.usage for generation in running if generation.live.completion_tokens > 0}
@@ -323,9 +348,6 @@ class Generations:
         del self._requests[request_id]
         if not self._requests:
             self._idle.set()
-
-    async def _checkpoint(self) -> None:
-        self.checkpoint()
 
 
 def _draining() -> Draining:

@@ -28,6 +28,7 @@ class WaitingRequest:
         self._task = asyncio.current_task()  # None once it no longer waits
         self._error: GatehouseError | None = None
         self._expiry = ExpiryTimer(clock, lambda: self.end(ExpiredApiKey("the API key has expired")))
+        self._expiry.set(prepared.principal.key.expires_at)
 
     @property
     def live(self) -> LiveRequest:

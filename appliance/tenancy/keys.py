@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any
 
 from sqlalchemy import BindParameter, ColumnElement, bindparam, func, insert, or_, select, update
@@ -19,6 +20,7 @@ from appliance.base.clock import Clock
 from appliance.base.db import Database
 from appliance.base.errors import AddressNotAllowed, Conflict, InvalidValue, NotFound
 from appliance.base.ids import new_id
+from appliance.base.shared_reads import SharedReads
 from appliance.base.tables import api_keys, tenants
 from appliance.tenancy.access import Access
 from appliance.tenancy.audit import record, recorded_fields
@@ -55,20 +57,21 @@ _NOT_INHERITED = ("id", "prefix", "digest", "created_at", "last_used_at", "revok
 
 @dataclass(frozen=True, slots=True)
 class _CachedKey:
-    """A verified key, valid until the change counter exceeds the value at which it was read."""
+    """A verified key, valid until it or its tenant changes."""
 
     principal: Principal
     networks: tuple[Network, ...] | None
 
 
 class Keys:
-    """The store of keys. Verified keys are cached; any change of a tenant or key by this process invalidates the cache."""
+    """The store of keys. Verified keys are cached until this process changes the key or its tenant."""
 
     def __init__(self, db: Database, clock: Clock, pepper: bytes) -> None:
         self._db = db
         self._clock = clock
         self._pepper = pepper
         self._cache: dict[bytes, _CachedKey] = {}
+        self._reads: SharedReads[tuple[bytes, int], _CachedKey] = SharedReads()
         self._cache_secret = os.urandom(32)
         self._last_used: dict[str, datetime] = {}
 
@@ -78,10 +81,11 @@ class Keys:
         """Return (key, secret); the secret cannot be read again. Raises NotFound, RoleNotAllowed, Conflict and InvalidValue."""
         access.require(Action.KEYS, tenant_id)
         columns = _DEFAULT_COLUMNS | self._changed_columns(dataclasses.replace(terms, name=name)) | {"tenant_id": tenant_id}
-        async with self._db.changing_principals() as connection:
+        key_id = new_id("key")
+        async with self._db.changing_principals(key_id) as connection:
             await _check_tenant(connection, tenant_id)
             await _check_key_count(connection, tenant_id, self._clock.now())
-            key, secret = await self._insert(connection, new_id("key"), columns, access)
+            key, secret = await self._insert(connection, key_id, columns, access)
             await self._record(connection, "key.create", None, key)
         return key, secret
 
@@ -132,7 +136,7 @@ class Keys:
         """
         columns = self._changed_columns(changes)
         not_replaced = [api_keys.c.replaced_by.is_(None)] if "expires_at" in columns else []
-        async with self._db.changing_principals() as connection:
+        async with self._db.changing_principals(key_id) as connection:
             before = await _get(connection, key_id, access, Action.KEYS, lock=True)
             if columns:
                 await connection.execute(update(api_keys).where(_is_unrevoked(key_id), *not_replaced).values(**columns))
@@ -146,7 +150,7 @@ class Keys:
 
     async def revoke(self, key_id: str, *, access: Access) -> ApiKey:
         """Revoke the key and return it. Raises NotFound and RoleNotAllowed; idempotent."""
-        async with self._db.changing_principals() as connection:
+        async with self._db.changing_principals(key_id) as connection:
             before = await _get(connection, key_id, access, Action.KEYS, lock=True)
             await _revoke(connection, key_id, self._clock.now())
             key = await _get(connection, key_id, access, Action.KEYS)
@@ -161,7 +165,7 @@ class Keys:
         """
         check_whole(grace_s, "grace_s", 0, GRACE_S_MAX)
         successor_id, now = new_id("key"), self._clock.now()
-        async with self._db.changing_principals() as connection:
+        async with self._db.changing_principals(key_id) as connection:
             current = await _get(connection, key_id, access, Action.KEYS, lock=True)
             inherited = await _inherited(connection, key_id)
             await _check_tenant(connection, current.tenant_id)
@@ -185,11 +189,14 @@ class Keys:
             raise unknown_key()
         # Not the stored digest: it takes ten times as long and releases the GIL.
         cache_key = hashlib.blake2b(secret.encode(), key=self._cache_secret).digest()
-        cached = self._cache.get(cache_key)
-        if cached is None or cached.principal.change_count != self._db.principal_changes.value:
-            cached = self._store_in_cache(cache_key, await self._read(prefix, keyed_digest(self._pepper, secret)))
+        cached, changes = self._cache.get(cache_key), self._db.principal_changes
+        if cached is None or not cached.principal.is_current(changes):
+            # Of those that use the key at once, one reads it. The count keeps out reads that were begun before a change.
+            cached = await self._reads.get((cache_key, changes.value), partial(self._read, cache_key, prefix, secret))
         now = self._clock.now()
-        _check_usable(cached, now, address)
+        cached.principal.check_usable(now)
+        if cached.networks is not None and not is_in(address, cached.networks):
+            raise AddressNotAllowed("this key may not be used from this address")
         self._last_used[cached.principal.key.id] = now
         return cached.principal
 
@@ -209,9 +216,10 @@ class Keys:
             self._last_used = used | self._last_used
             raise
 
-    async def _read(self, prefix: str, digest: str) -> _CachedKey:
-        """Read the key with this prefix and its tenant. Raises InvalidApiKey if it is revoked or the digest differs."""
-        change_count = self._db.principal_changes.value
+    async def _read(self, cache_key: bytes, prefix: str, secret: str) -> _CachedKey:
+        """Read the key with this prefix and its tenant, and cache them. Raises InvalidApiKey if it is revoked or the secret is
+        not its own."""
+        change_count, digest = self._db.principal_changes.value, keyed_digest(self._pepper, secret)
         async with self._db.reading() as connection:
             row = (await connection.execute(select(api_keys).where(api_keys.c.prefix == prefix))).mappings().first()
             if row is None or not hmac.compare_digest(row["digest"], digest) or row["revoked_at"] is not None:
@@ -219,13 +227,11 @@ class Keys:
             owner = (await connection.execute(select(tenants).where(tenants.c.id == row["tenant_id"]))).mappings().one()
         key = key_from_row(row)
         networks = None if key.allowed_networks is None else tuple(map(ipaddress.ip_network, key.allowed_networks))
-        return _CachedKey(Principal(tenant=tenant_from_row(owner), key=key, change_count=change_count), networks)
-
-    def _store_in_cache(self, cache_key: bytes, key: _CachedKey) -> _CachedKey:
+        read = _CachedKey(Principal(tenant=tenant_from_row(owner), key=key, change_count=change_count), networks)
         while len(self._cache) >= CACHED_KEYS_MAX:
             del self._cache[next(iter(self._cache))]
-        self._cache[cache_key] = key
-        return key
+        self._cache[cache_key] = read
+        return read
 
     async def _insert(
         self, connection: AsyncConnection, key_id: str, columns: Mapping[str, Any], access: Access
@@ -263,12 +269,6 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "allowed_models": optional(lambda value: list(check_names(value, "allowed_models"))),
     "allowed_networks": optional(lambda value: list(check_networks(value))),
 }
-
-
-def _check_usable(cached: _CachedKey, now: datetime, address: str) -> None:
-    cached.principal.check_usable(now)
-    if cached.networks is not None and not is_in(address, cached.networks):
-        raise AddressNotAllowed("this key may not be used from this address")
 
 
 def _is_unrevoked(key_id: str) -> ColumnElement[bool]:

@@ -13,6 +13,7 @@ from appliance.base.db import Database, upsert_for
 from appliance.base.errors import InvalidValue, NotFound
 from appliance.base.tables import model_policies
 from appliance.tenancy import audit
+from appliance.tenancy.cached_table import CachedTable
 from appliance.tenancy.fields import LIMIT_MODES, check_choice, check_name
 from appliance.tenancy.principals import Limits
 from appliance.tenancy.rows import limits_from_row, limits_to_row
@@ -36,15 +37,15 @@ class ModelPolicies:
     def __init__(self, db: Database, clock: Clock) -> None:
         self._db = db
         self._clock = clock
-        self._cached: tuple[int, dict[str, ModelPolicy]] | None = None
+        self._by_model = CachedTable(db, model_policies, self._read)
 
     async def list(self) -> list[ModelPolicy]:
         """Return the policies, sorted by model."""
-        return list((await self._all()).values())
+        return list((await self._by_model.get()).values())
 
     async def find(self, model: str) -> ModelPolicy | None:
         """Return the policy of a model, or None. Reads the database only after a change."""
-        return (await self._all()).get(model)
+        return (await self._by_model.get()).get(model)
 
     async def put(self, model: str, limits: Limits, limit_mode: str = "enforce") -> ModelPolicy:
         """Create or replace the policy of a model and return it. Raises InvalidValue."""
@@ -54,7 +55,7 @@ class ModelPolicies:
             limit_mode=check_choice(limit_mode, "limit_mode", LIMIT_MODES),
             updated_at=self._clock.now(),
         )
-        async with self._db.changing_principals() as connection:
+        async with self._db.changing_principals(model_policies.name) as connection:
             before = await _get(connection, after.model)
             await _write(connection, after, exists=before is not None)
             await self._record(connection, "model_policy.put", before, after)
@@ -62,7 +63,7 @@ class ModelPolicies:
 
     async def remove(self, model: str) -> ModelPolicy:
         """Remove the model's policy and return it. Raises NotFound."""
-        async with self._db.changing_principals() as connection:
+        async with self._db.changing_principals(model_policies.name) as connection:
             before = await _get(connection, model)
             if before is None:
                 raise NotFound("this model has no limits", param="model")
@@ -78,13 +79,10 @@ class ModelPolicies:
         was, now = (audit.recorded_fields(state, "model", "updated_at") for state in (before, after))
         await audit.record(connection, self._clock, action, "model_policy", policy.model, before=was, after=now)
 
-    async def _all(self) -> dict[str, ModelPolicy]:
-        change_count = self._db.principal_changes.value
-        if self._cached is None or self._cached[0] != change_count:
-            async with self._db.reading() as connection:
-                rows = (await connection.execute(select(model_policies).order_by(model_policies.c.model))).mappings().all()
-            self._cached = (change_count, {row["model"]: _from_row(row) for row in rows})
-        return self._cached[1]
+    async def _read(self) -> dict[str, ModelPolicy]:
+        async with self._db.reading() as connection:
+            rows = (await connection.execute(select(model_policies).order_by(model_policies.c.model))).mappings().all()
+        return {row["model"]: _from_row(row) for row in rows}
 
 
 def _from_row(row: RowMapping) -> ModelPolicy:

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from appliance.base.change_count import ChangeCount
 from appliance.base.errors import ExpiredApiKey, InvalidApiKey, ModelNotAllowed, ScopeNotAllowed, TenantSuspended
-from appliance.tenancy.fields import LIMIT_MAX, UNSET, Unset, check_whole
+from appliance.tenancy.fields import INFERENCE_SCOPE, LIMIT_MAX, UNSET, Unset, check_whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +99,10 @@ class Principal:
     key: ApiKey
     change_count: int | None = field(default=None, compare=False)
 
+    def is_current(self, changes: ChangeCount) -> bool:
+        """Return whether neither key nor tenant has changed since they were read."""
+        return changes.is_current(self.change_count, self.tenant.id, self.key.id)
+
     def check_usable(self, now: datetime) -> None:
         """Raise InvalidApiKey, ExpiredApiKey or TenantSuspended if the key may not be used for any request."""
         if self.key.revoked_at is not None:
@@ -120,6 +125,14 @@ class Principal:
         """Raise ScopeNotAllowed unless the key has `scope`."""
         if scope not in self.key.scopes:
             raise ScopeNotAllowed(f"this key lacks the scope {scope}")
+
+    def check_inference(self, now: datetime, model: str | None) -> None:
+        """Raise the error that a request for `model` (None: no such model) gets at `now` because of its key or tenant, in the
+        order in which `Keys.authenticate` and the API check it."""
+        self.check_usable(now)
+        self.check_scope(INFERENCE_SCOPE)
+        if model is not None:
+            self.check_model(model)
 
 
 def unknown_key() -> InvalidApiKey:

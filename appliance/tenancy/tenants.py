@@ -59,7 +59,7 @@ class Tenants:
         columns = _DEFAULT_COLUMNS | changed_columns(dataclasses.replace(terms, name=name), _CHECKS)
         tenant_id = new_id("tn")
         try:
-            async with self._db.changing_principals() as connection:
+            async with self._db.changing_principals(tenant_id) as connection:
                 await _check_name_free(connection, columns["name"])
                 await connection.execute(insert(tenants).values(id=tenant_id, created_at=self._clock.now(), **columns))
                 tenant = await _get(connection, tenant_id, access, Action.WRITE)
@@ -112,7 +112,7 @@ class Tenants:
         """
         columns = changed_columns(changes, _CHECKS)
         try:
-            async with self._db.changing_principals() as connection:
+            async with self._db.changing_principals(tenant_id) as connection:
                 before = await _get(connection, tenant_id, access, Action.WRITE, lock=True)
                 if columns.get("name", before.name) != before.name:
                     await _check_name_free(connection, columns["name"], except_id=tenant_id)
@@ -132,7 +132,7 @@ class Tenants:
 
     async def limit_model(self, tenant_id: str, model: str, changes: Mapping[str, int | None], *, access: Access) -> Tenant:
         """Change the tenant's limits for one model; other models keep theirs. Raises as `update`."""
-        async with self._db.changing_principals() as connection:
+        async with self._db.changing_principals(tenant_id) as connection:
             before = await _get(connection, tenant_id, access, Action.WRITE, lock=True)
             if before.archived:
                 raise Conflict("an archived tenant cannot be changed", param="id")
@@ -148,7 +148,7 @@ class Tenants:
 
         Raises NotFound and RoleNotAllowed.
         """
-        async with self._db.changing_principals() as connection:
+        async with self._db.changing_principals(tenant_id) as connection:
             before = await _get(connection, tenant_id, access, Action.WRITE, lock=True)
             await connection.execute(update(tenants).where(_is_unarchived(tenant_id)).values(archived_at=self._clock.now()))
             tenant = await _get(connection, tenant_id, access, Action.WRITE)

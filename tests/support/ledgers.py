@@ -68,6 +68,11 @@ def num_running(admission: Admission, owner_id: str) -> int:
     return sum(admission.in_use(Owner(scope, owner_id)).get("concurrency", 0) for scope in ("tenant", "key"))
 
 
+def num_waiting(admission: Admission) -> int:
+    """Return the number of requests that wait for room in their limits."""
+    return len(admission._queue.waiting)
+
+
 def euro_prices(database: Database, clock: Clock) -> PriceBook:
     """Return the prices of an appliance that bills in EUR."""
     return PriceBook(database, clock, currency=EUR)

@@ -15,7 +15,7 @@ from appliance.tenancy.principals import Limits, Principal
 from tests.support.clock import FakeClock
 from tests.support.empty_sums import EmptySums
 from tests.support.fake_timer import FakeTimer
-from tests.support.ledgers import utc_admission
+from tests.support.ledgers import num_waiting, utc_admission
 
 
 def admission_request(who: Principal, tokens: int) -> AdmissionRequest:
@@ -58,7 +58,7 @@ class Queue:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        assert self.admission.waiting == []
+        assert num_waiting(self.admission) == 0
         assert not self.admission._queue._queues, "a waiter was left in a queue"
         assert self._failures == []
 

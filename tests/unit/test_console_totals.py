@@ -21,7 +21,7 @@ from appliance.tenancy.roles import Role, TenantRole
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import ConsoleApp, open_console
 from tests.support.factories import pending, posted
-from tests.support.ledgers import num_running
+from tests.support.ledgers import num_running, num_waiting
 from tests.support.polling import poll_until
 
 LAST_OF_MONTH = datetime(2026, 12, 31, 12, 0, tzinfo=UTC)
@@ -151,12 +151,12 @@ async def test_reading_limit_levels_admits_no_waiting_request(new_year: tuple[Co
     admission = console.services.admission
     first = await admission.admit(admission_request(bob))
     waiting = [asyncio.create_task(admission.admit(admission_request(bob), 60.0)) for _ in range(5)]
-    await poll_until(lambda: len(admission.waiting) == 5)
+    await poll_until(lambda: num_waiting(admission) == 5)
     await tenant_levels(console.services, bob.tenant, access=WHOLE_APPLIANCE)
     await key_levels(console.services, bob.tenant, bob.key, access=WHOLE_APPLIANCE)
     first.settle(1)
     await poll_until(waiting[0].done)
-    assert (len(admission.waiting), num_running(admission, bob.tenant.id), num_running(admission, bob.key.id)) == (4, 1, 1)
+    assert (num_waiting(admission), num_running(admission, bob.tenant.id), num_running(admission, bob.key.id)) == (4, 1, 1)
     for each in waiting:
         each.cancel()
     await asyncio.wait(waiting)

@@ -20,8 +20,8 @@ from appliance.tenancy.principals import Limits, Principal
 from tests.support.case_ids import case_id
 from tests.support.clock import START, FakeClock
 from tests.support.factories import adjustment, price, principal
-from tests.support.ledgers import num_running
-from tests.support.waiting_requests import Queue, Waits, limited
+from tests.support.ledgers import num_running, num_waiting
+from tests.support.waiting_requests import Queue, Waits, admission_request, limited
 
 
 @pytest.fixture
@@ -158,6 +158,32 @@ async def test_a_smaller_later_request_does_not_overtake(queue: Queue) -> None:
     assert not small.done()
     await queue.timer.advance(5.0)
     assert small.done()
+
+
+async def test_a_request_that_is_admitted_again_at_once_does_not_go_behind_those_that_wait(queue: Queue) -> None:
+    bob, wait = principal(Limits(concurrent_requests=1)), LimitWait()
+    running = await queue.submit(bob, 1)
+    first, second = await queue.submit(bob, 1, wait=wait), await queue.submit(bob, 1)
+    running.result().settle(1)
+    await queue.timer.settle()
+    first.result().void()
+    assert await queue.admission.admit(admission_request(bob, 1), 60.0, wait)
+    await queue.timer.settle()
+    assert not second.done()
+
+
+async def test_a_request_that_waits_again_has_its_earlier_place(queue: Queue) -> None:
+    bob, wait = principal(Limits(concurrent_requests=1)), LimitWait()
+    running = await queue.submit(bob, 1)
+    first, second, third = await queue.submit(bob, 1, wait=wait), await queue.submit(bob, 1), await queue.submit(bob, 1)
+    running.result().settle(1)
+    await queue.timer.settle()
+    first.result().void()
+    await queue.timer.settle()
+    again = await queue.submit(bob, 1, wait=wait)
+    second.result().settle(1)
+    await queue.timer.settle()
+    assert (again.done(), third.done()) == (True, False)
 
 
 async def test_a_stream_of_small_requests_does_not_starve_a_large_one(queue: Queue) -> None:
@@ -361,7 +387,7 @@ async def test_a_request_cancelled_while_being_refused_is_cancelled(queue: Queue
     await queue.submit(bob, 1)
     waiting = await queue.submit(bob, 1)
     queue.admission.reconfigure(limited(bob, Limits(concurrent_requests=0)), {})
-    while queue.admission.waiting:  # noqa: ASYNC110 - each turn of the event loop counts
+    while num_waiting(queue.admission):  # noqa: ASYNC110 - each turn of the event loop counts
         await asyncio.sleep(0)
     waiting.cancel()
     await queue.timer.settle()
@@ -617,7 +643,7 @@ async def test_waiters_leaving_together_cause_one_round_of_retries(queue: Queue,
     for _ in range(40):
         await asyncio.sleep(0)
     tries.stop()
-    assert len(queue.admission.waiting) == admission_queue.WAITERS_PER_QUEUE_MAX // 2
+    assert num_waiting(queue.admission) == admission_queue.WAITERS_PER_QUEUE_MAX // 2
     assert tries.num <= admission_queue.WAITERS_PER_QUEUE_MAX, "everybody was tried again for each who left"
     assert tries.most <= admission_queue.TRIES_PER_TURN, "a whole queue is tried in one turn"
 

@@ -161,7 +161,7 @@ async def test_recently_used_keys_and_those_with_running_answers_stay_in_memory(
             (await admit(admission, who)).settle(5 + 40)
     (await admit(admission, charlie)).settle(5 + 40)
     (await admit(admission, eve)).void()  # bob is the oldest, but runs; then dora
-    assert admission.output_estimates.num_pairs == 3
+    assert len(admission.output_estimates._lengths) == 3
     assert (await admit(admission, charlie)).reserved_tokens == 5 + 40
     assert (await admit(admission, dora)).reserved_tokens == 5 + EXPECTED_OUTPUT_TOKENS
     running.settle(5 + 40)
@@ -199,7 +199,7 @@ async def test_a_request_that_waited_until_its_key_was_evicted_is_counted(
         (await admit(admission, who)).void()
     first.settle(5 + 40)
     (await waiting).settle(5 + 40)
-    assert admission.output_estimates.num_pairs <= 2
+    assert len(admission.output_estimates._lengths) <= 2
 
 
 async def test_a_shutdown_waits_for_no_history(clock: FakeClock) -> None:

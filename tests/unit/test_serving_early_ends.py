@@ -24,7 +24,7 @@ from tests.support.cast import PEPPER, Cast, Person
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import FAIL, HALF, LATE, STALL
 from tests.support.generations import Serving, open_serving, open_watching_serving, text_of
-from tests.support.ledgers import euro_prices, num_running
+from tests.support.ledgers import euro_prices, num_running, num_waiting
 from tests.support.polling import poll_until
 
 pytestmark = pytest.mark.on_either_database
@@ -197,25 +197,6 @@ async def test_a_postponed_expiry_ends_nothing(serving: Serving, clock: FakeCloc
     await check(serving, generation, "disconnected", "client")
 
 
-async def test_a_key_revoked_between_its_check_and_the_start_ends_the_request(
-    serving: Serving, database: Database, clock: FakeClock, cast: Cast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    watch, admitted = serving.generations._watch, asyncio.Event()
-    check_keys = watch.check
-
-    async def check_late() -> None:
-        await admitted.wait()
-        await check_keys()
-
-    await Keys(database, clock, PEPPER).revoke(cast.bob.key.id, access=WHOLE_APPLIANCE)
-    monkeypatch.setattr(watch, "check", check_late)
-    serving.engine.allow_steps(0)
-    generation = await serving.start(cast.bob, TEXT)  # with the principal that was read before the change
-    admitted.set()
-
-    await check(serving, generation, "aborted", "key_revoked")
-
-
 async def hard_budget(database: Database, clock: FakeClock, bob: Person, micros: int, *, cut: bool = True) -> Person:
     """Return Bob with a monthly budget and a price of one micro-unit per token."""
     await euro_prices(database, clock).add(
@@ -307,11 +288,11 @@ async def test_a_change_of_limits_reaches_requests_that_wait_for_admission(
     bob = dataclasses.replace(cast.bob, tenant=tenant)
     running = await begun(serving, bob, 2)
     first, second = (asyncio.create_task(serving.start(bob, TEXT, max_tokens=1000)) for _ in range(2))
-    await poll_until(lambda: len(serving.admission.waiting) == 2)
+    await poll_until(lambda: num_waiting(serving.admission) == 2)
 
     await tenants.update(bob.tenant.id, TenantChanges(limits=Limits(concurrent_requests=2)), access=WHOLE_APPLIANCE)
     admitted = await first
-    assert len(serving.admission.waiting) == 1
+    assert num_waiting(serving.admission) == 1
     await tenants.update(bob.tenant.id, TenantChanges(limits=Limits(concurrent_requests=0)), access=WHOLE_APPLIANCE)
     with pytest.raises(RequestExceedsLimit):
         await second
@@ -350,7 +331,7 @@ async def test_a_checkpoint_that_fails_is_logged_and_the_next_one_follows(
 ) -> None:
     calls: list[int] = []
 
-    def fail_once() -> None:
+    async def fail_once() -> None:
         calls.append(len(calls))
         if len(calls) == 1:
             raise ValueError("a bug")

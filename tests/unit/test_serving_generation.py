@@ -318,7 +318,7 @@ async def test_a_disconnect_whose_abort_comes_too_late_ends_as_the_engine_says(
 ) -> None:
     monkeypatch.setattr(serving.client, "abort", lambda _request_id: None)  # an abort that comes too late
     generation = await serving.start(cast.bob, TEXT)
-    await poll_until(lambda: generation._submitted)
+    await poll_until(lambda: generation._bill.submitted)
     generation.end_early("disconnected")
     outcome = await generation.outcome
 
@@ -543,7 +543,7 @@ async def test_running_requests_with_output_are_checkpointed(
 ) -> None:
     checkpoints: list[dict[str, Usage]] = []
     monkeypatch.setattr(serving.ledger, "checkpoint", checkpoints.append)
-    serving.generations.checkpoint()
+    await serving.generations.checkpoint()
     assert checkpoints == [], "nothing runs"
 
     waiting = await serving.start(cast.charlie, [STALL, 5])
@@ -553,7 +553,7 @@ async def test_running_requests_with_output_are_checkpointed(
     for generation in running:
         await generation.chunks.take(10.0)
     lives = [generation.live for generation in running]
-    serving.generations.checkpoint()
+    await serving.generations.checkpoint()
     assert checkpoints == [
         {
             live.id: Usage(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -18,16 +17,18 @@ from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.limit_waits import LimitWait
 from appliance.metering.limits.reservations import Reservation
 from appliance.tenancy.access import WHOLE_APPLIANCE
-from appliance.tenancy.principals import Limits
+from appliance.tenancy.keys import Keys
+from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
 from appliance.tenancy.roles import Action, TenantRole
+from appliance.tenancy.tenants import Tenants
 from appliance.tenancy.tiers import Tiers
 from engine.protocol import EngineFrame, RequestProgress
-from tests.support.cast import Cast, make_person, member_of
+from tests.support.cast import PEPPER, Cast, make_person, member_of
 from tests.support.clock import FakeClock
 from tests.support.engine_messages import engine_status
 from tests.support.fake_engine import STALL
 from tests.support.generations import MODEL, InProcessEngine, Serving, open_serving, text_of
-from tests.support.ledgers import euro_prices, num_running
+from tests.support.ledgers import euro_prices, num_running, num_waiting
 from tests.support.polling import poll_until
 
 pytestmark = pytest.mark.on_either_database
@@ -69,7 +70,7 @@ async def test_draining_refuses_requests_that_wait_for_admission(
     await Tiers(database, clock).update(dora.tenant.tier, admission_wait_ms=60_000)
     running = await serving.start(dora, [STALL, 5])
     waiting = asyncio.create_task(serving.start(dora, TEXT))
-    await poll_until(lambda: bool(serving.admission.waiting))
+    await poll_until(lambda: num_waiting(serving.admission) > 0)
     assert not await serving.generations.drain(0.01)
     async with asyncio.timeout(10):
         for late in (waiting, serving.start(dora, TEXT)):
@@ -174,7 +175,7 @@ async def test_a_request_whose_engine_died_while_it_waited_reserves_nothing(
 
 async def test_refusals_of_a_limit_in_shadow_mode_are_counted(serving: Serving, database: Database, clock: FakeClock) -> None:
     dora = await make_person(database, clock, "dora", Limits(concurrent_requests=1))
-    dora = dataclasses.replace(dora, tenant=dataclasses.replace(dora.tenant, limit_mode="shadow"))
+    await Tenants(database, clock).update(dora.tenant.id, TenantChanges(limit_mode="shadow"), access=WHOLE_APPLIANCE)
     for _ in range(2):
         await text_of(await serving.start(dora, TEXT))
         running = await serving.start(dora, [STALL, 5])
@@ -184,9 +185,12 @@ async def test_refusals_of_a_limit_in_shadow_mode_are_counted(serving: Serving, 
     assert '{reason="tenant_concurrency"} 2.0' in (await serving.metrics.render()).decode()
 
 
-async def test_the_expiry_of_a_key_ends_its_running_requests(serving: Serving, cast: Cast, clock: FakeClock) -> None:
-    key = dataclasses.replace(cast.bob.key, expires_at=clock.now() + timedelta(hours=1))
-    generation = await serving.start(dataclasses.replace(cast.bob, key=key), [STALL, 5])
+async def test_the_expiry_of_a_key_ends_its_running_requests(
+    serving: Serving, database: Database, cast: Cast, clock: FakeClock
+) -> None:
+    expiring = KeyChanges(expires_at=clock.now() + timedelta(hours=1))
+    await Keys(database, clock, PEPPER).update(cast.bob.key.id, expiring, access=WHOLE_APPLIANCE)
+    generation = await serving.start(cast.bob, [STALL, 5])
     timer = generation._expiry._timer
     assert timer is not None
     assert 3500 < timer.when() - asyncio.get_running_loop().time() <= 3600
@@ -241,7 +245,7 @@ async def test_an_ended_but_unsettled_request_is_neither_revived_nor_checkpointe
     ]  # fmt: skip
     for requests in (None, late):
         serving.generations.note_frame(EngineFrame(status=engine_status(requests=requests)))
-    serving.generations.checkpoint()
+    await serving.generations.checkpoint()
     assert (generation.live.state, generation.live.kv_blocks, checkpoints) == ("finished", 0, [])
     disk.set()
     assert await serving.generations.drain(5.0)
@@ -255,6 +259,6 @@ async def test_a_request_is_checkpointed_from_its_first_token_on(
     serving.engine.allow_steps(1)
     generation = await serving.start(cast.bob, TEXT)
     await poll_until(lambda: generation.live.completion_tokens == 1)
-    serving.generations.checkpoint()
+    await serving.generations.checkpoint()
     assert checkpoints == [{generation.request_id: Usage(prompt_tokens=len(serving.ids(TEXT)), completion_tokens=1)}]
     generation.end_early("disconnected")

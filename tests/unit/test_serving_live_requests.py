@@ -20,6 +20,7 @@ from tests.support.cast import Cast, make_person
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import STALL
 from tests.support.generations import MODEL, open_serving
+from tests.support.ledgers import num_waiting
 from tests.support.polling import poll_until
 from tests.support.scheduling import apply_outputs, make_request, make_scheduler, step
 
@@ -107,7 +108,7 @@ async def test_a_past_request_shows_its_wait_for_limits_also_where_the_price_cha
     async with open_serving(database, clock, tmp_path / "model", cast.epoch_id) as serving:
         running = await serving.start(dora, [STALL, 5])
         waiting = asyncio.create_task(serving.start(dora, "the quick brown fox"))
-        await poll_until(lambda: len(serving.admission.waiting) == 1)
+        await poll_until(lambda: num_waiting(serving.admission) == 1)
         soon = clock.now() + timedelta(seconds=1)
         await serving.generations._prices.add(
             model=MODEL, effective_from=soon, currency="EUR", prompt=1, cached_prompt=1, completion=1

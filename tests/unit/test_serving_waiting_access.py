@@ -20,6 +20,7 @@ from appliance.base.errors import (
     ScopeNotAllowed,
     TenantSuspended,
 )
+from appliance.serving.generation import Generation
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.model_policies import ModelPolicies
@@ -30,7 +31,7 @@ from tests.support.cast import PEPPER, Cast, Person, make_person
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import STALL
 from tests.support.generations import MODEL, Serving, open_watching_serving
-from tests.support.ledgers import num_running
+from tests.support.ledgers import num_running, num_waiting
 from tests.support.polling import poll_until
 
 pytestmark = pytest.mark.on_either_database
@@ -88,12 +89,12 @@ async def test_a_waiting_request_that_lost_its_access_ends_at_once(
     serving: Serving, database: Database, clock: FakeClock, dora: Person, change: str
 ) -> None:
     waiting = asyncio.create_task(serving.start(dora, TEXT))
-    await poll_until(lambda: len(serving.admission.waiting) == 1)
+    await poll_until(lambda: num_waiting(serving.admission) == 1)
     make, error = CHANGES[change]
     await make(Keys(database, clock, PEPPER), Tenants(database, clock), dora, clock)
     with pytest.raises(error):
         await waiting
-    assert serving.admission.waiting == []
+    assert num_waiting(serving.admission) == 0
 
 
 async def test_a_request_whose_access_was_lost_before_it_waits_ends_too(
@@ -118,10 +119,10 @@ async def test_a_change_of_one_key_ends_no_waiting_request_of_another(
     serving: Serving, database: Database, clock: FakeClock, dora: Person, cast: Cast
 ) -> None:
     waiting = asyncio.create_task(serving.start(dora, TEXT))
-    await poll_until(lambda: len(serving.admission.waiting) == 1)
+    await poll_until(lambda: num_waiting(serving.admission) == 1)
     await Keys(database, clock, PEPPER).revoke(cast.bob.key.id, access=WHOLE_APPLIANCE)
     await serving.generations._watch.check()
-    assert len(serving.admission.waiting) == 1
+    assert num_waiting(serving.admission) == 1
     assert not waiting.done()
     waiting.cancel()
 
@@ -133,7 +134,7 @@ async def test_a_request_that_is_admitted_again_does_not_bring_back_the_limits_o
     await Tiers(database, clock).update(dora.tenant.tier, admission_wait_ms=60_000)
     running = [await serving.start(dora, [STALL, 5]) for _ in range(2)]
     waiting = [asyncio.create_task(serving.start(dora, [STALL, 5])) for _ in range(2)]
-    await poll_until(lambda: len(serving.admission.waiting) == 2)
+    await poll_until(lambda: num_waiting(serving.admission) == 2)
     lower = TenantChanges(limits={"concurrent_requests": 1})
     await Tenants(database, clock).update(dora.tenant.id, lower, access=WHOLE_APPLIANCE)
     await serving.generations._watch.check()
@@ -141,7 +142,7 @@ async def test_a_request_that_is_admitted_again_does_not_bring_back_the_limits_o
     for generation in running:
         generation.end_early("disconnected")
     await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-    await poll_until(lambda: len(serving.admission.waiting) + sum(task.done() for task in waiting) == len(waiting))
+    await poll_until(lambda: num_waiting(serving.admission) + sum(task.done() for task in waiting) == len(waiting))
     assert num_running(serving.admission, dora.tenant.id) == 1
     for task in waiting:
         task.cancel()
@@ -160,10 +161,62 @@ async def test_a_request_is_admitted_on_the_terms_that_its_tenant_has_when_its_w
     await ModelPolicies(database, clock).put(MODEL, Limits(concurrent_requests=1))
     running = await serving.start(cast.bob, [STALL, 5])
     waiting = asyncio.create_task(serving.start(dora, TEXT))
-    await poll_until(lambda: len(serving.admission.waiting) == 1)
+    await poll_until(lambda: num_waiting(serving.admission) == 1)
     changed = await Tenants(database, clock).update(dora.tenant.id, change, access=WHOLE_APPLIANCE)
     await serving.generations._watch.check()
     running.end_early("disconnected")
     event = await serving.event(await waiting)
     terms = (event.currency, event.price_basis_points)
     assert terms == (("USD", 10_000) if changed.currency else ("EUR", 5_000))
+
+
+async def test_a_request_that_is_admitted_again_keeps_its_place(serving: Serving, database: Database, clock: FakeClock) -> None:
+    dora = await make_person(database, clock, "dora", Limits(concurrent_requests=1))
+    await Tiers(database, clock).update(dora.tenant.tier, admission_wait_ms=60_000)
+    running = await serving.start(dora, [STALL, 5])
+    first = asyncio.create_task(serving.start(dora, [STALL, 5]))
+    await poll_until(lambda: num_waiting(serving.admission) == 1)
+    await serving.generations._prices.add(model=MODEL, currency="EUR", prompt=1, cached_prompt=1, completion=1)
+    second = asyncio.create_task(serving.start(dora, [STALL, 5]))
+    await poll_until(lambda: num_waiting(serving.admission) == 2)
+
+    running.end_early("disconnected")
+    await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
+    assert (first.done(), second.done()) == (True, False)
+    assert (await serving.event(first.result())).price_id is not None
+    second.cancel()
+
+
+async def wait_unseen_by_the_watch(
+    serving: Serving, database: Database, clock: FakeClock, cast: Cast, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Person, Generation, asyncio.Task[Generation]]:
+    """Return a person without usage, another person's request, and one of hers that waits for its end. What changes from then
+    on is not read by the access watch."""
+    dora = await make_person(database, clock, "dora")
+    await Tiers(database, clock).update(dora.tenant.tier, admission_wait_ms=60_000)
+    await ModelPolicies(database, clock).put(MODEL, Limits(concurrent_requests=1))
+    running = await serving.start(cast.bob, [STALL, 5])
+    waiting = asyncio.create_task(serving.start(dora, TEXT))
+    await poll_until(lambda: num_waiting(serving.admission) == 1)
+    monkeypatch.setattr(database.principal_changes, "listeners", [])
+    return dora, running, waiting
+
+
+async def test_no_request_is_admitted_in_a_currency_that_its_tenant_no_longer_has(
+    serving: Serving, database: Database, clock: FakeClock, cast: Cast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dora, running, waiting = await wait_unseen_by_the_watch(serving, database, clock, cast, monkeypatch)
+    await Tenants(database, clock).update(dora.tenant.id, TenantChanges(currency="USD"), access=WHOLE_APPLIANCE)
+    running.end_early("disconnected")
+    assert (await serving.event(await waiting)).currency == "USD"
+
+
+async def test_no_request_is_admitted_with_a_key_that_is_revoked(
+    serving: Serving, database: Database, clock: FakeClock, cast: Cast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dora, running, waiting = await wait_unseen_by_the_watch(serving, database, clock, cast, monkeypatch)
+    await Keys(database, clock, PEPPER).revoke(dora.key.id, access=WHOLE_APPLIANCE)
+    running.end_early("disconnected")
+    with pytest.raises(InvalidApiKey):
+        await waiting
+    assert num_running(serving.admission, dora.tenant.id) == 0

@@ -103,7 +103,7 @@ async def test_a_cached_key_is_not_read_again_until_something_changes(keys: Keys
 
 async def test_a_principal_has_the_change_count_at_which_it_was_read(keys: Keys, database: Database, cast: Cast) -> None:
     before = await keys.authenticate(cast.bob.secret, LOCALHOST)
-    await keys.revoke(cast.charlie.key.id, access=WHOLE_APPLIANCE)
+    database.principal_changes.bump()
     after = await keys.authenticate(cast.bob.secret, LOCALHOST)
 
     assert before.change_count != database.principal_changes.value == after.change_count
@@ -133,7 +133,7 @@ async def test_a_revoked_key_is_refused_although_the_commit_raised_an_error(
         await keys.authenticate(cast.bob.secret, LOCALHOST)
 
 
-async def test_every_change_invalidates_cached_principals_although_its_commit_raised_an_error(
+async def test_every_change_is_counted_although_its_commit_raised_an_error(
     database: Database, keys: Keys, clock: FakeClock, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tenants, policies, tiers = Tenants(database, clock), ModelPolicies(database, clock), Tiers(database, clock)

@@ -20,7 +20,7 @@ from appliance.metering.limits.limit_waits import LimitWait
 from appliance.metering.limits.needs import Needs, needs_of
 from appliance.metering.limits.output_estimates import OutputEstimates
 from appliance.metering.limits.owners import ALL_TENANTS, Owner, owners_of
-from appliance.metering.limits.queue import AdmissionQueue, CallLater, Refusals, Waiter, WaitObserver, call_on_loop, may_wait
+from appliance.metering.limits.queue import AdmissionQueue, CallLater, Refusals, WaitObserver, call_on_loop, may_wait
 from appliance.metering.limits.rate_limits import RateLimitState, rate_limit_state
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.rules import Rule, rules_for
@@ -84,23 +84,21 @@ class Admission:
 
         Raises RequestExceedsLimit, BudgetExceeded or RateLimitExceeded; then nothing was reserved. After `retry_after_s` of the
         latter, every limit that refused has room again unless others have used it. If that is within `wait_s`, the request
-        waits instead, and `wait` receives for how long; a caller that is cancelled meanwhile reserves nothing.
+        waits instead, and `wait` receives its place and for how long; a caller that is cancelled meanwhile reserves nothing.
+        With the `wait` of an earlier admission that was voided, the request has the place of that one.
         """
         allowances = await self._allowances_of(request)
-        # No await between this check and the reservation.
-        result = self._try(request, allowances)
+        wait = LimitWait() if wait is None else wait
+
+        def attempt() -> Reservation | Refusals:
+            return self._try(request, allowances, wait.arrival)
+
+        result = attempt()
         if isinstance(result, Reservation):
             return result
         if not may_wait(result.decisions, wait_s) or not self._queue.has_room(result, request.tenant_id):
             raise result.error
-        return await self._queue.wait(
-            result, lambda waiter: self._try(request, allowances, waiter), LimitWait() if wait is None else wait, wait_s
-        )
-
-    @property
-    def waiting(self) -> list[Waiter]:
-        """Return the requests that wait for room."""
-        return self._queue.waiting
+        return await self._queue.wait(result, attempt, wait, wait_s)
 
     def reconfigure(self, principals: Mapping[str, Principal], policies: Mapping[str, ModelPolicy]) -> None:
         """Apply changed limits to waiting and running requests. Waiting requests try again, since a limit may have been raised,
@@ -212,16 +210,15 @@ class Admission:
                 allowance.currency = rule.currency
                 allowance.configure(rule.limits, rule.mode, at)
 
-    def _try(
-        self, request: AdmissionRequest, allowances: Sequence[Allowance], waiter: Waiter | None = None
-    ) -> Reservation | Refusals:
-        """Reserve in every allowance, or in none and return why. A new request (`waiter` None) leaves room for all waiters."""
+    def _try(self, request: AdmissionRequest, allowances: Sequence[Allowance], arrival: int | None) -> Reservation | Refusals:
+        """Reserve in every allowance, or in none and return why. A new request (`arrival` None) leaves room for all waiters.
+        Awaits nothing, so that nothing happens between the check and the reservation."""
         needs = needs_of(request, allowances, self.output_estimates)  # at each attempt: limits may have changed
         at = self._moment()
         refused: list[tuple[Allowance, LimitDecision]] = []
         shadow_refusals: dict[Allowance, list[LimitDecision]] = {}
         for allowance, need in needs.by_allowance.items():
-            refusals = allowance.refusals(need, at, self._queue.ahead(allowance, waiter))
+            refusals = allowance.refusals(need, at, self._queue.ahead(allowance, arrival))
             if allowance.is_enforced:
                 refused += [(allowance, decision) for decision in refusals]
             elif refusals:

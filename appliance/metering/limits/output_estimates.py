@@ -94,11 +94,6 @@ class OutputEstimates:
             except Exception:  # noqa: BLE001 - without its history a key is treated as new
                 _log.exception("lengths of earlier answers could not be read", key_id=key_id, model=model)
 
-    @property
-    def num_pairs(self) -> int:
-        """Return the number of pairs of key and model in memory."""
-        return len(self._lengths)
-
     async def _run(self) -> None:
         while True:
             await self._has_unread.wait()

@@ -97,7 +97,7 @@ class Waiter:
 
     seq: int
     request: AdmissionRequest
-    attempt: Callable[[Waiter], Reservation | Refusals]
+    attempt: Callable[[], Reservation | Refusals]
     wait: LimitWait
     deadline_s: float
     outcome: asyncio.Future[Reservation]
@@ -125,10 +125,10 @@ class AdmissionQueue:
         """Return the waiting requests."""
         return list(self._waiting)
 
-    def ahead(self, allowance: Allowance, waiter: Waiter | None = None) -> Ahead:
-        """Return what the requests ahead of `waiter` in this queue need; of all in the queue for a new request (None)."""
+    def ahead(self, allowance: Allowance, arrival: int | None = None) -> Ahead:
+        """Return what the requests that arrived before `arrival` need in this queue; all in the queue for a new one (None)."""
         queue = self._queues.get(allowance)
-        return NOTHING_AHEAD if queue is None else queue.ahead(None if waiter is None else waiter.seq)
+        return NOTHING_AHEAD if queue is None else queue.ahead(arrival)
 
     def has_room(self, refusals: Refusals, tenant_id: str) -> bool:
         """Return whether one more request of the tenant may join the queues of the owners that refused it."""
@@ -138,16 +138,19 @@ class AdmissionQueue:
         )
 
     async def wait(
-        self, refusals: Refusals, attempt: Callable[[Waiter], Reservation | Refusals], wait: LimitWait, wait_s: float
+        self, refusals: Refusals, attempt: Callable[[], Reservation | Refusals], wait: LimitWait, wait_s: float
     ) -> Reservation:
-        """Return the reservation of the refused request as soon as `attempt` succeeds. `wait` receives how long that took.
+        """Return the reservation of the refused request as soon as `attempt` succeeds. `wait` receives its place, unless it has
+        one, and how long that took.
 
         Raises the last refusal after `wait_s`. A cancelled caller reserves nothing.
         """
         with self._observed(refusals.request.model):
             now_s = self._clock.monotonic_s()
+            if wait.arrival is None:
+                wait.arrival = next(self._seq)
             waiter = Waiter(
-                seq=next(self._seq),
+                seq=wait.arrival,
                 request=refusals.request,
                 attempt=attempt,
                 wait=wait,
@@ -221,7 +224,7 @@ class AdmissionQueue:
             return self._fail(waiter, error)
 
     def _try_once(self, waiter: Waiter) -> set[Allowance]:
-        result, now_s = waiter.attempt(waiter), self._clock.monotonic_s()
+        result, now_s = waiter.attempt(), self._clock.monotonic_s()
         if isinstance(result, Reservation):
             waiter.wait.note_attempt((), now_s)
             return self._admit(waiter, result)
