@@ -22,7 +22,7 @@ from tests.support import hub_checkpoints as hub
 from tests.support.quantised_checkpoints import compressed_settings
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": True}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 COMPRESSED = compressed_settings("channel", "dynamic")
 GROUP = COMPRESSED["config_groups"]["group_0"]
@@ -77,13 +77,19 @@ def compressed_with_transform(*locations: Any) -> dict[str, Any]:
         ),
         ({**AWQ, "version": None}, Int4Weights(layout=GroupLayout.AWQ, group_size=128, zero_offset=0)),
         (GPTQ, Int4Weights(layout=GroupLayout.GPTQ, group_size=128, zero_offset=1)),
+        ({**GPTQ, "desc_act": True}, Int4Weights(layout=GroupLayout.GPTQ, group_size=128, zero_offset=1, needs_order=True)),
+        (
+            {**GPTQ, "desc_act": True, "static_groups": True},
+            Int4Weights(layout=GroupLayout.GPTQ, group_size=128, zero_offset=1),
+        ),
+        ({**GPTQ, "desc_act": True, "group_size": -1}, Int4Weights(layout=GroupLayout.GPTQ, group_size=None, zero_offset=1)),
         ({**GPTQ, "format": "gptq_v2"}, Int4Weights(layout=GroupLayout.GPTQ, group_size=128, zero_offset=0)),
         ({**GPTQ, "group_size": -1, "lm_head": True}, Int4Weights(layout=GroupLayout.GPTQ, group_size=None, zero_offset=1)),
         ({**GPTQ, "dynamic": {"-:.*gate": {}}}, Int4Weights(layout=GroupLayout.GPTQ, group_size=128, zero_offset=1)),
         ({**GPTQ, "checkpoint_format": "gptq_v2"}, Int4Weights(layout=GroupLayout.GPTQ, group_size=128, zero_offset=0)),
         (
-            {**GPTQ, "bits": 8},
-            Int8GroupWeights(layout=GroupLayout.GPTQ, group_size=128, zero_offset=1, key=""),
+            {**GPTQ, "bits": 8, "desc_act": True},
+            Int8GroupWeights(layout=GroupLayout.GPTQ, group_size=128, zero_offset=1, needs_order=True, key=""),
         ),
         (
             hub.group_settings("pack-quantized"),
@@ -92,6 +98,14 @@ def compressed_with_transform(*locations: Any) -> dict[str, Any]:
         (
             hub.group_settings("pack-quantized", strategy="channel", group_size=None, symmetric=False),
             Int4Weights(layout=GroupLayout.COMPRESSED, group_size=None, zero_offset=0),
+        ),
+        (
+            hub.group_settings("pack-quantized", actorder="group"),
+            Int4Weights(layout=GroupLayout.COMPRESSED, group_size=32, zero_offset=0, has_zeros=False, needs_order=True),
+        ),
+        (
+            hub.group_settings("pack-quantized", actorder="static"),
+            Int4Weights(layout=GroupLayout.COMPRESSED, group_size=32, zero_offset=0, has_zeros=False),
         ),
         (hub.packed_8_bits().settings, Int8Weights(is_packed=True)),
         (
@@ -162,6 +176,10 @@ def test_a_supported_layout_is_parsed(settings: Any, expected: Any) -> None:
         (hub.group_settings("pack-quantized", type="float"), "weights.type 'float' .* supported: int"),
         (hub.group_settings("pack-quantized", strategy="tensor"), "weights.strategy 'tensor' .* supported: group, channel"),
         (hub.group_settings("pack-quantized", group_size=48), "weights.group_size 48 .* supported: 32, 64, 128"),
+        (
+            hub.group_settings("pack-quantized", actorder="rows"),
+            "weights.actorder 'rows' .* supported: none, false, weight, static, true, group",
+        ),
         (hub.group_settings("int-quantized"), "weights.num_bits 4 .* supported: 8"),
         (hub.group_settings("int-quantized", num_bits=8), "weights.strategy 'group' .* supported: tensor, channel"),
         (
