@@ -122,7 +122,7 @@ def weight_files(directory: Path) -> list[Path]:
             raise WeightsError(f"{index_path}: weight_map must name files of its own folder, not {strangers[0]!r}")
         files = [directory / name for name in sorted(set(weight_map.values()))]
         for path in files:
-            if not path.is_file():
+            if not os.path.isfile(path):  # unlike `is_file`, false for a name that is too long
                 raise WeightsError(f"{path} is missing, and {INDEX_FILE} names it: not all was fetched; fetch it again")
         return files
     if not (directory / SINGLE_FILE).is_file():

@@ -116,10 +116,14 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_model_json(directory: Path) -> dict[str, Any]:
     """`config.json` of a model directory, with the description of its quantisation that early AutoGPTQ and ModelOpt put in a
     file of its own. Raises `NotAModelDirectory` and `UnsupportedModel`."""
-    if not directory.is_dir():
-        raise NotAModelDirectory(f"{directory} is not a directory; give the folder that holds config.json and the weights")
     path = directory / "config.json"
-    if not path.is_file():
+    try:
+        is_directory, has_config = directory.is_dir(), path.is_file()
+    except OSError as error:  # a folder that may not be searched, or a name that is too long
+        raise NotAModelDirectory(f"{directory} cannot be read: {error.strerror}") from error
+    if not is_directory:
+        raise NotAModelDirectory(f"{directory} is not a directory; give the folder that holds config.json and the weights")
+    if not has_config:
         raise NotAModelDirectory(f"{directory} has no config.json; give the folder of a Hugging Face model")
     config = read_json(path)
     if not config.get(QUANTIZATION):

@@ -49,6 +49,11 @@ def test_a_path_that_is_not_a_directory_is_refused(tmp_path: Path) -> None:
         load_model_config(tmp_path / "nowhere")
 
 
+def test_a_path_that_the_system_refuses_is_named_with_its_reason(tmp_path: Path) -> None:
+    with pytest.raises(NotAModelDirectory, match=r"xxx cannot be read: File name too long"):
+        load_model_config(tmp_path / ("x" * 300))
+
+
 def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotAModelDirectory, match=r"config\.json"):
         load_model_config(tmp_path)
@@ -186,6 +191,13 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
 def test_shards_must_be_files_of_the_model_directory(name: object, model: Path) -> None:
     (model / INDEX_FILE).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
     with pytest.raises(WeightsError, match="weight_map must name files of its own folder"):
+        weight_files(model)
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "model\0.safetensors"], ids=["long", "null"])
+def test_a_shard_whose_name_no_file_can_have_is_missing(name: str, model: Path) -> None:
+    (model / INDEX_FILE).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    with pytest.raises(WeightsError, match=f"{name} is missing"):
         weight_files(model)
 
 
