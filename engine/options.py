@@ -24,7 +24,7 @@ KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 SWAP_SPACE_GIB_MAX = 4096.0
 INTER_TOKEN_TARGET_MS_MAX = 60_000.0
 SHARED_PREFIXES_MAX = 256
-NAME_CHARS_MAX = 255  # as many as a folder's name may have, which is the default
+NAME_CHARS_MAX = 255  # the default is a folder's name, which has at most 255 bytes
 
 CPU_KV_CACHE_BYTES = 256 * 1024 * 1024
 CPU_BATCHED_TOKENS = 512
