@@ -29,7 +29,7 @@ def parse_compressed(settings: JsonObject) -> StoredWeights:
     """One group of settings for all linear modules. Raises `UnsupportedModel` with the key and the supported values."""
     require_one_of(mapping(settings, "sparsity_config"), "format", "dense", None, prefix="sparsity_config.")
     _check_transforms(mapping(settings, "transform_config"))
-    check_kv_scheme(mapping(settings, "kv_cache_scheme"), "tensor")
+    check_kv_scheme(mapping(settings, "kv_cache_scheme"))
     groups = mapping(settings, "config_groups")
     if len(groups) != 1:
         raise refusal("config_groups", sorted(groups), "one group for all linear modules")
@@ -64,11 +64,11 @@ def _check_transforms(transforms: JsonObject) -> None:
             raise refusal(f"transform_config.config_groups.{name}", locations, "transforms that are in the weights")
 
 
-def check_kv_scheme(scheme: JsonObject, *strategies: str | None) -> None:
+def check_kv_scheme(scheme: JsonObject) -> None:
     """Scales of keys and values, one of each in every layer; they serve where the cache is kept in 8 bits. Raises
     `UnsupportedModel`."""
     if scheme:
-        prefix = "kv_cache_scheme."
+        prefix, strategies = "kv_cache_scheme.", ("tensor", None)  # null is the default
         require_values(scheme, prefix, num_bits=[8], type=["float"], strategy=strategies, symmetric=SYMMETRIC, dynamic=STATIC)
 
 

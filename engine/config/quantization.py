@@ -58,7 +58,7 @@ def _modelopt(settings: JsonObject) -> Fp8Weights:
     """The layout of ModelOpt's FP8: one weight_scale and one input_scale for each matrix."""
     require_one_of(settings, "quant_algo", "FP8")
     require_one_of(settings, "kv_cache_quant_algo", None, "FP8")
-    check_kv_scheme(mapping(settings, "kv_cache_scheme"), None, "tensor")
+    check_kv_scheme(mapping(settings, "kv_cache_scheme"))
     return Fp8Weights(activations=Activations.STATIC)
 
 
