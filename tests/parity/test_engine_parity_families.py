@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 import torch
 import transformers
 
+from engine.config.families import FAMILIES
+from engine.config.model import parse_model_config
 from engine.loop import Engine
 from engine.protocol import TokenEvent
 from tests.support.engines import generation_request, run_to_end, small_engine, tokens
@@ -179,6 +182,20 @@ def test_older_spellings_of_configurations_equal_transformers(family: str, tmp_p
     (tmp_path / "config.json").write_text(json.dumps({**config, **OLDER_SPELLINGS[family]}))
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     check(model, make_prompts((33, 70)), small_engine(tmp_path))
+
+
+@pytest.mark.parametrize("architecture", sorted(FAMILIES))
+def test_settings_that_config_json_leaves_out_are_those_of_transformers(architecture: str) -> None:
+    shape = {
+        "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 30, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 512, "use_sliding_window": True, "num_local_experts": 4,
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    }  # fmt: skip
+    given = shape if FAMILIES[architecture].text_part is None else {"text_config": shape}
+    every_key = getattr(transformers, re.sub("For[A-Z].*", "Config", architecture))(**given).to_dict()
+    generation = {"eos_token_id": EOS}
+    left_out = parse_model_config({**given, "architectures": [architecture]}, generation)
+    assert left_out == parse_model_config({**every_key, "architectures": [architecture]}, generation)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
