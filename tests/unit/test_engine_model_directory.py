@@ -98,6 +98,8 @@ def test_a_config_that_is_not_a_json_object_is_refused(text: str, tmp_path: Path
         ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive integer"),
         ({"num_key_value_heads": 3}, "multiple of num_key_value_heads"),
         ({"head_dim": 15}, "head_dim must be even"),
+        ({"vocab_size": 2**31}, "vocab_size must be at most 2147483647, not 2147483648"),
+        ({"num_hidden_layers": 1025}, "num_hidden_layers must be at most 1024, not 1025"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 10**400}}, "rope_theta must be at most 1e"),
         ({"rms_norm_eps": float("inf")}, "rms_norm_eps must be a positive number"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a positive number"),

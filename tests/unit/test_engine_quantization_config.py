@@ -271,6 +271,11 @@ def test_int8_weights_that_must_be_decoded_name_the_setting_that_requires_it(wei
     assert parsed_weights(settings).key == f"config_groups.group_0.weights.num_bits 8 {reason}"
 
 
+@pytest.mark.parametrize("size", [32, 64, 128, 256, 512, 1024])
+def test_every_documented_group_size_is_read(size: int) -> None:
+    assert parsed_weights({**AWQ, "group_size": size}).group_size == size
+
+
 def test_the_older_key_compression_config_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedModel, match="compression_config is not read; supported: the same under quantization_config"):
         parse_quantization({"compression_config": {"format": "float-quantized"}})
