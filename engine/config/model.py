@@ -269,7 +269,7 @@ def _embedding_multiplier(config: JsonObject, family: Family, hidden_size: int) 
 def _softcap(config: JsonObject, key: str, default: float | None, *, reads: bool) -> float | None:
     if not reads or config.get(key, default) is None:
         return None
-    return number(config, key, default or 0.0)
+    return number(config, key, default)
 
 
 def _attention_scale(config: JsonObject, family: Family, head_dim: int) -> float:

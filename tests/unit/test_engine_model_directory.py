@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.config.model import load_model_config
+from engine.config.stored_weights import GroupLayout, Int4Weights
 from engine.errors import EngineConfigError, NotAModelDirectory, UnsupportedModel, WeightsError
 from engine.verify import verify_model
 from engine.weights import INDEX_FILE, weight_files
@@ -122,11 +123,21 @@ def test_the_older_spelling_of_rope_settings_is_equivalent(model: Path) -> None:
     assert (rope.kind, rope.theta, rope.factor) == ("linear", 5e5, 4.0)
 
 
+def test_quantisation_in_config_json_takes_precedence_over_that_beside_it(model: Path) -> None:
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 64}
+    change_config(model, quantization_config=settings)
+    (model / "quantize_config.json").write_text(json.dumps({**settings, "group_size": 128}))
+    quantization = load_model_config(model).quantization
+    assert quantization is not None
+    assert quantization.weights == Int4Weights(layout=GroupLayout.GPTQ, group_size=64, zero_offset=1)
+
+
 @pytest.mark.parametrize(
     ("generation", "expected"),
     [
         ({"eos_token_id": [2, 9]}, (2, 9)),
         ({"eos_token_id": 7}, (7,)),
+        ({"eos_token_id": 0}, (0,)),
         ({}, (2,)),
         ({"eos_token_id": [9, -1, 151_645, 2**40]}, (9,)),
         ({"eos_token_id": 2**40}, ()),

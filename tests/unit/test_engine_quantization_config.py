@@ -59,6 +59,9 @@ def compressed_with_transform(*locations: Any) -> dict[str, Any]:
         ({}, None),
         (FP8, Fp8Weights(activations=Activations.DYNAMIC)),
         ({**FP8, "activation_scheme": "static"}, Fp8Weights(activations=Activations.STATIC)),
+        ({"quant_method": "fp8"}, Fp8Weights(activations=Activations.DYNAMIC)),
+        ({**FP8, "fmt": "e4m3"}, Fp8Weights(activations=Activations.DYNAMIC)),
+        ({**FP8, "fmt": "float8_e4m3fn"}, Fp8Weights(activations=Activations.DYNAMIC)),
         (
             {**FP8, "weight_block_size": None, "modules_to_not_convert": ["lm_head"]},
             Fp8Weights(activations=Activations.DYNAMIC),
@@ -83,6 +86,7 @@ def compressed_with_transform(*locations: Any) -> dict[str, Any]:
             Int4Weights(layout=GroupLayout.GPTQ, group_size=128, zero_offset=1),
         ),
         ({**GPTQ, "desc_act": True, "group_size": -1}, Int4Weights(layout=GroupLayout.GPTQ, group_size=None, zero_offset=1)),
+        ({**GPTQ, "pack_dtype": "int32"}, Int4Weights(layout=GroupLayout.GPTQ, group_size=128, zero_offset=1)),
         ({**GPTQ, "format": "gptq_v2"}, Int4Weights(layout=GroupLayout.GPTQ, group_size=128, zero_offset=0)),
         ({**GPTQ, "group_size": -1, "lm_head": True}, Int4Weights(layout=GroupLayout.GPTQ, group_size=None, zero_offset=1)),
         ({**GPTQ, "dynamic": {"-:.*gate": {}}}, Int4Weights(layout=GroupLayout.GPTQ, group_size=128, zero_offset=1)),
@@ -98,14 +102,6 @@ def compressed_with_transform(*locations: Any) -> dict[str, Any]:
         (
             hub.group_settings("pack-quantized", strategy="channel", group_size=None, symmetric=False),
             Int4Weights(layout=GroupLayout.COMPRESSED, group_size=None, zero_offset=0),
-        ),
-        (
-            hub.group_settings("pack-quantized", actorder="group"),
-            Int4Weights(layout=GroupLayout.COMPRESSED, group_size=32, zero_offset=0, has_zeros=False, needs_order=True),
-        ),
-        (
-            hub.group_settings("pack-quantized", actorder="static"),
-            Int4Weights(layout=GroupLayout.COMPRESSED, group_size=32, zero_offset=0, has_zeros=False),
         ),
         (hub.packed_8_bits().settings, Int8Weights(is_packed=True)),
         (
@@ -131,6 +127,7 @@ def compressed_with_transform(*locations: Any) -> dict[str, Any]:
             Fp8BlockWeights(block=(128, 128), marker="weight_scale", key=""),
         ),
         (MODELOPT, Fp8Weights(activations=Activations.STATIC)),
+        ({**MODELOPT, "kv_cache_quant_algo": "FP8"}, Fp8Weights(activations=Activations.STATIC)),
         (hub.modelopt_fp8(kv_cache=True).settings, Fp8Weights(activations=Activations.STATIC)),
     ],
 )
@@ -197,6 +194,7 @@ def test_a_supported_layout_is_parsed(settings: Any, expected: Any) -> None:
         ({**MODELOPT, "quant_algo": None}, "quant_algo None .* supported: FP8"),
         ({**MODELOPT, "kv_cache_quant_algo": "NVFP4"}, "kv_cache_quant_algo 'NVFP4' .* supported: none, FP8"),
         ({**MODELOPT, "kv_cache_scheme": {"num_bits": 4, "type": "float"}}, "kv_cache_scheme.num_bits 4 .* supported: 8"),
+        ({**COMPRESSED, "config_groups": {"a": 5}}, "config_groups.a 5 .* supported: an object"),
         ({**COMPRESSED, "config_groups": {}}, r"config_groups \[\] .* one group"),
         ({**COMPRESSED, "config_groups": {"a": GROUP, "b": GROUP}}, r"config_groups \['a', 'b'\]"),
         ({**COMPRESSED, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
@@ -269,6 +267,15 @@ def test_an_unsupported_setting_is_refused_by_key_with_the_supported_values(sett
 def test_int8_weights_that_must_be_decoded_name_the_setting_that_requires_it(weights: dict[str, Any], reason: str) -> None:
     settings = hub.group_settings("pack-quantized", **{"num_bits": 8, "group_size": 32, **weights})
     assert parsed_weights(settings).key == f"config_groups.group_0.weights.num_bits 8 {reason}"
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(
+    ("order", "is_needed"),
+    [(None, False), (False, False), ("weight", False), ("static", False), (True, True), ("group", True), ("dynamic", True)],
+)
+def test_groups_of_a_column_order_must_be_in_the_files(bits: int, order: object, is_needed: bool) -> None:
+    assert parsed_weights(hub.group_settings("pack-quantized", num_bits=bits, actorder=order)).needs_order == is_needed
 
 
 @pytest.mark.parametrize("size", [32, 64, 128, 256, 512, 1024])
