@@ -175,8 +175,9 @@ def stored_dtype(config: JsonObject) -> str:
 
 
 def parse_model_config(config: JsonObject, generation: JsonObject) -> ModelConfig:
-    """The checked form of `config.json` and `generation_config.json`."""
-    family = _family(config)
+    """The checked form of `config.json` and `generation_config.json` of a decoder."""
+    architecture = architecture_of(config)
+    family = FAMILIES[HEADLESS.get(architecture, architecture)]
     config = _text_config(config, family)
     refuse_unsupported(config, family)
     hidden_size = positive(config, "hidden_size")
@@ -206,7 +207,7 @@ def parse_model_config(config: JsonObject, generation: JsonObject) -> ModelConfi
         windows=windows,
         experts=experts,
         activation=_activation(config, family),
-        has_head=architecture_of(config) not in HEADLESS,
+        has_head=architecture not in HEADLESS,
         tie_word_embeddings=flag(config, "tie_word_embeddings", default=family.tied),
         qkv_bias=family.always_qkv_bias or attention_bias,
         o_bias=attention_bias,
@@ -223,13 +224,6 @@ def parse_model_config(config: JsonObject, generation: JsonObject) -> ModelConfi
         eos_token_ids=_eos_token_ids(config, generation, vocab_size),
         quantization=parse_quantization(config),
     )
-
-
-def _family(config: JsonObject) -> Family:
-    name = architecture_of(config)
-    if name in ENCODERS:
-        raise UnsupportedModel(f"architecture {name} is an encoder")
-    return FAMILIES[HEADLESS.get(name, name)]
 
 
 def _text_config(config: JsonObject, family: Family) -> JsonObject:
