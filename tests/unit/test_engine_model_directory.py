@@ -176,6 +176,14 @@ def test_missing_unexpected_and_misshapen_tensors_are_refused_by_name(
         small_engine(model)
 
 
+@pytest.mark.parametrize(("letters", "end"), [("hgfedcba", "h;"), ("jihgfedcba", "h and 2 more;")])
+def test_at_most_eight_tensors_are_listed_and_the_others_counted(letters: str, end: str, model: Path) -> None:
+    change_weights(model, {f"model.vision.{letter}": torch.zeros(2) for letter in letters})
+    message = rf"{len(letters)} tensors belong to no part of this model: model\.vision\.a, .*model\.vision\.{end}"
+    with pytest.raises(WeightsError, match=message):
+        verify_model(model, is_draft=True)
+
+
 def test_a_tied_head_that_differs_from_the_embedding_is_refused(model: Path) -> None:
     change_config(model, tie_word_embeddings=True)
     with pytest.raises(WeightsError, match=r"lm_head\.weight differs"):

@@ -82,6 +82,12 @@ def test_a_value_is_accepted_up_to_its_limit(option: str, largest: Any, beyond: 
     assert refused.value.option == option
 
 
+def test_a_step_has_the_token_budget_of_its_device_and_room_for_every_seat() -> None:
+    left_open, many_seats = EngineOptions(model=Path("m")), EngineOptions(model=Path("m"), max_num_seqs=600)
+    assert [left_open.batched_tokens(device) for device in ("cpu", "cuda")] == [512, 8192]
+    assert [many_seats.batched_tokens(device) for device in ("cpu", "cuda")] == [600, 8192]
+
+
 def test_a_host_tier_smaller_than_a_block_or_larger_than_main_memory_is_refused(model: Path) -> None:
     config = load_model_config(model)
     with pytest.raises(EngineConfigError, match=r"swap_space .* is less than one KV block"):
