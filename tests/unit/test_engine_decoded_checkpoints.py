@@ -15,10 +15,14 @@ from safetensors.torch import load_file, save_file
 
 from engine import LLM, verify
 from engine.config.model import load_model_config
+from engine.config.quantization import parse_quantization
+from engine.config.stored_weights import Int8GroupWeights
 from engine.errors import EngineConfigError, WeightsError
 from engine.formats import check_formats
 from engine.offline.perplexity import FormatOptions, compare
 from engine.options import EngineOptions
+from engine.quantization import group_tensors
+from engine.quantization.group_tensors import GroupTensors
 from engine.simulator.fitting import memory_fit
 from engine.simulator.models import find_gpu
 from engine.speculation.options import SpeculativeOptions
@@ -341,6 +345,22 @@ def test_damaged_tensors_are_named_by_the_engine_and_by_verification(
         small_engine(directory, quantization="int8" if name in DECODED else None)
     with pytest.raises(WeightsError, match=message):
         verify_model(directory)
+
+
+@pytest.mark.parametrize("name", ["packed-8-groups", "gptq-8"])
+def test_a_matrix_is_decoded_a_part_of_its_rows_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_tensors, "ROWS_DECODED", 24)
+    tensors, meaning = DECODED[name].store("", torch.randn(64, 64, generator=torch.Generator().manual_seed(3)))
+    quantization = parse_quantization({"quantization_config": DECODED[name].settings})
+    assert quantization is not None
+    assert isinstance(quantization.weights, Int8GroupWeights)
+    matrix = GroupTensors(64, 64, quantization.weights, device=torch.device("cpu"))
+    destinations = matrix.destinations()
+    for last, tensor in tensors.items():
+        destinations[last].load(tensor)
+    decoded = torch.empty(64, 64)
+    matrix.decode_into(decoded)
+    torch.testing.assert_close(decoded, meaning)
 
 
 @pytest.mark.parametrize("name", ["packed-4", "packed-8-groups", "gptq-8"])
