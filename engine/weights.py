@@ -190,7 +190,7 @@ def load_weights(directory: Path, plan: WeightPlan, *, progress: Callable[[float
     names_read: set[str] = set()
     unexpected: list[str] = []
     tied: dict[str, torch.Tensor] = {}
-    files = weight_files(directory)
+    files, num_required = weight_files(directory), len(plan.destinations.keys() - plan.optional)
     for number, path in enumerate(files):
         with _opened(path) as tensors:
             _read_ahead(files[number : number + 2])
@@ -203,7 +203,7 @@ def load_weights(directory: Path, plan: WeightPlan, *, progress: Callable[[float
                     tied[name] = tensors.get_tensor(stored)
                 elif not _load_tensor(plan, name, partial(tensors.get_tensor, stored), path):
                     unexpected.append(stored)
-                progress(min(1.0, len(names_read) / max(1, len(plan.destinations))))
+                progress(min(1.0, len(names_read) / num_required))
     _check_complete(directory, plan, names_read, unexpected)
     for name, tensor in tied.items():
         _check_tied(plan, name, tensor, directory)

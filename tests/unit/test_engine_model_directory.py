@@ -256,6 +256,14 @@ def test_rotary_buffers_of_old_checkpoints_are_ignored(model: Path) -> None:
     assert small_engine(model).info.architecture == "LlamaForCausalLM"
 
 
+def test_the_loaded_fraction_rises_to_one_whatever_else_the_files_hold(model: Path) -> None:
+    change_weights(model, {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.zeros(6) for layer in range(8)})
+    fractions: list[float] = []
+    verify_model(model, progress=fractions.append, is_draft=True)
+    assert fractions == sorted(fractions)
+    assert fractions[-1] == 1.0
+
+
 def test_bfloat16_weights_are_computed_in_float32_on_the_cpu(model: Path) -> None:
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(model / "model.safetensors").items()}
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
