@@ -41,6 +41,11 @@ def gib_up_to(most: float) -> Limit:
     return Limit(lambda value: is_number(value) and 0.0 <= value <= most, f"must be a number of GiB between 0 and {most:g}")
 
 
+def text(most: int) -> Limit:
+    words = f"must be text of 1 to {most} characters"
+    return Limit(lambda value: isinstance(value, str) and 1 <= len(value) <= most, words, shows_value=False)
+
+
 def power_of_two(most: int) -> Limit:
     words = f"must be a power of two from 1 to {most}"
     return Limit(lambda value: _is_count(value) and value <= most and not value & (value - 1), words)

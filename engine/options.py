@@ -24,6 +24,7 @@ KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 SWAP_SPACE_GIB_MAX = 4096.0
 INTER_TOKEN_TARGET_MS_MAX = 60_000.0
 SHARED_PREFIXES_MAX = 256
+NAME_CHARS_MAX = 255  # the default is a folder's name, which has at most 255 bytes
 
 CPU_KV_CACHE_BYTES = 256 * 1024 * 1024
 CPU_BATCHED_TOKENS = 512
@@ -55,7 +56,7 @@ class EngineOptions:
     """
 
     model: Path
-    name: str | None = None
+    name: Annotated[str | None, limits.text(NAME_CHARS_MAX)] = None
     device: Annotated[str, limits.one_of(*DEVICES)] = "auto"
     dtype: Annotated[str, limits.one_of(*DTYPES)] = "auto"
     max_model_len: Annotated[int | None, limits.COUNT] = None

@@ -145,7 +145,7 @@ def _as_stored(quantization: str) -> dict[str, str | None]:
 
 def _warning(comparison: Comparison) -> str | None:
     for ratio, than in ((comparison.ratio, "of the unquantised model"), (comparison.stored_ratio, "of the model as stored")):
-        if ratio is not None and not ratio <= RATIO_WARNED:  # which no number is that is none
+        if ratio is not None and ratio > RATIO_WARNED:
             return f"its perplexity is {ratio:.2f} times that {than}, more than {RATIO_WARNED}: answers suffer"
     return None
 

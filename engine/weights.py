@@ -122,7 +122,7 @@ def weight_files(directory: Path) -> list[Path]:
             raise WeightsError(f"{index_path}: weight_map must name files of its own folder, not {strangers[0]!r}")
         files = [directory / name for name in sorted(set(weight_map.values()))]
         for path in files:
-            if not path.is_file():
+            if not os.path.isfile(path):  # unlike `is_file`, false for a name that is too long
                 raise WeightsError(f"{path} is missing, and {INDEX_FILE} names it: not all was fetched; fetch it again")
         return files
     if not (directory / SINGLE_FILE).is_file():
@@ -190,7 +190,7 @@ def load_weights(directory: Path, plan: WeightPlan, *, progress: Callable[[float
     names_read: set[str] = set()
     unexpected: list[str] = []
     tied: dict[str, torch.Tensor] = {}
-    files = weight_files(directory)
+    files, num_required = weight_files(directory), len(plan.destinations.keys() - plan.optional)
     for number, path in enumerate(files):
         with _opened(path) as tensors:
             _read_ahead(files[number : number + 2])
@@ -203,7 +203,7 @@ def load_weights(directory: Path, plan: WeightPlan, *, progress: Callable[[float
                     tied[name] = tensors.get_tensor(stored)
                 elif not _load_tensor(plan, name, partial(tensors.get_tensor, stored), path):
                     unexpected.append(stored)
-                progress(min(1.0, len(names_read) / max(1, len(plan.destinations))))
+                progress(min(1.0, len(names_read) / num_required))
     _check_complete(directory, plan, names_read, unexpected)
     for name, tensor in tied.items():
         _check_tied(plan, name, tensor, directory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,14 @@ class ModelFolder:
     def check(cls, path: Path) -> ModelFolder:
         """Check the folder at `path`; the model is named after its directory. Raises NotAModel."""
         path = path.expanduser().absolute()
-        if not path.is_dir():
-            raise NotAModel(f"{path} is not a model: there is no such folder, and nothing is downloaded")
-        check_folder_name(path)
-        missing = [name for name in ("config.json", "tokenizer.json") if not (path / name).is_file()]
-        missing += _missing_weights(path)
+        try:
+            if not path.is_dir():
+                raise NotAModel(f"{path} is not a model: there is no such folder, and nothing is downloaded")
+            check_folder_name(path)
+            missing = [name for name in ("config.json", "tokenizer.json") if not (path / name).is_file()]
+            missing += _missing_weights(path)
+        except OSError as error:  # a folder that may not be searched, or a name that is too long
+            raise NotAModel(f"{path} cannot be read: {error.strerror}") from error
         if missing:
             raise NotAModel(f"{path} is not a model: it has no {', no '.join(missing)}")
         return cls(
@@ -78,7 +82,7 @@ def _missing_weights(path: Path) -> list[str]:
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise NotAModel(f"{index} cannot be read: its weight_map must give the file of each tensor")
-    return [shard for shard in sorted(set(weight_map.values())) if not (path / shard).is_file()]
+    return [shard for shard in sorted(set(weight_map.values())) if not os.path.isfile(path / shard)]
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -86,7 +90,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise NotAModel(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise NotAModel(f"{path} cannot be read: it is not a JSON object")

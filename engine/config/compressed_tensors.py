@@ -21,13 +21,15 @@ SYMMETRIC, STATIC = (True, None), (False, None)  # of the keys `symmetric` and `
 FP8_FORMATS = ("float-quantized", "naive-quantized")
 INT8_FORMAT, PACKED_FORMAT = "int-quantized", "pack-quantized"
 FUSED_TRANSFORMS = ("weight_input", "weight_output")
+IN_ORDER, BY_GROUP = (None, False, "weight", "static"), (True, "group", "dynamic")
+"""Of the key `actorder`: groups of neighbouring inputs, and groups that `weight_g_idx` states."""
 
 
 def parse_compressed(settings: JsonObject) -> StoredWeights:
     """One group of settings for all linear modules. Raises `UnsupportedModel` with the key and the supported values."""
     require_one_of(mapping(settings, "sparsity_config"), "format", "dense", None, prefix="sparsity_config.")
     _check_transforms(mapping(settings, "transform_config"))
-    check_kv_scheme(mapping(settings, "kv_cache_scheme"), "tensor")
+    check_kv_scheme(mapping(settings, "kv_cache_scheme"))
     groups = mapping(settings, "config_groups")
     if len(groups) != 1:
         raise refusal("config_groups", sorted(groups), "one group for all linear modules")
@@ -62,11 +64,11 @@ def _check_transforms(transforms: JsonObject) -> None:
             raise refusal(f"transform_config.config_groups.{name}", locations, "transforms that are in the weights")
 
 
-def check_kv_scheme(scheme: JsonObject, *strategies: str | None) -> None:
+def check_kv_scheme(scheme: JsonObject) -> None:
     """Scales of keys and values, one of each in every layer; they serve where the cache is kept in 8 bits. Raises
     `UnsupportedModel`."""
     if scheme:
-        prefix = "kv_cache_scheme."
+        prefix, strategies = "kv_cache_scheme.", ("tensor", None)  # null is the default
         require_values(scheme, prefix, num_bits=[8], type=["float"], strategy=strategies, symmetric=SYMMETRIC, dynamic=STATIC)
 
 
@@ -113,11 +115,13 @@ def _int8_weights(weights: JsonObject, inputs: JsonObject, prefix: str) -> Int8W
 def _packed_weights(weights: JsonObject, prefix: str) -> StoredWeights:
     strategies = ("group", "channel")
     require_values(weights, prefix, num_bits=[4, 8], type=["int"], strategy=strategies, symmetric=[True, False, None])
+    require_one_of(weights, "actorder", *IN_ORDER, *BY_GROUP, prefix=prefix)
     has_groups, has_zeros = weights["strategy"] == "group", weights.get("symmetric") is False
-    size = group_size(weights, prefix=prefix) if has_groups else None
-    if weights["num_bits"] == 4:
-        return Int4Weights(layout=GroupLayout.COMPRESSED, group_size=size, zero_offset=0, has_zeros=has_zeros)
-    if not has_groups and not has_zeros:
+    if weights["num_bits"] == 8 and not has_groups and not has_zeros:
         return Int8Weights(is_packed=True)
+    size = group_size(weights, prefix=prefix) if has_groups else None
+    layout, ordered = GroupLayout.COMPRESSED, has_groups and weights.get("actorder") in BY_GROUP
+    if weights["num_bits"] == 4:
+        return Int4Weights(layout=layout, group_size=size, zero_offset=0, has_zeros=has_zeros, needs_order=ordered)
     key = f"{prefix}num_bits 8 " + ("in groups" if has_groups else "with zero points")
-    return Int8GroupWeights(layout=GroupLayout.COMPRESSED, group_size=size, zero_offset=0, has_zeros=has_zeros, key=key)
+    return Int8GroupWeights(layout=layout, group_size=size, zero_offset=0, has_zeros=has_zeros, needs_order=ordered, key=key)

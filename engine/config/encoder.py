@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.config.model import ENCODERS, LAYERS_MAX, architecture_of, read_model_json, refuse_unsupported, stored_dtype
+from engine.config.model import LAYERS_MAX, architecture_of, read_model_json, refuse_unsupported, stored_dtype
 from engine.config.values import JsonObject, number, positive
 from engine.errors import UnsupportedModel
 from engine.number_checks import is_integer
@@ -41,8 +41,6 @@ def load_encoder_config(directory: Path) -> EncoderConfig:
     """Read and check `config.json` of an encoder. Raises `NotAModelDirectory` or `UnsupportedModel`."""
     config = read_model_json(directory)
     architecture = architecture_of(config)
-    if architecture not in ENCODERS:
-        raise UnsupportedModel(f"architecture {architecture} is not an encoder; these are: {', '.join(ENCODERS)}")
     refuse_unsupported(config)
     _refuse_other_encoders(config)
     hidden_size, num_heads = positive(config, "hidden_size"), positive(config, "num_attention_heads")

@@ -116,10 +116,14 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_model_json(directory: Path) -> dict[str, Any]:
     """`config.json` of a model directory, with the description of its quantisation that early AutoGPTQ and ModelOpt put in a
     file of its own. Raises `NotAModelDirectory` and `UnsupportedModel`."""
-    if not directory.is_dir():
-        raise NotAModelDirectory(f"{directory} is not a directory; give the folder that holds config.json and the weights")
     path = directory / "config.json"
-    if not path.is_file():
+    try:
+        is_directory, has_config = directory.is_dir(), path.is_file()
+    except OSError as error:  # a folder that may not be searched, or a name that is too long
+        raise NotAModelDirectory(f"{directory} cannot be read: {error.strerror}") from error
+    if not is_directory:
+        raise NotAModelDirectory(f"{directory} is not a directory; give the folder that holds config.json and the weights")
+    if not has_config:
         raise NotAModelDirectory(f"{directory} has no config.json; give the folder of a Hugging Face model")
     config = read_json(path)
     if not config.get(QUANTIZATION):
@@ -171,8 +175,9 @@ def stored_dtype(config: JsonObject) -> str:
 
 
 def parse_model_config(config: JsonObject, generation: JsonObject) -> ModelConfig:
-    """The checked form of `config.json` and `generation_config.json`."""
-    family = _family(config)
+    """The checked form of `config.json` and `generation_config.json` of a decoder."""
+    architecture = architecture_of(config)
+    family = FAMILIES[HEADLESS.get(architecture, architecture)]
     config = _text_config(config, family)
     refuse_unsupported(config, family)
     hidden_size = positive(config, "hidden_size")
@@ -202,7 +207,7 @@ def parse_model_config(config: JsonObject, generation: JsonObject) -> ModelConfi
         windows=windows,
         experts=experts,
         activation=_activation(config, family),
-        has_head=architecture_of(config) not in HEADLESS,
+        has_head=architecture not in HEADLESS,
         tie_word_embeddings=flag(config, "tie_word_embeddings", default=family.tied),
         qkv_bias=family.always_qkv_bias or attention_bias,
         o_bias=attention_bias,
@@ -219,13 +224,6 @@ def parse_model_config(config: JsonObject, generation: JsonObject) -> ModelConfi
         eos_token_ids=_eos_token_ids(config, generation, vocab_size),
         quantization=parse_quantization(config),
     )
-
-
-def _family(config: JsonObject) -> Family:
-    name = architecture_of(config)
-    if name in ENCODERS:
-        raise UnsupportedModel(f"architecture {name} is an encoder")
-    return FAMILIES[HEADLESS.get(name, name)]
 
 
 def _text_config(config: JsonObject, family: Family) -> JsonObject:
@@ -265,7 +263,7 @@ def _embedding_multiplier(config: JsonObject, family: Family, hidden_size: int) 
 def _softcap(config: JsonObject, key: str, default: float | None, *, reads: bool) -> float | None:
     if not reads or config.get(key, default) is None:
         return None
-    return number(config, key, default or 0.0)
+    return number(config, key, default)
 
 
 def _attention_scale(config: JsonObject, family: Family, head_dim: int) -> float:

@@ -14,10 +14,14 @@ from typing import Any
 
 from engine.config.model import read_json, read_json_value
 from engine.errors import NotAModelDirectory, UnsupportedModel
+from engine.number_checks import is_integer
 
 MODES = ("mean", "cls", "last")
-MODE_OF_NAME = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
-MODE_OF_FLAG = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "last"}
+MODE_OF = {
+    "mean": "mean", "cls": "cls", "lasttoken": "last",
+    "pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "last",
+}  # fmt: skip
+"""The mode of each value of `pooling_mode`, and of each older key with the value true."""
 
 LIMITS_FILES = tuple(
     f"sentence_{kind}_config.json" for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
@@ -71,7 +75,7 @@ def _mode(pooling: Mapping[str, Any]) -> str:
     names = flags or ["mean"]
     if isinstance(named, str | list):
         names = [named] if isinstance(named, str) else named
-    modes = [MODE_OF_NAME.get(name) or MODE_OF_FLAG.get(name) for name in names]
+    modes = [MODE_OF.get(str(name)) for name in names]
     if len(modes) != 1 or modes[0] is None:
         raise UnsupportedModel(
             f"1_Pooling: {' with '.join(map(str, names))} is not supported; supported: one of mean, cls, lasttoken"
@@ -85,7 +89,7 @@ def _with_limits(config: PoolingConfig, directory: Path) -> PoolingConfig:
         return config
     settings = read_json(path)
     max_len = settings.get("max_seq_length")
-    if max_len is not None and (not isinstance(max_len, int) or max_len < 1):
+    if max_len is not None and (not is_integer(max_len) or max_len < 1):
         raise UnsupportedModel(f"{path}: max_seq_length must be a positive integer or null, not {max_len!r}")
     return replace(config, max_len=max_len, lowercase=bool(settings.get("do_lower_case", False)))
 
@@ -96,7 +100,8 @@ def _with_prompt(config: PoolingConfig, directory: Path, *, included: bool) -> P
     name = settings.get("default_prompt_name")
     if name is None:
         return config
-    prompt = (settings.get("prompts") or {}).get(name)
+    prompts = settings.get("prompts")
+    prompt = prompts.get(str(name)) if isinstance(prompts, dict) else None
     if not isinstance(prompt, str):
         raise UnsupportedModel(f"{path}: default_prompt_name {name!r} names no prompt")
     if prompt and not included:

@@ -58,7 +58,7 @@ def _modelopt(settings: JsonObject) -> Fp8Weights:
     """The layout of ModelOpt's FP8: one weight_scale and one input_scale for each matrix."""
     require_one_of(settings, "quant_algo", "FP8")
     require_one_of(settings, "kv_cache_quant_algo", None, "FP8")
-    check_kv_scheme(mapping(settings, "kv_cache_scheme"), None, "tensor")
+    check_kv_scheme(mapping(settings, "kv_cache_scheme"))
     return Fp8Weights(activations=Activations.STATIC)
 
 
@@ -71,8 +71,8 @@ def _awq(settings: JsonObject) -> Int4Weights:
 
 
 def _gptq(settings: JsonObject) -> Int4Weights | Int8GroupWeights:
-    """`desc_act` needs nothing here: `g_idx` in the files says which group an input belongs to. Neither do entries of `dynamic`
-    that begin with `-:`, which name modules that are not quantised."""
+    """With `desc_act`, `g_idx` in the files says which group an input belongs to, unless groups were formed before inputs were
+    sorted (`static_groups`). Entries of `dynamic` that begin with `-:` name modules that are not quantised."""
     require_one_of(settings, "bits", 4, 8)
     require_one_of(settings, "pack_dtype", None, "int32")
     others = [pattern for pattern in mapping(settings, "dynamic") if not pattern.startswith("-:")]
@@ -85,6 +85,7 @@ def _gptq(settings: JsonObject) -> Int4Weights | Int8GroupWeights:
         raise refusal("checkpoint_format", format_name, "gptq, gptq_v2")
     offset = 1 if format_name == "gptq" else 0  # the first format stores zero - 1
     size = group_size(settings)
+    ordered = size is not None and flag(settings, "desc_act") and not flag(settings, "static_groups")
     if settings["bits"] == 4:
-        return Int4Weights(layout=GroupLayout.GPTQ, group_size=size, zero_offset=offset)
-    return Int8GroupWeights(layout=GroupLayout.GPTQ, group_size=size, zero_offset=offset, key="bits 8")
+        return Int4Weights(layout=GroupLayout.GPTQ, group_size=size, zero_offset=offset, needs_order=ordered)
+    return Int8GroupWeights(layout=GroupLayout.GPTQ, group_size=size, zero_offset=offset, needs_order=ordered, key="bits 8")

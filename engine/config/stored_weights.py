@@ -56,12 +56,13 @@ class Int8Weights:
 class GroupWeights:
     """Weights of `bits` bits: (code - zero) · scale. There is one zero and one scale for each output and each `group_size`
     inputs, None for all inputs. `zero_offset` is added to the stored zero; without `has_zeros`, zero is half the range of
-    codes."""
+    codes. With `needs_order` inputs are not in the order of their groups, and only the files can say which group each is in."""
 
     layout: GroupLayout
     group_size: int | None
     zero_offset: int
     has_zeros: bool = True
+    needs_order: bool = False
     bits: ClassVar[int]
 
     @property

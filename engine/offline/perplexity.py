@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from engine.config.model import load_model_config
-from engine.errors import EngineConfigError
+from engine.errors import EngineConfigError, ModelError
 from engine.offline.llm import LLM
 from engine.sampling_params import SamplingParams
 from engine.text.tokenizer import Tokenizer
 
 TEXT = Path(__file__).with_name("perplexity_text.txt")
 WINDOW_TOKENS = 512
+LOG_MAX = 700.0  # e to more than 709 is no floating-point number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,12 @@ class FormatOptions:
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
     head_quantization: str | None = None
+
+    def __str__(self) -> str:
+        changed = [
+            f"{option.name} {value}" for option in fields(self) if (value := getattr(self, option.name)) != option.default
+        ]
+        return ", ".join(changed) or "as it is stored"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +97,8 @@ def windows_of(tokens: Sequence[int], size: int) -> list[list[int]]:
 
 
 def perplexity(directory: Path, tokens: Sequence[int], formats: FormatOptions, size: int) -> float:
-    """The perplexity of `tokens`, cut into windows of `size`, each read without those before it."""
+    """The perplexity of `tokens`, cut into windows of `size`, each read without those before it. Raises `ModelError` for a
+    model that has none: its numbers are not finite, or too large."""
     with LLM(
         directory,
         max_model_len=size + 1,
@@ -102,10 +110,16 @@ def perplexity(directory: Path, tokens: Sequence[int], formats: FormatOptions, s
     ) as llm:
         scored = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
         outputs = llm.generate(windows_of(tokens, size), scored, use_tqdm=False)
+    errors = [answer.error for output in outputs for answer in output.outputs if answer.error is not None]
+    if errors:
+        raise ModelError(f"{directory} has no perplexity ({formats}): {errors[0]}")
     logprobs = [
         entry[token_id].logprob
         for output in outputs
         for token_id, entry in zip(output.prompt_token_ids, output.prompt_logprobs or [], strict=True)
         if entry is not None
     ]
-    return math.exp(-sum(logprobs) / len(logprobs))
+    mean = sum(logprobs) / len(logprobs)
+    if not -mean < LOG_MAX:
+        raise ModelError(f"{directory} has no perplexity ({formats}): the mean log-probability of a token is {mean:.0f}")
+    return math.exp(-mean)

@@ -62,7 +62,7 @@ class GroupTensors:
     @property
     def optional(self) -> tuple[str, ...]:
         """Names among `destinations` that a checkpoint may leave out."""
-        return (NAMES[self._stored.layout][3],)
+        return () if self._stored.needs_order else (NAMES[self._stored.layout][3],)
 
     @property
     def codes(self) -> torch.Tensor:

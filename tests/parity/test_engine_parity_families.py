@@ -11,7 +11,10 @@ import pytest
 import torch
 import transformers
 
+from engine.config.families import FAMILIES
+from engine.config.model import parse_model_config
 from engine.loop import Engine
+from engine.models.decoder import Decoder
 from engine.protocol import TokenEvent
 from tests.support.engines import generation_request, run_to_end, small_engine, tokens
 from tests.support.parity import assert_greedy
@@ -20,6 +23,11 @@ from tests.support.tiny_models import EOS, FAMILY_SETTINGS, LONGROPE, VOCAB_SIZE
 PROMPT_LENS = (1, 15, 16, 17, 33, 70)
 MANY_PROMPT_LENS = (1, 2, 3, 5, 8, 13, 15, 16, 17, 21, 31, 32, 33, 47, 64, 90)
 MAX_TOKENS = 24
+SHAPE = {
+    "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "num_local_experts": 4, "num_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "pad_token_id": 0,
+}  # fmt: skip
 
 
 def make_prompts(lengths: tuple[int, ...], seed: int = 3) -> list[list[int]]:
@@ -179,6 +187,27 @@ def test_older_spellings_of_configurations_equal_transformers(family: str, tmp_p
     (tmp_path / "config.json").write_text(json.dumps({**config, **OLDER_SPELLINGS[family]}))
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     check(model, make_prompts((33, 70)), small_engine(tmp_path))
+
+
+@pytest.mark.parametrize("architecture", sorted(FAMILIES))
+def test_settings_that_config_json_leaves_out_are_those_of_transformers(architecture: str) -> None:
+    shape = {**SHAPE, "num_hidden_layers": 30, "use_sliding_window": True}
+    given = shape if FAMILIES[architecture].text_part is None else {"text_config": shape}
+    every_key = getattr(transformers, architecture).config_class(**given).to_dict()
+    generation = {"eos_token_id": EOS}
+    left_out = parse_model_config({**given, "architectures": [architecture]}, generation)
+    assert left_out == parse_model_config({**every_key, "architectures": [architecture]}, generation)
+
+
+@pytest.mark.parametrize("architecture", sorted(name for name, family in FAMILIES.items() if family.text_part is None))
+def test_a_family_has_the_biases_that_transformers_gives_it(architecture: str) -> None:
+    family, device = getattr(transformers, architecture), torch.device("meta")
+    config = family.config_class(**SHAPE, attention_bias=True, mlp_bias=True)
+    with device:
+        expected = {name for name in family(config).state_dict() if name.endswith(".bias")}
+    parsed = parse_model_config({**config.to_dict(), "architectures": [architecture]}, {})
+    planned = Decoder(parsed, dtype=torch.float32, device=device).weight_plan().destinations
+    assert {name for name in planned if name.endswith(".bias")} == expected
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])

@@ -15,10 +15,14 @@ from safetensors.torch import load_file, save_file
 
 from engine import LLM, verify
 from engine.config.model import load_model_config
+from engine.config.quantization import parse_quantization
+from engine.config.stored_weights import Int8GroupWeights
 from engine.errors import EngineConfigError, WeightsError
 from engine.formats import check_formats
 from engine.offline.perplexity import FormatOptions, compare
 from engine.options import EngineOptions
+from engine.quantization import group_tensors
+from engine.quantization.group_tensors import GroupTensors
 from engine.simulator.fitting import memory_fit
 from engine.simulator.models import find_gpu
 from engine.speculation.options import SpeculativeOptions
@@ -294,6 +298,7 @@ INFINITE = torch.full((64, 2), float("inf"), dtype=torch.float16)
         ("packed-4", {"weight_shape": torch.tensor([64, 60])}, r"q_proj.weight_shape is \[64, 60\], expected \[64, 64\]"),
         ("packed-4", {"weight_g_idx": torch.zeros(64).int()}, "weight_g_idx does not divide 64 columns into groups of 32"),
         ("packed-4", {"weight_g_idx": torch.full((64,), -1)}, "weight_g_idx names groups that do not exist: there are 2"),
+        ("packed-4", {"weight_g_idx": None}, "1 tensor is missing: .*q_proj.weight_g_idx"),
         ("packed-8", {"weight_packed": torch.ones(64, 64).int()}, r"weight_packed has shape \(64, 64\), expected \(64, 16\)"),
         ("packed-8", {"weight_packed": torch.ones(64, 16)}, "expected torch.int32 with four codes in each"),
         ("packed-8", {"weight_scale": torch.tensor(float("nan"))}, "q_proj.weight_scale holds scales that are not finite"),
@@ -327,6 +332,7 @@ INFINITE = torch.full((64, 2), float("inf"), dtype=torch.float16)
         ("gptq-8", {"qzeros": None}, "1 tensor is missing: .*q_proj.qzeros"),
         ("gptq-8", {"scales": torch.full((2, 64), float("nan"))}, "q_proj.scales holds scales that are not finite"),
         ("gptq-8", {"g_idx": torch.zeros(64)}, "q_proj.g_idx is torch.float32"),
+        ("gptq-8", {"g_idx": None}, "1 tensor is missing: .*q_proj.g_idx"),
         ("packed-8-groups", {"weight_scale": torch.ones(64, 3)}, r"weight_scale has shape \(64, 3\), expected \(64, 2\)"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -339,6 +345,22 @@ def test_damaged_tensors_are_named_by_the_engine_and_by_verification(
         small_engine(directory, quantization="int8" if name in DECODED else None)
     with pytest.raises(WeightsError, match=message):
         verify_model(directory)
+
+
+@pytest.mark.parametrize("name", ["packed-8-groups", "gptq-8"])
+def test_a_matrix_is_decoded_a_part_of_its_rows_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_tensors, "ROWS_DECODED", 24)
+    tensors, meaning = DECODED[name].store("", torch.randn(64, 64, generator=torch.Generator().manual_seed(3)))
+    quantization = parse_quantization({"quantization_config": DECODED[name].settings})
+    assert quantization is not None
+    assert isinstance(quantization.weights, Int8GroupWeights)
+    matrix = GroupTensors(64, 64, quantization.weights, device=torch.device("cpu"))
+    destinations = matrix.destinations()
+    for last, tensor in tensors.items():
+        destinations[last].load(tensor)
+    decoded = torch.empty(64, 64)
+    matrix.decode_into(decoded)
+    torch.testing.assert_close(decoded, meaning)
 
 
 @pytest.mark.parametrize("name", ["packed-4", "packed-8-groups", "gptq-8"])

@@ -57,6 +57,17 @@ def test_4_bit_weights_without_groups_have_one_scale_for_each_row(group_size: in
     assert formats_of(config(weights), options(), "bfloat16").weights.group == group
 
 
+@pytest.mark.parametrize(
+    ("layers", "head", "bits"),
+    [(None, "int8", (16, 8)), ("int8", "none", (8, 0)), ("int8", None, (8, 8)), (None, None, (16, 0))],
+)
+def test_the_output_head_is_kept_as_its_option_says_or_like_the_layers(
+    layers: str | None, head: str | None, bits: tuple[int, int]
+) -> None:
+    weights = formats_of(config(), options(quantization=layers, head_quantization=head), "bfloat16").weights
+    assert (weights.bits, weights.head_bits) == bits
+
+
 def test_options_that_contradict_the_checkpoint_are_refused_by_name() -> None:
     stored = config(SimpleNamespace())
     check_quantization(stored, "awq", "int8")

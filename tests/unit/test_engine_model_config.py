@@ -37,15 +37,6 @@ def windows(config: ModelConfig) -> list[int | None]:
     return [config.windows[layer.window_idx] for layer in config.layers]
 
 
-@pytest.mark.parametrize("architecture", sorted(FAMILIES))
-def test_every_family_has_defaults_for_absent_settings(architecture: str) -> None:
-    has_parts = FAMILIES[architecture].text_part is not None
-    config = parse(architecture, **({"text_config": {"num_hidden_layers": 6}} if has_parts else {}))
-    assert config.num_layers == 6
-    assert all(0 <= layer.rope_idx < len(config.ropes) for layer in config.layers)
-    assert config.tie_word_embeddings == architecture.startswith("Gemma")
-
-
 def test_settings_of_a_multimodal_config_take_precedence_over_its_text_part() -> None:
     """As in transformers. A text part saved with its own defaults has only `<eos>` of Gemma, not its end-of-turn token."""
     text = {"num_hidden_layers": 6, "eos_token_id": 1, "torch_dtype": "float32", "architectures": ["Gemma3ForCausalLM"]}
@@ -60,6 +51,7 @@ def test_settings_of_a_multimodal_config_take_precedence_over_its_text_part() ->
 @pytest.mark.parametrize("value", ["bfloat16", "torch.bfloat16"])
 def test_the_stored_format_has_an_older_key_and_may_be_named_as_torch_prints_it(key: str, value: str) -> None:
     assert parse("LlamaForCausalLM", **{key: value}).torch_dtype == "bfloat16"
+    assert parse("LlamaForCausalLM").torch_dtype == "float32"
 
 
 def test_the_documented_architectures_are_those_that_load() -> None:
@@ -94,6 +86,7 @@ def test_qwen_has_windows_only_with_use_sliding_window_and_from_max_window_layer
     assert windows(parse("Qwen2ForCausalLM", sliding_window=32)) == [None] * 6
     on = {"use_sliding_window": True, "sliding_window": 32}
     assert windows(parse("Qwen2ForCausalLM", max_window_layers=4, **on)) == [None] * 4 + [32] * 2
+    assert windows(parse("Qwen2ForCausalLM", max_window_layers=0, **on)) == [32] * 6
     assert windows(parse("Qwen3ForCausalLM", **on)) == [None] * 6
     assert windows(parse("Qwen3MoeForCausalLM", **on)) == [32] * 6
 
@@ -119,7 +112,7 @@ def test_phi_3_accepts_several_names_of_longrope(name: str) -> None:
 
 
 def test_yarn_extends_a_context_that_was_left_at_its_original_length() -> None:
-    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "finetuned": True}
     assert parse("Qwen2ForCausalLM", rope_scaling=scaling).max_position_len == 2048
     assert parse("Qwen2ForCausalLM").max_position_len == 512
 
@@ -138,9 +131,16 @@ def test_only_granite_reads_its_multipliers() -> None:
     assert read == [(12.0, 0.22, 0.1, 8.0), (1.0, 1.0, 16**-0.5, 1.0)]
 
 
+def test_the_largest_values_are_accepted_and_keys_and_values_have_all_heads_by_default() -> None:
+    config = parse("MixtralForCausalLM", vocab_size=2**31 - 1, num_local_experts=4096, num_experts_per_tok=4096)
+    assert config.experts is not None
+    assert (config.vocab_size, config.experts.num_experts, config.experts.num_chosen) == (2**31 - 1, 4096, 4096)
+    assert parse("LlamaForCausalLM", num_key_value_heads=None).num_kv_heads == 4
+
+
 def test_sparse_layers_follow_the_step_except_for_mlp_only_layers() -> None:
-    config = parse("Qwen3MoeForCausalLM", decoder_sparse_step=2, mlp_only_layers=[3])
-    assert [layer.is_sparse for layer in config.layers] == [False, True, False, False, False, True]
+    config = parse("Qwen3MoeForCausalLM", num_hidden_layers=9, decoder_sparse_step=3, mlp_only_layers=[5])
+    assert [index for index, layer in enumerate(config.layers) if layer.is_sparse] == [2, 8]
     assert not any(layer.is_sparse for layer in parse("LlamaForCausalLM").layers)
 
 
@@ -154,13 +154,20 @@ def test_sparse_layers_follow_the_step_except_for_mlp_only_layers() -> None:
         ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("Qwen2ForCausalLM", {"layer_types": ["full_attention"] * 5}, "list of 6 entries"),
         ("Qwen2ForCausalLM", {"is_causal": False}, "is_causal"),
+        ("Qwen2ForCausalLM", {"max_window_layers": -1}, "max_window_layers must be an integer from 0 on, not -1"),
         ("Qwen3ForCausalLM", {"layer_types": ["sliding_attention"] * 6}, "sliding_window is not set"),
         ("MixtralForCausalLM", {"num_experts_per_tok": 5}, r"num_experts_per_tok \(5\) must be at most num_local_experts"),
+        ("MixtralForCausalLM", {"num_local_experts": 4097}, "num_local_experts must be at most 4096, not 4097"),
+        ("Qwen3MoeForCausalLM", {"mlp_only_layers": ["1"]}, "mlp_only_layers must be an integer or a list of them"),
         ("MixtralForCausalLM", {"num_experts_per_tok": None}, "num_experts_per_tok must be a positive integer"),
         ("Phi3ForCausalLM", {"partial_rotary_factor": 0.1}, "partial_rotary_factor 0.1 rotates 1 of 16"),
         ("Phi3ForCausalLM", {"lm_head_bias": True}, "lm_head_bias"),
         ("GraniteForCausalLM", {"logits_scaling": 0}, "logits_scaling must be a positive number"),
         ("Olmo2ForCausalLM", {"clip_qkv": 8.0}, "clip_qkv 8.0"),
+        ("LlamaForCausalLM", {"add_cross_attention": True}, "add_cross_attention True is not supported"),
+        ("LlamaForCausalLM", {"attention_bias": "yes"}, "attention_bias must be true or false, not 'yes'"),
+        ("LlamaForCausalLM", {"rope_scaling": "linear"}, "rope_scaling must be an object, not 'linear'"),
+        ("LlamaForCausalLM", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 is not supported"),
         ("LlamaForCausalLM", {"architectures": [["LlamaForCausalLM"], {"a": 1}]}, r"architecture \['LlamaForC.* not supported"),
         (
             "LlamaForCausalLM",

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.config.model import load_model_config
+from engine.config.stored_weights import GroupLayout, Int4Weights
 from engine.errors import EngineConfigError, NotAModelDirectory, UnsupportedModel, WeightsError
 from engine.verify import verify_model
 from engine.weights import INDEX_FILE, weight_files
@@ -47,6 +48,11 @@ def change_weights(model: Path, changes: dict[str, torch.Tensor | None]) -> None
 def test_a_path_that_is_not_a_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotAModelDirectory, match="not a directory"):
         load_model_config(tmp_path / "nowhere")
+
+
+def test_a_path_that_the_system_refuses_is_named_with_its_reason(tmp_path: Path) -> None:
+    with pytest.raises(NotAModelDirectory, match=r"xxx cannot be read: File name too long"):
+        load_model_config(tmp_path / ("x" * 300))
 
 
 def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
@@ -93,6 +99,8 @@ def test_a_config_that_is_not_a_json_object_is_refused(text: str, tmp_path: Path
         ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive integer"),
         ({"num_key_value_heads": 3}, "multiple of num_key_value_heads"),
         ({"head_dim": 15}, "head_dim must be even"),
+        ({"vocab_size": 2**31}, "vocab_size must be at most 2147483647, not 2147483648"),
+        ({"num_hidden_layers": 1025}, "num_hidden_layers must be at most 1024, not 1025"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 10**400}}, "rope_theta must be at most 1e"),
         ({"rms_norm_eps": float("inf")}, "rms_norm_eps must be a positive number"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a positive number"),
@@ -115,11 +123,21 @@ def test_the_older_spelling_of_rope_settings_is_equivalent(model: Path) -> None:
     assert (rope.kind, rope.theta, rope.factor) == ("linear", 5e5, 4.0)
 
 
+def test_quantisation_in_config_json_takes_precedence_over_that_beside_it(model: Path) -> None:
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 64}
+    change_config(model, quantization_config=settings)
+    (model / "quantize_config.json").write_text(json.dumps({**settings, "group_size": 128}))
+    quantization = load_model_config(model).quantization
+    assert quantization is not None
+    assert quantization.weights == Int4Weights(layout=GroupLayout.GPTQ, group_size=64, zero_offset=1)
+
+
 @pytest.mark.parametrize(
     ("generation", "expected"),
     [
         ({"eos_token_id": [2, 9]}, (2, 9)),
         ({"eos_token_id": 7}, (7,)),
+        ({"eos_token_id": 0}, (0,)),
         ({}, (2,)),
         ({"eos_token_id": [9, -1, 151_645, 2**40]}, (9,)),
         ({"eos_token_id": 2**40}, ()),
@@ -158,6 +176,14 @@ def test_missing_unexpected_and_misshapen_tensors_are_refused_by_name(
         small_engine(model)
 
 
+@pytest.mark.parametrize(("letters", "end"), [("hgfedcba", "h;"), ("jihgfedcba", "h and 2 more;")])
+def test_at_most_eight_tensors_are_listed_and_the_others_counted(letters: str, end: str, model: Path) -> None:
+    change_weights(model, {f"model.vision.{letter}": torch.zeros(2) for letter in letters})
+    message = rf"{len(letters)} tensors belong to no part of this model: model\.vision\.a, .*model\.vision\.{end}"
+    with pytest.raises(WeightsError, match=message):
+        verify_model(model, is_draft=True)
+
+
 def test_a_tied_head_that_differs_from_the_embedding_is_refused(model: Path) -> None:
     change_config(model, tie_word_embeddings=True)
     with pytest.raises(WeightsError, match=r"lm_head\.weight differs"):
@@ -186,6 +212,13 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
 def test_shards_must_be_files_of_the_model_directory(name: object, model: Path) -> None:
     (model / INDEX_FILE).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
     with pytest.raises(WeightsError, match="weight_map must name files of its own folder"):
+        weight_files(model)
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "model\0.safetensors"], ids=["long", "null"])
+def test_a_shard_whose_name_no_file_can_have_is_missing(name: str, model: Path) -> None:
+    (model / INDEX_FILE).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    with pytest.raises(WeightsError, match=f"{name} is missing"):
         weight_files(model)
 
 
@@ -221,6 +254,14 @@ def test_weights_in_another_format_are_named(model: Path, other: str) -> None:
 def test_rotary_buffers_of_old_checkpoints_are_ignored(model: Path) -> None:
     change_weights(model, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(6)})
     assert small_engine(model).info.architecture == "LlamaForCausalLM"
+
+
+def test_the_loaded_fraction_rises_to_one_whatever_else_the_files_hold(model: Path) -> None:
+    change_weights(model, {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.zeros(6) for layer in range(8)})
+    fractions: list[float] = []
+    verify_model(model, progress=fractions.append, is_draft=True)
+    assert fractions == sorted(fractions)
+    assert fractions[-1] == 1.0
 
 
 def test_bfloat16_weights_are_computed_in_float32_on_the_cpu(model: Path) -> None:

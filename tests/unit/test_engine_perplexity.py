@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine import verify
 from engine.errors import EngineConfigError
@@ -128,6 +130,33 @@ def test_verify_warns_of_a_format_with_a_high_perplexity_ratio(
         printed_json(capsys)["warning"]
         == "its perplexity is 1.22 times that of the model as stored, more than 1.1: answers suffer"
     )
+
+
+@pytest.mark.parametrize(
+    ("factor", "reason"),
+    [(math.nan, "the model computed logits that are not finite"), (1e5, r"the mean log-probability of a token is -\d{4}")],
+)
+def test_verify_refuses_a_model_without_a_perplexity_and_says_why(
+    factor: float, reason: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = Path(shutil.copytree(model, tmp_path / "model"))
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.norm.weight"] *= factor
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    assert main([str(directory), "--quantization", "int8"]) == 1
+    answer = printed_json(capsys)
+    assert answer["code"] == "not_a_model"
+    assert re.search(rf"model has no perplexity \(quantization int8\): {reason}", answer["error"])
+
+
+def test_verify_compares_a_quantised_checkpoint_with_the_unquantised_model_that_is_named(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = layouts.write(model, tmp_path / "awq", layouts.awq())
+    assert main([str(written.directory), "--unquantized", str(written.twin)]) == 0
+    facts = printed_json(capsys)
+    assert facts["perplexity_ratio"] == pytest.approx(1.0, abs=1e-4)
+    assert (facts["perplexity_format"]["quantization"], facts["perplexity_as_stored"]) == ("awq", None)
 
 
 def test_verify_reads_quantised_checkpoints_without_loading_them(

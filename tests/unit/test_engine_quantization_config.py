@@ -22,7 +22,7 @@ from tests.support import hub_checkpoints as hub
 from tests.support.quantised_checkpoints import compressed_settings
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": True}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 COMPRESSED = compressed_settings("channel", "dynamic")
 GROUP = COMPRESSED["config_groups"]["group_0"]
@@ -59,6 +59,9 @@ def compressed_with_transform(*locations: Any) -> dict[str, Any]:
         ({}, None),
         (FP8, Fp8Weights(activations=Activations.DYNAMIC)),
         ({**FP8, "activation_scheme": "static"}, Fp8Weights(activations=Activations.STATIC)),
+        ({"quant_method": "fp8"}, Fp8Weights(activations=Activations.DYNAMIC)),
+        ({**FP8, "fmt": "e4m3"}, Fp8Weights(activations=Activations.DYNAMIC)),
+        ({**FP8, "fmt": "float8_e4m3fn"}, Fp8Weights(activations=Activations.DYNAMIC)),
         (
             {**FP8, "weight_block_size": None, "modules_to_not_convert": ["lm_head"]},
             Fp8Weights(activations=Activations.DYNAMIC),
@@ -77,13 +80,20 @@ def compressed_with_transform(*locations: Any) -> dict[str, Any]:
         ),
         ({**AWQ, "version": None}, Int4Weights(layout=GroupLayout.AWQ, group_size=128, zero_offset=0)),
         (GPTQ, Int4Weights(layout=GroupLayout.GPTQ, group_size=128, zero_offset=1)),
+        ({**GPTQ, "desc_act": True}, Int4Weights(layout=GroupLayout.GPTQ, group_size=128, zero_offset=1, needs_order=True)),
+        (
+            {**GPTQ, "desc_act": True, "static_groups": True},
+            Int4Weights(layout=GroupLayout.GPTQ, group_size=128, zero_offset=1),
+        ),
+        ({**GPTQ, "desc_act": True, "group_size": -1}, Int4Weights(layout=GroupLayout.GPTQ, group_size=None, zero_offset=1)),
+        ({**GPTQ, "pack_dtype": "int32"}, Int4Weights(layout=GroupLayout.GPTQ, group_size=128, zero_offset=1)),
         ({**GPTQ, "format": "gptq_v2"}, Int4Weights(layout=GroupLayout.GPTQ, group_size=128, zero_offset=0)),
         ({**GPTQ, "group_size": -1, "lm_head": True}, Int4Weights(layout=GroupLayout.GPTQ, group_size=None, zero_offset=1)),
         ({**GPTQ, "dynamic": {"-:.*gate": {}}}, Int4Weights(layout=GroupLayout.GPTQ, group_size=128, zero_offset=1)),
         ({**GPTQ, "checkpoint_format": "gptq_v2"}, Int4Weights(layout=GroupLayout.GPTQ, group_size=128, zero_offset=0)),
         (
-            {**GPTQ, "bits": 8},
-            Int8GroupWeights(layout=GroupLayout.GPTQ, group_size=128, zero_offset=1, key=""),
+            {**GPTQ, "bits": 8, "desc_act": True},
+            Int8GroupWeights(layout=GroupLayout.GPTQ, group_size=128, zero_offset=1, needs_order=True, key=""),
         ),
         (
             hub.group_settings("pack-quantized"),
@@ -117,6 +127,7 @@ def compressed_with_transform(*locations: Any) -> dict[str, Any]:
             Fp8BlockWeights(block=(128, 128), marker="weight_scale", key=""),
         ),
         (MODELOPT, Fp8Weights(activations=Activations.STATIC)),
+        ({**MODELOPT, "kv_cache_quant_algo": "FP8"}, Fp8Weights(activations=Activations.STATIC)),
         (hub.modelopt_fp8(kv_cache=True).settings, Fp8Weights(activations=Activations.STATIC)),
     ],
 )
@@ -162,6 +173,10 @@ def test_a_supported_layout_is_parsed(settings: Any, expected: Any) -> None:
         (hub.group_settings("pack-quantized", type="float"), "weights.type 'float' .* supported: int"),
         (hub.group_settings("pack-quantized", strategy="tensor"), "weights.strategy 'tensor' .* supported: group, channel"),
         (hub.group_settings("pack-quantized", group_size=48), "weights.group_size 48 .* supported: 32, 64, 128"),
+        (
+            hub.group_settings("pack-quantized", actorder="rows"),
+            "weights.actorder 'rows' .* supported: none, false, weight, static, true, group",
+        ),
         (hub.group_settings("int-quantized"), "weights.num_bits 4 .* supported: 8"),
         (hub.group_settings("int-quantized", num_bits=8), "weights.strategy 'group' .* supported: tensor, channel"),
         (
@@ -179,6 +194,7 @@ def test_a_supported_layout_is_parsed(settings: Any, expected: Any) -> None:
         ({**MODELOPT, "quant_algo": None}, "quant_algo None .* supported: FP8"),
         ({**MODELOPT, "kv_cache_quant_algo": "NVFP4"}, "kv_cache_quant_algo 'NVFP4' .* supported: none, FP8"),
         ({**MODELOPT, "kv_cache_scheme": {"num_bits": 4, "type": "float"}}, "kv_cache_scheme.num_bits 4 .* supported: 8"),
+        ({**COMPRESSED, "config_groups": {"a": 5}}, "config_groups.a 5 .* supported: an object"),
         ({**COMPRESSED, "config_groups": {}}, r"config_groups \[\] .* one group"),
         ({**COMPRESSED, "config_groups": {"a": GROUP, "b": GROUP}}, r"config_groups \['a', 'b'\]"),
         ({**COMPRESSED, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
@@ -251,6 +267,20 @@ def test_an_unsupported_setting_is_refused_by_key_with_the_supported_values(sett
 def test_int8_weights_that_must_be_decoded_name_the_setting_that_requires_it(weights: dict[str, Any], reason: str) -> None:
     settings = hub.group_settings("pack-quantized", **{"num_bits": 8, "group_size": 32, **weights})
     assert parsed_weights(settings).key == f"config_groups.group_0.weights.num_bits 8 {reason}"
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(
+    ("order", "is_needed"),
+    [(None, False), (False, False), ("weight", False), ("static", False), (True, True), ("group", True), ("dynamic", True)],
+)
+def test_groups_of_a_column_order_must_be_in_the_files(bits: int, order: object, is_needed: bool) -> None:
+    assert parsed_weights(hub.group_settings("pack-quantized", num_bits=bits, actorder=order)).needs_order == is_needed
+
+
+@pytest.mark.parametrize("size", [32, 64, 128, 256, 512, 1024])
+def test_every_documented_group_size_is_read(size: int) -> None:
+    assert parsed_weights({**AWQ, "group_size": size}).group_size == size
 
 
 def test_the_older_key_compression_config_is_refused_by_name() -> None:

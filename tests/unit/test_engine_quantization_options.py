@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine import LLM, SamplingParams
 from engine.config.model import load_model_config
@@ -219,6 +221,17 @@ def test_damaged_tensors_are_named_by_the_engine_and_by_verification(
         small_engine(directory)
     with pytest.raises(WeightsError, match=message):
         verify_model(directory)
+
+
+@pytest.mark.parametrize("shape", [(64, 32), (32, 64)])
+def test_a_matrix_of_another_shape_is_named_when_it_is_quantised_on_the_fly(shape: tuple[int, int], tmp_path: Path) -> None:
+    plain = saved_model("llama", vocab_size=VOCAB_SIZE, **layouts.SIZES)
+    shutil.copytree(plain.directory, tmp_path / "model")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    tensors["model.layers.0.self_attn.q_proj.weight"] = torch.zeros(shape)
+    save_file(tensors, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(WeightsError, match=rf"q_proj.weight has shape \({shape[0]}, {shape[1]}\), expected \(64, 64\)"):
+        small_engine(tmp_path / "model", quantization="int8")
 
 
 def test_all_finite_fp8_codes_are_accepted(checkpoints: dict[str, layouts.WrittenCheckpoint], tmp_path: Path) -> None:

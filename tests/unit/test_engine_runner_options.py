@@ -53,12 +53,39 @@ def model() -> Path:
         ("shared_prefixes", 5),
         ("shared_prefixes", ("a", 5)),
         ("threads", 100_000),
+        ("name", 5),
+        ("name", ""),
     ],
 )
 def test_an_invalid_value_is_refused_by_option(option: str, value: Any) -> None:
     with pytest.raises(EngineConfigError) as refused:
         EngineOptions(**{"model": Path("m"), option: value})
     assert refused.value.option == option
+
+
+@pytest.mark.parametrize(
+    ("option", "largest", "beyond"),
+    [
+        ("name", "x" * 255, "x" * 256),
+        ("max_num_seqs", 1024, 1025),
+        ("block_size", 1024, 2048),
+        ("swap_space", 4096.0, 4096.5),
+        ("gpu_memory_utilization", 1.0, 1.001),
+        ("inter_token_target_ms", 60_000.0, 60_000.5),
+        ("shared_prefixes", (Path("a"),) * 256, (Path("a"),) * 257),
+    ],
+)
+def test_a_value_is_accepted_up_to_its_limit(option: str, largest: Any, beyond: Any) -> None:
+    assert getattr(EngineOptions(**{"model": Path("m"), option: largest}), option) == largest
+    with pytest.raises(EngineConfigError) as refused:
+        EngineOptions(**{"model": Path("m"), option: beyond})
+    assert refused.value.option == option
+
+
+def test_a_step_has_the_token_budget_of_its_device_and_room_for_every_seat() -> None:
+    left_open, many_seats = EngineOptions(model=Path("m")), EngineOptions(model=Path("m"), max_num_seqs=600)
+    assert [left_open.batched_tokens(device) for device in ("cpu", "cuda")] == [512, 8192]
+    assert [many_seats.batched_tokens(device) for device in ("cpu", "cuda")] == [600, 8192]
 
 
 def test_a_host_tier_smaller_than_a_block_or_larger_than_main_memory_is_refused(model: Path) -> None:

@@ -74,6 +74,18 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         ModelFolder.check(folder)
 
 
+def test_a_shard_with_a_name_that_is_too_long_is_missing(tmp_path: Path) -> None:
+    folder = make_hollow_model(tmp_path / "model")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x" * 300}}), "utf-8")
+    with pytest.raises(NotAModel, match=f"it has no {'x' * 300}"):
+        ModelFolder.check(folder)
+
+
+def test_a_path_that_the_system_refuses_is_reported_with_its_reason(tmp_path: Path) -> None:
+    with pytest.raises(NotAModel, match=r"xxx cannot be read: File name too long"):
+        ModelFolder.check(tmp_path / ("x" * 300))
+
+
 @pytest.mark.parametrize("index", [{}, {"weight_map": []}, {"weight_map": {"a": ["part-1.safetensors"]}}])
 def test_an_index_without_files_is_named(index: dict[str, Any], tmp_path: Path) -> None:
     folder = shutil.copytree(DEMO_MODEL, tmp_path / "model")
@@ -82,7 +94,7 @@ def test_an_index_without_files_is_named(index: dict[str, Any], tmp_path: Path) 
         ModelFolder.check(folder)
 
 
-@pytest.mark.parametrize("text", ["{", "[]"])
+@pytest.mark.parametrize("text", ["{", "[]", 100_000 * "["], ids=["cut", "list", "deep"])
 def test_a_broken_configuration_is_named(tmp_path: Path, text: str) -> None:
     folder = make_hollow_model(tmp_path / "model")
     (folder / "config.json").write_text(text, "utf-8")

@@ -1,0 +1,66 @@
+"""The files of sentence-transformers that say how texts are pooled: what is read, and refusals that name the file or key."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config.pooling import PoolingConfig, load_pooling_config
+from engine.errors import ModelError, UnsupportedModel
+
+MODULES, POOLING, LIMITS = "modules.json", "1_Pooling/config.json", "sentence_bert_config.json"
+PROMPTS = "config_sentence_transformers.json"
+FILES: dict[str, Any] = {
+    MODULES: [{"type": f"sentence_transformers.models.{kind}", "path": ""} for kind in ("Transformer", "Pooling")],
+    POOLING: {"pooling_mode_mean_tokens": True, "include_prompt": True},
+    LIMITS: {"max_seq_length": 32, "do_lower_case": True},
+    PROMPTS: {"prompts": {"query": "Query: "}, "default_prompt_name": "query"},
+}
+ODD_VALUES: tuple[Any, ...] = (None, "x", -1, 0, 1.5, [], {}, True, [1], [[]], {"a": 1}, "", 10**12, float("nan"))
+
+
+def load(directory: Path, files: dict[str, Any]) -> PoolingConfig:
+    """The pooling of a directory with FILES, some of them changed."""
+    (directory / "1_Pooling").mkdir(exist_ok=True)
+    for name, value in {**FILES, **files}.items():
+        (directory / name).write_text(json.dumps(value))
+    return load_pooling_config(directory, default_mode="cls")
+
+
+def test_all_settings_of_the_files_are_read(tmp_path: Path) -> None:
+    expected = PoolingConfig(mode="mean", normalised=False, max_len=32, prompt="Query: ", lowercase=True)
+    assert load(tmp_path, {}) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        (LIMITS, {"max_seq_length": 0}, "max_seq_length must be a positive integer or null, not 0"),
+        (LIMITS, {"max_seq_length": True}, "max_seq_length must be a positive integer or null, not True"),
+        (PROMPTS, {"default_prompt_name": "query"}, "default_prompt_name 'query' names no prompt"),
+        (PROMPTS, {"default_prompt_name": "query", "prompts": ["query"]}, "default_prompt_name 'query' names no prompt"),
+        (POOLING, {"include_prompt": False}, "include_prompt = false with a default prompt is not supported"),
+        (POOLING, {"pooling_mode": [["mean"]]}, r"\['mean'\] is not supported; supported: one of mean, cls, lasttoken"),
+        (
+            MODULES,
+            [{**FILES[MODULES][0], "path": "0_T"}, FILES[MODULES][1]],
+            "transformer in the folder '0_T' .* give that folder",
+        ),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_a_setting_that_is_not_supported_is_refused_by_name(name: str, value: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        load(tmp_path, {name: value})
+
+
+@pytest.mark.parametrize("name", [POOLING, LIMITS, PROMPTS])
+def test_odd_values_raise_nothing_but_model_errors(name: str, tmp_path: Path) -> None:
+    for key in (*FILES[name], "pooling_mode"):
+        for value in ODD_VALUES:
+            with contextlib.suppress(ModelError):
+                load(tmp_path, {name: {**FILES[name], key: value}})
