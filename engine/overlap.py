@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 from engine.fault_isolation import Runner, run_isolated
 from engine.protocol import PlainReason
@@ -28,6 +28,7 @@ from engine.scheduling.scheduled_batch import RowResult, ScheduledBatch, StepOut
 log = logging.getLogger("gatehouse.engine")
 
 REASON_CHARS_MAX = 500
+Result = TypeVar("Result")
 
 
 class PendingStep(Protocol):
@@ -112,27 +113,20 @@ class OverlappedSteps:
 
     def launch(self, batch: ScheduledBatch, *, predicted_s: float, now_s: float) -> InFlightStep:
         """Begin a step and book it. Never raises for what the step itself does."""
-        pending: PendingStep | None = None
+        pending = None
         if self._can_launch(batch):
-            try:
-                pending = self._runner.launch(batch)
-            except Exception as error:  # noqa: BLE001 - noted, with its traceback
-                self._record_failure("a step could not be launched", error)
+            pending = self._attempt("a step could not be launched", lambda: self._runner.launch(batch))
         return InFlightStep(batch, self._advance(batch), pending, predicted_s, now_s)
 
     def complete(self, step: InFlightStep) -> None:
         """Begin the rest of a step, when everything before it is settled. Never raises for what the step itself does."""
         if step.pending is not None:
-            try:
-                step.pending.complete()
-            except Exception as error:  # noqa: BLE001 - noted, with its traceback
-                step.pending = None
-                self._record_failure("a step could not be launched to its end", error)
+            step.pending = self._attempt("a step could not be launched to its end", partial(_complete, step.pending))
 
     def collect(self, step: InFlightStep, successor: InFlightStep | None) -> list[RowResult]:
         """Results of a step whose predecessors are settled. If they are in doubt, so is `successor`, the step that was
         launched after it."""
-        outputs = self._wait(step)
+        outputs = None if step.pending is None else self._attempt("a step in flight failed", step.pending.outputs)
         if outputs is None:
             self._invalidate(successor)
             return self._recompute(step.in_flight, range(len(step.in_flight.requests)))
@@ -143,8 +137,9 @@ class OverlappedSteps:
     def verify(self, batch: ScheduledBatch) -> list[StepOutput]:
         """Results of a step in which some rows verify drafts. How many are accepted is not known beforehand, so no step is
         in flight before it, and none is launched after it."""
-        items = batch.items
-        outputs = self._run_verification(batch) if self._can_launch(batch) else None
+        items, outputs = batch.items, None
+        if self._can_launch(batch):
+            outputs = self._attempt("a verification step failed", lambda: _complete(self._runner.launch(batch)).outputs())
         if outputs is None:
             return run_isolated(self._runner, items)
         self._replace_unusable(outputs, lambda rows: run_isolated(self._runner, [items[row] for row in rows]))
@@ -162,28 +157,15 @@ class OverlappedSteps:
         self.plain_steps[reason] += 1
         return False
 
-    def _run_verification(self, batch: ScheduledBatch) -> list[RowResult] | None:
+    def _attempt(self, problem: str, work: Callable[[], Result]) -> Result | None:
+        """What `work` returns; None if it raises. Then the step is counted, and what the device holds of its requests is in
+        doubt."""
         try:
-            pending = self._runner.launch(batch)
-            pending.complete()
-            return pending.outputs()
+            return work()
         except Exception as error:  # noqa: BLE001 - noted, with its traceback
-            self._record_failure("a verification step failed", error)
+            self.fallbacks.record(problem, error)
+            self._runner.invalidate_slots()
             return None
-
-    def _wait(self, step: InFlightStep) -> list[RowResult] | None:
-        if step.pending is None:
-            return None
-        try:
-            return step.pending.outputs()
-        except Exception as error:  # noqa: BLE001 - noted, with its traceback
-            self._record_failure("a step in flight failed", error)
-            return None
-
-    def _record_failure(self, problem: str, error: Exception) -> None:
-        """Count a step that failed. What the device holds of its requests is in doubt."""
-        self.fallbacks.record(problem, error)
-        self._runner.invalidate_slots()
 
     def _invalidate(self, step: InFlightStep | None) -> None:
         if step is not None and step.pending is not None:
@@ -216,3 +198,8 @@ class OverlappedSteps:
             with as_planned(in_flight, live_rows) as items:
                 computed = dict(zip(live_rows, run_isolated(self._runner, items), strict=True))
         return [computed.get(row) for row in rows]
+
+
+def _complete(pending: PendingStep) -> PendingStep:
+    pending.complete()
+    return pending
