@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from engine.protocol import Priority
-from engine.scheduling.accounts import Account
+from engine.scheduling.accounts import Account, account_of
 from engine.scheduling.backlog import Backlog
 from engine.scheduling.lead_tracking import FairSettings, LeadTracker, recovering
 from engine.scheduling.policy import CanStart, PolicyContext, Start, first_unscheduled
 from engine.scheduling.preemption import RANK, Preemption
 from engine.scheduling.prefill_order import PrefillOrder
-from engine.scheduling.request import Request, RequestStatus, account_of
+from engine.scheduling.request import Request, RequestStatus
 
 SCAN_ACCOUNTS_MAX = 4
 """Accounts examined for a start. The others of the same round come first the next time."""

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from engine.scheduling.accounts import account_of
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.costs import TokenCosts
 from engine.scheduling.host_tier import HostTier
 from engine.scheduling.prefix_cache import PrefixCache
-from engine.scheduling.request import Request, account_of, table_of
+from engine.scheduling.request import Request, table_of
 from engine.scheduling.scheduled_batch import BlockMoves
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from engine.protocol import Priority
-from engine.scheduling.accounts import Account
+from engine.scheduling.accounts import Account, account_of
 from engine.scheduling.lead_tracking import LeadTracker, recovering
 from engine.scheduling.policy import PolicyContext
-from engine.scheduling.request import Request, account_of
+from engine.scheduling.request import Request
 
 SEAT_PERCENT = 87
 """A seat moves to an account that already has one only if its share is this far below the other's, to avoid churn."""

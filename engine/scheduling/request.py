@@ -21,13 +21,9 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine.protocol import FinishReason, Priority, SamplingParams
-
-if TYPE_CHECKING:
-    from engine.scheduling.accounts import Account
-
 
 UNKNOWN_TOKEN = -1
 """Stands for a token that a step in flight will yield. Hashing it or sending it to a device fails."""
@@ -36,12 +32,6 @@ UNKNOWN_TOKEN = -1
 def table_of(block_ids: Iterable[int] = ()) -> array[int]:
     """Block ids in 32 bits each, contiguous, as the device reads them: steps copy whole tables."""
     return array("i", block_ids)
-
-
-def account_of(request: Request) -> Account:
-    """The account that is charged for a request of the scheduler."""
-    assert request.account is not None, f"request {request.request_id} has no account"
-    return request.account
 
 
 class RequestStatus(StrEnum):
@@ -113,7 +103,7 @@ class Request:
     preempted_s: float = 0.0  # when it was last preempted
     is_aged: bool = False  # it was started because its class had waited too long
     is_late: bool = False  # it was moved after others, because its first token will be late
-    account: Account | None = None  # the account charged for it; None before it reaches the scheduler
+    account: object = None  # the account charged for it (`accounts.account_of`); None before it reaches the scheduler
 
     @property
     def num_tokens(self) -> int:

@@ -222,7 +222,7 @@ class Scheduler:
         self.kv.extend(request, start + num_tokens)
         batch.add_prefill(request, num_tokens)
         request.scheduled_step = self.accounts.step
-        self.admission.advance(request)
+        self.admission.note_next_block(request)
         self._lifecycle.charge(request, self.costs.prefill_ps(start, num_tokens))
         return True
 

@@ -16,7 +16,7 @@ from functools import partial
 from itertools import islice
 
 from engine.protocol import FinishReason, Priority, SamplingParams, TokenEvent
-from engine.scheduling.accounts import Account
+from engine.scheduling.accounts import Account, account_of
 from engine.scheduling.backlog import Backlog
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.costs import TokenCosts
@@ -169,13 +169,13 @@ class GapMeter:
         step: dict[Account, int] = defaultdict(int)
         arrived = {target for _, target in batch.moves.swap_in}
         for item in batch.decodes:
-            step[_account(item.request)] += COSTS.decode_ps(1, item.start)
-            step[_account(item.request)] += COSTS.prefill_ps(item.start + 1, item.num_draft_tokens)
+            step[account_of(item.request)] += COSTS.decode_ps(1, item.start)
+            step[account_of(item.request)] += COSTS.prefill_ps(item.start + 1, item.num_draft_tokens)
         for item in batch.prefills:
-            step[_account(item.request)] += COSTS.prefill_ps(item.start, item.num_tokens)
+            step[account_of(item.request)] += COSTS.prefill_ps(item.start, item.num_tokens)
             swapped_in = arrived.intersection(item.request.block_table)
             arrived -= swapped_in
-            step[_account(item.request)] += len(swapped_in) * COSTS.swap_in_block_ps
+            step[account_of(item.request)] += len(swapped_in) * COSTS.swap_in_block_ps
         for account, cost in step.items():
             self.service[account] += cost
             self.largest_step = max(self.largest_step, cost * self.scale // account.weight)
@@ -399,11 +399,6 @@ class SchedulerFuzz:
 def all_wait_for_one(policy: FairPolicy) -> bool:
     """Whether all others must wait for one request that, or whose class, was overtaken too often."""
     return policy._reserved is not None or policy._overdue_class() is not None
-
-
-def _account(request: Request) -> Account:
-    assert request.account is not None
-    return request.account
 
 
 def random_setup(rng: random.Random) -> SchedulerSetup:
