@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from engine.protocol import Priority
 from engine.scheduling.accounts import Account, account_of
 from engine.scheduling.backlog import Backlog
-from engine.scheduling.lead_tracking import FairSettings, LeadTracker, recovering
+from engine.scheduling.lead_tracking import FairSettings, LeadTracker, protected_request
 from engine.scheduling.policy import CanStart, PolicyContext, Start, first_unscheduled
 from engine.scheduling.preemption import RANK, Preemption
 from engine.scheduling.prefill_order import PrefillOrder
@@ -223,7 +223,7 @@ class FairPolicy:
         account, costs = account_of(request), self._accounts.costs
         start = request.num_computed_tokens
         self._preemption.wasted_ps += costs.prefill_ps(start, num_lost)
-        if recovering(account) in (None, request):
+        if protected_request(account) in (None, request):
             account.recovering = request
             request.protected_len = start + 2 * num_lost
             gain_ps = costs.decode_ps(num_lost, num_lost * request.protected_len)
