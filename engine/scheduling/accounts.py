@@ -163,7 +163,6 @@ class ClassTotals:
     """Sums over the active accounts of one class."""
 
     weight: int = 0
-    num_running: int = 0
     seats: SeatCounts = field(default_factory=SeatCounts)
 
 
@@ -282,9 +281,8 @@ class Accounts:
         totals.seats.move(account, 0, num_running)
 
     def _change_seats(self, account: Account, change: int) -> None:
-        totals = self.totals[account.priority]
-        totals.seats.move(account, len(account.running) - change, len(account.running))
-        totals.num_running += change
+        seats, num_running = self.totals[account.priority].seats, len(account.running)
+        seats.move(account, num_running - change, num_running)
         self.version += 1
 
     def _activate(self, account: Account) -> None:
