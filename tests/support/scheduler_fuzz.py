@@ -22,7 +22,6 @@ from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.costs import TokenCosts
 from engine.scheduling.drafting import NO_DRAFT, Draft
 from engine.scheduling.fair_policy import SCAN_ACCOUNTS_MAX, FairPolicy
-from engine.scheduling.host_tier import HostTier
 from engine.scheduling.lead_tracking import FairSettings
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.policy import Start
@@ -221,7 +220,7 @@ class SchedulerFuzz:
             clock=lambda: self.now_s,
             costs=COSTS,
             prefix_cache=prefix_cache,
-            host_tier=HostTier(setup.host_blocks) if setup.host_blocks else None,
+            num_host_blocks=setup.host_blocks,
             drafter=self.drafter,
             policy=partial(FairPolicy, settings=settings),
         )

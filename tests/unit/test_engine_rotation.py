@@ -8,6 +8,7 @@ from engine.protocol import Priority
 from engine.scheduling.accounts import Account, Accounts
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.costs import TokenCosts
+from engine.scheduling.host_tier import HostTier
 from engine.scheduling.kv_blocks import KvBlocks
 from engine.scheduling.policy import SCAN_REQUESTS_MAX
 from engine.scheduling.prefix_cache import PrefixCache
@@ -37,7 +38,8 @@ class Harness:
         self.accounts = Accounts(COSTS)
         self.accounts.step = START_STEP
         pool = BlockPool(num_blocks)
-        self.kv = KvBlocks(pool, costs=COSTS, prefix_cache=PrefixCache(pool, BLOCK_SIZE, is_shared=False))
+        cache = PrefixCache(pool, BLOCK_SIZE, is_shared=False)
+        self.kv = KvBlocks(pool, costs=COSTS, prefix_cache=cache, host_tier=HostTier(0))
         self.rotation = TenantRotation(self.accounts, self.kv, lambda: self.now_s)
         self.preempted: list[Request] = []
 
