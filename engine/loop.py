@@ -28,7 +28,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 
-from engine.answers import make_answers
 from engine.engine_status import StepFigures, make_status
 from engine.errors import EngineBroken, EngineOverloaded, PromptError
 from engine.fault_isolation import Runner, run_isolated
@@ -36,11 +35,11 @@ from engine.grammar.queue import GrammarQueue
 from engine.grammar.spec import grammar_spec
 from engine.overlap import AheadRunner, Fallbacks, InFlightStep, OverlappedSteps
 from engine.protocol import EngineInfo, EngineStatus, FinishReason, GenerationRequest, InvalidOption, PlainReason, TokenEvent
-from engine.request_checks import PROMPT_PARAM, check_request
 from engine.scheduling.request import Request
 from engine.scheduling.scheduled_batch import BlockMoves, RowResult, ScheduledBatch, StepOutput
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.token_events import StepEvents, end_unscheduled, refusal_events
+from engine.scheduling.token_events import StepEvents, end_unscheduled
+from engine.submission import PROMPT_PARAM, check_request, make_answers, refusal_events
 
 FAILED_STEPS_MAX = 3
 PARKED_WAIT_S = 0.005
