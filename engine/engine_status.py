@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from engine.grammar.queue import GrammarQueue
 from engine.overlap import Fallbacks
-from engine.protocol import EngineStatus, PlainReason, Priority, RequestProgress, TenantProgress
+from engine.protocol import EngineStatus, Priority, RequestProgress, TenantProgress
 from engine.scheduling.request import Request, RequestStatus
 from engine.scheduling.scheduled_batch import ScheduledBatch
 from engine.scheduling.scheduler import Scheduler
@@ -34,7 +34,6 @@ def make_status(
     grammars: GrammarQueue,
     figures: StepFigures,
     fallbacks: Fallbacks,
-    plain_steps: Mapping[PlainReason, int],
     *,
     with_requests: bool,
 ) -> EngineStatus:
@@ -66,7 +65,7 @@ def make_status(
         accepted_draft_tokens_total=totals.accepted_draft_tokens,
         fallback_steps_total=fallbacks.count,
         fallback_reason=fallbacks.reason,
-        plain_steps_total={str(reason): count for reason, count in plain_steps.items()},
+        plain_steps_total={str(reason): count for reason, count in fallbacks.plain_steps.items()},
     )
 
 

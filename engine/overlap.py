@@ -68,11 +68,12 @@ class AheadRunner(Runner, Protocol):
 
 @dataclass(slots=True)
 class Fallbacks:
-    """How many steps were computed in the plain way because the fast way failed, and why the last one was. Not counted: a step
-    with a request that no slot can hold (see `OverlappedSteps.plain_steps`), and a row for which neither way has a token."""
+    """How many steps were computed in the plain way because the fast way failed, and why the last one was; a row for which
+    neither way has a token does not count. `plain_steps`: those that no slot could hold; empty where none is launched ahead."""
 
     count: int = 0
     reason: str | None = None
+    plain_steps: Counter[PlainReason] = field(default_factory=Counter)
     _kinds: Counter[tuple[str, type[Exception] | None]] = field(default_factory=Counter)
 
     def record(self, problem: str, error: Exception | None = None) -> None:
@@ -104,11 +105,12 @@ class InFlightStep:
 class OverlappedSteps:
     """Launches steps and gets their results, in order, whatever fails."""
 
-    def __init__(self, runner: AheadRunner, advance: Callable[[ScheduledBatch], InFlightBatch]) -> None:
+    def __init__(self, runner: AheadRunner, advance: Callable[[ScheduledBatch], InFlightBatch], fallbacks: Fallbacks) -> None:
+        """`fallbacks` counts the steps that are computed in the plain way."""
         self._runner = runner
         self._advance = advance
-        self.fallbacks = Fallbacks()
-        self.plain_steps = Counter(dict.fromkeys(PlainReason, 0))
+        self._fallbacks = fallbacks
+        fallbacks.plain_steps.update(dict.fromkeys(PlainReason, 0))
         self.is_synchronous = runner.is_synchronous
 
     def launch(self, batch: ScheduledBatch, *, predicted_s: float, now_s: float) -> InFlightStep:
@@ -154,7 +156,7 @@ class OverlappedSteps:
         reason = self._runner.plain_reason(batch)
         if reason is None:
             return True
-        self.plain_steps[reason] += 1
+        self._fallbacks.plain_steps[reason] += 1
         return False
 
     def _attempt(self, problem: str, work: Callable[[], Result]) -> Result | None:
@@ -163,7 +165,7 @@ class OverlappedSteps:
         try:
             return work()
         except Exception as error:  # noqa: BLE001 - noted, with its traceback
-            self.fallbacks.record(problem, error)
+            self._fallbacks.record(problem, error)
             self._runner.invalidate_slots()
             return None
 
@@ -182,7 +184,7 @@ class OverlappedSteps:
             outputs[row] = output
         has_token = any(isinstance(output, StepOutput) and output.error is None for output in recomputed)
         if has_token:
-            self.fallbacks.record("a step gave no token where the plain way has one")
+            self._fallbacks.record("a step gave no token where the plain way has one")
         return has_token
 
     def _recompute(self, in_flight: InFlightBatch, rows: Sequence[int]) -> list[RowResult]:

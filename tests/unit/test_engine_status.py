@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any, cast
 
 from engine.engine_status import StepFigures, make_status
+from engine.overlap import Fallbacks
 from engine.protocol import PlainReason, Priority, RequestProgress, TenantProgress
 from engine.scheduling.request import Request, RequestStatus
 from tests.support.scheduling import make_request
 
 FIGURES = StepFigures(steps_total=15, step_ms=16.0, num_batched_tokens=17)
-FALLBACKS = SimpleNamespace(count=18, reason="lost")
+FALLBACKS = Fallbacks(18, "lost", Counter({PlainReason.PROMPT_LOGPROBS: 19}))
 
 
 class Grammars:
@@ -44,8 +46,7 @@ def scheduler(*waiting: Request, live: tuple[Request, ...] = (), tenants: tuple[
 
 
 def status(planned: Any, grammars: Grammars | None = None, *, with_requests: bool = True) -> Any:
-    parts = (planned, cast("Any", grammars or Grammars()), FIGURES, cast("Any", FALLBACKS), {PlainReason.PROMPT_LOGPROBS: 19})
-    return make_status(*parts, with_requests=with_requests)
+    return make_status(planned, cast("Any", grammars or Grammars()), FIGURES, FALLBACKS, with_requests=with_requests)
 
 
 def test_each_figure_comes_from_its_own_place() -> None:
