@@ -36,11 +36,9 @@ class PendingStep(Protocol):
 
     def complete(self) -> None:
         """Begin what had to wait for the step before to be settled, if anything. Raises when it cannot."""
-        ...
 
     def outputs(self) -> list[RowResult]:
         """Wait for its results, in the order of its rows; None for a row without a usable token. Raises when it failed."""
-        ...
 
 
 @runtime_checkable
@@ -50,20 +48,16 @@ class AheadRunner(Runner, Protocol):
     @property
     def is_synchronous(self) -> bool:
         """Whether a launched step is over when `launch` returns, so that nothing is gained by collecting it later."""
-        ...
 
     def plain_reason(self, batch: ScheduledBatch) -> PlainReason | None:
         """Why a step with these rows cannot be launched before the one before it is settled; None where it can."""
-        ...
 
     def launch(self, batch: ScheduledBatch) -> PendingStep:
         """Begin a step, after those begun before it. Raises when it cannot. Where some rows verify drafts, everything before
         the step is settled."""
-        ...
 
     def invalidate_slots(self) -> None:
         """Send the state of requests again with the next step: what the device holds of them is in doubt."""
-        ...
 
 
 @dataclass(slots=True)

@@ -40,13 +40,11 @@ class Drafter(Protocol):
 
     def pays(self, num_running: int) -> bool:
         """Whether a good draft token is worth its row when this many requests are running."""
-        ...
 
     def draft(self, request: Request, *, limit: int, num_running: int) -> Draft: ...
 
     def read(self, num_running: int) -> None:
         """In a step without drafts: go on with the reading that `draft` waits for. The last tokens may be unknown."""
-        ...
 
     def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None: ...
 
