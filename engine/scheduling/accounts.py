@@ -131,6 +131,12 @@ def account_of(request: Request) -> Account:
     return account
 
 
+def is_paused(request: Request) -> bool:
+    """Whether a running request is left out of the steps because its account pauses."""
+    account = account_of(request)
+    return account.is_paused and account.recovering is not request
+
+
 class SeatCounts:
     """Accounts by number of running requests and by weight, so that the one with most seats is found in O(1) per change."""
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from operator import attrgetter
 
-from engine.scheduling.accounts import Account, Accounts, account_of
+from engine.scheduling.accounts import Account, Accounts, is_paused
 from engine.scheduling.request import Request, RequestStatus
 from engine.scheduling.scheduled_batch import ScheduledBatch, ScheduledRequest
 
@@ -45,8 +45,8 @@ class DecodeSet:
 
     def add(self, request: Request) -> None:
         """A prefill is complete: the request decodes from the next step on."""
-        item, account = ScheduledRequest(request, request.num_computed_tokens, 1, samples=True), account_of(request)
-        if account.is_paused and account.recovering is not request:
+        item = ScheduledRequest(request, request.num_computed_tokens, 1, samples=True)
+        if is_paused(request):
             self._paused[request] = item
         else:
             self._resume(request, item)
