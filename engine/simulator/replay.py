@@ -276,7 +276,6 @@ class Replay:
     def _record_outcome(self, request: SimulatedRequest) -> None:
         assert request.status is RequestStatus.FINISHED, f"request {request.request_id} did not end with its last token"
         tenant, num_outputs = request.tenant, request.num_output_tokens
-        tenant.num_finished += 1
         tenant.gap_max_s = max(tenant.gap_max_s, request.gap_max_s)
         ttft_s = request.first_token_s - request.arrived_s
         tpot_s = (request.last_token_s - request.first_token_s) / (num_outputs - 1) if num_outputs > 1 else None
