@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from engine.grammar.queue import GrammarQueue
 from engine.overlap import Fallbacks
 from engine.protocol import EngineStatus, Priority, RequestProgress, TenantProgress
-from engine.scheduling.request import Request, RequestStatus
+from engine.scheduling.request import Request
 from engine.scheduling.scheduled_batch import ScheduledBatch
 from engine.scheduling.scheduler import Scheduler
 
@@ -71,7 +71,6 @@ def make_status(
 
 def _progress(scheduler: Scheduler, queue: Sequence[Request]) -> list[RequestProgress]:
     positions = _positions(queue)
-    running = [request for request in scheduler.live() if request.status is not RequestStatus.QUEUED]
     return [
         RequestProgress(
             request_id=request.request_id,
@@ -83,7 +82,7 @@ def _progress(scheduler: Scheduler, queue: Sequence[Request]) -> list[RequestPro
             num_preemptions=request.num_preemptions,
             index=request.index,
         )
-        for request in [*running, *queue]
+        for request in [*scheduler.running, *queue]
     ]
 
 

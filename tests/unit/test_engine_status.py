@@ -30,7 +30,7 @@ class Grammars:
         return len(self.parked)
 
 
-def scheduler(*waiting: Request, live: tuple[Request, ...] = (), tenants: tuple[TenantProgress, ...] = ()) -> Any:
+def scheduler(*waiting: Request, running: tuple[Request, ...] = (), tenants: tuple[TenantProgress, ...] = ()) -> Any:
     """A scheduler of which only figures are read, each another number."""
     host_tier = SimpleNamespace(num_blocks=20, num_used=21)
     kv = SimpleNamespace(host_tier=host_tier, num_swapped_in=13, num_swapped_out=14)
@@ -41,7 +41,7 @@ def scheduler(*waiting: Request, live: tuple[Request, ...] = (), tenants: tuple[
             accepted_draft_tokens=10,
         ),
         kv=kv, num_running=11, num_waiting=12,
-        waiting=lambda: list(waiting), live=lambda: list(live), tenants=lambda: list(tenants),
+        waiting=lambda: list(waiting), running=[*running], tenants=lambda: list(tenants),
     )  # fmt: skip
 
 
@@ -68,7 +68,7 @@ def test_an_answer_shows_its_own_progress() -> None:
     running.status, running.num_computed_tokens, running.num_preemptions = RequestStatus.DECODE, 4, 3
     running.block_table = cast("Any", [7, 8])
     running.token_ids += [9]
-    (progress,) = status(scheduler(live=(running,))).requests
+    (progress,) = status(scheduler(running=(running,))).requests
     assert progress == RequestProgress(
         request_id="a", state="decode", queue_position=None, kv_blocks=2, num_computed_tokens=4, num_output_tokens=1,
         num_preemptions=3, index=2,
