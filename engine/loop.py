@@ -157,7 +157,7 @@ class Engine:
             if self._grammars:
                 self._grammars.wait(PARKED_WAIT_S)
         elif self._overlapped is None or batch.num_draft_tokens:
-            step_events.extend(self._compute(batch, started_s))
+            step_events.extend(self._run_at_once(batch, started_s))
         else:
             step_events.extend(self._run_overlapped(self._overlapped, batch, started_s))
         for event in step_events.others:
@@ -192,7 +192,8 @@ class Engine:
         """Gauges and totals now; `with_requests` adds every live answer, at a cost proportional to their number."""
         return make_status(self._scheduler, self._grammars, self._figures, self.fallbacks, with_requests=with_requests)
 
-    def _compute(self, batch: ScheduledBatch, started_s: float) -> StepEvents:
+    def _run_at_once(self, batch: ScheduledBatch, started_s: float) -> StepEvents:
+        """Run a step and apply its results: in the plain way, or with drafts to verify."""
         items = batch.items
         outputs = run_isolated(self._runner, items) if self._overlapped is None else self._overlapped.verify(batch)
         self._advance_grammars([item.request for item in items], outputs)
