@@ -1,6 +1,6 @@
 """The life cycle of requests: every state transition, with its bookkeeping. Knows no torch.
 
-    add ─────────────► waiting ──start──► prefill ──start_decoding──► decode
+    add ──────────────► queued ──start──► prefill ──start_decoding──► decode
       └► parked ─release─┘ ▲                 │                          │
                            └─────preempt─────┴──────────────────────────┤
     wherever it is ──────────────────────end────────────────────────────┴──► finished

@@ -1,12 +1,6 @@
 """One request as the scheduler sees it: tokens, blocks, progress, and the legal transitions of its life. Knows no torch.
 
-    QUEUED ──admit──► PREFILL ──last chunk──► DECODE
-      ▲                  │                      │
-      └────preempt───────┴──────────────────────┤
-                                                ▼
-    any live state ──stop, length, abort, error──► FINISHED
-
-Token positions of a request, P tokens per block:
+`scheduling.lifecycle` draws the transitions. Token positions of a request, P tokens per block:
 
     0 ............... num_cached ........ num_computed_tokens ........ len(token_ids)
     │ found in cache      │ computed here        │ to compute next            │ to sample next
