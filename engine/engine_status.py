@@ -100,7 +100,7 @@ def _positions(queue: Iterable[Request]) -> dict[Request, int]:
 def _tenants(scheduler: Scheduler, queue: Iterable[Request]) -> list[TenantProgress]:
     """The scheduler's tenants, with all waiting answers, also those that are not yet queued in the scheduler."""
     waiting = Counter(request.tenant_id for request in queue)
-    known = [replace(tenant, num_waiting=waiting.pop(tenant.tenant_id, 0)) for tenant in scheduler.tenants()]
+    known = [replace(tenant, num_waiting=waiting.pop(tenant.tenant_id, 0)) for tenant in scheduler.accounts.progress()]
     return known + [
         TenantProgress(tenant_id=tenant_id, num_running=0, num_waiting=count, kv_blocks=0, service_s=0.0)
         for tenant_id, count in waiting.items()

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from engine.protocol import FinishReason, SamplingParams, TenantProgress, TokenEvent
+from engine.protocol import FinishReason, SamplingParams, TokenEvent
 from engine.scheduling.accounts import Accounts
 from engine.scheduling.admission import Admission
 from engine.scheduling.block_pool import BlockPool
@@ -260,9 +260,6 @@ class Scheduler:
             yield _probe_item(block_id)
         finally:
             self.pool.release([block_id])
-
-    def tenants(self) -> list[TenantProgress]:
-        return self.accounts.progress()
 
     def check_invariants(self) -> None:
         """Raise `AssertionError` unless blocks, requests, accounts and limits agree. Visits every request, block and account:

@@ -27,7 +27,7 @@ def account(name: str, weight: int = 1) -> Account:
 
 
 def service_by_tenant(scheduler: Scheduler) -> dict[str, float]:
-    return {tenant.tenant_id: tenant.service_s for tenant in scheduler.tenants()}
+    return {tenant.tenant_id: tenant.service_s for tenant in scheduler.accounts.progress()}
 
 
 def test_service_in_closed_form_equals_the_sum_over_steps() -> None:

@@ -41,7 +41,7 @@ def scheduler(*waiting: Request, running: tuple[Request, ...] = (), tenants: tup
             accepted_draft_tokens=10,
         ),
         kv=kv, num_running=11, num_waiting=12,
-        waiting=lambda: list(waiting), running=[*running], tenants=lambda: list(tenants),
+        waiting=lambda: list(waiting), running=[*running], accounts=SimpleNamespace(progress=lambda: list(tenants)),
     )  # fmt: skip
 
 
