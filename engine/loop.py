@@ -30,15 +30,16 @@ from itertools import chain
 
 from engine.engine_status import StepFigures, make_status
 from engine.errors import EngineBroken, EngineOverloaded, PromptError
-from engine.fault_isolation import Runner, run_isolated
+from engine.fault_isolation import run_isolated
 from engine.grammar.queue import GrammarQueue
 from engine.grammar.spec import grammar_spec
-from engine.overlap import AheadRunner, Fallbacks, InFlightStep, OverlappedSteps
+from engine.overlap import Fallbacks, InFlightStep, OverlappedSteps
 from engine.protocol import EngineInfo, EngineStatus, FinishReason, GenerationRequest, InvalidOption, TokenEvent
 from engine.scheduling.request import Request
 from engine.scheduling.scheduled_batch import BlockMoves, RowResult, ScheduledBatch, StepOutput
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.token_events import StepEvents, end_unscheduled
+from engine.step_runner import AheadRunner, Runner
 from engine.submission import PROMPT_PARAM, check_request, make_answers, refusal_events
 
 FAILED_STEPS_MAX = 3

@@ -18,46 +18,18 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import TypeVar
 
-from engine.fault_isolation import Runner, run_isolated
+from engine.fault_isolation import run_isolated
 from engine.protocol import PlainReason
 from engine.scheduling.in_flight_batch import InFlightBatch, as_planned
 from engine.scheduling.scheduled_batch import RowResult, ScheduledBatch, StepOutput
+from engine.step_runner import AheadRunner, PendingStep
 
 log = logging.getLogger("gatehouse.engine")
 
 REASON_CHARS_MAX = 500
 Result = TypeVar("Result")
-
-
-class PendingStep(Protocol):
-    """A launched step."""
-
-    def complete(self) -> None:
-        """Begin what had to wait for the step before to be settled, if anything. Raises when it cannot."""
-
-    def outputs(self) -> list[RowResult]:
-        """Wait for its results, in the order of its rows; None for a row without a usable token. Raises when it failed."""
-
-
-@runtime_checkable
-class AheadRunner(Runner, Protocol):
-    """A runner that can also launch a step and return at once."""
-
-    @property
-    def is_synchronous(self) -> bool:
-        """Whether a launched step is over when `launch` returns, so that nothing is gained by collecting it later."""
-
-    def plain_reason(self, batch: ScheduledBatch) -> PlainReason | None:
-        """Why a step with these rows cannot be launched before the one before it is settled; None where it can."""
-
-    def launch(self, batch: ScheduledBatch) -> PendingStep:
-        """Begin a step, after those begun before it. Raises when it cannot. Where some rows verify drafts, everything before
-        the step is settled."""
-
-    def invalidate_slots(self) -> None:
-        """Send the state of requests again with the next step: what the device holds of them is in doubt."""
 
 
 @dataclass(slots=True)

@@ -48,9 +48,9 @@ def test_every_module_has_a_docstring() -> None:
 
 
 MAPPED = [
-    "engine/runner", "engine/scheduling", "kernels", "kernels/simd", "kernels/triton", "kernels/triton/attention",
-    "kernels/triton/experts", "kernels/triton/invariant", "kernels/triton/launching", "kernels/triton/products",
-    "kernels/triton/rows", "kernels/triton/sampling", "kernels/triton/step",
+    "engine/runner", "engine/sampling", "engine/scheduling", "kernels", "kernels/simd", "kernels/triton",
+    "kernels/triton/attention", "kernels/triton/experts", "kernels/triton/invariant", "kernels/triton/launching",
+    "kernels/triton/products", "kernels/triton/rows", "kernels/triton/sampling", "kernels/triton/step",
 ]  # fmt: skip
 
 
