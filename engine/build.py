@@ -47,7 +47,6 @@ from engine.runner.warm_up import (
 from engine.sampling.sampler import Sampler
 from engine.scheduling.block_pool import PROTECTED_PERCENT, BlockPool
 from engine.scheduling.fair_policy import FairPolicy
-from engine.scheduling.host_tier import HostTier
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.policy import FcfsPolicy
 from engine.scheduling.prefix_cache import PrefixCache
@@ -257,7 +256,7 @@ def _make_scheduler(
         clock=time.monotonic,
         costs=speed.step_times.token_costs(),
         prefix_cache=prefix_cache,
-        host_tier=HostTier(plan.num_host_blocks) if plan.num_host_blocks else None,
+        num_host_blocks=plan.num_host_blocks,
         step_budget=budget,
         drafter=None if speculative is None or costs is None else AdaptiveDrafter(speculative, costs),
         policy=FairPolicy if options.scheduling_policy == "fair" else FcfsPolicy,

@@ -8,7 +8,7 @@ from engine.config.model import ModelConfig, load_model_config
 from engine.errors import EngineConfigError, ModelError, UnsupportedModel
 from engine.formats import check_formats
 from engine.options import EngineOptions
-from engine.speculation.options import OPTION, check_draft_vocabulary
+from engine.speculation.options import field_error
 
 
 def draft_config(
@@ -22,7 +22,10 @@ def draft_config(
         draft = load_model_config(options.draft_model)
     except ModelError as error:
         raise _refusal(error) from error
-    check_draft_vocabulary(draft, target)
+    if draft.vocab_size != target.vocab_size:  # its token ids would have other meanings
+        raise field_error(
+            "model", f"has a vocabulary of {draft.vocab_size} tokens, the served model one of {target.vocab_size}"
+        )
     if draft.quantization is not None and draft.quantization.decoded is not None:
         raise _refusal(f"it is {draft.quantization.decoded}, and draft models are not decoded while they are read")
     try:
@@ -32,5 +35,11 @@ def draft_config(
     return draft
 
 
+def check_draft_context(draft: ModelConfig, max_model_len: int) -> None:
+    """Raise `EngineConfigError` for a draft model whose context is shorter than that of requests."""
+    if draft.max_position_len < max_model_len:
+        raise field_error("model", f"has a context of {draft.max_position_len} tokens; set max_model_len to at most that")
+
+
 def _refusal(reason: object) -> EngineConfigError:
-    return EngineConfigError(OPTION, f"field model cannot be served: {reason}")
+    return field_error("model", f"cannot be served: {reason}")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from engine.grammar.queue import GrammarQueue
 from engine.overlap import Fallbacks
-from engine.protocol import EngineStatus, PlainReason, Priority, RequestProgress, TenantProgress
-from engine.scheduling.request import Request, RequestStatus
+from engine.protocol import EngineStatus, Priority, RequestProgress, TenantProgress
+from engine.scheduling.request import Request
 from engine.scheduling.scheduled_batch import ScheduledBatch
 from engine.scheduling.scheduler import Scheduler
 
@@ -34,7 +34,6 @@ def make_status(
     grammars: GrammarQueue,
     figures: StepFigures,
     fallbacks: Fallbacks,
-    plain_steps: Mapping[PlainReason, int],
     *,
     with_requests: bool,
 ) -> EngineStatus:
@@ -58,21 +57,20 @@ def make_status(
         preemptions_total=totals.preemptions,
         requests=_progress(scheduler, queue) if with_requests else None,
         tenants=_tenants(scheduler, queue) if with_requests else None,
-        host_blocks_total=0 if host_tier is None else host_tier.num_blocks,
-        host_blocks_used=0 if host_tier is None else host_tier.num_used,
+        host_blocks_total=host_tier.num_blocks,
+        host_blocks_used=host_tier.num_used,
         swapped_in_blocks_total=scheduler.kv.num_swapped_in,
         swapped_out_blocks_total=scheduler.kv.num_swapped_out,
         draft_tokens_total=totals.draft_tokens,
         accepted_draft_tokens_total=totals.accepted_draft_tokens,
         fallback_steps_total=fallbacks.count,
         fallback_reason=fallbacks.reason,
-        plain_steps_total={str(reason): count for reason, count in plain_steps.items()},
+        plain_steps_total={str(reason): count for reason, count in fallbacks.plain_steps.items()},
     )
 
 
 def _progress(scheduler: Scheduler, queue: Sequence[Request]) -> list[RequestProgress]:
     positions = _positions(queue)
-    running = [request for request in scheduler.live() if request.status is not RequestStatus.QUEUED]
     return [
         RequestProgress(
             request_id=request.request_id,
@@ -84,7 +82,7 @@ def _progress(scheduler: Scheduler, queue: Sequence[Request]) -> list[RequestPro
             num_preemptions=request.num_preemptions,
             index=request.index,
         )
-        for request in [*running, *queue]
+        for request in [*scheduler.running, *queue]
     ]
 
 
@@ -102,7 +100,7 @@ def _positions(queue: Iterable[Request]) -> dict[Request, int]:
 def _tenants(scheduler: Scheduler, queue: Iterable[Request]) -> list[TenantProgress]:
     """The scheduler's tenants, with all waiting answers, also those that are not yet queued in the scheduler."""
     waiting = Counter(request.tenant_id for request in queue)
-    known = [replace(tenant, num_waiting=waiting.pop(tenant.tenant_id, 0)) for tenant in scheduler.tenants()]
+    known = [replace(tenant, num_waiting=waiting.pop(tenant.tenant_id, 0)) for tenant in scheduler.accounts.progress()]
     return known + [
         TenantProgress(tenant_id=tenant_id, num_running=0, num_waiting=count, kv_blocks=0, service_s=0.0)
         for tenant_id, count in waiting.items()

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Protocol
 
 from engine.errors import EngineBroken
-from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
+from engine.scheduling.scheduled_batch import ScheduledRequest, StepOutput
+from engine.step_runner import Runner
 
 ERROR_CHARS_MAX = 500
 
@@ -30,18 +30,6 @@ STAGE_TEXT = {
     "run": "computing this request",
     "sample": "choosing the next token of this request",
 }
-
-
-class Runner(Protocol):
-    """What the loop needs of a model runner; tests bring one without tensors. `stage` names what it was doing when it raised:
-    prepare, draft, run, sample or move."""
-
-    @property
-    def stage(self) -> str: ...
-
-    def move(self, moves: BlockMoves) -> None: ...
-
-    def run(self, items: Sequence[ScheduledRequest]) -> list[StepOutput]: ...
 
 
 def run_isolated(runner: Runner, items: Sequence[ScheduledRequest]) -> list[StepOutput]:

@@ -25,22 +25,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 
-from engine.answers import make_answers
 from engine.engine_status import StepFigures, make_status
 from engine.errors import EngineBroken, EngineOverloaded, PromptError
-from engine.fault_isolation import Runner, run_isolated
+from engine.fault_isolation import run_isolated
 from engine.grammar.queue import GrammarQueue
 from engine.grammar.spec import grammar_spec
-from engine.overlap import AheadRunner, Fallbacks, InFlightStep, OverlappedSteps
-from engine.protocol import EngineInfo, EngineStatus, FinishReason, GenerationRequest, InvalidOption, PlainReason, TokenEvent
-from engine.request_checks import PROMPT_PARAM, check_request
+from engine.overlap import Fallbacks, InFlightStep, OverlappedSteps
+from engine.protocol import EngineInfo, EngineStatus, FinishReason, GenerationRequest, InvalidOption, TokenEvent
 from engine.scheduling.request import Request
 from engine.scheduling.scheduled_batch import BlockMoves, RowResult, ScheduledBatch, StepOutput
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.token_events import StepEvents, end_unscheduled, refusal_events
+from engine.scheduling.token_events import StepEvents, end_unscheduled
+from engine.step_runner import AheadRunner, Runner
+from engine.submission import PROMPT_PARAM, check_request, make_answers, refusal_events
 
 FAILED_STEPS_MAX = 3
 PARKED_WAIT_S = 0.005
@@ -64,6 +64,7 @@ class Engine:
     ) -> None:
         """Steps overlap if `runner` can launch them ahead. `on_failure` is called with an error that a step raises."""
         self.info = info
+        self.fallbacks = Fallbacks()
         self._scheduler = scheduler
         self._runner = runner
         self._clock = clock
@@ -76,7 +77,7 @@ class Engine:
         self._is_idle_checked = True
         self._overlapped: OverlappedSteps | None = None
         if isinstance(runner, AheadRunner):
-            self._overlapped = OverlappedSteps(runner, scheduler.advance)
+            self._overlapped = OverlappedSteps(runner, scheduler.advance, self.fallbacks)
         self._in_flight_step: InFlightStep | None = None
         self._collected_s = 0.0
 
@@ -84,16 +85,6 @@ class Engine:
     def runner(self) -> Runner:
         """The device half, for work beside the steps."""
         return self._runner
-
-    @property
-    def fallbacks(self) -> Fallbacks:
-        """Steps that were to be launched ahead and were computed in the plain way, as the status counts them."""
-        return Fallbacks() if self._overlapped is None else self._overlapped.fallbacks
-
-    @property
-    def plain_steps(self) -> Mapping[PlainReason, int]:
-        """Steps that no slot could hold, as the status counts them; nothing where no step is launched ahead."""
-        return {} if self._overlapped is None else self._overlapped.plain_steps
 
     @property
     def has_requests(self) -> bool:
@@ -167,7 +158,7 @@ class Engine:
             if self._grammars:
                 self._grammars.wait(PARKED_WAIT_S)
         elif self._overlapped is None or batch.num_draft_tokens:
-            step_events.extend(self._compute(batch, started_s))
+            step_events.extend(self._run_at_once(batch, started_s))
         else:
             step_events.extend(self._run_overlapped(self._overlapped, batch, started_s))
         for event in step_events.others:
@@ -200,11 +191,10 @@ class Engine:
 
     def status(self, *, with_requests: bool = False) -> EngineStatus:
         """Gauges and totals now; `with_requests` adds every live answer, at a cost proportional to their number."""
-        return make_status(
-            self._scheduler, self._grammars, self._figures, self.fallbacks, self.plain_steps, with_requests=with_requests
-        )
+        return make_status(self._scheduler, self._grammars, self._figures, self.fallbacks, with_requests=with_requests)
 
-    def _compute(self, batch: ScheduledBatch, started_s: float) -> StepEvents:
+    def _run_at_once(self, batch: ScheduledBatch, started_s: float) -> StepEvents:
+        """Run a step and apply its results: in the plain way, or with drafts to verify."""
         items = batch.items
         outputs = run_isolated(self._runner, items) if self._overlapped is None else self._overlapped.verify(batch)
         self._advance_grammars([item.request for item in items], outputs)
@@ -261,15 +251,13 @@ class Engine:
         """Move blocks, with a second attempt for each kind of move. Repeating one kind is harmless, repeating all is not: a
         block that was swapped out may have been overwritten by one that was swapped in."""
         for kind in moves.kinds():
-            self._move_kind(kind)
+            try:
+                self._runner.move(kind)
+            except Exception:
+                log.exception("moving blocks failed: trying again")
+                self._move_again(kind)
 
-    def _move_kind(self, moves: BlockMoves) -> None:
-        try:
-            self._runner.move(moves)
-        except Exception:
-            log.exception("moving blocks failed: trying again")
-        else:
-            return
+    def _move_again(self, moves: BlockMoves) -> None:
         try:
             self._runner.move(moves)
         except Exception as error:

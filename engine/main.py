@@ -104,19 +104,14 @@ def _is_bug(error: BaseException | None) -> bool:
 
 
 def _die(connection: FrameSocket, reason: str, *, may_pass: bool, is_bug: bool = False) -> NoReturn:
-    """The last frame says why, and whether another start may succeed with the same model and options."""
+    """Exit with status 1. The last frame says why, and whether another start may succeed with the same model and options.
+    Nothing is freed: on a GPU that is lost, torch (2.11) aborts the process as soon as Python frees page-locked memory."""
     try:
         connection.send(EngineFrame(fatal=reason, may_pass=may_pass, is_bug=is_bug))
         connection.drain(DRAIN_TIMEOUT_S)
     finally:
-        _end()
-
-
-def _end() -> NoReturn:
-    """Exit with status 1. Nothing is freed: on a GPU that is lost, torch (2.11) aborts the process as soon as Python frees
-    page-locked memory."""
-    logging.shutdown()
-    os._exit(1)
+        logging.shutdown()
+        os._exit(1)
 
 
 class LoadReport:

@@ -18,65 +18,28 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import TypeVar
 
-from engine.fault_isolation import Runner, run_isolated
+from engine.fault_isolation import run_isolated
 from engine.protocol import PlainReason
 from engine.scheduling.in_flight_batch import InFlightBatch, as_planned
 from engine.scheduling.scheduled_batch import RowResult, ScheduledBatch, StepOutput
+from engine.step_runner import AheadRunner, PendingStep
 
 log = logging.getLogger("gatehouse.engine")
 
 REASON_CHARS_MAX = 500
-
-
-class PendingStep(Protocol):
-    """A launched step."""
-
-    def complete(self) -> None:
-        """Begin what had to wait for the step before to be settled, if anything. Raises when it cannot."""
-        ...
-
-    def outputs(self) -> list[RowResult]:
-        """Wait for its results, in the order of its rows; None for a row without a usable token. Raises when it failed."""
-        ...
-
-    @property
-    def lacks_tokens(self) -> bool:
-        """Whether any of its `outputs` may be None, when these were returned."""
-        ...
-
-
-@runtime_checkable
-class AheadRunner(Runner, Protocol):
-    """A runner that can also launch a step and return at once."""
-
-    @property
-    def is_synchronous(self) -> bool:
-        """Whether a launched step is over when `launch` returns, so that nothing is gained by collecting it later."""
-        ...
-
-    def plain_reason(self, batch: ScheduledBatch) -> PlainReason | None:
-        """Why a step with these rows cannot be launched before the one before it is settled; None where it can."""
-        ...
-
-    def launch(self, batch: ScheduledBatch) -> PendingStep:
-        """Begin a step, after those begun before it. Raises when it cannot. Where some rows verify drafts, everything before
-        the step is settled."""
-        ...
-
-    def invalidate_slots(self) -> None:
-        """Send the state of requests again with the next step: what the device holds of them is in doubt."""
-        ...
+Result = TypeVar("Result")
 
 
 @dataclass(slots=True)
 class Fallbacks:
-    """How many steps were computed in the plain way because the fast way failed, and why the last one was. Not counted: a step
-    with a request that no slot can hold (see `OverlappedSteps.plain_steps`), and a row for which neither way has a token."""
+    """How many steps were computed in the plain way because the fast way failed, and why the last one was; a row for which
+    neither way has a token does not count. `plain_steps`: those that no slot could hold; empty where none is launched ahead."""
 
     count: int = 0
     reason: str | None = None
+    plain_steps: Counter[PlainReason] = field(default_factory=Counter)
     _kinds: Counter[tuple[str, type[Exception] | None]] = field(default_factory=Counter)
 
     def record(self, problem: str, error: Exception | None = None) -> None:
@@ -108,37 +71,31 @@ class InFlightStep:
 class OverlappedSteps:
     """Launches steps and gets their results, in order, whatever fails."""
 
-    def __init__(self, runner: AheadRunner, advance: Callable[[ScheduledBatch], InFlightBatch]) -> None:
+    def __init__(self, runner: AheadRunner, advance: Callable[[ScheduledBatch], InFlightBatch], fallbacks: Fallbacks) -> None:
+        """`fallbacks` counts the steps that are computed in the plain way."""
         self._runner = runner
         self._advance = advance
-        self.fallbacks = Fallbacks()
-        self.plain_steps = Counter(dict.fromkeys(PlainReason, 0))
+        self._fallbacks = fallbacks
+        fallbacks.plain_steps.update(dict.fromkeys(PlainReason, 0))
         self.is_synchronous = runner.is_synchronous
 
     def launch(self, batch: ScheduledBatch, *, predicted_s: float, now_s: float) -> InFlightStep:
         """Begin a step and book it. Never raises for what the step itself does."""
-        pending: PendingStep | None = None
+        pending = None
         if self._can_launch(batch):
-            try:
-                pending = self._runner.launch(batch)
-            except Exception as error:  # noqa: BLE001 - noted, with its traceback
-                self._record_failure("a step could not be launched", error)
+            pending = self._attempt("a step could not be launched", lambda: self._runner.launch(batch))
         return InFlightStep(batch, self._advance(batch), pending, predicted_s, now_s)
 
     def complete(self, step: InFlightStep) -> None:
         """Begin the rest of a step, when everything before it is settled. Never raises for what the step itself does."""
         if step.pending is not None:
-            try:
-                step.pending.complete()
-            except Exception as error:  # noqa: BLE001 - noted, with its traceback
-                step.pending = None
-                self._record_failure("a step could not be launched to its end", error)
+            step.pending = self._attempt("a step could not be launched to its end", partial(_complete, step.pending))
 
     def collect(self, step: InFlightStep, successor: InFlightStep | None) -> list[RowResult]:
         """Results of a step whose predecessors are settled. If they are in doubt, so is `successor`, the step that was
         launched after it."""
         pending = step.pending
-        outputs = None if pending is None else self._wait(pending)
+        outputs = None if pending is None else self._attempt("a step in flight failed", pending.outputs)
         if pending is None or outputs is None:
             self._invalidate(successor)
             return self._recompute(step.in_flight, range(len(step.in_flight.requests)))
@@ -149,8 +106,9 @@ class OverlappedSteps:
     def verify(self, batch: ScheduledBatch) -> list[StepOutput]:
         """Results of a step in which some rows verify drafts. How many are accepted is not known beforehand, so no step is
         in flight before it, and none is launched after it."""
-        items = batch.items
-        outputs = self._run_verification(batch) if self._can_launch(batch) else None
+        items, outputs = batch.items, None
+        if self._can_launch(batch):
+            outputs = self._attempt("a verification step failed", lambda: _complete(self._runner.launch(batch)).outputs())
         if outputs is None:
             return run_isolated(self._runner, items)
         self._replace_unusable(outputs, lambda rows: run_isolated(self._runner, [items[row] for row in rows]))
@@ -165,29 +123,18 @@ class OverlappedSteps:
         reason = self._runner.plain_reason(batch)
         if reason is None:
             return True
-        self.plain_steps[reason] += 1
+        self._fallbacks.plain_steps[reason] += 1
         return False
 
-    def _run_verification(self, batch: ScheduledBatch) -> list[RowResult] | None:
+    def _attempt(self, problem: str, work: Callable[[], Result]) -> Result | None:
+        """What `work` returns; None if it raises. Then the step is counted, and what the device holds of its requests is in
+        doubt."""
         try:
-            pending = self._runner.launch(batch)
-            pending.complete()
-            return pending.outputs()
+            return work()
         except Exception as error:  # noqa: BLE001 - noted, with its traceback
-            self._record_failure("a verification step failed", error)
+            self._fallbacks.record(problem, error)
+            self._runner.invalidate_slots()
             return None
-
-    def _wait(self, pending: PendingStep) -> list[RowResult] | None:
-        try:
-            return pending.outputs()
-        except Exception as error:  # noqa: BLE001 - noted, with its traceback
-            self._record_failure("a step in flight failed", error)
-            return None
-
-    def _record_failure(self, problem: str, error: Exception) -> None:
-        """Count a step that failed. What the device holds of its requests is in doubt."""
-        self.fallbacks.record(problem, error)
-        self._runner.invalidate_slots()
 
     def _invalidate(self, step: InFlightStep | None) -> None:
         if step is not None and step.pending is not None:
@@ -204,7 +151,7 @@ class OverlappedSteps:
             outputs[row] = output
         has_token = any(isinstance(output, StepOutput) and output.error is None for output in recomputed)
         if has_token:
-            self.fallbacks.record("a step gave no token where the plain way has one")
+            self._fallbacks.record("a step gave no token where the plain way has one")
         return has_token
 
     def _recompute(self, in_flight: InFlightBatch, rows: Sequence[int]) -> list[RowResult]:
@@ -220,3 +167,8 @@ class OverlappedSteps:
             with as_planned(in_flight, live_rows) as items:
                 computed = dict(zip(live_rows, run_isolated(self._runner, items), strict=True))
         return [computed.get(row) for row in rows]
+
+
+def _complete(pending: PendingStep) -> PendingStep:
+    pending.complete()
+    return pending

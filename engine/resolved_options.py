@@ -12,7 +12,7 @@ import torch
 
 from engine.config.model import ModelConfig, load_model_config
 from engine.device import device_capability, format_name, resolve_device, resolve_dtype, resolve_kv_dtype
-from engine.draft_config import draft_config
+from engine.draft_config import check_draft_context, draft_config
 from engine.formats import check_formats
 from engine.memory.forecast import MemoryForecast, forecast_memory
 from engine.memory.kv_plan import MemoryPlan, check_context, plan_memory
@@ -20,7 +20,6 @@ from engine.memory.main_memory import check_swap_space
 from engine.options import EngineOptions
 from engine.runner.runner_choice import resolve_step_mode
 from engine.scheduling.limits import SchedulerLimits
-from engine.speculation.options import check_draft_context
 from engine.step_mode import StepMode
 from engine.switches import check_switches
 from engine.text.shared_prefixes import shared_prefixes

@@ -10,6 +10,7 @@ import select
 import socket
 import struct
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 
@@ -206,7 +207,7 @@ class FrameSocket:
             self.flush()
         if events & ~select.POLLOUT:
             self._read_all()
-        return self._pop_frames()
+        return list(iter(partial(_pop_frame, self._received), None))
 
     def send(self, frame: EngineFrame | GatewayFrame) -> None:
         """Queue a frame and send what the socket accepts. Raises `PeerClosed` and `PeerStalled`."""
@@ -252,9 +253,3 @@ class FrameSocket:
             self._received += data
             if len(data) < READ_BYTES:
                 return
-
-    def _pop_frames(self) -> list[bytes]:
-        bodies: list[bytes] = []
-        while (body := _pop_frame(self._received)) is not None:
-            bodies.append(body)
-        return bodies

@@ -10,14 +10,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from engine.config.model import ModelConfig, load_model_config
-from engine.draft_config import draft_config
+from engine.draft_config import check_draft_context, draft_config
 from engine.formats import check_formats, computed_dtype, formats_of, has_fp8
 from engine.memory.fit import FEW_SEATS, MemoryFit
 from engine.memory.kv_plan import check_context, check_fit, plan_memory
 from engine.memory.shape import Load, MemoryShape
 from engine.options import CPU_KV_CACHE_BYTES, EngineOptions
 from engine.scheduling.limits import SchedulerLimits
-from engine.speculation.options import check_draft_context
 from engine.step_mode import StepMode
 from engine.step_sizes import RECORDED_ROWS_MAX
 

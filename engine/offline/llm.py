@@ -26,7 +26,7 @@ from engine.offline.prompts import Prompt, as_list, conversations, params_for, r
 from engine.option_limits import COUNT
 from engine.options import LIMITS, EngineOptions
 from engine.protocol import EngineStatus, GenerationRequest, InvalidOption, SamplingParams, TokenEvent, UnsupportedOption
-from engine.request_checks import PROMPT_PARAM
+from engine.submission import PROMPT_PARAM
 from engine.text.bad_words import bad_words_token_ids
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer

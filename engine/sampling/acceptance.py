@@ -30,8 +30,6 @@ def accept_equal(drawn: Sequence[SampledToken], draft_ids: Sequence[int]) -> Ste
 
     drawn: one token per draft and one more. If a row fails after good ones, it is dropped and the next step recomputes it.
     """
-    if not draft_ids:
-        return _single_output(drawn[0])
     accepted: list[SampledToken] = []
     for index, token in enumerate(drawn):
         if token.token_id is None:
@@ -43,12 +41,6 @@ def accept_equal(drawn: Sequence[SampledToken], draft_ids: Sequence[int]) -> Ste
             break
     logprobs = [token.logprob for token in accepted if token.logprob is not None]
     return StepOutput(token_ids=[token.token_id for token in accepted if token.token_id is not None], logprobs=logprobs or None)
-
-
-def _single_output(token: SampledToken) -> StepOutput:
-    if token.token_id is None:
-        return StepOutput(error=token.error, error_param=token.error_param)
-    return StepOutput([token.token_id], None if token.logprob is None else [token.logprob])
 
 
 def accept_by_rejection(

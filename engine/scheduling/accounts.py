@@ -41,7 +41,7 @@ class Account:
     costs: TokenCosts
     service_ps: int = 0
     offset_ps: int = 0
-    settled_step: int = 0
+    charged_step: int = 0
     num_decoding: int = 0
     sum_context: int = 0
     num_blocks: int = 0
@@ -68,7 +68,7 @@ class Account:
 
     def service_at(self, step: int) -> int:
         """Service when step number `step` has been charged: Σ over the steps of n·a + (context + n·k)·b, exactly."""
-        steps = step - self.settled_step
+        steps = step - self.charged_step
         if not steps or not self.num_decoding:
             return self.service_ps
         decoding = self.num_decoding
@@ -78,20 +78,20 @@ class Account:
     def position_at(self, step: int) -> int:
         return self.service_at(step) + self.offset_ps
 
-    def settle(self, step: int) -> None:
+    def charge_decodes(self, step: int) -> None:
         """Bring `service_ps` up to `step`; required before the set of decoding requests changes."""
         self.service_ps = self.service_at(step)
-        self.sum_context += self.num_decoding * (step - self.settled_step)
-        self.settled_step = step
+        self.sum_context += self.num_decoding * (step - self.charged_step)
+        self.charged_step = step
 
     def add_decode(self, context_len: int, step: int) -> None:
         """One more request decodes from the step after `step` on, starting with `context_len` computed tokens."""
-        self.settle(step)
+        self.charge_decodes(step)
         self.num_decoding += 1
         self.sum_context += context_len
 
     def remove_decode(self, context_len: int, step: int) -> None:
-        self.settle(step)
+        self.charge_decodes(step)
         self.num_decoding -= 1
         self.sum_context -= context_len
         assert self.num_decoding > 0 or self.sum_context == 0, (
@@ -103,7 +103,7 @@ class Account:
 
     def context_at(self, step: int) -> int:
         """Σ computed tokens of its decoding requests when step number `step` has been charged."""
-        return self.sum_context + self.num_decoding * (step - self.settled_step)
+        return self.sum_context + self.num_decoding * (step - self.charged_step)
 
     def steps_within(self, slack_ps: int, step: int) -> int:
         """A number of further steps, at least one, after which decoding alone has certainly used at most `slack_ps`."""
@@ -122,6 +122,19 @@ class Account:
             lens = sorted(self.output_lens)
             self._predicted_output_len = lens[int(len(lens) * OUTPUT_QUANTILE)] if lens else OUTPUT_LEN_UNKNOWN
         return self._predicted_output_len
+
+
+def account_of(request: Request) -> Account:
+    """The account that is charged for a request of the scheduler."""
+    account = request.account
+    assert isinstance(account, Account), f"request {request.request_id} has no account"
+    return account
+
+
+def is_paused(request: Request) -> bool:
+    """Whether a running request is left out of the steps because its account pauses."""
+    account = account_of(request)
+    return account.is_paused and account.recovering is not request
 
 
 class SeatCounts:
@@ -156,7 +169,6 @@ class ClassTotals:
     """Sums over the active accounts of one class."""
 
     weight: int = 0
-    num_running: int = 0
     seats: SeatCounts = field(default_factory=SeatCounts)
 
 
@@ -182,24 +194,27 @@ class Accounts:
         """The account of a tenant in a class; a new one has the given weight."""
         account = self._accounts.get((tenant_id, priority))
         if account is None:
-            account = Account(tenant_id, priority, weight, self.costs, settled_step=self.step)
+            account = Account(tenant_id, priority, weight, self.costs, charged_step=self.step)
             self._accounts[tenant_id, priority] = account
         return account
 
-    def add_waiting(self, account: Account, request: Request, *, first: bool) -> None:
+    def add_waiting(self, request: Request, *, first: bool) -> None:
+        account = account_of(request)
         self._activate(account)
         account.waiting.add(request, first=first)
 
-    def start_running(self, account: Account, request: Request) -> None:
-        """Give a waiting request of the account a seat."""
+    def start_running(self, request: Request) -> None:
+        """Give a waiting request a seat."""
+        account = account_of(request)
         account.waiting.remove(request)
         account.running[request] = account.prefilling[request] = self.prefilling[request] = None
         self.running_requests[request] = None
         self.seated[account] = None
         self._change_seats(account, +1)
 
-    def stop_running(self, account: Account, request: Request) -> None:
+    def stop_running(self, request: Request) -> None:
         """Free the seat of a running request; if it decoded, call `stop_decoding` first."""
+        account = account_of(request)
         if account.recovering is request:
             account.recovering = None
         account.prefilling.pop(request, None)
@@ -210,13 +225,14 @@ class Accounts:
         self._change_seats(account, -1)
         self._deactivate(account)
 
-    def remove_waiting(self, account: Account, request: Request) -> None:
+    def remove_waiting(self, request: Request) -> None:
         """Remove a waiting request that has ended."""
+        account = account_of(request)
         account.waiting.remove(request)
         self._deactivate(account)
 
-    def finish_prefill(self, account: Account, request: Request) -> None:
-        del account.prefilling[request], self.prefilling[request]
+    def finish_prefill(self, request: Request) -> None:
+        del account_of(request).prefilling[request], self.prefilling[request]
 
     def charge(self, account: Account, cost_ps: int) -> None:
         account.charge(cost_ps)
@@ -231,19 +247,19 @@ class Accounts:
                 return True
         return False
 
-    def start_decoding(self, account: Account, context_len: int) -> None:
-        account.add_decode(context_len, self.step)
-        self.aggregate.add_decode(context_len, self.step)
+    def start_decoding(self, request: Request) -> None:
+        for account in (account_of(request), self.aggregate):
+            account.add_decode(request.num_computed_tokens, self.step)
 
-    def stop_decoding(self, account: Account, context_len: int) -> None:
-        account.remove_decode(context_len, self.step)
-        self.aggregate.remove_decode(context_len, self.step)
+    def stop_decoding(self, request: Request) -> None:
+        for account in (account_of(request), self.aggregate):
+            account.remove_decode(request.num_computed_tokens, self.step)
 
-    def add_context(self, account: Account, num_tokens: int) -> None:
+    def add_context(self, request: Request, num_tokens: int) -> None:
         """Add tokens of a decoding request beyond the one that each step books."""
-        for totals in (account, self.aggregate):
-            totals.settle(self.step)
-            totals.sum_context += num_tokens
+        for account in (account_of(request), self.aggregate):
+            account.charge_decodes(self.step)
+            account.sum_context += num_tokens
 
     def progress(self) -> list[TenantProgress]:
         """The progress of every active tenant, over all classes. Iterates over all accounts."""
@@ -271,9 +287,8 @@ class Accounts:
         totals.seats.move(account, 0, num_running)
 
     def _change_seats(self, account: Account, change: int) -> None:
-        totals = self.totals[account.priority]
-        totals.seats.move(account, len(account.running) - change, len(account.running))
-        totals.num_running += change
+        seats, num_running = self.totals[account.priority].seats, len(account.running)
+        seats.move(account, num_running - change, num_running)
         self.version += 1
 
     def _activate(self, account: Account) -> None:

@@ -9,12 +9,12 @@ wait. The policy decides the order.
 
 from __future__ import annotations
 
-from engine.scheduling.accounts import Accounts
+from engine.scheduling.accounts import Accounts, account_of
 from engine.scheduling.kv_blocks import FoundPrefix, KvBlocks
 from engine.scheduling.kv_forecast import BUCKET_STEPS, KvForecast
 from engine.scheduling.policy import Start
 from engine.scheduling.prefix_cache import NextPrefillBlocks
-from engine.scheduling.request import Request, RequestStatus, account_of
+from engine.scheduling.request import Request, RequestStatus
 from engine.scheduling.step_budget import StepBudget
 
 REUSED_TOKENS_PER_STEP = 1 << 19
@@ -137,8 +137,8 @@ class Admission:
         self._reused_tokens += request.num_computed_tokens
         return found.num_on_host
 
-    def advance(self, request: Request) -> None:
-        """Note the next block of a running prefill, which computes it in this step or the next."""
+    def note_next_block(self, request: Request) -> None:
+        """Note the block that a running prefill computes in this step or the next."""
         self._next_blocks.update(request)
 
     def finish_prefill(self, request: Request) -> None:

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from itertools import groupby
 from operator import attrgetter
 
-from engine.scheduling.accounts import Account, Accounts
-from engine.scheduling.request import Request, RequestStatus, account_of
+from engine.scheduling.accounts import Account, Accounts, is_paused
+from engine.scheduling.request import Request, RequestStatus
 from engine.scheduling.scheduled_batch import ScheduledBatch, ScheduledRequest
 
 EARLY_GROWTH_STEPS = 8
@@ -45,15 +45,15 @@ class DecodeSet:
 
     def add(self, request: Request) -> None:
         """A prefill is complete: the request decodes from the next step on."""
-        item, account = ScheduledRequest(request, request.num_computed_tokens, 1, samples=True), account_of(request)
-        if account.is_paused and account.recovering is not request:
+        item = ScheduledRequest(request, request.num_computed_tokens, 1, samples=True)
+        if is_paused(request):
             self._paused[request] = item
         else:
             self._resume(request, item)
 
     def remove(self, request: Request) -> None:
         if self._paused.pop(request, None) is None and self._pop_item(request) is not None:
-            self._accounts.stop_decoding(account_of(request), request.num_computed_tokens)
+            self._accounts.stop_decoding(request)
 
     def pause(self, account: Account) -> None:
         """Leave the requests of an account, except the recovering one, out of the steps; they keep their blocks."""
@@ -62,7 +62,7 @@ class DecodeSet:
             item = None if request is account.recovering else self._pop_item(request)
             if item is not None:
                 self._paused[request] = item
-                self._accounts.stop_decoding(account, request.num_computed_tokens)
+                self._accounts.stop_decoding(request)
 
     def resume(self, account: Account) -> None:
         account.is_paused = False
@@ -81,7 +81,7 @@ class DecodeSet:
     def _resume(self, request: Request, item: ScheduledRequest) -> None:
         self.items[request] = item
         self._columns = None
-        self._accounts.start_decoding(account_of(request), request.num_computed_tokens)
+        self._accounts.start_decoding(request)
         self._schedule(request)
 
     def reschedule(self, request: Request) -> None:

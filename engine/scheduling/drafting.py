@@ -18,7 +18,7 @@ from engine.scheduling.accounts import Accounts
 from engine.scheduling.decode_set import DecodeSet
 from engine.scheduling.kv_blocks import KvBlocks
 from engine.scheduling.limits import STEP_DRAFT_TOKENS_MAX, SchedulerTotals
-from engine.scheduling.request import Request, account_of
+from engine.scheduling.request import Request
 from engine.scheduling.scheduled_batch import ScheduledBatch, ScheduledRequest
 
 BACKOFF_STEPS_MAX = 15
@@ -40,13 +40,11 @@ class Drafter(Protocol):
 
     def pays(self, num_running: int) -> bool:
         """Whether a good draft token is worth its row when this many requests are running."""
-        ...
 
     def draft(self, request: Request, *, limit: int, num_running: int) -> Draft: ...
 
     def read(self, num_running: int) -> None:
         """In a step without drafts: go on with the reading that `draft` waits for. The last tokens may be unknown."""
-        ...
 
     def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None: ...
 
@@ -107,10 +105,10 @@ class Drafting:
             self._backoff = 0 if batch.num_draft_tokens else min(2 * self._backoff + 1, BACKOFF_STEPS_MAX)
             self._backoff_left = self._backoff
 
-    def settle(self, request: Request, item: ScheduledRequest, num_accepted: int) -> None:
+    def finish(self, request: Request, item: ScheduledRequest, num_accepted: int) -> None:
         """The step is done: the item is a plain decode again, and the request has advanced by its accepted drafts too."""
         self._drafter.observe(request, item.num_draft_tokens, num_accepted)
         request.num_rejected_draft_tokens += item.num_draft_tokens - num_accepted
         item.num_tokens, item.num_draft_tokens, item.draft_token_ids = 1, 0, []
-        self._accounts.add_context(account_of(request), num_accepted)
+        self._accounts.add_context(request, num_accepted)
         self._decodes.reschedule(request)

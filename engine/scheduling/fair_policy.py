@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from engine.protocol import Priority
-from engine.scheduling.accounts import Account
+from engine.scheduling.accounts import Account, account_of, is_paused
 from engine.scheduling.backlog import Backlog
-from engine.scheduling.lead_tracking import FairSettings, LeadTracker, recovering
+from engine.scheduling.lead_tracking import FairSettings, LeadTracker, protected_request
 from engine.scheduling.policy import CanStart, PolicyContext, Start, first_unscheduled
 from engine.scheduling.preemption import RANK, Preemption
 from engine.scheduling.prefill_order import PrefillOrder
-from engine.scheduling.request import Request, RequestStatus, account_of
+from engine.scheduling.request import Request, RequestStatus
 
 SCAN_ACCOUNTS_MAX = 4
 """Accounts examined for a start. The others of the same round come first the next time."""
@@ -121,7 +121,7 @@ class FairPolicy:
                 return chosen
             if self._reserved is not None:
                 break
-        return first_unscheduled((r for r in self._accounts.prefilling if not _is_paused(r)), self._accounts.step)
+        return first_unscheduled((r for r in self._accounts.prefilling if not is_paused(r)), self._accounts.step)
 
     def _start(self, chosen: Request, can_start: CanStart) -> Request:
         """The request to start when `chosen` can: the one that room was made for goes first. Otherwise the request preempted
@@ -223,7 +223,7 @@ class FairPolicy:
         account, costs = account_of(request), self._accounts.costs
         start = request.num_computed_tokens
         self._preemption.wasted_ps += costs.prefill_ps(start, num_lost)
-        if recovering(account) in (None, request):
+        if protected_request(account) in (None, request):
             account.recovering = request
             request.protected_len = start + 2 * num_lost
             gain_ps = costs.decode_ps(num_lost, num_lost * request.protected_len)
@@ -250,8 +250,3 @@ def _has_work(account: Account, step: int) -> bool:
     if account.is_paused:
         return False
     return bool(account.waiting) or any(request.scheduled_step != step for request in account.prefilling)
-
-
-def _is_paused(request: Request) -> bool:
-    account = account_of(request)
-    return account.is_paused and account.recovering is not request

@@ -11,7 +11,7 @@ from collections import OrderedDict
 
 
 class HostTier:
-    """`num_blocks` blocks of host memory. The runner owns the bytes; this is the index."""
+    """`num_blocks` blocks of host memory, which may be none. The runner owns the bytes; this is the index."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -52,13 +52,11 @@ class HostTier:
             self._by_hash[content_hash] = block_id
         return None
 
-    def fetch(self, content_hash: bytes) -> int | None:
-        """The host block with this content, pinned until the end of the step; None when it is not stored."""
-        block_id = self._by_hash.get(content_hash)
-        if block_id is not None:
-            self._by_hash.move_to_end(content_hash)
-            self._pinned.add(content_hash)
-        return block_id
+    def fetch(self, content_hash: bytes) -> int:
+        """The host block with this content, which is stored; pinned until the end of the step."""
+        self._by_hash.move_to_end(content_hash)
+        self._pinned.add(content_hash)
+        return self._by_hash[content_hash]
 
     def mark_used(self, content_hash: bytes) -> None:
         """Count a use of stored content."""

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from engine.scheduling.accounts import account_of
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.costs import TokenCosts
 from engine.scheduling.host_tier import HostTier
 from engine.scheduling.prefix_cache import PrefixCache
-from engine.scheduling.request import Request, account_of, table_of
+from engine.scheduling.request import Request, table_of
 from engine.scheduling.scheduled_batch import BlockMoves
 
 
@@ -31,9 +32,7 @@ class FoundPrefix:
 class KvBlocks:
     """The only owner of block tables. A shared block counts once for each of its holders."""
 
-    def __init__(
-        self, pool: BlockPool, *, costs: TokenCosts, prefix_cache: PrefixCache, host_tier: HostTier | None = None
-    ) -> None:
+    def __init__(self, pool: BlockPool, *, costs: TokenCosts, prefix_cache: PrefixCache, host_tier: HostTier) -> None:
         self.pool = pool
         self.prefix_cache = prefix_cache
         self.block_size = prefix_cache.block_size
@@ -44,7 +43,7 @@ class KvBlocks:
         self._num_promised = 0
         self._moves = BlockMoves()
         self._copy_sources: list[int] = []  # kept alive until the moves of this step are complete
-        if host_tier is not None:
+        if host_tier.num_blocks:
             pool.on_evict = self._swap_out
 
     @property
@@ -61,7 +60,7 @@ class KvBlocks:
         if request.sampling.prompt_logprobs is not None:  # tokens that were never computed have no log-probabilities
             return self._on_device(matched[: request.num_prompt_tokens_computed // self.block_size])
         on_device = self._on_device(matched)
-        if self.host_tier is None:
+        if not self.host_tier.num_blocks:
             return on_device
         longer = self._continue_on_host(request, on_device)
         num_more = len(longer.blocks) - len(matched)
@@ -74,7 +73,6 @@ class KvBlocks:
 
     def _continue_on_host(self, request: Request, found: FoundPrefix) -> FoundPrefix:
         """Continue the chain of `found` through both tiers."""
-        assert self.host_tier is not None
         longer = FoundPrefix(list(found.blocks), 0, found.num_unowned)
         for index in range(len(found.blocks), (request.num_tokens - 1) // self.block_size):
             content_hash = self.prefix_cache.hashes(request, index + 1)[index]
@@ -99,21 +97,15 @@ class KvBlocks:
     def attach_prefix(self, request: Request, found: FoundPrefix) -> None:
         """Attach the found prefix to an admitted request, and promise it blocks for the rest of its prompt."""
         self.pool.share(block_id for block_id in found.blocks if block_id is not None)
-        hashes = request.block_hashes
+        tier, hashes = self.host_tier, request.block_hashes
         # All host blocks are pinned before the first is swapped in: the device block that it gets may evict to the host tier.
-        on_host = {index: self._fetch(hashes[index]) for index, block_id in enumerate(found.blocks) if block_id is None}
+        on_host = {index: tier.fetch(hashes[index]) for index, block_id in enumerate(found.blocks) if block_id is None}
         table: list[int] = []
         for index, block_id in enumerate(found.blocks):
             table.append(self._swap_in(hashes[index], on_host[index]) if block_id is None else block_id)
         self._append_blocks(request, table)
         request.num_computed_tokens = len(table) * self.block_size
         self._promise(request, self.blocks_for(request.num_tokens) - len(table))
-
-    def _fetch(self, content_hash: bytes) -> int:
-        assert self.host_tier is not None
-        host_block = self.host_tier.fetch(content_hash)
-        assert host_block is not None, "a host block vanished between lookup and use"
-        return host_block
 
     def _swap_in(self, content_hash: bytes, host_block: int) -> int:
         block_id = self.pool.allocate(1)[0]
@@ -123,7 +115,6 @@ class KvBlocks:
         return block_id
 
     def _swap_out(self, block_id: int, content_hash: bytes) -> None:
-        assert self.host_tier is not None
         if content_hash in self.host_tier:
             self.host_tier.mark_used(content_hash)
             return
@@ -188,8 +179,8 @@ class KvBlocks:
         moves, self._moves = self._moves, BlockMoves()
         self.pool.release(self._copy_sources)
         self._copy_sources = []
-        if self.host_tier is not None:
-            self.host_tier.end_step()
+        self.host_tier.end_step()
+        if moves.swap_in:
             moves.swap_in = list({target: (source, target) for source, target in moves.swap_in}.values())
         return moves
 
@@ -198,5 +189,4 @@ class KvBlocks:
         self.pool.check_invariants(request.block_table for request in live)
         assert self._num_promised == sum(request.num_promised_blocks for request in live), "promises do not add up"
         assert self.num_spare >= 0, "more blocks are promised than there are"
-        if self.host_tier is not None:
-            self.host_tier.check_invariants()
+        self.host_tier.check_invariants()

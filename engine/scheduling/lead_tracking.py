@@ -98,7 +98,7 @@ class LeadTracker:
             return [], []
         protected = {account for account in self._over_cap if account.recovering is not None}
         for account in protected:
-            recovering(account)  # forgets a request that is protected no more
+            protected_request(account)  # forgets a request that is protected no more
         pause = [account for account in self._over_cap if account not in self.paused or account in protected]
         resume = [account for account in self.paused if account not in self._over_cap]
         self.paused.clear()
@@ -106,8 +106,8 @@ class LeadTracker:
         return pause, resume
 
 
-def recovering(account: Account) -> Request | None:
-    """The request of an account that is protected from preemption and pauses, while it is."""
+def protected_request(account: Account) -> Request | None:
+    """`account.recovering` while it is protected from preemption and pauses; forgets it afterwards."""
     request = account.recovering
     if request is not None and request.num_computed_tokens >= request.protected_len:
         request = account.recovering = None

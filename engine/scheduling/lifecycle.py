@@ -1,6 +1,6 @@
 """The life cycle of requests: every state transition, with its bookkeeping. Knows no torch.
 
-    add ─────────────► waiting ──start──► prefill ──start_decoding──► decode
+    add ──────────────► queued ──start──► prefill ──start_decoding──► decode
       └► parked ─release─┘ ▲                 │                          │
                            └─────preempt─────┴──────────────────────────┤
     wherever it is ──────────────────────end────────────────────────────┴──► finished
@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from engine.protocol import FinishReason, TokenEvent
-from engine.scheduling.accounts import Accounts
+from engine.scheduling.accounts import Accounts, account_of
 from engine.scheduling.admission import Admission
 from engine.scheduling.decode_set import DecodeSet
 from engine.scheduling.limits import SchedulerTotals
 from engine.scheduling.policy import Policy
-from engine.scheduling.request import Request, RequestStatus, account_of
+from engine.scheduling.request import Request, RequestStatus
 from engine.scheduling.tenant_rotation import TenantRotation
 from engine.scheduling.token_events import token_event
 from engine.scheduling.waiting import Deadlines, ParkedForks
@@ -82,17 +82,16 @@ class Lifecycle:
 
     def _enqueue(self, request: Request, *, first: bool = False) -> None:
         self._queued[request] = None
-        self._accounts.add_waiting(account_of(request), request, first=first)
+        self._accounts.add_waiting(request, first=first)
         self._policy.on_queued(request)
 
     def start(self, request: Request) -> None:
         """Give a waiting request a seat and blocks; `Admission.can_start` or `can_return` must have admitted it just before."""
-        account = account_of(request)
         del self._queued[request]
         num_swapped_in = self._admission.start(request)
         if num_swapped_in:
             self.charge(request, num_swapped_in * self._accounts.costs.swap_in_block_ps)
-        self._accounts.start_running(account, request)
+        self._accounts.start_running(request)
         self._policy.on_dequeued(request)
         self._policy.on_started(request)
         self._rotation.on_started(request)
@@ -113,7 +112,7 @@ class Lifecycle:
         account = account_of(request)
         self._admission.finish_prefill(request)
         request.move_to(RequestStatus.DECODE)
-        self._accounts.finish_prefill(account, request)
+        self._accounts.finish_prefill(request)
         self._decodes.add(request)
         self._policy.on_backlog_change(account)
         self._policy.on_charged(account)
@@ -138,7 +137,7 @@ class Lifecycle:
         """Release the seat and the blocks of a running request."""
         self._decodes.remove(request)
         self._admission.stop(request, is_preempted=is_preempted, is_failed=is_failed)
-        self._accounts.stop_running(account_of(request), request)
+        self._accounts.stop_running(request)
         self._policy.on_backlog_change(account_of(request))
 
     def end(self, request: Request, reason: FinishReason, token_ids: list[int] | None = None) -> TokenEvent:
@@ -147,7 +146,7 @@ class Lifecycle:
         account = account_of(request)
         if request in self._queued:
             del self._queued[request]
-            self._accounts.remove_waiting(account, request)
+            self._accounts.remove_waiting(request)
             self._policy.on_dequeued(request)
         elif not self._forks.remove(request):
             self._stop(request, is_failed=reason is FinishReason.ERROR)

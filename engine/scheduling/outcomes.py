@@ -69,7 +69,7 @@ class Outcomes:
         request.num_computed_tokens = item.start = item.start + num_new
         if item.num_draft_tokens:
             assert self._drafting is not None
-            self._drafting.settle(request, item, num_new - 1)
+            self._drafting.finish(request, item, num_new - 1)
         if num_new == 1 and output.logprobs is None:
             self._totals.generation_tokens += 1
             reason = request.append(token_ids[0])
@@ -93,7 +93,7 @@ class Outcomes:
     def _finish_chunk(self, request: Request, output: StepOutput, *, is_running: bool = True) -> TokenEvent | None:
         """A part of a prompt was computed, and more follow. The event, if the chunk has scores."""
         if is_running and request.status is RequestStatus.PREFILL:
-            self._admission.advance(request)
+            self._admission.note_next_block(request)
         if not output.prompt_logprobs:
             return None
         return token_event(request, [], prompt_logprobs=output.prompt_logprobs)

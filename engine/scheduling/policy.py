@@ -16,7 +16,6 @@ from typing import Protocol
 from engine.scheduling.accounts import Account, Accounts
 from engine.scheduling.kv_blocks import KvBlocks
 from engine.scheduling.request import Request
-from engine.scheduling.urgency import Urgency
 
 SCAN_REQUESTS_MAX = 8
 """Requests examined in a step: waiting ones after one that does not fit, preempted ones, and those that these could replace."""
@@ -44,7 +43,7 @@ class PolicyContext:
     accounts: Accounts
     kv: KvBlocks
     max_num_seqs: int
-    urgency: Urgency
+    clock: Callable[[], float]
 
 
 class Policy(Protocol):

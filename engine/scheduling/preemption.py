@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from engine.protocol import Priority
-from engine.scheduling.accounts import Account
-from engine.scheduling.lead_tracking import LeadTracker, recovering
+from engine.scheduling.accounts import Account, account_of
+from engine.scheduling.lead_tracking import LeadTracker, protected_request
 from engine.scheduling.policy import PolicyContext
-from engine.scheduling.request import Request, account_of
+from engine.scheduling.request import Request
 
 SEAT_PERCENT = 87
 """A seat moves to an account that already has one only if its share is this far below the other's, to avoid churn."""
@@ -85,7 +85,7 @@ class Preemption:
         for other in self._accounts.seated:
             if other is account:
                 continue
-            protected = recovering(other)
+            protected = protected_request(other)
             if protected is not None:
                 found -= len(protected.block_table) + protected.num_promised_blocks
             if other.is_paused or other in self._leads.ahead or (account.priority, other.priority) == DISPLACES:
@@ -161,7 +161,7 @@ class Preemption:
 
 def _youngest(account: Account) -> Request | None:
     """The youngest running request that may be preempted."""
-    protected = recovering(account)
+    protected = protected_request(account)
     return next((request for request in reversed(account.running) if request is not protected), None)
 
 

@@ -13,7 +13,7 @@ from itertools import islice
 from engine.scheduling.accounts import Account
 from engine.scheduling.policy import SCAN_REQUESTS_MAX, CanStart, PolicyContext, first_to_start
 from engine.scheduling.request import Request
-from engine.scheduling.urgency import AGED_EVERY
+from engine.scheduling.urgency import AGED_EVERY, Urgency
 
 AGEING_ROUNDS = 4
 """Rounds after which the oldest request of a tenant is no longer passed for a longer cached prefix."""
@@ -41,7 +41,7 @@ class PrefillOrder:
 
     def __init__(self, context: PolicyContext, update_head: Callable[[Account], None]) -> None:
         self._accounts = context.accounts
-        self._urgency = context.urgency
+        self._urgency = Urgency(context.clock, context.accounts.costs, context.kv.prefix_cache)
         self._match_len = context.kv.prefix_cache.match_len
         self._update_head = update_head
 

@@ -1,12 +1,6 @@
 """One request as the scheduler sees it: tokens, blocks, progress, and the legal transitions of its life. Knows no torch.
 
-    QUEUED ──admit──► PREFILL ──last chunk──► DECODE
-      ▲                  │                      │
-      └────preempt───────┴──────────────────────┤
-                                                ▼
-    any live state ──stop, length, abort, error──► FINISHED
-
-Token positions of a request, P tokens per block:
+`scheduling.lifecycle` draws the transitions. Token positions of a request, P tokens per block:
 
     0 ............... num_cached ........ num_computed_tokens ........ len(token_ids)
     │ found in cache      │ computed here        │ to compute next            │ to sample next
@@ -21,13 +15,9 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine.protocol import FinishReason, Priority, SamplingParams
-
-if TYPE_CHECKING:
-    from engine.scheduling.accounts import Account
-
 
 UNKNOWN_TOKEN = -1
 """Stands for a token that a step in flight will yield. Hashing it or sending it to a device fails."""
@@ -36,12 +26,6 @@ UNKNOWN_TOKEN = -1
 def table_of(block_ids: Iterable[int] = ()) -> array[int]:
     """Block ids in 32 bits each, contiguous, as the device reads them: steps copy whole tables."""
     return array("i", block_ids)
-
-
-def account_of(request: Request) -> Account:
-    """The account that is charged for a request of the scheduler."""
-    assert request.account is not None, f"request {request.request_id} has no account"
-    return request.account
 
 
 class RequestStatus(StrEnum):
@@ -113,7 +97,7 @@ class Request:
     preempted_s: float = 0.0  # when it was last preempted
     is_aged: bool = False  # it was started because its class had waited too long
     is_late: bool = False  # it was moved after others, because its first token will be late
-    account: Account | None = None  # the account charged for it; None before it reaches the scheduler
+    account: object = None  # the account charged for it (`accounts.account_of`); None before it reaches the scheduler
 
     @property
     def num_tokens(self) -> int:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from engine.protocol import FinishReason, SamplingParams, TenantProgress, TokenEvent
+from engine.protocol import FinishReason, SamplingParams, TokenEvent
 from engine.scheduling.accounts import Accounts
 from engine.scheduling.admission import Admission
 from engine.scheduling.block_pool import BlockPool
@@ -40,7 +40,6 @@ from engine.scheduling.scheduled_batch import RowResult, ScheduledBatch, Schedul
 from engine.scheduling.step_budget import StepBudget
 from engine.scheduling.tenant_rotation import TenantRotation
 from engine.scheduling.token_events import StepEvents
-from engine.scheduling.urgency import Urgency
 
 SPARE_PER_EARLY_BLOCK = 8
 """Spare blocks required for each block given before it is needed, so that no request waits longer for blocks because of it."""
@@ -57,12 +56,13 @@ class Scheduler:
         clock: Callable[[], float],
         costs: TokenCosts | None = None,
         prefix_cache: PrefixCache | None = None,
-        host_tier: HostTier | None = None,
+        num_host_blocks: int = 0,
         step_budget: StepBudget | None = None,
         drafter: Drafter | None = None,
         policy: Callable[[PolicyContext], Policy] = FairPolicy,
     ) -> None:
-        """Without a `prefix_cache` nothing is shared, but preempted requests still find their own blocks again."""
+        """Without a `prefix_cache` nothing is shared, but preempted requests still find their own blocks again.
+        `num_host_blocks`: the size of the host tier."""
         limits.check_blocks(pool.num_blocks)
         self.limits = limits
         self.pool = pool
@@ -70,9 +70,8 @@ class Scheduler:
         self.totals = SchedulerTotals()
         self.accounts = Accounts(self.costs)
         prefix_cache = prefix_cache or PrefixCache(pool, limits.block_size, is_shared=False)
-        self.kv = KvBlocks(pool, costs=self.costs, prefix_cache=prefix_cache, host_tier=host_tier)
-        urgency = Urgency(clock, self.costs, prefix_cache)
-        self.policy = policy(PolicyContext(self.accounts, self.kv, limits.max_num_seqs, urgency))
+        self.kv = KvBlocks(pool, costs=self.costs, prefix_cache=prefix_cache, host_tier=HostTier(num_host_blocks))
+        self.policy = policy(PolicyContext(self.accounts, self.kv, limits.max_num_seqs, clock))
         self.step_budget = step_budget
         self.admission = Admission(self.accounts, self.kv, max_num_seqs=limits.max_num_seqs, step_budget=step_budget)
         self._rotation = TenantRotation(self.accounts, self.kv, clock)
@@ -222,7 +221,7 @@ class Scheduler:
         self.kv.extend(request, start + num_tokens)
         batch.add_prefill(request, num_tokens)
         request.scheduled_step = self.accounts.step
-        self.admission.advance(request)
+        self.admission.note_next_block(request)
         self._lifecycle.charge(request, self.costs.prefill_ps(start, num_tokens))
         return True
 
@@ -261,9 +260,6 @@ class Scheduler:
             yield _probe_item(block_id)
         finally:
             self.pool.release([block_id])
-
-    def tenants(self) -> list[TenantProgress]:
-        return self.accounts.progress()
 
     def check_invariants(self) -> None:
         """Raise `AssertionError` unless blocks, requests, accounts and limits agree. Visits every request, block and account:

@@ -152,14 +152,10 @@ class StepTimeModel:
             + self.host_s
         )
 
-    def batch_s(self, batch: ScheduledBatch) -> float:
-        """Seconds of one step over `batch`, with the moves of blocks and the drafts of a draft model before it."""
-        context_tokens, pairs = 0, 0.0
-        for item in batch.decodes:
-            context_tokens += item.start
-        for item in batch.prefills:
-            context_tokens += item.start
-            pairs += item.num_tokens * (item.start + item.num_tokens / 2)
+    def batch_s(self, batch: ScheduledBatch, attention_work: tuple[float, float] | None = None) -> float:
+        """Seconds of one step over `batch`, with the moves of blocks and the drafts of a draft model before it.
+        `attention_work`: context tokens and attention pairs, as of `step_s`; None counts those of layers without a window."""
+        context_tokens, pairs = _attention_work(batch) if attention_work is None else attention_work
         num_rows = len(batch.decodes) + batch.num_draft_tokens + sum(item.samples for item in batch.prefills)
         depth = max(item.num_draft_tokens for item in batch.decodes) if batch.num_draft_tokens else 0
         step_s = self.step_s(
@@ -177,3 +173,13 @@ class StepTimeModel:
             decode_context_ps=round(self.context_s * PS),
             swap_in_block_ps=round(self.block_copy_s * PS),
         )
+
+
+def _attention_work(batch: ScheduledBatch) -> tuple[int, float]:
+    context_tokens, pairs = 0, 0.0
+    for item in batch.decodes:
+        context_tokens += item.start
+    for item in batch.prefills:
+        context_tokens += item.start
+        pairs += item.num_tokens * (item.start + item.num_tokens / 2)
+    return context_tokens, pairs

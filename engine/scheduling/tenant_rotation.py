@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import islice, takewhile
 
-from engine.scheduling.accounts import Account, Accounts
+from engine.scheduling.accounts import Account, Accounts, account_of
 from engine.scheduling.kv_blocks import KvBlocks
 from engine.scheduling.policy import SCAN_REQUESTS_MAX
-from engine.scheduling.request import Request, RequestStatus, account_of
+from engine.scheduling.request import Request, RequestStatus
 
 DUE_S = 1.5
 """How long a preempted request waits before another one of its tenant makes room for it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.protocol import DecodedToken, FinishReason, GenerationRequest, TokenEvent, TokenLogprob
+from engine.protocol import DecodedToken, FinishReason, TokenEvent, TokenLogprob
 from engine.scheduling.request import Request
 
 
@@ -71,20 +71,3 @@ def end_unscheduled(request: Request, reason: FinishReason, error: str | None = 
     event = token_event(request, [])
     event.error, event.error_param = error, param
     return event
-
-
-def refusal_events(submitted: GenerationRequest, reason: str, param: str) -> list[TokenEvent]:
-    """The events of a request that is not queued, one for each of its answers."""
-    return [
-        TokenEvent(
-            request_id=submitted.request_id,
-            token_ids=[],
-            num_output_tokens=0,
-            num_prompt_tokens_computed=0,
-            finish_reason=FinishReason.ERROR,
-            error=reason,
-            index=index,
-            error_param=param,
-        )
-        for index in range(submitted.sampling.num_answers)
-    ]

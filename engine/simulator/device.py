@@ -98,7 +98,7 @@ class SimulatedDevice:
     def run(self, batch: ScheduledBatch) -> tuple[list[StepOutput], list[SimulatedRequest]]:
         """Advance the clock by the length of the step. Returns the outputs by item, and the requests that end with them."""
         before_s = self._clock.now_s
-        step_s = self._predict_s(batch)
+        step_s = self._model.batch_s(batch, self._attention_work(batch) if self._has_windows else None)
         now_s = self._clock.now_s = before_s + step_s
         ended: list[SimulatedRequest] = []
         outputs = self._decode(batch, before_s, now_s, gap_bucket(step_s), ended)
@@ -110,17 +110,6 @@ class SimulatedDevice:
         recorder.steps_s[gap_bucket(step_s)] += 1
         recorder.step_max_s = max(recorder.step_max_s, step_s)
         return outputs, ended
-
-    def _predict_s(self, batch: ScheduledBatch) -> float:
-        if not self._has_windows:
-            return self._model.batch_s(batch)
-        num_rows = len(batch.decodes) + sum(item.samples for item in batch.prefills)
-        context_tokens, pairs = self._attention_work(batch)
-        step_s = self._model.step_s(
-            num_tokens=batch.num_tokens, num_rows=num_rows, context_tokens=context_tokens, attention_pairs=pairs
-        )
-        moves = batch.moves
-        return step_s + self._model.block_copy_s * (len(moves.swap_in) + len(moves.swap_out))
 
     def _attention_work(self, batch: ScheduledBatch) -> tuple[float, float]:
         """The number of cached tokens that are read, and that of (query, key) pairs: averages over layers, some of which have a

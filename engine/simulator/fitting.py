@@ -30,17 +30,6 @@ SHORTER_CONTEXT = "the context is shorter than the model's"
 FOUR_BITS = {"quant_method": "awq", "bits": 4, "group_size": 128}
 
 
-def memory_fit(
-    model: str, gpu: SimulatedGpu, *, quantization: str | None = None, beside: Sequence[str] = (), **engine_options: Any
-) -> MemoryFit:
-    """The memory on `gpu` of an engine that serves `model`, a directory or a known name, with these options of `EngineOptions`.
-    `beside`: other models, which are served from the same GPU with the same options.
-
-    Raises `EngineConfigError`, naming the option, `NotAModelDirectory` or `UnsupportedModel`, as that engine would.
-    """
-    return plan_beside(model, beside, gpu, quantization=quantization, **engine_options)[0]
-
-
 class Refusal(NamedTuple):
     """A model that its engine would refuse even alone on the GPU, and why."""
 
@@ -51,7 +40,12 @@ class Refusal(NamedTuple):
 def plan_beside(
     model: str, beside: Sequence[str], gpu: SimulatedGpu, *, quantization: str | None = None, **engine_options: Any
 ) -> tuple[MemoryFit, list[Refusal]]:
-    """As `memory_fit`, with the models of `beside` that are left no memory because their engines would refuse them."""
+    """The memory on `gpu` of an engine that serves `model`, a directory or a known name, with these options of `EngineOptions`,
+    beside other models, which are served from the same GPU with the same options; and those of them that are left no memory
+    because their engines would refuse them.
+
+    Raises `EngineConfigError`, naming the option, `NotAModelDirectory` or `UnsupportedModel`, as that engine would.
+    """
     counted, refused = [_configured(model, quantization, engine_options)], []
     for other in beside:
         try:
@@ -82,7 +76,7 @@ class PlannedModel(NamedTuple):
 def plan_together(engines: Sequence[Mapping[str, Any]], gpu: SimulatedGpu) -> list[PlannedModel]:
     """How the models of these engines, each given by its options, fit on `gpu` together; those for a CPU are left out. One that
     its engine refuses even alone takes nothing from the others, and is planned alone. Raises `EngineError`, naming the model,
-    where `memory_fit` raises."""
+    where `plan_beside` raises."""
     configured, alone = [], []
     for engine in engines:
         try:
@@ -111,7 +105,7 @@ def _planned(config: ModelConfig, options: EngineOptions, fit: MemoryFit) -> Pla
 
 
 def fit_together(engines: Sequence[tuple[ModelConfig, EngineOptions]], gpu: SimulatedGpu) -> list[MemoryFit]:
-    """How these models fit on `gpu` together. Raises as `memory_fit` does."""
+    """How these models fit on `gpu` together. Raises as `plan_beside` does."""
     estimates = [checked_estimate(config, options, gpu.capability) for config, options in engines]
     fits = []
     for own, (_, options) in enumerate(engines):
@@ -133,7 +127,7 @@ def _configured(model: str, quantization: str | None, options: Mapping[str, Any]
 
 
 def engine_fit(config: ModelConfig, options: EngineOptions, gpu: SimulatedGpu) -> MemoryFit:
-    """The memory on `gpu` of an engine with these options. Raises as `memory_fit` does."""
+    """The memory on `gpu` of an engine with these options. Raises as `plan_beside` does."""
     return checked_estimate(config, options, gpu.capability)(_empty_gpu(options, gpu))
 
 

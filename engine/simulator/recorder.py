@@ -47,7 +47,6 @@ class TenantRecord:
     name: str
     weight: int = 1
     num_requests: int = 0
-    num_finished: int = 0
     num_refused: int = 0
     num_queued: int = 0
     backlogged_since_s: float = NEVER

@@ -21,7 +21,6 @@ from engine.options import SEATS_MAX, EngineOptions
 from engine.protocol import SamplingParams
 from engine.scheduling.block_pool import PROTECTED_PERCENT, BlockPool
 from engine.scheduling.fair_policy import FairPolicy
-from engine.scheduling.host_tier import HostTier
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.policy import FcfsPolicy, Policy, PolicyContext
 from engine.scheduling.prefix_cache import PrefixCache
@@ -144,10 +143,9 @@ class Setup:
         """The longest request, at most the model's context."""
         return min(self.model.config.max_position_len, self.blocks * BLOCK_SIZE)
 
-    def host_tier(self) -> HostTier | None:
-        block_bytes = BLOCK_SIZE * self.model.shape.kv_token_bytes(self.kv_bytes)
-        num_blocks = int(self.host_cache_gib * GIB) // block_bytes
-        return HostTier(num_blocks) if num_blocks else None
+    @property
+    def num_host_blocks(self) -> int:
+        return int(self.host_cache_gib * GIB) // (BLOCK_SIZE * self.model.shape.kv_token_bytes(self.kv_bytes))
 
     def step_time(self) -> StepTimeModel:
         return StepTimeModel(
@@ -191,7 +189,7 @@ class Replay:
             clock=self.clock,
             costs=VtcPolicy.TOKEN_PRICES if setup.policy == "vtc" else step_time.token_costs(),
             prefix_cache=cache,
-            host_tier=setup.host_tier(),
+            num_host_blocks=setup.num_host_blocks,
             step_budget=self._step_budget(step_time),
             policy=POLICIES[setup.policy],
         )
@@ -278,7 +276,6 @@ class Replay:
     def _record_outcome(self, request: SimulatedRequest) -> None:
         assert request.status is RequestStatus.FINISHED, f"request {request.request_id} did not end with its last token"
         tenant, num_outputs = request.tenant, request.num_output_tokens
-        tenant.num_finished += 1
         tenant.gap_max_s = max(tenant.gap_max_s, request.gap_max_s)
         ttft_s = request.first_token_s - request.arrived_s
         tpot_s = (request.last_token_s - request.first_token_s) / (num_outputs - 1) if num_outputs > 1 else None

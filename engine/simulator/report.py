@@ -164,9 +164,7 @@ def _cache(replay: Replay) -> dict[str, Any]:
         "hit_tokens": totals.prefix_cache_hit_tokens,
         "hit_share": _rounded(totals.prefix_cache_hit_tokens / prompt_tokens),
     }
-    tier = replay.scheduler.kv.host_tier
-    num_blocks = replay.setup.blocks + (tier.num_blocks if tier else 0)
-    bounds = cache_bounds(requests, num_blocks * BLOCK_SIZE)
+    bounds = cache_bounds(requests, (replay.setup.blocks + replay.setup.num_host_blocks) * BLOCK_SIZE)
     if bounds is None:
         return report
     return report | {

@@ -16,7 +16,7 @@ import csv
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -244,6 +244,4 @@ def _shift_to_zero(trace: Trace) -> None:
         trace.requests.sort(key=lambda request: request.arrival_s)
     first_s = trace.requests[0].arrival_s
     if first_s:
-        trace.requests = [
-            TracedRequest(r.arrival_s - first_s, r.tenant, r.input_tokens, r.output_tokens, r.block_ids) for r in trace.requests
-        ]
+        trace.requests = [replace(request, arrival_s=request.arrival_s - first_s) for request in trace.requests]

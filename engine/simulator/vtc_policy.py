@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from engine.scheduling.accounts import account_of
 from engine.scheduling.backlog import Backlog
 from engine.scheduling.costs import TokenCosts
 from engine.scheduling.policy import SCAN_REQUESTS_MAX, CanStart, PlainPolicy, PolicyContext, first_to_start, first_unscheduled
-from engine.scheduling.request import Request, account_of
+from engine.scheduling.request import Request
 
 
 class VtcPolicy(PlainPolicy):

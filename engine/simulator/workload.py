@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from bisect import bisect_left
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from engine.errors import EngineConfigError, TraceError
@@ -90,7 +90,7 @@ def load_workload(path: Path, options: WorkloadOptions) -> Workload:
     rng = random.Random(options.seed)  # noqa: S311 - a simulation, not a secret
     if options.sample < 1 or options.tenants is not None:
         requests = _by_conversation(requests, options, rng)
-    requests = [_scaled(r, options) for r in requests]
+    requests = [replace(r, arrival_s=r.arrival_s / options.speed - options.start_s) for r in requests]
     end_s = float("inf") if options.duration_s is None else options.duration_s
     requests = [r for r in requests if 0 <= r.arrival_s < end_s]
     if not requests:
@@ -122,7 +122,7 @@ def _by_conversation(requests: list[TracedRequest], options: WorkloadOptions, rn
         keep, tenant = choices[conversation]
         if keep:
             name = f"tenant-{tenant}" if options.tenants is not None else request.tenant
-            kept.append(TracedRequest(request.arrival_s, name, request.input_tokens, request.output_tokens, request.block_ids))
+            kept.append(replace(request, tenant=name))
     return kept
 
 
@@ -130,11 +130,6 @@ def _common_blocks(requests: list[TracedRequest]) -> set[int]:
     counts = Counter(block for request in requests for block in set(request.block_ids))
     threshold = max(2.0, COMMON_PREFIX_SHARE * len(requests))
     return {block for block, count in counts.items() if count > threshold}
-
-
-def _scaled(request: TracedRequest, options: WorkloadOptions) -> TracedRequest:
-    arrival_s = request.arrival_s / options.speed - options.start_s
-    return TracedRequest(arrival_s, request.tenant, request.input_tokens, request.output_tokens, request.block_ids)
 
 
 def make_scenario(name: str, *, seed: int, lengths: Path | None = None) -> Workload:

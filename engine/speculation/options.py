@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from engine.config.model import ModelConfig
 from engine.errors import EngineConfigError
 from engine.number_checks import is_integer
 
@@ -35,9 +34,9 @@ class SpeculativeOptions:
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
-            raise _field_error("method", f"must be one of {', '.join(METHODS)}, not {self.method!r}")
+            raise field_error("method", f"must be one of {', '.join(METHODS)}, not {self.method!r}")
         if (self.model is None) == (self.method == "draft_model"):
-            raise _field_error("model", "must be a model directory for draft_model and is not used by ngram")
+            raise field_error("model", "must be a model directory for draft_model and is not used by ngram")
         _check_count("num_speculative_tokens", self.num_speculative_tokens, SPECULATIVE_TOKENS_MAX)
         _check_count("prompt_lookup_max", self.prompt_lookup_max, NGRAM_MAX)
         _check_count("prompt_lookup_min", self.prompt_lookup_min, self.prompt_lookup_max)
@@ -58,34 +57,21 @@ class SpeculativeOptions:
         if unknown:
             raise EngineConfigError(OPTION, f"has unknown fields: {', '.join(unknown)}")
         if "method" not in value:
-            raise _field_error("method", f"must be one of {', '.join(METHODS)}")
+            raise field_error("method", f"must be one of {', '.join(METHODS)}")
         settings = dict(value)
         model = settings.get("model")
         if model is not None:
             if not isinstance(model, str | Path):
-                raise _field_error("model", f"must be a path, not {model!r}")
+                raise field_error("model", f"must be a path, not {model!r}")
             settings["model"] = Path(model)
         return cls(**settings)
 
 
-def check_draft_vocabulary(draft: ModelConfig, target: ModelConfig) -> None:
-    """Raise `EngineConfigError` for a draft model whose token ids have other meanings."""
-    if draft.vocab_size != target.vocab_size:
-        raise _field_error(
-            "model", f"has a vocabulary of {draft.vocab_size} tokens, the served model one of {target.vocab_size}"
-        )
-
-
-def check_draft_context(draft: ModelConfig, max_model_len: int) -> None:
-    """Raise `EngineConfigError` for a draft model whose context is shorter than that of requests."""
-    if draft.max_position_len < max_model_len:
-        raise _field_error("model", f"has a context of {draft.max_position_len} tokens; set max_model_len to at most that")
-
-
 def _check_count(name: str, value: object, limit: int) -> None:
     if not is_integer(value) or not 1 <= value <= limit:
-        raise _field_error(name, f"must be a whole number between 1 and {limit}, not {value!r}")
+        raise field_error(name, f"must be a whole number between 1 and {limit}, not {value!r}")
 
 
-def _field_error(name: str, message: str) -> EngineConfigError:
+def field_error(name: str, message: str) -> EngineConfigError:
+    """The refusal of the option for a field of it."""
     return EngineConfigError(OPTION, f"field {name} {message}")

@@ -10,7 +10,7 @@ from engine.protocol import Priority
 from engine.scheduling.accounts import Account, Accounts
 from engine.scheduling.backlog import Backlog
 from engine.scheduling.costs import TokenCosts
-from engine.scheduling.lead_tracking import WATCH_STEPS_MAX, FairSettings, LeadTracker, recovering
+from engine.scheduling.lead_tracking import WATCH_STEPS_MAX, FairSettings, LeadTracker, protected_request
 from tests.support.scheduling import make_request
 
 SETTINGS = FairSettings(quantum_ps=100, hysteresis_ps=300, cap_ps=900)
@@ -104,13 +104,13 @@ def test_accounts_ahead_and_over_the_cap_are_known_in_every_step(first: int) -> 
 
 def test_a_recovering_request_is_protected_until_it_has_recomputed_its_tokens() -> None:
     account = Accounts(COSTS).find("alice", Priority.STANDARD, 1)
-    assert recovering(account) is None
+    assert protected_request(account) is None
     request = make_request("a", 1)
     request.protected_len, request.num_computed_tokens = 5, 4
     account.recovering = request
-    assert recovering(account) is request
+    assert protected_request(account) is request
     request.num_computed_tokens = 5
-    assert recovering(account) is None
+    assert protected_request(account) is None
     assert account.recovering is None
 
 

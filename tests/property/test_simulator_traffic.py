@@ -54,7 +54,7 @@ def test_every_policy_computes_each_token_once_and_serves_all_requests(
     limit = setup.max_model_len
     outputs = sum(min(request.output_tokens, limit - request.input_tokens) for request in served)
     assert replay.scheduler.totals.generation_tokens == outputs
-    assert sum(tenant.num_finished for tenant in tenants) == len(served)
+    assert sum(len(tenant.outcomes) for tenant in tenants) == len(served)
     assert sum(tenant.num_refused for tenant in tenants) == len(traffic) - len(served)
     assert all(tenant.num_queued == 0 for tenant in tenants)
     assert replay.pool.num_used == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from engine.fault_isolation import Runner
 from engine.grammar.queue import GrammarQueue
 from engine.loop import Engine
 from engine.scheduling.block_pool import BlockPool
@@ -14,6 +13,7 @@ from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
 from engine.scheduling.scheduler import Scheduler
+from engine.step_runner import Runner
 from tests.support.engine_messages import engine_info
 from tests.support.engines import unused_grammars
 

@@ -29,7 +29,6 @@ from engine.protocol import (
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.drafting import NO_DRAFT, Draft
 from engine.scheduling.fair_policy import FairPolicy
-from engine.scheduling.host_tier import HostTier
 from engine.scheduling.lead_tracking import FairSettings
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.prefix_cache import PrefixCache
@@ -286,7 +285,7 @@ class LaunchedFuzz:
             clock=lambda: self.now_s,
             costs=COSTS,
             prefix_cache=PrefixCache(pool, setup.block_size) if setup.caches else None,
-            host_tier=HostTier(setup.host_blocks) if setup.host_blocks else None,
+            num_host_blocks=setup.host_blocks,
             drafter=self.drafter,
             policy=partial(FairPolicy, settings=settings),
         )

@@ -16,13 +16,12 @@ from functools import partial
 from itertools import islice
 
 from engine.protocol import FinishReason, Priority, SamplingParams, TokenEvent
-from engine.scheduling.accounts import Account
+from engine.scheduling.accounts import Account, account_of
 from engine.scheduling.backlog import Backlog
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.costs import TokenCosts
 from engine.scheduling.drafting import NO_DRAFT, Draft
 from engine.scheduling.fair_policy import SCAN_ACCOUNTS_MAX, FairPolicy
-from engine.scheduling.host_tier import HostTier
 from engine.scheduling.lead_tracking import FairSettings
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.policy import Start
@@ -169,13 +168,13 @@ class GapMeter:
         step: dict[Account, int] = defaultdict(int)
         arrived = {target for _, target in batch.moves.swap_in}
         for item in batch.decodes:
-            step[_account(item.request)] += COSTS.decode_ps(1, item.start)
-            step[_account(item.request)] += COSTS.prefill_ps(item.start + 1, item.num_draft_tokens)
+            step[account_of(item.request)] += COSTS.decode_ps(1, item.start)
+            step[account_of(item.request)] += COSTS.prefill_ps(item.start + 1, item.num_draft_tokens)
         for item in batch.prefills:
-            step[_account(item.request)] += COSTS.prefill_ps(item.start, item.num_tokens)
+            step[account_of(item.request)] += COSTS.prefill_ps(item.start, item.num_tokens)
             swapped_in = arrived.intersection(item.request.block_table)
             arrived -= swapped_in
-            step[_account(item.request)] += len(swapped_in) * COSTS.swap_in_block_ps
+            step[account_of(item.request)] += len(swapped_in) * COSTS.swap_in_block_ps
         for account, cost in step.items():
             self.service[account] += cost
             self.largest_step = max(self.largest_step, cost * self.scale // account.weight)
@@ -221,7 +220,7 @@ class SchedulerFuzz:
             clock=lambda: self.now_s,
             costs=COSTS,
             prefix_cache=prefix_cache,
-            host_tier=HostTier(setup.host_blocks) if setup.host_blocks else None,
+            num_host_blocks=setup.host_blocks,
             drafter=self.drafter,
             policy=partial(FairPolicy, settings=settings),
         )
@@ -399,11 +398,6 @@ class SchedulerFuzz:
 def all_wait_for_one(policy: FairPolicy) -> bool:
     """Whether all others must wait for one request that, or whose class, was overtaken too often."""
     return policy._reserved is not None or policy._overdue_class() is not None
-
-
-def _account(request: Request) -> Account:
-    assert request.account is not None
-    return request.account
 
 
 def random_setup(rng: random.Random) -> SchedulerSetup:

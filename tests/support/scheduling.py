@@ -7,7 +7,6 @@ from typing import Any
 
 from engine.protocol import Priority, SamplingParams, TokenEvent
 from engine.scheduling.block_pool import BlockPool
-from engine.scheduling.host_tier import HostTier
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.policy import Policy, PolicyContext
 from engine.scheduling.prefix_cache import PrefixCache
@@ -39,8 +38,7 @@ def make_scheduler(
         prefix_cache.share_globally(global_prefix)
     if policy is not None:
         options["policy"] = policy
-    host_tier = HostTier(host_blocks) if host_blocks else None
-    return Scheduler(limits, pool, clock=clock, prefix_cache=prefix_cache, host_tier=host_tier, **options)
+    return Scheduler(limits, pool, clock=clock, prefix_cache=prefix_cache, num_host_blocks=host_blocks, **options)
 
 
 def make_request(

@@ -172,7 +172,7 @@ def test_tenant_status_counts_running_and_waiting_requests_blocks_and_service() 
         scheduler.add(make_request(name, 9, tenant=tenant))
     scheduler.add(make_request("b3", 9, tenant="bob", priority=Priority.BATCH))
     step(scheduler)
-    status = {tenant.tenant_id: tenant for tenant in scheduler.tenants()}
+    status = {tenant.tenant_id: tenant for tenant in scheduler.accounts.progress()}
     assert (status["alice"].num_running, status["alice"].num_waiting, status["alice"].kv_blocks) == (1, 0, 3)
     assert (status["bob"].num_running, status["bob"].num_waiting, status["bob"].kv_blocks) == (1, 2, 3)
     assert status["alice"].service_s == pytest.approx(scheduler.costs.prefill_ps(0, 9) / 1e12)

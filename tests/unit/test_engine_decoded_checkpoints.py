@@ -23,7 +23,6 @@ from engine.offline.perplexity import FormatOptions, compare
 from engine.options import EngineOptions
 from engine.quantization import group_tensors
 from engine.quantization.group_tensors import GroupTensors
-from engine.simulator.fitting import memory_fit
 from engine.simulator.models import find_gpu
 from engine.speculation.options import SpeculativeOptions
 from engine.verify import verify_model
@@ -31,6 +30,7 @@ from kernels import ops
 from tests.support import hub_checkpoints as hub
 from tests.support import quantised_checkpoints as layouts
 from tests.support.engines import generation_request, run_to_end, small_engine, tokens
+from tests.support.planning import memory_fit
 from tests.support.tiny_models import make_model, saved_model
 from tests.support.tiny_tokenizer import VOCAB_SIZE, write_tokenizer
 

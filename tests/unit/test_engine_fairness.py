@@ -14,7 +14,7 @@ from engine.scheduling.fair_policy import AGEING_STEPS, FairPolicy
 from engine.scheduling.kv_forecast import KvForecast
 from engine.scheduling.policy import SKIPS_MAX, FcfsPolicy
 from engine.scheduling.prefill_order import AGEING_ROUNDS
-from engine.scheduling.request import RequestStatus
+from engine.scheduling.request import Request, RequestStatus
 from engine.scheduling.scheduler import Scheduler
 from engine.simulator.vtc_policy import VtcPolicy
 from tests.support.scheduling import drain, make_request, make_scheduler, planned_tokens, step
@@ -27,7 +27,7 @@ def account(name: str, weight: int = 1) -> Account:
 
 
 def service_by_tenant(scheduler: Scheduler) -> dict[str, float]:
-    return {tenant.tenant_id: tenant.service_s for tenant in scheduler.tenants()}
+    return {tenant.tenant_id: tenant.service_s for tenant in scheduler.accounts.progress()}
 
 
 def test_service_in_closed_form_equals_the_sum_over_steps() -> None:
@@ -72,25 +72,32 @@ def test_output_length_is_predicted_as_the_longest_of_recent_answers() -> None:
     assert alice.predicted_output_len() == 5
 
 
+def request_of(account: Account) -> Request:
+    request = make_request("a", 1)
+    request.account = account
+    return request
+
+
 def test_a_class_is_below_every_higher_class_with_requests() -> None:
     accounts = Accounts(COSTS)
     assert not any(accounts.has_requests_above(priority) for priority in Priority)
     for priority, is_below in ((Priority.BATCH, [False, False, False]), (Priority.STANDARD, [False, False, True])):
-        accounts.add_waiting(accounts.find("alice", priority, 1), make_request("a", 1), first=False)
+        accounts.add_waiting(request_of(accounts.find("alice", priority, 1)), first=False)
         assert [accounts.has_requests_above(each) for each in Priority] == is_below
 
 
 def test_an_account_with_new_requests_is_not_evicted_as_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.scheduling.accounts.IDLE_ACCOUNTS_MAX", 1)
-    accounts, request = Accounts(COSTS), make_request("a", 1)
+    accounts = Accounts(COSTS)
     alice, bob = (accounts.find(name, Priority.STANDARD, 1) for name in ("alice", "bob"))
-    for each in (alice, bob):
-        accounts.add_waiting(each, request, first=False)
-    accounts.remove_waiting(alice, request)
-    accounts.add_waiting(alice, request, first=False)
-    accounts.remove_waiting(bob, request)
+    of_alice, of_bob = request_of(alice), request_of(bob)
+    for request in (of_alice, of_bob):
+        accounts.add_waiting(request, first=False)
+    accounts.remove_waiting(of_alice)
+    accounts.add_waiting(of_alice, first=False)
+    accounts.remove_waiting(of_bob)
     assert list(accounts) == [alice, bob]
-    accounts.remove_waiting(alice, request)
+    accounts.remove_waiting(of_alice)
     assert list(accounts) == [alice], "the one that has had no requests for longest is forgotten"
 
 

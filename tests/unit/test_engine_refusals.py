@@ -18,12 +18,12 @@ from engine.memory.needs import GIB
 from engine.options import EngineOptions
 from engine.resolved_options import ResolvedOptions
 from engine.runner.text_models import load_text_model
-from engine.simulator.fitting import memory_fit
 from engine.simulator.models import find_gpu
 from engine.simulator.refusals import start_problems
 from engine.speculation.options import SpeculativeOptions
 from engine.step_mode import StepMode
 from tests.support import quantised_checkpoints as layouts
+from tests.support.planning import memory_fit
 from tests.support.published_configs import LLAMA_8B
 from tests.support.tiny_models import saved_model, saved_text_model
 from tests.support.tiny_tokenizer import VOCAB_SIZE

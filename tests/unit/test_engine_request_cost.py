@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from engine import sampling_params
-from engine.answers import make_answers
 from engine.grammar.masks import allow_all
 from engine.protocol import EngineInfo, InvalidOption, SamplingParams
 from engine.sampling.host_masks import forbid_tokens
 from engine.sampling.logits_rules import ForbiddenTokens, SampledRow
 from engine.sampling.randomness import seed_of_answer
 from engine.scheduling.request import UNKNOWN_TOKEN, Request
+from engine.submission import make_answers
 from tests.support.engines import generation_request
 from tests.support.sampling import next_rows, sampling_request
 

@@ -8,6 +8,7 @@ from engine.protocol import Priority
 from engine.scheduling.accounts import Account, Accounts
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.costs import TokenCosts
+from engine.scheduling.host_tier import HostTier
 from engine.scheduling.kv_blocks import KvBlocks
 from engine.scheduling.policy import SCAN_REQUESTS_MAX
 from engine.scheduling.prefix_cache import PrefixCache
@@ -37,7 +38,8 @@ class Harness:
         self.accounts = Accounts(COSTS)
         self.accounts.step = START_STEP
         pool = BlockPool(num_blocks)
-        self.kv = KvBlocks(pool, costs=COSTS, prefix_cache=PrefixCache(pool, BLOCK_SIZE, is_shared=False))
+        cache = PrefixCache(pool, BLOCK_SIZE, is_shared=False)
+        self.kv = KvBlocks(pool, costs=COSTS, prefix_cache=cache, host_tier=HostTier(0))
         self.rotation = TenantRotation(self.accounts, self.kv, lambda: self.now_s)
         self.preempted: list[Request] = []
 
@@ -46,7 +48,7 @@ class Harness:
 
     def add_running(self, name: str, *, tenant: str = "alice", num_tokens: int = 8, is_decoding: bool = True) -> Request:
         request = self._queued(name, tenant, num_tokens)
-        self.accounts.start_running(self.account(tenant), request)
+        self.accounts.start_running(request)
         self.kv.extend(request, num_tokens)
         request.move_to(RequestStatus.PREFILL)
         if is_decoding:
@@ -62,23 +64,21 @@ class Harness:
 
     def start(self, request: Request) -> None:
         """Give a waiting request a seat."""
-        assert request.account is not None
-        self.accounts.start_running(request.account, request)
+        self.accounts.start_running(request)
         request.move_to(RequestStatus.PREFILL)
         self.rotation.on_started(request)
 
     def _queued(self, name: str, tenant: str, num_tokens: int, *, num_preemptions: int = 0) -> Request:
         request = make_request(name, num_tokens, tenant=tenant)
         request.num_preemptions, request.account = num_preemptions, self.account(tenant)
-        self.accounts.add_waiting(self.account(tenant), request, first=False)
+        self.accounts.add_waiting(request, first=False)
         return request
 
     def preempt(self, request: Request) -> None:
         """Take the seat of a running request."""
-        assert request.account is not None
         request.num_preemptions += 1
-        self.accounts.stop_running(request.account, request)
-        self.accounts.add_waiting(request.account, request, first=False)
+        self.accounts.stop_running(request)
+        self.accounts.add_waiting(request, first=False)
         request.move_to(RequestStatus.QUEUED)
         self.rotation.on_preempted(request)
 

@@ -256,7 +256,7 @@ def test_the_host_tier_evicts_the_least_recently_used_block_not_used_by_this_ste
     assert not tier.can_fetch(a), "it is only being written by this step"
     assert tier.store(c) is None, "both are named by this step"
     tier.end_step()
-    assert tier.fetch(a) is not None
+    assert tier.fetch(a) in (0, 1)
     assert tier.store(c) is not None
     assert b not in tier
     assert tier.store(d) is None

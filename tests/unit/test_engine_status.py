@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any, cast
 
-import pytest
-
 from engine.engine_status import StepFigures, make_status
+from engine.overlap import Fallbacks
 from engine.protocol import PlainReason, Priority, RequestProgress, TenantProgress
 from engine.scheduling.request import Request, RequestStatus
 from tests.support.scheduling import make_request
 
 FIGURES = StepFigures(steps_total=15, step_ms=16.0, num_batched_tokens=17)
-FALLBACKS = SimpleNamespace(count=18, reason="lost")
+FALLBACKS = Fallbacks(18, "lost", Counter({PlainReason.PROMPT_LOGPROBS: 19}))
 
 
 class Grammars:
@@ -30,9 +30,10 @@ class Grammars:
         return len(self.parked)
 
 
-def scheduler(*waiting: Request, live: tuple[Request, ...] = (), tenants: tuple[TenantProgress, ...] = (), **parts: Any) -> Any:
+def scheduler(*waiting: Request, running: tuple[Request, ...] = (), tenants: tuple[TenantProgress, ...] = ()) -> Any:
     """A scheduler of which only figures are read, each another number."""
-    kv = SimpleNamespace(host_tier=parts.get("host_tier"), num_swapped_in=13, num_swapped_out=14)
+    host_tier = SimpleNamespace(num_blocks=20, num_used=21)
+    kv = SimpleNamespace(host_tier=host_tier, num_swapped_in=13, num_swapped_out=14)
     return SimpleNamespace(
         pool=SimpleNamespace(num_blocks=1, num_used=2, num_cached=3, num_free=4),
         totals=SimpleNamespace(
@@ -40,19 +41,16 @@ def scheduler(*waiting: Request, live: tuple[Request, ...] = (), tenants: tuple[
             accepted_draft_tokens=10,
         ),
         kv=kv, num_running=11, num_waiting=12,
-        waiting=lambda: list(waiting), live=lambda: list(live), tenants=lambda: list(tenants),
+        waiting=lambda: list(waiting), running=[*running], accounts=SimpleNamespace(progress=lambda: list(tenants)),
     )  # fmt: skip
 
 
 def status(planned: Any, grammars: Grammars | None = None, *, with_requests: bool = True) -> Any:
-    parts = (planned, cast("Any", grammars or Grammars()), FIGURES, cast("Any", FALLBACKS), {PlainReason.PROMPT_LOGPROBS: 19})
-    return make_status(*parts, with_requests=with_requests)
+    return make_status(planned, cast("Any", grammars or Grammars()), FIGURES, FALLBACKS, with_requests=with_requests)
 
 
-@pytest.mark.parametrize("has_host_tier", [False, True])
-def test_each_figure_comes_from_its_own_place(has_host_tier: bool) -> None:
-    tier = SimpleNamespace(num_blocks=20, num_used=21) if has_host_tier else None
-    figures = asdict(status(scheduler(host_tier=tier), Grammars(make_request("parked", 1)), with_requests=False))
+def test_each_figure_comes_from_its_own_place() -> None:
+    figures = asdict(status(scheduler(), Grammars(make_request("parked", 1)), with_requests=False))
     assert figures == {
         "kv_blocks_total": 1, "kv_blocks_used": 2, "kv_blocks_cached": 3, "kv_blocks_free": 4,
         "prompt_tokens_total": 5, "generation_tokens_total": 6, "prefix_cache_hit_tokens_total": 7, "preemptions_total": 8,
@@ -60,7 +58,7 @@ def test_each_figure_comes_from_its_own_place(has_host_tier: bool) -> None:
         "swapped_in_blocks_total": 13, "swapped_out_blocks_total": 14,
         "steps_total": 15, "step_ms": 16.0, "num_batched_tokens": 17,
         "fallback_steps_total": 18, "fallback_reason": "lost", "plain_steps_total": {"prompt_logprobs": 19},
-        "host_blocks_total": 20 if has_host_tier else 0, "host_blocks_used": 21 if has_host_tier else 0,
+        "host_blocks_total": 20, "host_blocks_used": 21,
         "requests": None, "tenants": None,
     }  # fmt: skip
 
@@ -70,7 +68,7 @@ def test_an_answer_shows_its_own_progress() -> None:
     running.status, running.num_computed_tokens, running.num_preemptions = RequestStatus.DECODE, 4, 3
     running.block_table = cast("Any", [7, 8])
     running.token_ids += [9]
-    (progress,) = status(scheduler(live=(running,))).requests
+    (progress,) = status(scheduler(running=(running,))).requests
     assert progress == RequestProgress(
         request_id="a", state="decode", queue_position=None, kv_blocks=2, num_computed_tokens=4, num_output_tokens=1,
         num_preemptions=3, index=2,

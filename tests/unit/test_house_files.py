@@ -48,9 +48,9 @@ def test_every_module_has_a_docstring() -> None:
 
 
 MAPPED = [
-    "engine/runner", "kernels", "kernels/simd", "kernels/triton", "kernels/triton/attention", "kernels/triton/experts",
-    "kernels/triton/invariant", "kernels/triton/launching", "kernels/triton/products", "kernels/triton/rows",
-    "kernels/triton/sampling", "kernels/triton/step",
+    "engine/runner", "engine/sampling", "engine/scheduling", "kernels", "kernels/simd", "kernels/triton",
+    "kernels/triton/attention", "kernels/triton/experts", "kernels/triton/invariant", "kernels/triton/launching",
+    "kernels/triton/products", "kernels/triton/rows", "kernels/triton/sampling", "kernels/triton/step",
 ]  # fmt: skip
 
 
@@ -102,6 +102,19 @@ def test_the_index_of_decisions_lists_every_decision_by_title() -> None:
         entries[decision.name] = f"- {number}. [{title}]({decision.name})\n"
     assert not [name for name, entry in entries.items() if entry not in index]
     assert index.count("](0") == len(entries)
+
+
+def test_the_methods_named_in_the_architecture_exist() -> None:
+    named = {*re.findall(r"`([A-Z]\w*)\.(\w+)`", (REPO / "docs/architecture.md").read_text("utf-8"))}
+    texts = [(REPO / name).read_text("utf-8") for name in sources(".py") if name.startswith(("engine/", "appliance/"))]
+    classes = {owner: [text.partition(f"\nclass {owner}")[2] for text in texts] for owner, _ in named}
+    missing = [
+        f"{owner}.{method}"
+        for owner, method in sorted(named)
+        if not any(re.search(rf"(def |self\.){method}\b", text) for text in classes[owner])
+    ]
+    assert named
+    assert not missing
 
 
 def test_links_between_documents_are_valid() -> None:

@@ -23,13 +23,14 @@ from engine.memory.fit import MemoryFit
 from engine.memory.forecast import forecast_memory
 from engine.memory.needs import CONTEXT_BYTES, GIB
 from engine.options import SEATS_MAX, EngineOptions
-from engine.simulator.fitting import memory_fit, plan_together
+from engine.simulator.fitting import plan_together
 from engine.simulator.models import MODELS, SimulatedGpu, SimulatedModel, find_gpu, find_model
 from engine.simulator.replay import Replay, Setup
 from engine.simulator.trace import TracedRequest
 from engine.simulator.workload import Workload
 from engine.step_mode import StepMode
 from tests.support import quantised_checkpoints as layouts
+from tests.support.planning import memory_fit
 from tests.support.published_configs import LLAMA_8B
 
 GPU = torch.device("cuda", 0)

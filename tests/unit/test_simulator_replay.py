@@ -51,7 +51,7 @@ def test_every_token_of_a_trace_is_computed_once() -> None:
     assert totals.generation_tokens == sum(request.output_tokens for request in requests)
     assert totals.prompt_tokens == sum(request.input_tokens for request in requests)
     assert totals.prefix_cache_hit_tokens == 0
-    assert sum(tenant.num_finished for tenant in replay.recorder.tenants.values()) == 60
+    assert sum(len(tenant.outcomes) for tenant in replay.recorder.tenants.values()) == 60
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -1,4 +1,4 @@
-"""Checks of a request against the loaded model, before it is queued. Knows no torch.
+"""A submitted request: its checks against the loaded model, and a `Request` of the scheduler for each answer. Knows no torch.
 
 What can be checked without the model is checked where the request's `SamplingParams` are made.
 """
@@ -10,7 +10,17 @@ from collections.abc import Collection
 
 from engine.errors import PromptError
 from engine.number_checks import is_number
-from engine.protocol import WEIGHT_MAX, EngineInfo, GenerationRequest, InvalidOption, Priority
+from engine.protocol import (
+    WEIGHT_MAX,
+    EngineInfo,
+    FinishReason,
+    GenerationRequest,
+    InvalidOption,
+    Priority,
+    TokenEvent,
+)
+from engine.sampling.randomness import seed_of_answer
+from engine.scheduling.request import Request
 
 PROMPT_PARAM = "prompt_token_ids"
 
@@ -61,3 +71,49 @@ def _check_service(submitted: GenerationRequest) -> None:
         return
     if not is_number(deadline_s) or not math.isfinite(deadline_s) or deadline_s < 0:
         raise InvalidOption("queue_deadline_s", f"queue_deadline_s must be a finite number from 0 on, not {deadline_s!r}")
+
+
+def refusal_events(submitted: GenerationRequest, reason: str, param: str) -> list[TokenEvent]:
+    """The events of a request that is not queued, one for each of its answers."""
+    return [
+        TokenEvent(
+            request_id=submitted.request_id,
+            token_ids=[],
+            num_output_tokens=0,
+            num_prompt_tokens_computed=0,
+            finish_reason=FinishReason.ERROR,
+            error=reason,
+            index=index,
+            error_param=param,
+        )
+        for index in range(submitted.sampling.num_answers)
+    ]
+
+
+def make_answers(submitted: GenerationRequest, info: EngineInfo, *, now_s: float) -> list[Request]:
+    """One request per answer, each with a seed of its own, of a submission that passed `check_request`. Only the first answer
+    has the queue deadline: once it has begun, the request no longer waits for its turn, and ending it would waste what it has
+    generated. If the first one expires, the others end with it; else the gateway's deadline of the whole request bounds their
+    wait."""
+    sampling, limit, token_ids = submitted.sampling, info.max_model_len, list(submitted.prompt_token_ids)
+    seed, deadline_s = sampling.seed, submitted.queue_deadline_s
+    assert seed is not None, f"request {submitted.request_id} was not checked"
+    stop_ids = frozenset(sampling.stop_token_ids).union(info.eos_token_ids if sampling.stops_at_eos else ())
+    return [
+        Request(
+            request_id=submitted.request_id,
+            tenant_id=submitted.tenant_id,
+            sampling=sampling.with_checked(seed=seed_of_answer(seed, index)) if index else sampling,
+            token_ids=token_ids,
+            shares_token_ids=sampling.num_answers > 1,
+            num_prompt_tokens=len(token_ids),
+            max_total_tokens=min(limit, len(token_ids) + (sampling.max_tokens or limit)),
+            stop_ids=stop_ids,
+            arrived_s=now_s,
+            index=index,
+            weight=submitted.weight,
+            priority=submitted.priority,
+            queue_deadline_s=None if index or deadline_s is None else now_s + deadline_s,
+        )
+        for index in range(sampling.num_answers)
+    ]
