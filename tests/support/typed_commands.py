@@ -60,13 +60,13 @@ def command_runner(folder: Path, database: Path, monkeypatch: pytest.MonkeyPatch
         monkeypatch.delenv(name)
     shutil.copyfile(database, folder / "gatehouse.db")
     monkeypatch.setenv("GATEHOUSE_DATA_DIR", str(folder))
+    run_here = runner_in_process(capsys)
 
     def run(*arguments: str, at_terminal: str | None = None) -> CommandResult:
         with monkeypatch.context() as patch:
             patch.setattr(sys, "stdin", io.StringIO() if at_terminal is None else Terminal(at_terminal))
             patch.setattr(sys.stderr, "isatty", lambda: at_terminal is not None)
-            status = main(list(arguments))
-        return CommandResult(status, *capsys.readouterr())
+            return run_here(*arguments)
 
     assert run("tenants", "create", "bob").status == 0
     return run
