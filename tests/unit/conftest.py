@@ -19,12 +19,14 @@ from hypothesis import settings
 
 from appliance.base.db import Database
 from appliance.cli import model_check
+from appliance.metering.ledger.writer import Ledger
 from tests.support import cached_commands
 from tests.support.api_app import ApiApp, open_api_app
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import ConsoleApp, open_console
 from tests.support.generations import Serving, open_serving
+from tests.support.ledgers import running_ledger
 from tests.support.typed_commands import Run, command_runner
 
 settings.load_profile("ci")  # the same examples in every run, and no verdict on how long one took
@@ -49,6 +51,13 @@ async def console(migrated_sqlite_file: Path, tmp_path: Path, clock: FakeClock) 
     """A console with Alice (owner), Vera (viewer), and the tenants of Bob and Charlie."""
     async with open_console(migrated_sqlite_file, tmp_path, clock) as opened:
         yield opened
+
+
+@pytest.fixture
+async def ledger(database: Database, clock: FakeClock, cast: Cast) -> AsyncIterator[Ledger]:
+    """A running ledger in UTC and EUR that writes settlements at once."""
+    async with running_ledger(database, clock, cast.epoch_id) as running:
+        yield running
 
 
 @pytest.fixture
