@@ -293,8 +293,7 @@ def main() -> None:
         print(rates, cpu_ms)
         return
     row = {**make_row(latency, rates, cpu_ms), "host": host}
-    if not options.no_save:
-        save_row(row)
+    save_row(row, options)
     print(json.dumps({name: value for name, value in row.items() if not name.startswith("samples")}, indent=1))
 
 

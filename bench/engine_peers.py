@@ -215,8 +215,7 @@ def main() -> None:
         if not rows:
             continue
         reports.append(document(model, rows, options, time.perf_counter() - started_s))
-        if not options.no_save:
-            save_row(reports[-1])
+        save_row(reports[-1], options)
     print(table(reports))
     sys.exit(any(row["error"] for report in reports for row in report["rows"]))
 

@@ -296,8 +296,7 @@ def main() -> None:
     ]
     for cell in cells:
         print(cell)
-    if not options.no_save:
-        save_row({**row_header("host_step"), "torch": torch.__version__, "steps": options.steps, "results": cells})
+    save_row({**row_header("host_step"), "torch": torch.__version__, "steps": options.steps, "results": cells}, options)
 
 
 if __name__ == "__main__":

@@ -31,15 +31,15 @@ def argument_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def publish(row: Mapping[str, Any], options: argparse.Namespace) -> None:
-    """Print `row` and, without `--no-save`, append it to the file of its bench."""
+    """Print `row`, and save it."""
     print(json.dumps(row, indent=1))
+    save_row(row, options)
+
+
+def save_row(row: Mapping[str, Any], options: argparse.Namespace) -> None:
+    """Append `row` to the file of its bench, unless `--no-save` is given."""
     if not options.no_save:
-        save_row(row)
-
-
-def save_row(row: Mapping[str, Any]) -> None:
-    """Append `row` to the file of its bench."""
-    append_row(RESULTS / f"{row['bench']}.jsonl", row)
+        append_row(RESULTS / f"{row['bench']}.jsonl", row)
 
 
 def append_row(path: Path, row: Mapping[str, Any]) -> None:

@@ -93,8 +93,7 @@ def main() -> None:
         **{key: getattr(options, key) for key in ("rows", "vocab", "rounds", "threads")},
         "cases": cases,
     }
-    if not options.no_save:
-        save_row(row)
+    save_row(row, options)
 
 
 if __name__ == "__main__":

@@ -267,8 +267,7 @@ def main() -> None:
         "ratios": ratios(rows),
         "cells": rows,
     }
-    if not options.no_save:
-        save_row(row)
+    save_row(row, options)
     print(json.dumps({key: row[key] for key in ("prefix_match_32k", "ratios")}, indent=1))
 
 

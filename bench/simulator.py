@@ -186,8 +186,7 @@ def main() -> None:
             "wall_s": round(time.perf_counter() - started_s, 1),
             "results": results,
         }
-        if not options.no_save:
-            save_row(row)
+        save_row(row, options)
 
 
 if __name__ == "__main__":

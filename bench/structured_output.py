@@ -323,8 +323,7 @@ def main() -> None:
         runner.close()
         rows.append(summary(library, answers, tests) | {"version": installed(library)})
         print(json.dumps(rows[-1], indent=1))
-    if not arguments.no_save:
-        save_row({**row_header("structured_output"), "vocab": arguments.vocab, "results": rows})
+    save_row({**row_header("structured_output"), "vocab": arguments.vocab, "results": rows}, arguments)
 
 
 if __name__ == "__main__":

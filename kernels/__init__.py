@@ -5,6 +5,9 @@
     reference              simple, obviously correct twins, for tests
     triton.gate            compiles every kernel for cards that are not present, and counts registers, spills and shared memory
 
+Which kernel serves an operation, its launcher decides: the one that the table of the device names or, for products with
+quantised weights, `quantised_linear`. The docstring of the launcher's package says how it decides.
+
 Shared by implementations:
 
     attention              attention_rows, paged_plan

@@ -48,11 +48,9 @@ def check(context: Context) -> None:
     check_equal(context, "fused head in 8 bits + argmax", [("product", lambda: _head_and_product(context, "int8"))])
 
 
-def sampling_columns(
-    settings: Sequence[dict[str, float]], vocab: int, device: torch.device, num_rules: int = 1
-) -> SamplingColumns:
+def sampling_columns(settings: Sequence[dict[str, float]], vocab: int, device: torch.device) -> SamplingColumns:
     """Sampling columns with one slot for each of `settings`."""
-    columns = SamplingColumns.empty(len(settings), vocab, num_rules, device)
+    columns = SamplingColumns.empty(len(settings), vocab, 1, device)
     for slot, each in enumerate(settings):
         temperature = each.get("temperature", 1.0)
         columns.scale[slot] = LOG2_E / temperature if temperature else 0.0

@@ -55,7 +55,7 @@ class Batch(PagedQueries):
         )  # fmt: skip
 
     def actual(self, kv_scales: torch.Tensor | None = None) -> torch.Tensor:
-        out = Guarded(tuple(self.q.shape), self.dtype, self.q.device)
+        out = self.out()
         decode.paged_decode(
             self.q, self.cache, self.tables, self.context_lens, self.shape,
             **self.queries, kv_scales=kv_scales, out=out.tensor,

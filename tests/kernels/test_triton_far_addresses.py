@@ -30,13 +30,22 @@ from kernels.triton.sampling.logprobs import token_logprobs
 from kernels.triton.sampling.token_counts import count_tokens
 from kernels.triton.step.blocks import copy_blocks, gather_blocks, scatter_blocks
 from kernels.triton.step.embedding import embed
-from tests.support.far_memory import FAR, far_apart, far_blocks, untouched
+from tests.support.far_memory import FAR, far_blocks, untouched
 from tests.support.kernel_cases import normal
 from tests.support.kernel_tolerances import assert_same
 
 LARGE_VOCABULARY = 262_208
 SHAPE = AttentionShape(16, 4, 2, 64)
 BLOCK_SHAPE = (SHAPE.block_size, 2, SHAPE.num_kv_heads, SHAPE.head_dim)
+
+
+def far_apart(rows: torch.Tensor) -> torch.Tensor:
+    """rows: [R, …] → the same values as a view whose last row begins FAR elements after the first."""
+    stride = -(-FAR // (rows.shape[0] - 1) // 64) * 64
+    memory = untouched(stride * (rows.shape[0] - 1) + rows[0].numel(), dtype=rows.dtype, device=rows.device)
+    far = memory.as_strided(rows.shape, (stride, *rows.stride()[1:]))
+    far.copy_(rows)
+    return far
 
 
 def integers(*numbers: int, device: torch.device, dtype: torch.dtype = torch.int32) -> torch.Tensor:

@@ -213,7 +213,7 @@ def test_a_row_has_the_same_product_in_any_number_of_rows(
     expected = x.double() @ weight.double().T + normal(NUM_OUTPUTS, dtype=dtype, device=device, seed=7).double()
     assert_near(whole, expected.to(dtype), "matmul", scale=math.sqrt(columns))
     for module in (invariant_linear, invariant_int4):
-        monkeypatch.setattr(module, "has_program_per_split", lambda *_: False)  # one program sums all splits of its columns
+        monkeypatch.setattr(module, "programs_per_tile", lambda *_: 1)  # one program sums all splits of its columns
     assert_same(multiply(x), whole)
 
 

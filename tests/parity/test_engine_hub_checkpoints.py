@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,6 +62,12 @@ DECODED: dict[str, layouts.Layout] = {
     "gptq-8-ordered": hub.gptq_8_bits(desc_act=True),
 }
 LAYOUTS = MULTIPLIED | DECODED
+
+
+def modelopt_file() -> dict[str, Any]:
+    """What ModelOpt writes into `hf_quant_config.json`."""
+    quantization = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    return {"producer": {"name": "modelopt", "version": "0.19.0"}, "quantization": quantization}
 
 
 def assert_equals_its_dequantised_weights(name: str, written: layouts.WrittenCheckpoint) -> None:
@@ -174,7 +181,7 @@ def test_modelopt_settings_may_be_in_hf_quant_config_json(tmp_path: Path) -> Non
     del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config))
     assert load_model_config(folder).quantization is None
-    (folder / "hf_quant_config.json").write_text(json.dumps(hub.modelopt_file()))
+    (folder / "hf_quant_config.json").write_text(json.dumps(modelopt_file()))
     assert load_model_config(folder).quantization == described
 
 

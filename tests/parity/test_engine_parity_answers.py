@@ -44,11 +44,11 @@ def llama() -> ReferenceModel:
     return ReferenceModel("llama")
 
 
-def assert_entries(entries: list[dict[int, Logprob]], token_ids: list[int], expected: torch.Tensor, count: int) -> None:
-    """Each entry holds its own token first, with the probability and rank of `expected`, and the `count` likeliest."""
+def assert_entries(entries: list[dict[int, Logprob]], token_ids: list[int], expected: torch.Tensor) -> None:
+    """Each entry holds its own token first, with the probability and rank of `expected`, and the TOP likeliest."""
     assert len(entries) == len(token_ids) == len(expected)
     for entry, token_id, row in zip(entries, token_ids, expected, strict=True):
-        top = row.topk(count)
+        top = row.topk(TOP)
         assert next(iter(entry)) == token_id
         assert set(entry) == {token_id, *top.indices.tolist()}
         for key, value in entry.items():
@@ -61,10 +61,10 @@ def assert_output(case: ReferenceModel, output: RequestOutput) -> None:
     assert output.prompt_logprobs is not None
     assert output.prompt_logprobs[0] is None
     in_prompt = [entry for entry in output.prompt_logprobs[1:] if entry is not None]
-    assert_entries(in_prompt, prompt[1:], case.logprobs([*prompt, 0])[: len(prompt) - 1], TOP)
+    assert_entries(in_prompt, prompt[1:], case.logprobs([*prompt, 0])[: len(prompt) - 1])
     for answer in output.outputs:
         assert answer.logprobs is not None
-        assert_entries(answer.logprobs, answer.token_ids, case.logprobs(prompt + answer.token_ids)[len(prompt) - 1 :], TOP)
+        assert_entries(answer.logprobs, answer.token_ids, case.logprobs(prompt + answer.token_ids)[len(prompt) - 1 :])
         own = [entry[token].logprob for entry, token in zip(answer.logprobs, answer.token_ids, strict=True)]
         assert answer.cumulative_logprob == pytest.approx(sum(own))
 
@@ -171,7 +171,7 @@ def test_echo_returns_the_prompt_with_its_logprobs(llama: ReferenceModel) -> Non
     assert answer.token_ids[:-3] == prompt
     assert answer.logprobs is not None
     assert answer.logprobs[0] == {}
-    assert_entries(answer.logprobs[1:], answer.token_ids[1:], llama.logprobs(answer.token_ids), TOP)
+    assert_entries(answer.logprobs[1:], answer.token_ids[1:], llama.logprobs(answer.token_ids))
 
 
 def test_a_prompt_with_several_answers_is_computed_once(llama: ReferenceModel) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Mapping
 import pytest
 
 from appliance.base.errors import Refused
-from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.owners import Owner, owners_of
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.sums import PeriodSums, SavedLevel
@@ -22,7 +21,7 @@ from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.clock import START, FakeClock
 from tests.support.empty_sums import EmptySums
-from tests.support.factories import adjustment, principal
+from tests.support.factories import adjustment, admission_request, principal
 from tests.support.ledgers import utc_admission
 
 TENANTS, KEYS, REQUESTS = 4, 5, 150
@@ -94,14 +93,7 @@ class Harness:
     async def request(self, *, limited: bool) -> None:
         """Ask once, run for a while and settle or not, unless it is refused, or cancelled wherever it is."""
         await self.books.pause()
-        asked = AdmissionRequest(
-            principal=self.somebody(),
-            model="demo",
-            prompt_tokens=self.chance.randrange(1, 90),
-            max_output_tokens=0,
-            price=None,
-            policy=self.policy if limited else None,
-        )
+        asked = admission_request(self.somebody(), self.chance.randrange(1, 90), policy=self.policy if limited else None)
         try:
             reservation = await self.admission.admit(asked)
         except (Refused, OSError):

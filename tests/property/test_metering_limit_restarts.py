@@ -14,7 +14,6 @@ from appliance.base.db import Database
 from appliance.base.errors import RateLimitExceeded
 from appliance.metering.ledger.epochs import begin_epoch
 from appliance.metering.ledger.records import Usage
-from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.owners import Owner
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.saved_levels import Levels, LevelSaver, read_levels
@@ -23,7 +22,7 @@ from appliance.metering.limits.token_bucket import UNITS_PER_TOKEN, Take, TokenB
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.cast import Cast
 from tests.support.clock import START, FakeClock
-from tests.support.factories import pending, posted, voided
+from tests.support.factories import admission_request, pending, posted, voided
 from tests.support.ledgers import utc_admission, utc_ledger, utc_recover, utc_sums
 
 CAPACITY = 600
@@ -61,7 +60,7 @@ class Harness:
         self.levels = LevelSaver(self.database, self.admission)
 
     async def ask(self, tokens: int, output: int) -> None:
-        asked = AdmissionRequest(principal=self.who, model="demo", prompt_tokens=tokens, max_output_tokens=output, price=None)
+        asked = admission_request(self.who, tokens, output)
         try:
             reservation = await self.admission.admit(asked)
         except RateLimitExceeded:
@@ -123,9 +122,7 @@ class Harness:
 
     async def meet(self) -> None:
         """Let the process read what it knows of the tenant."""
-        await self.admission.dry_run(
-            AdmissionRequest(principal=self.who, model="demo", prompt_tokens=0, max_output_tokens=0, price=None)
-        )
+        await self.admission.dry_run(admission_request(self.who))
 
 
 def make_harness(
@@ -212,9 +209,7 @@ async def test_an_orderly_stop_saves_even_a_debt_of_an_hour(database: Database, 
 
     assert harness.level() == before + 300
     with pytest.raises(RateLimitExceeded) as refused:
-        await harness.admission.admit(
-            AdmissionRequest(principal=harness.who, model="demo", prompt_tokens=1, max_output_tokens=0, price=None)
-        )
+        await harness.admission.admit(admission_request(harness.who, 1))
     assert refused.value.retry_after_s == 1910.099  # 19,101 tokens at ten a second, since a millisecond before it was saved
     await harness.ledger.stop()
 

@@ -7,12 +7,11 @@ from datetime import datetime
 
 import pytest
 
-from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.output_estimates import EXPECTED_OUTPUT_TOKENS, OUTPUTS_KEPT, OUTPUTS_MIN
 from appliance.metering.limits.reservations import Reservation
 from tests.support.clock import FakeClock
 from tests.support.empty_sums import EmptySums
-from tests.support.factories import principal
+from tests.support.factories import admission_request, principal
 from tests.support.ledgers import utc_admission
 
 STEPS = 600
@@ -76,9 +75,7 @@ async def test_a_burst_is_never_underestimated_after_any_history(clock: FakeCloc
         if len(seen.running) < keeps or chance.random() < 0.3:
             most, answers = chance.choice([None, 3, 200, 5000]), chance.choice([1, 1, 1, 2, 14])
             expected = seen.expected(most, answers)
-            asked = AdmissionRequest(
-                principal=bob, model="demo", prompt_tokens=7, max_output_tokens=most, price=None, num_answers=answers
-            )
+            asked = admission_request(bob, 7, most, num_answers=answers)
             reservation = await admission.admit(asked)
             assert reservation.reserved_tokens == 7 + answers * expected
             seen.running.append((reservation, expected, most))

@@ -51,7 +51,7 @@ def test_a_captured_step_with_decodes_chunks_and_padding_matches_the_reference(
     qkv[: sum(counts), : shape.num_heads] = batch.q
     table = invariant_table.OPERATIONS if is_invariant else triton_table.OPERATIONS
     found = paged_plan_attention(table, qkv, batch.cache, plan, None)
-    assert_near(found[: sum(counts)], batch.expected(), "attention")
+    assert_near(found[: sum(counts)], batch.expected(batch.scales), "attention")
 
 
 @pytest.mark.parametrize(
@@ -205,12 +205,12 @@ def test_a_query_has_the_same_bits_in_any_chunk_and_in_a_decode_step() -> None:
     batch = AttentionBatch(AttentionShape(BLOCK, 4, 1, 128), [330, 40], [20, 12], FP8)
     given = (batch.cache, batch.tables)
     whole = invariant_attention.paged_prefill(
-        batch.q, *given, batch.starts, batch.lens, batch.shape, max_query_len=20, kv_scales=batch.scales
+        batch.q, *given, batch.query_starts, batch.context_lens, batch.shape, max_query_len=20, kv_scales=batch.scales
     )
-    assert_near(whole, batch.expected(), "attention")
-    last = batch.starts[1:].long() - 1
+    assert_near(whole, batch.expected(batch.scales), "attention")
+    last = batch.query_starts[1:].long() - 1
     decoded = invariant_attention.paged_decode(
-        batch.q[last].contiguous(), *given, batch.lens, batch.shape, kv_scales=batch.scales
+        batch.q[last].contiguous(), *given, batch.context_lens, batch.shape, kv_scales=batch.scales
     )
     assert_same(decoded, whole[last])
     starts, lens = torch.tensor([0, 9], dtype=torch.int32), torch.tensor([330 - 11], dtype=torch.int32)

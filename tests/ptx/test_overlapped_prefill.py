@@ -75,9 +75,9 @@ def test_blocks_at_far_addresses_are_read(card: EmulatedCard) -> None:
     batch, launched = AttentionBatch(SHAPE, [129, 40], [33, 12]), card.launched.get(KERNEL, 0)
     cache, first = far_blocks(batch.cache)
     out = batch.out()
-    places = (cache, batch.tables + first, batch.starts, batch.lens)
+    places = (cache, batch.tables + first, batch.query_starts, batch.context_lens)
     paged_prefill(batch.q, *places, SHAPE, max_query_len=batch.max_query_len, out=out.tensor)
-    assert_near(out.check(), batch.expected(), "attention")
+    assert_near(out.check(), batch.expected(batch.scales), "attention")
     assert card.launched[KERNEL] > launched
 
 
@@ -91,9 +91,11 @@ def test_unused_rows_before_the_first_chunk_are_not_written(card: EmulatedCard, 
 def test_a_request_has_the_same_bits_alone_and_in_a_batch() -> None:
     batch = AttentionBatch(SHAPE, [40, 300, 17], [30, 37, 17])
     given = (batch.cache, batch.tables)
-    together = paged_prefill(batch.q, *given, batch.starts, batch.lens, SHAPE, max_query_len=37)
+    together = paged_prefill(batch.q, *given, batch.query_starts, batch.context_lens, SHAPE, max_query_len=37)
     starts = torch.tensor([0, 37], dtype=torch.int32)
-    alone = paged_prefill(batch.q[30:67], batch.cache, batch.tables[1:2], starts, batch.lens[1:2], SHAPE, max_query_len=37)
+    alone = paged_prefill(
+        batch.q[30:67], batch.cache, batch.tables[1:2], starts, batch.context_lens[1:2], SHAPE, max_query_len=37
+    )
     assert_same(alone, together[30:67])
 
 
@@ -122,7 +124,9 @@ def test_split_keys_of_short_chunks_match_the_reference(
 def test_a_split_request_has_the_same_bits_alone_and_beside_a_longer_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunk_splits, "SPLIT_KEYS", KEYS)
     batch = AttentionBatch(SHAPE, [530, 700], [20, 12])
-    beside = paged_prefill(batch.q, batch.cache, batch.tables, batch.starts, batch.lens, SHAPE, max_query_len=20)
+    beside = paged_prefill(batch.q, batch.cache, batch.tables, batch.query_starts, batch.context_lens, SHAPE, max_query_len=20)
     lens = torch.tensor([530, 12], dtype=torch.int32)
-    short = paged_prefill(batch.q, batch.cache, batch.tables[:, :34].contiguous(), batch.starts, lens, SHAPE, max_query_len=20)
+    short = paged_prefill(
+        batch.q, batch.cache, batch.tables[:, :34].contiguous(), batch.query_starts, lens, SHAPE, max_query_len=20
+    )
     assert_same(short[:20], beside[:20])

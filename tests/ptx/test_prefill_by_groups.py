@@ -20,6 +20,6 @@ def test_the_candidate_compiles(card: EmulatedCard) -> None:
 
     card.transform_ptx = stop
     batch = AttentionBatch(AttentionShape(16, 4, 1, 128), [100], [64])
-    inputs = (batch.cache, batch.tables, batch.starts, batch.lens)
+    inputs = (batch.cache, batch.tables, batch.query_starts, batch.context_lens)
     with pytest.raises(Compiled, match="groups_kernel"):
         prefill_by_groups(batch.q, *inputs, batch.shape, 3, batch.out().tensor, None)

@@ -79,30 +79,23 @@ class PlannedRequest(NamedTuple):
 prompts = st.integers(1, 37).flatmap(
     lambda length: st.sampled_from((3, 50, 90)).map(lambda first: tuple((first + 7 * i) % VOCAB_SIZE for i in range(length)))
 )
-planned_requests = st.builds(
-    PlannedRequest,
-    prompt=prompts,
-    sampling=st.sampled_from(sorted(SAMPLING_OPTIONS)) | st.sampled_from(("greedy", "sampled", "stops")),
-    max_tokens=st.integers(1, 24),
-    seed=st.integers(0, 3),
-    arrives=st.integers(0, 12),
-    aborted_after=st.none() | st.none() | st.integers(0, 12),
-)
-
-
-repetitive_requests = st.builds(
-    PlannedRequest,
-    prompt=st.builds(
-        lambda first, period, times: tuple(range(first, first + period)) * times,
-        *(st.sampled_from(values) for values in ((3, 50), (1, 2, 5), (2, 7))),
-    ),
-    sampling=st.sampled_from(sorted(SAMPLING_OPTIONS)) | st.sampled_from(("greedy", "sampled", "stops")),
-    max_tokens=st.integers(1, 28),
-    seed=st.integers(0, 3),
-    arrives=st.integers(0, 12),
-    aborted_after=st.none() | st.none() | st.integers(0, 12),
+repetitive_prompts = st.builds(
+    lambda first, period, times: tuple(range(first, first + period)) * times,
+    *(st.sampled_from(values) for values in ((3, 50), (1, 2, 5), (2, 7))),
 )
 """Prompts that repeat themselves, as do the outputs of small models."""
+planned_requests, repetitive_requests = (
+    st.builds(
+        PlannedRequest,
+        prompt=of_prompts,
+        sampling=st.sampled_from(sorted(SAMPLING_OPTIONS)) | st.sampled_from(("greedy", "sampled", "stops")),
+        max_tokens=st.integers(1, tokens_max),
+        seed=st.integers(0, 3),
+        arrives=st.integers(0, 12),
+        aborted_after=st.none() | st.none() | st.integers(0, 12),
+    )
+    for of_prompts, tokens_max in ((prompts, 24), (repetitive_prompts, 28))
+)
 
 
 class EngineLimits(NamedTuple):

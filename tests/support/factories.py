@@ -1,4 +1,4 @@
-"""Default values for tests to vary: ledger entries, settlements, prices and principals, without a database."""
+"""Default values for tests to vary, without a database: ledger entries, settlements, prices, principals, admission requests."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import msgspec
 
 from appliance.base.ids import new_id
 from appliance.metering.ledger.records import PendingEvent, Settlement, Usage, UsageEvent
+from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.prices import Price
 from appliance.tenancy.principals import ApiKey, Limits, Principal, Tenant
 from tests.support.cast import Person
@@ -90,6 +91,12 @@ def price(prompt: int = 1_000_000, cached: int = 100_000, completion: int = 3_00
         batch_percent=50,
         created_at=at,
     )
+
+
+def admission_request(who: Principal, prompt: int = 0, output: int | None = 0, **changes: Any) -> AdmissionRequest:
+    """Return a request with a prompt of so many tokens and this requested maximum of output, by default without a price."""
+    request = AdmissionRequest(principal=who, model="demo", prompt_tokens=prompt, max_output_tokens=output, price=None)
+    return msgspec.structs.replace(request, **changes)
 
 
 def principal(tenant: Limits | None = None, key: Limits | None = None) -> Principal:

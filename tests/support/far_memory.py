@@ -21,15 +21,6 @@ def untouched(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Te
     return torch.frombuffer(memory, dtype=torch.uint8, offset=before).view(dtype).view(shape)
 
 
-def far_apart(rows: torch.Tensor) -> torch.Tensor:
-    """rows: [R, …] → the same values as a view whose last row begins FAR elements after the first."""
-    stride = -(-FAR // (rows.shape[0] - 1) // 64) * 64
-    memory = untouched(stride * (rows.shape[0] - 1) + rows[0].numel(), dtype=rows.dtype, device=rows.device)
-    far = memory.as_strided(rows.shape, (stride, *rows.stride()[1:]))
-    far.copy_(rows)
-    return far
-
-
 def far_blocks(blocks: torch.Tensor) -> tuple[torch.Tensor, int]:
     """→ a cache that ends with these blocks, all of them beyond FAR elements, and the number of the first"""
     first = FAR // blocks[0].numel() + 1

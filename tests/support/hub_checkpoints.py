@@ -203,9 +203,3 @@ def modelopt_fp8(*, kv_cache: bool = False) -> Layout:
     if kv_cache:
         settings["kv_cache_scheme"] = eight
     return Layout(settings=settings, store=stored.store, rounds_input=stored.rounds_input)
-
-
-def modelopt_file() -> dict[str, Any]:
-    """What ModelOpt writes into `hf_quant_config.json`."""
-    quantization = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
-    return {"producer": {"name": "modelopt", "version": "0.19.0"}, "quantization": quantization}

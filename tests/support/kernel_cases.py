@@ -70,17 +70,17 @@ class Guarded:
         return self.tensor
 
 
-def scatter_block_tables(lengths: list[int], block_size: int, *, seed: int = 5) -> tuple[list[list[int]], int]:
+def scatter_block_tables(lengths: list[int], block_size: int) -> tuple[list[list[int]], int]:
     """Disjoint block tables in random order, and the size of their pool; every second table is longer than necessary."""
     counts = [-(-length // block_size) + index % 2 for index, length in enumerate(lengths)]
     ids = list(range(sum(counts) + 3))
-    random.Random(seed).shuffle(ids)
+    random.Random(5).shuffle(ids)
     return [[ids.pop() for _ in range(count)] for count in counts], sum(counts) + 3
 
 
-def table_tensor(tables: list[list[int]], device: torch.device, *, extra_columns: int = 1) -> torch.Tensor:
-    """[B, M] int32; columns beyond a request's own blocks hold an id outside any pool."""
-    width = max((len(table) for table in tables), default=0) + extra_columns
+def table_tensor(tables: list[list[int]], device: torch.device) -> torch.Tensor:
+    """[B, M] int32; columns beyond a request's own blocks, at least one, hold an id outside any pool."""
+    width = max((len(table) for table in tables), default=0) + 1
     rows = [table + [2**30] * (width - len(table)) for table in tables]
     return torch.tensor(rows, dtype=torch.int32, device=device)
 
@@ -92,12 +92,11 @@ def fill_cache(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    seed: int = 3,
 ) -> torch.Tensor:
     """shape: (N, P, K, D) → [N, P, 2, K, D]: each request's first `length` tokens are random, everything else is NaN."""
     num_blocks, block_size, kv_heads, head_dim = shape
     cache = poisoned(num_blocks, block_size, 2, kv_heads, head_dim, dtype=torch.float32, device=device)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(3)
     for table, length in zip(tables, lengths, strict=True):
         for position in range(length):
             values = torch.randn(2, kv_heads, head_dim, generator=generator).to(device)
@@ -132,6 +131,10 @@ class PagedQueries:
         queries = normal(starts[-1], shape.num_heads * shape.head_dim, dtype=dtype, device=device)
         wide = padded_rows(queries, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim)
         self.q = wide.view(-1, shape.num_heads, shape.head_dim)
+
+    def out(self) -> Guarded:
+        """An output for all queries whose surroundings are checked."""
+        return Guarded(tuple(self.q.shape), self.dtype, self.q.device)
 
 
 class RotatedDecodeBatch:

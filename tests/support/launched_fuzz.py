@@ -7,12 +7,10 @@ that fails leaves garbage behind.
 
 from __future__ import annotations
 
-import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -26,23 +24,24 @@ from engine.protocol import (
     TokenEvent,
     TokenLogprob,
 )
-from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.drafting import NO_DRAFT, Draft
-from engine.scheduling.fair_policy import FairPolicy
-from engine.scheduling.lead_tracking import FairSettings
 from engine.scheduling.limits import SchedulerLimits
-from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.request import UNKNOWN_TOKEN, Request
 from engine.scheduling.scheduled_batch import BlockMoves, RowResult, ScheduledBatch, ScheduledRequest, StepOutput
-from engine.scheduling.scheduler import Scheduler
 from tests.support.engine_messages import engine_info
 from tests.support.engines import unused_grammars
-from tests.support.scheduler_fuzz import COSTS, GapMeter, RandomDrafter, SchedulerSetup, random_prompt, random_setup
+from tests.support.scheduler_fuzz import (
+    NUM_ACTIONS,
+    STEPS_TO_DRAIN_MAX,
+    RandomDrafter,
+    SchedulerSetup,
+    random_prompt,
+    random_setup,
+)
 
 VOCAB_SIZE = 12
 STOP_TOKEN = 11
 GARBAGE = -1
-STEPS_TO_DRAIN_MAX = 6000
 
 
 class Content(NamedTuple):
@@ -275,27 +274,15 @@ class LaunchedFuzz:
         self.setup = setup
         self.now_s = 0.0
         limits = setup.limits
-        pool = BlockPool(setup.num_blocks, protected_percent=setup.protected_percent)
-        quantum_ps = COSTS.prefill_ps(0, setup.quantum_tokens)
-        settings = FairSettings(quantum_ps=quantum_ps, hysteresis_ps=2 * quantum_ps, cap_ps=4 * quantum_ps)
         self.drafter = PartlyRightDrafter(rng) if setup.drafts else None
-        self.scheduler = Scheduler(
-            limits,
-            pool,
-            clock=lambda: self.now_s,
-            costs=COSTS,
-            prefix_cache=PrefixCache(pool, setup.block_size) if setup.caches else None,
-            num_host_blocks=setup.host_blocks,
-            drafter=self.drafter,
-            policy=partial(FairPolicy, settings=settings),
-        )
+        self.scheduler = setup.scheduler(lambda: self.now_s, self.drafter)
         self.device = make_device(limits, rng, is_synchronous=is_synchronous, fault_rate=fault_rate)
         info = engine_info(
             max_model_len=limits.max_model_len, vocab_size=VOCAB_SIZE, eos_token_ids=[STOP_TOKEN], block_size=setup.block_size,
             num_kv_blocks=setup.num_blocks, max_num_seqs=setup.max_num_seqs,
         )  # fmt: skip
         self.engine = Engine(self.scheduler, self.device, info, unused_grammars(), clock=lambda: self.now_s)
-        self.meter = GapMeter(quantum_ps, settings.cap_ps, math.lcm(*(weight for _, weight in setup.tenants)))
+        self.meter = setup.meter()
         self._plan = self.scheduler.schedule
         self.scheduler.schedule = self._metered_plan  # type: ignore[method-assign]
         self.submitted: dict[str, GenerationRequest] = {}
@@ -456,16 +443,14 @@ class LaunchedFuzz:
         assert self.scheduler.totals.prompt_tokens == prompt_tokens, "a prompt counts once, when it is complete"
 
 
-def run_launched_script(
-    seed: int, *, num_actions: int = 120, make_device: Callable[..., FakeDevice] = FakeDevice
-) -> LaunchedFuzz:
+def run_launched_script(seed: int, *, make_device: Callable[..., FakeDevice] = FakeDevice) -> LaunchedFuzz:
     """Run one random script to its end."""
     rng = random.Random(seed)
     setup = replace(random_setup(rng), global_prefix=())
     is_synchronous, fault_rate = rng.random() < 0.3, rng.choice((0.0, 0.0, 0.1, 0.4))
     fuzz = LaunchedFuzz(setup, rng, is_synchronous=is_synchronous, fault_rate=fault_rate, make_device=make_device)
     longest = setup.limits.max_model_len
-    for _ in range(num_actions):
+    for _ in range(NUM_ACTIONS):
         action = rng.random()
         if action < 0.35 and longest > 1 and len(fuzz.submitted) - len(fuzz.ended) < 40:
             length = rng.randint(1, longest - 1) if rng.random() < 0.3 else rng.randint(1, max(1, longest // 4))
@@ -488,16 +473,14 @@ def run_launched_script(
     return fuzz
 
 
-def run_script_of_many_answers(
-    seed: int, *, num_actions: int = 120, make_device: Callable[..., FakeDevice] = FakeDevice
-) -> LaunchedFuzz:
+def run_script_of_many_answers(seed: int, *, make_device: Callable[..., FakeDevice] = FakeDevice) -> LaunchedFuzz:
     """Run one script in which most prompts have several short answers, blocks are few and the device fails often."""
     rng = random.Random(seed)
     setup = SchedulerSetup(
         num_blocks=rng.randint(6, 14), block_size=4, max_num_seqs=6, spare_budget=16, caches=rng.random() < 0.5
     )
     fuzz = LaunchedFuzz(setup, rng, is_synchronous=False, fault_rate=0.3, make_device=make_device)
-    for _ in range(num_actions):
+    for _ in range(NUM_ACTIONS):
         action = rng.random()
         if action < 0.35 and len(fuzz.submitted) - len(fuzz.ended) < 20:
             prompt = [rng.randrange(STOP_TOKEN) for _ in range(rng.randint(2, 12))]

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Literal
-from urllib.parse import parse_qs, parse_qsl, urlencode, urlsplit
+from urllib.parse import parse_qs, parse_qsl, urlencode
 
 import httpx
 from joserfc import jwt
@@ -177,11 +177,6 @@ class FakeProvider:
         algorithm = "RS256" if isinstance(key, RSAKey) else "ES256"
         named = {"kid": self._signing_key.kid} if self.includes_key_id else {}
         return jwt.encode({"alg": algorithm, **named}, claims, key, algorithms=[algorithm])
-
-
-def host_of(address: str) -> str:
-    """Return the host of `address`."""
-    return urlsplit(address).netloc
 
 
 def _encode_json(value: Mapping[str, Any]) -> str:

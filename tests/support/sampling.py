@@ -35,11 +35,6 @@ def sampling_request(
     )
 
 
-def output_of(request: Request) -> list[int]:
-    """The generated tokens."""
-    return request.token_ids[request.num_prompt_tokens :]
-
-
 def next_rows(requests: Sequence[Request]) -> list[SampledRow]:
     """The rows that choose the next token of each request."""
     return [SampledRow(request, request.num_tokens) for request in requests]
@@ -53,14 +48,3 @@ def sample(logits: torch.Tensor, requests: Sequence[Request], masks: torch.Tenso
 def distributions(logits: torch.Tensor, requests: Sequence[Request], masks: torch.Tensor | None = None) -> torch.Tensor:
     """The distribution from which each row is sampled: [B, V]"""
     return Sampler(logits.device).distributions(logits.clone(), next_rows(requests), masks)
-
-
-def mask_of(allowed: Sequence[Sequence[int] | None], vocab_size: int) -> torch.Tensor:
-    """Packed masks that allow the ids of each row, everything where it is None: [R, ceil(V / 32)] int32"""
-    words = -(-vocab_size // 32)
-    masks = torch.full((len(allowed), words), -1, dtype=torch.int32)
-    for row, ids in zip(masks, allowed, strict=True):
-        if ids is not None:
-            values = [sum(1 << (i % 32) for i in set(ids) if i // 32 == word) for word in range(words)]
-            row[:] = torch.tensor([value - (1 << 32) if value >> 31 else value for value in values], dtype=torch.int32)
-    return masks

@@ -11,6 +11,7 @@ import math
 import random
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -20,7 +21,7 @@ from engine.scheduling.accounts import Account, account_of
 from engine.scheduling.backlog import Backlog
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.costs import TokenCosts
-from engine.scheduling.drafting import NO_DRAFT, Draft
+from engine.scheduling.drafting import NO_DRAFT, Draft, Drafter
 from engine.scheduling.fair_policy import SCAN_ACCOUNTS_MAX, FairPolicy
 from engine.scheduling.lead_tracking import FairSettings
 from engine.scheduling.limits import SchedulerLimits
@@ -33,6 +34,8 @@ from engine.scheduling.scheduler import Scheduler
 
 END_TOKEN = 0
 STEPS_TO_DRAIN_MAX = 6000
+NUM_ACTIONS = 120
+"""Of a script."""
 COSTS = TokenCosts(prefill_token_ps=1000, prefill_pair_ps=20, decode_token_ps=1300, decode_context_ps=50, swap_in_block_ps=400)
 Content = tuple[str, tuple[int, ...]]
 
@@ -61,6 +64,30 @@ class SchedulerSetup:
             max_model_len=self.num_blocks * self.block_size,
             block_size=self.block_size,
         )
+
+    @property
+    def settings(self) -> FairSettings:
+        quantum_ps = COSTS.prefill_ps(0, self.quantum_tokens)
+        return FairSettings(quantum_ps=quantum_ps, hysteresis_ps=2 * quantum_ps, cap_ps=4 * quantum_ps)
+
+    def scheduler(self, clock: Callable[[], float], drafter: Drafter | None) -> Scheduler:
+        pool = BlockPool(self.num_blocks, protected_percent=self.protected_percent)
+        prefix_cache = PrefixCache(pool, self.block_size) if self.caches else None
+        if prefix_cache is not None and self.global_prefix:
+            prefix_cache.share_globally(self.global_prefix)
+        return Scheduler(
+            self.limits,
+            pool,
+            clock=clock,
+            costs=COSTS,
+            prefix_cache=prefix_cache,
+            num_host_blocks=self.host_blocks,
+            drafter=drafter,
+            policy=partial(FairPolicy, settings=self.settings),
+        )
+
+    def meter(self) -> GapMeter:
+        return GapMeter(self.settings.quantum_ps, self.settings.cap_ps, math.lcm(*(weight for _, weight in self.tenants)))
 
 
 class FakeCache:
@@ -207,27 +234,12 @@ class SchedulerFuzz:
         self.rng = rng
         self.limits = setup.limits
         self.now_s = 0.0
-        quantum_ps = COSTS.prefill_ps(0, setup.quantum_tokens)
-        settings = FairSettings(quantum_ps=quantum_ps, hysteresis_ps=2 * quantum_ps, cap_ps=4 * quantum_ps)
-        pool = BlockPool(setup.num_blocks, protected_percent=setup.protected_percent)
-        prefix_cache = PrefixCache(pool, setup.block_size) if setup.caches else None
-        if prefix_cache is not None and setup.global_prefix:
-            prefix_cache.share_globally(setup.global_prefix)
         self.drafter = RandomDrafter(rng) if setup.drafts else None
-        self.scheduler = Scheduler(
-            self.limits,
-            pool,
-            clock=lambda: self.now_s,
-            costs=COSTS,
-            prefix_cache=prefix_cache,
-            num_host_blocks=setup.host_blocks,
-            drafter=self.drafter,
-            policy=partial(FairPolicy, settings=settings),
-        )
+        self.scheduler = setup.scheduler(lambda: self.now_s, self.drafter)
         assert isinstance(self.scheduler.policy, FairPolicy)
         self.policy = self.scheduler.policy
         self.cache = FakeCache(setup)
-        self.meter = GapMeter(quantum_ps, settings.cap_ps, math.lcm(*(weight for _, weight in setup.tenants)))
+        self.meter = setup.meter()
         self.live: dict[Request, None] = {}
         self.ended: dict[Request, TokenEvent] = {}
         self.delivered: dict[Request, int] = {}
@@ -423,14 +435,14 @@ def random_prompt(rng: random.Random, length: int) -> list[int]:
     return [2 if position % period == period - 1 else 1 for position in range(length)]
 
 
-def run_random_script(seed: int, num_actions: int = 120) -> SchedulerFuzz:
+def run_random_script(seed: int) -> SchedulerFuzz:
     """Run one script to the end. Some tenants flood, others send requests now and then."""
     rng = random.Random(seed)
     fuzz = SchedulerFuzz(random_setup(rng), rng)
     longest = fuzz.limits.max_model_len
     floods = rng.sample(range(64), rng.randint(1, 64))
     mixed = rng.random() < 0.3
-    for _ in range(num_actions):
+    for _ in range(NUM_ACTIONS):
         action = rng.random()
         if action < 0.45 and longest > 1 and len(fuzz.live) < 60:
             tenant = rng.choice(floods) if rng.random() < 0.8 else rng.randrange(64)

@@ -8,7 +8,6 @@ from typing import Any
 from engine.protocol import Priority, SamplingParams, TokenEvent
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.limits import SchedulerLimits
-from engine.scheduling.policy import Policy, PolicyContext
 from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.request import Request
 from engine.scheduling.scheduled_batch import ScheduledBatch, StepOutput
@@ -26,7 +25,6 @@ def make_scheduler(
     host_blocks: int = 0,
     global_prefix: list[int] | None = None,
     clock: Callable[[], float] = lambda: 0.0,
-    policy: Callable[[PolicyContext], Policy] | None = None,
     **options: Any,
 ) -> Scheduler:
     limits = SchedulerLimits(
@@ -36,8 +34,6 @@ def make_scheduler(
     prefix_cache = PrefixCache(pool, BLOCK_SIZE) if caches else None
     if prefix_cache is not None and global_prefix:
         prefix_cache.share_globally(global_prefix)
-    if policy is not None:
-        options["policy"] = policy
     return Scheduler(limits, pool, clock=clock, prefix_cache=prefix_cache, num_host_blocks=host_blocks, **options)
 
 

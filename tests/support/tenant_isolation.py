@@ -9,10 +9,10 @@ from typing import Any
 
 from litestar import Litestar
 from litestar.routes import HTTPRoute
-from sqlalchemy import Table, insert, select
+from sqlalchemy import Table, insert
 
 from appliance.base.ids import new_id
-from appliance.base.tables import free_allowances, invoice_lines, invoices, metadata, outbox, webhooks
+from appliance.base.tables import free_allowances, invoice_lines, invoices, outbox, webhooks
 from appliance.metering.ledger.epochs import begin_epoch
 from appliance.serving.services import Services
 from appliance.tenancy.access import WHOLE_APPLIANCE
@@ -23,7 +23,6 @@ from tests.support.cast import Person
 from tests.support.factories import pending, posted
 from tests.support.ledgers import running_ledger
 
-SAFE = ("GET", "HEAD", "OPTIONS")
 NO_SUCH_ID = "nothing"
 Values = dict[str, Any]
 
@@ -172,10 +171,3 @@ async def session_headers(services: Services, member: Member) -> dict[str, str]:
     token, session = await services.sessions.open(member.id, "a browser", "192.0.2.7")
     cookie = f"{PLAIN_COOKIE}={token}"
     return {"authorization": "", "cookie": cookie, CSRF_HEADER: session.csrf_token, "sec-fetch-site": "same-origin"}
-
-
-async def dump_tables(services: Services) -> dict[str, list[str]]:
-    """Return every row of every table."""
-    async with services.db.reading() as connection:
-        tables = metadata.sorted_tables
-        return {table.name: sorted(repr(row) for row in await connection.execute(select(table))) for table in tables}

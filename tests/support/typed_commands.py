@@ -1,19 +1,11 @@
-"""Runs command lines on a stopped appliance that has the tenant `bob`."""
+"""The result of a command line that a test runs, and a terminal to run it at."""
 
 from __future__ import annotations
 
 import io
 import json
-import os
-import shutil
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
-
-import pytest
-
-from appliance.cli.main import main
 
 
 class CommandResult(NamedTuple):
@@ -41,32 +33,5 @@ class Terminal(io.StringIO):
 
 
 Run = Callable[..., CommandResult]
-
-
-def runner_in_process(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Return a function that runs a command with the environment as it is."""
-
-    def run(*arguments: str) -> CommandResult:
-        status = main(list(arguments))
-        return CommandResult(status, *capsys.readouterr())
-
-    return run
-
-
-def command_runner(folder: Path, database: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Return a function that runs a command on a copy of `database` in `folder`. `at_terminal`: input typed at a terminal;
-    without it there is no terminal."""
-    for name in [name for name in os.environ if name.startswith("GATEHOUSE_")]:
-        monkeypatch.delenv(name)
-    shutil.copyfile(database, folder / "gatehouse.db")
-    monkeypatch.setenv("GATEHOUSE_DATA_DIR", str(folder))
-
-    def run(*arguments: str, at_terminal: str | None = None) -> CommandResult:
-        with monkeypatch.context() as patch:
-            patch.setattr(sys, "stdin", io.StringIO() if at_terminal is None else Terminal(at_terminal))
-            patch.setattr(sys.stderr, "isatty", lambda: at_terminal is not None)
-            status = main(list(arguments))
-        return CommandResult(status, *capsys.readouterr())
-
-    assert run("tenants", "create", "bob").status == 0
-    return run
+"""Runs a command with these arguments. `at_terminal`: input typed at a terminal; without it there is none, and `piped` is the
+input."""

@@ -6,21 +6,14 @@ import asyncio
 import dataclasses
 from typing import Any
 
-import msgspec
-
-from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.limit_waits import LimitWait
 from appliance.metering.limits.reservations import Reservation
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.clock import FakeClock
 from tests.support.empty_sums import EmptySums
+from tests.support.factories import admission_request
 from tests.support.fake_timer import FakeTimer
 from tests.support.ledgers import num_waiting, utc_admission
-
-
-def admission_request(who: Principal, tokens: int) -> AdmissionRequest:
-    """Return a request with a prompt of `tokens` tokens."""
-    return AdmissionRequest(principal=who, model="demo", prompt_tokens=tokens, max_output_tokens=0, price=None)
 
 
 class Queue:
@@ -37,18 +30,16 @@ class Queue:
         """Return the number of scheduled retries."""
         return sum(planned.call is not None for _due_us, _number, planned in self.timer._planned)
 
-    async def refusing_limits(self, who: Principal, tokens: int, **changes: object) -> set[tuple[str, str]]:
+    async def refusing_limits(self, who: Principal, tokens: int, **changes: Any) -> set[tuple[str, str]]:
         """Return the scope and kind of each limit that would refuse one more request."""
-        dry_run = await self.admission.dry_run(msgspec.structs.replace(admission_request(who, tokens), **changes))
+        dry_run = await self.admission.dry_run(admission_request(who, tokens, **changes))
         return {(decision.scope, decision.kind) for decision in dry_run.refusals}
 
     async def submit(
-        self, who: Principal, tokens: int, *, wait_s: float = 60.0, wait: LimitWait | None = None, **changes: object
+        self, who: Principal, tokens: int, *, wait_s: float = 60.0, wait: LimitWait | None = None, **changes: Any
     ) -> asyncio.Task[Reservation]:
         """Start an admission and let it run until it is decided or waits. `wait` receives its wait."""
-        task = asyncio.create_task(
-            self.admission.admit(msgspec.structs.replace(admission_request(who, tokens), **changes), wait_s, wait)
-        )
+        task = asyncio.create_task(self.admission.admit(admission_request(who, tokens, **changes), wait_s, wait))
         self._tasks.append(task)
         await self.timer.settle()
         return task

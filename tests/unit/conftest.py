@@ -6,6 +6,7 @@ import io
 import logging
 import os
 import shutil
+import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -19,13 +20,16 @@ from hypothesis import settings
 
 from appliance.base.db import Database
 from appliance.cli import model_check
+from appliance.cli.main import main
+from appliance.metering.ledger.writer import Ledger
 from tests.support import cached_commands
 from tests.support.api_app import ApiApp, open_api_app
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import ConsoleApp, open_console
 from tests.support.generations import Serving, open_serving
-from tests.support.typed_commands import Run, command_runner
+from tests.support.ledgers import running_ledger
+from tests.support.typed_commands import CommandResult, Run, Terminal
 
 settings.load_profile("ci")  # the same examples in every run, and no verdict on how long one took
 
@@ -49,6 +53,13 @@ async def console(migrated_sqlite_file: Path, tmp_path: Path, clock: FakeClock) 
     """A console with Alice (owner), Vera (viewer), and the tenants of Bob and Charlie."""
     async with open_console(migrated_sqlite_file, tmp_path, clock) as opened:
         yield opened
+
+
+@pytest.fixture
+async def ledger(database: Database, clock: FakeClock, cast: Cast) -> AsyncIterator[Ledger]:
+    """A running ledger in UTC and EUR that writes settlements at once."""
+    async with running_ledger(database, clock, cast.epoch_id) as running:
+        yield running
 
 
 @pytest.fixture
@@ -124,12 +135,21 @@ def verify_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def gatehouse(
-    tmp_path: Path,
-    migrated_sqlite_file: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    own_logging: None,
-    capsys: pytest.CaptureFixture[str],
-) -> Run:
+def run_command(data_dir: Path, monkeypatch: pytest.MonkeyPatch, own_logging: None, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run command lines of `gatehouse` on a stopped appliance."""
+
+    def run(*arguments: str, piped: str = "", at_terminal: str | None = None) -> CommandResult:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdin", io.StringIO(piped) if at_terminal is None else Terminal(at_terminal))
+            patch.setattr(sys.stderr, "isatty", lambda: at_terminal is not None)
+            status = main(list(arguments))
+        return CommandResult(status, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def gatehouse(run_command: Run) -> Run:
     """Run command lines of `gatehouse` on a stopped appliance that has the tenant `bob`."""
-    return command_runner(tmp_path, migrated_sqlite_file, monkeypatch, capsys)
+    assert run_command("tenants", "create", "bob").status == 0
+    return run_command

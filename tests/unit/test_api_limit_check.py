@@ -8,11 +8,11 @@ from typing import Any, cast
 
 import pytest
 
-from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import Principal
 from tests.support.api_app import ApiApp
 from tests.support.case_ids import case_id
+from tests.support.factories import admission_request
 
 
 @pytest.fixture
@@ -40,9 +40,7 @@ async def admit(api: ApiApp, tenant_id: str, key_id: str, tokens: int) -> None:
         key=await services.keys.get(key_id, access=WHOLE_APPLIANCE),
     )
     policy = await services.model_policies.find("demo")
-    request = AdmissionRequest(
-        principal=principal, model="demo", prompt_tokens=tokens, max_output_tokens=0, price=None, policy=policy
-    )
+    request = admission_request(principal, tokens, policy=policy)
     await services.admission.admit(request)
 
 

@@ -13,8 +13,7 @@ from appliance.metering.ledger.writer import Ledger
 from bench import admission
 from bench.admission_gateway import NoLedger, NoReservation
 from bench.host_speed import HostSpeed
-from tests.support.factories import principal
-from tests.support.waiting_requests import admission_request
+from tests.support.factories import admission_request, principal
 
 SERVING = Path(__file__).parents[2] / "appliance" / "serving"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import re
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from appliance.tenancy.members import Member, Members
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT
 from engine import visible_gpu
 from engine.visible_gpu import VisibleGpu
-from tests.support.typed_commands import Run, runner_in_process
+from tests.support.typed_commands import Run
 
 REPO = Path(__file__).resolve().parents[2]
 COMMANDS = (
@@ -46,8 +45,8 @@ WITHOUT_JSON = {"serve"}
 
 
 @pytest.fixture
-def gatehouse(data_dir: Path, own_logging: None, capsys: pytest.CaptureFixture[str]) -> Run:
-    return runner_in_process(capsys)
+def gatehouse(run_command: Run) -> Run:
+    return run_command
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
@@ -291,22 +290,19 @@ def test_the_temporary_option_makes_a_password_temporary(gatehouse: Any, data_di
 
 
 @pytest.mark.parametrize("command", ["create", "reset-password"])
-def test_a_password_from_standard_input_is_noted_as_temporary_if_it_is(
-    command: str, gatehouse: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_password_from_standard_input_is_noted_as_temporary_if_it_is(command: str, gatehouse: Any) -> None:
     gatehouse("admin", "create", "dora@example.com")
     address = "dora@example.com" if command == "reset-password" else "emil@example.com"
     arguments = ("admin", command, address, "--password-stdin")
     for options, note in (("--temporary",), "The password is temporary and must be replaced at the next sign-in.\n"), ((), ""):
-        monkeypatch.setattr("sys.stdin", io.StringIO("a password that is long\n"))
-        answer = gatehouse(*arguments, *options)
+        answer = gatehouse(*arguments, *options, piped="a password that is long\n")
         assert (answer.status, answer.err) == (0, note)
         arguments = ("admin", "reset-password", *arguments[2:])
 
 
-def test_a_password_from_stdin_is_not_printed(gatehouse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("correct horse battery\n"))
-    assert "correct horse" not in gatehouse("admin", "create", "alice@example.com", "--password-stdin").out
+def test_a_password_from_stdin_is_not_printed(gatehouse: Any) -> None:
+    answer = gatehouse("admin", "create", "alice@example.com", "--password-stdin", piped="correct horse battery\n")
+    assert (answer.status, "correct horse" in answer.out) == (0, False)
 
 
 def test_all_tokens_are_listed_across_pages(gatehouse: Any, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

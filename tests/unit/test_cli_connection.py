@@ -105,15 +105,15 @@ async def test_query_parameters_of_none_are_not_sent() -> None:
 
 
 @pytest.fixture
-def set_revision(tmp_path: Path, gatehouse: Run) -> Callable[[str], None]:
+def set_revision(data_dir: Path, gatehouse: Run) -> Callable[[str], None]:
     """Return a function that migrates the database to an older revision, or marks it as migrated by a newer version."""
 
     def set_to(revision: str) -> None:
-        url = f"sqlite:///{tmp_path}/gatehouse.db"
+        url = f"sqlite:///{data_dir}/gatehouse.db"
         if revision < migrations.head_revision():
             migrations.downgrade(url, revision)
         else:
-            with closing(sqlite3.connect(tmp_path / "gatehouse.db")) as connection, connection:
+            with closing(sqlite3.connect(data_dir / "gatehouse.db")) as connection, connection:
                 connection.execute("UPDATE alembic_version SET version_num = ?", (revision,))
 
     return set_to
@@ -148,8 +148,8 @@ def test_sums_are_not_rebuilt_where_there_is_no_appliance(gatehouse: Run, tmp_pa
     assert not (tmp_path / "typo").exists()
 
 
-def test_a_missing_table_is_not_taken_for_an_unreachable_database(gatehouse: Run, tmp_path: Path) -> None:
-    with closing(sqlite3.connect(tmp_path / "gatehouse.db")) as connection, connection:
+def test_a_missing_table_is_not_taken_for_an_unreachable_database(gatehouse: Run, data_dir: Path) -> None:
+    with closing(sqlite3.connect(data_dir / "gatehouse.db")) as connection, connection:
         connection.execute("DROP TABLE counters")
     answer = gatehouse("db", "rebuild-rollups", "--json").json()
     assert answer["error"] == {"code": "database", "message": "the database reports an error: no such table: counters"}

@@ -27,12 +27,12 @@ from tests.support import factories
 from tests.support.cast import make_cast
 from tests.support.databases import Cluster
 from tests.support.ledgers import running_ledger, without_alerts
-from tests.support.typed_commands import Run, runner_in_process
+from tests.support.typed_commands import Run
 
 
 @pytest.fixture
-def gatehouse(data_dir: Path, own_logging: None, capsys: pytest.CaptureFixture[str]) -> Run:
-    return runner_in_process(capsys)
+def gatehouse(run_command: Run) -> Run:
+    return run_command
 
 
 def test_the_database_can_be_checked_downgraded_and_upgraded(gatehouse: Any) -> None:

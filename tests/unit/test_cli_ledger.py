@@ -13,12 +13,12 @@ from appliance.base.db import Database
 from tests.support import factories
 from tests.support.cast import make_cast
 from tests.support.ledgers import running_ledger
-from tests.support.typed_commands import Run, runner_in_process
+from tests.support.typed_commands import Run
 
 
 @pytest.fixture
-def gatehouse(data_dir: Path, own_logging: None, capsys: pytest.CaptureFixture[str]) -> Run:
-    return runner_in_process(capsys)
+def gatehouse(run_command: Run) -> Run:
+    return run_command
 
 
 def test_prices_are_added_and_listed(gatehouse: Any) -> None:

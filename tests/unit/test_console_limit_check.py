@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import Limits, Principal, TenantChanges
 from tests.support.console_fixtures import ConsoleApp
+from tests.support.factories import admission_request
 
 
 async def limit_check_path(console: ConsoleApp, **limits: int) -> str:
@@ -67,9 +67,7 @@ async def test_waiting_for_running_requests_is_shown_as_an_estimate(console: Con
     path = await limit_check_path(console, concurrent_requests=1)
     person = console.cast.bob
     tenant = await console.services.tenants.get(person.tenant.id, access=WHOLE_APPLIANCE)
-    running = AdmissionRequest(
-        principal=Principal(tenant=tenant, key=person.key), model="demo", prompt_tokens=1, max_output_tokens=1, price=None
-    )
+    running = admission_request(Principal(tenant=tenant, key=person.key), 1, 1)
     await console.services.admission.admit(running)
     page = (await (await console.alice()).fragment(f"{path}?model=demo")).text
     assert "about 1" in page
@@ -127,10 +125,7 @@ async def test_a_request_that_its_tier_lets_wait_is_said_to_wait_for_that_long(c
     services = console.services
     tenant = await services.tenants.get(console.cast.bob.tenant.id, access=WHOLE_APPLIANCE)
     await services.tiers.update(tenant.tier, admission_wait_ms=30_000)
-    used = AdmissionRequest(
-        principal=Principal(tenant=tenant, key=console.cast.bob.key), model="demo", prompt_tokens=600, max_output_tokens=0,
-        price=None,
-    )  # fmt: skip
+    used = admission_request(Principal(tenant=tenant, key=console.cast.bob.key), 600)  # fmt: skip
     await services.admission.admit(used)
     page = (await (await console.alice()).fragment(f"{path}?model=demo&prompt_tokens=40&max_tokens=60")).text
     assert "Waits 10 s for room, and is then admitted unless other requests take it." in page

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from urllib.parse import urlsplit
+
 import pyotp
 import pytest
 
@@ -11,7 +13,7 @@ from appliance.tenancy.tickets import PROVIDER_SIGN_IN_LIFE_S
 from tests.support.cast import ALICE_PASSWORD
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import Browser, ConsoleApp
-from tests.support.oidc_provider import FakeProvider, host_of
+from tests.support.oidc_provider import FakeProvider
 
 COOKIE, TICKET_COOKIE = "gatehouse_session", "gatehouse_oidc"
 
@@ -28,7 +30,7 @@ async def callback_url(browser: Browser, provider: FakeProvider, target: str = "
     """Start in this browser, sign in at the provider, and return the callback URL to which it redirects."""
     answer = await browser.get(f"/login/oidc?next={target}")
     assert answer.status_code == 303, answer.text
-    assert host_of(answer.headers["location"]) == "id.example.com"
+    assert urlsplit(answer.headers["location"]).netloc == "id.example.com"
     return provider.sign_in(answer.headers["location"])
 
 
@@ -225,7 +227,7 @@ async def test_a_sign_in_at_another_host_is_redirected_once_to_the_external_url(
     moved = "http://gatehouse.test/login/oidc?moved=1&next=%2Fkeys%3Fa%3D1"
     assert (answer.status_code, answer.headers["location"]) == (303, moved)
     again = await elsewhere.get("/login/oidc?moved=1&next=%2Fkeys")  # a proxy that changes the host
-    assert host_of(again.headers["location"]) == "id.example.com"
+    assert urlsplit(again.headers["location"]).netloc == "id.example.com"
 
 
 @pytest.mark.parametrize("target", ["//evil.test", "https://evil.test/", "/\\evil.test"])

@@ -9,10 +9,10 @@ from sqlalchemy import update
 
 from appliance.base.tables import tenants
 from appliance.console import tenants as tenant_pages
-from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import Limits, TenantChanges
 from tests.support.console_fixtures import ConsoleApp
+from tests.support.factories import admission_request
 
 NEW = {"name": "Acme", "tier": "standard", "weight": "2"}
 
@@ -196,8 +196,7 @@ async def test_the_page_shows_the_usage_of_each_limit(console: ConsoleApp) -> No
     )
     principal = await console.services.keys.authenticate(bob.secret, "192.0.2.1")
     assert principal.tenant.limits.monthly_budget == 1_000_000
-    admission_request = AdmissionRequest(principal=principal, model="demo", prompt_tokens=100, max_output_tokens=50, price=None)
-    await console.services.admission.admit(admission_request)
+    await console.services.admission.admit(admission_request(principal, 100, 50))
 
     page = (await alice.get(f"/tenants/{bob.tenant.id}")).text
 

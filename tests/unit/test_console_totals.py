@@ -14,13 +14,12 @@ from appliance.base.acting import SYSTEM
 from appliance.base.ids import new_id
 from appliance.console.limits import key_levels, tenant_levels
 from appliance.console.totals import UsageTotals, costs_this_month, totals_this_month, totals_today
-from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.tenancy.access import WHOLE_APPLIANCE, Access
 from appliance.tenancy.principals import Limits, Principal, TenantChanges
 from appliance.tenancy.roles import Role, TenantRole
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import ConsoleApp, open_console
-from tests.support.factories import pending, posted
+from tests.support.factories import admission_request, pending, posted
 from tests.support.ledgers import num_running, num_waiting
 from tests.support.polling import poll_until
 
@@ -42,10 +41,6 @@ async def bill_usage(console: ConsoleApp, clock: FakeClock, tokens: int, currenc
     entry = pending(console.cast.bob, request_id=new_id("req"), admitted_at=clock.now(), price=price)
     await console.services.ledger.open(entry)
     await console.services.ledger.settle(posted(entry.request_id, prompt=tokens, completion=0))
-
-
-def admission_request(who: Principal, tokens: int = 1) -> AdmissionRequest:
-    return AdmissionRequest(principal=who, model="demo", prompt_tokens=tokens, max_output_tokens=0, price=None)
 
 
 async def test_the_list_of_tenants_shows_the_cost_of_each_this_month(new_year: tuple[ConsoleApp, FakeClock]) -> None:
@@ -149,8 +144,8 @@ async def test_reading_limit_levels_admits_no_waiting_request(new_year: tuple[Co
     limits = Limits(concurrent_requests=1)
     bob = Principal(tenant=replace(console.cast.bob.tenant, limits=limits), key=replace(console.cast.bob.key, limits=limits))
     admission = console.services.admission
-    first = await admission.admit(admission_request(bob))
-    waiting = [asyncio.create_task(admission.admit(admission_request(bob), 60.0)) for _ in range(5)]
+    first = await admission.admit(admission_request(bob, 1))
+    waiting = [asyncio.create_task(admission.admit(admission_request(bob, 1), 60.0)) for _ in range(5)]
     await poll_until(lambda: num_waiting(admission) == 5)
     await tenant_levels(console.services, bob.tenant, access=WHOLE_APPLIANCE)
     await key_levels(console.services, bob.tenant, bob.key, access=WHOLE_APPLIANCE)

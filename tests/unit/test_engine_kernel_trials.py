@@ -147,10 +147,10 @@ def test_what_serves_is_marked_until_the_start_is_over(tmp_path: Path) -> None:
     assert marks(tmp_path) == []
 
 
-def fail_in_service(folder: Path, *alternatives: str, start: str = "start") -> None:
+def fail_in_service(folder: Path, *alternatives: str) -> None:
     """What an engine that serves by these alternatives does when the device is lost."""
     error = RuntimeError("illegal access\nFor debugging consider …")
-    trials_in(folder, start).record_service_fault([(CHOICE, name) for name in alternatives], error)
+    trials_in(folder).record_service_fault([(CHOICE, name) for name in alternatives], error)
 
 
 @pytest.mark.usefixtures("lost")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,10 +13,26 @@ import torch
 from engine.sampling.bad_words import BadWords
 from engine.sampling.logits_rules import SampledRow
 from engine.sampling.sampler import NOT_FINITE, NOTHING_ALLOWED, SampledToken, Sampler
-from engine.scheduling.request import UNKNOWN_TOKEN
-from tests.support.sampling import distributions, mask_of, next_rows, output_of, sample, sampling_request
+from engine.scheduling.request import UNKNOWN_TOKEN, Request
+from tests.support.sampling import distributions, next_rows, sample, sampling_request
 
 CPU = torch.device("cpu")
+
+
+def output_of(request: Request) -> list[int]:
+    """The generated tokens."""
+    return request.token_ids[request.num_prompt_tokens :]
+
+
+def mask_of(allowed: Sequence[Sequence[int] | None], vocab_size: int) -> torch.Tensor:
+    """Packed masks that allow the ids of each row, everything where it is None: [R, ceil(V / 32)] int32"""
+    words = -(-vocab_size // 32)
+    masks = torch.full((len(allowed), words), -1, dtype=torch.int32)
+    for row, ids in zip(masks, allowed, strict=True):
+        if ids is not None:
+            values = [sum(1 << (i % 32) for i in set(ids) if i // 32 == word) for word in range(words)]
+            row[:] = torch.tensor([value - (1 << 32) if value >> 31 else value for value in values], dtype=torch.int32)
+    return masks
 
 
 def test_repetition_penalty_applies_to_tokens_of_prompt_and_output() -> None:

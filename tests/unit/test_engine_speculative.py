@@ -45,8 +45,8 @@ def drafter(costs: SpeculationCosts = FREE, **options: Any) -> AdaptiveDrafter:
     return AdaptiveDrafter(SpeculativeOptions(**{"method": "ngram", "num_speculative_tokens": 4, **options}), costs)
 
 
-def indexed(token_ids: list[int], sizes: tuple[int, ...] = (3, 2)) -> NgramIndex:
-    index = NgramIndex(sizes)
+def indexed(token_ids: list[int]) -> NgramIndex:
+    index = NgramIndex((3, 2))
     assert index.update(token_ids, len(token_ids))
     return index
 

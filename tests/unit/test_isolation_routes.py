@@ -11,13 +11,14 @@ from pathlib import Path
 
 import httpx
 import pytest
+from sqlalchemy import select
 
+from appliance.base.tables import metadata
+from appliance.serving.services import Services
 from tests.support.api_app import ApiApp, open_api_app_on
 from tests.support.tenant_isolation import (
-    SAFE,
     PopulatedTenant,
     Route,
-    dump_tables,
     make_populated_tenant,
     routes_of,
     session_headers,
@@ -25,6 +26,7 @@ from tests.support.tenant_isolation import (
 
 TENANT_ROLES = ("manager", "developer", "viewer")
 APPLIANCE_ROLES = ("owner", "admin", "billing", "viewer")
+SAFE = ("GET", "HEAD", "OPTIONS")
 REMOTE = ("192.0.2.7", 1)
 
 # What a role may do is decided before any row is read, so one database is enough.
@@ -66,6 +68,13 @@ BODIES: dict[str, dict[str, object]] = {
 }
 # Fields of forms with ids.
 FORMS = {"/requests/cancel": ("request_id",), "/alerts": ("tenant_id",)}
+
+
+async def dump_tables(services: Services) -> dict[str, list[str]]:
+    """Return every row of every table."""
+    async with services.db.reading() as connection:
+        tables = metadata.sorted_tables
+        return {table.name: sorted(repr(row) for row in await connection.execute(select(table))) for table in tables}
 
 
 @pytest.fixture

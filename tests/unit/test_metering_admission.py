@@ -12,7 +12,6 @@ import pytest
 
 from appliance.base.errors import BudgetExceeded, RateLimitExceeded, Refused, RequestExceedsLimit
 from appliance.metering.limits.admission import Admission
-from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.output_estimates import EXPECTED_OUTPUT_TOKENS, OUTPUTS_KEPT, OUTPUTS_MIN, percentile_90
 from appliance.metering.limits.owners import Owner
 from appliance.metering.limits.reservations import Reservation
@@ -23,16 +22,15 @@ from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.case_ids import case_id
 from tests.support.clock import FakeClock
-from tests.support.factories import price, principal
+from tests.support.factories import admission_request, price, principal
 from tests.support.ledgers import num_running, utc_admission
 
 
 class FixedSums:
     """Sums as if the ledger held them. Each read passes through the event loop, as a database would."""
 
-    def __init__(self, tokens_today: int = 0, cost_month_picos: int = 0, answers: Sequence[int] = ()) -> None:
+    def __init__(self, tokens_today: int = 0, cost_month_picos: int = 0) -> None:
         self.sums = PeriodSums(tokens_today=tokens_today, cost_month_picos=cost_month_picos)
-        self.answers = answers
         self.reads: list[list[str]] = []
 
     async def read(
@@ -44,7 +42,7 @@ class FixedSums:
 
     async def outputs(self, key_id: str, model: str, before: datetime) -> Sequence[int]:
         await asyncio.sleep(0)
-        return self.answers
+        return ()
 
 
 @pytest.fixture
@@ -55,9 +53,7 @@ def admission(clock: FakeClock) -> Admission:
 async def admit(
     admission: Admission, who: Principal, prompt: int = 10, output: int | None = 10, cost: Price | None = None
 ) -> Reservation:
-    return await admission.admit(
-        AdmissionRequest(principal=who, model="demo", prompt_tokens=prompt, max_output_tokens=output, price=cost)
-    )
+    return await admission.admit(admission_request(who, prompt, output, price=cost))
 
 
 async def test_a_request_without_limits_is_admitted(admission: Admission) -> None:
@@ -152,9 +148,7 @@ async def test_the_max_tokens_that_a_refusal_proposes_is_the_largest_that_is_adm
 ) -> None:
     bob, cost = principal(limits), price(prompt=7_000_000, cached=0, completion=3_000_000)
     (await admit(admission, bob, 560, 0, cost)).settle(560)
-    request = AdmissionRequest(
-        principal=bob, model="demo", prompt_tokens=20, max_output_tokens=output, price=cost, num_answers=answers
-    )
+    request = admission_request(bob, 20, output, price=cost, num_answers=answers)
     with pytest.raises(Refused, match="set max_tokens to at most") as refused:
         await admission.admit(request)
     proposed = int(refused.value.message.partition("at most ")[2].split()[0])
@@ -248,7 +242,7 @@ async def test_usage_in_the_ledger_counts_for_every_kind_of_owner(clock: FakeClo
         bob = dataclasses.replace(bob, tenant=dataclasses.replace(bob.tenant, **changes))
     else:
         bob = dataclasses.replace(bob, key=dataclasses.replace(bob.key, **changes))
-    request = AdmissionRequest(principal=bob, model="demo", prompt_tokens=11, max_output_tokens=0, price=None, policy=policy)
+    request = admission_request(bob, 11, policy=policy)
     with pytest.raises(RateLimitExceeded, match="tokens per day"):
         await admission.admit(request)
     await admission.admit(msgspec.structs.replace(request, prompt_tokens=10))
@@ -259,7 +253,7 @@ async def test_a_dry_run_of_a_request_that_fits_or_never_fits_would_not_wait(
 ) -> None:
     bob = principal(Limits(tokens_per_minute=100))
     for prompt, refusals in ((50, 0), (100, 0), (101, 1)):
-        request = AdmissionRequest(principal=bob, model="demo", prompt_tokens=prompt, max_output_tokens=0, price=None)
+        request = admission_request(bob, prompt)
         dry_run = await admission.dry_run(request, wait_s=60.0)
         assert (len(dry_run.refusals), dry_run.would_wait) == (refusals, False)
 
@@ -267,7 +261,7 @@ async def test_a_dry_run_of_a_request_that_fits_or_never_fits_would_not_wait(
 async def test_a_dry_run_would_wait_only_if_there_is_room_within_its_maximum_wait(admission: Admission) -> None:
     bob = principal(Limits(tokens_per_minute=100))
     await admit(admission, bob, 100, 0)
-    request = AdmissionRequest(principal=bob, model="demo", prompt_tokens=50, max_output_tokens=0, price=None)
+    request = admission_request(bob, 50)
     assert [(await admission.dry_run(request, wait_s)).would_wait for wait_s in (0.0, 29.0, 30.0)] == [False, False, True]
 
 
@@ -428,9 +422,7 @@ async def test_an_overdrawn_budget_refuses_no_request_that_costs_nothing_in_it(c
 async def test_a_spent_budget_refuses_a_request_of_which_only_unexpected_output_costs_something(clock: FakeClock) -> None:
     admission = utc_admission(clock, FixedSums(cost_month_picos=10**12))
     bob, cost = principal(Limits(monthly_budget=10**6, tokens_per_minute=10)), price(prompt=0, cached=0, completion=10**6)
-    request = AdmissionRequest(
-        principal=bob, model="demo", prompt_tokens=10, max_output_tokens=None, price=cost, output_room=50
-    )  # it fills the limit of tokens, so no output is expected
+    request = admission_request(bob, 10, None, price=cost, output_room=50)  # fills the limit of tokens: no output is expected
     with pytest.raises(BudgetExceeded):
         await admission.admit(request)
 
@@ -512,7 +504,7 @@ async def test_many_answers_of_one_request_count_as_a_burst(admission: Admission
     bob = principal()
     for _ in range(OUTPUTS_KEPT):
         (await admit(admission, bob, 0, 1)).settle(1)
-    request = AdmissionRequest(principal=bob, model="demo", prompt_tokens=0, max_output_tokens=400, price=None, num_answers=12)
+    request = admission_request(bob, 0, 400, num_answers=12)
     twelve = await admission.admit(request)
     assert twelve.reserved_tokens == 12
     twelve.settle(12)
@@ -537,9 +529,7 @@ async def test_concurrent_requests_exceed_a_limit_of_the_day_or_month_by_one_req
     cost = price(prompt=1_000_000, cached=1_000_000, completion=1_000_000)  # a micro-unit a token
 
     async def admit_one() -> Reservation:
-        return await admission.admit(
-            AdmissionRequest(principal=bob, model="demo", prompt_tokens=1, max_output_tokens=None, price=cost, output_room=600)
-        )
+        return await admission.admit(admission_request(bob, 1, None, price=cost, output_room=600))
 
     answers = await asyncio.gather(*(admit_one() for _ in range(60)), return_exceptions=True)
 
@@ -566,9 +556,7 @@ async def test_a_refusal_because_of_reservations_says_what_reduces_them(
     admission: Admission, max_tokens: int | None, room: int | None, advice: str
 ) -> None:
     bob = principal(Limits(tokens_per_day=1000))
-    request = AdmissionRequest(
-        principal=bob, model="demo", prompt_tokens=1, max_output_tokens=max_tokens, price=None, output_room=room
-    )
+    request = admission_request(bob, 1, max_tokens, output_room=room)
     await admission.admit(msgspec.structs.replace(request, output_room=5000, max_output_tokens=None))
     with pytest.raises(RateLimitExceeded, match="reserved the rest") as refused:
         await admission.admit(request)
@@ -576,9 +564,7 @@ async def test_a_refusal_because_of_reservations_says_what_reduces_them(
 
 
 async def test_no_more_output_is_expected_than_the_longest_that_the_request_may_get(admission: Admission) -> None:
-    request = AdmissionRequest(
-        principal=principal(), model="demo", prompt_tokens=1, max_output_tokens=None, price=None, output_room=100
-    )
+    request = admission_request(principal(), 1, None, output_room=100)
     assert (await admission.admit(request)).reserved_tokens == 1 + 100
 
 
@@ -587,7 +573,7 @@ async def test_what_a_request_returns_first_covers_the_longest_output_of_those_t
     admission: Admission, limits: Limits
 ) -> None:
     bob, cost = principal(limits), price(prompt=10**6, cached=10**6, completion=10**6)  # a micro-unit a token
-    first = AdmissionRequest(principal=bob, model="demo", prompt_tokens=1, max_output_tokens=None, price=cost, output_room=700)
+    first = admission_request(bob, 1, None, price=cost, output_room=700)
     second, third = msgspec.structs.replace(first, output_room=800), msgspec.structs.replace(first, output_room=5000)
     running = await admission.admit(first), await admission.admit(second)  # of the 801 of the second, 299 were left
     running[0].settle(10)  # 189 are left beside it
@@ -619,27 +605,21 @@ def test_the_90th_percentile_is_one_of_the_values(values: list[int], expected: i
 async def test_each_of_several_answers_is_reserved_and_the_prompt_once(
     admission: Admission, output: int | None, expected: int
 ) -> None:
-    reservation = await admission.admit(
-        AdmissionRequest(
-            principal=principal(), model="demo", prompt_tokens=10, max_output_tokens=output, price=None, num_answers=4
-        )
-    )
+    reservation = await admission.admit(admission_request(principal(), 10, output, num_answers=4))
 
     assert reservation.reserved_tokens == 10 + 4 * expected
 
 
 async def test_the_total_estimate_for_several_answers_is_capped_at_the_limit(admission: Admission) -> None:
     bob = principal(Limits(tokens_per_minute=410))
-    reservation = await admission.admit(
-        AdmissionRequest(principal=bob, model="demo", prompt_tokens=10, max_output_tokens=None, price=None, num_answers=4)
-    )
+    reservation = await admission.admit(admission_request(bob, 10, None, num_answers=4))
 
     assert reservation.reserved_tokens == 410
 
 
 async def test_a_budget_reserves_the_maximum_length_of_all_answers(admission: Admission) -> None:
     bob = principal(Limits(tokens_per_day=10_000))
-    two = AdmissionRequest(principal=bob, model="demo", prompt_tokens=0, max_output_tokens=2000, price=None, num_answers=2)
+    two = admission_request(bob, 0, 2000, num_answers=2)
     first = await admission.admit(msgspec.structs.replace(two, num_answers=5))
     with pytest.raises(RateLimitExceeded):
         await admission.admit(two)
@@ -669,7 +649,7 @@ async def test_no_length_is_learnt_from_requests_that_were_not_served(admission:
 async def test_the_expected_output_is_learnt_per_answer(admission: Admission) -> None:
     bob = principal()
     for _ in range(OUTPUTS_MIN):
-        four = AdmissionRequest(principal=bob, model="demo", prompt_tokens=0, max_output_tokens=9000, price=None, num_answers=4)
+        four = admission_request(bob, 0, 9000, num_answers=4)
         (await admission.admit(four)).settle(4 * 1000 - 3)
     one = await admission.admit(msgspec.structs.replace(four, num_answers=1))
 

@@ -19,9 +19,9 @@ from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.case_ids import case_id
 from tests.support.clock import START, FakeClock
-from tests.support.factories import adjustment, price, principal
+from tests.support.factories import adjustment, admission_request, price, principal
 from tests.support.ledgers import num_running, num_waiting
-from tests.support.waiting_requests import Queue, Waits, admission_request, limited
+from tests.support.waiting_requests import Queue, Waits, limited
 
 
 @pytest.fixture

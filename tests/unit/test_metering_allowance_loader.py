@@ -35,7 +35,7 @@ from appliance.tenancy.principals import Limits, Principal
 from tests.support.cast import Cast
 from tests.support.clock import START, FakeClock
 from tests.support.empty_sums import EmptySums
-from tests.support.factories import adjustment, pending, posted, principal, voided
+from tests.support.factories import adjustment, admission_request, pending, posted, principal, voided
 from tests.support.ledgers import FailingDatabase, euro_prices, num_running, utc_admission, utc_ledger, utc_sums
 from tests.support.query_plans import query_plan
 from tests.support.sql_statements import record_statements
@@ -80,7 +80,7 @@ async def admission(clock: FakeClock, slow: SlowSums) -> AsyncIterator[Admission
 
 
 def request_of(who: Principal, policy: ModelPolicy | None = None, tokens: int = 10) -> AdmissionRequest:
-    return AdmissionRequest(principal=who, model="demo", prompt_tokens=tokens, max_output_tokens=0, price=None, policy=policy)
+    return admission_request(who, tokens, policy=policy)
 
 
 def everywhere(who: Principal) -> AdmissionRequest:
@@ -463,14 +463,6 @@ def test_sums_read_across_midnight_belong_to_the_day_before(clock: FakeClock) ->
     allowance.restore(PeriodSums(tokens_today=90, cost_month_picos=5), evening)
     today, month = allowance._windows.enter(morning)
     assert (today.used, month.window("EUR").used) == (0, 5)
-
-
-@pytest.fixture
-async def ledger(database: Database, clock: FakeClock, cast: Cast) -> AsyncIterator[Ledger]:
-    ledger = utc_ledger(database, clock, cast.epoch_id)
-    await ledger.start()
-    yield ledger
-    await ledger.stop()
 
 
 async def test_a_first_request_needs_a_fixed_number_of_statements(database: Database, clock: FakeClock, cast: Cast) -> None:

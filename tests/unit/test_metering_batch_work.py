@@ -26,7 +26,7 @@ from appliance.metering.invoicing.wording import ABORT_POLICY, line_name
 from appliance.metering.ledger.corrections import Correction
 from appliance.metering.ledger.epochs import begin_epoch
 from appliance.metering.ledger.records import Usage, UsageEvent
-from appliance.metering.limits.admission_request import AdmissionRequest, is_batch_work
+from appliance.metering.limits.admission_request import is_batch_work
 from appliance.metering.past_requests import PastRequests
 from appliance.metering.prices import Price
 from appliance.tenancy.access import WHOLE_APPLIANCE
@@ -36,6 +36,7 @@ from tests.support import factories
 from tests.support.billing import Tokens, add_price, post_event
 from tests.support.cast import Cast, Person
 from tests.support.clock import FakeClock
+from tests.support.factories import admission_request
 from tests.support.generations import MODEL, Serving, text_of
 from tests.support.ledgers import all_events, euro_invoices, euro_prices, running_ledger, settle, utc_corrections, utc_recover
 from tests.support.tampering import disable_triggers
@@ -96,7 +97,7 @@ async def test_a_budget_too_small_for_a_request_admits_it_as_batch_work(
 ) -> None:
     price = await add_price_of(database, clock, prompt=1_000_000, completion=1_000_000)
     who = factories.principal(Limits(monthly_budget=120))
-    request = AdmissionRequest(principal=who, model=MODEL, prompt_tokens=100, max_output_tokens=100, price=price)
+    request = admission_request(who, 100, 100, model=MODEL, price=price)
 
     with pytest.raises(BudgetExceeded):
         await serving.admission.admit(request)

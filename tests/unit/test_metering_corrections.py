@@ -33,6 +33,7 @@ from tests.support.case_ids import case_id
 from tests.support.cast import Cast
 from tests.support.clock import START, FakeClock
 from tests.support.empty_sums import EmptySums
+from tests.support.factories import admission_request
 from tests.support.ledgers import all_events, euro_prices, running_ledger, settle, utc_admission, utc_corrections, utc_sums
 from tests.support.query_plans import query_plan
 
@@ -208,7 +209,7 @@ def one_token_request(cast: Cast, cost: Price, *, budget: int) -> AdmissionReque
     """Return a request of Bob's for one token, whose tenant may spend `budget` micro-units this month."""
     tenant = dataclasses.replace(cast.bob.tenant, limits=Limits(monthly_budget=budget, tokens_per_day=100))
     bob = Principal(tenant=tenant, key=cast.bob.key)
-    return AdmissionRequest(principal=bob, model="demo", prompt_tokens=1, max_output_tokens=0, price=cost)
+    return admission_request(bob, 1, price=cost)
 
 
 async def test_tokens_returned_by_a_correction_are_usable_at_once_and_counted_once_after_a_restart(

@@ -10,7 +10,6 @@ import pytest
 from appliance.base.errors import BudgetExceeded, RateLimitExceeded, Refused
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.limits.admission import Admission
-from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.rate_limits import RateLimit, RateLimitState
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.windows import WINDOWS_KEPT, Moment, Windows
@@ -20,7 +19,7 @@ from appliance.tenancy.principals import Limits, Principal
 from tests.support.case_ids import case_id
 from tests.support.clock import START, FakeClock
 from tests.support.empty_sums import EmptySums
-from tests.support.factories import price, principal
+from tests.support.factories import admission_request, price, principal
 from tests.support.ledgers import utc_admission
 
 
@@ -44,7 +43,7 @@ def policy(mode: str = "enforce", **limits: int) -> ModelPolicy:
 async def admit(
     admission: Admission, who: Principal, tokens: int, model: str = "demo", *, cost: Price | None = None, **fields: object
 ) -> Reservation:
-    request = AdmissionRequest(principal=who, model=model, prompt_tokens=tokens, max_output_tokens=0, price=cost, **fields)  # type: ignore[arg-type]
+    request = admission_request(who, tokens, model=model, price=cost, **fields)  # type: ignore[arg-type]
     return await admission.admit(request)
 
 
@@ -162,7 +161,7 @@ async def test_a_request_that_fits_a_shadow_limit_takes_from_it(admission: Admis
 
 async def test_a_shadow_limit_does_not_cut_the_estimate_for_other_limits(admission: Admission) -> None:
     bob = with_tenant(principal(None, Limits(tokens_per_minute=1000)), limits=Limits(tokens_per_minute=20), limit_mode="shadow")
-    request = AdmissionRequest(principal=bob, model="demo", prompt_tokens=10, max_output_tokens=None, price=None)
+    request = admission_request(bob, 10, None)
     dry_run = await admission.dry_run(request)
 
     assert [(each.scope, each.need, each.allowed) for each in dry_run.decisions] == [("tenant", 20, True), ("key", 266, True)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from datetime import datetime, timedelta
 
 import pytest
@@ -14,7 +14,6 @@ from appliance.base.db import Database
 from appliance.metering.ledger.writer import Ledger
 from appliance.metering.limits import output_estimates
 from appliance.metering.limits.admission import Admission
-from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.ledger_sums import OUTPUTS_READ_MAX, outputs_query
 from appliance.metering.limits.output_estimates import EXPECTED_OUTPUT_TOKENS, OUTPUTS_KEPT, OUTPUTS_MIN, AnswerLengths
 from appliance.metering.limits.reservations import Reservation
@@ -22,16 +21,8 @@ from appliance.tenancy.principals import Limits, Principal
 from tests.support.cast import Cast, Person
 from tests.support.clock import START, FakeClock
 from tests.support.empty_sums import EmptySums
-from tests.support.factories import pending, posted, principal
-from tests.support.ledgers import utc_admission, utc_ledger, utc_sums
-
-
-@pytest.fixture
-async def ledger(database: Database, clock: FakeClock, cast: Cast) -> AsyncIterator[Ledger]:
-    ledger = utc_ledger(database, clock, cast.epoch_id)
-    await ledger.start()
-    yield ledger
-    await ledger.stop()
+from tests.support.factories import admission_request, pending, posted, principal
+from tests.support.ledgers import utc_admission, utc_sums
 
 
 async def answered(ledger: Ledger, clock: FakeClock, person: Person, lengths: list[int], model: str = "demo") -> None:
@@ -73,9 +64,7 @@ async def test_after_a_restart_requests_reserve_what_they_would_have_before(
 
 
 async def admit(admission: Admission, who: Principal, model: str = "demo") -> Reservation:
-    return await admission.admit(
-        AdmissionRequest(principal=who, model=model, prompt_tokens=5, max_output_tokens=None, price=None)
-    )
+    return await admission.admit(admission_request(who, 5, None, model=model))
 
 
 class SlowHistory(EmptySums):
@@ -192,7 +181,7 @@ async def test_a_request_that_waited_until_its_key_was_evicted_is_counted(
     admission = utc_admission(clock, EmptySums())
     bob, others = principal(Limits(concurrent_requests=1)), [principal() for _ in range(3)]
     first = await admit(admission, bob)
-    request = AdmissionRequest(principal=bob, model="other", prompt_tokens=5, max_output_tokens=None, price=None)
+    request = admission_request(bob, 5, None, model="other")
     waiting = asyncio.ensure_future(admission.admit(request, 60))
     await turns()
     for who in others:

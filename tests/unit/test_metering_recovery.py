@@ -15,16 +15,15 @@ from appliance.metering.ledger.epochs import EpochEnded, begin_epoch
 from appliance.metering.ledger.records import Usage
 from appliance.metering.ledger.round import LedgerBroken
 from appliance.metering.ledger.rows import EVENTS_WITH_PRICES, INSERT_EVENTS, event_row
-from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.owners import Owner
 from appliance.metering.limits.windows import Moment
 from appliance.metering.past_requests import PastRequests
 from appliance.tenancy.access import WHOLE_APPLIANCE
-from appliance.tenancy.principals import Limits, Principal
+from appliance.tenancy.principals import Limits
 from tests.support.cast import Cast, make_cast
 from tests.support.clock import FakeClock
 from tests.support.databases import Cluster
-from tests.support.factories import pending, posted
+from tests.support.factories import admission_request, pending, posted
 from tests.support.ledgers import (
     all_events,
     euro_prices,
@@ -156,10 +155,6 @@ async def test_recovered_tokens_count_in_the_sums_of_day_and_month(database: Dat
         assert (sums.tokens_today, sums.cost_month_picos) == (15, 1015 * 5)
         abroad = (await utc_sums(database).read({owner: "CHF"}, at))[owner]
         assert (abroad.tokens_today, abroad.cost_month_picos) == (15, 0), "a sum over two currencies"
-
-
-def admission_request(who: Principal, prompt_tokens: int) -> AdmissionRequest:
-    return AdmissionRequest(principal=who, model="demo", prompt_tokens=prompt_tokens, max_output_tokens=0, price=None)
 
 
 async def test_a_restart_refills_no_bucket(database: Database, clock: FakeClock, cast: Cast) -> None:

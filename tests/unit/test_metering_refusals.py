@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 
 from appliance.base.errors import RateLimitExceeded, Refused
-from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.decisions import LimitDecision, LimitKind
 from appliance.metering.limits.refusals import not_priced, refusal
 from appliance.metering.prices import Price
 from tests.support import factories
+from tests.support.factories import admission_request
 
 EUR = 10**12  # pico-units
 A_EURO_EACH = factories.price(prompt=EUR, cached=EUR, completion=EUR)  # micro-units per million tokens
@@ -33,10 +33,7 @@ def refused(wait_s: float, *, held: bool = False, ahead: int = 0) -> LimitDecisi
 
 def error_of(*decisions: LimitDecision, prompt: int = 100, answers: int = 1, cost: Price = A_EURO_EACH) -> Refused:
     """Return the error for a request that expects 800 tokens or euros in all."""
-    request = AdmissionRequest(
-        principal=factories.principal(), model="demo", prompt_tokens=prompt, max_output_tokens=None, price=cost,
-        num_answers=answers,
-    )  # fmt: skip
+    request = admission_request(factories.principal(), prompt, None, price=cost, num_answers=answers)  # fmt: skip
     return refusal(decisions, request, 800)
 
 

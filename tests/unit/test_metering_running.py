@@ -18,16 +18,14 @@ from appliance.tenancy.principals import Limits, Principal
 from tests.support.case_ids import case_id
 from tests.support.clock import FakeClock
 from tests.support.empty_sums import EmptySums
-from tests.support.factories import price, principal
+from tests.support.factories import admission_request, price, principal
 from tests.support.ledgers import utc_admission
 
 
-def admission_request(
+def request_of(
     who: Principal, output: int | None = 100, prompt: int = 10, room: int | None = None, cost: Price | None = None
 ) -> AdmissionRequest:
-    return AdmissionRequest(
-        principal=who, model="demo", prompt_tokens=prompt, max_output_tokens=output, price=cost, output_room=room
-    )
+    return admission_request(who, prompt, output, price=cost, output_room=room)
 
 
 def generate(clock: FakeClock, reservation: Reservation, tokens: int, token_s: float) -> None:
@@ -42,8 +40,8 @@ async def retry_after_s(
 ) -> float:
     """Return the `retry-after` of a refused request; the dry run reports the same wait, as an estimate."""
     with pytest.raises(RateLimitExceeded) as refused:
-        await admission.admit(admission_request(who, output, prompt, cost=cost))
-    (decision,) = (await admission.dry_run(admission_request(who, output, prompt, cost=cost))).refusals
+        await admission.admit(request_of(who, output, prompt, cost=cost))
+    (decision,) = (await admission.dry_run(request_of(who, output, prompt, cost=cost))).refusals
     assert decision.estimated
     assert decision.wait_s == refused.value.retry_after_s
     assert "about" in refused.value.message
@@ -60,30 +58,30 @@ async def test_a_concurrency_refusal_estimates_when_the_first_running_request_en
     admission: Admission, clock: FakeClock
 ) -> None:
     bob = principal(Limits(concurrent_requests=2))
-    first, second = await admission.admit(admission_request(bob)), await admission.admit(admission_request(bob, 20))
+    first, second = await admission.admit(request_of(bob)), await admission.admit(request_of(bob, 20))
     generate(clock, first, 41, 0.1)
     assert await retry_after_s(admission, bob) == 2, "20 tokens at the pace of the first: the second has none yet"
     generate(clock, second, 10, 1.0)
     assert await retry_after_s(admission, bob) == 10
     second.settle(30)
-    await admission.admit(admission_request(bob))
+    await admission.admit(request_of(bob))
 
 
 async def test_without_any_known_pace_the_shortest_wait_is_reported(admission: Admission) -> None:
     bob = principal(Limits(concurrent_requests=1))
-    await admission.admit(admission_request(bob))
+    await admission.admit(request_of(bob))
     assert await retry_after_s(admission, bob) == WAIT_S_MIN
 
 
 async def test_one_progress_report_gives_no_pace(admission: Admission, clock: FakeClock) -> None:
     bob = principal(Limits(concurrent_requests=1))
-    generate(clock, await admission.admit(admission_request(bob)), 1, 1.0)
+    generate(clock, await admission.admit(request_of(bob)), 1, 1.0)
     assert await retry_after_s(admission, bob) == WAIT_S_MIN
 
 
 async def test_the_estimate_is_at_most_a_minute(admission: Admission, clock: FakeClock) -> None:
     bob = principal(Limits(concurrent_requests=1))
-    long = await admission.admit(admission_request(bob, 200))
+    long = await admission.admit(request_of(bob, 200))
     generate(clock, long, 2, 5.0)
     assert await retry_after_s(admission, bob) == WAIT_S_MAX
     generate(clock, long, 197, 0.01)
@@ -94,7 +92,7 @@ async def test_a_request_beyond_its_estimate_is_expected_to_double_up_to_its_max
     admission: Admission, clock: FakeClock
 ) -> None:
     bob = principal(Limits(concurrent_requests=1))
-    running = await admission.admit(admission_request(bob, None, room=1000))
+    running = await admission.admit(request_of(bob, None, room=1000))
     generate(clock, running, EXPECTED_OUTPUT_TOKENS, 0.1)
     assert await retry_after_s(admission, bob) == 26  # 256 more
     generate(clock, running, 45, 0.1)
@@ -108,8 +106,8 @@ async def test_a_refusal_by_reservations_estimates_when_enough_is_released(
     admission: Admission, clock: FakeClock, limits: Limits
 ) -> None:
     bob, cost = principal(limits), price(prompt=10**6, cached=10**6, completion=10**6)
-    first = await admission.admit(admission_request(bob, None, room=990, cost=cost))  # holds 1000, is expected to take 266
-    second = await admission.admit(admission_request(bob, None, room=990, cost=cost))
+    first = await admission.admit(request_of(bob, None, room=990, cost=cost))  # holds 1000, is expected to take 266
+    second = await admission.admit(request_of(bob, None, room=990, cost=cost))
     generate(clock, first, 156, 0.1)
     generate(clock, second, 56, 0.1)
     # 200 are left. The first gives 734 back after its last 100 tokens, the second as much after its last 200, 0.1 s each.
@@ -124,10 +122,10 @@ async def test_what_runs_although_a_shadow_limit_refused_it_is_expected_to_be_re
 ) -> None:
     enforced, cost = principal(limits), price(prompt=10**6, cached=10**6, completion=10**6)
     shadow = dataclasses.replace(enforced, tenant=dataclasses.replace(enforced.tenant, limit_mode="shadow"))
-    await admission.admit(admission_request(shadow, 0, prompt=900, cost=cost))
-    refused = await admission.admit(admission_request(shadow, None, prompt=400, room=600, cost=cost))  # holds 1000
+    await admission.admit(request_of(shadow, 0, prompt=900, cost=cost))
+    refused = await admission.admit(request_of(shadow, None, prompt=400, room=600, cost=cost))  # holds 1000
     generate(clock, refused, 156, 0.1)
-    (decision,) = (await admission.dry_run(admission_request(shadow, None, prompt=400, cost=cost))).decisions
+    (decision,) = (await admission.dry_run(request_of(shadow, None, prompt=400, cost=cost))).decisions
     assert (decision.allowed, decision.held, decision.wait_s) == (False, True, WAIT_S_MIN), "it is not in the way yet"
     clock.advance(0.25)
     assert await retry_after_s(admission, enforced, 0, prompt=200, cost=cost) == 11, "100 tokens at 156 in 15.85 s"
@@ -138,8 +136,8 @@ async def test_a_shadow_limit_of_concurrency_once_enforced_does_not_wait_for_wha
 ) -> None:
     enforced = principal(Limits(concurrent_requests=1))
     shadow = dataclasses.replace(enforced, tenant=dataclasses.replace(enforced.tenant, limit_mode="shadow"))
-    first = await admission.admit(admission_request(shadow))
-    refused = await admission.admit(admission_request(shadow))
+    first = await admission.admit(request_of(shadow))
+    refused = await admission.admit(request_of(shadow))
     for _ in range(51):
         generate(clock, first, 1, 0.1)
         refused.record_progress(0, 90)
@@ -155,9 +153,9 @@ async def test_only_what_is_held_of_the_limit_is_expected_to_be_released(
     is_currency = other == "in another currency"
     bob = principal(Limits(monthly_budget=1200) if is_currency else Limits(tokens_per_day=1200))
     clock.advance(12 * 3600 - 1)
-    sooner = await admission.admit(admission_request(bob, None, room=990, cost=in_dollars if is_currency else in_euros))
+    sooner = await admission.admit(request_of(bob, None, room=990, cost=in_dollars if is_currency else in_euros))
     clock.advance(1)
-    later = await admission.admit(admission_request(bob, None, room=990, cost=in_euros))
+    later = await admission.admit(request_of(bob, None, room=990, cost=in_euros))
     generate(clock, sooner, 250, 0.1)
     generate(clock, later, 156, 0.1)
     assert await retry_after_s(admission, bob, 0, prompt=201, cost=in_euros) == 10, "100 tokens, 0.1 s each"
@@ -165,21 +163,21 @@ async def test_only_what_is_held_of_the_limit_is_expected_to_be_released(
 
 async def test_a_request_that_would_exactly_fit_without_running_ones_is_held(admission: Admission) -> None:
     bob = principal(Limits(tokens_per_day=100))
-    (await admission.admit(admission_request(bob, 0, prompt=40))).settle(40)
-    await admission.admit(admission_request(bob, 0, prompt=60))
+    (await admission.admit(request_of(bob, 0, prompt=40))).settle(40)
+    await admission.admit(request_of(bob, 0, prompt=60))
     assert await retry_after_s(admission, bob, 0, prompt=60) == WAIT_S_MIN
-    (decision,) = (await admission.dry_run(admission_request(bob, 0, prompt=61))).refusals
+    (decision,) = (await admission.dry_run(request_of(bob, 0, prompt=61))).refusals
     assert not decision.estimated
 
 
 async def test_waiters_ahead_take_the_first_free_slots(admission: Admission, clock: FakeClock) -> None:
     bob = principal(Limits(concurrent_requests=2))
-    first, second = await admission.admit(admission_request(bob)), await admission.admit(admission_request(bob))
+    first, second = await admission.admit(request_of(bob)), await admission.admit(request_of(bob))
     for _ in range(41):
         generate(clock, first, 1, 0.1)
         second.record_progress(0, first.output_tokens // 2)
     assert await retry_after_s(admission, bob) == 6
-    waiting = asyncio.ensure_future(admission.admit(admission_request(bob), 60))
+    waiting = asyncio.ensure_future(admission.admit(request_of(bob), 60))
     await asyncio.sleep(0)
     assert await retry_after_s(admission, bob) > 15, "the waiter ahead gets the first slot"
     first.settle(50)
@@ -188,16 +186,16 @@ async def test_waiters_ahead_take_the_first_free_slots(admission: Admission, clo
 
 async def test_a_place_kept_for_a_waiter_while_nothing_runs_is_retried_after_the_shortest_wait(admission: Admission) -> None:
     bob = principal(Limits(concurrent_requests=1, requests_per_minute=1))
-    (await admission.admit(admission_request(bob))).settle(10)
-    waiting = asyncio.ensure_future(admission.admit(admission_request(bob), 60))
+    (await admission.admit(request_of(bob))).settle(10)
+    waiting = asyncio.ensure_future(admission.admit(request_of(bob), 60))
     await asyncio.sleep(0)
-    decisions = (await admission.dry_run(admission_request(bob))).decisions
+    decisions = (await admission.dry_run(request_of(bob))).decisions
     assert [each.wait_s for each in decisions if each.kind == "concurrency"] == [WAIT_S_MIN]
     waiting.cancel()
 
 
 async def test_a_wait_that_never_ends_is_no_estimate(admission: Admission) -> None:
-    (decision,) = (await admission.dry_run(admission_request(principal(Limits(concurrent_requests=0))))).refusals
+    (decision,) = (await admission.dry_run(request_of(principal(Limits(concurrent_requests=0))))).refusals
     assert (decision.wait_s, decision.estimated) == (None, False)
 
 
@@ -220,10 +218,10 @@ async def test_a_flood_of_refusals_computes_the_estimate_at_most_four_times_a_se
     admission: Admission, clock: FakeClock, monkeypatch: pytest.MonkeyPatch, limits: Limits
 ) -> None:
     bob, looks = principal(limits), Looks(monkeypatch)
-    running = [await admission.admit(admission_request(bob)) for _ in range(30)]
+    running = [await admission.admit(request_of(bob)) for _ in range(30)]
     for _ in range(100):
         with pytest.raises(RateLimitExceeded):
-            await admission.admit(admission_request(bob))
+            await admission.admit(request_of(bob))
         clock.advance(0.01)
     assert len(looks.at) == 4 * 30
     assert set(looks.at) == set(running)
@@ -231,7 +229,7 @@ async def test_a_flood_of_refusals_computes_the_estimate_at_most_four_times_a_se
 
 async def test_elapsed_time_is_subtracted_from_a_shared_estimate(admission: Admission, clock: FakeClock) -> None:
     bob = principal(Limits(concurrent_requests=1))
-    running = await admission.admit(admission_request(bob, 200))
+    running = await admission.admit(request_of(bob, 200))
     generate(clock, running, 98, 0.1)  # 102 are left
     assert await retry_after_s(admission, bob) == 11
     clock.advance(0.24)
@@ -245,16 +243,16 @@ async def test_elapsed_time_is_subtracted_from_a_shared_estimate(admission: Admi
 async def test_only_holders_of_the_refusing_limit_are_considered(admission: Admission, monkeypatch: pytest.MonkeyPatch) -> None:
     bob, others = principal(Limits(concurrent_requests=1)), principal()
     for _ in range(20):
-        await admission.admit(admission_request(others))
-    running, looks = await admission.admit(admission_request(bob)), Looks(monkeypatch)
+        await admission.admit(request_of(others))
+    running, looks = await admission.admit(request_of(bob)), Looks(monkeypatch)
     await retry_after_s(admission, bob)
     assert looks.at == [running]
 
 
 async def test_ended_requests_are_not_considered(admission: Admission, monkeypatch: pytest.MonkeyPatch) -> None:
     bob, looks = principal(Limits(concurrent_requests=1)), Looks(monkeypatch)
-    (await admission.admit(admission_request(bob))).settle(20)
-    running = await admission.admit(admission_request(bob))
+    (await admission.admit(request_of(bob))).settle(20)
+    running = await admission.admit(request_of(bob))
     await retry_after_s(admission, bob)
     assert looks.at == [running]
 
@@ -263,7 +261,7 @@ async def test_requests_running_before_a_limit_is_set_are_considered_and_ended_o
     admission: Admission, clock: FakeClock
 ) -> None:
     bob = principal()
-    first, second = await admission.admit(admission_request(bob)), await admission.admit(admission_request(bob))
+    first, second = await admission.admit(request_of(bob)), await admission.admit(request_of(bob))
     generate(clock, first, 51, 0.1)
     limited = dataclasses.replace(
         bob, tenant=dataclasses.replace(bob.tenant, model_limits={"demo": Limits(concurrent_requests=1)})
@@ -274,4 +272,4 @@ async def test_requests_running_before_a_limit_is_set_are_considered_and_ended_o
     generate(clock, second, 90, 0.5)
     assert await retry_after_s(admission, limited) == 5
     second.settle(110)
-    (await admission.admit(admission_request(limited))).void()
+    (await admission.admit(request_of(limited))).void()

@@ -10,12 +10,12 @@ import pytest
 from appliance.base.db import Database
 from appliance.base.errors import BudgetExceeded, ModelNotPriced
 from appliance.metering.ledger import rollups
-from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.tenancy.principals import Limits
 from tests.support import factories
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.empty_sums import EmptySums
+from tests.support.factories import admission_request
 from tests.support.generations import MODEL, open_serving, text_of
 from tests.support.ledgers import euro_prices, num_running, running_ledger, utc_admission
 
@@ -52,7 +52,7 @@ async def test_a_request_without_a_price_is_counted_or_refused_without_a_reserva
 
 async def test_the_refusal_of_a_spent_budget_names_the_amounts(clock: FakeClock) -> None:
     admission, bob = utc_admission(clock, EmptySums()), factories.principal(Limits(monthly_budget=300))
-    request = AdmissionRequest(principal=bob, model="demo", prompt_tokens=301, max_output_tokens=0, price=factories.price())
+    request = admission_request(bob, 301, price=factories.price())
     with pytest.raises(BudgetExceeded) as refused:
         await admission.admit(request)
     assert (

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from kernels.quantised_weights import CHUNK_COLUMNS, Int4Weight
-from kernels.triton.invariant.linear import has_program_per_split, invariant_workspace, reduce_splits, split_range
+from kernels.triton.invariant.linear import invariant_workspace, programs_per_tile, reduce_splits, split_range
 from kernels.triton.launching.card_properties import multiprocessors
 from kernels.triton.launching.early_launch import early_launch, wait_for_previous
 from kernels.triton.products.int4 import Int4Tiles, check_int4_rows
@@ -70,7 +70,7 @@ def invariant_int4(x: torch.Tensor, weight: Int4Weight, *, bias: torch.Tensor | 
     num_chunks, num_outputs, _ = weight.words.shape
     tiles = invariant_int4_tiles(num_outputs, num_columns, multiprocessors(x.device))
     num_tiles = -(-num_rows // tiles.block_m) * -(-num_outputs // tiles.block_n)
-    programs = tiles.splits if has_program_per_split(num_tiles, tiles.splits, x.device) else 1
+    programs = programs_per_tile(num_tiles, tiles.splits, x.device)
     invariant_int4_kernel[(num_tiles, programs)](
         x, weight.words, weight.scales_zeros, bias, out,
         *invariant_workspace(num_tiles, programs, tiles.block_m * tiles.block_n, x.device),

@@ -42,9 +42,9 @@ def invariant_tiles(
     )
 
 
-def has_program_per_split(num_tiles: int, splits: int, device: torch.device) -> bool:
-    """Whether each split of a tile has its own program. It affects only the time: the sums are the same."""
-    return splits > 1 and num_tiles <= NUM_COUNTERS and num_tiles < 2 * multiprocessors(device)
+def programs_per_tile(num_tiles: int, splits: int, device: torch.device) -> int:
+    """One program for each split of a tile, or one for all of them. It affects only the time: the sums are the same."""
+    return splits if num_tiles <= NUM_COUNTERS and num_tiles < 2 * multiprocessors(device) else 1
 
 
 @triton.jit
@@ -163,7 +163,7 @@ def invariant_linear(
         return out
     tiles = invariant_tiles(values.shape, x.dtype, values.element_size(), capability(x.device), multiprocessors(x.device))
     num_tiles = -(-num_rows // tiles.block_m) * -(-num_outputs // tiles.block_n)
-    programs = tiles.splits if has_program_per_split(num_tiles, tiles.splits, x.device) else 1
+    programs = programs_per_tile(num_tiles, tiles.splits, x.device)
     invariant_kernel[(num_tiles, programs)](
         x, values, x_scales, scales, bias, out,
         *invariant_workspace(num_tiles, programs, tiles.block_m * tiles.block_n, x.device),

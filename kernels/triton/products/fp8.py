@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 
 from kernels.quantised_weights import FP8, Fp8Weight
-from kernels.triton.launching.card_properties import capability, card, multiprocessors
-from kernels.triton.products.dequantised_slabs import dequantise_rows, multiply_slabs, takes_slabs
-from kernels.triton.products.hopper_rows import multiply_few_rows
-from kernels.triton.products.tiles import MEMORY_BOUND_ROWS_MAX, byte_tiles, launch
+from kernels.triton.launching.card_properties import capability, card
+from kernels.triton.products.int8 import multiply_bytes
+from kernels.triton.products.tiles import MEMORY_BOUND_ROWS_MAX
 
 
 def linear_fp8(
@@ -44,16 +41,7 @@ def linear_fp8(
     if x_scales is not None and x.shape[0] > MEMORY_BOUND_ROWS_MAX and _fits_scaled_mm(x, weight, dtype):
         return _scaled_mm(x, weight, x_scales, bias, out)
     out = torch.empty(x.shape[0], weight.values.shape[0], dtype=dtype, device=x.device) if out is None else out
-    if not x.shape[0]:
-        return out
-    if takes_slabs(x, out):
-        return multiply_slabs(x, partial(dequantise_rows, weight), x.shape[1], bias, out)
-    if multiply_few_rows(x, weight, bias, out):
-        return out
-    tiles = byte_tiles(
-        x.shape[0], weight.values.shape, capability(x.device), multiprocessors(x.device), row_bytes=x.element_size()
-    )
-    return launch(x, weight.values, tiles, out, x_scales=x_scales, weight_scales=weight.scales, bias=bias)
+    return multiply_bytes(x, weight, bias, out, x_scales)
 
 
 def check_fp8(device: torch.device) -> None:

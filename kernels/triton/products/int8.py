@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from kernels.quantised_weights import Int8Weight
+from kernels.quantised_weights import Fp8Weight, Int8Weight
 from kernels.triton.launching.card_properties import capability, multiprocessors
 from kernels.triton.products.dequantised_slabs import dequantise_rows, multiply_slabs, takes_slabs
 from kernels.triton.products.hopper_rows import multiply_few_rows
@@ -26,13 +26,22 @@ def linear_int8(
     2·M·K of x, writes 2·M·N; 2·M·N·K operations. Rows beyond M, columns beyond N and K are masked. Accumulates in float32.
     """
     out = x.new_empty(x.shape[0], weight.values.shape[0]) if out is None else out
-    if not x.shape[0]:
+    return multiply_bytes(x, weight, bias, out)
+
+
+def multiply_bytes(
+    x: torch.Tensor,
+    weight: Int8Weight | Fp8Weight,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    x_scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x Wᵀ + bias for weights of 8 bits, by the kernel for the number of rows of x → out"""
+    if not x.shape[0] or multiply_few_rows(x, weight, bias, out):
         return out
     if takes_slabs(x, out):
         return multiply_slabs(x, partial(dequantise_rows, weight), x.shape[1], bias, out)
-    if multiply_few_rows(x, weight, bias, out):
-        return out
     tiles = byte_tiles(
         x.shape[0], weight.values.shape, capability(x.device), multiprocessors(x.device), row_bytes=x.element_size()
     )
-    return launch(x, weight.values, tiles, out, weight_scales=weight.scales, bias=bias)
+    return launch(x, weight.values, tiles, out, x_scales=x_scales, weight_scales=weight.scales, bias=bias)

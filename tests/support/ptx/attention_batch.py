@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 import torch
 
 from kernels.attention_rows import AttentionShape
 from kernels.reference import attention as reference
 from kernels.reference import rotated_decode as exact
 from kernels.triton.attention import decode as attention_decode
-from kernels.triton.attention import prefill as attention_prefill
 from kernels.triton.attention import rotated_decode
-from tests.support.kernel_cases import (
-    Guarded,
-    RotatedDecodeBatch,
-    fill_cache,
-    normal,
-    padded_rows,
-    scatter_block_tables,
-    table_tensor,
-)
+from tests.support.kernel_cases import RotatedDecodeBatch
 from tests.support.kernel_tolerances import Kind, assert_near, assert_same
+from tests.support.prefill_chunks import Chunks
 
 CPU = torch.device("cpu")
 BLOCK = 16
@@ -29,7 +19,7 @@ BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 SCALES = torch.tensor([0.5, 2.0])
 
 
-class AttentionBatch:
+class AttentionBatch(Chunks):
     """Requests of `lengths` tokens in a cache that is NaN elsewhere, and queries for the last `counts` tokens of each."""
 
     def __init__(
@@ -43,46 +33,20 @@ class AttentionBatch:
         unused_rows: int = 0,
     ) -> None:
         """`unused_rows`: rows of no request, before those of the first."""
-        self.shape, self.dtype, self.unused_rows = shape, dtype, unused_rows
-        tables, num_blocks = scatter_block_tables(lengths, shape.block_size)
-        size = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
-        self.cache = fill_cache(tables, lengths, size, dtype=kv_dtype, device=CPU)
-        self.tables = table_tensor(tables, CPU)
-        self.lens = torch.tensor(lengths, dtype=torch.int32)
-        self.starts = torch.tensor([*accumulate(counts, initial=unused_rows)], dtype=torch.int32)
-        self.max_query_len = max(counts)
-        queries = normal(unused_rows + sum(counts), shape.num_heads * shape.head_dim, dtype=dtype, device=CPU)
-        wide = padded_rows(queries, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim)
-        self.q = wide.view(-1, shape.num_heads, shape.head_dim)
+        requests = [*zip(counts, lengths, strict=True)]
+        super().__init__(requests, shape, CPU, dtype=dtype, kv_dtype=kv_dtype, unused_rows=unused_rows)
         self.scales = SCALES if kv_dtype == FP8 else None
-
-    def out(self) -> Guarded:
-        """An output tensor whose surroundings are checked."""
-        return Guarded(tuple(self.q.shape), self.dtype, CPU)
 
     def check_decode(self) -> None:
         """Compare the decode kernel, for one query per request, with the reference."""
         out = self.out()
-        arguments = (self.q, self.cache, self.tables, self.lens, self.shape)
+        arguments = (self.q, self.cache, self.tables, self.context_lens, self.shape)
         attention_decode.paged_decode(*arguments, kv_scales=self.scales, out=out.tensor)
         assert_near(out.check(), reference.paged_decode(*arguments, kv_scales=self.scales), "attention")
 
-    def expected(self) -> torch.Tensor:
-        """The outputs of the reference for all queries."""
-        return reference.paged_prefill(
-            self.q, self.cache, self.tables, self.starts, self.lens, self.shape,
-            max_query_len=self.max_query_len, kv_scales=self.scales,
-        )  # fmt: skip
-
     def check_prefill(self) -> None:
-        """Compare the prefill kernel with the reference, and check that it leaves unused rows alone."""
-        out = self.out()
-        attention_prefill.paged_prefill(
-            self.q, self.cache, self.tables, self.starts, self.lens, self.shape,
-            max_query_len=self.max_query_len, kv_scales=self.scales, out=out.tensor,
-        )  # fmt: skip
-        assert_near(out.check()[self.unused_rows :], self.expected()[self.unused_rows :], "attention")
-        assert out.tensor[: self.unused_rows].isnan().all(), "unused rows were written"
+        """Compare the prefill kernel with the reference."""
+        self.compare(self.scales)
 
 
 def check_rotated_decode(batch: RotatedDecodeBatch) -> None:

@@ -147,6 +147,11 @@ class Block:
             error.add_note(f"in {self.launch.program.name}: {code.text}")
             raise
 
+    def check_waited(self, active: Array) -> None:
+        """Raises Fault if the preceding kernel may still run, so that memory must not be accessed."""
+        if self.launch.early and not self.waited[active].all():
+            raise Fault("memory is touched before griddepcontrol.wait")
+
     def read(self, operand: Operand, kind: Type) -> Array:
         """Operand values: [T], or [2, T] of a packed type."""
         return kind.unpack(self.raw(operand, kind.width))

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tests.support.ptx.block import Block
-from tests.support.ptx.memory import Fault
 from tests.support.ptx.operations import instruction
 from tests.support.ptx.program import Instruction, UnknownPtx
 from tests.support.ptx.types import Array
@@ -63,8 +62,7 @@ def copy(block: Block, code: Instruction, active: Array) -> None:
 
 def _begin_copy(block: Block, code: Instruction, active: Array) -> Copy:
     """An operand after the size is the number of bytes to read: all, or none for a target filled with zeros."""
-    if block.launch.early and not block.waited[active].all():
-        raise Fault("memory is touched before griddepcontrol.wait")
+    block.check_waited(active)
     target, source, size = code.operands[:3]
     length = int(block.raw(size, 4)[0])
     counted = block.raw(code.operands[3] if len(code.operands) > 3 else size, 4)[active]

@@ -47,7 +47,7 @@ def load(block: Block, code: Instruction, active: Array) -> None:
             if block.launch.early and not block.waited[active].all():
                 block.launch.memory.check_visible(addresses, kind.width * len(targets))
         else:
-            _check_waited(block, active)
+            block.check_waited(active)
         found = block.launch.memory.load(addresses, kind.width, len(targets))
     else:
         raise UnknownPtx("another space of addresses")
@@ -80,7 +80,7 @@ def store(block: Block, code: Instruction, active: Array) -> None:
     if "shared" in code.modifiers:
         block.shared.store(addresses, values, block.select_active(block.threads, active))
     elif "global" in code.modifiers:
-        _check_waited(block, active)
+        block.check_waited(active)
         block.launch.memory.store(addresses, values)
         block.stored |= active
     else:
@@ -107,7 +107,7 @@ def atomic(block: Block, code: Instruction, active: Array) -> None:
     """Executed thread by thread."""
     kind, has_result = code.type, code.opcode == "atom"
     address, *sources = code.operands[1:] if has_result else code.operands
-    _check_waited(block, active)
+    block.check_waited(active)
     if RELEASES.intersection(code.modifiers):
         _check_released(block, active)
     memory, addresses = block.launch.memory, block.addresses(address, active)
@@ -133,11 +133,6 @@ def _atomic_result(code: Instruction, old: Array, given: list[Array]) -> Array:
     unpack, pack = code.type.unpack, code.type.pack
     made: Array = pack(np.asarray(function(unpack(old), unpack(given[0]))))
     return made
-
-
-def _check_waited(block: Block, active: Array) -> None:
-    if block.launch.early and not block.waited[active].all():
-        raise Fault("memory is touched before griddepcontrol.wait")
 
 
 def _check_released(block: Block, active: Array) -> None:

@@ -30,14 +30,12 @@ def _product(x: torch.Tensor, wide: torch.Tensor, bias: torch.Tensor | None, dty
     return (exact if bias is None else exact + bias.float()).to(dtype)
 
 
-def bind_int8(weight: Int8Weight, bias: torch.Tensor | None) -> Product:
+def bind_int8(weight: Int8Weight | Int4Weight, bias: torch.Tensor | None) -> Product:
     wide = _dequantise_on_host(weight)
     return lambda x: _product(x, wide, bias, x.dtype)
 
 
-def bind_int4(weight: Int4Weight, bias: torch.Tensor | None) -> Product:
-    wide = _dequantise_on_host(weight)
-    return lambda x: _product(x, wide, bias, x.dtype)
+bind_int4 = bind_int8
 
 
 def bind_fp8(weight: Fp8Weight, bias: torch.Tensor | None) -> Callable[..., torch.Tensor]:
