@@ -14,7 +14,7 @@ from typing import Any
 import llguidance
 
 from engine.grammar.spec import GrammarError, GrammarSpec
-from engine.grammar.vocabulary import Vocabulary
+from engine.grammar.vocabulary import NO_BYTES, Vocabulary
 
 # Limits of one step. Lexer fuel and parser items are counted by the library (50,000 and 20,000 a millisecond, roughly), so the
 # bound is the same on any machine. What a step has computed is cached for later steps of all requests, so only the first steps
@@ -28,6 +28,8 @@ TRIAL_RUNS = 3
 TRIAL_TOKENS = 40
 COMPILE_LEXER_FUEL = 2_000_000
 GRAMMAR_SYMBOLS_MAX = 500_000
+TOKEN_BYTES_MAX = 1024
+"""The library panics on a vocabulary with a longer token, so such a token is not allowed in an answer with a grammar."""
 NO_TEXT = "NoExtensionBias"  # the library's word for a state without a next byte
 
 
@@ -38,7 +40,7 @@ class _TokenTable:
     bos_token_id = None
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self.tokens: Sequence[bytes] = list(vocabulary.tokens)
+        self.tokens: Sequence[bytes] = [token if len(token) <= TOKEN_BYTES_MAX else NO_BYTES for token in vocabulary.tokens]
         self.eos_token_id = vocabulary.eos_token_ids[0]
         self.special_token_ids = list(vocabulary.eos_token_ids)
 

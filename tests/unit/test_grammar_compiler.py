@@ -428,6 +428,13 @@ def test_the_first_token_has_the_space_that_the_decoder_strips() -> None:
     compiler.close()
 
 
+@pytest.mark.parametrize(("num_bytes", "is_allowed"), [(matcher.TOKEN_BYTES_MAX, True), (matcher.TOKEN_BYTES_MAX + 1, False)])
+def test_a_token_too_long_for_the_library_is_not_allowed_in_an_answer_with_a_grammar(num_bytes: int, is_allowed: bool) -> None:
+    vocabulary = Vocabulary((b"", b"a", b"a" * num_bytes), (EOS,))
+    grammar = matcher.CompiledGrammar(matcher.token_trie(vocabulary), "start: /a+/", GrammarSpec("regex", "a+"))
+    assert allowed_tokens(grammar.start(), vocabulary) == ({1, 2} if is_allowed else {1})
+
+
 def test_a_lexer_table_exhausted_by_one_request_is_replaced_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matcher, "LEXER_STATES_MAX", 40)
     monkeypatch.setattr(matcher, "TRIAL_RUNS", 0)
