@@ -2,7 +2,8 @@
 
 Each tenant has its own queue and its own cache. Tenants are served round robin, each with one compile running at a time. So
 texts that use up their whole deadline delay only the tenant that sent them, as long as there is another worker. When too many
-wait or are cached, an entry of the tenant with the most is dropped.
+wait or are cached, an entry of the tenant with the most is dropped; when the cached ones take too much memory, one of the
+tenant whose grammars take the most. Requests that use a dropped grammar keep it until they end.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from engine.grammar.matcher import CompiledGrammar
 from engine.grammar.spec import GrammarSpec
 
 CACHED_GRAMMARS_MAX = 128
+CACHED_BYTES_MAX = 1024**3
 WAITING_MAX = 512
 NO_THREAD = "the system starts no more threads"
 NO_PROCESS = "the system starts no more processes"
@@ -48,6 +50,16 @@ class _TenantQueue:
         """Grammars that neither wait nor run, and so may be evicted."""
         return len(self.futures) - len(self.waiting) - self.num_running
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the compiled grammars."""
+        done = (grammar for grammar in self.futures.values() if grammar.done() and not grammar.cancelled())
+        return sum(grammar.result().num_bytes for grammar in done if grammar.exception() is None)
+
+    def evict_oldest(self, *, is_compiled: bool) -> None:
+        """Drop the least recently used grammar, of the compiled ones only or of the refused ones too."""
+        del self.futures[next(s for s, g in self.futures.items() if g.done() and not (is_compiled and g.exception()))]
+
 
 class CompileQueue:
     """The queues of all tenants that have a grammar; the one served next comes first."""
@@ -70,7 +82,9 @@ class CompileQueue:
         if queue is None or spec not in queue.futures:
             return None
         queue.futures.move_to_end(spec)
-        return queue.futures[spec]
+        grammar = queue.futures[spec]
+        self._evict()  # grammars grow while they are used
+        return grammar
 
     def add(self, tenant_id: str, spec: GrammarSpec) -> Future[CompiledGrammar]:
         """Append an unknown grammar to its tenant's queue. Raises `EngineOverloaded` when too many wait, unless another tenant
@@ -106,7 +120,7 @@ class CompileQueue:
         """Record that a compile is over: its tenant may start the next one."""
         self._queues[job.tenant_id].num_running -= 1
         self._drop_if_empty(job.tenant_id)
-        self._evict_oldest()
+        self._evict()
 
     def cancel_waiting(self) -> None:
         """Cancel all waiting compiles."""
@@ -115,13 +129,16 @@ class CompileQueue:
                 queue.futures[spec].cancel()
             queue.waiting.clear()
 
-    def _evict_oldest(self) -> None:
-        """Keep CACHED_GRAMMARS_MAX. Grammars that wait or run are never evicted, and evict none."""
-        surplus = sum(queue.num_cached for queue in self._queues.values()) - CACHED_GRAMMARS_MAX
-        for _ in range(surplus):
-            tenant_id, queue = max(self._queues.items(), key=lambda item: item[1].num_cached)
-            del queue.futures[next(spec for spec, grammar in queue.futures.items() if grammar.done())]
-            self._drop_if_empty(tenant_id)
+    def _evict(self) -> None:
+        """Keep CACHED_GRAMMARS_MAX with CACHED_BYTES_MAX. Grammars that wait or run are never evicted, and evict none."""
+        while sum(queue.num_cached for queue in self._queues.values()) > CACHED_GRAMMARS_MAX:
+            self._evict_from(max(self._queues, key=lambda tenant_id: self._queues[tenant_id].num_cached), is_compiled=False)
+        while sum(queue.num_bytes for queue in self._queues.values()) > CACHED_BYTES_MAX:
+            self._evict_from(max(self._queues, key=lambda tenant_id: self._queues[tenant_id].num_bytes), is_compiled=True)
+
+    def _evict_from(self, tenant_id: str, *, is_compiled: bool) -> None:
+        self._queues[tenant_id].evict_oldest(is_compiled=is_compiled)
+        self._drop_if_empty(tenant_id)
 
     def _drop_if_empty(self, tenant_id: str) -> None:
         queue = self._queues[tenant_id]

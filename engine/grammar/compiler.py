@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from concurrent.futures import Future
-from typing import IO
+from typing import IO, Any
 
 from engine.errors import EngineOverloaded
 from engine.grammar.compile_queue import NO_PROCESS, NO_THREAD, CompileQueue, Job, overloaded
@@ -56,9 +56,9 @@ class _WorkerProcess:
             self.kill()
             raise
 
-    def compile(self, spec: GrammarSpec, deadline_s: float) -> dict[str, str]:
+    def compile(self, spec: GrammarSpec, deadline_s: float) -> dict[str, Any]:
         """Have the worker compile `spec`. Returns its answer. Raises `WorkerLost` when there is none within the deadline."""
-        answer: dict[str, str] = json.loads(self._exchange(job_line(spec, deadline_s), deadline_s))
+        answer: dict[str, Any] = json.loads(self._exchange(job_line(spec, deadline_s), deadline_s))
         return answer
 
     def _exchange(self, request: bytes, deadline_s: float) -> bytes:
@@ -223,8 +223,8 @@ class GrammarCompiler:
             self._num_idle -= 1
         return job
 
-    def _build(self, spec: GrammarSpec, answer: dict[str, str]) -> CompiledGrammar:
+    def _build(self, spec: GrammarSpec, answer: dict[str, Any]) -> CompiledGrammar:
         if "error" in answer:
             raise GrammarError(spec.param, answer["error"])
         assert self._trie is not None
-        return CompiledGrammar(self._trie, answer["lark"], spec)
+        return CompiledGrammar(self._trie, answer["lark"], spec, built_bytes=answer["bytes"])

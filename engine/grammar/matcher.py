@@ -14,20 +14,26 @@ from typing import Any
 import llguidance
 
 from engine.grammar.spec import GrammarError, GrammarSpec
-from engine.grammar.vocabulary import Vocabulary
+from engine.grammar.vocabulary import NO_BYTES, Vocabulary
 
 # Limits of one step. Lexer fuel and parser items are counted by the library (50,000 and 20,000 a millisecond, roughly), so the
 # bound is the same on any machine. What a step has computed is cached for later steps of all requests, so only the first steps
 # come near the limits; `ALLOWANCE_S` and `TOKEN_ALLOWANCE_S` bound the sum. A request that exceeds any of them fails alone.
 STEP_LEXER_FUEL = 8_000_000
 STEP_ITEMS_MAX = 60_000
-LEXER_STATES_MAX = 30_000  # about 2 kB each, shared by the requests of a grammar
+LEXER_STATES_MAX = 30_000
+SMALL_TABLE_STATES = 4_000
+"""A grammar begins with a small table of lexer states, which its requests share; most never need the large one."""
+LEXER_STATE_BYTES = 1024
+"""An upper estimate: full tables of 30,000 states were measured to take 14 to 23 MB."""
 ALLOWANCE_S = 1.0
 TOKEN_ALLOWANCE_S = 0.004
 TRIAL_RUNS = 3
 TRIAL_TOKENS = 40
 COMPILE_LEXER_FUEL = 2_000_000
 GRAMMAR_SYMBOLS_MAX = 500_000
+TOKEN_BYTES_MAX = 1024
+"""The library panics on a vocabulary with a longer token, so such a token is not allowed in an answer with a grammar."""
 NO_TEXT = "NoExtensionBias"  # the library's word for a state without a next byte
 
 
@@ -38,7 +44,7 @@ class _TokenTable:
     bos_token_id = None
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self.tokens: Sequence[bytes] = list(vocabulary.tokens)
+        self.tokens: Sequence[bytes] = [token if len(token) <= TOKEN_BYTES_MAX else NO_BYTES for token in vocabulary.tokens]
         self.eos_token_id = vocabulary.eos_token_ids[0]
         self.special_token_ids = list(vocabulary.eos_token_ids)
 
@@ -69,20 +75,22 @@ def has_no_text(lark: str) -> bool:
     return bool(matcher.is_error() and matcher.get_error().startswith(NO_TEXT))
 
 
-def limits() -> llguidance.LLParserLimits:
+def limits(states_max: int) -> llguidance.LLParserLimits:
     return llguidance.LLParserLimits(
         initial_lexer_fuel=COMPILE_LEXER_FUEL,
         step_lexer_fuel=STEP_LEXER_FUEL,
         step_max_items=STEP_ITEMS_MAX,
-        max_lexer_states=LEXER_STATES_MAX,
+        max_lexer_states=states_max,
         max_grammar_size=GRAMMAR_SYMBOLS_MAX,
         verbose_errors=False,
     )
 
 
-def build_matcher(trie: llguidance.LLTokenizer, lark: str, spec: GrammarSpec) -> Any:
-    """Compile a grammar and try it out on random texts. Raises `GrammarError` naming the field of `spec`."""
-    matcher = llguidance.LLMatcher(trie, lark, log_level=0, limits=limits())
+def build_matcher(trie: llguidance.LLTokenizer, lark: str, spec: GrammarSpec, states_max: int | None = None) -> Any:
+    """Compile a grammar and try it out on random texts. Its table has at most `states_max` lexer states, LEXER_STATES_MAX if
+    None. Raises `GrammarError` naming the field of `spec`."""
+    states_max = LEXER_STATES_MAX if states_max is None else states_max
+    matcher = llguidance.LLMatcher(trie, lark, log_level=0, limits=limits(states_max))
     if matcher.is_error():
         reason = _first_line(matcher.get_error())
         if reason.startswith("panic") or "number of symbols" in reason:
@@ -132,19 +140,31 @@ class CompiledGrammar:
     """A grammar ready for any number of requests.
 
     The library keeps the lexer's states in a table shared by all matchers that were copied from one. When the table is full, or
-    a step has used up its fuel, all of them fail. The table is then replaced, and requests that did not cause the failure go on
-    with the new one (`GrammarState`).
+    a step has used up its fuel, all of them fail. The table is then replaced by a large one, and requests that did not cause
+    the failure go on with that (`GrammarState`).
     """
 
-    __slots__ = ("_lark", "_matcher", "_trie", "spec", "table_number")
+    __slots__ = ("_built_bytes", "_lark", "_matcher", "_states_max", "_trie", "spec", "table_number")
 
-    def __init__(self, trie: llguidance.LLTokenizer, lark: str, spec: GrammarSpec) -> None:
-        """Raises `GrammarError` naming the field of `spec`."""
+    def __init__(self, trie: llguidance.LLTokenizer, lark: str, spec: GrammarSpec, *, built_bytes: int = 0) -> None:
+        """`built_bytes`: the memory of the grammar before its first request, as the worker measured it. Raises `GrammarError`
+        naming the field of `spec`."""
         self.spec = spec
         self.table_number = 0
         self._trie = trie
         self._lark = lark
-        self._matcher = build_matcher(trie, lark, spec)
+        self._built_bytes = built_bytes
+        self._states_max = min(SMALL_TABLE_STATES, LEXER_STATES_MAX)
+        try:
+            self._matcher = build_matcher(trie, lark, spec, self._states_max)
+        except GrammarError:
+            self._states_max = LEXER_STATES_MAX
+            self._matcher = build_matcher(trie, lark, spec)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the grammar takes once its table is full: an upper estimate."""
+        return self._built_bytes + self._states_max * LEXER_STATE_BYTES
 
     def start(self) -> GrammarState:
         """The state before the first token of an answer; microseconds."""
@@ -160,6 +180,7 @@ class CompiledGrammar:
         if failed_number != self.table_number:
             return
         self.table_number += 1
+        self._states_max = LEXER_STATES_MAX
         self._matcher = build_matcher(self._trie, self._lark, self.spec)
 
 

@@ -146,7 +146,7 @@ class Cases:
             return self._compound(branch, formula, holds)
         kind = _type_of(formula)
         if not holds:
-            if kind is not None:
+            if kind is not None and formula.kind != "whole":  # what is not an integer may have any other type
                 branch.types &= {kind}
             alternatives = self._negated(formula)
             if alternatives is not None:

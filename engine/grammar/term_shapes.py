@@ -187,6 +187,8 @@ class Shapes:
             Counted(((contains.node, contains.holds),), ((contains.node, not contains.holds),), contains.low, contains.high)
             for contains in _values_of(facts, "contains")
         )
+        if high is not None and any(rule.low > high for rule in counted):
+            return None
         if any(rule.low and self.is_empty(make_term((*rule.value, *others))) and not first for rule in counted):
             return None
         may_repeat = high is None or high > 1

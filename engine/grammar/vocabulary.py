@@ -2,14 +2,15 @@
 
 A grammar is a set of byte strings, so a mask over tokens is only as exact as this table. The supported models have one of two
 alphabets: byte-level BPE, in which each character of a token stands for one byte (Radford et al. 2019, GPT-2), and
-SentencePiece, in which a token is text, `▁` stands for a space and `<0xNN>` for one byte.
+SentencePiece, in which a token is text, a character, mostly `▁`, stands for a space and `<0xNN>` for one byte.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,10 +59,11 @@ def vocabulary_of(tokenizer: Mapping[str, Any], vocab_size: int, eos_token_ids: 
     decoders = list(_steps(tokenizer.get("decoder"), "decoders"))
     kinds = {str(step.get("type")) for step in decoders}
     added = {int(token["id"]): token for token in tokenizer.get("added_tokens") or []}
+    to_bytes: Callable[[str], bytes]
     if "ByteLevel" in kinds:
         to_bytes = _byte_level
     elif kinds & {"ByteFallback", "Metaspace"} or any(_replaces_metaspace(step) for step in decoders):
-        to_bytes = _sentencepiece
+        to_bytes = functools.partial(_sentencepiece, list(_replacements(decoders)))
     else:
         supported = "ByteLevel, or Metaspace / ByteFallback"
         raise UnsupportedModel(f"tokenizer.json has the decoder {sorted(kinds) or 'none'}; structured output takes {supported}")
@@ -101,15 +103,28 @@ def _replaces_metaspace(step: Mapping[str, Any]) -> bool:
     return step.get("type") == "Replace" and step.get("pattern") == {"String": _METASPACE}
 
 
+def _replacements(decoders: Iterable[Mapping[str, Any]]) -> Iterable[tuple[str, str]]:
+    """What the decoder replaces in each token, in order: pairs of old and new text."""
+    for step in decoders:
+        if step.get("type") == "Metaspace":
+            yield str(step.get("replacement", _METASPACE)), " "
+        elif step.get("type") == "Replace" and "String" in step["pattern"]:
+            yield step["pattern"]["String"], step["content"]
+
+
 def _strips_space(step: Mapping[str, Any]) -> bool:
     if step.get("type") == "Metaspace":
         return step.get("prepend_scheme", "always") != "never" and step.get("add_prefix_space", True) is not False
     return step.get("type") == "Strip" and step.get("content") == " " and int(step.get("start", 0)) > 0
 
 
-def _sentencepiece(text: str) -> bytes:
+def _sentencepiece(replacements: Iterable[tuple[str, str]], text: str) -> bytes:
     byte = _BYTE_TOKEN.fullmatch(text)
-    return bytes([int(byte.group(1), 16)]) if byte else text.replace(_METASPACE, " ").encode()
+    if byte:
+        return bytes([int(byte.group(1), 16)])
+    for old, new in replacements:
+        text = text.replace(old, new)
+    return text.encode()
 
 
 def _byte_alphabet() -> dict[str, int]:

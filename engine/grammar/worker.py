@@ -6,6 +6,7 @@ text or with an error. `python -m engine.grammar.worker`, started only by `gramm
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
@@ -13,7 +14,7 @@ import resource
 import signal
 import sys
 import threading
-from typing import IO
+from typing import IO, Any
 
 from engine.grammar.lark import to_lark
 from engine.grammar.matcher import answer_grammar, build_matcher, token_trie
@@ -27,6 +28,33 @@ NICENESS = 10
 HEAP_BYTES_MAX = 3 * 1024**3
 ALARM_MARGIN_S = 2.0
 """The process ends itself this long after a deadline that its parent did not enforce, because the parent is dead."""
+
+
+class _HeapInfo(ctypes.Structure):
+    """`struct mallinfo` of the C library (mallinfo(3)), whose fields are sizes modulo 2 ** 32."""
+
+    _fields_ = [
+        (name, ctypes.c_uint)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    ]
+
+
+_mallinfo = ctypes.CDLL(None).mallinfo
+_mallinfo.restype = _HeapInfo
+
+
+def _heap_bytes() -> int:
+    info = _mallinfo()
+    return int(info.uordblks + info.hblkhd)
+
+
+def _built_bytes(trie: Any, lark: str, spec: GrammarSpec) -> int:
+    """Build a grammar. Returns the memory that it takes. Raises `GrammarError`."""
+    before = _heap_bytes()
+    matcher = build_matcher(trie, lark, spec)
+    num_bytes = (_heap_bytes() - before) % 2**32
+    del matcher
+    return num_bytes if num_bytes < HEAP_BYTES_MAX else 0
 
 
 def vocabulary_line(vocabulary: Vocabulary) -> bytes:
@@ -48,7 +76,7 @@ def _read_vocabulary(line: bytes) -> Vocabulary:
 
 
 def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
-    """Answer jobs until the other side closes. Each answer is {"lark": text} or {"error": message}."""
+    """Answer jobs until the other side closes. Each answer is {"lark": text, "bytes": size} or {"error": message}."""
     vocabulary = _read_vocabulary(requests.readline())
     trie = token_trie(vocabulary)
     for line in requests:
@@ -59,8 +87,7 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
             lark = answer_grammar(to_lark(spec), first_space=vocabulary.strips_first_space)
             if len(lark) > GRAMMAR_CHARACTERS_MAX:
                 raise GrammarError(spec.param, f"{spec.param} makes a grammar of more than {GRAMMAR_CHARACTERS_MAX} characters")
-            build_matcher(trie, lark, spec)
-            answer = {"lark": lark}
+            answer: dict[str, Any] = {"lark": lark, "bytes": _built_bytes(trie, lark, spec)}
         except GrammarError as error:
             answer = {"error": str(error)}
         except (RecursionError, MemoryError):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +22,7 @@ TENANTS = ("alice", "bob", "charlie")
 @pytest.fixture(autouse=True)
 def _small_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_queue, "CACHED_GRAMMARS_MAX", 9)
+    monkeypatch.setattr(compile_queue, "CACHED_BYTES_MAX", 100)
 
 
 def regex_spec(number: int) -> GrammarSpec:
@@ -142,6 +145,45 @@ def test_a_waiting_grammar_is_not_evicted() -> None:
     queue.finish(job)
     assert queue.find("alice", regex_spec(10)) is waiting
     assert queue.find("alice", regex_spec(0)) is None
+
+
+def add_with_size(queue: CompileQueue, tenant: str, number: int, num_bytes: int) -> SimpleNamespace:
+    grammar = queue.add(tenant, regex_spec(number))
+    job = start_next(queue)
+    compiled = SimpleNamespace(num_bytes=num_bytes)
+    grammar.set_result(cast(CompiledGrammar, compiled))
+    queue.finish(job)
+    return compiled
+
+
+def cached_numbers(queue: CompileQueue, tenant: str) -> list[int]:
+    return [number for number in range(20) if queue.find(tenant, regex_spec(number)) is not None]
+
+
+def test_the_tenant_whose_grammars_take_the_most_memory_loses_its_oldest_ones() -> None:
+    queue = CompileQueue()
+    add_compiled(queue, "alice", 0)
+    for number in (1, 2, 3):
+        add_with_size(queue, "alice", number, 30)
+    add_with_size(queue, "bob", 4, 10)
+    assert cached_numbers(queue, "alice") == [0, 1, 2, 3], "100 bytes are allowed"
+    add_with_size(queue, "bob", 5, 30)
+    assert (cached_numbers(queue, "alice"), cached_numbers(queue, "bob")) == ([0, 2, 3], [4, 5])
+
+
+def test_a_grammar_that_has_grown_counts_with_its_new_size_at_the_next_request() -> None:
+    queue = CompileQueue()
+    first = add_with_size(queue, "alice", 1, 40)
+    add_with_size(queue, "alice", 2, 40)
+    first.num_bytes = 61
+    assert queue.find("alice", regex_spec(2)) is not None
+    assert cached_numbers(queue, "alice") == [2]
+
+
+def test_a_grammar_larger_than_the_cache_is_compiled_but_not_kept() -> None:
+    queue = CompileQueue()
+    add_with_size(queue, "alice", 1, 101)
+    assert not queue._queues
 
 
 def test_a_tenant_without_grammars_leaves_no_queue() -> None:

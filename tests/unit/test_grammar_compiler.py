@@ -17,8 +17,8 @@ from unittest import mock
 import pytest
 
 from engine.errors import EngineOverloaded
+from engine.grammar import compile_queue, matcher
 from engine.grammar import compiler as compiler_module
-from engine.grammar import matcher
 from engine.grammar.compile_queue import CompileQueue
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.lark import to_lark
@@ -428,6 +428,13 @@ def test_the_first_token_has_the_space_that_the_decoder_strips() -> None:
     compiler.close()
 
 
+@pytest.mark.parametrize(("num_bytes", "is_allowed"), [(matcher.TOKEN_BYTES_MAX, True), (matcher.TOKEN_BYTES_MAX + 1, False)])
+def test_a_token_too_long_for_the_library_is_not_allowed_in_an_answer_with_a_grammar(num_bytes: int, is_allowed: bool) -> None:
+    vocabulary = Vocabulary((b"", b"a", b"a" * num_bytes), (EOS,))
+    grammar = matcher.CompiledGrammar(matcher.token_trie(vocabulary), "start: /a+/", GrammarSpec("regex", "a+"))
+    assert allowed_tokens(grammar.start(), vocabulary) == ({1, 2} if is_allowed else {1})
+
+
 def test_a_lexer_table_exhausted_by_one_request_is_replaced_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matcher, "LEXER_STATES_MAX", 40)
     monkeypatch.setattr(matcher, "TRIAL_RUNS", 0)
@@ -499,6 +506,32 @@ def test_each_token_adds_to_the_mask_time_that_a_request_may_use(monkeypatch: py
     assert EOS in allowed_tokens(second)
     with pytest.raises(GrammarError, match=r"of mask time in 0 tokens, more than a request may use"):
         allowed_tokens(first)
+
+
+@pytest.mark.parametrize("num_trials", [0, 3], ids=["found by a request", "found when it is built"])
+def test_a_grammar_that_needs_more_lexer_states_gets_a_larger_table_and_takes_more_memory(
+    monkeypatch: pytest.MonkeyPatch, num_trials: int
+) -> None:
+    monkeypatch.setattr(matcher, "SMALL_TABLE_STATES", 40)
+    monkeypatch.setattr(matcher, "TRIAL_RUNS", num_trials)
+    small, grammar = compiled.__wrapped__("regex", "ab"), compiled.__wrapped__("regex", "(a|b){9}-[a-z]{9}-[A-Z]{9}")
+    accept_text(grammar.start(), "aaaabbbbb-abcdefghi-ABCDEFGHI")
+    assert small.num_bytes == 40 * matcher.LEXER_STATE_BYTES
+    assert grammar.num_bytes == matcher.LEXER_STATES_MAX * matcher.LEXER_STATE_BYTES
+
+
+def test_the_memory_of_a_grammar_includes_what_the_worker_measured(compiler: GrammarCompiler) -> None:
+    table_bytes = matcher.SMALL_TABLE_STATES * matcher.LEXER_STATE_BYTES
+    assert compiler.submit(GrammarSpec("choice", '["abc"]'), ALICE).result(timeout=60).num_bytes > table_bytes
+
+
+def test_a_request_keeps_a_grammar_that_the_cache_drops(monkeypatch: pytest.MonkeyPatch, compiler: GrammarCompiler) -> None:
+    monkeypatch.setattr(compile_queue, "CACHED_BYTES_MAX", 0)
+    spec = GrammarSpec("choice", '["abcd"]')
+    first = compiler.submit(spec, ALICE)
+    accept_text(first.result(timeout=60).start(), "abcd")
+    compiler.submit(GrammarSpec("choice", '["e"]'), ALICE).result(timeout=60)
+    assert compiler.submit(spec, ALICE) is not first
 
 
 def test_a_table_is_replaced_once_however_many_requests_failed_with_it() -> None:

@@ -579,3 +579,16 @@ def test_an_array_may_end_before_items_that_no_finite_text_satisfies(first: list
     assert schema_accepts(schema, values)
     with pytest.raises(GrammarError, match="cannot be satisfied by any text"):
         schema_accepts(schema | {"minItems": len(first) + 1}, values)
+
+
+def test_an_array_too_short_for_what_it_must_contain_has_no_value() -> None:
+    impossible = {"type": "array", "maxItems": 0, "contains": True}
+    assert schema_accepts({"type": "array", "items": impossible}, [])
+    assert not accepts(
+        compiled("json", json.dumps({"type": "array", "items": impossible, "prefixItems": [{"const": 1}]})), "[1,]"
+    )
+
+
+def test_a_choice_beside_what_is_no_integer_keeps_its_other_types() -> None:
+    schema = {"allOf": [{"oneOf": [{"type": "string"}, {"type": "number"}]}, {"not": {"type": "integer"}}]}
+    assert [schema_accepts(schema, value) for value in ("", 1.5, 1, True)] == [True, True, False, False]

@@ -66,6 +66,21 @@ def test_sentencepiece_tokens_become_spaces_and_bytes() -> None:
     assert not vocabulary_of(sentencepiece_json({"type": "Sequence", "decoders": steps}), 300, [1]).strips_first_space
 
 
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        decoders.Metaspace(replacement="_", prepend_scheme="never"),
+        decoders.Sequence([decoders.Replace("_", " "), decoders.Replace("▁", "-"), decoders.ByteFallback(), decoders.Fuse()]),
+    ],
+    ids=["Metaspace", "Replace"],
+)
+def test_tokens_have_the_bytes_that_the_decoder_makes_of_them_whatever_character_stands_for_a_space(decoder: Any) -> None:
+    tokenizer = Tokenizer(models.BPE(vocab={"x": 0, "a_b": 1, "▁b": 2}, merges=[]))
+    tokenizer.decoder = decoder
+    vocabulary = vocabulary_of(json.loads(tokenizer.to_str()), 3, [0])
+    assert [token.decode() for token in vocabulary.tokens[1:]] == [tokenizer.decode([i]) for i in range(1, 3)]
+
+
 def test_added_tokens_have_the_bytes_that_the_decoder_makes_of_them() -> None:
     tokenizer = Tokenizer(models.BPE(vocab={"x": 0}, merges=[]))
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])

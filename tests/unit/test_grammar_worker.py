@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ def nested_one_of(depth: int) -> dict[str, object]:
 SLOW = GrammarSpec("json", json.dumps(nested_one_of(4)))
 
 
-def answers_to(*specs: GrammarSpec, deadline_s: float = 60.0) -> list[dict[str, str]]:
+def answers_to(*specs: GrammarSpec, deadline_s: float = 60.0) -> list[dict[str, Any]]:
     answers = io.BytesIO()
     jobs = b"".join(job_line(spec, deadline_s) for spec in specs)
     serve(io.BytesIO(vocabulary_line(BYTES) + jobs), answers)
@@ -60,7 +61,7 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 
 def test_each_grammar_is_answered_in_order_with_its_text_or_an_error() -> None:
     first, refused, last = answers_to(GOOD, GrammarSpec("regex", "("), GrammarSpec("choice", '["b"]'))
-    assert list(first) == list(last) == ["lark"]
+    assert list(first) == list(last) == ["lark", "bytes"]
     assert first != last
     assert refused["error"].startswith("guided_regex cannot be enforced: an unclosed (")
 
@@ -77,16 +78,23 @@ def test_a_grammar_that_exhausts_the_interpreter_is_refused_and_the_next_one_com
     monkeypatch.setattr(worker, "to_lark", failing_to_lark)
     refused, compiled = answers_to(SLOW, GOOD)
     assert refused == {"error": "guided_json is too deeply nested or too large to compile"}
-    assert list(compiled) == ["lark"]
+    assert list(compiled) == ["lark", "bytes"]
 
 
 def test_a_grammar_has_at_most_so_many_characters(monkeypatch: pytest.MonkeyPatch) -> None:
     (answer,) = answers_to(GOOD)
     monkeypatch.setattr(worker, "GRAMMAR_CHARACTERS_MAX", len(answer["lark"]))
-    assert answers_to(GOOD) == [answer]
+    assert answers_to(GOOD)[0]["lark"] == answer["lark"]
     monkeypatch.setattr(worker, "GRAMMAR_CHARACTERS_MAX", len(answer["lark"]) - 1)
     (refused,) = answers_to(GOOD)
     assert refused == {"error": f"guided_choice makes a grammar of more than {len(answer['lark']) - 1} characters"}
+
+
+def test_the_memory_of_a_grammar_is_measured() -> None:
+    names = [f"name {index}" for index in range(300)]
+    large = GrammarSpec("json", json.dumps({"properties": {name: {"type": "string"} for name in names}, "required": names}))
+    small_answer, large_answer = answers_to(GOOD, large)
+    assert 1_000 < small_answer["bytes"] < 500_000 < large_answer["bytes"] < 20_000_000
 
 
 def test_an_alarm_is_set_for_each_grammar_and_ends_with_it(alarms: list[int]) -> None:
