@@ -253,7 +253,7 @@ class Api:
     async def bill(self, month: str, verb: str) -> None:
         """`draft` or `close` the month for all tenants. Raises RuntimeError unless all were billed."""
         answer = await self._client.post(f"/admin/v1/invoices/months/{month}/{verb}")
-        if answer.status_code != 200 or answer.json()["num_failed"]:
+        if answer.status_code != 200 or b'"num_failed":0' not in answer.content:  # decoding it would hold the event loop
             raise RuntimeError(f"{verb}: {answer.status_code} {answer.text[:2000]}")
 
 
