@@ -1,11 +1,14 @@
-"""Time to draft and to close a month of many tenants in the console, and what requests notice of it, on SQLite and PostgreSQL.
+"""Time to draft and to close a month of many tenants, and what requests notice of it, on SQLite and PostgreSQL.
 
 Each tenant has four keys, three models whose prices change within the month, corrections, and some have a free allowance. The
 month before is closed first, and has events that were posted later. Besides its time and CPU time, a row has the longest time
 for which the event loop ran nothing else, and the longest wait for the posting counter, which every settlement of a request
 takes. CPU time includes SQLite's work but not PostgreSQL's.
 
-    python -m bench.month_close [--tenants 500] [--events 100] [--database sqlite]
+The API is called once to draft and once to close. The command line is measured while no appliance runs: it opens the database
+itself, and its start is included.
+
+    python -m bench.month_close [--tenants 500] [--events 100] [--database sqlite] [--through cli]
                              prints one row per database and adds it to bench/results/
 """
 
@@ -15,13 +18,14 @@ import asyncio
 import random
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
 from functools import partial
+from io import StringIO
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import httpx
 from sqlalchemy import insert
@@ -34,6 +38,7 @@ from appliance.base.interpreter import prepare_to_serve
 from appliance.base.logging import configure_logging
 from appliance.base.settings import load_settings
 from appliance.base.tables import prices, usage_events
+from appliance.cli.main import main as gatehouse
 from appliance.metering.calendar import BillingCalendar, first_day
 from appliance.metering.ledger.epochs import begin_epoch
 from appliance.metering.prices import Price
@@ -51,6 +56,7 @@ CORRECTED, LATE, FREE = 20, 50, 5
 INSERT_ROWS = 20_000
 PROBE_S = 0.001
 LOCK_PROBE_S = 0.02
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -218,17 +224,64 @@ class Console:
             raise RuntimeError(f"{path}: {answer.status_code} {answer.text[:2000]}")
 
 
-async def measure(url: str, folder: Path, tenants: int, events: int) -> dict[str, Any]:
-    """Fill the database at `url`, draft and close two months, and return the row of the second."""
+@asynccontextmanager
+async def running(url: str, folder: Path) -> AsyncIterator[Appliance]:
+    """Yield an appliance without engines on the database at `url`."""
     settings = load_settings(options={"data_dir": folder, "database_url": url, "log_level": "error"}, environ={})
     configure_logging("error", json=False)
     appliance = Appliance(settings, engines=False)
     await appliance.start()
-    services, calendar = appliance.services, BillingCalendar()
     try:
-        this_month = first_day(calendar.month_of(services.clock.now()))
-        second = calendar.month_of(this_month - timedelta(days=1))
-        months = (calendar.month_of(first_day(second) - timedelta(days=1)), second)
+        yield appliance
+    finally:
+        await appliance.stop()
+
+
+def last_months(appliance: Appliance) -> tuple[str, str]:
+    """Return the last two months."""
+    calendar = BillingCalendar()
+    second = calendar.month_of(first_day(calendar.month_of(appliance.services.clock.now())) - timedelta(days=1))
+    return calendar.month_of(first_day(second) - timedelta(days=1)), second
+
+
+class Api:
+    """An administrator token that drafts and closes months."""
+
+    def __init__(self, client: httpx.AsyncClient) -> None:
+        self._client = client
+
+    async def bill(self, month: str, verb: str) -> None:
+        """`draft` or `close` the month for all tenants. Raises RuntimeError unless all were billed."""
+        answer = await self._client.post(f"/admin/v1/invoices/months/{month}/{verb}")
+        if answer.status_code != 200 or b'"num_failed":0' not in answer.content:  # decoding it would hold the event loop
+            raise RuntimeError(f"{verb}: {answer.status_code} {answer.text[:2000]}")
+
+
+async def measure_api(url: str, folder: Path, tenants: int, events: int) -> dict[str, Any]:
+    """Fill the database at `url`, draft and close two months through the API, and return what was measured of the second."""
+    async with running(url, folder) as appliance:
+        services, months = appliance.services, last_months(appliance)
+        later_events = await fill(services, months, tenants, events)
+        await analyze(services.db)
+        prepare_to_serve()  # as `gatehouse serve` does
+        transport = httpx.ASGITransport(app=cast(Any, create_app(appliance)))
+        headers = {"authorization": f"Bearer {services.control_token}"}
+        async with httpx.AsyncClient(transport=transport, base_url="http://appliance", headers=headers, timeout=600) as client:
+            api = Api(client)
+            for month in months:
+                if month == months[1]:
+                    await write_events(services.db, later_events)
+                    await analyze(services.db)
+                drafting = await watched(services.db, partial(api.bill, month, "draft"))
+                closing = await watched(services.db, partial(api.bill, month, "close"))
+        await check_closed(services, months[1])
+    return {"draft": drafting.row(), "close": closing.row()}
+
+
+async def measure_console(url: str, folder: Path, tenants: int, events: int) -> dict[str, Any]:
+    """Do the same in the console."""
+    async with running(url, folder) as appliance:
+        services, months = appliance.services, last_months(appliance)
         later_events = await fill(services, months, tenants, events)
         await analyze(services.db)
         member = await services.members.create("alice@example.com", "a password of the bench", "owner")
@@ -239,7 +292,7 @@ async def measure(url: str, folder: Path, tenants: int, events: int) -> dict[str
         async with httpx.AsyncClient(transport=transport, base_url="http://appliance", headers=headers, timeout=600) as client:
             console = Console(client, session.csrf_token)
             for month in months:
-                if month == second:
+                if month == months[1]:
                     await write_events(services.db, later_events)
                     await analyze(services.db)
                 drafting = await watched(services.db, partial(console.draft, month))
@@ -250,20 +303,53 @@ async def measure(url: str, folder: Path, tenants: int, events: int) -> dict[str
 
                 confirming = await watched(services.db, confirm)
                 closing = await watched(services.db, partial(console.close, month, confirmed[0]))
-        heads = await services.invoices.list(1, month=second, state="closed", access=WHOLE_APPLIANCE)
-        if len(heads.data) != 1:
-            raise RuntimeError("the month was not closed")
-    finally:
-        await appliance.stop()
-    return {
-        **row_header("month_close"),
-        "database": services.db.kind,
-        "tenants": tenants,
-        "events": events * tenants,
-        "draft": drafting.row(),
-        "confirm": confirming.row(),
-        "close": closing.row(),
-    }
+        await check_closed(services, months[1])
+    return {"draft": drafting.row(), "confirm": confirming.row(), "close": closing.row()}
+
+
+def measure_cli(url: str, folder: Path, tenants: int, events: int) -> dict[str, Any]:
+    """Do the same with `gatehouse invoices draft` and `close`; nothing else runs meanwhile."""
+
+    async def with_services(work: Callable[[Services, tuple[str, str]], Coroutine[Any, Any, T]]) -> T:
+        async with running(url, folder) as appliance:
+            result = await work(appliance.services, last_months(appliance))
+            await analyze(appliance.services.db)
+            return result
+
+    async def begin(services: Services, months: tuple[str, str]) -> tuple[tuple[str, str], list[dict[str, Any]]]:
+        return months, await fill(services, months, tenants, events)
+
+    async def go_on(services: Services, _months: tuple[str, str]) -> None:
+        await write_events(services.db, later_events)
+
+    async def check(services: Services, months: tuple[str, str]) -> None:
+        await check_closed(services, months[1])
+
+    months, later_events = asyncio.run(with_services(begin))
+    row: dict[str, Any] = {}
+    for month in months:
+        if month == months[1]:
+            asyncio.run(with_services(go_on))
+        for verb in ("draft", "close"):
+            row[verb] = run_command("invoices", verb, "--month", month, "--all", "--data-dir", str(folder), "--database", url)
+    asyncio.run(with_services(check))
+    return row
+
+
+def run_command(*arguments: str) -> dict[str, float]:
+    """Run a command in this process and return its time in seconds. Raises RuntimeError if it fails."""
+    began_s, worked_s = time.perf_counter(), time.process_time()
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()) as errors:
+        status = gatehouse(arguments)
+    if status != 0:
+        raise RuntimeError(errors.getvalue())
+    return {"s": round(time.perf_counter() - began_s, 2), "cpu_s": round(time.process_time() - worked_s, 2)}
+
+
+async def check_closed(services: Services, month: str) -> None:
+    """Raise RuntimeError if no invoice of the month is closed."""
+    if not (await services.invoices.list(1, month=month, state="closed", access=WHOLE_APPLIANCE)).data:
+        raise RuntimeError(f"{month} was not closed")
 
 
 def main() -> None:
@@ -272,11 +358,17 @@ def main() -> None:
     parser.add_argument("--tenants", type=int, default=500)
     parser.add_argument("--events", type=int, default=100, help="events of each tenant")
     parser.add_argument("--database", choices=("sqlite", "postgresql"), action="append")
+    parser.add_argument("--through", choices=("console", "api", "cli"), default="console")
     options = parser.parse_args()
     for kind in options.database or ("sqlite", "postgresql"):
         with tempfile.TemporaryDirectory() as name, fresh_database(kind, Path(name)) as url:
-            row = asyncio.run(measure(url, Path(name), options.tenants, options.events))
-        publish(row, options)
+            case = (url, Path(name), options.tenants, options.events)
+            if options.through == "cli":
+                measured = measure_cli(*case)
+            else:
+                measured = asyncio.run((measure_api if options.through == "api" else measure_console)(*case))
+        size = {"tenants": options.tenants, "events": options.events * options.tenants}
+        publish({**row_header("month_close"), "database": kind, "through": options.through, **size, **measured}, options)
 
 
 if __name__ == "__main__":

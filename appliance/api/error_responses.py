@@ -56,9 +56,14 @@ class ErrorAnswer(msgspec.Struct, kw_only=True):
     error: ErrorFields
 
 
+def error_fields(error: GatehouseError) -> ErrorFields:
+    """Return what clients see of `error`."""
+    return ErrorFields(message=error.message, type=error.type, param=error.param, code=error.code)
+
+
 def encode_error(error: GatehouseError) -> bytes:
     """Return the JSON of `error`: the body of an error response, or the payload of an error frame in a stream."""
-    return _encode(error.message, error.type, error.param, error.code)
+    return _encode(error_fields(error))
 
 
 def error_response(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
@@ -86,7 +91,8 @@ def _framework_error_response(request: Request[Any, Any, Any], error: HTTPExcept
         413: f"the body is larger than the {limit} bytes that max_body_bytes allows",
     }
     message = messages.get(error.status_code, error.detail)
-    content, headers = _encode(message, kind, None, code), with_complete_allow(error.headers)
+    content = _encode(ErrorFields(message=message, type=kind, param=None, code=code))
+    headers = with_complete_allow(error.headers)
     return Response(content, status_code=error.status_code, media_type=MEDIA_TYPE, headers=headers)
 
 
@@ -114,5 +120,5 @@ def _headers(error: GatehouseError) -> dict[str, str]:
     return headers
 
 
-def _encode(message: str, kind: str, param: str | None, code: str) -> bytes:
-    return msgspec.json.encode(ErrorAnswer(error=ErrorFields(message=message, type=kind, param=param, code=code)))
+def _encode(error: ErrorFields) -> bytes:
+    return msgspec.json.encode(ErrorAnswer(error=error))

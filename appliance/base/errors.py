@@ -198,7 +198,7 @@ class MonthOutOfOrder(Conflict):
 
 
 class EarlierMonthOpen(Conflict):
-    """The month itself has nothing to bill, but an earlier one has usage on no invoice, and the request was for closing."""
+    """An earlier month has usage on no invoice, and the request was for a draft that can be closed."""
 
     code = "earlier_month_open"
 

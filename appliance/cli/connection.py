@@ -79,10 +79,11 @@ class AdminClient:
         query: Mapping[str, Any] | None = None,
         body: object = None,
         headers: Mapping[str, str] | None = None,
+        timeout_s: float = TIMEOUT_S,
     ) -> dict[str, Any]:
         """Send a request and return the decoded JSON response."""
-        parameters = {name: value for name, value in (query or {}).items() if value is not None}
-        response: dict[str, Any] = (await self._request(method, path, params=parameters, json=body, headers=headers)).json()
+        parts = {"params": {name: value for name, value in (query or {}).items() if value is not None}, "json": body}
+        response: dict[str, Any] = (await self._request(method, path, **parts, headers=headers, timeout=timeout_s)).json()
         return response
 
     async def fetch(self, path: str) -> bytes:

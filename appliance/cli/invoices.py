@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Collection
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
 
+from appliance.base.batches import batched
 from appliance.base.errors import InvalidValue
 from appliance.base.spreadsheet import escape_formulas
 from appliance.cli import output
@@ -32,8 +33,9 @@ _SKIPPED = {
     "month_out_of_order": "skipped because a later month is closed",
     "nothing_to_bill": "with nothing to bill",
 }
-_SAME_FOR_ALL_TENANTS = ("invalid_value", "month_not_over")  # an invalid month is reported once, not per tenant
 _UNCOMPUTABLE = ("currencies_mixed", "invoice_inconsistent")  # error codes of drafts without lines
+CALL_TENANTS = 20  # billed by one call, so that progress is shown; no more go into one transaction
+BILLING_TIMEOUT_S = 600.0  # tenants with millions of requests take seconds
 FORMATS = ("pdf", "csv", "json", "events")
 
 Month = Annotated[str, typer.Option("--month", metavar="YYYY-MM", help="The month, in the billing time zone.")]
@@ -206,70 +208,79 @@ def allowance(
     output.item(run(options.settings(), work), as_json=options.as_json)
 
 
+@dataclass(frozen=True, slots=True)
+class _Billed:
+    """What became of a month: rows of the invoices, numbers of skipped tenants by error code, and failures with names."""
+
+    rows: list[Row]
+    skipped: Counter[str]
+    failures: list[str]
+
+
 def _bill(options: CommonOptions, month: str, tenant: str | None, *, all_tenants: bool, closing: Row | None = None) -> None:
-    """Draft, and with `closing` (the body of the call) also close, the invoices of a month for the chosen tenants, and print
-    them. With --all, a failure for one tenant does not stop the others, but sets the exit status."""
+    """Draft, and with `closing` (the body of the call for one tenant) also close, the invoices of a month for the chosen
+    tenants, and print them. With --all, a failure for one tenant does not stop the others, but sets the exit status."""
     _check_month(month)
-    title, verb, only = ("Drafting", "draft", "billable") if closing is None else ("Closing", "close", "closable")
-    skipped: Counter[str] = Counter()
 
-    async def work(client: AdminClient) -> tuple[list[Row], list[str]]:
+    async def work(client: AdminClient) -> _Billed:
         chosen = await _tenants(client, tenant, all_tenants=all_tenants)
-        drafts = [] if closing is None else await client.list_all("/invoices", query={"month": month, "state": "draft"})
-        earlier_drafts = {draft["id"] for draft in drafts}
-        rows: list[Row] = []
-        failures: list[str] = []
-        with output.progress(title, quiet=options.as_json) as advance:
-            for done, owner in enumerate(chosen, 1):
-                draft: Row | None = None
-                try:
-                    draft = await _create_draft(client, owner, month, only if all_tenants else None)
-                    invoice = draft if closing is None else await _close(client, draft, closing, earlier_drafts)
-                    rows.append(_row(invoice, owner))
-                except CommandFailed as failure:
-                    if not all_tenants or failure.code in _SAME_FOR_ALL_TENANTS:
-                        raise
-                    if draft is None and failure.code in _SKIPPED:
-                        skipped[failure.code] += 1
-                    else:
-                        failures.append(f"{owner['name']}: {failure.message}")
-                finally:
-                    advance(done / len(chosen))
-        return rows, failures
+        if all_tenants:
+            return await _bill_all(client, chosen, month, "draft" if closing is None else "close", quiet=options.as_json)
+        (owner,) = chosen
+        return _Billed([_row(await _bill_one(client, owner, month, closing), owner)], Counter(), [])
 
-    rows, failures = run(options.settings(), work)
-    nothing = "" if failures else _why_nothing(verb, month, skipped)
-    if options.as_json and not rows and nothing:
-        sys.stderr.write(f"{nothing}\n")
-    _show(rows, as_json=options.as_json, empty=nothing)
-    if any(row["seller"] is None for row in rows):
+    billed = run(options.settings(), work)
+    summary = _summary("Drafted" if closing is None else "Closed", month, billed) if all_tenants else ""
+    _show(billed.rows, as_json=options.as_json, empty=summary)
+    if summary and (billed.rows or options.as_json):
+        sys.stderr.write(f"{summary}\n")
+    if any(row["seller"] is None for row in billed.rows):
         lasting = "" if closing is None else ", and closed ones never get one"
         sys.stderr.write(f"gatehouse: these invoices have no seller{lasting}. Set one: gatehouse invoices seller --file FILE\n")
-    if failures:
-        raise CommandFailed("; ".join(failures), code="invoices")
+    if billed.failures:
+        raise CommandFailed("; ".join(billed.failures), code="invoices")
 
 
-async def _create_draft(client: AdminClient, tenant: Row, month: str, only: str | None) -> Row:
-    body = {"month": month} | ({} if only is None else {"only": only})
-    return await client.call("POST", f"/tenants/{tenant['id']}/invoices", body=body)
+async def _bill_all(client: AdminClient, tenants: list[Row], month: str, verb: str, *, quiet: bool) -> _Billed:
+    names = {tenant["id"]: tenant for tenant in tenants}
+    billed = _Billed([], Counter(), [])
+    with output.progress("Drafting" if verb == "draft" else "Closing", quiet=quiet) as advance:
+        for ids in batched(list(names), CALL_TENANTS):
+            path, body = f"/invoices/months/{month}/{verb}", {"tenant_ids": ids}
+            for outcome in (await client.call("POST", path, body=body, timeout_s=BILLING_TIMEOUT_S))["data"]:
+                tenant, error = names[outcome["tenant_id"]], outcome["error"]
+                if error is None:
+                    billed.rows.append(_row(outcome["invoice"], tenant))
+                elif outcome["result"] == "skipped":
+                    billed.skipped[error["code"]] += 1
+                else:
+                    billed.failures.append(f"{tenant['name']}: {error['message']}")
+            advance(len(ids) / len(tenants))
+    return billed
 
 
-async def _close(client: AdminClient, draft: Row, closing: Row, earlier_drafts: Collection[str]) -> Row:
-    """Close a draft. If that is refused, discard it unless its id is among `earlier_drafts`."""
+async def _bill_one(client: AdminClient, tenant: Row, month: str, closing: Row | None) -> Row:
+    """Return the draft, or with `closing` the closed invoice. A draft that is created and cannot be closed is discarded."""
+    body = {"month": month}
+    if closing is None:
+        return await client.call("POST", f"/tenants/{tenant['id']}/invoices", body=body)
+    earlier = {draft["id"] for draft in await client.list_all("/invoices", query={"month": month, "state": "draft"})}
+    draft = await client.call("POST", f"/tenants/{tenant['id']}/invoices", body=body)
     try:
         return await client.call("POST", f"/invoices/{draft['id']}/close", body=closing)
     except CommandFailed:
-        if draft["id"] not in earlier_drafts:
+        if draft["id"] not in earlier:
             with suppress(CommandFailed):
                 await client.remove(f"/invoices/{draft['id']}")
         raise
 
 
-def _why_nothing(verb: str, month: str, skipped: Counter[str]) -> str:
-    """Return why nothing was done for any tenant: `Nothing to close for 2026-10: 3 tenants already closed.`"""
-    counts = {code: skipped[code] for code in _SKIPPED if skipped[code]}
-    reasons = [f"{count} {'tenant' if count == 1 else 'tenants'} {_SKIPPED[code]}" for code, count in counts.items()]
-    return f"Nothing to {verb} for {month}: {', '.join(reasons) or 'there are no tenants'}."
+def _summary(done: str, month: str, billed: _Billed) -> str:
+    """Return such as `Closed 2 invoices for 2026-10: 3 tenants already closed, 1 tenant failed.`"""
+    counts = [(billed.skipped[code], text) for code, text in _SKIPPED.items()] + [(len(billed.failures), "failed")]
+    others = ", ".join(f"{output.counted(count, 'tenant')} {text}" for count, text in counts if count)
+    invoices = output.counted(len(billed.rows), "invoice") if billed.rows else "nothing"
+    return f"{done} {invoices} for {month}{': ' if others else ''}{others}."
 
 
 async def _find_draft(client: AdminClient, invoice_id: str) -> Row:

@@ -13,6 +13,7 @@ import pytest
 
 from appliance.base.clock import SystemClock
 from appliance.base.db import Database
+from appliance.cli import invoices
 from appliance.cli.main import main
 from appliance.metering.ledger.epochs import begin_epoch
 from tests.support.billing import Tokens, add_price, post_event
@@ -174,14 +175,34 @@ def test_a_month_with_nothing_to_close_prints_why_and_logs_nothing(gatehouse: Ru
     before = entries()
     status, answer, note = gatehouse("invoices", "draft", "--month", "2025-12", "--all")
     assert (status, answer, entries()) == (0, {"data": []}, before)
-    assert note == "Nothing to draft for 2025-12: 3 tenants with nothing to bill.\n"
+    assert note == "Drafted nothing for 2025-12: 3 tenants with nothing to bill.\n"
 
     gatehouse("invoices", "close", "--month", "2026-01", "--all")
     before = entries()
     assert gatehouse("invoices", "close", "--month", "2026-01", "--all")[2] == (
-        "Nothing to close for 2026-01: 1 tenant already closed, 2 tenants with nothing to bill.\n"
+        "Closed nothing for 2026-01: 1 tenant already closed, 2 tenants with nothing to bill.\n"
     )
     assert entries() == before
+
+
+def test_a_month_ends_with_what_was_done_what_was_skipped_and_what_failed(gatehouse: Run) -> None:
+    close = ("invoices", "close", "--month", "2026-02", "--all")
+    for expected in (
+        "Closed 1 invoice for 2026-02: 1 tenant with nothing to bill, 1 tenant failed.",
+        "Closed nothing for 2026-02: 1 tenant already closed, 1 tenant with nothing to bill, 1 tenant failed.",
+    ):
+        assert gatehouse(*close)[2].splitlines()[0] == expected
+    assert gatehouse("invoices", "draft", "--month", "2026-01", "--all")[2].startswith(
+        "Drafted 1 invoice for 2026-01: 1 tenant skipped because a later month is closed, 1 tenant with nothing to bill.\n"
+    )
+
+
+def test_a_month_is_closed_for_more_tenants_than_one_call_takes(gatehouse: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(invoices, "CALL_TENANTS", 1)
+    gatehouse("invoices", "close", "--month", "2026-01", "--all")
+    status, closed, note = gatehouse("invoices", "close", "--month", "2026-02", "--all")
+    assert (status, [row["tenant"] for row in closed["data"]]) == (0, ["bob", "charlie"])
+    assert note.startswith("Closed 2 invoices for 2026-02: 1 tenant with nothing to bill.\n")
 
 
 @pytest.mark.parametrize("is_drafted", [False, True])

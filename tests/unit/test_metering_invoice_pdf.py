@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import io
+import itertools
 import re
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from pypdf import PdfReader
 
-from appliance.metering.invoicing import pdf_text
+from appliance.metering.invoicing import pdf, pdf_text
 from appliance.metering.invoicing.lines import ADJUSTMENT, FREE_ALLOWANCE, InvoiceLine, totals_of
 from appliance.metering.invoicing.pdf import render_pdf
 from appliance.metering.invoicing.pdf_bidi import to_visual_order
@@ -273,3 +274,23 @@ def test_a_closed_invoice_shows_the_seller_at_the_time_of_closing() -> None:
     assert "Seller not set" not in texts(dataclasses.replace(drawn, seller=unnamed))[0]
     assert "Seller not set" in texts(dataclasses.replace(invoice(line(), draft=True), seller=unnamed))[0]
     assert "1 November 2026" in page
+
+
+@pytest.mark.parametrize("currency", ["EUR", "JPY", "KWD"])
+@pytest.mark.parametrize("micros", [1, 18_518_518, 1_234_567_891_234, -9_007_199_254_740_991_123])
+def test_no_text_covers_another(monkeypatch: pytest.MonkeyPatch, currency: str, micros: int) -> None:
+    drawn: dict[float, set[tuple[float, float]]] = {}  # a set, because the page is laid out twice
+
+    def record(_canvas: Any, x: float, y: float, text: str, size: float, *, bold: bool = False, align: str = "left") -> None:
+        width = pdf_text.text_width(text, size, bold=bold)
+        left = {"left": x, "right": x - width, "center": x - width / 2}[align]
+        drawn.setdefault(round(y, 2), set()).add((left, left + width))
+
+    monkeypatch.setattr(pdf, "draw", record)
+    usage = line("a-model/with-a-name-as-long-as-those-of-quantised-files-Q4_K_M.gguf", micros=micros, tokens=9 * 10**15)
+    adjusted = line("another/model-with-a-long-name-that-needs-two-lines", ADJUSTMENT, micros, tokens=-(10**12))
+    render_pdf(invoice(dataclasses.replace(usage, unit_price=10**12), adjusted, currency=currency))
+
+    for texts in map(sorted, drawn.values()):
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(texts))
+        assert texts[-1][1] <= pdf.RIGHT + 0.01

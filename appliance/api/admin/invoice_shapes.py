@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
 
+from appliance.api.error_responses import ErrorFields, error_fields
 from appliance.api.shapes import Shape
 from appliance.metering.invoicing.lines import usage_picos
+from appliance.metering.invoicing.months import TenantResult
 from appliance.metering.invoicing.rows import TIME_ZONE, Invoice, InvoiceHead
 from appliance.metering.invoicing.wording import ABORT_POLICY
 
@@ -72,6 +76,24 @@ class InvoiceHeadShape(Shape, kw_only=True):
     closed_at: str | None
 
 
+class TenantResultShape(msgspec.Struct, kw_only=True):
+    """What became of the month of a tenant."""
+
+    tenant_id: str
+    result: str
+    invoice: InvoiceShape | None
+    error: ErrorFields | None
+
+
+class MonthShape(msgspec.Struct, kw_only=True):
+    """What became of a month. A tenant that fails does not stop the others."""
+
+    data: list[TenantResultShape]
+    num_done: int
+    num_skipped: int
+    num_failed: int
+
+
 class AllowanceShape(Shape, kw_only=True):
     """An amount that is free for a tenant each month, from `first_month` until a later allowance replaces it."""
 
@@ -128,3 +150,21 @@ def invoice_head_shape(head: InvoiceHead) -> InvoiceHeadShape:
     """Return an invoice without its lines as JSON."""
     unknown = dict.fromkeys(("currency", "total_micros", "tax_micros")) if head.state == "draft" else {}
     return InvoiceHeadShape.of(head, **unknown)
+
+
+async def month_shape(portions: AsyncIterator[list[TenantResult]]) -> MonthShape:
+    """Do the work of a month and return its results as JSON."""
+    data, counts = [], Counter[str]()
+    async for portion in portions:
+        for tenant in portion:
+            counts[tenant.result] += 1
+            data.append(
+                TenantResultShape(
+                    tenant_id=tenant.tenant_id,
+                    result=tenant.result,
+                    invoice=None if tenant.invoice is None else invoice_shape(tenant.invoice),
+                    error=None if tenant.error is None else error_fields(tenant.error),
+                )
+            )
+    skipped, failed = counts["skipped"], counts["failed"]
+    return MonthShape(data=data, num_done=len(data) - skipped - failed, num_skipped=skipped, num_failed=failed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated
 
 import msgspec
@@ -14,25 +15,31 @@ from appliance.api.admin.invoice_shapes import (
     AllowanceShape,
     InvoiceHeadShape,
     InvoiceShape,
+    MonthShape,
     SellerShape,
     invoice_head_shape,
     invoice_shape,
+    month_shape,
 )
 from appliance.api.auth import authenticate_administrator
 from appliance.api.bodies import decode_body
 from appliance.api.connection_services import services_of
-from appliance.api.field_types import Amount, Currency, Month, Name, items, one_of, within
+from appliance.api.field_types import Amount, Currency, Month, Name, Names, items, one_of, within
 from appliance.api.queries import PAGING, AdminRequest, choice, page_of_list, paging
 from appliance.api.shapes import LedgerEventShape, PageShape, ledger_event_shape, page_shape
 from appliance.base.errors import NotFound
 from appliance.base.money import BASIS_POINTS
 from appliance.metering.calendar import first_day
+from appliance.metering.invoicing import months
 from appliance.metering.invoicing.csv_file import render_csv
 from appliance.metering.invoicing.pdf import render_pdf
 from appliance.metering.invoicing.portions import DRAFT_CONDITIONS
 from appliance.metering.invoicing.rows import STATES, TOTAL_MICROS_MAX, Invoice
 from appliance.metering.invoicing.seller import LINES_MAX, TERMS_DAYS_DEFAULT, TERMS_DAYS_MAX, Seller, read_seller, store_seller
 from appliance.metering.invoicing.wording import file_stem
+from appliance.tenancy.access import Access
+from appliance.tenancy.fields import check_names
+from appliance.tenancy.pages import read_every_page
 from appliance.tenancy.roles import Action
 
 NO_SELLER = (
@@ -60,6 +67,12 @@ class ClosingBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     expected_total_micros: Annotated[int, within(-TOTAL_MICROS_MAX, TOTAL_MICROS_MAX)] | None = None
     expected_currency: Currency | None = None
+
+
+class MonthBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The tenants to bill."""
+
+    tenant_ids: Names | None = None
 
 
 class AllowanceBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -165,6 +178,32 @@ async def close_invoice(request: AdminRequest, invoice_id: FromPath[str]) -> Inv
     return invoice_shape(await services_of(request).invoices.close(invoice_id, **expected, access=access))
 
 
+@post(
+    "/invoices/months/{month:str}/draft",
+    status_code=200,
+    summary="Draft a month for all tenants",
+    opt={"body": MonthBody, "optional_body": True, "errors": (400,)},
+)
+async def draft_month(request: AdminRequest, month: FromPath[str]) -> MonthShape:
+    """Draft a month that has begun for the tenants that have something to bill, or return their existing drafts."""
+    access = await authenticate_administrator(request, Action.BILLING)
+    tenant_ids = await _tenants_to_bill(request, access)
+    return await month_shape(months.draft_month(services_of(request).invoices, tenant_ids, month, access=access))
+
+
+@post(
+    "/invoices/months/{month:str}/close",
+    status_code=200,
+    summary="Close a month for all tenants permanently",
+    opt={"body": MonthBody, "optional_body": True, "errors": (400, 409)},
+)
+async def close_month(request: AdminRequest, month: FromPath[str]) -> MonthShape:
+    """Draft and close a month that is over for the tenants that have something to bill. Repeated, it closes what is left."""
+    access = await authenticate_administrator(request, Action.BILLING)
+    tenant_ids = await _tenants_to_bill(request, access)
+    return await month_shape(months.close_month(services_of(request).invoices, tenant_ids, month, access=access))
+
+
 @delete("/invoices/{invoice_id:str}", status_code=204, summary="Discard a draft", opt={"errors": (409,)})
 async def discard_invoice(request: AdminRequest, invoice_id: FromPath[str]) -> None:
     """Discard a draft. No usage is lost, and the month can be drafted again. A closed invoice is refused with 409."""
@@ -212,6 +251,15 @@ async def replace_seller(request: AdminRequest) -> SellerShape:
     seller = Seller(**fields | {"address": tuple(body.address), "bank": tuple(body.bank)})
     await store_seller(services_of(request).appliance_records, seller)
     return _seller_shape(seller)
+
+
+async def _tenants_to_bill(request: AdminRequest, access: Access) -> list[str]:
+    """Return the ids in the request's body, or those of all tenants."""
+    given = decode_body(await request.body() or b"{}", MonthBody).tenant_ids
+    if given is not None:
+        return list(dict.fromkeys(check_names(given, "tenant_ids")))
+    every = await read_every_page(partial(services_of(request).tenants.list, include_archived=True, access=access))
+    return [tenant.id for tenant in every]
 
 
 def _seller_shape(seller: Seller) -> SellerShape:

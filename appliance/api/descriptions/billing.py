@@ -100,8 +100,22 @@ FIELDS = {
     "Draft.month": "The month to draft, such as `2026-10`. It must have begun.",
     "only": (
         "When to create the draft. `billable`: only if the invoice has lines. `closable`: only if, in addition, the month is "
-        "over. If the condition is not met, the call fails with 409 and creates nothing. Null: also without lines."
+        "over and no earlier one must be closed before. If the condition is not met, the call fails with 409 and creates "
+        "nothing. Null: also without lines."
     ),
+    "tenant_ids": (
+        "The tenants, at most 200, in the order in which their invoices are numbered. Null: all tenants, archived ones too, in "
+        "the order of their creation."
+    ),
+    "Month.data": "The result of each tenant, in the order of the tenants.",
+    "num_done": "The number of tenants whose invoice was drafted or closed.",
+    "num_skipped": "The number of skipped tenants.",
+    "num_failed": "The number of tenants that failed.",
+    "TenantResult.result": (
+        "`drafted` or `closed`; `skipped` if there is nothing to bill, or if the month or a later one is closed; or `failed`."
+    ),
+    "TenantResult.invoice": "The invoice; null if the tenant was skipped or failed.",
+    "TenantResult.error": "Why the tenant was skipped or failed; null for all others.",
     "expected_total_micros": (
         "The `total_micros` that the draft had when it was checked. If it is another one by now, the call fails with 409 "
         "`total_changed` and closes nothing. Null: any total."

@@ -48,9 +48,9 @@ class Invoices:
         """Create, or return, the draft of a month (`YYYY-MM`) that has begun.
 
         `only` is one of DRAFT_CONDITIONS. `billable`: raises NothingToBill instead of creating an empty draft; `closable`: also
-        raises MonthNotOver before the month is over, and EarlierMonthOpen instead of NothingToBill if an earlier month has
-        something to bill. Raises NotFound, RoleNotAllowed, InvalidValue, InvoiceClosed, DraftUncomputable, and MonthOutOfOrder
-        when a later month is closed; on an error no draft is created.
+        raises MonthNotOver before the month is over, and EarlierMonthOpen if an earlier month has something to bill. Raises
+        NotFound, RoleNotAllowed, InvalidValue, InvoiceClosed, DraftUncomputable, and MonthOutOfOrder when a later month is
+        closed; on an error no draft is created.
         """
         return _raised((await self.draft_each([tenant_id], month, only=only, access=access))[tenant_id])
 
@@ -61,6 +61,14 @@ class Invoices:
 
         Each transaction stores a few drafts: after a crash those stored remain, and drafting again adds the others.
         """
+        self.check_draft(tenant_ids, month, only, access)
+        drafted: dict[str, Outcome] = {}
+        for portion in batched(tenant_ids, PORTION_TENANTS):
+            drafted |= await self._portions.draft(portion, month, only)
+        return drafted
+
+    def check_draft(self, tenant_ids: Sequence[str], month: str, only: str | None, access: Access) -> None:
+        """Raise the errors of `draft_each` that concern no single tenant: RoleNotAllowed, InvalidValue, MonthNotOver."""
         for tenant_id in tenant_ids:
             access.require(Action.BILLING, tenant_id)
         if first_day(month) < FIRST_DAY:
@@ -69,10 +77,6 @@ class Invoices:
             raise InvalidValue(f"{month} has not begun", param="month")
         if only is not None and check_choice(only, "only", DRAFT_CONDITIONS) == CLOSABLE:
             self._portions.check_month_over(month)
-        drafted: dict[str, Outcome] = {}
-        for portion in batched(tenant_ids, PORTION_TENANTS):
-            drafted |= await self._portions.draft(portion, month, only)
-        return drafted
 
     async def head(self, invoice_id: str, *, access: Access, action: Action = Action.INVOICES) -> InvoiceHead:
         """Return an invoice without its lines. Raises RoleNotAllowed, and NotFound (also for another tenant's invoice)."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 WIDTH, HEIGHT = 595.28, 841.89  # A4 in points
 LEFT, RIGHT, TOP, BOTTOM = 56.0, 539.0, 786.0, 92.0
-TOKENS_X, PRICE_X = 338.0, 436.0  # right edges of the columns; that of the amount is RIGHT
+TOKENS_X, PRICE_X = 338.0, 436.0  # right edges of the columns, further left if amounts need it; that of the amount is RIGHT
+GAP = 10.0
 FACTS_X, VALUES_X = 326.0, 387.0
 SIZE, SMALL, LEADING = 9.0, 7.5, 13.0
 REASON_LEADING = 10.0
@@ -54,6 +55,11 @@ class _Layout:
         amounts = [line.rounded_micros for line in invoice.lines] + [invoice.totals.subtotal_micros]
         self._decimals = max(words.decimals_for(amounts), minor_unit_decimals(invoice.currency))
         self._price_decimals = words.decimals_for([line.unit_price for line in invoice.lines if line.unit_price is not None])
+        self._price_x = min(PRICE_X, RIGHT - GAP - _widest(self._amount(micros) for micros in amounts))
+        prices = _widest([self._price_title, *(self._price(line) for line in invoice.lines)])
+        self._tokens_x = min(TOKENS_X, self._price_x - GAP - prices)
+        tokens = _widest(f"{line.tokens:,}" for line in invoice.lines)
+        self._names_width = min(TOKENS_X - LEFT - 80, self._tokens_x - LEFT - 2 * GAP - tokens)
 
     def write(self) -> tuple[bytes, int]:
         """Return the PDF and its number of pages."""
@@ -128,7 +134,7 @@ class _Layout:
             self._write_group(title, list(lines))
 
     def _write_group(self, title: str, lines: Sequence[InvoiceLine]) -> None:
-        names = wrap(title, SIZE, TOKENS_X - LEFT - 70, bold=True)
+        names = wrap(title, SIZE, RIGHT - LEFT, bold=True)
         self._ensure_room(LEADING * (len(names) + 1), in_table=True)
         for name in names:
             self._draw_text(LEFT, name, SIZE, bold=True)
@@ -139,31 +145,40 @@ class _Layout:
         self._y -= 5
 
     def _write_row(self, line: InvoiceLine) -> None:
-        first, *more = wrap(words.line_name(line), SIZE, TOKENS_X - LEFT - 80)
-        self._draw_text(LEFT + 10, first, SIZE)
+        first, *more = wrap(words.line_name(line), SIZE, self._names_width)
+        self._draw_text(LEFT + GAP, first, SIZE)
         if line.kind != FREE_ALLOWANCE:
-            self._draw_text(TOKENS_X, f"{line.tokens:,}", SIZE, align="right")
-        if line.unit_price is not None:
-            self._draw_text(PRICE_X, format_micros(line.unit_price, decimals=self._price_decimals), SIZE, align="right")
-        self._draw_text(RIGHT, format_micros(line.rounded_micros, decimals=self._decimals), SIZE, align="right")
+            self._draw_text(self._tokens_x, f"{line.tokens:,}", SIZE, align="right")
+        self._draw_text(self._price_x, self._price(line), SIZE, align="right")
+        self._draw_text(RIGHT, self._amount(line.rounded_micros), SIZE, align="right")
         self._y -= LEADING
         for name in more:
             self._ensure_room(LEADING, in_table=True)
-            self._draw_text(LEFT + 10, name, SIZE)
+            self._draw_text(LEFT + GAP, name, SIZE)
             self._y -= LEADING
         for reason in words.reasons_of(line):
             for text in wrap(f"Reason: {reason}", SMALL, TOKENS_X - LEFT - 20):
                 self._ensure_room(REASON_LEADING, in_table=True)
-                self._draw_text(LEFT + 10, text, SMALL, grey=GREY)
+                self._draw_text(LEFT + GAP, text, SMALL, grey=GREY)
                 self._y -= REASON_LEADING
         self._y -= 3 if line.reasons else 0
+
+    @property
+    def _price_title(self) -> str:
+        return f"{self._invoice.currency} per 1M tokens"
+
+    def _price(self, line: InvoiceLine) -> str:
+        return "" if line.unit_price is None else format_micros(line.unit_price, decimals=self._price_decimals)
+
+    def _amount(self, micros: int) -> str:
+        return format_micros(micros, decimals=self._decimals)
 
     def _write_table_head(self) -> None:
         self._canvas.setFillGray(PALE + 0.06)
         self._canvas.rect(LEFT - 6, self._y - 6, RIGHT - LEFT + 12, 19, stroke=0, fill=1)
         self._draw_text(LEFT, "Model and kind", SMALL, grey=GREY)
-        self._draw_text(TOKENS_X, "Tokens", SMALL, grey=GREY, align="right")
-        self._draw_text(PRICE_X, f"{self._invoice.currency} per 1M tokens", SMALL, grey=GREY, align="right")
+        self._draw_text(self._tokens_x, "Tokens", SMALL, grey=GREY, align="right")
+        self._draw_text(self._price_x, self._price_title, SMALL, grey=GREY, align="right")
         self._draw_text(RIGHT, f"Amount in {self._invoice.currency}", SMALL, grey=GREY, align="right")
         self._y -= 22
 
@@ -173,7 +188,7 @@ class _Layout:
         self._draw_rule(LEFT - 6)
         self._y -= 8
         for name, amount in rows:
-            self._draw_text(PRICE_X, name, SIZE, align="right")
+            self._draw_text(self._price_x, name, SIZE, align="right")
             self._draw_text(RIGHT, amount, SIZE, align="right")
             self._y -= LEADING + 1
         self._draw_rule(300)
@@ -181,17 +196,18 @@ class _Layout:
         due = self._invoice.totals.due_micros
         name = "Amount in your favour" if due < 0 else "Amount due"
         amount = words.format_payment(abs(due), self._invoice.currency)
-        self._draw_text(PRICE_X, name, SIZE + 2, bold=True, align="right")
+        name_x = min(self._price_x, RIGHT - GAP - text_width(amount, SIZE + 2, bold=True))
+        self._draw_text(name_x, name, SIZE + 2, bold=True, align="right")
         self._draw_text(RIGHT, amount, SIZE + 2, bold=True, align="right")
         self._y -= 30
 
     def _totals(self) -> Iterator[tuple[str, str]]:
         totals, currency, seller = self._invoice.totals, self._invoice.currency, self._invoice.seller
         coins = minor_unit_decimals(currency)
-        yield "Sum of the lines", format_micros(totals.subtotal_micros, decimals=self._decimals)
+        yield "Sum of the lines", self._amount(totals.subtotal_micros)
         if totals.rounding_micros:
             smallest = format_micros(10 ** (6 - coins), decimals=coins)
-            yield f"Rounding to {smallest}", format_micros(totals.rounding_micros, decimals=self._decimals)
+            yield f"Rounding to {smallest}", self._amount(totals.rounding_micros)
             yield "Net amount", format_micros(totals.due_micros - totals.tax_micros, decimals=coins)
         if seller.get("tax_basis_points") or totals.tax_micros:
             yield words.tax_name(seller), format_micros(totals.tax_micros, decimals=coins)
@@ -259,6 +275,11 @@ class _Layout:
         self._canvas.setStrokeGray(RULE)
         self._canvas.setLineWidth(0.6)
         self._canvas.line(left, self._y + LEADING - 3, RIGHT + 6, self._y + LEADING - 3)
+
+
+def _widest(texts: Iterable[str]) -> float:
+    """Return the width of the widest text in points."""
+    return max((text_width(text, SIZE) for text in texts), default=0.0)
 
 
 def _seller_lines(seller: Any) -> Iterator[str]:

@@ -235,9 +235,9 @@ def _drafted(computed: ComputedInvoice | DraftUncomputable, only: str | None) ->
     if isinstance(computed, DraftUncomputable):
         raise computed
     month = computed.invoice.head.month
+    if only == CLOSABLE and computed.first_open_month is not None:
+        raise EarlierMonthOpen(_must_be_closed_before(computed.first_open_month, month), param="month")
     if only is not None and not computed.invoice.lines:
-        if only == CLOSABLE and computed.first_open_month is not None:
-            raise EarlierMonthOpen(_must_be_closed_before(computed.first_open_month, month), param="month")
         raise NothingToBill(f"{month} has nothing to bill", param="month")
     return computed.invoice
 
