@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 from appliance.base import setting_values as parsers
+from appliance.base.texts import did_you_mean
 
 _OPTION_NAMES = {"engine_threads": "threads", "swap_space_gib": "swap_space", "speculative": "speculative_config"}
 """Names in `engine.options.EngineOptions` that differ from the setting's name."""
@@ -120,7 +121,7 @@ def _parse_own(model: str, key: str, value: object, appliance_keys: Container[st
         advice = "put it above the first [[models]], because TOML assigns the lines below that to the model"
         raise ValueError(f"has an invalid setting for {model}: {key} is a setting of the whole appliance; {advice}")
     if key not in PARSERS:
-        raise ValueError(f"has an unknown setting for {model}: {key}")
+        raise ValueError(f"has an unknown setting for {model}: {key}{did_you_mean(key, PARSERS)}")
     try:
         return PARSERS[key](value)
     except (ValueError, TypeError) as error:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from appliance.base.texts import did_you_mean
+
 MIB = 1024 * 1024
 SECRET_CHARS_MIN = 8
 PORT_MAX = 65535
@@ -184,9 +186,10 @@ def speculative(value: object) -> str | None:
 
 
 def _check_speculative(config: Mapping[str, object]) -> None:
-    unknown = [str(key) for key in config if key not in ("method", "model", *_SPECULATIVE_NUMBERS)]
+    known = ("method", "model", *_SPECULATIVE_NUMBERS)
+    unknown = [str(key) for key in config if key not in known]
     if unknown:
-        raise ValueError(f"has an unknown key: {unknown[0]}")
+        raise ValueError(f"has an unknown key: {unknown[0]}{did_you_mean(unknown[0], known)}")
     method, model = config.get("method"), config.get("model")
     if method not in _SPECULATIVE_METHODS:
         raise ValueError(f"requires method to be one of {', '.join(_SPECULATIVE_METHODS)}")

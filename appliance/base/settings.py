@@ -12,6 +12,7 @@ from typing import Annotated, Any, get_type_hints
 
 from appliance.base import setting_values as parsers
 from appliance.base.engine_settings import ModelSettings, PerModelSettings, parse_models
+from appliance.base.texts import did_you_mean
 
 ENVIRONMENT_PREFIX = "GATEHOUSE_"
 FILE_NAME = "gatehouse.toml"
@@ -162,7 +163,7 @@ def _parse_source(values: Mapping[str, object], name_of: Callable[[str], str]) -
     for key, value in values.items():
         parser = _PARSERS.get(key)
         if parser is None:
-            raise SettingsError(f"unknown setting: {name_of(key)}")
+            raise SettingsError(f"unknown setting: {name_of(key)}{did_you_mean(key, _PARSERS)}")
         try:
             parsed[key] = parser(value)
         except (ValueError, TypeError) as error:

@@ -74,7 +74,7 @@ def rotate(
 def remove(webhook: WebhookId, options: CommonOptions = DEFAULTS) -> None:
     """Remove a webhook and cancel its pending deliveries."""
     removed = run(options.settings(), lambda client: client.call("DELETE", f"/webhooks/{webhook}"))
-    output.item(removed, as_json=options.as_json)
+    output.item(removed, as_json=options.as_json, note="This webhook was removed: it gets no more messages.")
 
 
 @app.command("test")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from appliance.base.clock import SystemClock
+from appliance.base.texts import counted
 from appliance.cli import output
 from appliance.cli.connection import AdminClient, check_has_tables, open_database, run
 from appliance.cli.failure import WrongUsage
@@ -73,7 +74,7 @@ def verify(
         output.data({"ok": fault is None, "entries": verification.entries, "hash": verification.hash, "fault": wrong})
     elif fault is None:
         last = f", hash of the last one: {verification.hash}" if verification.entries else ""
-        output.say(f"Audit log verified: {verification.entries} entries{last}")
+        output.say(f"Audit log verified: {counted(verification.entries, 'entry', plural='entries')}{last}")
     else:
         output.failed(f"audit log verification failed: {fault.text}", "audit_log", as_json=False)
     if fault is not None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from appliance.base.texts import counted
 from appliance.cli import output
 from appliance.cli.connection import check_has_tables, hold_claim, open_database, read_control
 from appliance.cli.failure import CommandFailed, WrongUsage
@@ -107,7 +108,7 @@ def rebuild_rollups(options: CommonOptions = DEFAULTS) -> None:
     if options.as_json:
         output.data({"rows": rows})
     else:
-        output.say(f"Rebuilt the usage sums: {rows} rows.")
+        output.say(f"Rebuilt the usage sums: {counted(rows, 'row')}.")
 
 
 def _print_findings(findings: list[Finding], *, as_json: bool) -> None:
@@ -135,10 +136,9 @@ def _refuse_while_journal_is_ahead(database_url: str) -> None:
 
     ahead = asyncio.run(count()) if current_revision(database_url) is not None else 0
     if ahead:
-        requests = "1 request" if ahead == 1 else f"{ahead} requests"
         raise CommandFailed(
-            f"the journal of a killed appliance has records of {requests} that are not in the tables yet, and an older "
-            "version would bill them wrongly: start this version once (gatehouse serve), stop it, then downgrade",
+            f"the journal of a killed appliance has records of {counted(ahead, 'request')} that are not in the tables yet, and "
+            "an older version would bill them wrongly: start this version once (gatehouse serve), stop it, then downgrade",
             code="journal",
         )
 

@@ -16,6 +16,7 @@ import typer
 from appliance.base.batches import batched
 from appliance.base.errors import InvalidValue
 from appliance.base.spreadsheet import escape_formulas
+from appliance.base.texts import counted
 from appliance.cli import output
 from appliance.cli.confirmation import Yes, ask_for_name, require_terminal
 from appliance.cli.connection import AdminClient, run
@@ -278,8 +279,8 @@ async def _bill_one(client: AdminClient, tenant: Row, month: str, closing: Row |
 def _summary(done: str, month: str, billed: _Billed) -> str:
     """Return such as `Closed 2 invoices for 2026-10: 3 tenants already closed, 1 tenant failed.`"""
     counts = [(billed.skipped[code], text) for code, text in _SKIPPED.items()] + [(len(billed.failures), "failed")]
-    others = ", ".join(f"{output.counted(count, 'tenant')} {text}" for count, text in counts if count)
-    invoices = output.counted(len(billed.rows), "invoice") if billed.rows else "nothing"
+    others = ", ".join(f"{counted(count, 'tenant')} {text}" for count, text in counts if count)
+    invoices = counted(len(billed.rows), "invoice") if billed.rows else "nothing"
     return f"{done} {invoices} for {month}{': ' if others else ''}{others}."
 
 

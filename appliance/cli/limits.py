@@ -63,7 +63,7 @@ def limit_model(
 @app.command("free-model")
 def free_model(model: Model, options: CommonOptions = DEFAULTS) -> None:
     """Remove the limits of a model across all tenants."""
-    _call(options, "DELETE", f"/model-limits/{quote(model)}")
+    _call(options, "DELETE", f"/model-limits/{quote(model)}", note="These limits were removed.")
 
 
 def _list(path: str, columns: tuple[str, ...], empty: str, options: CommonOptions) -> None:
@@ -72,10 +72,10 @@ def _list(path: str, columns: tuple[str, ...], empty: str, options: CommonOption
     output.rows(rows, columns, empty=empty, as_json=options.as_json, line=lambda row: _readable(row, settings.currency))
 
 
-def _call(options: CommonOptions, method: str, path: str, body: object = None) -> None:
+def _call(options: CommonOptions, method: str, path: str, body: object = None, *, note: str = "") -> None:
     settings = options.settings()
     answer = run(settings, lambda client: client.call(method, path, body=body))
-    output.item(answer if options.as_json else _readable(answer, settings.currency), as_json=options.as_json)
+    output.item(answer if options.as_json else _readable(answer, settings.currency), as_json=options.as_json, note=note)
 
 
 def _readable(row: Mapping[str, Any], currency: str) -> Mapping[str, Any]:

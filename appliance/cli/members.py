@@ -87,7 +87,8 @@ def set_role(
 @app.command("remove")
 def remove(email: Email, tenant: Tenant, options: CommonOptions = DEFAULTS) -> None:
     """Remove a member from a tenant."""
-    output.item(run(options.settings(), _at_membership(email, tenant, "DELETE")), as_json=options.as_json)
+    removed = run(options.settings(), _at_membership(email, tenant, "DELETE"))
+    output.item(removed, as_json=options.as_json, note=f"{removed['email']} was removed from {tenant}; the account remains.")
 
 
 @app.command("disable")

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from appliance.base.texts import did_you_mean
 from appliance.cli.failure import CommandFailed, WrongUsage
 
 FOLDER = "models"
@@ -77,11 +78,6 @@ def _folders_in(folder: Path) -> list[str]:
         return [path.name for path in folder.iterdir() if path.is_dir()]
     except OSError:
         return []
-
-
-def did_you_mean(name: str, known: Sequence[str]) -> str:
-    """Return "; did you mean …?" with the known name that is closest to a mistyped one, nothing if none is close."""
-    return "".join(f"; did you mean {match!r}?" for match in difflib.get_close_matches(name, known, n=1))
 
 
 def list_added(names: Sequence[str]) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from appliance.base.texts import did_you_mean
 from appliance.cli import model_store, output
 from appliance.cli.configured_models import configured_models
 from appliance.cli.connection import read_control, run
@@ -100,7 +101,7 @@ def remove(
     settings = options.settings()
     added = {path.name: path for path in model_store.added_models(settings.data_dir)}
     if name not in added:
-        hint = model_store.did_you_mean(name, list(added)) or model_store.list_added(list(added))
+        hint = did_you_mean(name, list(added)) or model_store.list_added(list(added))
         raise CommandFailed(f"there is no added model named {name!r}{hint}", code="not_found")
     path = added[name]
     if name in _served(settings):

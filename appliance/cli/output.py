@@ -90,11 +90,6 @@ def say(text: str) -> None:
     sys.stdout.write(text + "\n")
 
 
-def counted(number: int, noun: str) -> str:
-    """Return such as `1 tenant` or `2 tenants`."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 @contextmanager
 def progress(title: str, *, quiet: bool) -> Iterator[Callable[[float], None]]:
     """Yield a function that takes the completed fraction: it updates a progress bar on a terminal only."""

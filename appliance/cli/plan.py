@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from appliance.base.texts import did_you_mean
 from appliance.cli import model_store, output
 from appliance.cli.configured_models import configured_models, engine_options
 from appliance.cli.failure import CommandFailed, WrongUsage
@@ -168,6 +169,6 @@ def _path_or_known_name(model: str, data_dir: Path) -> str:
     if found.exists() or model.lower() in MODELS:
         return str(found) if found.exists() else model
     known = [*MODELS, *model_store.names(data_dir)]
-    close = model_store.did_you_mean(model, known) or model_store.closest_folder(found)
+    close = did_you_mean(model, known) or model_store.closest_folder(found)
     message = f"model must be one of {', '.join(MODELS)}, an added model, or a folder with a config.json, not {model!r}{close}"
     raise CommandFailed(message, code="invalid_option", status=2)

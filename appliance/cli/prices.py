@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
 
@@ -9,8 +11,10 @@ import typer
 
 from appliance.base.digits import whole_number
 from appliance.base.money import PERCENT_MAX
+from appliance.base.texts import did_you_mean
 from appliance.cli import output
-from appliance.cli.connection import run
+from appliance.cli.configured_models import configured_models
+from appliance.cli.connection import AdminClient, run
 from appliance.cli.failure import WrongUsage
 from appliance.cli.options import DEFAULTS, CommonOptions
 
@@ -74,8 +78,18 @@ def add(
         "tier_percents": _tiers(tier_percent),
     } | {name: value for name, value in optional.items() if value is not None}
 
-    price = run(options.settings(), lambda client: client.call("POST", "/prices", body=body))
+    settings = options.settings()
+
+    async def work(client: AdminClient) -> tuple[dict[str, Any], list[str]]:
+        price = await client.call("POST", "/prices", body=body)
+        return price, [engine["model"] for engine in (await client.call("GET", "/system"))["engine"]]
+
+    price, served = run(settings, work)
     output.row(price, COLUMNS, as_json=options.as_json)
+    known = served or [Path(chosen.model).name for chosen in configured_models(settings)]
+    if model not in known:
+        hint = did_you_mean(model, known)
+        sys.stderr.write(f"gatehouse: no engine serves a model named {model!r}; its price applies when one does{hint}\n")
 
 
 @app.command("withdraw")
@@ -87,6 +101,8 @@ def withdraw(
     path = f"/prices/{quote(price_id, safe='')}"
     price = run(options.settings(), lambda client: client.call("DELETE", path))
     output.row(price, COLUMNS, as_json=options.as_json)
+    if not options.as_json:
+        sys.stderr.write("This price was withdrawn: it never takes effect.\n")
 
 
 def _tiers(given: list[str] | None) -> dict[str, int] | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from appliance.base.digits import whole_number
+from appliance.base.texts import did_you_mean
 from appliance.cli import model_store, output
 from appliance.cli.failure import CommandFailed, WrongUsage
 from appliance.cli.options import AsJson
@@ -123,7 +124,7 @@ def _find_model(model: str, quantization: str | None) -> SimulatedModel:
         if error.option != "model":
             raise
         path = Path(model).expanduser().absolute()
-        hint = model_store.did_you_mean(model.lower(), list(MODELS)) or model_store.closest_folder(path)
+        hint = did_you_mean(model.lower(), list(MODELS)) or model_store.closest_folder(path)
         raise WrongUsage(f"--{error}{hint}") from error
 
 

@@ -89,7 +89,7 @@ def test_the_default_of_max_tokens_is_set_for_all_models_or_for_one(file: str, e
 @pytest.mark.parametrize(
     ("models", "words"),
     [
-        ("{'model'='/m', 'quantisation'='int8'}", "has an unknown setting for /m: quantisation"),
+        ("{'model'='/m', 'quantisation'='int8'}", "has an unknown setting for /m: quantisation; did you mean 'quantization'"),
         ("{'model'='/m', 'default_max_token'=1}", "has an unknown setting for /m: default_max_token"),
         (
             "{'model'='/m', 'default_max_tokens'=0}",
@@ -141,13 +141,13 @@ def test_models_in_the_environment_must_be_comma_separated_or_a_json_list(text: 
 @pytest.mark.parametrize(
     ("file", "environ", "options", "words"),
     [
-        ("prot = 5", {}, {}, "unknown setting: prot in .*gatehouse.toml"),
-        ("", {"GATEHOUSE_PROT": "5"}, {}, "unknown setting: environment GATEHOUSE_PROT"),
+        ("prot = 5", {}, {}, "unknown setting: prot in .*gatehouse.toml; did you mean 'port'"),
+        ("", {"GATEHOUSE_PROT": "5"}, {}, "unknown setting: environment GATEHOUSE_PROT; did you mean 'port'"),
         ("", {}, {"prot": 5}, "unknown setting: option prot"),
         ("port = 'many'", {}, {}, "port in .*gatehouse.toml must be a whole number from 0 to 65535"),
         ("port = true", {}, {}, "port .* whole number"),
         ("default_max_tokens = 0", {}, {}, "default_max_tokens in .* must be a whole number from 1 to 10000000"),
-        ("default_max_token = 1", {}, {}, "unknown setting: default_max_token in .*gatehouse.toml"),
+        ("default_max_token = 1", {}, {}, "unknown setting: default_max_token in .*toml; did you mean 'default_max_tokens'"),
         ("request_deadline_s = 0.5", {}, {}, "request_deadline_s in .*gatehouse.toml must be .* from 1 to 86400"),
         (f"drain_timeout_s = {'9' * 400}", {}, {}, "drain_timeout_s in .*gatehouse.toml must be a number of seconds"),
         pytest.param(f"port = {'9' * 5000}", {}, {}, "gatehouse.toml is not valid TOML", id="too many digits"),

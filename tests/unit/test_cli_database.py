@@ -133,7 +133,7 @@ def test_doctor_and_db_check_report_a_wrong_or_missing_secret_key(gatehouse: Any
     assert secret_checks() == ("holds: 2 sealed, each opens with secret.key", "ok: 2 sealed, all readable with secret.key ")
     (data_dir / "secret.key").write_bytes(b"q" * 32)
     checked, seen = secret_checks()
-    assert checked.startswith("broken: cannot be opened: 1 second factors: alice@example.com; 1 webhooks: wh_")
+    assert checked.startswith("broken: cannot be opened: second factors: alice@example.com; webhooks: wh_")
     assert seen.startswith(f"wrong: {data_dir / 'secret.key'} is not the key that sealed 2 of 2 stored secrets")
     for text in (checked, seen):
         assert "restore secret.key from the backup" in text

@@ -46,6 +46,29 @@ def test_a_future_price_can_be_withdrawn_but_not_a_current_one(gatehouse: Any) -
     assert gatehouse("prices", "list", "--json").json()["data"] == [now]
 
 
+def test_a_withdrawal_is_confirmed(gatehouse: Any) -> None:
+    later = ("--prompt", "1000", "--completion", "3000", "--from", "2190-01-01T00:00:00Z")
+    price = gatehouse("prices", "add", "demo", *later, "--json").json()
+    assert gatehouse("prices", "withdraw", price["id"]).err == "This price was withdrawn: it never takes effect.\n"
+
+
+@pytest.mark.parametrize(
+    ("model", "note"),
+    [
+        ("gatehouse-demo", ""),
+        ("gatehouse-dem", "; did you mean 'gatehouse-demo'?"),
+        ("llama", ""),
+    ],
+)
+def test_a_price_for_a_model_that_no_engine_serves_is_added_with_a_note(gatehouse: Any, model: str, note: str) -> None:
+    added = gatehouse("prices", "add", model, "--prompt", "1", "--completion", "2", "--json")
+    served = model == "gatehouse-demo"
+    assert (added.status, added.json()["model"]) == (0, model)
+    assert added.err == (
+        "" if served else f"gatehouse: no engine serves a model named '{model}'; its price applies when one does{note}\n"
+    )
+
+
 def test_an_empty_ledger_is_listed_and_correcting_a_missing_event_fails(gatehouse: Any) -> None:
     assert gatehouse("ledger", "list", "--json").json() == {"data": [], "has_more": False}
     assert "request_id" in gatehouse("ledger", "list").out.split(), (

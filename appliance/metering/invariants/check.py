@@ -36,6 +36,7 @@ from appliance.base import db, migrations, tables
 from appliance.base.clock import SystemClock
 from appliance.base.data_folder import PEPPER_FILE
 from appliance.base.settings import UnusableData
+from appliance.base.texts import counted
 from appliance.metering import sealed_secrets
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.invariants import references, whole_ledger
@@ -111,7 +112,11 @@ async def check_ledger(
             if data_dir is not None:
                 findings.append(await _check_secrets(connection, data_dir))
         chain = await AuditLog(database, SystemClock()).verify()
-        detail = f"{chain.entries} entries, each chained to the previous one" if chain.fault is None else chain.fault.text
+        detail = (
+            f"{counted(chain.entries, 'entry', plural='entries')}, each chained to the previous one"
+            if chain.fault is None
+            else chain.fault.text
+        )
         return [*findings, Finding("audit", "holds" if chain.fault is None else "broken", detail)]
 
 
@@ -142,7 +147,7 @@ async def _check_unique(connection: AsyncConnection) -> Finding:
     if ids:
         return Finding("once", "broken", f"requests with more than one event: {', '.join(ids)}")
     count = (await connection.execute(select(func.count()).select_from(_EVENTS))).scalar_one()
-    return Finding("once", "holds", f"{count} events, one per request")
+    return Finding("once", "holds", f"{counted(count, 'event')}, one per request")
 
 
 async def _running_epoch(connection: AsyncConnection) -> str | None:

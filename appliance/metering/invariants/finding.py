@@ -18,6 +18,6 @@ class Finding:
 
 
 def list_ids(ids: Sequence[str], what: str) -> str:
-    """Return the number of `ids` and the first LISTED_MAX of them, as text."""
+    """Return `what` and the first LISTED_MAX of the ids, and how many more there are."""
     more = f" and {len(ids) - LISTED_MAX} more" if len(ids) > LISTED_MAX else ""
-    return f"{len(ids)} {what}: {', '.join(ids[:LISTED_MAX])}{more}"
+    return f"{what}: {', '.join(ids[:LISTED_MAX])}{more}"

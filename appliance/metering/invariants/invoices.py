@@ -16,6 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base import tables
 from appliance.base.errors import InvoiceInconsistent
+from appliance.base.texts import counted
 from appliance.metering.invariants.finding import Finding, list_ids
 from appliance.metering.invoicing.free_allowances import FreeAllowance, allowance_in, read_allowances
 from appliance.metering.invoicing.lines import (
@@ -83,16 +84,18 @@ async def check(connection: AsyncConnection) -> Finding:
             altered.append(str(head.number))
         earlier.add(head, lines)
     if inexact:
-        return Finding("invoices", "broken", list_ids(inexact, "invoices are not the sum of their events"))
+        return Finding("invoices", "broken", list_ids(inexact, "invoices that are not the sum of their events"))
     if altered:
-        return Finding("invoices", "broken", list_ids(altered, "invoices were altered after closing"))
+        return Finding("invoices", "broken", list_ids(altered, "invoices altered after closing"))
     missing = sorted(closings.keys() - {head.id for head in heads})
     if missing:
-        return Finding("invoices", "broken", list_ids(missing, "closed invoices are missing"))
+        return Finding("invoices", "broken", list_ids(missing, "missing closed invoices"))
     gaps = await _number_gaps(connection, [str(head.number) for head in heads])
     if gaps:
         return Finding("invoices", "broken", f"numbers are missing: {', '.join(gaps)}")
-    return Finding("invoices", "holds", f"{len(heads)} closed invoices, each the sum of its events and unaltered since closing")
+    return Finding(
+        "invoices", "holds", f"{counted(len(heads), 'closed invoice')}, each the sum of its events and unaltered since closing"
+    )
 
 
 async def _lines_match_events(

@@ -136,5 +136,5 @@ async def check_triggers(connection: AsyncConnection, kind: str) -> Finding:
     expected = [f"{table}_no_{event}" for table in PROTECTED_TABLES for event in _PROTECTED_EVENTS[kind]]
     missing = [name for name in expected if name not in enabled]
     if missing:
-        return Finding("kept", "broken", list_ids(missing, "protecting triggers are missing or disabled"))
+        return Finding("kept", "broken", list_ids(missing, "protecting triggers that are missing or disabled"))
     return Finding("kept", "holds", "the database protects rows that must not change")

@@ -7,6 +7,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.orm import aliased
 
 from appliance.base import counters, tables
+from appliance.base.texts import counted
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.invariants import invoices
 from appliance.metering.invariants.finding import Finding, list_ids
@@ -51,13 +52,13 @@ async def _check_corrections(connection: AsyncConnection) -> Finding:
     )
     ids = [str(row.id) for row in (await connection.execute(invalid)).all()]
     if ids:
-        return Finding("corrections", "broken", list_ids(ids, "adjustments do not correct a settled event"))
+        return Finding("corrections", "broken", list_ids(ids, "adjustments that do not correct a settled event"))
     negative = [str(event_id) for event_id in await _negative_events(connection)]
     if negative:
-        return Finding("corrections", "broken", list_ids(negative, "events add up to less than zero"))
+        return Finding("corrections", "broken", list_ids(negative, "events that add up to less than zero"))
     adjustments = select(func.count()).select_from(_EVENTS).where(_EVENTS.c.kind == "adjustment")
     count = (await connection.execute(adjustments)).scalar_one()
-    return Finding("corrections", "holds", f"{count} adjustments, each of a settled event")
+    return Finding("corrections", "holds", f"{counted(count, 'adjustment')}, each of a settled event")
 
 
 async def _negative_events(connection: AsyncConnection) -> list[int]:
@@ -92,7 +93,7 @@ async def _check_postings(connection: AsyncConnection) -> Finding:
         return Finding("postings", "broken", f"{events} events have the postings {first} to {last}")
     if counter != events:
         return Finding("postings", "broken", f"{events} events have postings, but the counter is at {counter}")
-    return Finding("postings", "holds", f"{events} events, numbered without a gap")
+    return Finding("postings", "holds", f"{counted(events, 'event')}, numbered without a gap")
 
 
 async def _check_rollups(connection: AsyncConnection, kind: str, calendar: BillingCalendar) -> Finding:

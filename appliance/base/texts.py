@@ -1,0 +1,17 @@
+"""Parts of messages for people: numbers with a noun, and suggestions for mistyped names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def counted(number: int, noun: str, *, plural: str | None = None) -> str:
+    """Return such as `1 tenant` or `2 tenants`; `plural` is for nouns that do not just add an s."""
+    return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return "; did you mean …?" with the known name that is closest to a mistyped one, nothing if none is close."""
+    import difflib
+
+    return "".join(f"; did you mean {match!r}?" for match in difflib.get_close_matches(name, list(known), n=1))
