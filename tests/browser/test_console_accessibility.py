@@ -10,11 +10,10 @@ from playwright.async_api import expect
 
 from appliance.metering.economics import Hardware, HostedPrice
 from appliance.metering.invoicing.seller import Seller
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import Limits, TenantChanges
 from tests.browser.conftest import Site
 from tests.support.accessibility import violations
-from tests.support.cast import Person
+from tests.support.cast import OWNER, Person, change_tenant
 from tests.support.clock import START
 from tests.support.console_fixtures import tenant_reading
 from tests.support.factories import pending, posted
@@ -28,12 +27,10 @@ LONG_NAME = "A tenant whose lawyers insisted on the whole registered name of the
 async def pages(site: Site) -> list[str]:
     """Create data for every page and return the paths of all pages."""
     console = site.console
-    tenant = await console.services.tenants.create(name=LONG_NAME, access=WHOLE_APPLIANCE)
-    key, secret = await console.services.keys.create(
-        tenant.id, name="a key with quite a long name for a program", access=WHOLE_APPLIANCE
-    )
+    tenant = await console.services.tenants.create(name=LONG_NAME, access=OWNER)
+    key, secret = await console.services.keys.create(tenant.id, name="a key with quite a long name for a program", access=OWNER)
     await console.services.tenants.update(
-        tenant.id, TenantChanges(weight=7, limits={"tokens_per_minute": 10**12}), access=WHOLE_APPLIANCE
+        tenant.id, TenantChanges(weight=7, limits={"tokens_per_minute": 10**12}), access=OWNER
     )
     person = Person(tenant=tenant, key=key, secret=secret)
     entry = pending(person, batch=True)
@@ -45,9 +42,9 @@ async def pages(site: Site) -> list[str]:
     console.engine_side.tenants = [tenant_reading(LONG_NAME, waiting=3, blocks=200), *teams]
     await console.services.sampler.sample()
     address = "https://hooks.example.com/services/a-long-path-of-a-program-that-hears-of-budgets"
-    webhook, _ = await console.services.alerts.webhooks.create(kind="webhook", target=address, access=WHOLE_APPLIANCE)
-    await console.services.alerts.outbox.send_test(webhook.id, access=WHOLE_APPLIANCE)
-    await console.services.alerts.webhooks.rotate(webhook.id, grace_s=86_400, access=WHOLE_APPLIANCE)
+    webhook, _ = await console.services.alerts.webhooks.create(kind="webhook", target=address, access=OWNER)
+    await console.services.alerts.outbox.send_test(webhook.id, access=OWNER)
+    await console.services.alerts.webhooks.rotate(webhook.id, grace_s=86_400, access=OWNER)
     await console.services.members.create("somebody-with-quite-a-long-address@engineering.example.com", "a password of tests")
     await console.services.appliance_records.put(
         "seller", Seller(name=LONG_NAME, address=("1 Long Lane", "Bristol")).to_record()
@@ -132,7 +129,7 @@ async def test_figures_of_a_tenant_do_not_wrap_on_a_phone(site: Site, width: int
     await services.ledger.open(entry)
     await services.ledger.settle(posted(entry.request_id))
     limits = {"tokens_per_minute": 1_500_000, "monthly_budget": 5_000_000}
-    await services.tenants.update(bob.tenant.id, TenantChanges(limits=limits), access=WHOLE_APPLIANCE)
+    await change_tenant(services.tenants, bob, limits=limits)
     page = await site.alice(viewport={"width": width, "height": 800})
     await page.goto("/tenants?q=bob")
     heights = await page.locator(".rows td.num").evaluate_all("cells => cells.map(cell => cell.clientHeight)")

@@ -10,8 +10,8 @@ from sqlalchemy import update
 
 from appliance.base.tables import outbox
 from appliance.metering.alerts.outbox import TENANT_EVENTS
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.browser.conftest import Site
+from tests.support.cast import OWNER
 from tests.support.factories import pending, posted
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
@@ -120,7 +120,7 @@ async def test_events_of_the_whole_appliance_can_be_chosen_for_that_scope_only(s
     await page.get_by_role("button", name="Add", exact=True).click()
 
     await expect(page.get_by_role("heading", name="Signing secret")).to_be_visible()
-    (webhook,) = (await site.console.services.alerts.webhooks.list(access=WHOLE_APPLIANCE)).data
+    (webhook,) = (await site.console.services.alerts.webhooks.list(access=OWNER)).data
     assert (webhook.tenant_id, webhook.events) == (bob.id, TENANT_EVENTS)
 
 
@@ -339,7 +339,7 @@ async def test_reloading_the_history_shows_requests_that_have_ended(site: Site) 
 async def test_the_page_of_an_alert_target_is_updated_until_a_test_is_delivered(site: Site) -> None:
     console = site.console
     webhook, _ = await console.services.alerts.webhooks.create(
-        kind="webhook", target="https://hooks.example.com/x", tenant_id=None, events=None, access=WHOLE_APPLIANCE
+        kind="webhook", target="https://hooks.example.com/x", tenant_id=None, events=None, access=OWNER
     )
     page = await site.alice()
     await page.goto(f"/alerts/{webhook.id}")

@@ -11,9 +11,9 @@ from playwright.async_api import Route, expect
 from appliance.base.acting import Actor, acting
 from appliance.base.clock import SystemClock
 from appliance.metering.ledger.corrections import Correction
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import TenantChanges
 from tests.browser.conftest import Site
+from tests.support.cast import OWNER
 from tests.support.factories import pending, posted
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="session")]
@@ -50,13 +50,13 @@ async def money_pages(site: Site) -> list[str]:
     )
     limits = {"tokens_per_day": 5_000_000, "requests_per_minute": 600, "monthly_budget": 123_456_789}
     changes = TenantChanges(currency="CHF", limits=limits, name="Batch & Söhne Gesellschaft mbH")
-    await services.tenants.update(bob.tenant.id, changes, access=WHOLE_APPLIANCE)
+    await services.tenants.update(bob.tenant.id, changes, access=OWNER)
     entry = pending(bob, model=MODEL, admitted_at=services.clock.now(), price=price)
     await services.ledger.open(entry)
     await services.ledger.settle(posted(entry.request_id, prompt=54_321, cached=12_345, completion=98_765))
-    event = await services.reports.event(entry.request_id, access=WHOLE_APPLIANCE)
+    event = await services.reports.event(entry.request_id, access=OWNER)
     await services.corrections.add(event.id, Correction(note="agreed by telephone", cost_picos=1_234_567_890_123))
-    draft = await services.invoices.draft(bob.tenant.id, f"{services.clock.now():%Y-%m}", access=WHOLE_APPLIANCE)
+    draft = await services.invoices.draft(bob.tenant.id, f"{services.clock.now():%Y-%m}", access=OWNER)
     with acting(Actor(kind="cli", name="operator@example.com")):
         await services.audit.record("ledger.recover", "epoch", "epoch_01m8mnmzr9bh786mns6c", tenant_id=bob.tenant.id)
     pages = [f"/invoices/{draft.head.id}", f"/requests/{entry.request_id}", f"/tenants/{bob.tenant.id}"]

@@ -18,13 +18,12 @@ from appliance.metering.alerts.budgets import ALERT_WINDOW
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger.records import UsageEvent
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.model_policies import ModelPolicies
 from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
 from appliance.tenancy.tenants import Tenants
 from tests.support.alerts import TARGET, AlertParts, alert_parts
-from tests.support.cast import PEPPER, Cast, Person
+from tests.support.cast import OWNER, PEPPER, Cast, Person
 from tests.support.clock import START, FakeClock
 from tests.support.factories import adjustment
 from tests.support.ledgers import FailingDatabase, euro_budget_alerts
@@ -185,21 +184,19 @@ class Life:
         if not owner.tenant:
             await ModelPolicies(self.database, self.clock).put(owner.model, Limits(**limits))
         elif owner.key and owner.model:
-            others = (await keys.get(owner.key, access=WHOLE_APPLIANCE)).model_limits
-            await keys.update(owner.key, KeyChanges(model_limits={**others, owner.model: limits}), access=WHOLE_APPLIANCE)
+            others = (await keys.get(owner.key, access=OWNER)).model_limits
+            await keys.update(owner.key, KeyChanges(model_limits={**others, owner.model: limits}), access=OWNER)
         elif owner.key:
-            await keys.update(owner.key, KeyChanges(limits=limits), access=WHOLE_APPLIANCE)
+            await keys.update(owner.key, KeyChanges(limits=limits), access=OWNER)
         elif owner.model:
-            await tenants.limit_model(owner.tenant, owner.model, limits, access=WHOLE_APPLIANCE)
+            await tenants.limit_model(owner.tenant, owner.model, limits, access=OWNER)
         else:
-            await tenants.update(owner.tenant, TenantChanges(limits=limits), access=WHOLE_APPLIANCE)
+            await tenants.update(owner.tenant, TenantChanges(limits=limits), access=OWNER)
 
     async def change_something_else(self) -> None:
         """Change a tenant in what concerns no budget."""
         weight = TenantChanges(weight=self.chance.randrange(1, 10))
-        await Tenants(self.database, self.clock).update(
-            self.chance.choice(self.people).tenant.id, weight, access=WHOLE_APPLIANCE
-        )
+        await Tenants(self.database, self.clock).update(self.chance.choice(self.people).tenant.id, weight, access=OWNER)
 
     async def restart(self) -> None:
         """Forget everything that is not in the database."""
@@ -221,7 +218,7 @@ async def listeners(alerts: AlertParts, cast: Cast) -> dict[str, str]:
     """Return webhooks of the appliance, of Bob and of Charlie, and whose they are."""
     made = {}
     for tenant_id in (None, cast.bob.tenant.id, cast.charlie.tenant.id):
-        webhook, _ = await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=tenant_id, access=WHOLE_APPLIANCE)
+        webhook, _ = await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=tenant_id, access=OWNER)
         made[webhook.id] = tenant_id or ""
     return made
 
@@ -230,8 +227,8 @@ async def everybody(database: Database, clock: FakeClock, cast: Cast) -> list[Pe
     """Return Bob with two keys and Charlie, who is billed in francs, with percentages of their own."""
     for person, currency in ((cast.bob, "EUR"), (cast.charlie, "CHF")):
         changes = TenantChanges(alert_percents=list(PERCENTS), currency=currency)
-        await Tenants(database, clock).update(person.tenant.id, changes, access=WHOLE_APPLIANCE)
-    key, secret = await Keys(database, clock, PEPPER).create(cast.bob.tenant.id, name="another", access=WHOLE_APPLIANCE)
+        await Tenants(database, clock).update(person.tenant.id, changes, access=OWNER)
+    key, secret = await Keys(database, clock, PEPPER).create(cast.bob.tenant.id, name="another", access=OWNER)
     return [cast.bob, Person(tenant=cast.bob.tenant, key=key, secret=secret), cast.charlie]
 
 

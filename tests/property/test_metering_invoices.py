@@ -21,9 +21,8 @@ from appliance.metering.invoicing.invoices import Invoices
 from appliance.metering.invoicing.lines import FREE_ALLOWANCE, InvoiceLine, usage_picos
 from appliance.metering.invoicing.rows import Invoice
 from appliance.metering.ledger.records import UsageEvent
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.support.billing import Tokens, add_price, post_event
-from tests.support.cast import Cast, Person
+from tests.support.cast import OWNER, Cast, Person
 from tests.support.clock import FakeClock
 from tests.support.ledgers import euro_invoices
 
@@ -80,7 +79,7 @@ async def test_every_event_is_on_exactly_one_invoice_or_still_open(
             await _close(invoices, twin, person, month)
 
     for tenant_id, twin in twins.items():
-        stored = (await invoices.list_for_tenant(tenant_id, access=WHOLE_APPLIANCE)).data
+        stored = (await invoices.list_for_tenant(tenant_id, access=OWNER)).data
         closed = [invoice for invoice in stored if not invoice.is_draft]
         assert {invoice.head.month: usage_picos(invoice.lines) for invoice in closed} == twin.closed
         rest = sum(twin.waiting.values())
@@ -98,7 +97,7 @@ async def test_every_event_is_on_exactly_one_invoice_or_still_open(
                 due = sum(cost for of, cost in twin.waiting.items() if of <= invoice.head.month)
                 assert usage_picos(invoice.lines) == due
         assert len(seen) == len(set(seen))
-    numbers = sorted(head.number or "" for head in (await invoices.list(state="closed", access=WHOLE_APPLIANCE)).data)
+    numbers = sorted(head.number or "" for head in (await invoices.list(state="closed", access=OWNER)).data)
     assert len(numbers) >= 4
     assert numbers == [f"2026-{count:04d}" for count in range(1, len(numbers) + 1)]
     await _assert_check_holds(database)
@@ -109,8 +108,8 @@ async def test_an_allowance_deducts_at_most_the_cost_of_each_month(database: Dat
     price = await add_price(database)
     invoices, allowances = euro_invoices(database, clock, BillingCalendar("UTC")), FreeAllowances(database, clock)
     tenant_id = cast.bob.tenant.id
-    await allowances.set(tenant_id, "2026-07", 300, access=WHOLE_APPLIANCE)
-    await allowances.set(tenant_id, "2026-09", 40, access=WHOLE_APPLIANCE)
+    await allowances.set(tenant_id, "2026-07", 300, access=OWNER)
+    await allowances.set(tenant_id, "2026-09", 40, access=OWNER)
     free = {"2026-07": 300, "2026-08": 300, "2026-09": 40, "2026-10": 40}
     lines: list[InvoiceLine] = []
     for month in MONTHS[:4]:
@@ -120,9 +119,7 @@ async def test_an_allowance_deducts_at_most_the_cost_of_each_month(database: Dat
             await post_event(
                 database, cast.bob, _day(chance, of), tokens, epoch_id=cast.epoch_id, price=price, is_correction=of < month
             )
-        closed = await invoices.close(
-            (await invoices.draft(tenant_id, month, access=WHOLE_APPLIANCE)).head.id, access=WHOLE_APPLIANCE
-        )
+        closed = await invoices.close((await invoices.draft(tenant_id, month, access=OWNER)).head.id, access=OWNER)
         lines += closed.lines
         for of in MONTHS[:4]:
             used = sum(line.rounded_micros for line in lines if line.month == of and line.kind != FREE_ALLOWANCE)
@@ -140,8 +137,8 @@ async def _assert_check_holds(database: Database) -> None:
 
 async def _close(invoices: Invoices, twin: Twin, person: Person, month: str) -> None:
     try:
-        drafted = await invoices.draft(person.tenant.id, month, access=WHOLE_APPLIANCE)
-        closed = await invoices.close(drafted.head.id, access=WHOLE_APPLIANCE)
+        drafted = await invoices.draft(person.tenant.id, month, access=OWNER)
+        closed = await invoices.close(drafted.head.id, access=OWNER)
     except InvoiceClosed:
         assert month in twin.closed
     except MonthNotOver:
@@ -159,7 +156,7 @@ async def _events(invoices: Invoices, invoice: Invoice) -> list[UsageEvent]:
     events: list[UsageEvent] = []
     cursor = None
     while True:
-        page = await invoices.events(invoice.head.id, 7, cursor, access=WHOLE_APPLIANCE)
+        page = await invoices.events(invoice.head.id, 7, cursor, access=OWNER)
         events += page.data
         cursor = page.next_cursor
         if cursor is None:

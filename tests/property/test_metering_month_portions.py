@@ -22,10 +22,9 @@ from appliance.metering.invoicing.free_allowances import FreeAllowances
 from appliance.metering.invoicing.portions import Expected, Outcome
 from appliance.metering.invoicing.rows import Invoice
 from appliance.metering.prices import Price
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.audit import AuditLog
 from tests.support.billing import Tokens, add_price, post_event
-from tests.support.cast import Cast, Person, make_person
+from tests.support.cast import OWNER, Cast, Person, make_person
 from tests.support.clock import FakeClock
 from tests.support.ledgers import euro_invoices
 
@@ -55,14 +54,14 @@ async def test_tenants_billed_together_get_the_invoices_that_each_would_get_alon
     allowances = FreeAllowances(database, clock)
     for pair in pairs[::2]:
         for person in pair:
-            await allowances.set(person.tenant.id, MONTHS[0], 30_000, access=WHOLE_APPLIANCE)
+            await allowances.set(person.tenant.id, MONTHS[0], 30_000, access=OWNER)
     for index, month in enumerate(MONTHS):
         for _ in range(EVENTS):
             await _post_to_both(database, cast, chance.choice(pairs), MONTHS[: index + 1], prices, chance)
         only = chance.choice([None, "billable", "closable"])
-        alone = [await _outcome(invoices.draft(one.tenant.id, month, only=only, access=WHOLE_APPLIANCE)) for one, _ in pairs]
+        alone = [await _outcome(invoices.draft(one.tenant.id, month, only=only, access=OWNER)) for one, _ in pairs]
         twins = [twin.tenant.id for _, twin in pairs]
-        drafted = await invoices.draft_each(twins, month, only=only, access=WHOLE_APPLIANCE)
+        drafted = await invoices.draft_each(twins, month, only=only, access=OWNER)
         assert [_contents(drafted[tenant_id]) for tenant_id in twins] == [_contents(each) for each in alone]
 
         ids = [
@@ -71,14 +70,14 @@ async def test_tenants_billed_together_get_the_invoices_that_each_would_get_alon
             if isinstance(draft, Invoice) and isinstance(of_twin, Invoice) and chance.random() < 0.9
         ]
         for some in (ids[::2], ids[1::2]):  # neighbours get invoices with different postings
-            closed_alone = [await _outcome(invoices.close(invoice_id, access=WHOLE_APPLIANCE)) for invoice_id, _ in some]
-            closed = await invoices.close_each({twin_id: Expected() for _, twin_id in some}, access=WHOLE_APPLIANCE)
+            closed_alone = [await _outcome(invoices.close(invoice_id, access=OWNER)) for invoice_id, _ in some]
+            closed = await invoices.close_each({twin_id: Expected() for _, twin_id in some}, access=OWNER)
             assert [_contents(closed[twin_id]) for _, twin_id in some] == [_contents(each) for each in closed_alone]
             stored = [each for each in closed.values() if isinstance(each, Invoice)]
-            assert [await invoices.get(each.head.id, access=WHOLE_APPLIANCE) for each in stored] == stored
+            assert [await invoices.get(each.head.id, access=OWNER) for each in stored] == stored
             for pair in pairs:
                 await _post_to_both(database, cast, pair, MONTHS[: index + 1], prices, chance)
-    heads = (await invoices.list(state="closed", access=WHOLE_APPLIANCE)).data
+    heads = (await invoices.list(state="closed", access=OWNER)).data
     assert sorted(head.number or "" for head in heads) == [f"2026-{count:04d}" for count in range(1, len(heads) + 1)]
     assert len(heads) >= 2 * PAIRS
     async with database.reading() as connection:

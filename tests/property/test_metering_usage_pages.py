@@ -21,10 +21,9 @@ from appliance.metering.ledger import rollups
 from appliance.metering.ledger.records import UsageEvent
 from appliance.metering.usage import BUCKETS, GROUPS, UsageFilter, UsageReports, UsageRow
 from appliance.metering.usage_segments import bucket_start
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.pages import encode_cursor
-from tests.support.cast import PEPPER, Cast, make_person
+from tests.support.cast import OWNER, PEPPER, Cast, make_person
 from tests.support.clock import FakeClock
 from tests.support.ledgers import all_events
 
@@ -126,7 +125,7 @@ async def history(request: pytest.FixtureRequest, database: Database, clock: Fak
     dora = await make_person(database, clock, "dora")
     owners = [(person.tenant.id, person.key.id) for person in (cast.bob, cast.charlie, dora)]
     for number in range(3):
-        key, _secret = await keys.create(cast.bob.tenant.id, name=f"key {number}", access=WHOLE_APPLIANCE)
+        key, _secret = await keys.create(cast.bob.tenant.id, name=f"key {number}", access=OWNER)
         owners.append((cast.bob.tenant.id, key.id))
     made = UsageHistory(database=database, cast=cast, chance=random.Random(11), middle=request.param, owners=owners)
     await made.write(EVENTS)
@@ -169,7 +168,7 @@ async def read_pages(history: UsageHistory, query: dict[str, Any], limit: int) -
     rows: list[UsageRow] = []
     cursor = None
     while True:
-        page = await history.reports.usage_page(**query, limit=limit, cursor=cursor, access=WHOLE_APPLIANCE)
+        page = await history.reports.usage_page(**query, limit=limit, cursor=cursor, access=OWNER)
         rows += page.data
         assert len(page.data) == limit or not page.has_more
         assert page.has_more == (page.next_cursor is not None)
@@ -183,10 +182,10 @@ async def test_concatenated_pages_equal_the_whole_report(history: UsageHistory) 
     lengths = []
     for _ in range(NUM_QUERIES):
         query, limit = history.query(), history.chance.choice([1, 2, 3, 7, 50, 1000])
-        whole = await history.reports.usage(**query, access=WHOLE_APPLIANCE)
+        whole = await history.reports.usage(**query, access=OWNER)
         assert {key_of(row): counts_of(row) for row in whole} == plain_report(events, history.calendar, query), query
         assert await read_pages(history, query, limit) == whole, (query, limit)
-        assert await history.reports.usage(**query, rows_max=limit, access=WHOLE_APPLIANCE) == whole[:limit], query
+        assert await history.reports.usage(**query, rows_max=limit, access=OWNER) == whole[:limit], query
         lengths.append(len(whole))
     assert max(lengths) > 100
     assert 0 in lengths
@@ -195,12 +194,12 @@ async def test_concatenated_pages_equal_the_whole_report(history: UsageHistory) 
 async def test_settlements_between_two_pages_neither_repeat_nor_lose_rows(history: UsageHistory) -> None:
     for _ in range(NUM_QUERIES // 6):
         query, limit = history.query(), history.chance.choice([3, 7, 20])
-        before = {key_of(row) for row in await history.reports.usage(**query, access=WHOLE_APPLIANCE)}
+        before = {key_of(row) for row in await history.reports.usage(**query, access=OWNER)}
         shown: list[RowKey] = []
         cursor = None
         while True:
-            whole = await history.reports.usage(**query, access=WHOLE_APPLIANCE)
-            page = await history.reports.usage_page(**query, limit=limit, cursor=cursor, access=WHOLE_APPLIANCE)
+            whole = await history.reports.usage(**query, access=OWNER)
+            page = await history.reports.usage_page(**query, limit=limit, cursor=cursor, access=OWNER)
             # Each row is what the report says at the moment of its page, and they go on without a gap.
             begin = whole.index(page.data[0]) if page.data else len(whole)
             assert page.data == whole[begin : begin + limit]
@@ -217,20 +216,20 @@ async def test_settlements_between_two_pages_neither_repeat_nor_lose_rows(histor
 async def test_a_cursor_continues_in_the_period_of_its_report(history: UsageHistory) -> None:
     day = timedelta(days=1)
     report: dict[str, Any] = {"bucket": "minute", "group_by": ["key"], "limit": 10}
-    whole = await history.reports.usage(history.middle - day, history.middle + day, "minute", ["key"], access=WHOLE_APPLIANCE)
-    first = await history.reports.usage_page(history.middle - day, history.middle + day, **report, access=WHOLE_APPLIANCE)
+    whole = await history.reports.usage(history.middle - day, history.middle + day, "minute", ["key"], access=OWNER)
+    first = await history.reports.usage_page(history.middle - day, history.middle + day, **report, access=OWNER)
     second = await history.reports.usage_page(
-        history.middle, history.middle + 2 * day, **report, cursor=first.next_cursor, access=WHOLE_APPLIANCE
+        history.middle, history.middle + 2 * day, **report, cursor=first.next_cursor, access=OWNER
     )
     assert first.data + second.data == whole[:20]
 
 
 async def test_a_cursor_of_another_report_is_refused(history: UsageHistory) -> None:
     period = (history.middle - timedelta(days=1), history.middle + timedelta(days=1))
-    page = await history.reports.usage_page(*period, "hour", ["tenant"], limit=1, access=WHOLE_APPLIANCE)
+    page = await history.reports.usage_page(*period, "hour", ["tenant"], limit=1, access=OWNER)
     for bucket, groups in (("minute", ["tenant"]), ("hour", ["model"]), ("hour", ["tenant", "model"]), ("hour", [])):
         with pytest.raises(InvalidValue) as refused:
-            await history.reports.usage_page(*period, bucket, groups, limit=1, cursor=page.next_cursor, access=WHOLE_APPLIANCE)
+            await history.reports.usage_page(*period, bucket, groups, limit=1, cursor=page.next_cursor, access=OWNER)
         assert refused.value.param == "cursor"
 
 
@@ -244,11 +243,9 @@ async def test_a_cursor_of_a_report_with_other_filters_is_refused(history: Usage
         UsageFilter(models=MODELS[:2]),
     ]
     for filters in all_filters:
-        page = await history.reports.usage_page(*period, "hour", ["key"], filters, limit=1, access=WHOLE_APPLIANCE)
+        page = await history.reports.usage_page(*period, "hour", ["key"], filters, limit=1, access=OWNER)
         for other in all_filters:
-            again = history.reports.usage_page(
-                *period, "hour", ["key"], other, limit=1, cursor=page.next_cursor, access=WHOLE_APPLIANCE
-            )
+            again = history.reports.usage_page(*period, "hour", ["key"], other, limit=1, cursor=page.next_cursor, access=OWNER)
             if other == filters:
                 assert (await again).data
                 continue
@@ -259,14 +256,14 @@ async def test_a_cursor_of_a_report_with_other_filters_is_refused(history: Usage
 
 async def test_a_cursor_with_an_invalid_period_is_refused(history: UsageHistory) -> None:
     period = (history.middle - timedelta(days=1), history.middle + timedelta(days=1))
-    cursor = (await history.reports.usage_page(*period, "hour", limit=1, access=WHOLE_APPLIANCE)).next_cursor
+    cursor = (await history.reports.usage_page(*period, "hour", limit=1, access=OWNER)).next_cursor
     assert cursor is not None
     padded = cursor + "=" * (-len(cursor) % 4)
     name, start, end, *key = json.loads(base64.urlsafe_b64decode(padded))
     for reversed_or_empty in ([end, start], [start, start]):
         forged = encode_cursor(name, [*reversed_or_empty, *key])
         with pytest.raises(InvalidValue) as refused:
-            await history.reports.usage_page(*period, "hour", limit=1, cursor=forged, access=WHOLE_APPLIANCE)
+            await history.reports.usage_page(*period, "hour", limit=1, cursor=forged, access=OWNER)
         assert refused.value.param == "cursor"
 
 

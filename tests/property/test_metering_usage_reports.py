@@ -21,11 +21,11 @@ from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger.records import BILLED, UsageEvent
 from appliance.metering.usage import GROUPS, UsageFilter, UsageReports
-from appliance.tenancy.access import WHOLE_APPLIANCE, Access
+from appliance.tenancy.access import Access
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.pages import Page
 from appliance.tenancy.roles import Role, TenantRole
-from tests.support.cast import PEPPER, Cast
+from tests.support.cast import OWNER, PEPPER, Cast
 from tests.support.clock import START, FakeClock
 from tests.support.ledgers import all_events
 
@@ -38,7 +38,7 @@ EDGES_US = (0, 1, 59_999_999, 60_000_000, 3_599_999_999, 3_600_000_000, 43_199_9
 async def events(database: Database, clock: FakeClock, cast: Cast) -> list[UsageEvent]:
     """300 events over two days, some at the very edges of buckets, some of them not to be counted."""
     chance = random.Random(7)
-    second_key, _secret = await Keys(database, clock, PEPPER).create(cast.bob.tenant.id, name="second", access=WHOLE_APPLIANCE)
+    second_key, _secret = await Keys(database, clock, PEPPER).create(cast.bob.tenant.id, name="second", access=OWNER)
     owners = [(cast.bob.tenant.id, cast.bob.key.id), (cast.bob.tenant.id, second_key.id)]
     owners.append((cast.charlie.tenant.id, cast.charlie.key.id))
     rows = []
@@ -94,9 +94,7 @@ async def test_every_bucket_and_grouping_equals_the_plain_sum(database: Database
     for bucket, bucket_s in BUCKET_S.items():
         for size in range(len(GROUPS) + 1):
             for groups in combinations(GROUPS, size):
-                rows = await reports.usage(
-                    START - timedelta(days=1), START + timedelta(days=3), bucket, groups, access=WHOLE_APPLIANCE
-                )
+                rows = await reports.usage(START - timedelta(days=1), START + timedelta(days=3), bucket, groups, access=OWNER)
                 found = {
                     (row.start, row.tenant_id, row.key_id, row.model, row.currency): [
                         row.requests,
@@ -115,7 +113,7 @@ async def test_every_bucket_and_grouping_equals_the_plain_sum(database: Database
 async def test_a_period_includes_its_start_and_excludes_its_end(database: Database, events: list[UsageEvent]) -> None:
     midnight = START - timedelta(hours=12)
     rows = await UsageReports(database, calendar=BillingCalendar()).usage(
-        midnight, midnight + timedelta(minutes=1), "minute", access=WHOLE_APPLIANCE
+        midnight, midnight + timedelta(minutes=1), "minute", access=OWNER
     )
     inside = [event for event in events if midnight <= event.admitted_at < midnight + timedelta(minutes=1)]
     settled = [event for event in inside if event.status in ("posted", "recovered")]
@@ -126,7 +124,7 @@ async def test_a_period_includes_its_start_and_excludes_its_end(database: Databa
 async def test_a_report_filtered_by_tenant_has_only_its_sums(database: Database, cast: Cast, events: list[UsageEvent]) -> None:
     reports, bobs_usage = UsageReports(database, calendar=BillingCalendar()), UsageFilter(tenant_ids=[cast.bob.tenant.id])
     rows = await reports.usage(
-        START - timedelta(days=1), START + timedelta(days=3), "day", ["tenant"], bobs_usage, access=WHOLE_APPLIANCE
+        START - timedelta(days=1), START + timedelta(days=3), "day", ["tenant"], bobs_usage, access=OWNER
     )
     assert {row.tenant_id for row in rows} == {cast.bob.tenant.id}
     bobs = [event for event in events if event.tenant_id == cast.bob.tenant.id]
@@ -151,12 +149,8 @@ async def test_a_member_sees_no_sums_of_other_tenants_with_any_filter(
 
 async def test_a_period_before_all_sums_is_empty(database: Database) -> None:
     reports, start, end = UsageReports(database, calendar=BillingCalendar()), EPOCH - timedelta(days=2), EPOCH
-    assert (
-        await reports.usage(start, end, access=WHOLE_APPLIANCE)
-        == await reports.totals(start, end, access=WHOLE_APPLIANCE)
-        == []
-    )
-    assert await reports.usage_page(start, end, access=WHOLE_APPLIANCE) == Page(data=[], next_cursor=None)
+    assert await reports.usage(start, end, access=OWNER) == await reports.totals(start, end, access=OWNER) == []
+    assert await reports.usage_page(start, end, access=OWNER) == Page(data=[], next_cursor=None)
 
 
 async def test_a_whole_report_is_limited_in_rows_and_a_part_has_its_first_rows(
@@ -164,15 +158,15 @@ async def test_a_whole_report_is_limited_in_rows_and_a_part_has_its_first_rows(
 ) -> None:
     reports = UsageReports(database, calendar=BillingCalendar())
     question: tuple[datetime, datetime, str] = (START - timedelta(days=1), START + timedelta(days=3), "day")
-    rows = await reports.usage(*question, access=WHOLE_APPLIANCE)
+    rows = await reports.usage(*question, access=OWNER)
     monkeypatch.setattr(usage, "USAGE_ROWS_MAX", len(rows))
-    assert await reports.usage(*question, access=WHOLE_APPLIANCE) == rows
+    assert await reports.usage(*question, access=OWNER) == rows
 
     monkeypatch.setattr(usage, "USAGE_ROWS_MAX", len(rows) - 1)
     with pytest.raises(InvalidValue, match="larger bucket") as refused:
-        await reports.usage(*question, access=WHOLE_APPLIANCE)
+        await reports.usage(*question, access=OWNER)
     assert refused.value.param == "bucket"
-    assert await reports.usage(*question, rows_max=len(rows) - 1, access=WHOLE_APPLIANCE) == rows[:-1]
+    assert await reports.usage(*question, rows_max=len(rows) - 1, access=OWNER) == rows[:-1]
 
 
 async def test_a_report_that_is_too_long_reads_hardly_more_rows_than_the_limit(
@@ -191,23 +185,23 @@ async def test_a_report_that_is_too_long_reads_hardly_more_rows_than_the_limit(
     monkeypatch.setattr(reports, "_read", counted)
     monkeypatch.setattr(usage, "USAGE_ROWS_MAX", 3)
     with pytest.raises(InvalidValue):
-        await reports.usage(*period, "minute", ["tenant"], access=WHOLE_APPLIANCE)
-    await reports.usage_page(*period, "minute", ["tenant"], limit=3, access=WHOLE_APPLIANCE)
-    await reports.totals(*period, ["tenant", "model"], rows_max=3, access=WHOLE_APPLIANCE)
+        await reports.usage(*period, "minute", ["tenant"], access=OWNER)
+    await reports.usage_page(*period, "minute", ["tenant"], limit=3, access=OWNER)
+    await reports.totals(*period, ["tenant", "model"], rows_max=3, access=OWNER)
     assert read_rows == [4, 4, 3]
 
 
 async def test_totals_equal_the_plain_sums_of_the_period(database: Database, events: list[UsageEvent]) -> None:
     reports, start, end = UsageReports(database, calendar=BillingCalendar()), START - timedelta(days=1, seconds=7), START
     inside = [event for event in events if start <= event.admitted_at < end]
-    rows = await reports.totals(start, end, ["tenant"], access=WHOLE_APPLIANCE)
+    rows = await reports.totals(start, end, ["tenant"], access=OWNER)
     expected: dict[tuple[object, ...], int] = defaultdict(int)
     for event in inside:
         if event.status in ("posted", "recovered"):
             expected[event.tenant_id, event.currency] += event.cost_picos
     assert {(row.tenant_id, row.currency): row.cost_picos for row in rows} == expected
     assert {(row.start, row.end) for row in rows} == {(start, end)}
-    assert await reports.totals(start, end, ["tenant"], rows_max=2, access=WHOLE_APPLIANCE) == rows[:2]
+    assert await reports.totals(start, end, ["tenant"], rows_max=2, access=OWNER) == rows[:2]
 
 
 @pytest.mark.parametrize("zone", ["Pacific/Kiritimati", "America/St_Johns"])
@@ -219,7 +213,7 @@ async def test_a_report_counts_each_event_once_after_a_change_of_the_time_zone(
     reports = UsageReports(database, calendar=calendar)
     for end in (START + timedelta(hours=hours) for hours in range(-12, 40, 3)):
         inside = [event.cost_picos for event in events if start <= event.admitted_at < end and event.status in BILLED]
-        rows = await reports.usage(start, end, "day", access=WHOLE_APPLIANCE)
+        rows = await reports.usage(start, end, "day", access=OWNER)
         assert sum(row.cost_picos for row in rows) == sum(inside)
     async with database.reading() as connection:
         assert await rollups.mismatched_levels(connection, database.kind, calendar) == []
@@ -238,5 +232,5 @@ async def test_a_report_counts_each_event_once_after_a_change_of_the_time_zone(
 async def test_an_invalid_query_names_its_field(database: Database, changes: dict[str, object], param: str) -> None:
     question: dict[str, object] = {"start": START, "end": START + timedelta(days=1), "bucket": "day", "group_by": []}
     with pytest.raises(InvalidValue) as refused:
-        await UsageReports(database, calendar=BillingCalendar()).usage(**(question | changes), access=WHOLE_APPLIANCE)  # type: ignore[arg-type]
+        await UsageReports(database, calendar=BillingCalendar()).usage(**(question | changes), access=OWNER)  # type: ignore[arg-type]
     assert refused.value.param == param

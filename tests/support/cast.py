@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from argon2 import PasswordHasher
 
@@ -20,6 +21,8 @@ from appliance.tenancy.tenants import Tenants
 PEPPER = b"p" * 32
 ALICE_PASSWORD = "alice's long password"
 UNLIMITED = Limits()
+OWNER = WHOLE_APPLIANCE
+"""What an owner of the appliance may see and do."""
 
 
 def quick_hasher(*, parallelism: int) -> PasswordHasher:
@@ -58,9 +61,14 @@ def member_of(tenant_id: str, role: TenantRole) -> Access:
 
 async def make_person(database: Database, clock: Clock, name: str, limits: Limits = UNLIMITED) -> Person:
     """Create a tenant `name` with one key."""
-    tenant = await Tenants(database, clock).create(name, TenantChanges(limits=limits), access=WHOLE_APPLIANCE)
-    key, secret = await Keys(database, clock, PEPPER).create(tenant.id, name=f"{name}'s key", access=WHOLE_APPLIANCE)
+    tenant = await Tenants(database, clock).create(name, TenantChanges(limits=limits), access=OWNER)
+    key, secret = await Keys(database, clock, PEPPER).create(tenant.id, name=f"{name}'s key", access=OWNER)
     return Person(tenant=tenant, key=key, secret=secret)
+
+
+async def change_tenant(tenants: Tenants, person: Person, **changes: Any) -> Tenant:
+    """Change these fields of a person's tenant, and return it."""
+    return await tenants.update(person.tenant.id, TenantChanges(**changes), access=OWNER)
 
 
 async def make_cast(database: Database, clock: Clock) -> Cast:

@@ -39,7 +39,7 @@ from appliance.telemetry.gpu import NO_GPU, GpuReading
 from appliance.telemetry.host import HostReading
 from appliance.telemetry.readings import DatabaseReading, EngineReading, TenantReading
 from appliance.telemetry.sampler import SystemSampler
-from appliance.tenancy.access import WHOLE_APPLIANCE, Access
+from appliance.tenancy.access import Access
 from appliance.tenancy.admin_tokens import AdminTokens
 from appliance.tenancy.audit import AuditLog
 from appliance.tenancy.identities import Identities
@@ -54,7 +54,7 @@ from appliance.tenancy.tenants import Tenants
 from appliance.tenancy.tickets import PROVIDER_SIGN_IN_LIFE_S, SIGN_IN_LIFE_S, Tickets
 from appliance.tenancy.tiers import Tiers
 from engine.protocol import EngineInfo, EngineStatus
-from tests.support.cast import ALICE_PASSWORD, PEPPER, Cast, Person, make_cast
+from tests.support.cast import ALICE_PASSWORD, OWNER, PEPPER, Cast, Person, make_cast
 from tests.support.engine_messages import GIB, engine_info, engine_status
 from tests.support.ledgers import euro_invoices, euro_prices, utc_admission, utc_corrections, utc_ledger, utc_sums
 from tests.support.reused_app import ReusedApp
@@ -213,7 +213,7 @@ class ConsoleApp:
 
         Its e-mail address is by default `role@example.com`, its password MEMBER_PASSWORD."""
         member = await self.services.members.create(email or f"{role}@example.com", MEMBER_PASSWORD, "member")
-        await self.services.memberships.add(person.tenant.id, member.id, role, access=WHOLE_APPLIANCE)
+        await self.services.memberships.add(person.tenant.id, member.id, role, access=OWNER)
         return await self.visitor().sign_in(member.email, MEMBER_PASSWORD)
 
 

@@ -29,11 +29,10 @@ from appliance.serving.prepared_requests import PreparedRequest
 from appliance.serving.request_limits import RequestLimits
 from appliance.serving.tokenizer import ModelTokenizer
 from appliance.telemetry.metrics import Metrics
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.model_policies import ModelPolicies
 from appliance.tenancy.tiers import Tiers
 from engine.protocol import EngineInfo, GenerationRequest, SamplingParams
-from tests.support.cast import Person
+from tests.support.cast import OWNER, Person
 from tests.support.fake_engine import FakeEngine, connected_pair
 from tests.support.ledgers import euro_prices, utc_admission, utc_ledger, utc_sums
 from tests.support.served_model import make_hollow_model
@@ -118,7 +117,7 @@ class Serving:
 
     async def event(self, generation: Generation) -> UsageEvent:
         """Return the ledger's event of a generation."""
-        return await self.reports.event(generation.request_id, access=WHOLE_APPLIANCE)
+        return await self.reports.event(generation.request_id, access=OWNER)
 
 
 async def text_of(generation: Generation) -> str:

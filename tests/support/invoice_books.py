@@ -13,9 +13,8 @@ from appliance.metering.invoicing.lines import EventSums
 from appliance.metering.invoicing.rows import Invoice
 from appliance.metering.invoicing.sums import Coverage, read_event_sums
 from appliance.metering.prices import Price
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.support.billing import Tokens, post_event
-from tests.support.cast import Cast, Person
+from tests.support.cast import OWNER, Cast, Person
 from tests.support.clock import FakeClock
 from tests.support.ledgers import euro_invoices
 
@@ -36,10 +35,10 @@ class Books:
         )  # fmt: skip
 
     async def draft(self, month: str, person: Person | None = None) -> Invoice:
-        return await self.invoices.draft((person or self.bob).tenant.id, month, access=WHOLE_APPLIANCE)
+        return await self.invoices.draft((person or self.bob).tenant.id, month, access=OWNER)
 
     async def close(self, month: str, person: Person | None = None) -> Invoice:
-        return await self.invoices.close((await self.draft(month, person)).head.id, access=WHOLE_APPLIANCE)
+        return await self.invoices.close((await self.draft(month, person)).head.id, access=OWNER)
 
     async def sums(self, connection: AsyncConnection, after: int | None, through: int) -> list[EventSums]:
         """Return the sums of Bob's events until October with postings above `after` (None: all) and up to `through`."""

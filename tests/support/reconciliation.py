@@ -38,10 +38,9 @@ from appliance.metering.ledger.records import PendingEvent, Settlement, Usage
 from appliance.metering.ledger.recovery import recover
 from appliance.metering.prices import Price
 from appliance.metering.usage import GROUPS, UsageReports
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.pages import PAGE_ROWS_MAX
 from tests.support import factories
-from tests.support.cast import Person, make_person
+from tests.support.cast import OWNER, Person, make_person
 from tests.support.clock import FakeClock
 from tests.support.ledgers import (
     FailingDatabase,
@@ -341,8 +340,8 @@ class History:
             month = self._next_month.get(person.tenant.id, "2026-09")
             if self.clock.now() < self.calendar.next_month_start(month) or self.rng.random() > chance:
                 continue
-            draft = await self.invoices.draft(person.tenant.id, month, access=WHOLE_APPLIANCE)
-            await self.invoices.close(draft.head.id, access=WHOLE_APPLIANCE)
+            draft = await self.invoices.draft(person.tenant.id, month, access=OWNER)
+            await self.invoices.close(draft.head.id, access=OWNER)
             self.closed += 1
             self._next_month[person.tenant.id] = f"2026-{int(month[5:]) + 1:02d}"
 
@@ -447,7 +446,7 @@ async def _check_reports(history: History, billed: list[ExpectedEvent]) -> None:
 async def _check_report(
     history: History, billed: list[ExpectedEvent], start: datetime, end: datetime, bucket: str, groups: tuple[str, ...]
 ) -> None:
-    rows = await history.reports.usage(start, end, bucket, groups, access=WHOLE_APPLIANCE)
+    rows = await history.reports.usage(start, end, bucket, groups, access=OWNER)
     found = {
         (row.start, row.tenant_id, row.key_id, row.model, row.currency): [getattr(row, name) for name in COLUMNS]
         for row in rows
@@ -470,8 +469,8 @@ async def _check_invoices(history: History, billed: list[ExpectedEvent]) -> None
         await history.close_months(1.0)
     for person, _currency in history.people:
         tenant_id = person.tenant.id
-        await history.invoices.draft(tenant_id, "2026-12", access=WHOLE_APPLIANCE)
-        invoices = (await history.invoices.list_for_tenant(tenant_id, access=WHOLE_APPLIANCE)).data
+        await history.invoices.draft(tenant_id, "2026-12", access=OWNER)
+        invoices = (await history.invoices.list_for_tenant(tenant_id, access=OWNER)).data
         lines = [line for invoice in invoices for line in invoice.lines]
         facts = [fact for fact in billed if fact.tenant_id == tenant_id]
         assert sum(line.exact_picos for line in lines) == sum(fact.cost_picos for fact in facts)
@@ -495,7 +494,7 @@ async def _check_batch_lines(history: History, invoice: Invoice) -> None:
     events: dict[tuple[bool, bool], int] = defaultdict(int)
     cursor, has_more = None, True
     while has_more:
-        page = await history.invoices.events(invoice.head.id, PAGE_ROWS_MAX, cursor, access=WHOLE_APPLIANCE)
+        page = await history.invoices.events(invoice.head.id, PAGE_ROWS_MAX, cursor, access=OWNER)
         for event in page.data:
             is_late = event.kind != "usage" or f"{event.billing_day:%Y-%m}" != invoice.head.month
             events[is_late, event.batch and not is_late] += event.cost_picos

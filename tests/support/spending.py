@@ -14,11 +14,9 @@ from appliance.metering.alerts.outbox import Delivery
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.writer import Ledger
 from appliance.metering.prices import Price
-from appliance.tenancy.access import WHOLE_APPLIANCE
-from appliance.tenancy.principals import TenantChanges
 from appliance.tenancy.tenants import Tenants
 from tests.support.alerts import AlertParts
-from tests.support.cast import Person
+from tests.support.cast import Person, change_tenant
 from tests.support.factories import pending, posted, voided
 from tests.support.ledgers import euro_budget_alerts, euro_prices, utc_ledger
 
@@ -93,4 +91,4 @@ def alert_period_and_percent(message: Delivery) -> tuple[str, int]:
 async def set_budget(database: Database, clock: Clock, person: Person, units: int | None, **changes: Any) -> None:
     """Set a tenant's monthly budget."""
     limits = {"monthly_budget": None if units is None else units * UNIT}
-    await Tenants(database, clock).update(person.tenant.id, TenantChanges(limits=limits, **changes), access=WHOLE_APPLIANCE)
+    await change_tenant(Tenants(database, clock), person, limits=limits, **changes)

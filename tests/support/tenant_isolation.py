@@ -15,11 +15,10 @@ from appliance.base.ids import new_id
 from appliance.base.tables import free_allowances, invoice_lines, invoices, outbox, webhooks
 from appliance.metering.ledger.epochs import begin_epoch
 from appliance.serving.services import Services
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.browser_rules import CSRF_HEADER, PLAIN_COOKIE
 from appliance.tenancy.members import Member
 from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
-from tests.support.cast import Person
+from tests.support.cast import OWNER, Person
 from tests.support.factories import pending, posted
 from tests.support.ledgers import running_ledger
 
@@ -115,10 +114,10 @@ class PopulatedTenant:
 async def make_populated_tenant(services: Services, name: str) -> PopulatedTenant:
     """Create a tenant `name` with a key, a billed request, and a member of each role."""
     tenant = await services.tenants.create(
-        name, TenantChanges(limits=Limits(tokens_per_minute=1000), billing={"name": name}), access=WHOLE_APPLIANCE
+        name, TenantChanges(limits=Limits(tokens_per_minute=1000), billing={"name": name}), access=OWNER
     )
     terms = KeyChanges(scopes=["inference", "usage"])
-    key, secret = await services.keys.create(tenant.id, f"{name}'s key", terms, access=WHOLE_APPLIANCE)
+    key, secret = await services.keys.create(tenant.id, f"{name}'s key", terms, access=OWNER)
     person = Person(tenant=tenant, key=key, secret=secret)
     epoch_id = await begin_epoch(services.db, services.clock, "test")
     async with running_ledger(services.db, services.clock, epoch_id) as ledger:
@@ -129,10 +128,10 @@ async def make_populated_tenant(services: Services, name: str) -> PopulatedTenan
     for role in ("manager", "developer", "viewer"):
         email = f"{role}@{name}.example"
         member = await services.members.create(email, "a password of tests", "member")
-        await services.memberships.add(tenant.id, member.id, role, access=WHOLE_APPLIANCE)
+        await services.memberships.add(tenant.id, member.id, role, access=OWNER)
         people[role] = member
     _, session = await services.sessions.open(people["viewer"].id, f"{name}'s browser", "192.0.2.8")
-    event = await services.reports.event(entry.request_id, access=WHOLE_APPLIANCE)
+    event = await services.reports.event(entry.request_id, access=OWNER)
     others = {"session_id": session.id, "event_id": str(event.id), **await _make_billing_rows(services, tenant.id, name)}
     return PopulatedTenant(person=person, people=people, request_id=entry.request_id, others=others)
 

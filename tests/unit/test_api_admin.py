@@ -13,12 +13,11 @@ from appliance.api.admin.system import CREDENTIAL_CHECKED_EVERY_TICKS
 from appliance.api.queries import parse_timestamp
 from appliance.metering.ledger import rows
 from appliance.serving.live_requests import LiveRequest
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.browser_rules import PLAIN_COOKIE, SECURE_COOKIE
 from appliance.tenancy.pages import Page, read_every_page
 from tests.support.api_app import ApiApp
 from tests.support.case_ids import case_id
-from tests.support.cast import Person, make_cast
+from tests.support.cast import OWNER, Person, make_cast
 from tests.support.clock import START
 from tests.support.console_fixtures import EngineSide
 from tests.support.factories import pending
@@ -260,8 +259,8 @@ async def test_an_abort_is_audited_only_if_the_request_was_running(
 ) -> None:
     tenant = await new_tenant(api)
     person = Person(
-        tenant=await api.services.tenants.get(tenant["id"], access=WHOLE_APPLIANCE),
-        key=(await api.services.keys.create(tenant["id"], name="key", access=WHOLE_APPLIANCE))[0],
+        tenant=await api.services.tenants.get(tenant["id"], access=OWNER),
+        key=(await api.services.keys.create(tenant["id"], name="key", access=OWNER))[0],
         secret="",
     )
     live = EngineSide(api.services.clock).add(person, "req_live", state=state)

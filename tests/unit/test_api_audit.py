@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.support.api_app import ApiApp
 from tests.support.case_ids import case_id
-from tests.support.cast import ALICE_PASSWORD
+from tests.support.cast import ALICE_PASSWORD, OWNER
 from tests.support.tenant_isolation import session_headers
 
 FIELDS = {
@@ -105,7 +104,7 @@ async def test_a_manager_can_read_entries_of_the_own_tenant_and_a_viewer_none(ap
     seen: dict[str, Any] = {}
     for role in ("manager", "viewer"):
         member = await services.members.create(f"{role}@example.com", ALICE_PASSWORD, "member")
-        await services.memberships.add(bob, member.id, role, access=WHOLE_APPLIANCE)
+        await services.memberships.add(bob, member.id, role, access=OWNER)
         answer = await api.client.get("/admin/v1/audit", headers=await session_headers(services, member))
         seen[role] = (answer.status_code, answer.json())
     assert seen["viewer"][0] == 403

@@ -17,10 +17,10 @@ from appliance.api.sampling import field_names, sampling_params
 from appliance.api.schemas import ChatCompletionRequest, check_messages, check_supported, service_tier_of
 from appliance.base.errors import BadRequest
 from appliance.serving.endings import with_client_field_name
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from engine.grammar.spec import GrammarError, grammar_spec
 from tests.support.api_app import ApiApp
 from tests.support.case_ids import case_id
+from tests.support.cast import OWNER
 
 FieldPath = tuple[str | int, ...]
 Schema = dict[str, Any]
@@ -226,12 +226,12 @@ BODIES: dict[str, Callable[[], Schema]] = {
 async def ids_in(api: ApiApp) -> dict[str, str]:
     """Create one object of each kind and return their ids by path parameter."""
     services = api.services
-    tenant = await services.tenants.create(name="bob", access=WHOLE_APPLIANCE)
-    key, _ = await services.keys.create(tenant.id, name="key", access=WHOLE_APPLIANCE)
+    tenant = await services.tenants.create(name="bob", access=OWNER)
+    key, _ = await services.keys.create(tenant.id, name="key", access=OWNER)
     member = await services.members.create("bob@example.com", "a long password", "viewer")
-    await services.memberships.add(tenant.id, member.id, "viewer", access=WHOLE_APPLIANCE)
-    webhook, _ = await services.alerts.webhooks.create(kind="webhook", target="https://example.com/", access=WHOLE_APPLIANCE)
-    invoice = await services.invoices.draft(tenant.id, "2024-01", access=WHOLE_APPLIANCE)
+    await services.memberships.add(tenant.id, member.id, "viewer", access=OWNER)
+    webhook, _ = await services.alerts.webhooks.create(kind="webhook", target="https://example.com/", access=OWNER)
+    invoice = await services.invoices.draft(tenant.id, "2024-01", access=OWNER)
     return {
         "tenant_id": tenant.id, "project_id": tenant.id, "invoice_id": invoice.head.id, "key_id": key.id,
         "member_id": member.id, "webhook_id": webhook.id, "name": "standard", "model": "demo", "event_id": "1",

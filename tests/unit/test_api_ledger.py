@@ -9,13 +9,12 @@ import pytest
 
 from appliance.base.clock import rfc3339
 from appliance.metering.ledger.epochs import begin_epoch
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.tenants import Tenants
 from tests.support import factories
 from tests.support.api_app import ApiApp
 from tests.support.case_ids import case_id
-from tests.support.cast import PEPPER, Person
+from tests.support.cast import OWNER, PEPPER, Person
 from tests.support.ledgers import utc_ledger
 
 PRICE: dict[str, Any] = {"model": "demo", "prompt": 1000, "completion": 3000}
@@ -25,8 +24,8 @@ PRICE: dict[str, Any] = {"model": "demo", "prompt": 1000, "completion": 3000}
 async def event(api: ApiApp) -> dict[str, Any]:
     """A posted event of Bob's: 10 prompt and 5 output tokens at the price."""
     services = api.services
-    tenant = await Tenants(services.db, services.clock).create(name="bob", access=WHOLE_APPLIANCE)
-    key, secret = await Keys(services.db, services.clock, PEPPER).create(tenant.id, name="bob's key", access=WHOLE_APPLIANCE)
+    tenant = await Tenants(services.db, services.clock).create(name="bob", access=OWNER)
+    key, secret = await Keys(services.db, services.clock, PEPPER).create(tenant.id, name="bob's key", access=OWNER)
     bob = Person(tenant=tenant, key=key, secret=secret)
     await api.call("POST", "/prices", status=201, json=PRICE)
     now = services.clock.now()
@@ -94,7 +93,7 @@ async def test_a_correction_is_a_separate_event_included_in_sums(api: ApiApp, ev
     assert (await api.call("GET", "/ledger", params={"kind": "adjustment"}))["data"] == [made]
     (row,) = (await api.call("GET", "/usage", params={"group_by": "model"}))["data"]
     assert (row["requests"], row["completion_tokens"], row["cost_picos"]) == (1, 3, event["cost_picos"] - 6000)
-    entries = (await api.services.audit.page(access=WHOLE_APPLIANCE)).data
+    entries = (await api.services.audit.page(access=OWNER)).data
     assert [entry.action for entry in entries if entry.target_id == made["id"]] == ["ledger.correct"]
 
 

@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import Principal
 from tests.support.api_app import ApiApp
 from tests.support.case_ids import case_id
+from tests.support.cast import OWNER
 from tests.support.factories import admission_request
 
 
@@ -36,8 +36,8 @@ async def check(api: ApiApp, tenant_id: str, *, status: int = 200, **fields: Any
 async def admit(api: ApiApp, tenant_id: str, key_id: str, tokens: int) -> None:
     services = api.services
     principal = Principal(
-        tenant=await services.tenants.get(tenant_id, access=WHOLE_APPLIANCE),
-        key=await services.keys.get(key_id, access=WHOLE_APPLIANCE),
+        tenant=await services.tenants.get(tenant_id, access=OWNER),
+        key=await services.keys.get(key_id, access=OWNER),
     )
     policy = await services.model_policies.find("demo")
     request = admission_request(principal, tokens, policy=policy)

@@ -18,11 +18,10 @@ from appliance.api.organization.usage import UsageQuery
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.epochs import begin_epoch
 from appliance.metering.usage import UsageFilter
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.audit_chain import AuditEntry
 from tests.support.api_app import ApiApp
 from tests.support.case_ids import case_id
-from tests.support.cast import Person, make_person
+from tests.support.cast import OWNER, Person, make_person
 from tests.support.clock import START, FakeClock
 from tests.support.factories import pending, posted
 from tests.support.ledgers import running_ledger
@@ -202,7 +201,7 @@ async def test_periods_in_the_far_future_or_past_are_paged(api: ApiApp) -> None:
 
 async def test_the_audit_log_is_paged_forwards_and_backwards(api: ApiApp) -> None:
     for number in range(5):
-        await api.services.tenants.create(name=f"tenant {number}", access=WHOLE_APPLIANCE)
+        await api.services.tenants.create(name=f"tenant {number}", access=OWNER)
 
     async def ids(**query: Any) -> tuple[list[str], bool]:
         chosen: dict[str, Any] = {"event_types[]": "project.created"}

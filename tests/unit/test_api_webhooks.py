@@ -10,9 +10,9 @@ import pytest
 from appliance.base.tables import outbox
 from appliance.metering.alerts.outbox import TENANT_EVENTS
 from appliance.metering.alerts.send_limits import TESTS_PER_HOUR_MAX
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.support.alerts import TARGET
 from tests.support.api_app import ApiApp
+from tests.support.cast import OWNER
 from tests.support.tenant_isolation import session_headers
 
 NEW = {"kind": "webhook", "target": TARGET}
@@ -21,12 +21,12 @@ NEW = {"kind": "webhook", "target": TARGET}
 async def member_headers(api: ApiApp, tenant_id: str, role: str) -> dict[str, str]:
     """Return the headers of a new member of a tenant."""
     member = await api.services.members.create(f"{role}@{tenant_id}.example", "a password of tests", "member")
-    await api.services.memberships.add(tenant_id, member.id, role, access=WHOLE_APPLIANCE)
+    await api.services.memberships.add(tenant_id, member.id, role, access=OWNER)
     return await session_headers(api.services, member)
 
 
 async def tenant(api: ApiApp, name: str) -> str:
-    return (await api.services.tenants.create(name=name, access=WHOLE_APPLIANCE)).id
+    return (await api.services.tenants.create(name=name, access=OWNER)).id
 
 
 async def test_a_webhook_is_created_changed_rotated_disabled_and_deleted(api: ApiApp) -> None:

@@ -14,9 +14,8 @@ from appliance.base.settings import UnusableData, load_settings
 from appliance.console.requests import _find
 from appliance.metering.ledger import rows
 from appliance.metering.ledger.records import PendingEvent
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.support.api_app import ApiApp
-from tests.support.cast import make_cast
+from tests.support.cast import OWNER, make_cast
 from tests.support.clock import FakeClock
 from tests.support.factories import pending
 
@@ -53,7 +52,7 @@ async def test_the_currency_of_a_tenant_is_fixed_by_its_first_admitted_request(a
 
 
 async def test_a_just_admitted_request_has_a_page(api: ApiApp, entry: PendingEvent) -> None:
-    _, event = await _find(api.services, entry.request_id, WHOLE_APPLIANCE)
+    _, event = await _find(api.services, entry.request_id, OWNER)
     assert event is not None
     assert event.status == "pending"
 

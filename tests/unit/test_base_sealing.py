@@ -9,9 +9,8 @@ from appliance.base.db import Database
 from appliance.base.sealing import Sealer, Unsealable
 from appliance.metering.alerts.webhooks import SEALING_PURPOSE
 from appliance.metering.sealed_secrets import log_unreadable
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.support.alerts import TARGET, alert_parts
-from tests.support.cast import PEPPER
+from tests.support.cast import OWNER, PEPPER
 from tests.support.clock import FakeClock
 
 
@@ -30,7 +29,7 @@ def test_a_text_opens_only_with_the_pepper_and_the_purpose_that_sealed_it(pepper
 async def test_a_start_logs_how_many_secrets_cannot_be_opened_if_any(database: Database, clock: FakeClock) -> None:
     alerts = alert_parts(database, clock)
     for kind, target in (("webhook", TARGET), ("webhook", TARGET), ("email", "ops@example.com")):
-        await alerts.webhooks.create(kind=kind, target=target, access=WHOLE_APPLIANCE)
+        await alerts.webhooks.create(kind=kind, target=target, access=OWNER)
     with structlog.testing.capture_logs() as logs:
         await log_unreadable(database, PEPPER)
         assert logs == []

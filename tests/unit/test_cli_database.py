@@ -21,10 +21,9 @@ from appliance.metering.alerts.targets import TargetPolicy
 from appliance.metering.alerts.webhooks import SEALING_PURPOSE, Webhooks
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.journal_records import JournaledEvent, encode, open_journal, replay
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.second_factor import SecondFactors
 from tests.support import factories
-from tests.support.cast import make_cast
+from tests.support.cast import OWNER, make_cast
 from tests.support.databases import Cluster
 from tests.support.ledgers import running_ledger, without_alerts
 from tests.support.typed_commands import Run
@@ -116,7 +115,7 @@ async def _store_sealed_secrets(url: str, pepper: bytes) -> None:
         enrolment = factors.begin(alice)
         await factors.enable(alice, enrolment, pyotp.TOTP(enrolment.secret).at(clock.now()))
         webhooks = Webhooks(database, clock, Sealer(pepper, SEALING_PURPOSE), target_policy=TargetPolicy(), mail=False)
-        await webhooks.create(kind="webhook", target="https://192.0.78.9/hook", access=WHOLE_APPLIANCE)
+        await webhooks.create(kind="webhook", target="https://192.0.78.9/hook", access=OWNER)
     finally:
         await database.close()
 

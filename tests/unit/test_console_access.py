@@ -11,8 +11,7 @@ from litestar.handlers import BaseRouteHandler
 import appliance.console
 from appliance.console.routes import MODULES
 from appliance.console.security import CONTENT_SECURITY_POLICY, safe_next
-from appliance.tenancy.access import WHOLE_APPLIANCE
-from tests.support.cast import ALICE_PASSWORD
+from tests.support.cast import ALICE_PASSWORD, OWNER
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import Browser, ConsoleApp
 
@@ -84,7 +83,7 @@ async def test_an_anonymous_visitor_changes_nothing(console: ConsoleApp) -> None
 
         assert (answer.status_code, answer.headers["location"]) == (303, "/login"), path
 
-    assert not (await console.services.tenants.get(console.cast.bob.tenant.id, access=WHOLE_APPLIANCE)).suspended
+    assert not (await console.services.tenants.get(console.cast.bob.tenant.id, access=OWNER)).suspended
 
 
 async def test_a_viewer_sees_every_page_without_buttons_that_change_something(console: ConsoleApp) -> None:
@@ -116,7 +115,7 @@ async def test_every_change_by_a_viewer_is_forbidden(console: ConsoleApp) -> Non
         assert answer.status_code == 403, path
 
     assert console.engine_side.aborted == []
-    assert (await console.services.keys.get(console.cast.bob.key.id, access=WHOLE_APPLIANCE)).revoked_at is None
+    assert (await console.services.keys.get(console.cast.bob.key.id, access=OWNER)).revoked_at is None
 
 
 async def test_a_form_without_csrf_token_changes_nothing(console: ConsoleApp) -> None:
@@ -129,7 +128,7 @@ async def test_a_form_without_csrf_token_changes_nothing(console: ConsoleApp) ->
         assert answer.status_code == 403, path
         assert "older session" in answer.text
 
-    tenant = await console.services.tenants.get(console.cast.bob.tenant.id, access=WHOLE_APPLIANCE)
+    tenant = await console.services.tenants.get(console.cast.bob.tenant.id, access=OWNER)
     assert (tenant.name, tenant.suspended, tenant.archived) == ("bob", False, False)
 
 

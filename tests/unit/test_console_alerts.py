@@ -12,7 +12,7 @@ from appliance.base.tables import outbox
 from appliance.metering.alerts.outbox import EVENTS, TENANT_EVENTS, Message, enqueue
 from appliance.metering.alerts.send_limits import TESTS_PER_HOUR_MAX
 from appliance.metering.alerts.webhooks import Webhook
-from appliance.tenancy.access import WHOLE_APPLIANCE
+from tests.support.cast import OWNER
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import Browser, ConsoleApp
 
@@ -27,7 +27,7 @@ async def add_webhook(console: ConsoleApp, browser: Browser, **fields: str) -> W
     answer = await browser.post_htmx("/alerts", **{**FIELDS, **fields})
     assert answer.status_code == 200, answer.text
     assert _SECRET.findall(answer.text)
-    return (await console.services.alerts.webhooks.list(access=WHOLE_APPLIANCE)).data[-1]
+    return (await console.services.alerts.webhooks.list(access=OWNER)).data[-1]
 
 
 async def test_an_added_target_shows_its_signing_secret_once(console: ConsoleApp) -> None:
@@ -35,7 +35,7 @@ async def test_an_added_target_shows_its_signing_secret_once(console: ConsoleApp
     assert "No alert targets." in (await alice.get("/alerts")).text
     answer = await alice.post_htmx("/alerts", **FIELDS)
     (secret,) = _SECRET.findall(answer.text)
-    (webhook,) = (await console.services.alerts.webhooks.list(access=WHOLE_APPLIANCE)).data
+    (webhook,) = (await console.services.alerts.webhooks.list(access=OWNER)).data
     assert (webhook.target, webhook.tenant_id, webhook.events) == (URL, None, TENANT_EVENTS)
     for path in ("/alerts", f"/alerts/{webhook.id}"):
         page = (await alice.get(path)).text
@@ -63,7 +63,7 @@ async def test_an_invalid_target_is_refused_and_the_form_keeps_its_input(
     assert answer.status_code == 422
     assert sentence.casefold() in answer.text.casefold()
     assert f'value="{fields["target"]}"' in answer.text
-    assert (await console.services.alerts.webhooks.list(access=WHOLE_APPLIANCE)).data == []
+    assert (await console.services.alerts.webhooks.list(access=OWNER)).data == []
 
 
 async def test_a_tenant_cannot_subscribe_to_engine_events(console: ConsoleApp) -> None:
@@ -112,7 +112,7 @@ async def test_a_delivery_shows_the_message_that_was_sent(console: ConsoleApp, c
 async def test_a_failed_delivery_shows_its_error_and_can_be_retried(console: ConsoleApp) -> None:
     alice = await console.alice()
     webhook = await add_webhook(console, alice)
-    delivery = await console.services.alerts.outbox.send_test(webhook.id, access=WHOLE_APPLIANCE)
+    delivery = await console.services.alerts.outbox.send_test(webhook.id, access=OWNER)
     async with console.services.db.writing() as connection:
         failed = {"next_attempt_at": None, "attempts": 14, "last_error": "answered 503"}
         await connection.execute(update(outbox).where(outbox.c.id == delivery.id).values(**failed))
@@ -123,8 +123,8 @@ async def test_a_failed_delivery_shows_its_error_and_can_be_retried(console: Con
         assert 'class="badge bad" title="The last delivery failed; see its page.">failing' in (await alice.get(path)).text
     answer = await alice.post(f"/alerts/{webhook.id}/deliveries/{delivery.id}/retry")
     assert answer.headers["location"] == f"/alerts/{webhook.id}"
-    assert (await console.services.alerts.outbox.get(webhook.id, delivery.id, access=WHOLE_APPLIANCE)).state == "pending"
-    newer = await console.services.alerts.outbox.send_test(webhook.id, access=WHOLE_APPLIANCE)
+    assert (await console.services.alerts.outbox.get(webhook.id, delivery.id, access=OWNER)).state == "pending"
+    newer = await console.services.alerts.outbox.send_test(webhook.id, access=OWNER)
     async with console.services.db.writing() as connection:
         taken = {"next_attempt_at": None, "attempts": 1, "delivered_at": newer.created_at}
         await connection.execute(update(outbox).where(outbox.c.id == newer.id).values(**taken))
@@ -140,7 +140,7 @@ async def test_target_and_events_are_saved_and_invalid_ones_refused(console: Con
     assert 'value="nonsense"' in wrong.text
     answer = await alice.post(path, target="https://other.example.com/", **{"engine.down": "yes"})
     assert answer.headers["location"] == path
-    changed = await console.services.alerts.webhooks.get(webhook.id, access=WHOLE_APPLIANCE)
+    changed = await console.services.alerts.webhooks.get(webhook.id, access=OWNER)
     assert (changed.target, changed.events) == ("https://other.example.com/", ("engine.down",))
 
 
@@ -168,7 +168,7 @@ async def test_a_rotated_secret_is_shown_once_and_the_old_one_signs_until_its_gr
     (secret,) = _SECRET.findall((await alice.post_htmx(path, grace_s="3600")).text)
     assert (await console.services.alerts.webhooks.read_endpoint(webhook.id)).secrets == (secret, before)
     assert (
-        await console.services.alerts.webhooks.get(webhook.id, access=WHOLE_APPLIANCE)
+        await console.services.alerts.webhooks.get(webhook.id, access=OWNER)
     ).previous_secret_until == clock.now() + timedelta(hours=1)
     assert "Old secret valid until" in (await alice.get(f"/alerts/{webhook.id}")).text
 
@@ -176,7 +176,7 @@ async def test_a_rotated_secret_is_shown_once_and_the_old_one_signs_until_its_gr
 async def test_a_removed_target_is_gone_and_its_pending_deliveries_are_cancelled(console: ConsoleApp) -> None:
     alice = await console.alice()
     webhook = await add_webhook(console, alice)
-    await console.services.alerts.outbox.send_test(webhook.id, access=WHOLE_APPLIANCE)
+    await console.services.alerts.outbox.send_test(webhook.id, access=OWNER)
     path = f"/alerts/{webhook.id}"
     assert "No more alerts are sent to this target" in (await alice.fragment(f"{path}/remove")).text
     assert (await alice.post(f"{path}/remove")).headers["location"] == "/alerts"

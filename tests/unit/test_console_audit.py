@@ -12,9 +12,9 @@ import pytest
 import appliance
 from appliance.base.acting import current_actor
 from appliance.console.audit_descriptions import ACTIONS, NOT_SET, NOTHING, VALUE_CHARS_MAX, Change, audit_line
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.audit import record
 from appliance.tenancy.audit_chain import AuditEntry, canonical_json
+from tests.support.cast import OWNER
 from tests.support.clock import START, FakeClock
 from tests.support.console_fixtures import ConsoleApp
 
@@ -146,7 +146,7 @@ async def test_cancelling_a_request_is_logged(console: ConsoleApp) -> None:
     console.engine_side.add(console.cast.bob, "req_live")
     alice = await console.alice()
     await alice.post("/requests/cancel", request_id="req_live")
-    (found,) = (await console.services.audit.page(1, access=WHOLE_APPLIANCE)).data
+    (found,) = (await console.services.audit.page(1, access=OWNER)).data
     assert (found.action, found.target_id, found.tenant_id) == ("request.abort", "req_live", console.cast.bob.tenant.id)
     assert (found.actor_name, found.actor_kind) == ("alice@example.com", "member")
     assert (found.request_id or "").startswith("req_")
@@ -242,7 +242,7 @@ async def test_after_a_request_the_actor_is_the_system_again(console: ConsoleApp
 
 async def test_a_key_is_shown_by_its_name_if_the_entry_has_only_its_id(console: ConsoleApp) -> None:
     key = console.cast.bob.key
-    await console.services.keys.rotate(key.id, access=WHOLE_APPLIANCE)
+    await console.services.keys.rotate(key.id, access=OWNER)
     page = html.unescape((await (await console.alice()).get("/audit?action=key.rotate")).text)
     (row,) = re.findall(r'data-label="Target".*', page)
     assert f">{key.name}<" in row
@@ -252,14 +252,14 @@ async def test_members_tokens_and_alert_targets_are_shown_by_name_if_the_entry_h
     services, bob = console.services, console.cast.bob.tenant
     member = await services.members.create("dora@example.com", "a password of tests", "member")
     await services.members.change(member.id, role="viewer")
-    await services.memberships.add(bob.id, member.id, "viewer", access=WHOLE_APPLIANCE)
-    await services.memberships.change(bob.id, member.id, "developer", access=WHOLE_APPLIANCE)
+    await services.memberships.add(bob.id, member.id, "viewer", access=OWNER)
+    await services.memberships.change(bob.id, member.id, "developer", access=OWNER)
     token, _ = await services.admin_tokens.create("the nightly report", "viewer")
     await services.admin_tokens.revoke(token.id)
     url = "https://hooks.example.com/secret-path"
-    webhook, _ = await services.alerts.webhooks.create(kind="webhook", target=url, access=WHOLE_APPLIANCE)
-    await services.alerts.outbox.send_test(webhook.id, access=WHOLE_APPLIANCE)
-    await services.alerts.webhooks.remove(webhook.id, access=WHOLE_APPLIANCE)
+    webhook, _ = await services.alerts.webhooks.create(kind="webhook", target=url, access=OWNER)
+    await services.alerts.outbox.send_test(webhook.id, access=OWNER)
+    await services.alerts.webhooks.remove(webhook.id, access=OWNER)
     alice, shown = await console.alice(), {}
     for action in ("member.change", "membership.change", "token.revoke", "webhook.test"):
         page = html.unescape((await alice.get(f"/audit?action={action}")).text)
@@ -276,10 +276,10 @@ async def test_members_tokens_and_alert_targets_are_shown_by_name_if_the_entry_h
 async def test_a_manager_sees_names_in_entries_of_the_own_tenant_only(console: ConsoleApp) -> None:
     services, bob = console.services, console.cast.bob
     webhook, _ = await services.alerts.webhooks.create(
-        kind="webhook", target="https://bob.example.com/x", tenant_id=bob.tenant.id, access=WHOLE_APPLIANCE
+        kind="webhook", target="https://bob.example.com/x", tenant_id=bob.tenant.id, access=OWNER
     )
-    await services.alerts.webhooks.create(kind="webhook", target="https://alice.example.com/x", access=WHOLE_APPLIANCE)
-    await services.alerts.outbox.send_test(webhook.id, access=WHOLE_APPLIANCE)
+    await services.alerts.webhooks.create(kind="webhook", target="https://alice.example.com/x", access=OWNER)
+    await services.alerts.outbox.send_test(webhook.id, access=OWNER)
     page = (await (await console.member_of(bob, "manager")).get("/audit?action=webhook.test")).text
     assert ">https://bob.example.com<" in page
     assert "alice.example.com" not in page

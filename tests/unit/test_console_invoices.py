@@ -10,8 +10,8 @@ from appliance.metering.invoicing.free_allowances import FreeAllowances
 from appliance.metering.invoicing.seller import Seller
 from appliance.metering.ledger.corrections import Correction
 from appliance.metering.usage import LedgerFilter
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.audit import AuditFilter
+from tests.support.cast import OWNER
 from tests.support.clock import START, FakeClock
 from tests.support.console_fixtures import ConsoleApp
 from tests.support.console_invoices import MONTH, bill_usage, close, draft, end_month
@@ -72,7 +72,7 @@ async def test_without_an_invoice_issuer_drafts_and_closing_show_a_warning(conso
     await console.services.appliance_records.put("seller", Seller(name="Seller AG").to_record())
     for path in (address, f"{address}/close"):
         assert warning not in (await alice.get(path)).text
-    await console.services.invoices.close(address.rpartition("/")[2], access=WHOLE_APPLIANCE)
+    await console.services.invoices.close(address.rpartition("/")[2], access=OWNER)
     assert warning not in (await alice.get(address)).text
 
 
@@ -118,7 +118,7 @@ async def test_a_total_that_changed_after_it_was_shown_is_not_closed_but_shown_a
     alice = await console.alice()
     address = await draft(console, alice, console.cast.bob)
     assert 'name="total_micros" value="12000030"' in (await alice.fragment(f"{address}/close")).text
-    event = (await console.services.reports.ledger_page(1, access=WHOLE_APPLIANCE)).data[0]
+    event = (await console.services.reports.ledger_page(1, access=OWNER)).data[0]
     await console.services.corrections.add(event.id, Correction(note="a refund", completion_tokens=-1))
 
     for shown, currency in (
@@ -148,9 +148,7 @@ async def test_a_draft_is_discarded_after_confirmation_and_can_be_drafted_again(
     listed = (await alice.get("/invoices")).text
     assert "Draft discarded." in listed
     assert "No invoices." in listed
-    (entry,) = (
-        await console.services.audit.page(filters=AuditFilter(actions=["invoice.discard"]), access=WHOLE_APPLIANCE)
-    ).data
+    (entry,) = (await console.services.audit.page(filters=AuditFilter(actions=["invoice.discard"]), access=OWNER)).data
     assert (entry.actor_name, entry.tenant_id, entry.before) == (
         "alice@example.com",
         console.cast.bob.tenant.id,
@@ -198,7 +196,7 @@ async def test_a_draft_that_cannot_be_computed_can_be_discarded(console: Console
 async def test_discarding_an_already_discarded_draft_is_not_found(console: ConsoleApp) -> None:
     alice = await console.alice()
     address = await draft(console, alice, console.cast.bob)
-    await console.services.invoices.discard(address.rpartition("/")[2], access=WHOLE_APPLIANCE)
+    await console.services.invoices.discard(address.rpartition("/")[2], access=OWNER)
     for answer in (await alice.get(f"{address}/discard"), await alice.post(f"{address}/discard")):
         assert answer.status_code == 404
         assert "No such invoice." in answer.text
@@ -287,7 +285,7 @@ async def test_exact_costs_have_all_digits_and_the_free_allowance_has_no_token_c
     entry = pending(bob, request_id=new_id("req"), price=price)
     await console.services.ledger.open(entry)
     await console.services.ledger.settle(posted(entry.request_id, prompt=1615, completion=0))
-    await FreeAllowances(console.services.db, console.services.clock).set(bob.tenant.id, MONTH, 1000, access=WHOLE_APPLIANCE)
+    await FreeAllowances(console.services.db, console.services.clock).set(bob.tenant.id, MONTH, 1000, access=OWNER)
     alice = await console.alice()
     page = (await alice.get(await draft(console, alice, bob))).text
     assert ">0.0024225 EUR<" in page
@@ -304,12 +302,12 @@ async def test_drafting_all_tenants_drafts_only_those_with_something_to_bill(con
         answer = await alice.post("/invoices", tenant="all", month=MONTH)
         assert (answer.status_code, answer.headers["location"]) == (303, "/invoices?state=draft")
 
-    made = (await console.services.invoices.list(access=WHOLE_APPLIANCE)).data
+    made = (await console.services.invoices.list(access=OWNER)).data
     assert [(head.tenant_id, head.month) for head in made] == [(console.cast.bob.tenant.id, MONTH)]
     end_month(clock)
-    await console.services.invoices.close(made[0].id, access=WHOLE_APPLIANCE)
+    await console.services.invoices.close(made[0].id, access=OWNER)
     assert (await (await console.alice()).post("/invoices", tenant="all", month=MONTH)).status_code == 303
-    assert len((await console.services.invoices.list(access=WHOLE_APPLIANCE)).data) == 1
+    assert len((await console.services.invoices.list(access=OWNER)).data) == 1
     assert (await (await console.vera()).post("/invoices", tenant="all", month=MONTH)).status_code == 403
 
 
@@ -336,7 +334,7 @@ async def test_drafting_all_tenants_names_those_that_failed_and_drafts_the_other
     answer = await (await console.alice()).post("/invoices", tenant="all", month=MONTH)
 
     assert (answer.status_code, "All invoices were drafted except 1. bob: " in answer.text) == (422, True)
-    made = (await console.services.invoices.list(access=WHOLE_APPLIANCE)).data
+    made = (await console.services.invoices.list(access=OWNER)).data
     assert [head.tenant_id for head in made] == [charlie.tenant.id]
 
 
@@ -344,7 +342,7 @@ async def test_an_invoice_lists_only_its_own_corrections_with_their_reasons(cons
     for person, note in ((console.cast.bob, "cut off by our restart"), (console.cast.charlie, "a word to charlie")):
         await bill_usage(console, person)
         of_person = LedgerFilter(tenant_id=person.tenant.id)
-        event = (await console.services.reports.ledger_page(1, None, of_person, access=WHOLE_APPLIANCE)).data[0]
+        event = (await console.services.reports.ledger_page(1, None, of_person, access=OWNER)).data[0]
         await console.services.corrections.add(event.id, Correction(note=note, completion_tokens=-3))
     page = (await (await console.alice()).get(await draft(console, await console.alice(), console.cast.bob))).text
     for text in ("Corrections in this invoice", "cut off by our restart", 'href="/requests/req_', "-0.000036 EUR"):

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from appliance.base.errors import ExpiredApiKey, InvalidApiKey
-from appliance.tenancy.access import WHOLE_APPLIANCE
-from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
+from appliance.tenancy.principals import KeyChanges, Limits
+from tests.support.cast import OWNER, change_tenant
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import Browser, ConsoleApp, open_console
 from tests.support.factories import pending, posted
@@ -116,7 +116,7 @@ async def test_an_invalid_field_has_its_error_beside_it_and_nothing_is_created(
     assert answer.status_code == 422
     assert sentence in answer.text
     assert f'aria-describedby="sheet-{field}-note"' in answer.text
-    assert len((await console.services.keys.list(tenant.id, access=WHOLE_APPLIANCE)).data) == 1
+    assert len((await console.services.keys.list(tenant.id, access=OWNER)).data) == 1
 
 
 async def test_changes_of_a_key_are_saved(console: ConsoleApp) -> None:
@@ -124,7 +124,7 @@ async def test_changes_of_a_key_are_saved(console: ConsoleApp) -> None:
 
     answer = await alice.post(f"/keys/{key.id}", name="renamed", tokens_per_minute="1000")
 
-    saved = await console.services.keys.get(key.id, access=WHOLE_APPLIANCE)
+    saved = await console.services.keys.get(key.id, access=OWNER)
     assert answer.headers["location"] == f"/keys/{key.id}"
     assert (saved.name, saved.limits) == ("renamed", Limits(tokens_per_minute=1000))
 
@@ -132,12 +132,12 @@ async def test_changes_of_a_key_are_saved(console: ConsoleApp) -> None:
 async def test_empty_allow_lists_stay_empty_when_a_key_is_renamed(console: ConsoleApp) -> None:
     alice, key = await console.alice(), console.cast.bob.key
     nothing = KeyChanges(allowed_models=[], allowed_networks=[])
-    await console.services.keys.update(key.id, nothing, access=WHOLE_APPLIANCE)
+    await console.services.keys.update(key.id, nothing, access=OWNER)
     page = (await alice.get(f"/keys/{key.id}")).text
 
     await alice.post(f"/keys/{key.id}", name="renamed", allowed_models="none", allowed_networks="none")
 
-    saved = await console.services.keys.get(key.id, access=WHOLE_APPLIANCE)
+    saved = await console.services.keys.get(key.id, access=OWNER)
     assert page.count('type="text" value="none"') == 2
     assert (saved.name, saved.allowed_models, saved.allowed_networks) == ("renamed", (), ())
 
@@ -145,11 +145,11 @@ async def test_empty_allow_lists_stay_empty_when_a_key_is_renamed(console: Conso
 async def test_an_unchanged_expiry_date_keeps_its_exact_time(console: ConsoleApp) -> None:
     moment = datetime(2026, 12, 24, 18, 30, tzinfo=UTC)
     terms = KeyChanges(expires_at=moment)
-    key, _ = await console.services.keys.create(console.cast.bob.tenant.id, "until Christmas", terms, access=WHOLE_APPLIANCE)
+    key, _ = await console.services.keys.create(console.cast.bob.tenant.id, "until Christmas", terms, access=OWNER)
 
     await (await console.alice()).post(f"/keys/{key.id}", name="until Christmas", expires_on="2026-12-24")
 
-    assert (await console.services.keys.get(key.id, access=WHOLE_APPLIANCE)).expires_at == moment
+    assert (await console.services.keys.get(key.id, access=OWNER)).expires_at == moment
 
 
 async def test_invalid_changes_of_a_key_are_reported_on_its_page(console: ConsoleApp) -> None:
@@ -186,7 +186,7 @@ async def test_revoking_needs_a_confirmation_and_takes_effect_immediately(consol
 
 async def test_a_revoked_key_cannot_be_rotated_or_saved(console: ConsoleApp) -> None:
     alice, key = await console.alice(), console.cast.bob.key
-    await console.services.keys.revoke(key.id, access=WHOLE_APPLIANCE)
+    await console.services.keys.revoke(key.id, access=OWNER)
 
     assert (await alice.post(f"/keys/{key.id}/rotate")).status_code == 422
     assert (await alice.post(f"/keys/{key.id}", name="back")).status_code == 422
@@ -235,7 +235,7 @@ async def test_with_one_tenant_the_list_of_keys_links_to_the_form_of_a_new_key(c
 
 async def test_ended_keys_are_listed_on_request_and_found_by_name_prefix_or_secret(console: ConsoleApp) -> None:
     alice, bob = await console.alice(), console.cast.bob
-    await console.services.keys.revoke(bob.key.id, access=WHOLE_APPLIANCE)
+    await console.services.keys.revoke(bob.key.id, access=OWNER)
     link = f"/keys/{bob.key.id}"
 
     assert link not in (await alice.get("/keys")).text
@@ -284,10 +284,10 @@ async def test_scopes_and_limit_mode_are_saved_and_kept_if_the_form_omits_them(c
         assert text in page
 
     await alice.post(f"/keys/{key.id}", name="other")
-    same = await console.services.keys.get(key.id, access=WHOLE_APPLIANCE)
+    same = await console.services.keys.get(key.id, access=OWNER)
     assert (same.name, same.scopes, same.limit_mode) == ("other", key.scopes, key.limit_mode)
     await alice.post(f"/keys/{key.id}", name="other", scopes="usage", limit_mode="enforce")
-    changed = await console.services.keys.get(key.id, access=WHOLE_APPLIANCE)
+    changed = await console.services.keys.get(key.id, access=OWNER)
     assert (changed.scopes, changed.limit_mode) == (("usage",), "enforce")
     for wrong in ({"scopes": "everything"}, {"limit_mode": "never"}):
         answer = await alice.post(f"/keys/{key.id}", name="other", **wrong)
@@ -297,7 +297,7 @@ async def test_scopes_and_limit_mode_are_saved_and_kept_if_the_form_omits_them(c
 
 async def test_keys_of_an_archived_tenant_are_marked_and_have_no_actions(console: ConsoleApp) -> None:
     bob = console.cast.bob
-    await console.services.tenants.archive(bob.tenant.id, access=WHOLE_APPLIANCE)
+    await console.services.tenants.archive(bob.tenant.id, access=OWNER)
     alice = await console.alice()
     for path in ("/keys?ended=yes", f"/tenants/{bob.tenant.id}", f"/keys/{bob.key.id}"):
         page = (await alice.get(path)).text
@@ -310,7 +310,7 @@ async def test_keys_of_an_archived_tenant_are_marked_and_have_no_actions(console
 async def test_an_expired_key_can_be_revoked_but_not_rotated(console: ConsoleApp, clock: FakeClock) -> None:
     bob, alice = console.cast.bob, await console.alice()
     soon = KeyChanges(expires_at=clock.now() + timedelta(seconds=1))
-    await console.services.keys.update(bob.key.id, soon, access=WHOLE_APPLIANCE)
+    await console.services.keys.update(bob.key.id, soon, access=OWNER)
     clock.advance(1)
 
     for path in ("/keys", f"/tenants/{bob.tenant.id}", f"/keys/{bob.key.id}"):
@@ -321,7 +321,7 @@ async def test_an_expired_key_can_be_revoked_but_not_rotated(console: ConsoleApp
 
 async def test_a_key_of_a_suspended_tenant_can_be_rotated_and_revoked(console: ConsoleApp) -> None:
     bob, alice = console.cast.bob, await console.alice()
-    await console.services.tenants.update(bob.tenant.id, TenantChanges(suspended=True), access=WHOLE_APPLIANCE)
+    await change_tenant(console.services.tenants, bob, suspended=True)
     for path in ("/keys", f"/tenants/{bob.tenant.id}", f"/keys/{bob.key.id}"):
         page = (await alice.get(path)).text
         assert ">tenant suspended</span>" in page
@@ -330,7 +330,7 @@ async def test_a_key_of_a_suspended_tenant_can_be_rotated_and_revoked(console: C
 
     await alice.post(f"/keys/{bob.key.id}/revoke")
 
-    await console.services.tenants.update(bob.tenant.id, TenantChanges(suspended=False), access=WHOLE_APPLIANCE)
+    await change_tenant(console.services.tenants, bob, suspended=False)
     with pytest.raises(InvalidApiKey):
         await console.services.keys.authenticate(bob.secret, "192.0.2.1")
 
@@ -353,7 +353,7 @@ async def test_a_key_that_expires_at_the_end_of_the_calendar_has_its_pages_in_ev
 ) -> None:
     async with open_console(migrated_sqlite_file, tmp_path, clock, time_zone="Asia/Tokyo") as console:
         alice, changes = await console.alice(), KeyChanges(expires_at=datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC))
-        key = await console.services.keys.update(console.cast.bob.key.id, changes, access=WHOLE_APPLIANCE)
+        key = await console.services.keys.update(console.cast.bob.key.id, changes, access=OWNER)
 
         assert "9999-12-31 23:59:59 UTC" in (await alice.get("/keys")).text
         assert 'value="9999-12-31"' in (await alice.get(f"/keys/{key.id}")).text
@@ -361,11 +361,9 @@ async def test_a_key_that_expires_at_the_end_of_the_calendar_has_its_pages_in_ev
 
 async def test_key_and_tenant_pages_show_daily_tokens_and_monthly_budget_used(console: ConsoleApp, clock: FakeClock) -> None:
     alice, bob = await console.alice(), console.cast.bob
-    await console.services.tenants.update(
-        bob.tenant.id, TenantChanges(currency="CHF", limits=Limits(tokens_per_day=100)), access=WHOLE_APPLIANCE
-    )
+    await change_tenant(console.services.tenants, bob, currency="CHF", limits=Limits(tokens_per_day=100))
     budget = KeyChanges(limits=Limits(monthly_budget=20_000_000, tokens_per_day=50))
-    await console.services.keys.update(bob.key.id, budget, access=WHOLE_APPLIANCE)
+    await console.services.keys.update(bob.key.id, budget, access=OWNER)
     price = await console.services.prices.add(model="demo", currency="CHF", prompt=0, cached_prompt=0, completion=PICOS)
     for at, tokens in ((clock.now() - timedelta(days=1), 3), (clock.now(), 5)):
         entry = pending(bob, price=price, admitted_at=at)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import Limits, Principal, TenantChanges
+from tests.support.cast import OWNER, change_tenant
 from tests.support.console_fixtures import ConsoleApp
 from tests.support.factories import admission_request
 
@@ -13,7 +13,7 @@ from tests.support.factories import admission_request
 async def limit_check_path(console: ConsoleApp, **limits: int) -> str:
     """Set these limits for Bob's tenant and return the path of its limit check."""
     tenant = console.cast.bob.tenant
-    await console.services.tenants.update(tenant.id, TenantChanges(limits=Limits(**limits)), access=WHOLE_APPLIANCE)
+    await console.services.tenants.update(tenant.id, TenantChanges(limits=Limits(**limits)), access=OWNER)
     return f"/tenants/{tenant.id}/check"
 
 
@@ -66,7 +66,7 @@ async def test_repeated_checks_consume_no_limit(console: ConsoleApp) -> None:
 async def test_waiting_for_running_requests_is_shown_as_an_estimate(console: ConsoleApp) -> None:
     path = await limit_check_path(console, concurrent_requests=1)
     person = console.cast.bob
-    tenant = await console.services.tenants.get(person.tenant.id, access=WHOLE_APPLIANCE)
+    tenant = await console.services.tenants.get(person.tenant.id, access=OWNER)
     running = admission_request(Principal(tenant=tenant, key=person.key), 1, 1)
     await console.services.admission.admit(running)
     page = (await (await console.alice()).fragment(f"{path}?model=demo")).text
@@ -76,9 +76,7 @@ async def test_waiting_for_running_requests_is_shown_as_an_estimate(console: Con
 
 async def test_in_shadow_mode_a_request_above_a_limit_is_admitted_and_marked(console: ConsoleApp) -> None:
     path = await limit_check_path(console, tokens_per_minute=10)
-    await console.services.tenants.update(
-        console.cast.bob.tenant.id, TenantChanges(limit_mode="shadow"), access=WHOLE_APPLIANCE
-    )
+    await change_tenant(console.services.tenants, console.cast.bob, limit_mode="shadow")
     page = (await (await console.alice()).fragment(f"{path}?model=demo")).text
     assert "Admitted: " in page
     assert "would refuse (shadow)" in page
@@ -108,7 +106,7 @@ async def test_the_check_of_another_tenant_is_not_found(console: ConsoleApp) -> 
 async def test_the_table_shows_whose_each_limit_is_what_is_left_of_it_and_amounts_in_its_currency(console: ConsoleApp) -> None:
     path = await limit_check_path(console, tokens_per_minute=1000, monthly_budget=5_000_000)
     changes = TenantChanges(currency="USD", model_limits={"demo": Limits(requests_per_minute=3)})
-    await console.services.tenants.update(console.cast.bob.tenant.id, changes, access=WHOLE_APPLIANCE)
+    await console.services.tenants.update(console.cast.bob.tenant.id, changes, access=OWNER)
     await console.services.model_policies.put("demo", Limits(monthly_budget=2_000_000, concurrent_requests=4))
     page = (await (await console.alice()).fragment(f"{path}?model=demo&prompt_tokens=900&max_tokens=50")).text
     assert table_cells(page) == [
@@ -123,7 +121,7 @@ async def test_the_table_shows_whose_each_limit_is_what_is_left_of_it_and_amount
 async def test_a_request_that_its_tier_lets_wait_is_said_to_wait_for_that_long(console: ConsoleApp) -> None:
     path = await limit_check_path(console, tokens_per_minute=600)
     services = console.services
-    tenant = await services.tenants.get(console.cast.bob.tenant.id, access=WHOLE_APPLIANCE)
+    tenant = await services.tenants.get(console.cast.bob.tenant.id, access=OWNER)
     await services.tiers.update(tenant.tier, admission_wait_ms=30_000)
     used = admission_request(Principal(tenant=tenant, key=console.cast.bob.key), 600)  # fmt: skip
     await services.admission.admit(used)
@@ -134,8 +132,8 @@ async def test_a_request_that_its_tier_lets_wait_is_said_to_wait_for_that_long(c
 
 async def test_the_form_begins_with_the_first_model_and_offers_the_keys_that_are_not_revoked(console: ConsoleApp) -> None:
     path, keys, bob = await limit_check_path(console), console.services.keys, console.cast.bob
-    revoked, _ = await keys.create(bob.tenant.id, "revoked key", access=WHOLE_APPLIANCE)
-    await keys.revoke(revoked.id, access=WHOLE_APPLIANCE)
+    revoked, _ = await keys.create(bob.tenant.id, "revoked key", access=OWNER)
+    await keys.revoke(revoked.id, access=OWNER)
     page = (await (await console.alice()).get(path)).text
     assert 'name="model" value="demo"' in page
     assert 'name="prompt_tokens" value="500"' in page

@@ -10,10 +10,9 @@ import pytest
 from appliance.base.errors import RateLimitExceeded
 from appliance.console.login import WRONG_CREDENTIALS
 from appliance.console.login_attempts import PER_ACCOUNT, PER_ADDRESS, LoginAttempts
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.audit import AuditFilter
 from appliance.tenancy.members import PASSWORD_CHARS_MAX
-from tests.support.cast import ALICE_PASSWORD
+from tests.support.cast import ALICE_PASSWORD, OWNER
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import ConsoleApp
 
@@ -152,9 +151,7 @@ async def test_credentials_that_are_too_long_count_as_an_attempt(console: Consol
     ]
 
     assert statuses == [401] * PER_ADDRESS.burst + [429]
-    entries = await console.services.audit.page(
-        200, None, AuditFilter(actions=frozenset({"session.refuse"})), access=WHOLE_APPLIANCE
-    )
+    entries = await console.services.audit.page(200, None, AuditFilter(actions=frozenset({"session.refuse"})), access=OWNER)
     assert len(entries.data) == PER_ADDRESS.burst
 
 

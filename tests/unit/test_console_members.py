@@ -8,8 +8,8 @@ import pytest
 
 from appliance.console import live_stream
 from appliance.console.context import Console
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.browser_rules import PLAIN_COOKIE
+from tests.support.cast import OWNER
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import MEMBER_PASSWORD, ConsoleApp
 
@@ -114,7 +114,7 @@ async def test_losing_the_role_ends_the_live_stream_at_the_next_sample(
 
 async def test_a_temporary_password_gives_access_only_to_changing_it(console: ConsoleApp) -> None:
     member = await console.services.members.create("dora@example.com", TEMPORARY_PASSWORD, "member", temporary=True)
-    await console.services.memberships.add(console.cast.bob.tenant.id, member.id, "manager", access=WHOLE_APPLIANCE)
+    await console.services.memberships.add(console.cast.bob.tenant.id, member.id, "manager", access=OWNER)
     browser = console.visitor()
     assert (await browser.post("/login", email=member.email, password=TEMPORARY_PASSWORD)).status_code == 303
 
@@ -131,4 +131,4 @@ async def test_a_temporary_password_gives_access_only_to_changing_it(console: Co
     own = {"current": TEMPORARY_PASSWORD, "password": MEMBER_PASSWORD, "again": MEMBER_PASSWORD}
     assert (await browser.post("/account/password", **own)).status_code == 303
     assert (await browser.get("/tenants")).status_code == 200
-    assert (await console.services.keys.get(console.cast.bob.key.id, access=WHOLE_APPLIANCE)).revoked_at is None
+    assert (await console.services.keys.get(console.cast.bob.key.id, access=OWNER)).revoked_at is None

@@ -10,9 +10,9 @@ from appliance.base.ids import new_id
 from appliance.metering.invoicing.portions import Expected, Outcome
 from appliance.metering.ledger.corrections import Correction
 from appliance.metering.usage import LedgerFilter
-from appliance.tenancy.access import WHOLE_APPLIANCE, Access
+from appliance.tenancy.access import Access
 from tests.support.billing import Tokens, add_price, post_event
-from tests.support.cast import Person, make_person
+from tests.support.cast import OWNER, Person, make_person
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import Browser, ConsoleApp
 from tests.support.console_invoices import MONTH, bill_usage, draft, end_month
@@ -81,7 +81,7 @@ async def test_nothing_is_closed_if_two_totals_have_changed_and_their_sum_has_no
     seen = await confirmation_token(alice)
     for person, tokens in zip(people, (-10, 10), strict=True):
         of_person = LedgerFilter(tenant_id=person.tenant.id)
-        event = (await console.services.reports.ledger_page(1, None, of_person, access=WHOLE_APPLIANCE)).data[0]
+        event = (await console.services.reports.ledger_page(1, None, of_person, access=OWNER)).data[0]
         await console.services.corrections.add(event.id, Correction(note="mixed up", completion_tokens=tokens))
 
     answer = await alice.post(CLOSING, confirmed=seen)
@@ -97,7 +97,7 @@ async def test_a_total_that_changes_while_the_month_is_closed_is_not_closed_and_
         await draft(console, await console.alice(), person)
     (event,) = (
         await console.services.reports.ledger_page(
-            1, None, LedgerFilter(tenant_id=console.cast.charlie.tenant.id), access=WHOLE_APPLIANCE
+            1, None, LedgerFilter(tenant_id=console.cast.charlie.tenant.id), access=OWNER
         )
     ).data
     end_month(clock)
@@ -147,7 +147,7 @@ async def test_a_month_is_confirmed_by_currency_and_without_drafts_in_two_curren
     answer = await alice.post(CLOSING, confirmed=await confirmation_token(alice))
 
     assert (answer.status_code, answer.headers["location"]) == (303, "/invoices?state=closed")
-    heads = (await services.invoices.list(access=WHOLE_APPLIANCE)).data
+    heads = (await services.invoices.list(access=OWNER)).data
     assert {head.tenant_id: head.state for head in heads} == {
         person.tenant.id: "draft" if person is people[3] else "closed" for person in people
     }
@@ -175,7 +175,7 @@ async def test_a_tenant_whose_events_contradict_their_costs_is_named_and_the_oth
     answer = await alice.post(CLOSING, confirmed=await confirmation_token(alice))
 
     assert (answer.status_code, answer.headers["location"]) == (303, "/invoices?state=closed")
-    heads = (await console.services.invoices.list(access=WHOLE_APPLIANCE)).data
+    heads = (await console.services.invoices.list(access=OWNER)).data
     assert {head.tenant_id: head.state for head in heads} == {
         console.cast.bob.tenant.id: "closed", console.cast.charlie.tenant.id: "draft",
     }  # fmt: skip
@@ -194,7 +194,7 @@ async def test_drafting_all_tenants_names_one_whose_events_contradict_their_cost
 
     assert answer.status_code == 422
     assert "All invoices were drafted except 1. bob: The ledger contradicts itself" in answer.text
-    heads = (await console.services.invoices.list(access=WHOLE_APPLIANCE)).data
+    heads = (await console.services.invoices.list(access=OWNER)).data
     assert [head.tenant_id for head in heads] == [console.cast.charlie.tenant.id]
 
 
@@ -244,14 +244,14 @@ async def test_a_draft_discarded_while_the_month_is_closed_does_not_stop_the_oth
     seen, close_each = await confirmation_token(alice), invoices.close_each
 
     async def discard_then_close(expected: Mapping[str, Expected], *, access: Access) -> dict[str, Outcome]:
-        await invoices.discard(addresses[0].rpartition("/")[2], access=WHOLE_APPLIANCE)
+        await invoices.discard(addresses[0].rpartition("/")[2], access=OWNER)
         return await close_each(expected, access=access)
 
     monkeypatch.setattr(invoices, "close_each", discard_then_close)
     answer = await alice.post(CLOSING, confirmed=seen)
 
     assert (answer.status_code, answer.headers.get("location")) == (303, "/invoices?state=closed")
-    assert [head.state for head in (await invoices.list(access=WHOLE_APPLIANCE)).data] == ["closed"]
+    assert [head.state for head in (await invoices.list(access=OWNER)).data] == ["closed"]
 
 
 async def test_drafts_of_other_months_are_not_closed(console: ConsoleApp, clock: FakeClock) -> None:
@@ -267,7 +267,7 @@ async def test_drafts_of_other_months_are_not_closed(console: ConsoleApp, clock:
     assert "Close 1 invoice<" in (await alice.get(CLOSING)).text
     await alice.post(CLOSING, confirmed=await confirmation_token(alice))
 
-    heads = (await console.services.invoices.list(access=WHOLE_APPLIANCE)).data
+    heads = (await console.services.invoices.list(access=OWNER)).data
     assert {head.month: head.state for head in heads} == {MONTH: "closed", later: "draft"}
 
 

@@ -7,7 +7,7 @@ import re
 import pyotp
 import pytest
 
-from appliance.tenancy.access import WHOLE_APPLIANCE
+from tests.support.cast import OWNER
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import MEMBER_PASSWORD, Browser, ConsoleApp
 
@@ -37,7 +37,7 @@ async def test_the_list_shows_role_second_factor_state_tenants_and_last_activity
     alice = await console.alice()
     await invite(console, alice)
     bob = await console.services.members.create("bob@example.com", MEMBER_PASSWORD, "member")
-    await console.services.memberships.add(console.cast.bob.tenant.id, bob.id, "manager", access=WHOLE_APPLIANCE)
+    await console.services.memberships.add(console.cast.bob.tenant.id, bob.id, "manager", access=OWNER)
     factors = console.services.second_factors
     assert await factors.enabled_of([bob.id]) == frozenset()
     await console.vera()
@@ -72,7 +72,7 @@ async def test_an_invalid_invitation_is_refused_and_the_form_keeps_its_input(
 
 async def test_a_member_with_an_appliance_role_is_listed_with_all_tenants_and_extra_roles(console: ConsoleApp) -> None:
     vera = await console.services.members.create("viewer@example.com", MEMBER_PASSWORD, "viewer")
-    await console.services.memberships.add(console.cast.bob.tenant.id, vera.id, "manager", access=WHOLE_APPLIANCE)
+    await console.services.memberships.add(console.cast.bob.tenant.id, vera.id, "manager", access=OWNER)
 
     page = (await (await console.alice()).get("/members")).text
 

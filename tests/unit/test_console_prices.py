@@ -9,8 +9,8 @@ from datetime import timedelta
 import pytest
 
 from appliance.console.prices import group_prices
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import TenantChanges
+from tests.support.cast import OWNER
 from tests.support.clock import START, FakeClock
 from tests.support.console_fixtures import ConsoleApp
 from tests.support.factories import price
@@ -166,7 +166,7 @@ async def test_a_tenant_sees_only_the_prices_that_apply_to_it(console: ConsoleAp
             tier_percents=tiers,
             effective_from=start,
         )
-    await console.services.tenants.update(bob.id, TenantChanges(tier="batch"), access=WHOLE_APPLIANCE)
+    await console.services.tenants.update(bob.id, TenantChanges(tier="batch"), access=OWNER)
     viewer = await console.member_of(console.cast.bob, "viewer")
 
     page = (await viewer.get(f"/tenants/{bob.id}")).text

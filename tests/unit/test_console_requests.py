@@ -13,9 +13,8 @@ from appliance.base.ids import new_id
 from appliance.console import request_bill
 from appliance.metering.ledger.corrections import Correction
 from appliance.metering.ledger.records import RequestRecord, Usage
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.audit import AuditFilter
-from tests.support.cast import Person
+from tests.support.cast import OWNER, Person
 from tests.support.clock import START, FakeClock
 from tests.support.console_fixtures import ConsoleApp
 from tests.support.factories import pending, posted
@@ -128,7 +127,7 @@ async def test_page_and_api_explain_a_request_of_a_crashed_process_alike(console
     await console.services.ledger.open(entry)
 
     page = (await (await console.alice()).get(f"/requests/{entry.request_id}")).text
-    shape = past_request_shape(await console.services.past_requests.get(entry.request_id, access=WHOLE_APPLIANCE))
+    shape = past_request_shape(await console.services.past_requests.get(entry.request_id, access=OWNER))
 
     assert shape.explanation == "Ended before its first token (error)."
     assert shape.explanation in page
@@ -340,7 +339,7 @@ async def test_cancelling_a_request_being_settled_is_refused_and_not_logged(cons
 
     assert (answer.status_code, console.engine_side.aborted) == (404, [])
     assert "has already finished" in answer.headers["hx-trigger"]
-    noted = await console.services.audit.page(filters=AuditFilter(actions=["request.abort"]), access=WHOLE_APPLIANCE)
+    noted = await console.services.audit.page(filters=AuditFilter(actions=["request.abort"]), access=OWNER)
     assert noted.data == []
 
 
@@ -399,7 +398,7 @@ async def test_corrections_are_shown_with_the_cost_before_and_after(console: Con
     request_id = await settle(console, console.cast.bob)
     alice = await console.alice()
     assert "Corrections" not in (await alice.get(f"/requests/{request_id}")).text
-    event = await console.services.reports.event(request_id, access=WHOLE_APPLIANCE)
+    event = await console.services.reports.event(request_id, access=OWNER)
     await console.services.corrections.add(event.id, Correction(note="we were slow", completion_tokens=-50))
 
     page = (await alice.get(f"/requests/{request_id}")).text
@@ -414,7 +413,7 @@ async def test_the_corrected_cost_includes_corrections_that_are_not_shown(
     monkeypatch.setattr(request_bill, "CORRECTIONS_SHOWN_MAX", 2)
     await console.services.prices.add(model="demo", currency="EUR", prompt=1_000_000, cached_prompt=0, completion=3_000_000)
     request_id = await settle(console, console.cast.bob)
-    event = await console.services.reports.event(request_id, access=WHOLE_APPLIANCE)
+    event = await console.services.reports.event(request_id, access=OWNER)
     for note in ("the first", "the second", "the third"):
         await console.services.corrections.add(event.id, Correction(note=note, cost_picos=-100_000_000))
 
@@ -428,5 +427,5 @@ async def test_the_corrected_cost_includes_corrections_that_are_not_shown(
 @pytest.mark.parametrize(("basis_points", "words"), [(10_000, None), (5_000, "50 %"), (5_050, "50.5 %"), (3_333, "33.33 %")])
 async def test_a_discount_is_formatted_as_on_the_invoice(console: ConsoleApp, basis_points: int, words: str | None) -> None:
     request_id = await settle(console, console.cast.bob)
-    event = await console.services.reports.event(request_id, access=WHOLE_APPLIANCE)
+    event = await console.services.reports.event(request_id, access=OWNER)
     assert request_bill.discount(msgspec.structs.replace(event, price_basis_points=basis_points)) == words

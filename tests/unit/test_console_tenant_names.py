@@ -7,9 +7,10 @@ from sqlalchemy import insert, select
 from appliance.base.acting import SYSTEM
 from appliance.base.tables import tenants
 from appliance.console.tenant_names import tenant_names, tenants_by_name
-from appliance.tenancy.access import WHOLE_APPLIANCE, Access
+from appliance.tenancy.access import Access
 from appliance.tenancy.pages import PAGE_ROWS_MAX
 from appliance.tenancy.roles import Role, TenantRole
+from tests.support.cast import OWNER
 from tests.support.console_fixtures import ConsoleApp
 from tests.support.factories import pending, posted
 
@@ -28,11 +29,11 @@ async def fill_first_page(console: ConsoleApp) -> None:
 async def test_names_include_tenants_beyond_the_first_page(console: ConsoleApp) -> None:
     await fill_first_page(console)
 
-    found = await tenants_by_name(console.services, WHOLE_APPLIANCE)
+    found = await tenants_by_name(console.services, OWNER)
 
     assert len(found) == PAGE_ROWS_MAX + 1
     assert [tenant.name.casefold() for tenant in found] == sorted(tenant.name.casefold() for tenant in found)
-    assert (await tenant_names(console.services, WHOLE_APPLIANCE))[LAST] == f"Team {LAST}"
+    assert (await tenant_names(console.services, OWNER))[LAST] == f"Team {LAST}"
 
 
 async def test_a_member_of_one_tenant_gets_only_its_name(console: ConsoleApp) -> None:

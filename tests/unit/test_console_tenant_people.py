@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from appliance.tenancy.access import WHOLE_APPLIANCE
+from tests.support.cast import OWNER
 from tests.support.console_fixtures import MEMBER_PASSWORD, ConsoleApp
 
 _SHOWN = re.compile(r'id="member-password">([^<]+)<')
@@ -14,10 +14,7 @@ _SHOWN = re.compile(r'id="member-password">([^<]+)<')
 
 async def roles_in(console: ConsoleApp, tenant_id: str) -> dict[str, str]:
     """Return the role of each member of a tenant by e-mail address."""
-    return {
-        one.email: one.role.value
-        for one in (await console.services.memberships.of_tenant(tenant_id, access=WHOLE_APPLIANCE)).data
-    }
+    return {one.email: one.role.value for one in (await console.services.memberships.of_tenant(tenant_id, access=OWNER)).data}
 
 
 async def test_an_owner_invites_a_new_member_whose_password_is_shown_once(console: ConsoleApp) -> None:
@@ -74,7 +71,7 @@ async def test_an_invalid_invitation_is_refused_and_adds_nobody(
 async def test_a_manager_changes_a_role_and_ends_a_membership(console: ConsoleApp) -> None:
     browser, bob = await console.member_of(console.cast.bob, "manager"), console.cast.bob.tenant
     dora = await console.services.members.create("dora@example.com", MEMBER_PASSWORD, "member")
-    await console.services.memberships.add(bob.id, dora.id, "viewer", access=WHOLE_APPLIANCE)
+    await console.services.memberships.add(bob.id, dora.id, "viewer", access=OWNER)
     path = f"/tenants/{bob.id}/members/{dora.id}"
     assert "dora@example.com" in (await browser.fragment(path)).text
     assert (await browser.post(path, role="nothing")).status_code == 422
@@ -110,7 +107,7 @@ async def test_developers_and_viewers_can_only_read_the_members(console: Console
 async def test_a_manager_cannot_change_members_of_another_tenant(console: ConsoleApp) -> None:
     browser, charlie = await console.member_of(console.cast.bob, "manager"), console.cast.charlie.tenant
     dora = await console.services.members.create("dora@example.com", MEMBER_PASSWORD, "member")
-    await console.services.memberships.add(charlie.id, dora.id, "viewer", access=WHOLE_APPLIANCE)
+    await console.services.memberships.add(charlie.id, dora.id, "viewer", access=OWNER)
     for tenant_id in (charlie.id, console.cast.bob.tenant.id):
         for path in (dora.id, f"{dora.id}/remove"):
             assert (await browser.post(f"/tenants/{tenant_id}/members/{path}", role="manager")).status_code == 404

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import Limits, Tenant
+from tests.support.cast import OWNER
 from tests.support.clock import START
 from tests.support.console_fixtures import ConsoleApp
 
@@ -13,7 +13,7 @@ TERMS = {"limit_mode": "shadow", "currency": "USD", "alert_percents": "50, 90 %"
 
 
 async def bob_as_stored(console: ConsoleApp) -> Tenant:
-    return await console.services.tenants.get(console.cast.bob.tenant.id, access=WHOLE_APPLIANCE)
+    return await console.services.tenants.get(console.cast.bob.tenant.id, access=OWNER)
 
 
 async def test_terms_are_saved_and_shown_on_the_tenant_s_page(console: ConsoleApp) -> None:
@@ -75,12 +75,12 @@ async def test_the_free_allowance_is_shown_only_to_members_who_may_read_invoices
     assert "Free allowance" not in (await alice.get(page)).text
 
     allowances = console.services.free_allowances
-    await allowances.set(bob.id, f"{START:%Y-%m}", 5_000_000, access=WHOLE_APPLIANCE)
+    await allowances.set(bob.id, f"{START:%Y-%m}", 5_000_000, access=OWNER)
     for browser in (alice, manager):
         assert "<dt>Free allowance</dt><dd>5.00 EUR a month</dd>" in (await browser.get(page)).text
     assert "Free allowance" not in (await developer.get(page)).text
 
-    await allowances.set(bob.id, "2027-02", 0, access=WHOLE_APPLIANCE)
+    await allowances.set(bob.id, "2027-02", 0, access=OWNER)
     assert "<dd>5.00 EUR a month; from February 2027 on 0.00 EUR</dd>" in (await alice.get(page)).text
 
 

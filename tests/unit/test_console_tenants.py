@@ -9,8 +9,8 @@ from sqlalchemy import update
 
 from appliance.base.tables import tenants
 from appliance.console import tenants as tenant_pages
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import Limits, TenantChanges
+from tests.support.cast import OWNER, change_tenant
 from tests.support.console_fixtures import ConsoleApp
 from tests.support.factories import admission_request
 
@@ -19,7 +19,7 @@ NEW = {"name": "Acme", "tier": "standard", "weight": "2"}
 
 async def test_the_list_shows_every_tenant_with_its_limits(console: ConsoleApp) -> None:
     limits = Limits(tokens_per_minute=60_000, monthly_budget=12_500_000)
-    await console.services.tenants.create("limited", TenantChanges(limits=limits), access=WHOLE_APPLIANCE)
+    await console.services.tenants.create("limited", TenantChanges(limits=limits), access=OWNER)
 
     page = (await (await console.alice()).get("/tenants")).text
 
@@ -28,7 +28,7 @@ async def test_the_list_shows_every_tenant_with_its_limits(console: ConsoleApp) 
 
 
 async def test_names_are_escaped(console: ConsoleApp) -> None:
-    await console.services.tenants.create(name="<script>alert(1)</script>", access=WHOLE_APPLIANCE)
+    await console.services.tenants.create(name="<script>alert(1)</script>", access=OWNER)
 
     page = (await (await console.alice()).get("/tenants")).text
 
@@ -43,7 +43,7 @@ async def test_a_tenant_is_created_with_its_limits_and_confirmed_once(console: C
     )
 
     assert answer.status_code == 303
-    created = await console.services.tenants.get(answer.headers["location"].rpartition("/")[2], access=WHOLE_APPLIANCE)
+    created = await console.services.tenants.get(answer.headers["location"].rpartition("/")[2], access=OWNER)
     assert (created.name, created.weight, created.allowed_models) == ("Acme", 2, ("demo", "other"))
     assert created.limits == Limits(tokens_per_minute=60_000, monthly_budget=12_500_000)
     assert "Tenant created" in (await alice.get(answer.headers["location"])).text
@@ -91,7 +91,7 @@ async def test_an_invalid_field_has_its_error_beside_it_and_nothing_is_created(
     assert "<html" in page.text
     assert "<html" not in fragment.text
 
-    assert {tenant.name for tenant in (await console.services.tenants.list(10, access=WHOLE_APPLIANCE)).data} == {
+    assert {tenant.name for tenant in (await console.services.tenants.list(10, access=OWNER)).data} == {
         "bob",
         "charlie",
     }
@@ -125,12 +125,12 @@ async def test_limits_are_saved_and_an_empty_field_removes_a_limit(console: Cons
     fields = {"name": "bob", "tier": "interactive", "weight": "3"}
 
     await alice.post(path, **fields, requests_per_minute="600", concurrent_requests="4")
-    assert (await console.services.tenants.get(tenant.id, access=WHOLE_APPLIANCE)).limits == Limits(
+    assert (await console.services.tenants.get(tenant.id, access=OWNER)).limits == Limits(
         requests_per_minute=600, concurrent_requests=4
     )
 
     answer = await alice.post(path, **fields, concurrent_requests="4")
-    saved = await console.services.tenants.get(tenant.id, access=WHOLE_APPLIANCE)
+    saved = await console.services.tenants.get(tenant.id, access=OWNER)
     assert answer.headers["location"] == path
     assert (saved.tier, saved.weight, saved.limits) == ("interactive", 3, Limits(concurrent_requests=4))
 
@@ -149,14 +149,12 @@ async def test_the_model_list_is_saved_as_typed_and_kept_when_unchanged(
     console: ConsoleApp, stored: tuple[str, ...] | None, shown: str, typed: str, saved: tuple[str, ...] | None
 ) -> None:
     alice, path = await console.alice(), f"/tenants/{console.cast.bob.tenant.id}"
-    await console.services.tenants.update(
-        console.cast.bob.tenant.id, TenantChanges(allowed_models=stored), access=WHOLE_APPLIANCE
-    )
+    await change_tenant(console.services.tenants, console.cast.bob, allowed_models=stored)
     (value,) = re.findall(r'name="allowed_models" type="text" value="([^"]*)"', (await alice.get(path)).text)
 
     await alice.post(path, name="bob", tier="standard", weight="7", allowed_models=typed)
 
-    tenant = await console.services.tenants.get(console.cast.bob.tenant.id, access=WHOLE_APPLIANCE)
+    tenant = await console.services.tenants.get(console.cast.bob.tenant.id, access=OWNER)
     assert (value, tenant.weight, tenant.allowed_models) == (shown, 7, saved)
 
 
@@ -167,7 +165,7 @@ async def test_a_stored_name_that_is_no_longer_valid_is_kept_when_other_fields_c
 
     answer = await (await console.alice()).post(f"/tenants/{bob}", name=old, tier="standard", weight="7")
 
-    saved = await console.services.tenants.get(bob, access=WHOLE_APPLIANCE)
+    saved = await console.services.tenants.get(bob, access=OWNER)
     assert (answer.status_code, saved.name, saved.weight) == (303, old, 7)
 
 
@@ -209,7 +207,7 @@ async def test_a_truncated_list_of_keys_links_to_all_keys(console: ConsoleApp, m
     for _ in range(2):
         assert "The first" not in (await alice.get(f"/tenants/{bob.id}")).text
         monkeypatch.setattr(tenant_pages, "KEYS_SHOWN_MAX", 1)
-    await console.services.keys.create(bob.id, name="one more", access=WHOLE_APPLIANCE)
+    await console.services.keys.create(bob.id, name="one more", access=OWNER)
 
     assert 'The first 1 are shown; <a href="/keys">Keys</a> lists all.' in (await alice.get(f"/tenants/{bob.id}")).text
 
@@ -233,12 +231,12 @@ async def test_a_tenant_can_be_suspended_and_resumed(console: ConsoleApp) -> Non
     alice, tenant = await console.alice(), console.cast.bob.tenant
 
     await alice.post(f"/tenants/{tenant.id}/suspend")
-    assert (await console.services.tenants.get(tenant.id, access=WHOLE_APPLIANCE)).suspended
+    assert (await console.services.tenants.get(tenant.id, access=OWNER)).suspended
 
     page = (await alice.get(f"/tenants/{tenant.id}")).text
     assert "Resume" in page
     await alice.post(f"/tenants/{tenant.id}/resume")
-    assert not (await console.services.tenants.get(tenant.id, access=WHOLE_APPLIANCE)).suspended
+    assert not (await console.services.tenants.get(tenant.id, access=OWNER)).suspended
 
 
 async def test_archiving_needs_the_typed_name_as_confirmation(console: ConsoleApp) -> None:
@@ -248,11 +246,11 @@ async def test_archiving_needs_the_typed_name_as_confirmation(console: ConsoleAp
     refused = await alice.post(path, confirm="Bob")
     assert refused.status_code == 422
     assert "not the tenant" in refused.text
-    assert not (await console.services.tenants.get(tenant.id, access=WHOLE_APPLIANCE)).archived
+    assert not (await console.services.tenants.get(tenant.id, access=OWNER)).archived
 
     done = await alice.post(path, confirm="bob")
     assert done.headers["location"] == "/tenants"
-    assert (await console.services.tenants.get(tenant.id, access=WHOLE_APPLIANCE)).archived
+    assert (await console.services.tenants.get(tenant.id, access=OWNER)).archived
     assert f"/tenants/{tenant.id}" not in (await alice.get("/tenants")).text
     assert f"/tenants/{tenant.id}" in (await alice.get("/tenants?archived=yes")).text
 
@@ -270,7 +268,7 @@ async def test_tenants_can_be_searched_by_a_part_of_their_name(console: ConsoleA
 
 async def test_an_archived_tenant_cannot_be_changed(console: ConsoleApp) -> None:
     alice, tenant = await console.alice(), console.cast.bob.tenant
-    await console.services.tenants.archive(tenant.id, access=WHOLE_APPLIANCE)
+    await console.services.tenants.archive(tenant.id, access=OWNER)
 
     assert ">Save<" not in (await alice.get(f"/tenants/{tenant.id}")).text
     answer = await alice.post(f"/tenants/{tenant.id}", name="back", tier="standard", weight="1")

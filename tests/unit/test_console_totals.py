@@ -14,9 +14,10 @@ from appliance.base.acting import SYSTEM
 from appliance.base.ids import new_id
 from appliance.console.limits import key_levels, tenant_levels
 from appliance.console.totals import UsageTotals, costs_this_month, totals_this_month, totals_today
-from appliance.tenancy.access import WHOLE_APPLIANCE, Access
+from appliance.tenancy.access import Access
 from appliance.tenancy.principals import Limits, Principal, TenantChanges
 from appliance.tenancy.roles import Role, TenantRole
+from tests.support.cast import OWNER
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import ConsoleApp, open_console
 from tests.support.factories import admission_request, pending, posted
@@ -51,7 +52,7 @@ async def test_the_list_of_tenants_shows_the_cost_of_each_this_month(new_year: t
     seen = Access(actor=SYSTEM, role=Role.MEMBER, tenants={console.cast.charlie.tenant.id: TenantRole.VIEWER})
     ids = [console.cast.bob.tenant.id, console.cast.charlie.tenant.id]
 
-    costs = await costs_this_month(console.services, ids, access=WHOLE_APPLIANCE)
+    costs = await costs_this_month(console.services, ids, access=OWNER)
     page = (await (await console.alice()).get("/tenants")).text
 
     assert {tenant: [(row.cost_picos, row.currency) for row in rows] for tenant, rows in costs.items()} == {
@@ -70,9 +71,9 @@ async def test_day_and_month_begin_at_midnight_of_the_billing_zone(new_year: tup
 
     bob = console.cast.bob.tenant.id
     for totals in (
-        await totals_today(console.services, access=WHOLE_APPLIANCE),
-        await totals_today(console.services, bob, access=WHOLE_APPLIANCE),
-        await totals_this_month(console.services, bob, access=WHOLE_APPLIANCE),
+        await totals_today(console.services, access=OWNER),
+        await totals_today(console.services, bob, access=OWNER),
+        await totals_this_month(console.services, bob, access=OWNER),
     ):
         assert (totals.requests, totals.tokens, totals.cost_picos) == (1, 7, 7_000_000)
 
@@ -83,7 +84,7 @@ async def test_a_tenant_s_page_shows_costs_in_its_billing_currency(
     console, clock = new_year
     await console.services.prices.add(model="demo", currency="CHF", prompt=2_000_000, cached_prompt=0, completion=0)
     bob = console.cast.bob.tenant.id
-    await console.services.tenants.update(bob, TenantChanges(currency="CHF"), access=WHOLE_APPLIANCE)
+    await console.services.tenants.update(bob, TenantChanges(currency="CHF"), access=OWNER)
     alice = await console.alice()
 
     before = (await alice.get(f"/tenants/{bob}")).text
@@ -116,7 +117,7 @@ async def test_limit_levels_cover_only_what_the_reader_may_see(new_year: tuple[C
     tenant, key = replace(bob.tenant, limits=limits), replace(bob.key, limits=limits)
     stranger = Access(role=Role.MEMBER, actor=SYSTEM, tenants={console.cast.charlie.tenant.id: TenantRole.MANAGER})
 
-    for access, text in ((WHOLE_APPLIANCE, "7 of 100"), (stranger, "0 of 100")):
+    for access, text in ((OWNER, "7 of 100"), (stranger, "0 of 100")):
         levels = [
             await tenant_levels(console.services, tenant, access=access),
             await key_levels(console.services, tenant, key, access=access),
@@ -132,8 +133,8 @@ async def test_limit_levels_refer_to_the_current_limits_not_to_those_of_the_last
     bob = Principal(tenant=replace(console.cast.bob.tenant, limits=old), key=replace(console.cast.bob.key, limits=old))
     held = await console.services.admission.admit(admission_request(bob, 30))
     shown = [
-        await tenant_levels(console.services, replace(bob.tenant, limits=new), access=WHOLE_APPLIANCE),
-        await key_levels(console.services, bob.tenant, replace(bob.key, limits=new), access=WHOLE_APPLIANCE),
+        await tenant_levels(console.services, replace(bob.tenant, limits=new), access=OWNER),
+        await key_levels(console.services, bob.tenant, replace(bob.key, limits=new), access=OWNER),
     ]
     assert [[level.text for level in levels] for levels in shown] == [["30 of 200", "0 of 5", "1 of 9"]] * 2
     held.void()
@@ -147,8 +148,8 @@ async def test_reading_limit_levels_admits_no_waiting_request(new_year: tuple[Co
     first = await admission.admit(admission_request(bob, 1))
     waiting = [asyncio.create_task(admission.admit(admission_request(bob, 1), 60.0)) for _ in range(5)]
     await poll_until(lambda: num_waiting(admission) == 5)
-    await tenant_levels(console.services, bob.tenant, access=WHOLE_APPLIANCE)
-    await key_levels(console.services, bob.tenant, bob.key, access=WHOLE_APPLIANCE)
+    await tenant_levels(console.services, bob.tenant, access=OWNER)
+    await key_levels(console.services, bob.tenant, bob.key, access=OWNER)
     first.settle(1)
     await poll_until(waiting[0].done)
     assert (num_waiting(admission), num_running(admission, bob.tenant.id), num_running(admission, bob.key.id)) == (4, 1, 1)
@@ -160,6 +161,6 @@ async def test_reading_limit_levels_admits_no_waiting_request(new_year: tuple[Co
 async def test_an_exact_time_is_shown_in_utc_and_in_the_billing_zone(new_year: tuple[ConsoleApp, FakeClock]) -> None:
     console, clock = new_year
     clock.advance(UNTIL_NEW_YEAR_S)
-    key, _ = await console.services.keys.create(console.cast.bob.tenant.id, name="new year", access=WHOLE_APPLIANCE)
+    key, _ = await console.services.keys.create(console.cast.bob.tenant.id, name="new year", access=OWNER)
     page = (await (await console.alice()).get(f"/keys/{key.id}")).text.replace("\N{NO-BREAK SPACE}", " ")
     assert "2026-12-31 23:30:00 UTC (2027-01-01 00:30:00 Europe/Zurich)" in page

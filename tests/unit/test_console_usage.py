@@ -19,9 +19,7 @@ from appliance.console.usage import GROUPS, MEASURES, PERIODS, bounds
 from appliance.metering import usage
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.records import Settlement, Usage
-from appliance.tenancy.access import WHOLE_APPLIANCE
-from appliance.tenancy.principals import TenantChanges
-from tests.support.cast import Person
+from tests.support.cast import OWNER, Person, change_tenant
 from tests.support.clock import START, FakeClock
 from tests.support.console_fixtures import ConsoleApp, open_console
 from tests.support.factories import pending, posted
@@ -102,7 +100,7 @@ async def bill_usage_in_two_currencies(console: ConsoleApp) -> None:
         await console.services.prices.add(
             model="demo", currency=currency, prompt=0, cached_prompt=0, completion=2_000_000, effective_from=START
         )
-    await console.services.tenants.update(console.cast.charlie.tenant.id, TenantChanges(currency="CHF"), access=WHOLE_APPLIANCE)
+    await change_tenant(console.services.tenants, console.cast.charlie, currency="CHF")
     await bill_usage(console, console.cast.bob)
     await bill_usage(console, console.cast.charlie, completion=1_000_000, currency="CHF")
 
@@ -129,7 +127,7 @@ async def test_the_costs_of_one_tenant_are_shown_in_its_currency(console: Consol
 
 async def test_without_usage_the_cost_is_shown_in_the_reader_s_billing_currency(console: ConsoleApp) -> None:
     assert "<dt>Cost, EUR</dt>" in (await (await console.alice()).get("/usage")).text
-    await console.services.tenants.update(console.cast.charlie.tenant.id, TenantChanges(currency="CHF"), access=WHOLE_APPLIANCE)
+    await change_tenant(console.services.tenants, console.cast.charlie, currency="CHF")
     manager = await console.member_of(console.cast.charlie, "manager")
     assert "<dt>Cost, CHF</dt>" in (await manager.get("/usage")).text
     assert "<dt>Cost, EUR</dt>" in (await (await console.alice()).get("/usage")).text
@@ -161,9 +159,7 @@ async def test_invalid_choices_are_ignored(console: ConsoleApp) -> None:
 async def test_the_csv_file_has_exact_numbers_and_no_formulas(console: ConsoleApp) -> None:
     await add_price(console)
     await bill_usage(console, console.cast.bob)
-    await console.services.tenants.update(
-        console.cast.bob.tenant.id, TenantChanges(name="=HYPERLINK(1)"), access=WHOLE_APPLIANCE
-    )
+    await change_tenant(console.services.tenants, console.cast.bob, name="=HYPERLINK(1)")
     answer = await (await console.alice()).get("/usage.csv?group=tenant&period=today")
     rows = list(csv.DictReader(io.StringIO(answer.text)))
     assert answer.headers["content-type"].startswith("text/csv")
@@ -224,7 +220,7 @@ async def test_the_rows_of_a_report_are_built_outside_the_event_loop(
     monkeypatch.setattr(usage, "_usage_row", build_noting_thread)
     start = console.services.clock.now() - timedelta(days=1)
     method = getattr(console.services.reports, report)
-    assert len(await method(start, start + timedelta(days=3), access=WHOLE_APPLIANCE)) == 1
+    assert len(await method(start, start + timedelta(days=3), access=OWNER)) == 1
     assert len(threads) == 1
     assert threads[0] is not threading.main_thread()
 
@@ -245,7 +241,7 @@ async def test_the_csv_file_is_made_outside_the_event_loop(console: ConsoleApp, 
 async def test_rows_by_key_show_name_prefix_and_tenant(console: ConsoleApp) -> None:
     await bill_usage(console, console.cast.bob)
     bob, alice = console.cast.bob, await console.alice()
-    await console.services.keys.revoke(bob.key.id, access=WHOLE_APPLIANCE)
+    await console.services.keys.revoke(bob.key.id, access=OWNER)
     part = html.unescape((await alice.fragment("/usage?group=key")).text)
     assert f'href="/keys/{bob.key.id}" title="{bob.key.name}">{bob.key.name}</a>' in part
     assert f"{bob.key.prefix}… of {bob.tenant.name}" in part

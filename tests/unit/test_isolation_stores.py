@@ -11,7 +11,7 @@ from appliance.base.db import Database
 from appliance.base.errors import NotFound, RoleNotAllowed
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.invoicing.free_allowances import FreeAllowances
-from appliance.tenancy.access import WHOLE_APPLIANCE, Access
+from appliance.tenancy.access import Access
 from appliance.tenancy.audit import AuditLog
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.members import Members
@@ -19,7 +19,7 @@ from appliance.tenancy.memberships import Memberships
 from appliance.tenancy.principals import KeyChanges, TenantChanges
 from appliance.tenancy.roles import TenantRole
 from appliance.tenancy.tenants import Tenants
-from tests.support.cast import PEPPER, Cast, member_of
+from tests.support.cast import OWNER, PEPPER, Cast, member_of
 from tests.support.clock import FakeClock
 from tests.support.ledgers import euro_invoices
 
@@ -37,8 +37,8 @@ async def calls(database: Database, clock: FakeClock, cast: Cast) -> dict[str, t
     belongings, allowances = Memberships(database, clock), FreeAllowances(database, clock)
     invoices = euro_invoices(database, clock, BillingCalendar())
     bob, key, alice = cast.bob.tenant.id, cast.bob.key.id, cast.alice.id
-    draft = (await invoices.draft(bob, "2026-10", access=WHOLE_APPLIANCE)).head.id
-    await belongings.add(bob, alice, "viewer", access=WHOLE_APPLIANCE)
+    draft = (await invoices.draft(bob, "2026-10", access=OWNER)).head.id
+    await belongings.add(bob, alice, "viewer", access=OWNER)
     return {
         "keys.create": (VIEWER, lambda access: keys.create(bob, name="x", access=access)),
         "keys.update": (VIEWER, lambda access: keys.update(key, KeyChanges(name="x"), access=access)),
@@ -67,7 +67,7 @@ async def test_stores_refuse_lesser_roles_and_find_nothing_for_strangers(
     database: Database, clock: FakeClock, cast: Cast
 ) -> None:
     store_calls = await calls(database, clock, cast)
-    before = await AuditLog(database, clock).page(1, access=WHOLE_APPLIANCE)
+    before = await AuditLog(database, clock).page(1, access=OWNER)
     stranger = member_of(cast.charlie.tenant.id, MANAGER)
     for name, (role, call) in store_calls.items():
         for access, refusal in ((member_of(cast.bob.tenant.id, role), RoleNotAllowed), (stranger, NotFound)):
@@ -78,7 +78,7 @@ async def test_stores_refuse_lesser_roles_and_find_nothing_for_strangers(
             pytest.fail(f"{name} does not answer {access.tenants} with {refusal.__name__}")
     with pytest.raises(RoleNotAllowed):
         await Tenants(database, clock).create(name="new", access=stranger)
-    assert await AuditLog(database, clock).page(1, access=WHOLE_APPLIANCE) == before
+    assert await AuditLog(database, clock).page(1, access=OWNER) == before
 
 
 async def test_stores_allow_the_required_role_what_they_refuse_to_lesser_ones(

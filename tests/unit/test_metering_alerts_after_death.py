@@ -20,13 +20,12 @@ from appliance.metering.ledger.records import Usage
 from appliance.metering.ledger.recovery import recover
 from appliance.metering.prices import Price
 from appliance.serving.alerting.watch import AlertWatch
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.model_policies import ModelPolicies
-from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
+from appliance.tenancy.principals import KeyChanges, Limits
 from appliance.tenancy.tenants import Tenants
 from tests.support.alerts import TARGET, AlertParts, alert_parts
-from tests.support.cast import PEPPER, Cast
+from tests.support.cast import OWNER, PEPPER, Cast, change_tenant
 from tests.support.clock import FakeClock
 from tests.support.factories import pending, posted
 from tests.support.ledgers import euro_budget_alerts, euro_prices, kill_ledger, running_ledger, settle, utc_ledger
@@ -40,10 +39,8 @@ MONTH_S = 31 * 86400.0
 async def alerts(database: Database, clock: FakeClock, cast: Cast) -> AlertParts:
     """Bob's budget is 100 EUR a month, and a webhook receives alerts at 80 and 100 percent of it."""
     parts = alert_parts(database, clock)
-    await parts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id, access=WHOLE_APPLIANCE)
-    await Tenants(database, clock).update(
-        cast.bob.tenant.id, TenantChanges(limits={"monthly_budget": 100_000_000}), access=WHOLE_APPLIANCE
-    )
+    await parts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id, access=OWNER)
+    await change_tenant(Tenants(database, clock), cast.bob, limits={"monthly_budget": 100_000_000})
     return parts
 
 
@@ -119,9 +116,9 @@ async def test_the_next_start_also_alerts_for_budgets_of_keys_and_limits_of_mode
     alerts: AlertParts, price: Price, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
     """One request was settled in the journal alone, of the other there is a checkpoint."""
-    await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE)
+    await alerts.webhooks.create(kind="webhook", target=TARGET, access=OWNER)
     of_key = KeyChanges(limits=Limits(monthly_budget=50_000_000))
-    await Keys(alerts.db, clock, PEPPER).update(cast.bob.key.id, of_key, access=WHOLE_APPLIANCE)
+    await Keys(alerts.db, clock, PEPPER).update(cast.bob.key.id, of_key, access=OWNER)
     await ModelPolicies(alerts.db, clock).put("demo", Limits(tokens_per_day=100))
     journal = Journal(tmp_path / "j")
     ledger = utc_ledger(alerts.db, clock, cast.epoch_id, calendar=CALENDAR, journal=journal, checkpoint_interval_s=0.0)

@@ -29,12 +29,11 @@ from appliance.metering.ledger.records import Usage, UsageEvent
 from appliance.metering.limits.admission_request import is_batch_work
 from appliance.metering.past_requests import PastRequests
 from appliance.metering.prices import Price
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import Limits
 from engine.protocol import Priority
 from tests.support import factories
 from tests.support.billing import Tokens, add_price, post_event
-from tests.support.cast import Cast, Person
+from tests.support.cast import OWNER, Cast, Person
 from tests.support.clock import FakeClock
 from tests.support.factories import admission_request
 from tests.support.generations import MODEL, Serving, text_of
@@ -80,7 +79,7 @@ async def test_batch_work_runs_in_the_batch_class_of_any_tier_at_the_batch_price
     assert usual.cost_picos == 2 * flex.cost_picos > 0
     for generation, batch in zip(generations, (False, True), strict=True):
         assert generation.live.batch is batch
-        assert (await PastRequests(database).get(generation.request_id, access=WHOLE_APPLIANCE)).batch is batch
+        assert (await PastRequests(database).get(generation.request_id, access=OWNER)).batch is batch
 
 
 async def test_discounts_of_tier_and_batch_work_multiply(
@@ -186,8 +185,8 @@ async def books(database: Database, clock: FakeClock, cast: Cast) -> Books:
 
 
 async def test_batch_work_has_invoice_lines_of_its_own_even_at_the_same_price(books: Books) -> None:
-    draft = await books.invoices.draft(books.bob.tenant.id, "2026-10", access=WHOLE_APPLIANCE)
-    closed = await books.invoices.close(draft.head.id, access=WHOLE_APPLIANCE)
+    draft = await books.invoices.draft(books.bob.tenant.id, "2026-10", access=OWNER)
+    closed = await books.invoices.close(draft.head.id, access=OWNER)
 
     assert [(line.batch, line.kind, line.unit_price, line.tokens, line.requests) for line in draft.lines] == [
         (False, "prompt", 1_000_000, 60, 1),
@@ -198,21 +197,21 @@ async def test_batch_work_has_invoice_lines_of_its_own_even_at_the_same_price(bo
         (True, "completion", 1_500_000, 1, 1),
     ]
     assert closed.lines == draft.lines
-    assert (await books.invoices.get(draft.head.id, access=WHOLE_APPLIANCE)).lines == draft.lines
+    assert (await books.invoices.get(draft.head.id, access=OWNER)).lines == draft.lines
 
 
 async def test_a_correction_of_batch_work_is_invoiced_as_an_ordinary_adjustment(books: Books) -> None:
-    before = await books.invoices.draft(books.bob.tenant.id, "2026-10", access=WHOLE_APPLIANCE)
+    before = await books.invoices.draft(books.bob.tenant.id, "2026-10", access=OWNER)
     price = await add_price(books._database)
     await books.post(Tokens(prompt=-1, completion=0), price=price, basis_points=5000, batch=True, is_correction=True)
-    after = await books.invoices.get(before.head.id, access=WHOLE_APPLIANCE)
+    after = await books.invoices.get(before.head.id, access=OWNER)
 
     assert list(after.lines[:-1]) == list(before.lines)
     assert (after.lines[-1].kind, after.lines[-1].batch, after.lines[-1].exact_picos) == ("adjustment", False, -500_000)
 
 
 async def test_invoice_files_mark_batch_work_and_state_how_aborted_work_is_billed(books: Books) -> None:
-    draft = await books.invoices.draft(books.bob.tenant.id, "2026-10", access=WHOLE_APPLIANCE)
+    draft = await books.invoices.draft(books.bob.tenant.id, "2026-10", access=OWNER)
     rows = list(csv.DictReader(io.StringIO(render_csv(draft).decode())))
     shape = invoice_shape(draft)
 

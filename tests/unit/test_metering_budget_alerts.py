@@ -16,11 +16,10 @@ from appliance.metering.alerts.rules import AlertRule, Period
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rollups
 from appliance.metering.limits.owners import ALL_TENANTS, Owner
-from appliance.tenancy.access import WHOLE_APPLIANCE
-from appliance.tenancy.principals import Limits, TenantChanges
+from appliance.tenancy.principals import Limits
 from appliance.tenancy.tenants import Tenants
 from tests.support.alerts import TARGET, AlertParts, alert_parts
-from tests.support.cast import Cast, Person
+from tests.support.cast import OWNER, Cast, Person, change_tenant
 from tests.support.clock import START, FakeClock
 from tests.support.databases import transaction_is_blocked
 from tests.support.factories import adjustment, settled_event
@@ -40,7 +39,7 @@ async def spender(database: Database, clock: FakeClock, cast: Cast) -> AsyncIter
 async def alerts_with_webhook(database: Database, clock: FakeClock) -> AlertParts:
     """Return alerts with one webhook of the appliance that receives all of them."""
     alerts = alert_parts(database, clock)
-    await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE)
+    await alerts.webhooks.create(kind="webhook", target=TARGET, access=OWNER)
     return alerts
 
 
@@ -121,9 +120,7 @@ async def test_each_month_of_the_billing_zone_has_its_own_alerts(database: Datab
 
 
 async def test_tokens_per_day_have_alerts_too(database: Database, clock: FakeClock, cast: Cast, spender: Spender) -> None:
-    await Tenants(database, clock).update(
-        cast.bob.tenant.id, TenantChanges(limits=Limits(tokens_per_day=100)), access=WHOLE_APPLIANCE
-    )
+    await change_tenant(Tenants(database, clock), cast.bob, limits=Limits(tokens_per_day=100))
     for units in (79, 1, 19, 1):
         await spender.spend(cast.bob, units)
     clock.advance(86400)
@@ -137,9 +134,7 @@ async def test_tokens_per_day_have_alerts_too(database: Database, clock: FakeClo
 async def test_tokens_of_a_later_day_do_not_count_for_an_earlier_day_that_settles_late(
     database: Database, clock: FakeClock, cast: Cast, spender: Spender
 ) -> None:
-    await Tenants(database, clock).update(
-        cast.bob.tenant.id, TenantChanges(limits=Limits(tokens_per_day=100)), access=WHOLE_APPLIANCE
-    )
+    await change_tenant(Tenants(database, clock), cast.bob, limits=Limits(tokens_per_day=100))
     yesterday = clock.now()
     clock.advance(86400)
     await spender.spend(cast.bob, 79)
@@ -217,7 +212,7 @@ async def test_a_new_webhook_receives_the_alerts_already_due(
     await spender.spend(cast.bob, 9)
     await spender.budgets.sweep()
     late, _ = await spender.alerts.webhooks.create(
-        kind="email", target="ops@example.com", tenant_id=cast.bob.tenant.id, access=WHOLE_APPLIANCE
+        kind="email", target="ops@example.com", tenant_id=cast.bob.tenant.id, access=OWNER
     )
     await spender.budgets.sweep()
     recipients = [message.webhook_id for message in await spender.alerts.messages()]

@@ -13,13 +13,12 @@ from appliance.metering.alerts import budgets
 from appliance.metering.alerts.outbox import Delivery
 from appliance.metering.alerts.webhooks import Webhook
 from appliance.metering.limits import owner_sums
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.model_policies import ModelPolicies
-from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
+from appliance.tenancy.principals import KeyChanges, Limits
 from appliance.tenancy.tenants import Tenants
 from tests.support.alerts import TARGET, alert_parts
-from tests.support.cast import PEPPER, Cast, Person
+from tests.support.cast import OWNER, PEPPER, Cast, Person, change_tenant
 from tests.support.clock import FakeClock
 from tests.support.spending import PICOS, UNIT, Spender, alert_period_and_percent, running_spender, set_budget
 from tests.support.sql_statements import record_statements
@@ -49,17 +48,17 @@ class Harness:
         if owner == "model":
             await self.models.put(model, each)
         elif owner == "tenant":
-            await self.tenants.update(self.bob.tenant.id, TenantChanges(limits=each), access=WHOLE_APPLIANCE)
+            await change_tenant(self.tenants, self.bob, limits=each)
         elif owner == "tenant for a model":
-            await self.tenants.update(self.bob.tenant.id, TenantChanges(model_limits={model: each}), access=WHOLE_APPLIANCE)
+            await change_tenant(self.tenants, self.bob, model_limits={model: each})
         elif owner == "key":
-            await self.keys.update(self.bob.key.id, KeyChanges(limits=each), access=WHOLE_APPLIANCE)
+            await self.keys.update(self.bob.key.id, KeyChanges(limits=each), access=OWNER)
         else:
-            await self.keys.update(self.bob.key.id, KeyChanges(model_limits={model: each}), access=WHOLE_APPLIANCE)
+            await self.keys.update(self.bob.key.id, KeyChanges(model_limits={model: each}), access=OWNER)
 
     async def another_key(self) -> Person:
         """Return Bob with another key."""
-        key, secret = await self.keys.create(self.bob.tenant.id, name="another", access=WHOLE_APPLIANCE)
+        key, secret = await self.keys.create(self.bob.tenant.id, name="another", access=OWNER)
         return Person(tenant=self.bob.tenant, key=key, secret=secret)
 
     async def received(self, webhook: Webhook | None = None) -> list[Delivery]:
@@ -78,8 +77,7 @@ async def harness(database: Database, clock: FakeClock, cast: Cast) -> AsyncIter
     alerts = alert_parts(database, clock)
     owners = (None, cast.bob.tenant.id, cast.charlie.tenant.id)
     webhooks = [
-        (await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=owner, access=WHOLE_APPLIANCE))[0]
-        for owner in owners
+        (await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=owner, access=OWNER))[0] for owner in owners
     ]
     async with running_spender(alerts, cast.epoch_id) as spender:
         yield Harness(database, clock, cast, spender, webhooks)
@@ -180,7 +178,7 @@ async def test_the_budget_of_a_model_counts_all_tenants_at_default_percentages(
 async def test_costs_in_another_currency_count_against_no_budget(
     harness: Harness, database: Database, clock: FakeClock, cast: Cast, owner: str
 ) -> None:
-    await harness.tenants.update(harness.bob.tenant.id, TenantChanges(currency="CHF"), access=WHOLE_APPLIANCE)
+    await change_tenant(harness.tenants, harness.bob, currency="CHF")
     await harness.limit(owner, monthly_budget=10 * UNIT)
     async with running_spender(harness.spender.alerts, cast.epoch_id, currency="CHF") as francs:
         await (francs if owner == "model" else harness.spender).spend(harness.bob, 100)
@@ -249,7 +247,7 @@ async def test_a_new_webhook_receives_the_alerts_already_due_for_an_owner(harnes
     await harness.limit(owner, monthly_budget=10 * UNIT)
     await harness.spender.spend(harness.bob, 9)
     await harness.spender.budgets.sweep()
-    late, _ = await harness.spender.alerts.webhooks.create(kind="email", target="ops@example.com", access=WHOLE_APPLIANCE)
+    late, _ = await harness.spender.alerts.webhooks.create(kind="email", target="ops@example.com", access=OWNER)
     await harness.spender.budgets.sweep()
     assert await harness.alerts_sent(late) == await harness.alerts_sent() == [(MONTH, 80)]
 
@@ -261,12 +259,12 @@ async def test_a_key_that_can_no_longer_be_used_does_not_alert(harness: Harness,
     await harness.limit("tenant", monthly_budget=10 * UNIT)
     running = await harness.spender.admit(harness.bob)
     if end == "revoked":
-        await harness.keys.revoke(harness.bob.key.id, access=WHOLE_APPLIANCE)
+        await harness.keys.revoke(harness.bob.key.id, access=OWNER)
     elif end == "archived":
-        await harness.tenants.archive(harness.bob.tenant.id, access=WHOLE_APPLIANCE)
+        await harness.tenants.archive(harness.bob.tenant.id, access=OWNER)
     else:
         await harness.keys.update(
-            harness.bob.key.id, KeyChanges(expires_at=harness.clock.now() + timedelta(seconds=1)), access=WHOLE_APPLIANCE
+            harness.bob.key.id, KeyChanges(expires_at=harness.clock.now() + timedelta(seconds=1)), access=OWNER
         )
         harness.clock.advance(2)
     await harness.spender.settle(running, 10)
@@ -278,7 +276,7 @@ async def test_a_key_that_can_no_longer_be_used_does_not_alert(harness: Harness,
 async def test_the_successor_of_a_rotated_key_has_a_budget_and_alerts_of_its_own(harness: Harness) -> None:
     await harness.limit("key", monthly_budget=10 * UNIT)
     await harness.spender.spend(harness.bob, 7)
-    key, secret = await harness.keys.rotate(harness.bob.key.id, grace_s=60, access=WHOLE_APPLIANCE)
+    key, secret = await harness.keys.rotate(harness.bob.key.id, grace_s=60, access=OWNER)
     successor = Person(tenant=harness.bob.tenant, key=key, secret=secret)
     await harness.spender.spend(successor, 7)
     assert await harness.alerts_sent() == []
@@ -358,7 +356,7 @@ async def test_a_sweep_enqueues_more_alerts_than_fit_a_transaction_and_the_next_
         await harness.models.put(f"m{number}", Limits(tokens_per_day=1))
     await harness.spender.budgets.sweep()
     assert len(await harness.alerts_sent()) == 2 * count
-    await harness.tenants.update(harness.charlie.tenant.id, TenantChanges(weight=2), access=WHOLE_APPLIANCE)
+    await change_tenant(harness.tenants, harness.charlie, weight=2)
     with record_statements() as statements:
         await harness.spender.budgets.sweep()
     assert not [statement for statement in statements if "outbox" in statement]

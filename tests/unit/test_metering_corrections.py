@@ -25,12 +25,11 @@ from appliance.metering.limits.sums import PeriodSums
 from appliance.metering.limits.windows import Moment
 from appliance.metering.prices import Price
 from appliance.metering.usage import UsageReports, _corrections_of
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.audit import AuditLog
 from appliance.tenancy.principals import Limits, Principal
 from tests.support import factories
 from tests.support.case_ids import case_id
-from tests.support.cast import Cast
+from tests.support.cast import OWNER, Cast
 from tests.support.clock import START, FakeClock
 from tests.support.empty_sums import EmptySums
 from tests.support.factories import admission_request
@@ -81,7 +80,7 @@ async def test_the_audit_entry_of_a_correction_has_its_event_reason_and_cost(
     database: Database, clock: FakeClock, event: UsageEvent
 ) -> None:
     correction = await correct(database, clock, event.id, completion_tokens=-2)
-    (entry,) = (await AuditLog(database, clock).page(1, access=WHOLE_APPLIANCE)).data
+    (entry,) = (await AuditLog(database, clock).page(1, access=OWNER)).data
     assert (entry.action, entry.target_id, entry.tenant_id) == ("ledger.correct", str(correction.id), event.tenant_id)
     assert json.loads(entry.after or "") == {
         "corrects_id": event.id, "note": "a retry of ours", "cost_picos": -2000,
@@ -92,7 +91,7 @@ async def test_the_audit_entry_of_a_correction_has_its_event_reason_and_cost(
 async def test_reports_include_corrections(database: Database, clock: FakeClock, event: UsageEvent) -> None:
     await correct(database, clock, event.id, completion_tokens=-2)
     (row,) = await UsageReports(database, calendar=BillingCalendar()).usage(
-        START - timedelta(days=1), START + timedelta(days=1), access=WHOLE_APPLIANCE
+        START - timedelta(days=1), START + timedelta(days=1), access=OWNER
     )
     assert (row.requests, row.completion_tokens, row.cost_picos) == (1, 3, event.cost_picos - 2 * 1000)
 

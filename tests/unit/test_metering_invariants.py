@@ -20,9 +20,8 @@ from appliance.metering.invoicing.rows import Invoice
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger.corrections import Correction
 from appliance.metering.ledger.journal_records import JournaledEvent, encode, open_journal
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.support.billing import Tokens, post_event
-from tests.support.cast import Cast
+from tests.support.cast import OWNER, Cast
 from tests.support.clock import FakeClock
 from tests.support.factories import pending
 from tests.support.ledgers import euro_invoices, utc_corrections
@@ -450,9 +449,7 @@ async def close_month(database: Database, clock: FakeClock, cast: Cast) -> Invoi
     month = f"{clock.now():%Y-%m}"
     clock.advance(40 * 86400)
     invoices = euro_invoices(database, clock, BillingCalendar())
-    return await invoices.close(
-        (await invoices.draft(cast.bob.tenant.id, month, access=WHOLE_APPLIANCE)).head.id, access=WHOLE_APPLIANCE
-    )
+    return await invoices.close((await invoices.draft(cast.bob.tenant.id, month, access=OWNER)).head.id, access=OWNER)
 
 
 async def test_a_late_correction_passes_and_a_missing_invoice_number_is_found(
@@ -504,7 +501,7 @@ async def close_without_batch_work(database: Database, clock: FakeClock, cast: C
 async def test_an_invoice_closed_by_a_version_without_batch_work_passes(
     database: Database, database_url: str, ledger: str, clock: FakeClock, cast: Cast
 ) -> None:
-    await FreeAllowances(database, clock).set(cast.bob.tenant.id, f"{clock.now():%Y-%m}", 20, access=WHOLE_APPLIANCE)
+    await FreeAllowances(database, clock).set(cast.bob.tenant.id, f"{clock.now():%Y-%m}", 20, access=OWNER)
     batch_request = await batch_work_beside(database, ledger)
     closed = await close_without_batch_work(database, clock, cast, batch_request)
     assert [(line.kind, line.batch, line.requests) for line in closed.lines[:3]] == [
@@ -568,7 +565,7 @@ async def test_a_correction_of_batch_work_by_a_version_without_batch_work_passes
 async def test_a_closed_invoice_changed_after_closing_is_found(
     database: Database, database_url: str, ledger: str, clock: FakeClock, cast: Cast, statement: str
 ) -> None:
-    await FreeAllowances(database, clock).set(cast.bob.tenant.id, f"{clock.now():%Y-%m}", 20, access=WHOLE_APPLIANCE)
+    await FreeAllowances(database, clock).set(cast.bob.tenant.id, f"{clock.now():%Y-%m}", 20, access=OWNER)
     closed = await close_month(database, clock, cast)
     assert closed.lines[-1].kind == "free_allowance"
     assert await broken_invariants(database_url) == set()

@@ -38,14 +38,14 @@ from appliance.metering.invoicing.lines import EventSums, MonthAllowance, allowa
 from appliance.metering.invoicing.rows import Invoice, InvoiceHead
 from appliance.metering.invoicing.seller import Seller
 from appliance.metering.invoicing.wording import ABORT_POLICY
-from appliance.tenancy.access import WHOLE_APPLIANCE, Access
+from appliance.tenancy.access import Access
 from appliance.tenancy.audit import AuditLog
 from appliance.tenancy.principals import TenantChanges
 from appliance.tenancy.roles import Role, TenantRole
 from appliance.tenancy.tenants import Tenants
 from tests.support.alerts import TARGET, alert_parts
 from tests.support.billing import Tokens, add_price
-from tests.support.cast import Cast, make_person
+from tests.support.cast import OWNER, Cast, change_tenant, make_person
 from tests.support.clock import FakeClock
 from tests.support.invoice_books import Books
 from tests.support.ledgers import euro_invoices
@@ -90,7 +90,7 @@ async def test_a_draft_is_recomputed_on_each_read(books: Books) -> None:
     await books.post(NOVEMBER)
     first = await books.draft("2026-11")
     cost = await books.post(NOVEMBER)
-    second = await books.invoices.get(first.head.id, access=WHOLE_APPLIANCE)
+    second = await books.invoices.get(first.head.id, access=OWNER)
 
     assert (await books.draft("2026-11")).head.id == first.head.id
     assert usage_picos(second.lines) == usage_picos(first.lines) + cost
@@ -101,7 +101,7 @@ async def test_closing_assigns_gapless_numbers_and_freezes_seller_and_buyer(book
     await records.put(SELLER, Seller(name="Box AG", tax_basis_points=1900, payment_terms_days=14).to_record())
     billing = {"address": "Bob Street 7", "tax_id": "DE123456789"}
     changes = TenantChanges(billing=billing)
-    await Tenants(books.database, books.clock).update(books.bob.tenant.id, changes, access=WHOLE_APPLIANCE)
+    await Tenants(books.database, books.clock).update(books.bob.tenant.id, changes, access=OWNER)
     million = Tokens(prompt=1_000_000, completion=0)
     await books.post(OCTOBER, million)
     await books.post(OCTOBER, person=books.cast.charlie)
@@ -109,7 +109,7 @@ async def test_closing_assigns_gapless_numbers_and_freezes_seller_and_buyer(book
     other = await books.close("2026-10", books.cast.charlie)
     await records.put(SELLER, Seller(name="Another AG").to_record())
     await books.post(OCTOBER)
-    read = await books.invoices.get(first.head.id, access=WHOLE_APPLIANCE)
+    read = await books.invoices.get(first.head.id, access=OWNER)
 
     assert (first.head.number, other.head.number) == ("2026-0001", "2026-0002")
     assert read == first
@@ -122,7 +122,7 @@ async def test_invoices_of_one_tenant_do_not_depend_on_those_of_others(books: Bo
     bob, charlie = books.bob, books.cast.charlie
     for day in (SEPTEMBER, OCTOBER):
         for person in (bob, charlie):
-            await books.allowances.set(person.tenant.id, f"{day:%Y-%m}", 10, access=WHOLE_APPLIANCE)
+            await books.allowances.set(person.tenant.id, f"{day:%Y-%m}", 10, access=OWNER)
             await books.post(day, Tokens(prompt=20, completion=0), person=person)
     closed = [await books.close("2026-09"), await books.close("2026-09", charlie), await books.close("2026-10", charlie)]
     closed.append(await books.close("2026-10"))
@@ -137,7 +137,7 @@ async def test_the_events_of_a_closed_invoice_stay_the_same_after_later_events(b
     await books.post(OCTOBER, Tokens(prompt=3))
     second = await books.close("2026-10")
 
-    listed = [(await books.invoices.events(invoice.head.id, access=WHOLE_APPLIANCE)).data for invoice in (first, second)]
+    listed = [(await books.invoices.events(invoice.head.id, access=OWNER)).data for invoice in (first, second)]
     assert [[event.prompt_tokens for event in events] for events in listed] == [[1], [2, 3]]
 
 
@@ -152,7 +152,7 @@ async def test_an_event_posted_during_closing_is_on_the_invoice(books: Books, mo
         return ahead
 
     monkeypatch.setattr(portions, "read_sums_ahead", posted_meanwhile)
-    closed = await books.invoices.close(drafted.head.id, access=WHOLE_APPLIANCE)
+    closed = await books.invoices.close(drafted.head.id, access=OWNER)
     monkeypatch.undo()
 
     assert closed.head.through_posting == 2
@@ -162,14 +162,14 @@ async def test_an_event_posted_during_closing_is_on_the_invoice(books: Books, mo
 
 async def test_closing_an_invoice_sends_one_message(books: Books) -> None:
     alerts = alert_parts(books.database, books.clock)
-    await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=books.bob.tenant.id, access=WHOLE_APPLIANCE)
+    await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=books.bob.tenant.id, access=OWNER)
     changes = TenantChanges(billing={"name": "Bob Builders Ltd"})
-    await Tenants(books.database, books.clock).update(books.bob.tenant.id, changes, access=WHOLE_APPLIANCE)
+    await Tenants(books.database, books.clock).update(books.bob.tenant.id, changes, access=OWNER)
     await books.post(OCTOBER)
     closed = await books.close("2026-10")
     assert closed.buyer["name"] == "Bob Builders Ltd"
     with pytest.raises(InvoiceClosed):
-        await books.invoices.close(closed.head.id, access=WHOLE_APPLIANCE)
+        await books.invoices.close(closed.head.id, access=OWNER)
     (message,) = await alerts.messages()
     assert message.event == "invoice.closed"
     assert message.payload["data"] == {
@@ -194,11 +194,11 @@ async def test_months_closed_concurrently_count_no_event_twice(books: Books, mon
     async def closed_meanwhile(connection: AsyncConnection, month: str, tenant_ids: Sequence[str]) -> Any:
         ahead = await read_sums_ahead(connection, month, tenant_ids)
         monkeypatch.undo()
-        await books.invoices.close(october.head.id, access=WHOLE_APPLIANCE)
+        await books.invoices.close(october.head.id, access=OWNER)
         return ahead
 
     monkeypatch.setattr(portions, "read_sums_ahead", closed_meanwhile)
-    closed = await books.invoices.close(november.head.id, access=WHOLE_APPLIANCE)
+    closed = await books.invoices.close(november.head.id, access=OWNER)
     assert line_values(closed) == [("demo", "prompt", "2026-11", 3, 3)]
 
 
@@ -224,7 +224,7 @@ async def test_late_events_and_corrections_are_adjustments_on_the_next_invoice(b
 
     following = await books.close("2026-11")
 
-    assert await books.invoices.get(closed.head.id, access=WHOLE_APPLIANCE) == closed
+    assert await books.invoices.get(closed.head.id, access=OWNER) == closed
     assert line_values(following)[2:] == [("demo", "adjustment", "2026-09", -1, -1), ("demo", "adjustment", "2026-10", 5, 9)]
     assert following.lines[-1].exact_picos == late
     assert following.lines[-2].exact_picos == taken_back
@@ -246,7 +246,7 @@ async def test_a_closed_invoice_cannot_be_closed_again_or_drafted_again(books: B
     closed = await books.close("2026-10")
 
     with pytest.raises(InvoiceClosed, match="2026-0001") as again:
-        await books.invoices.close(closed.head.id, access=WHOLE_APPLIANCE)
+        await books.invoices.close(closed.head.id, access=OWNER)
     with pytest.raises(InvoiceClosed):
         await books.draft("2026-10")
     assert (again.value.status, again.value.code) == (409, "invoice_closed")
@@ -268,12 +268,12 @@ async def test_a_month_that_is_not_over_can_be_drafted_but_not_closed(books: Boo
 
 async def test_a_month_ends_at_midnight_of_the_billing_time_zone(books: Books) -> None:
     zurich = euro_invoices(books.database, books.clock, BillingCalendar("Europe/Zurich"))
-    drafted = await zurich.draft(books.bob.tenant.id, "2026-11", access=WHOLE_APPLIANCE)
+    drafted = await zurich.draft(books.bob.tenant.id, "2026-11", access=OWNER)
     books.clock.jump_wall((datetime(2026, 11, 30, 22, 59, 59, tzinfo=UTC) - books.clock.now()).total_seconds())
     with pytest.raises(MonthNotOver):
-        await zurich.close(drafted.head.id, access=WHOLE_APPLIANCE)
+        await zurich.close(drafted.head.id, access=OWNER)
     books.clock.jump_wall(1)
-    closed = await zurich.close(drafted.head.id, access=WHOLE_APPLIANCE)
+    closed = await zurich.close(drafted.head.id, access=OWNER)
     assert closed.issued_on == date(2026, 12, 1)
 
 
@@ -292,9 +292,9 @@ async def test_a_month_without_usage_can_be_skipped_or_closed_empty(books: Books
     await books.post(OCTOBER)
     passed, others = await books.draft("2026-09"), await books.draft("2026-09", books.cast.charlie)
     await books.close("2026-10")
-    assert (await books.invoices.get(others.head.id, access=WHOLE_APPLIANCE)) == others
+    assert (await books.invoices.get(others.head.id, access=OWNER)) == others
     with pytest.raises(NotFound):
-        await books.invoices.get(passed.head.id, access=WHOLE_APPLIANCE)
+        await books.invoices.get(passed.head.id, access=OWNER)
 
     empty = await books.close("2026-10", books.cast.charlie)
     assert (empty.lines, empty.totals.due_micros, empty.head.number) == ((), 0, "2026-0002")
@@ -313,9 +313,7 @@ async def test_invoices_closed_concurrently_get_consecutive_numbers(books: Books
     for person in people:
         await books.post(OCTOBER, person=person)
     ids = [(await books.draft("2026-10", person)).head.id for person in people]
-    ends = await asyncio.gather(
-        *(books.invoices.close(id_, access=WHOLE_APPLIANCE) for id_ in [*ids, *ids]), return_exceptions=True
-    )
+    ends = await asyncio.gather(*(books.invoices.close(id_, access=OWNER) for id_ in [*ids, *ids]), return_exceptions=True)
     closed = [end for end in ends if isinstance(end, Invoice)]
 
     assert sorted(invoice.head.number or "" for invoice in closed) == [f"2026-{count:04d}" for count in range(1, 7)]
@@ -334,7 +332,7 @@ async def test_events_settled_during_closing_are_billed_exactly_once(books: Book
     async with asyncio.TaskGroup() as settling:
         for _ in range(3):
             settling.create_task(settle())
-        closed = await books.invoices.close(ready, access=WHOLE_APPLIANCE)
+        closed = await books.invoices.close(ready, access=OWNER)
     assert usage_picos(closed.lines) + usage_picos((await books.draft("2026-11")).lines) == sum(costs)
     assert len(costs) == 33
 
@@ -352,8 +350,8 @@ async def test_late_events_are_billed_in_the_earliest_open_month(books: Books) -
 
 
 async def test_a_free_allowance_deducts_at_most_the_cost_of_the_month(books: Books) -> None:
-    await books.allowances.set(books.bob.tenant.id, "2026-01", 15, access=WHOLE_APPLIANCE)
-    await books.allowances.set(books.bob.tenant.id, "2026-10", 100, access=WHOLE_APPLIANCE)
+    await books.allowances.set(books.bob.tenant.id, "2026-01", 15, access=OWNER)
+    await books.allowances.set(books.bob.tenant.id, "2026-10", 100, access=OWNER)
     await books.post(SEPTEMBER, Tokens(prompt=40, completion=0))
     await books.post(OCTOBER, Tokens(prompt=40, completion=0))
 
@@ -368,7 +366,7 @@ async def test_a_free_allowance_deducts_at_most_the_cost_of_the_month(books: Boo
 
 async def test_the_rest_of_an_allowance_covers_late_events(books: Books) -> None:
     books.clock.jump_wall(10 * 86400)
-    await books.allowances.set(books.bob.tenant.id, "2026-10", 50, access=WHOLE_APPLIANCE)
+    await books.allowances.set(books.bob.tenant.id, "2026-10", 50, access=OWNER)
     await books.post(OCTOBER, Tokens(prompt=40, completion=0))
     await books.close("2026-10")
     await books.post(OCTOBER, Tokens(prompt=30, completion=0))
@@ -378,7 +376,7 @@ async def test_the_rest_of_an_allowance_covers_late_events(books: Books) -> None
 
 async def test_a_correction_of_free_usage_refunds_nothing(books: Books) -> None:
     books.clock.jump_wall(10 * 86400)
-    await books.allowances.set(books.bob.tenant.id, "2026-10", 50, access=WHOLE_APPLIANCE)
+    await books.allowances.set(books.bob.tenant.id, "2026-10", 50, access=OWNER)
     await books.post(OCTOBER, Tokens(prompt=40, completion=0))
     await books.close("2026-10")
     await books.post(OCTOBER, Tokens(prompt=-30, completion=0), is_correction=True)
@@ -395,24 +393,24 @@ async def test_an_allowance_can_be_replaced_but_not_begin_in_a_closed_month(book
         await books.close(f"{day:%Y-%m}")
     for month in ("2026-09", "2026-10"):
         with pytest.raises(InvoiceClosed, match="2026-10 is closed"):
-            await books.allowances.set(tenant_id, month, 1, access=WHOLE_APPLIANCE)
-    await books.allowances.set(tenant_id, "2026-11", 1, access=WHOLE_APPLIANCE)
-    await books.allowances.set(tenant_id, "2026-11", 2, access=WHOLE_APPLIANCE)
-    assert [
-        (row.first_month, row.monthly_micros) for row in await books.allowances.list(tenant_id, access=WHOLE_APPLIANCE)
-    ] == [("2026-11", 2)]
+            await books.allowances.set(tenant_id, month, 1, access=OWNER)
+    await books.allowances.set(tenant_id, "2026-11", 1, access=OWNER)
+    await books.allowances.set(tenant_id, "2026-11", 2, access=OWNER)
+    assert [(row.first_month, row.monthly_micros) for row in await books.allowances.list(tenant_id, access=OWNER)] == [
+        ("2026-11", 2)
+    ]
     for month, micros, field in (
         ("2026-12", -1, "monthly_micros"),
         ("2026-13", 1, "first_month"),
         ("december", 1, "first_month"),
     ):
         with pytest.raises(InvalidValue, match=field):
-            await books.allowances.set(tenant_id, month, micros, access=WHOLE_APPLIANCE)
+            await books.allowances.set(tenant_id, month, micros, access=OWNER)
 
 
 async def test_an_allowance_of_zero_ends_the_previous_one(books: Books) -> None:
     for month, micros in (("2026-09", 10), ("2026-10", 0)):
-        await books.allowances.set(books.bob.tenant.id, month, micros, access=WHOLE_APPLIANCE)
+        await books.allowances.set(books.bob.tenant.id, month, micros, access=OWNER)
     subtotals = []
     for day in (SEPTEMBER, OCTOBER):
         cost_picos = await books.post(day)
@@ -428,8 +426,8 @@ async def test_an_allowance_belongs_to_one_tenant_and_replaces_that_of_the_same_
     for tenant_id, month, micros in (
         (charlie, "2026-11", 7), (bob, "2026-12", 3), (bob, "2026-11", 1), (bob, "2026-10", 4), (bob, "2026-11", 2)
     ):  # fmt: skip
-        await books.allowances.set(tenant_id, month, micros, access=WHOLE_APPLIANCE)
-    bobs, charlies = [await books.allowances.list(tenant_id, access=WHOLE_APPLIANCE) for tenant_id in (bob, charlie)]
+        await books.allowances.set(tenant_id, month, micros, access=OWNER)
+    bobs, charlies = [await books.allowances.list(tenant_id, access=OWNER) for tenant_id in (bob, charlie)]
     assert [(row.first_month, row.monthly_micros) for row in bobs] == [("2026-10", 4), ("2026-11", 2), ("2026-12", 3)]
     assert [(row.first_month, row.monthly_micros) for row in charlies] == [("2026-11", 7)]
     assert [allowance_in(bobs, month) for month in ("2026-09", "2026-10", "2026-11", "2027-01")] == [0, 4, 2, 3]
@@ -470,14 +468,14 @@ async def test_a_draft_that_cannot_be_computed_is_listed_with_its_problem(books:
     draft = await books.draft("2026-10")
     for currency in ("EUR", "USD"):
         await books.post(OCTOBER, currency=currency)
-    listed = (await books.invoices.list_for_tenant(books.bob.tenant.id, access=WHOLE_APPLIANCE)).data
+    listed = (await books.invoices.list_for_tenant(books.bob.tenant.id, access=OWNER)).data
     assert [(each.head.id, each.lines == (), "EUR and USD" in (each.problem or "")) for each in listed] == [
         (draft.head.id, True, True),
         (closed.head.id, False, False),
     ]
     assert (listed[0].buyer["name"], listed[0].totals.total_micros, listed[0].totals.due_micros) == ("bob", 0, 0)
     with pytest.raises(CurrenciesMixed, match="EUR and USD"):
-        await books.invoices.get(draft.head.id, access=WHOLE_APPLIANCE)
+        await books.invoices.get(draft.head.id, access=OWNER)
 
 
 async def test_lines_keep_costs_beyond_64_bits(books: Books) -> None:
@@ -487,7 +485,7 @@ async def test_lines_keep_costs_beyond_64_bits(books: Books) -> None:
 
     closed = await books.close("2026-10")
     assert closed.lines[0].exact_picos == 27 * 10**18 > 2**63
-    assert (await books.invoices.get(closed.head.id, access=WHOLE_APPLIANCE)) == closed
+    assert (await books.invoices.get(closed.head.id, access=OWNER)) == closed
     async with books.database.reading() as connection:
         assert (await connection.execute(select(invoice_lines.c.exact_picos))).scalar_one() == str(27 * 10**18)
 
@@ -503,18 +501,18 @@ async def test_lists_show_drafts_and_closed_invoices_newest_first(books: Books) 
     drafted = await books.draft("2026-11")
     await books.draft("2026-11", books.cast.charlie)
 
-    page = await books.invoices.list_for_tenant(books.bob.tenant.id, 1, access=WHOLE_APPLIANCE)
-    rest = await books.invoices.list_for_tenant(books.bob.tenant.id, 1, page.next_cursor, access=WHOLE_APPLIANCE)
+    page = await books.invoices.list_for_tenant(books.bob.tenant.id, 1, access=OWNER)
+    rest = await books.invoices.list_for_tenant(books.bob.tenant.id, 1, page.next_cursor, access=OWNER)
     assert [*page.data, *rest.data] == [drafted, closed]
-    assert len((await books.invoices.list(month="2026-11", access=WHOLE_APPLIANCE)).data) == 2
-    assert [head.id for head in (await books.invoices.list(state="closed", access=WHOLE_APPLIANCE)).data] == [closed.head.id]
+    assert len((await books.invoices.list(month="2026-11", access=OWNER)).data) == 2
+    assert [head.id for head in (await books.invoices.list(state="closed", access=OWNER)).data] == [closed.head.id]
 
 
 async def test_discarding_a_draft_keeps_all_others(books: Books) -> None:
     unwanted, *kept = [await books.draft(*of) for of in (("2026-10",), ("2026-11",), ("2026-10", books.cast.charlie))]
-    await books.invoices.discard(unwanted.head.id, access=WHOLE_APPLIANCE)
+    await books.invoices.discard(unwanted.head.id, access=OWNER)
 
-    left = (await books.invoices.list(access=WHOLE_APPLIANCE)).data
+    left = (await books.invoices.list(access=OWNER)).data
     assert {head.id for head in left} == {invoice.head.id for invoice in kept}
 
 
@@ -524,15 +522,13 @@ async def test_paging_through_all_invoices_returns_each_once(books: Books) -> No
     found: list[InvoiceHead] = []
     cursor = None
     for _ in drafts:
-        page = await books.invoices.list(1, cursor, access=WHOLE_APPLIANCE)
+        page = await books.invoices.list(1, cursor, access=OWNER)
         found, cursor = [*found, *page.data], page.next_cursor
     assert (found, cursor) == (sorted(drafts, key=lambda head: (head.month, head.id), reverse=True), None)
 
 
 async def test_a_new_draft_has_a_total_of_zero_in_its_tenants_currency(books: Books) -> None:
-    await Tenants(books.database, books.clock).update(
-        books.bob.tenant.id, TenantChanges(currency="CHF"), access=WHOLE_APPLIANCE
-    )
+    await change_tenant(Tenants(books.database, books.clock), books.bob, currency="CHF")
     head = (await books.draft("2026-10")).head
     assert (head.currency, head.total_micros, head.tax_micros) == ("CHF", 0, 0)
 
@@ -546,16 +542,16 @@ async def test_without_a_seller_there_is_no_tax(books: Books) -> None:
 async def test_the_current_month_can_be_drafted_as_billable_only_with_usage(books: Books) -> None:
     bob = books.bob.tenant.id
     with pytest.raises(NothingToBill):
-        await books.invoices.draft(bob, "2026-11", only="billable", access=WHOLE_APPLIANCE)
+        await books.invoices.draft(bob, "2026-11", only="billable", access=OWNER)
     await books.post(NOVEMBER)
     with pytest.raises(MonthNotOver):
-        await books.invoices.draft(bob, "2026-11", only="closable", access=WHOLE_APPLIANCE)
-    assert (await books.invoices.draft(bob, "2026-11", only="billable", access=WHOLE_APPLIANCE)).is_draft
+        await books.invoices.draft(bob, "2026-11", only="closable", access=OWNER)
+    assert (await books.invoices.draft(bob, "2026-11", only="billable", access=OWNER)).is_draft
 
 
 async def test_allowances_the_seller_and_closing_are_in_the_audit_log(books: Books) -> None:
     with acting(Actor(kind="member", name="alice@example.com")):
-        await books.allowances.set(books.bob.tenant.id, "2026-10", 5, access=WHOLE_APPLIANCE)
+        await books.allowances.set(books.bob.tenant.id, "2026-10", 5, access=OWNER)
         await ApplianceRecords(books.database, books.clock).put(SELLER, Seller(name="Box AG").to_record())
         await books.post(OCTOBER)
         await books.close("2026-10")
@@ -570,8 +566,8 @@ async def test_allowances_the_seller_and_closing_are_in_the_audit_log(books: Boo
 async def test_the_audit_entry_of_an_allowance_has_its_old_and_new_amount(books: Books) -> None:
     bob = books.bob.tenant.id
     for month, micros in (("2026-11", 5), ("2026-11", 7), ("2026-12", 7)):
-        await books.allowances.set(bob, month, micros, access=WHOLE_APPLIANCE)
-    log = await AuditLog(books.database, books.clock).page(3, access=WHOLE_APPLIANCE)
+        await books.allowances.set(bob, month, micros, access=OWNER)
+    log = await AuditLog(books.database, books.clock).page(3, access=OWNER)
     assert {(entry.target_id, entry.tenant_id) for entry in log.data} == {(bob, bob)}
     new = [
         {"first_month": month, "monthly_micros": micros, "tenant_id": bob} for month, micros in (("2026-11", 5), ("2026-12", 7))

@@ -16,9 +16,8 @@ from appliance.metering.invoicing.sums import Coverage, _parts, _sums_query, rea
 from appliance.metering.ledger.corrections import Correction
 from appliance.metering.ledger.epochs import begin_epoch
 from appliance.metering.ledger.records import Settlement, Usage
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.support.billing import Tokens, add_price, post_event
-from tests.support.cast import Cast
+from tests.support.cast import OWNER, Cast
 from tests.support.clock import FakeClock
 from tests.support.factories import pending, posted, voided
 from tests.support.ledgers import all_events, euro_invoices, running_ledger, utc_corrections, utc_recover
@@ -44,7 +43,7 @@ async def test_posted_events_are_billed_and_voided_or_pending_ones_are_not(
             settlement = Settlement(request_id=entry.request_id, status="posted", finish_reason="stop", usage=usage)
             await ledger.settle(settlement)
         await ledger.settle(voided(refused.request_id))
-        drafted = await invoices.draft(cast.bob.tenant.id, "2026-10", access=WHOLE_APPLIANCE)
+        drafted = await invoices.draft(cast.bob.tenant.id, "2026-10", access=OWNER)
 
         assert {line.requests for line in drafted.lines if line.kind != "rejected_draft"} == {1}
         lines = [(line.kind, line.unit_price, line.tokens) for line in drafted.lines]
@@ -59,11 +58,11 @@ async def test_posted_events_are_billed_and_voided_or_pending_ones_are_not(
         ]
         events = await all_events(database)
         assert usage_picos(drafted.lines) == sum(event.cost_picos for event in events)
-        closed = await invoices.close(drafted.head.id, access=WHOLE_APPLIANCE)
+        closed = await invoices.close(drafted.head.id, access=OWNER)
         assert closed.head.through_posting == 3
         await ledger.settle(posted(open_.request_id, prompt=10, completion=5))
 
-    (late,) = (await invoices.draft(cast.bob.tenant.id, "2026-11", access=WHOLE_APPLIANCE)).lines
+    (late,) = (await invoices.draft(cast.bob.tenant.id, "2026-11", access=OWNER)).lines
     assert (late.kind, late.month, late.tokens, late.exact_picos) == ("adjustment", "2026-10", 15, 25 * 10**6)
 
 
@@ -77,9 +76,7 @@ async def test_recovered_and_corrected_events_are_on_the_next_invoice(database: 
         await ledger.settle(posted(entry.request_id, prompt=10, completion=0))
         ledger.checkpoint({lost.request_id: Usage(prompt_tokens=10, cached_tokens=0, completion_tokens=2)})
         await ledger.settle(posted(entry.request_id, prompt=10, completion=0))  # with it the checkpoint is written
-    closed = await invoices.close(
-        (await invoices.draft(cast.bob.tenant.id, "2026-10", access=WHOLE_APPLIANCE)).head.id, access=WHOLE_APPLIANCE
-    )
+    closed = await invoices.close((await invoices.draft(cast.bob.tenant.id, "2026-10", access=OWNER)).head.id, access=OWNER)
     await utc_recover(database, clock, await begin_epoch(database, clock, "after the crash"))
     billed = (await all_events(database))[0]
     corrections = utc_corrections(database, clock)
@@ -87,14 +84,12 @@ async def test_recovered_and_corrected_events_are_on_the_next_invoice(database: 
     await corrections.add(billed.id, Correction(note="our apologies", cost_picos=-5))
     clock.jump_wall(timedelta(days=30).total_seconds())
 
-    following = await invoices.close(
-        (await invoices.draft(cast.bob.tenant.id, "2026-11", access=WHOLE_APPLIANCE)).head.id, access=WHOLE_APPLIANCE
-    )
+    following = await invoices.close((await invoices.draft(cast.bob.tenant.id, "2026-11", access=OWNER)).head.id, access=OWNER)
     costs = [event.cost_picos for event in await all_events(database)]
     assert sum(costs) == usage_picos(closed.lines) + usage_picos(following.lines)
     (line,) = following.lines
     assert (line.month, line.requests, line.exact_picos) == ("2026-10", 1, 16 * 10**6 - 4 * 10**6 - 5)
-    assert dataclasses.asdict(await invoices.get(closed.head.id, access=WHOLE_APPLIANCE)) == dataclasses.asdict(closed)
+    assert dataclasses.asdict(await invoices.get(closed.head.id, access=OWNER)) == dataclasses.asdict(closed)
 
 
 async def test_events_posted_since_the_sum_ahead_are_summed_separately(
@@ -147,10 +142,10 @@ async def test_events_corrected_to_zero_in_another_currency_do_not_prevent_closi
 
     await corrections.add(foreign.id, Correction(note="half of it", cost_picos=-foreign.cost_picos // 2))
     with pytest.raises(CurrenciesMixed, match="EUR and USD"):
-        await invoices.draft(cast.bob.tenant.id, "2026-10", access=WHOLE_APPLIANCE)
+        await invoices.draft(cast.bob.tenant.id, "2026-10", access=OWNER)
     await corrections.add(foreign.id, Correction(note="and the rest", cost_picos=-foreign.cost_picos // 2))
-    drafted = await invoices.draft(cast.bob.tenant.id, "2026-10", access=WHOLE_APPLIANCE)
-    closed = await invoices.close(drafted.head.id, access=WHOLE_APPLIANCE)
+    drafted = await invoices.draft(cast.bob.tenant.id, "2026-10", access=OWNER)
+    closed = await invoices.close(drafted.head.id, access=OWNER)
 
     assert (closed.currency, [line.exact_picos for line in closed.lines], usage_picos(closed.lines)) == (
         "EUR", [10_000_000, 15_000_000], cost,
@@ -166,9 +161,9 @@ async def test_the_first_and_last_day_of_a_month_are_on_its_invoice(database: Da
         for day in days_of_month:
             await post_event(database, cast.bob, date(2026, month, day), Tokens(prompt=1), epoch_id=cast.epoch_id, price=price)
     for month in (8, 9, 10):
-        drafted = await invoices.draft(cast.bob.tenant.id, f"2026-{month:02d}", access=WHOLE_APPLIANCE)
-        for invoice in (drafted, await invoices.close(drafted.head.id, access=WHOLE_APPLIANCE)):
-            events = (await invoices.events(invoice.head.id, access=WHOLE_APPLIANCE)).data
+        drafted = await invoices.draft(cast.bob.tenant.id, f"2026-{month:02d}", access=OWNER)
+        for invoice in (drafted, await invoices.close(drafted.head.id, access=OWNER)):
+            events = (await invoices.events(invoice.head.id, access=OWNER)).data
             assert [(event.billing_day.month, event.billing_day.day) for event in events] == [
                 (month, 1),
                 (month, days[month][1]),
@@ -183,7 +178,7 @@ async def test_a_line_counts_the_requests_with_tokens_of_its_kind(database: Data
         Tokens(prompt=1, cached=1, completion=0, rejected=1), Tokens(prompt=2, cached=1, completion=1),
     ):  # fmt: skip
         await post_event(database, cast.bob, OCTOBER.date(), tokens, epoch_id=cast.epoch_id, price=price)
-    drafted = await invoices.draft(cast.bob.tenant.id, "2026-10", access=WHOLE_APPLIANCE)
+    drafted = await invoices.draft(cast.bob.tenant.id, "2026-10", access=OWNER)
     assert [(line.kind, line.requests) for line in drafted.lines] == [
         ("prompt", 4), ("cached_prompt", 2), ("completion", 4), ("rejected_draft", 2),
     ]  # fmt: skip
@@ -199,16 +194,16 @@ async def test_a_closed_invoice_keeps_the_reasons_of_the_corrections_that_it_bil
     corrections = utc_corrections(database, clock)
     await corrections.add(charlies.id, Correction(note="not Bob's", prompt_tokens=-1))
     await corrections.add(bobs.id, Correction(note="too much", prompt_tokens=-1))
-    drafted = await invoices.draft(cast.bob.tenant.id, "2026-10", access=WHOLE_APPLIANCE)
+    drafted = await invoices.draft(cast.bob.tenant.id, "2026-10", access=OWNER)
     await corrections.add(bobs.id, Correction(note="again", prompt_tokens=-1))
-    closed = await invoices.close(drafted.head.id, access=WHOLE_APPLIANCE)
+    closed = await invoices.close(drafted.head.id, access=OWNER)
     await corrections.add(bobs.id, Correction(note="after the closing", cost_picos=1))
     clock.jump_wall(timedelta(days=30).total_seconds())
-    following = await invoices.draft(cast.bob.tenant.id, "2026-11", access=WHOLE_APPLIANCE)
+    following = await invoices.draft(cast.bob.tenant.id, "2026-11", access=OWNER)
 
     found = [[line.reasons for line in invoice.lines] for invoice in (drafted, closed, following)]
     assert found == [[(), (), ("too much",)], [(), (), ("too much", "again")], [("after the closing",)]]
-    assert (await invoices.get(closed.head.id, access=WHOLE_APPLIANCE)).lines == closed.lines
+    assert (await invoices.get(closed.head.id, access=OWNER)).lines == closed.lines
     async with database.reading() as connection:
         assert (await invoice_invariant.check(connection)).state == "holds"
     await tamper(database, "UPDATE invoice_lines SET reasons = NULL")  # as a version that knew no reasons had closed it
@@ -228,5 +223,5 @@ async def test_the_reasons_of_corrections_in_a_cancelled_currency_are_on_no_line
         await post_event(database, cast.bob, OCTOBER.date(), Tokens(), epoch_id=cast.epoch_id, price=price, currency=currency)
     foreign = (await all_events(database))[0]
     await utc_corrections(database, clock).add(foreign.id, Correction(note="not owed", cost_picos=-foreign.cost_picos))
-    drafted = await invoices.draft(cast.bob.tenant.id, "2026-10", access=WHOLE_APPLIANCE)
+    drafted = await invoices.draft(cast.bob.tenant.id, "2026-10", access=OWNER)
     assert [line.reasons for line in drafted.lines] == [(), ()]

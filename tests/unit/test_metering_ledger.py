@@ -22,10 +22,9 @@ from appliance.metering.ledger.round import LedgerBroken, Round, is_bad_row
 from appliance.metering.ledger.writer import RETRY_S_MIN
 from appliance.metering.past_requests import PastRequests
 from appliance.metering.prices import Price, PriceBook
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.support import factories
 from tests.support.case_ids import case_id
-from tests.support.cast import Cast, make_cast
+from tests.support.cast import OWNER, Cast, make_cast
 from tests.support.clock import FakeClock
 from tests.support.databases import Cluster
 from tests.support.factories import pending, posted, voided
@@ -83,7 +82,7 @@ async def test_the_requests_row_is_finished_in_the_same_transaction(database: Da
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
         await ledger.open(entry)
         await ledger.settle(settlement)
-    row = await PastRequests(database).get(entry.request_id, access=WHOLE_APPLIANCE)
+    row = await PastRequests(database).get(entry.request_id, access=OWNER)
     assert (row.queue_s, row.ttft_s, row.decode_s, row.kv_blocks, row.completion_tokens) == (0.5, 1.25, 2.0, 3, 5)
     assert (row.tokens_per_second, row.tenant_open) == (2.0, 12)
     assert (row.admission_wait_s, row.awaited_limit, row.batch_size_mean) == (3.25, "tenant_tokens", 63.5)
@@ -191,7 +190,7 @@ async def test_an_entry_settled_by_another_writer_meanwhile_is_not_settled_twice
             await ledger.settle(posted(entry.request_id))
         assert ledger.unrecorded_usage_tokens == 15
     assert [event.status for event in await all_events(database)] == ["pending"]
-    assert (await PastRequests(database).get(entry.request_id, access=WHOLE_APPLIANCE)).finished_at is None
+    assert (await PastRequests(database).get(entry.request_id, access=OWNER)).finished_at is None
 
 
 async def test_settling_an_unknown_request_raises(database: Database, clock: FakeClock, cast: Cast) -> None:

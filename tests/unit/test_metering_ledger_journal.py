@@ -35,8 +35,7 @@ from appliance.metering.ledger.records import Usage, UsageEvent
 from appliance.metering.ledger.round import LedgerBroken
 from appliance.metering.ledger.writer import Ledger
 from appliance.metering.past_requests import PastRequests
-from appliance.tenancy.access import WHOLE_APPLIANCE
-from tests.support.cast import Cast
+from tests.support.cast import OWNER, Cast
 from tests.support.clock import START, FakeClock
 from tests.support.factories import pending, posted, voided
 from tests.support.ledgers import (
@@ -160,7 +159,7 @@ async def test_a_crash_between_a_journaled_settlement_and_its_rows_leaves_the_ex
         event = events[entry.request_id]
         assert (event.status, event.estimated, event.completion_tokens) == ("posted", False, 5)
         assert event.cost_picos == 10 * 3 + 5 * 7
-        row = await PastRequests(database).get(entry.request_id, access=WHOLE_APPLIANCE)
+        row = await PastRequests(database).get(entry.request_id, access=OWNER)
         assert (row.finish_reason, row.completion_tokens, row.finished_at) == (event.finish_reason, 5, clock.now())
     assert events[refused.request_id].status == "voided"
     assert events[running.request_id].status == "recovered"

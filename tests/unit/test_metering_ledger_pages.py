@@ -14,9 +14,9 @@ from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.corrections import Correction
 from appliance.metering.past_requests import PastRequests
 from appliance.metering.usage import LedgerFilter, UsageReports
-from appliance.tenancy.access import WHOLE_APPLIANCE, Access
+from appliance.tenancy.access import Access
 from appliance.tenancy.roles import Role, TenantRole
-from tests.support.cast import Cast
+from tests.support.cast import OWNER, Cast
 from tests.support.clock import FakeClock
 from tests.support.factories import pending, posted, voided
 from tests.support.ledgers import euro_prices, running_ledger, settle, utc_corrections
@@ -35,16 +35,16 @@ async def test_the_ledger_pages_in_order_and_shows_each_tenant_its_own(
     seen: list[str] = []
     cursor = None
     while True:
-        page = await reports.ledger_page(3, cursor, access=WHOLE_APPLIANCE)
+        page = await reports.ledger_page(3, cursor, access=OWNER)
         seen += [event.request_id for event in page.data]
         cursor = page.next_cursor
         assert page.has_more == (cursor is not None)
         if cursor is None:
             break
     assert seen == [entry.request_id for entry in entries]
-    newest = await reports.ledger_page(4, None, newest_first=True, access=WHOLE_APPLIANCE)
+    newest = await reports.ledger_page(4, None, newest_first=True, access=OWNER)
     assert [event.request_id for event in newest.data] == [entry.request_id for entry in reversed(entries)][:4]
-    bobs = await reports.ledger_page(50, None, LedgerFilter(tenant_id=cast.bob.tenant.id), access=WHOLE_APPLIANCE)
+    bobs = await reports.ledger_page(50, None, LedgerFilter(tenant_id=cast.bob.tenant.id), access=OWNER)
     assert [event.request_id for event in bobs.data] == [e.request_id for n, e in enumerate(entries) if n % 3]
     bob = Access(role=Role.MEMBER, actor=SYSTEM, tenants={cast.bob.tenant.id: TenantRole.VIEWER})
     with pytest.raises(NotFound) as refused:
@@ -65,7 +65,7 @@ async def test_a_page_of_the_ledger_shows_only_what_the_filters_select(
             await ledger.open(entry)
         for entry in entries[1:]:
             await ledger.settle(posted(entry.request_id) if entry.model == "demo" else voided(entry.request_id))
-        charlies = await reports.event(entries[1].request_id, access=WHOLE_APPLIANCE)
+        charlies = await reports.event(entries[1].request_id, access=OWNER)
         await utc_corrections(database, clock).add(charlies.id, Correction(prompt_tokens=-1, note="too much"))
         cases: list[tuple[dict[str, Any], list[int]]] = [
             ({}, [0, 1, 2, 3, 1]),
@@ -81,21 +81,21 @@ async def test_a_page_of_the_ledger_shows_only_what_the_filters_select(
             ({"end": later}, [0, 1, 2, 1]),
         ]
         for filters, shown in cases:
-            page = await reports.ledger_page(filters=LedgerFilter(**filters), access=WHOLE_APPLIANCE)
+            page = await reports.ledger_page(filters=LedgerFilter(**filters), access=OWNER)
             assert [event.request_id for event in page.data] == [entries[number].request_id for number in shown], filters
-            newest = await reports.ledger_page(2, filters=LedgerFilter(**filters), newest_first=True, access=WHOLE_APPLIANCE)
+            newest = await reports.ledger_page(2, filters=LedgerFilter(**filters), newest_first=True, access=OWNER)
             assert newest.data == page.data[::-1][:2]
             if newest.next_cursor is not None:
                 older = await reports.ledger_page(
-                    50, newest.next_cursor, LedgerFilter(**filters), newest_first=True, access=WHOLE_APPLIANCE
+                    50, newest.next_cursor, LedgerFilter(**filters), newest_first=True, access=OWNER
                 )
                 assert older.data == page.data[::-1][2:]
                 with pytest.raises(InvalidValue, match="cursor"):
-                    await reports.ledger_page(50, newest.next_cursor, LedgerFilter(**filters), access=WHOLE_APPLIANCE)
+                    await reports.ledger_page(50, newest.next_cursor, LedgerFilter(**filters), access=OWNER)
         await ledger.settle(voided(entries[0].request_id))
     for field, value in (("status", "open"), ("kind", "refund")):
         with pytest.raises(InvalidValue) as refused:
-            await reports.ledger_page(filters=LedgerFilter(**{field: value}), access=WHOLE_APPLIANCE)  # type: ignore[arg-type]
+            await reports.ledger_page(filters=LedgerFilter(**{field: value}), access=OWNER)  # type: ignore[arg-type]
         assert refused.value.param == field
 
 
@@ -116,7 +116,7 @@ async def test_corrections_of_an_event_are_summed_for_those_who_may_see_it(
         Access(role=Role.MEMBER, actor=SYSTEM, tenants={person.tenant.id: TenantRole.VIEWER})
         for person in (cast.bob, cast.charlie)
     )
-    for access in (WHOLE_APPLIANCE, bob):
+    for access in (OWNER, bob):
         assert await reports.correction_totals(corrected, access=access) == (3, -2 * 3 - 7 + 3)
         assert await reports.correction_totals(other, access=access) == (1, -5 * 3)
     assert await reports.correction_totals(corrected, access=charlie) == (0, 0)
@@ -127,9 +127,7 @@ async def test_a_page_of_the_ledger_reads_only_its_rows_in_order(
     database: Database, clock: FakeClock, cast: Cast, newest_first: bool
 ) -> None:
     with record_statements() as statements:
-        await UsageReports(database, calendar=BillingCalendar()).ledger_page(
-            3, newest_first=newest_first, access=WHOLE_APPLIANCE
-        )
+        await UsageReports(database, calendar=BillingCalendar()).ledger_page(3, newest_first=newest_first, access=OWNER)
     (statement,) = [statement for statement in statements if "FROM usage_events" in statement]
     assert statement.count("LIMIT") == 1
     assert statement.count("ORDER BY") == 2, "a join keeps no order by itself"

@@ -17,11 +17,10 @@ from appliance.metering.invoicing import portions, rows
 from appliance.metering.invoicing.computation import read_sums_ahead
 from appliance.metering.invoicing.portions import Expected
 from appliance.metering.invoicing.rows import Invoice
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.roles import TenantRole
 from tests.support.alerts import TARGET, alert_parts
 from tests.support.billing import Tokens, add_price
-from tests.support.cast import Cast, Person, make_person, member_of
+from tests.support.cast import OWNER, Cast, Person, make_person, member_of
 from tests.support.clock import FakeClock
 from tests.support.invoice_books import Books
 from tests.support.tampering import tamper
@@ -46,12 +45,12 @@ async def people(books: Books, monkeypatch: pytest.MonkeyPatch) -> list[Person]:
 
 async def draft_all(books: Books, people: Sequence[Person]) -> list[str]:
     """Draft October for these tenants, and return the ids of the drafts."""
-    drafted = await books.invoices.draft_each([one.tenant.id for one in people], MONTH, access=WHOLE_APPLIANCE)
+    drafted = await books.invoices.draft_each([one.tenant.id for one in people], MONTH, access=OWNER)
     return [outcome.head.id for outcome in drafted.values() if isinstance(outcome, Invoice)]
 
 
 async def close_all(books: Books, ids: Sequence[str]) -> list[Any]:
-    closed = await books.invoices.close_each(dict.fromkeys(ids, Expected()), access=WHOLE_APPLIANCE)
+    closed = await books.invoices.close_each(dict.fromkeys(ids, Expected()), access=OWNER)
     return [closed[invoice_id] for invoice_id in ids]
 
 
@@ -67,7 +66,7 @@ async def test_an_interrupted_closing_is_completed_by_repeating_it(
     books: Books, people: list[Person], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alerts = alert_parts(books.database, books.clock)
-    await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE)
+    await alerts.webhooks.create(kind="webhook", target=TARGET, access=OWNER)
     ids, store_closed = await draft_all(books, people), rows.store_closed
 
     async def fail_second(connection: AsyncConnection, closed: Sequence[Invoice]) -> None:
@@ -79,12 +78,12 @@ async def test_an_interrupted_closing_is_completed_by_repeating_it(
     with pytest.raises(OSError, match="full"):
         await close_all(books, ids)
     monkeypatch.setattr(rows, "store_closed", store_closed)
-    drafts = await books.invoices.drafts_of_month(MONTH, access=WHOLE_APPLIANCE)
+    drafts = await books.invoices.drafts_of_month(MONTH, access=OWNER)
     assert {draft.head.id for draft in drafts} == set(ids[2:])
     outcomes = await close_all(books, ids)
 
     assert [type(outcome) for outcome in outcomes] == [InvoiceClosed, InvoiceClosed, Invoice, Invoice, Invoice]
-    stored = [await books.invoices.get(invoice_id, access=WHOLE_APPLIANCE) for invoice_id in ids]
+    stored = [await books.invoices.get(invoice_id, access=OWNER) for invoice_id in ids]
     assert [invoice.head.number for invoice in stored] == [f"2026-000{count}" for count in range(1, 6)]
     assert [invoice.totals.total_micros for invoice in stored] == [1, 2, 3, 4, 5]
     subjects = [message.payload["data"]["invoice_id"] for message in await alerts.messages()]
@@ -107,11 +106,11 @@ async def test_an_interrupted_drafting_is_completed_by_repeating_it(
     with pytest.raises(OSError, match="full"):
         await draft_all(books, people)
     monkeypatch.setattr(rows, "insert_drafts", insert_drafts)
-    before = {head.id for head in (await books.invoices.list(month=MONTH, access=WHOLE_APPLIANCE)).data}
+    before = {head.id for head in (await books.invoices.list(month=MONTH, access=OWNER)).data}
     ids = await draft_all(books, people)
 
     assert before == set(ids[:2])
-    assert {head.id for head in (await books.invoices.list(month=MONTH, access=WHOLE_APPLIANCE)).data} == set(ids)
+    assert {head.id for head in (await books.invoices.list(month=MONTH, access=OWNER)).data} == set(ids)
 
 
 async def test_events_posted_while_a_portion_is_closed_are_on_the_invoice_of_their_tenant(
@@ -142,7 +141,7 @@ async def test_a_tenant_whose_earlier_month_is_closed_meanwhile_does_not_pay_it_
     async def closed_meanwhile(connection: AsyncConnection, month: str, tenant_ids: Sequence[str]) -> Any:
         ahead = await read_sums_ahead(connection, month, tenant_ids)
         monkeypatch.setattr(portions, "read_sums_ahead", read_sums_ahead)
-        await books.invoices.close(september.head.id, access=WHOLE_APPLIANCE)
+        await books.invoices.close(september.head.id, access=OWNER)
         return ahead
 
     monkeypatch.setattr(portions, "read_sums_ahead", closed_meanwhile)
@@ -155,15 +154,15 @@ async def test_errors_of_single_tenants_do_not_stop_those_closed_with_them(books
     ids = await draft_all(books, people)
     broken = people[0].tenant.id
     await tamper(books.database, f"UPDATE usage_events SET cost_picos = cost_picos + 1 WHERE tenant_id = '{broken}'")
-    await books.invoices.discard(ids[3], access=WHOLE_APPLIANCE)
+    await books.invoices.discard(ids[3], access=OWNER)
     expected = {invoice_id: Expected(2 if invoice_id == ids[1] else 7 if invoice_id == ids[2] else None) for invoice_id in ids}
 
-    outcomes = await books.invoices.close_each(expected, access=WHOLE_APPLIANCE)
+    outcomes = await books.invoices.close_each(expected, access=OWNER)
 
     assert [type(outcomes[invoice_id]) for invoice_id in ids] == [
         InvoiceInconsistent, Invoice, TotalChanged, NotFound, Invoice,
     ]  # fmt: skip
-    heads = (await books.invoices.list(state="closed", access=WHOLE_APPLIANCE)).data
+    heads = (await books.invoices.list(state="closed", access=OWNER)).data
     assert sorted(head.number or "" for head in heads) == ["2026-0001", "2026-0002"]
 
 
@@ -173,12 +172,12 @@ async def test_errors_of_single_tenants_do_not_stop_those_drafted_with_them(book
     await tamper(books.database, f"UPDATE usage_events SET cost_picos = cost_picos + 1 WHERE tenant_id = '{broken}'")
     tenant_ids = [broken, people[1].tenant.id, unused, "no tenant", people[4].tenant.id]
 
-    outcomes = await books.invoices.draft_each(tenant_ids, MONTH, only="billable", access=WHOLE_APPLIANCE)
+    outcomes = await books.invoices.draft_each(tenant_ids, MONTH, only="billable", access=OWNER)
 
     assert [type(outcomes[tenant_id]) for tenant_id in tenant_ids] == [
         InvoiceInconsistent, InvoiceClosed, NothingToBill, NotFound, Invoice,
     ]  # fmt: skip
-    heads = (await books.invoices.list(state="draft", access=WHOLE_APPLIANCE)).data
+    heads = (await books.invoices.list(state="draft", access=OWNER)).data
     assert [head.tenant_id for head in heads] == [people[4].tenant.id]
 
 
@@ -188,7 +187,7 @@ async def test_the_drafts_of_a_month_have_their_totals_or_a_problem(books: Books
     broken = people[0].tenant.id
     await tamper(books.database, f"UPDATE usage_events SET cost_picos = cost_picos + 1 WHERE tenant_id = '{broken}'")
 
-    drafts = {draft.head.tenant_id: draft for draft in await books.invoices.drafts_of_month(MONTH, access=WHOLE_APPLIANCE)}
+    drafts = {draft.head.tenant_id: draft for draft in await books.invoices.drafts_of_month(MONTH, access=OWNER)}
 
     assert [drafts[one.tenant.id].totals.total_micros for one in people[1:4]] == [2, 3, 4]
     assert "contradicts itself" in (drafts[broken].problem or "")

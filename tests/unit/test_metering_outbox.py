@@ -16,9 +16,8 @@ from appliance.metering.alerts import send_limits
 from appliance.metering.alerts.outbox import ATTEMPTS_MAX, LEASE_S, Delivery, Outbox, retry_delay_s
 from appliance.metering.alerts.send_limits import TESTS_PER_HOUR_MAX
 from appliance.metering.alerts.webhooks import WebhookChanges
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.support.alerts import TARGET, AlertParts, alert_parts
-from tests.support.cast import Cast
+from tests.support.cast import OWNER, Cast
 from tests.support.clock import FakeClock
 
 
@@ -30,7 +29,7 @@ def alerts(database: Database, clock: FakeClock) -> AlertParts:
 
 async def add_webhook(alerts: AlertParts, tenant_id: str | None = None, events: list[str] | None = None) -> str:
     webhook, _secret = await alerts.webhooks.create(
-        kind="webhook", target=TARGET, tenant_id=tenant_id, events=events, access=WHOLE_APPLIANCE
+        kind="webhook", target=TARGET, tenant_id=tenant_id, events=events, access=OWNER
     )
     return webhook.id
 
@@ -59,8 +58,8 @@ async def test_an_event_of_the_appliance_goes_only_to_its_own_webhooks(alerts: A
 async def test_an_event_goes_only_to_enabled_webhooks_subscribed_to_it(alerts: AlertParts) -> None:
     await add_webhook(alerts, events=["invoice.closed"])
     disabled, removed = await add_webhook(alerts), await add_webhook(alerts)
-    await alerts.webhooks.update(disabled, WebhookChanges(disabled=True), access=WHOLE_APPLIANCE)
-    await alerts.webhooks.remove(removed, access=WHOLE_APPLIANCE)
+    await alerts.webhooks.update(disabled, WebhookChanges(disabled=True), access=OWNER)
+    await alerts.webhooks.remove(removed, access=OWNER)
     assert await alerts.enqueue() == 0
 
 
@@ -146,7 +145,7 @@ async def test_removing_a_webhook_fails_only_its_pending_messages(alerts: AlertP
     (claimed,) = await alerts.outbox.claim(10, busy={other})
     await alerts.outbox.mark_failed(claimed, "no answer for days", None)
     await alerts.enqueue("two")
-    await alerts.webhooks.remove(removed, access=WHOLE_APPLIANCE)
+    await alerts.webhooks.remove(removed, access=OWNER)
     by_subject = {(message.webhook_id, message.payload["data"]["subject"]): message for message in await alerts.messages()}
     assert by_subject[removed, "one"].last_error == "no answer for days"
     assert by_subject[removed, "two"].last_error == "the webhook was removed"
@@ -193,9 +192,9 @@ async def test_a_failed_attempt_is_retried_after_its_delay_and_finally_given_up(
 async def test_messages_of_a_disabled_webhook_are_not_counted_as_pending(alerts: AlertParts) -> None:
     disabled, _ = await add_webhook(alerts), await add_webhook(alerts)
     await alerts.enqueue()
-    await alerts.webhooks.update(disabled, WebhookChanges(disabled=True), access=WHOLE_APPLIANCE)
+    await alerts.webhooks.update(disabled, WebhookChanges(disabled=True), access=OWNER)
     assert await alerts.outbox.count_pending() == 1
-    await alerts.webhooks.update(disabled, WebhookChanges(disabled=False), access=WHOLE_APPLIANCE)
+    await alerts.webhooks.update(disabled, WebhookChanges(disabled=False), access=OWNER)
     assert await alerts.outbox.count_pending() == 2
 
 
@@ -206,7 +205,7 @@ async def test_a_message_retried_by_hand_during_an_attempt_is_not_delayed_by_its
     await alerts.enqueue()
     (claimed,) = await alerts.outbox.claim(10)
     clock.advance(1)
-    await alerts.outbox.retry(webhook_id, claimed.id, access=WHOLE_APPLIANCE)
+    await alerts.outbox.retry(webhook_id, claimed.id, access=OWNER)
     await alerts.outbox.mark_failed(claimed, "no answer", 3600.0)
     (again,) = await alerts.outbox.claim(10)
     assert (again.id, again.attempts) == (claimed.id, 1)
@@ -217,9 +216,9 @@ async def test_a_delivered_message_can_be_sent_again_with_the_same_id(alerts: Al
     await alerts.enqueue()
     (claimed,) = await alerts.outbox.claim(10)
     await alerts.outbox.mark_delivered(claimed)
-    assert (await alerts.outbox.get(webhook_id, claimed.id, access=WHOLE_APPLIANCE)).state == "delivered"
+    assert (await alerts.outbox.get(webhook_id, claimed.id, access=OWNER)).state == "delivered"
     alerts.db.outbox_written.clear()
-    assert (await alerts.outbox.retry(webhook_id, claimed.id, access=WHOLE_APPLIANCE)).state == "pending"
+    assert (await alerts.outbox.retry(webhook_id, claimed.id, access=OWNER)).state == "pending"
     assert alerts.db.outbox_written.is_set(), "the sender is woken at once"
     (again,) = await alerts.outbox.claim(10)
     assert again.id == claimed.id
@@ -228,17 +227,17 @@ async def test_a_delivered_message_can_be_sent_again_with_the_same_id(alerts: Al
 async def test_pending_messages_wait_while_their_webhook_is_disabled_and_fail_when_it_is_removed(alerts: AlertParts) -> None:
     webhook_id = await add_webhook(alerts)
     await alerts.enqueue()
-    await alerts.webhooks.update(webhook_id, WebhookChanges(disabled=True), access=WHOLE_APPLIANCE)
+    await alerts.webhooks.update(webhook_id, WebhookChanges(disabled=True), access=OWNER)
     assert await alerts.outbox.claim(10) == []
     assert await alerts.outbox.next_due_s() is None
     (waiting,) = await alerts.messages()
     with pytest.raises(Conflict, match="disabled"):
-        await alerts.outbox.retry(webhook_id, waiting.id, access=WHOLE_APPLIANCE)
+        await alerts.outbox.retry(webhook_id, waiting.id, access=OWNER)
     alerts.db.outbox_written.clear()
-    await alerts.webhooks.update(webhook_id, WebhookChanges(disabled=False), access=WHOLE_APPLIANCE)
+    await alerts.webhooks.update(webhook_id, WebhookChanges(disabled=False), access=OWNER)
     assert alerts.db.outbox_written.is_set(), "the sender is woken at once"
     assert await alerts.outbox.next_due_s() == 0
-    await alerts.webhooks.remove(webhook_id, access=WHOLE_APPLIANCE)
+    await alerts.webhooks.remove(webhook_id, access=OWNER)
     (message,) = await alerts.messages()
     assert (message.state, message.last_error) == ("failed", "the webhook was removed")
 
@@ -247,17 +246,17 @@ async def test_test_messages_go_to_their_webhook_and_are_limited_per_hour(alerts
     webhook_id = await add_webhook(alerts, events=["invoice.closed"])
     await add_webhook(alerts)
     for _ in range(TESTS_PER_HOUR_MAX):
-        delivery = await alerts.outbox.send_test(webhook_id, access=WHOLE_APPLIANCE)
+        delivery = await alerts.outbox.send_test(webhook_id, access=OWNER)
         clock.advance(60)
     assert (delivery.event, delivery.webhook_id) == ("webhook.test", webhook_id)
     with pytest.raises(RateLimitExceeded) as refused:
-        await alerts.outbox.send_test(webhook_id, access=WHOLE_APPLIANCE)
+        await alerts.outbox.send_test(webhook_id, access=OWNER)
     assert refused.value.retry_after_s is not None
     clock.advance(refused.value.retry_after_s - 0.001)
     with pytest.raises(RateLimitExceeded):
-        await alerts.outbox.send_test(webhook_id, access=WHOLE_APPLIANCE)
+        await alerts.outbox.send_test(webhook_id, access=OWNER)
     clock.advance(0.001)
-    await alerts.outbox.send_test(webhook_id, access=WHOLE_APPLIANCE)
+    await alerts.outbox.send_test(webhook_id, access=OWNER)
     assert len(await alerts.messages()) == TESTS_PER_HOUR_MAX + 1
 
 
@@ -267,7 +266,7 @@ async def test_other_messages_and_tests_of_other_webhooks_do_not_count_towards_t
         await alerts.enqueue(f"message {number}")
     for webhook_id in webhook_ids:
         for _ in range(TESTS_PER_HOUR_MAX):
-            delivery = await alerts.outbox.send_test(webhook_id, access=WHOLE_APPLIANCE)
+            delivery = await alerts.outbox.send_test(webhook_id, access=OWNER)
         assert delivery.payload["data"] == {"webhook_id": webhook_id, "note": "This is a test. Nothing has happened."}
 
 
@@ -279,15 +278,15 @@ async def test_tests_of_removed_webhooks_count_for_new_webhooks_of_the_same_owne
     owner, other = (None, bob) if of_appliance else (bob, None)
     for _ in range(TESTS_PER_HOUR_MAX):
         removed = await add_webhook(alerts, owner)
-        await alerts.outbox.send_test(removed, access=WHOLE_APPLIANCE)
-        await alerts.webhooks.remove(removed, access=WHOLE_APPLIANCE)
+        await alerts.outbox.send_test(removed, access=OWNER)
+        await alerts.webhooks.remove(removed, access=OWNER)
     made_again = await add_webhook(alerts, owner)
     with pytest.raises(RateLimitExceeded):
-        await alerts.outbox.send_test(made_again, access=WHOLE_APPLIANCE)
+        await alerts.outbox.send_test(made_again, access=OWNER)
     for other_owner in (cast.charlie.tenant.id, other):
-        await alerts.outbox.send_test(await add_webhook(alerts, other_owner), access=WHOLE_APPLIANCE)
+        await alerts.outbox.send_test(await add_webhook(alerts, other_owner), access=OWNER)
     clock.advance(3600)
-    await alerts.outbox.send_test(made_again, access=WHOLE_APPLIANCE)
+    await alerts.outbox.send_test(made_again, access=OWNER)
 
 
 async def test_manual_retries_are_limited_per_owner_and_hour(
@@ -298,33 +297,33 @@ async def test_manual_retries_are_limited_per_owner_and_hour(
     await alerts.enqueue(tenant_id=cast.bob.tenant.id)
     bobs = await alerts.messages()
     appliance_webhook = await add_webhook(alerts)
-    test_message = await alerts.outbox.send_test(appliance_webhook, access=WHOLE_APPLIANCE)
+    test_message = await alerts.outbox.send_test(appliance_webhook, access=OWNER)
     for attempt in range(6):
         message = bobs[attempt % 2]
-        await alerts.outbox.retry(message.webhook_id, message.id, access=WHOLE_APPLIANCE)
+        await alerts.outbox.retry(message.webhook_id, message.id, access=OWNER)
         clock.advance(1)
     assert {message.webhook_id for message in bobs} == set(webhook_ids)
     with pytest.raises(RateLimitExceeded) as refused:
-        await alerts.outbox.retry(bobs[0].webhook_id, bobs[0].id, access=WHOLE_APPLIANCE)
+        await alerts.outbox.retry(bobs[0].webhook_id, bobs[0].id, access=OWNER)
     assert refused.value.retry_after_s == 3600 - 6
-    await alerts.outbox.retry(appliance_webhook, test_message.id, access=WHOLE_APPLIANCE)
+    await alerts.outbox.retry(appliance_webhook, test_message.id, access=OWNER)
     clock.advance(refused.value.retry_after_s)
-    await alerts.outbox.retry(bobs[0].webhook_id, bobs[0].id, access=WHOLE_APPLIANCE)
+    await alerts.outbox.retry(bobs[0].webhook_id, bobs[0].id, access=OWNER)
     with pytest.raises(RateLimitExceeded) as refused_again:
-        await alerts.outbox.retry(bobs[0].webhook_id, bobs[0].id, access=WHOLE_APPLIANCE)
+        await alerts.outbox.retry(bobs[0].webhook_id, bobs[0].id, access=OWNER)
     assert refused_again.value.retry_after_s == 1
 
 
 async def test_unknown_webhooks_and_messages_of_other_webhooks_are_not_found(alerts: AlertParts) -> None:
     first, second = await add_webhook(alerts), await add_webhook(alerts)
-    delivery = await alerts.outbox.send_test(first, access=WHOLE_APPLIANCE)
-    await alerts.webhooks.remove(first, access=WHOLE_APPLIANCE)
+    delivery = await alerts.outbox.send_test(first, access=OWNER)
+    await alerts.webhooks.remove(first, access=OWNER)
     missing: list[tuple[str, Awaitable[object]]] = [
-        ("delivery_id", alerts.outbox.get(second, delivery.id, access=WHOLE_APPLIANCE)),
-        ("delivery_id", alerts.outbox.retry(second, delivery.id, access=WHOLE_APPLIANCE)),
-        ("webhook_id", alerts.outbox.send_test("wh_unknown", access=WHOLE_APPLIANCE)),
-        ("webhook_id", alerts.outbox.get(first, delivery.id, access=WHOLE_APPLIANCE)),
-        ("webhook_id", alerts.outbox.list(first, access=WHOLE_APPLIANCE)),
+        ("delivery_id", alerts.outbox.get(second, delivery.id, access=OWNER)),
+        ("delivery_id", alerts.outbox.retry(second, delivery.id, access=OWNER)),
+        ("webhook_id", alerts.outbox.send_test("wh_unknown", access=OWNER)),
+        ("webhook_id", alerts.outbox.get(first, delivery.id, access=OWNER)),
+        ("webhook_id", alerts.outbox.list(first, access=OWNER)),
     ]
     for param, call in missing:
         with pytest.raises(NotFound) as refused:
@@ -342,13 +341,13 @@ async def test_messages_are_listed_newest_first_and_filtered_by_state(alerts: Al
     (claimed,) = await alerts.outbox.claim(1)
     await alerts.outbox.mark_failed(claimed, "no", None)
     other = await add_webhook(alerts)
-    assert (await alerts.outbox.list(other, access=WHOLE_APPLIANCE)).data == [], "those of another webhook"
-    page = await alerts.outbox.list(webhook_id, 2, access=WHOLE_APPLIANCE)
+    assert (await alerts.outbox.list(other, access=OWNER)).data == [], "those of another webhook"
+    page = await alerts.outbox.list(webhook_id, 2, access=OWNER)
     assert [delivery.id for delivery in page.data] == [third, second]
-    rest = await alerts.outbox.list(webhook_id, 2, page.next_cursor, access=WHOLE_APPLIANCE)
+    rest = await alerts.outbox.list(webhook_id, 2, page.next_cursor, access=OWNER)
     assert [delivery.id for delivery in rest.data] == [first]
     for state, message_id in (("delivered", first), ("failed", second), ("pending", third)):
-        found = await alerts.outbox.list(webhook_id, state=state, access=WHOLE_APPLIANCE)
+        found = await alerts.outbox.list(webhook_id, state=state, access=OWNER)
         assert [delivery.id for delivery in found.data] == [message_id]
 
 

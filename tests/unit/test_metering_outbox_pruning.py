@@ -7,8 +7,8 @@ import pytest
 from appliance.base.db import Database
 from appliance.metering.alerts import outbox_pruning
 from appliance.metering.alerts.outbox_pruning import INTERVAL_S, KEEP_DAYS_MIN, OutboxPruner
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.support.alerts import TARGET, AlertParts, alert_parts
+from tests.support.cast import OWNER
 from tests.support.clock import FakeClock
 
 DAY_S = 86400.0
@@ -18,7 +18,7 @@ DAY_S = 86400.0
 async def alerts(database: Database, clock: FakeClock) -> AlertParts:
     """An outbox with one webhook, and on day 0 a delivered message, one that was given up and one that is pending."""
     parts = alert_parts(database, clock)
-    await parts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE)
+    await parts.webhooks.create(kind="webhook", target=TARGET, access=OWNER)
     for subject in ("delivered", "given up", "pending"):
         await parts.enqueue(subject)
         if subject != "pending":
@@ -50,7 +50,7 @@ async def test_messages_that_ended_before_the_retention_period_are_deleted_and_p
 async def test_a_message_sent_again_recently_is_kept(alerts: AlertParts, clock: FakeClock) -> None:
     clock.advance(100 * DAY_S)
     first = (await alerts.messages())[0]
-    await alerts.outbox.retry(first.webhook_id, first.id, access=WHOLE_APPLIANCE)
+    await alerts.outbox.retry(first.webhook_id, first.id, access=OWNER)
     (claimed,) = await alerts.outbox.claim(1)
     await alerts.outbox.mark_delivered(claimed)
     assert await OutboxPruner(alerts.db, clock, keep_days=90).prune() == 1

@@ -18,9 +18,8 @@ from appliance.metering.ledger.rows import EVENTS_WITH_PRICES, INSERT_EVENTS, ev
 from appliance.metering.limits.owners import Owner
 from appliance.metering.limits.windows import Moment
 from appliance.metering.past_requests import PastRequests
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import Limits
-from tests.support.cast import Cast, make_cast
+from tests.support.cast import OWNER, Cast, make_cast
 from tests.support.clock import FakeClock
 from tests.support.databases import Cluster
 from tests.support.factories import admission_request, pending, posted
@@ -60,7 +59,7 @@ async def test_a_request_of_a_dead_process_is_recovered_once_from_its_last_check
     assert (first.cost_picos, first.cause) == (6 * 1_000_000 + 3 * 2_000_000 + 7 * 500_000, "gateway_died")
     assert (second.status, second.prompt_tokens, second.cost_picos) == ("recovered", 0, 0)
     assert third == settled
-    row = await PastRequests(database).get(seen.request_id, access=WHOLE_APPLIANCE)
+    row = await PastRequests(database).get(seen.request_id, access=OWNER)
     assert (row.finish_reason, row.completion_tokens, row.prompt_tokens) == ("error", 3, 10)
     assert row.finished_at == clock.now()
 

@@ -38,9 +38,8 @@ from appliance.metering.usage_segments import (
     segments_from,
     split_period,
 )
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.keys import Keys
-from tests.support.cast import PEPPER, Cast
+from tests.support.cast import OWNER, PEPPER, Cast
 from tests.support.clock import FakeClock
 from tests.support.query_plans import query_plan
 
@@ -150,9 +149,7 @@ async def test_a_report_on_more_keys_than_are_probed_singly_has_exactly_these_ke
     database: Database, clock: FakeClock, cast: Cast
 ) -> None:
     keys = Keys(database, clock, PEPPER)
-    made = [
-        (await keys.create(cast.bob.tenant.id, name=f"key {number}", access=WHOLE_APPLIANCE))[0] for number in range(OWNERS_MAX)
-    ]
+    made = [(await keys.create(cast.bob.tenant.id, name=f"key {number}", access=OWNER))[0] for number in range(OWNERS_MAX)]
     requested = {*(key.id for key in made), cast.charlie.key.id}
     persons = [(cast.bob.tenant.id, key.id) for key in (*made, cast.bob.key)]
     persons += [(cast.charlie.tenant.id, cast.charlie.key.id), ("tn_of_nobody", "key_of_nobody")]

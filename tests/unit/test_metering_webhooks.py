@@ -16,14 +16,14 @@ from appliance.base.tables import audit_log, webhooks
 from appliance.metering.alerts.outbox import EVENTS, TENANT_EVENTS
 from appliance.metering.alerts.webhooks import GRACE_S_DEFAULT, GRACE_S_MAX, WEBHOOKS_MAX, Webhook, WebhookChanges, Webhooks
 from appliance.tenancy import audit
-from appliance.tenancy.access import WHOLE_APPLIANCE, Access
+from appliance.tenancy.access import Access
 from appliance.tenancy.members import Members
 from appliance.tenancy.memberships import Memberships
 from appliance.tenancy.roles import Action, Role, TenantRole
 from appliance.tenancy.tenants import Tenants
 from tests.support.alerts import LOOPBACK, TARGET, AlertParts, alert_parts
 from tests.support.case_ids import case_id
-from tests.support.cast import Cast
+from tests.support.cast import OWNER, Cast
 from tests.support.clock import FakeClock
 from tests.support.databases import transaction_is_blocked
 from tests.support.polling import poll_until
@@ -36,19 +36,19 @@ def alerts(database: Database, clock: FakeClock) -> AlertParts:
 
 
 async def test_a_webhook_is_stored_as_created_and_subscribed_to_all_events_by_default(alerts: AlertParts, cast: Cast) -> None:
-    bobs, _ = await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id, access=WHOLE_APPLIANCE)
-    appliance_webhook, _ = await alerts.webhooks.create(kind="email", target="ops@example.com", access=WHOLE_APPLIANCE)
-    assert await alerts.webhooks.get(bobs.id, access=WHOLE_APPLIANCE) == bobs
+    bobs, _ = await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id, access=OWNER)
+    appliance_webhook, _ = await alerts.webhooks.create(kind="email", target="ops@example.com", access=OWNER)
+    assert await alerts.webhooks.get(bobs.id, access=OWNER) == bobs
     assert (bobs.kind, bobs.target, bobs.events, bobs.disabled) == ("webhook", TARGET, TENANT_EVENTS, False)
     assert (appliance_webhook.tenant_id, appliance_webhook.events) == (None, EVENTS)
-    assert [webhook.id for webhook in (await alerts.webhooks.list(access=WHOLE_APPLIANCE)).data] == sorted(
+    assert [webhook.id for webhook in (await alerts.webhooks.list(access=OWNER)).data] == sorted(
         [bobs.id, appliance_webhook.id]
     )
-    assert (await alerts.webhooks.list(tenant_id=cast.bob.tenant.id, access=WHOLE_APPLIANCE)).data == [bobs]
+    assert (await alerts.webhooks.list(tenant_id=cast.bob.tenant.id, access=OWNER)).data == [bobs]
 
 
 async def test_the_secret_is_returned_at_creation_and_stored_sealed(alerts: AlertParts) -> None:
-    webhook, secret = await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE)
+    webhook, secret = await alerts.webhooks.create(kind="webhook", target=TARGET, access=OWNER)
     assert secret is not None
     async with alerts.db.reading() as connection:
         stored = (await connection.execute(select(webhooks.c.secret))).scalar_one()
@@ -61,14 +61,14 @@ async def test_the_secret_is_returned_at_creation_and_stored_sealed(alerts: Aler
 
 
 async def test_e_mail_has_no_secret_and_needs_a_mail_server(alerts: AlertParts, database: Database, clock: FakeClock) -> None:
-    webhook, secret = await alerts.webhooks.create(kind="email", target="ops@example.com", access=WHOLE_APPLIANCE)
+    webhook, secret = await alerts.webhooks.create(kind="email", target="ops@example.com", access=OWNER)
     assert secret is None
     assert (await alerts.webhooks.read_endpoint(webhook.id)).secrets == ()
     with pytest.raises(InvalidValue, match="no secret"):
-        await alerts.webhooks.rotate(webhook.id, access=WHOLE_APPLIANCE)
+        await alerts.webhooks.rotate(webhook.id, access=OWNER)
     without = alert_parts(database, clock, mail=False)
     with pytest.raises(InvalidValue, match="smtp_url"):
-        await without.webhooks.create(kind="email", target="ops@example.com", access=WHOLE_APPLIANCE)
+        await without.webhooks.create(kind="email", target="ops@example.com", access=OWNER)
 
 
 async def test_a_manager_can_send_mail_only_to_members_of_the_tenant(alerts: AlertParts, cast: Cast, clock: FakeClock) -> None:
@@ -76,7 +76,7 @@ async def test_a_manager_can_send_mail_only_to_members_of_the_tenant(alerts: Ale
     people = Memberships(alerts.db, clock)
     for email in ("bella@example.com", "gone@example.com"):
         member = await members.create(email, "a long password", Role.MEMBER)
-        await people.add(tenant_id, member.id, TenantRole.VIEWER, access=WHOLE_APPLIANCE)
+        await people.add(tenant_id, member.id, TenantRole.VIEWER, access=OWNER)
     await members.change(member.id, disabled=True)
     manager = Access(role=Role.MEMBER, actor=SYSTEM, tenants={tenant_id: TenantRole.MANAGER})
     mail = {"kind": "email", "tenant_id": tenant_id, "access": manager}
@@ -87,9 +87,7 @@ async def test_a_manager_can_send_mail_only_to_members_of_the_tenant(alerts: Ale
             await alerts.webhooks.create(**mail, target=stranger)  # type: ignore[arg-type]
         with pytest.raises(InvalidValue, match="member of the tenant"):
             await alerts.webhooks.update(made.id, WebhookChanges(target=stranger), access=manager)
-    by_owner, _ = await alerts.webhooks.create(
-        kind="email", tenant_id=tenant_id, target="ops@example.com", access=WHOLE_APPLIANCE
-    )
+    by_owner, _ = await alerts.webhooks.create(kind="email", tenant_id=tenant_id, target="ops@example.com", access=OWNER)
     assert (await alerts.webhooks.update(by_owner.id, WebhookChanges(target="ops@example.com"), access=manager)) == by_owner
     hers = await alerts.webhooks.update(by_owner.id, WebhookChanges(target="bella@example.com"), access=manager)
     assert hers.target == "bella@example.com"
@@ -101,27 +99,27 @@ async def test_mail_to_a_member_who_leaves_is_disabled(alerts: AlertParts, cast:
     people = Memberships(alerts.db, clock)
     bella = await members.create("bella@example.com", "a long password", Role.MEMBER)
     for person in (bella.id, cast.alice.id):
-        await people.add(tenant_id, person, TenantRole.VIEWER, access=WHOLE_APPLIANCE)
+        await people.add(tenant_id, person, TenantRole.VIEWER, access=OWNER)
 
     async def mail(target: str, tenant: str | None) -> Webhook:
-        return (await alerts.webhooks.create(kind="email", target=target, tenant_id=tenant, access=WHOLE_APPLIANCE))[0]
+        return (await alerts.webhooks.create(kind="email", target=target, tenant_id=tenant, access=OWNER))[0]
 
     hers, of_appliance = await mail("Bella@example.com", tenant_id), await mail("bella@example.com", None)
     others = [await mail("ops@example.com", tenant_id), await mail(cast.alice.email, tenant_id)]
     already_disabled, gone = await mail("bella@example.com", tenant_id), await mail("bella@example.com", tenant_id)
-    await alerts.webhooks.update(already_disabled.id, WebhookChanges(disabled=True), access=WHOLE_APPLIANCE)
-    await alerts.webhooks.remove(gone.id, access=WHOLE_APPLIANCE)
+    await alerts.webhooks.update(already_disabled.id, WebhookChanges(disabled=True), access=OWNER)
+    await alerts.webhooks.remove(gone.id, access=OWNER)
     await members.change(cast.alice.id, role=Role.OWNER, disabled=False)  # changes nothing, so her mail stays enabled
     count = alerts.db.webhook_changes.value
     if leaves == "removed":
-        await people.remove(tenant_id, bella.id, access=WHOLE_APPLIANCE)
-        await people.remove(tenant_id, cast.alice.id, access=WHOLE_APPLIANCE)
+        await people.remove(tenant_id, bella.id, access=OWNER)
+        await people.remove(tenant_id, cast.alice.id, access=OWNER)
     else:
         await members.change(bella.id, disabled=True)
     assert alerts.db.webhook_changes.value > count, "cached webhooks are invalidated"
-    assert (await alerts.webhooks.get(hers.id, access=WHOLE_APPLIANCE)).disabled
-    assert (await alerts.webhooks.get(of_appliance.id, access=WHOLE_APPLIANCE)).disabled is (leaves == "disabled")
-    assert not any([(await alerts.webhooks.get(other.id, access=WHOLE_APPLIANCE)).disabled for other in others])
+    assert (await alerts.webhooks.get(hers.id, access=OWNER)).disabled
+    assert (await alerts.webhooks.get(of_appliance.id, access=OWNER)).disabled is (leaves == "disabled")
+    assert not any([(await alerts.webhooks.get(other.id, access=OWNER)).disabled for other in others])
     async with alerts.db.reading() as connection:
         columns = (audit_log.c.target_id, audit_log.c.tenant_id, audit_log.c.before, audit_log.c.after)
         query = select(*columns).where(audit_log.c.action == "webhook.disable")
@@ -130,7 +128,7 @@ async def test_mail_to_a_member_who_leaves_is_disabled(alerts: AlertParts, cast:
     assert disabled == [
         (hers.id, tenant_id, *change), *([(of_appliance.id, None, *change)] if leaves == "disabled" else []),
     ]  # fmt: skip
-    assert (await alerts.webhooks.update(hers.id, WebhookChanges(disabled=False), access=WHOLE_APPLIANCE)).disabled is False
+    assert (await alerts.webhooks.update(hers.id, WebhookChanges(disabled=False), access=OWNER)).disabled is False
 
 
 @pytest.mark.on_each_database
@@ -140,31 +138,29 @@ async def test_a_member_leaves_while_another_change_of_the_mailbox_is_being_reco
 ) -> None:
     members, people, tenant_id = Members(alerts.db, clock), Memberships(alerts.db, clock), cast.bob.tenant.id
     bella = await members.create("bella@example.com", "a long password", Role.MEMBER)
-    await people.add(tenant_id, bella.id, TenantRole.VIEWER, access=WHOLE_APPLIANCE)
-    hers, _ = await alerts.webhooks.create(kind="email", target=bella.email, tenant_id=tenant_id, access=WHOLE_APPLIANCE)
+    await people.add(tenant_id, bella.id, TenantRole.VIEWER, access=OWNER)
+    hers, _ = await alerts.webhooks.create(kind="email", target=bella.email, tenant_id=tenant_id, access=OWNER)
     async with alerts.db.writing() as connection:
         await connection.execute(update(webhooks).where(webhooks.c.id == hers.id).values(events=["invoice.closed"]))
         leaving = asyncio.create_task(
-            people.remove(tenant_id, bella.id, access=WHOLE_APPLIANCE)
-            if leaves == "removed"
-            else members.change(bella.id, disabled=True)
+            people.remove(tenant_id, bella.id, access=OWNER) if leaves == "removed" else members.change(bella.id, disabled=True)
         )
         await poll_until(lambda: alerts.db.kind == "sqlite" or transaction_is_blocked(database_url))
         await audit.record(connection, clock, "webhook.update", "webhook", hers.id, tenant_id=tenant_id)
     await leaving
-    assert (await alerts.webhooks.get(hers.id, access=WHOLE_APPLIANCE)).disabled
+    assert (await alerts.webhooks.get(hers.id, access=OWNER)).disabled
 
 
 async def test_after_a_rotation_both_secrets_are_valid_until_the_grace_period_ends(
     alerts: AlertParts, clock: FakeClock
 ) -> None:
-    webhook, first = await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE)
-    rotated, second = await alerts.webhooks.rotate(webhook.id, 3600, access=WHOLE_APPLIANCE)
+    webhook, first = await alerts.webhooks.create(kind="webhook", target=TARGET, access=OWNER)
+    rotated, second = await alerts.webhooks.rotate(webhook.id, 3600, access=OWNER)
     assert rotated.previous_secret_until is not None
     assert (await alerts.webhooks.read_endpoint(webhook.id)).secrets == (second, first)
     clock.advance(3600)
     assert (await alerts.webhooks.read_endpoint(webhook.id)).secrets == (second,)
-    rotated, third = await alerts.webhooks.rotate(webhook.id, 0, access=WHOLE_APPLIANCE)
+    rotated, third = await alerts.webhooks.rotate(webhook.id, 0, access=OWNER)
     assert rotated.previous_secret_until is None
     assert (await alerts.webhooks.read_endpoint(webhook.id)).secrets == (third,)
     async with alerts.db.reading() as connection:
@@ -172,18 +168,18 @@ async def test_after_a_rotation_both_secrets_are_valid_until_the_grace_period_en
 
 
 async def test_a_rotation_drops_a_previous_secret_that_can_no_longer_be_read(alerts: AlertParts) -> None:
-    webhook, _lost = await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE)
+    webhook, _lost = await alerts.webhooks.create(kind="webhook", target=TARGET, access=OWNER)
     with_new_key = Webhooks(alerts.db, alerts.clock, Sealer(b"x" * 32, "another"), target_policy=LOOPBACK, mail=True)
-    rotated, secret = await with_new_key.rotate(webhook.id, 3600, access=WHOLE_APPLIANCE)
+    rotated, secret = await with_new_key.rotate(webhook.id, 3600, access=OWNER)
     assert rotated.previous_secret_until is None
     assert (await with_new_key.read_endpoint(webhook.id)).secrets == (secret,)
 
 
 @pytest.mark.parametrize("grace_s", [-1, GRACE_S_MAX + 1, 1.5, "60", None, True])
 async def test_an_invalid_grace_period_is_refused(alerts: AlertParts, grace_s: object) -> None:
-    webhook, first = await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE)
+    webhook, first = await alerts.webhooks.create(kind="webhook", target=TARGET, access=OWNER)
     with pytest.raises(InvalidValue) as refused:
-        await alerts.webhooks.rotate(webhook.id, grace_s, access=WHOLE_APPLIANCE)  # type: ignore[arg-type]
+        await alerts.webhooks.rotate(webhook.id, grace_s, access=OWNER)  # type: ignore[arg-type]
     assert refused.value.param == "grace_s"
     assert (await alerts.webhooks.read_endpoint(webhook.id)).secrets == (first,)
 
@@ -208,15 +204,15 @@ async def test_an_invalid_grace_period_is_refused(alerts: AlertParts, grace_s: o
 )
 async def test_an_invalid_field_is_refused_by_name(alerts: AlertParts, changes: dict[str, object], param: str) -> None:
     with pytest.raises((InvalidValue, NotFound)) as refused:
-        await alerts.webhooks.create(**{"kind": "webhook", "target": TARGET, **changes}, access=WHOLE_APPLIANCE)  # type: ignore[arg-type]
+        await alerts.webhooks.create(**{"kind": "webhook", "target": TARGET, **changes}, access=OWNER)  # type: ignore[arg-type]
     assert refused.value.param == param
-    assert (await alerts.webhooks.list(access=WHOLE_APPLIANCE)).data == []
+    assert (await alerts.webhooks.list(access=OWNER)).data == []
 
 
 async def test_a_tenant_cannot_subscribe_to_events_of_the_appliance(alerts: AlertParts, cast: Cast) -> None:
     with pytest.raises(InvalidValue) as refused:
         await alerts.webhooks.create(
-            kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id, events=["engine.down"], access=WHOLE_APPLIANCE
+            kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id, events=["engine.down"], access=OWNER
         )
     assert refused.value.param == "events"
 
@@ -225,44 +221,40 @@ async def test_webhooks_are_limited_per_owner_and_refused_for_an_archived_tenant
     alerts: AlertParts, cast: Cast, clock: FakeClock
 ) -> None:
     for _ in range(WEBHOOKS_MAX):
-        last, _ = await alerts.webhooks.create(
-            kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id, access=WHOLE_APPLIANCE
-        )
+        last, _ = await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id, access=OWNER)
     with pytest.raises(InvalidValue, match=f"{WEBHOOKS_MAX} webhooks"):
-        await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id, access=WHOLE_APPLIANCE)
-    await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE)
-    await alerts.webhooks.remove(last.id, access=WHOLE_APPLIANCE)
-    await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id, access=WHOLE_APPLIANCE)
-    await Tenants(alerts.db, clock).archive(cast.charlie.tenant.id, access=WHOLE_APPLIANCE)
+        await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id, access=OWNER)
+    await alerts.webhooks.create(kind="webhook", target=TARGET, access=OWNER)
+    await alerts.webhooks.remove(last.id, access=OWNER)
+    await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id, access=OWNER)
+    await Tenants(alerts.db, clock).archive(cast.charlie.tenant.id, access=OWNER)
     with pytest.raises(Conflict, match="archived"):
-        await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.charlie.tenant.id, access=WHOLE_APPLIANCE)
+        await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.charlie.tenant.id, access=OWNER)
 
 
 async def test_an_update_changes_only_the_given_fields(alerts: AlertParts) -> None:
-    webhook, _ = await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE)
+    webhook, _ = await alerts.webhooks.create(kind="webhook", target=TARGET, access=OWNER)
     other = "https://other.example.com/in"
-    changed = await alerts.webhooks.update(
-        webhook.id, WebhookChanges(target=other, events=["invoice.closed"]), access=WHOLE_APPLIANCE
-    )
+    changed = await alerts.webhooks.update(webhook.id, WebhookChanges(target=other, events=["invoice.closed"]), access=OWNER)
     assert (changed.target, changed.events, changed.disabled) == (other, ("invoice.closed",), False)
-    assert (await alerts.webhooks.update(webhook.id, WebhookChanges(disabled=True), access=WHOLE_APPLIANCE)).disabled
-    assert (await alerts.webhooks.update(webhook.id, WebhookChanges(), access=WHOLE_APPLIANCE)).disabled
+    assert (await alerts.webhooks.update(webhook.id, WebhookChanges(disabled=True), access=OWNER)).disabled
+    assert (await alerts.webhooks.update(webhook.id, WebhookChanges(), access=OWNER)).disabled
     for bad in (WebhookChanges(target="nowhere"), WebhookChanges(events=["x"])):
         with pytest.raises(InvalidValue):
-            await alerts.webhooks.update(webhook.id, bad, access=WHOLE_APPLIANCE)
-    assert (await alerts.webhooks.update(webhook.id, WebhookChanges(disabled=False), access=WHOLE_APPLIANCE)).target == other
+            await alerts.webhooks.update(webhook.id, bad, access=OWNER)
+    assert (await alerts.webhooks.update(webhook.id, WebhookChanges(disabled=False), access=OWNER)).target == other
 
 
 async def test_removing_a_webhook_deletes_its_secrets(alerts: AlertParts) -> None:
-    webhook, _ = await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE)
-    await alerts.webhooks.rotate(webhook.id, access=WHOLE_APPLIANCE)
-    await alerts.webhooks.remove(webhook.id, access=WHOLE_APPLIANCE)
+    webhook, _ = await alerts.webhooks.create(kind="webhook", target=TARGET, access=OWNER)
+    await alerts.webhooks.rotate(webhook.id, access=OWNER)
+    await alerts.webhooks.remove(webhook.id, access=OWNER)
     for work in (
-        alerts.webhooks.get(webhook.id, access=WHOLE_APPLIANCE),
-        alerts.webhooks.remove(webhook.id, access=WHOLE_APPLIANCE),
-        alerts.webhooks.rotate(webhook.id, access=WHOLE_APPLIANCE),
+        alerts.webhooks.get(webhook.id, access=OWNER),
+        alerts.webhooks.remove(webhook.id, access=OWNER),
+        alerts.webhooks.rotate(webhook.id, access=OWNER),
         alerts.webhooks.read_endpoint(webhook.id),
-        alerts.webhooks.update(webhook.id, WebhookChanges(disabled=True), access=WHOLE_APPLIANCE),
+        alerts.webhooks.update(webhook.id, WebhookChanges(disabled=True), access=OWNER),
     ):
         with pytest.raises(NotFound) as refused:
             await work
@@ -273,34 +265,31 @@ async def test_removing_a_webhook_deletes_its_secrets(alerts: AlertParts) -> Non
 
 async def test_changes_of_one_webhook_affect_no_other(alerts: AlertParts, cast: Cast, clock: FakeClock) -> None:
     made = [
-        (await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=tenant_id, access=WHOLE_APPLIANCE))[0].id
+        (await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=tenant_id, access=OWNER))[0].id
         for tenant_id in (cast.bob.tenant.id, cast.bob.tenant.id, None)
     ]
     changed, others = made[0], made[1:]
 
     async def state_of_others() -> list[object]:
-        return [
-            (await alerts.webhooks.get(each, access=WHOLE_APPLIANCE), await alerts.webhooks.read_endpoint(each))
-            for each in others
-        ]
+        return [(await alerts.webhooks.get(each, access=OWNER), await alerts.webhooks.read_endpoint(each)) for each in others]
 
     before = await state_of_others()
-    await alerts.webhooks.rotate(changed, access=WHOLE_APPLIANCE)
-    await alerts.webhooks.update(changed, WebhookChanges(target=TARGET + "/other", disabled=True), access=WHOLE_APPLIANCE)
+    await alerts.webhooks.rotate(changed, access=OWNER)
+    await alerts.webhooks.update(changed, WebhookChanges(target=TARGET + "/other", disabled=True), access=OWNER)
     disabled_at = clock.now()
     clock.advance(60)
-    await alerts.webhooks.update(changed, WebhookChanges(disabled=True), access=WHOLE_APPLIANCE)
+    await alerts.webhooks.update(changed, WebhookChanges(disabled=True), access=OWNER)
     await alerts.webhooks.disable(changed, "gone for good")
-    assert (await alerts.webhooks.get(changed, access=WHOLE_APPLIANCE)).disabled_at == disabled_at, (
+    assert (await alerts.webhooks.get(changed, access=OWNER)).disabled_at == disabled_at, (
         "it keeps the time at which it was first disabled"
     )
     assert await state_of_others() == before
-    await alerts.webhooks.remove(changed, access=WHOLE_APPLIANCE)
+    await alerts.webhooks.remove(changed, access=OWNER)
     assert await state_of_others() == before
 
 
 async def test_disabling_a_webhook_automatically_is_in_the_audit_log(alerts: AlertParts) -> None:
-    webhook, _ = await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE)
+    webhook, _ = await alerts.webhooks.create(kind="webhook", target=TARGET, access=OWNER)
     await alerts.webhooks.disable(webhook.id, "gone for good")
     query = select(audit_log.c.target_id, audit_log.c.before, audit_log.c.after).where(audit_log.c.action == "webhook.disable")
     async with alerts.db.reading() as connection:
@@ -313,9 +302,9 @@ async def test_disabling_a_webhook_automatically_is_in_the_audit_log(alerts: Ale
 
 
 async def test_webhooks_are_paged_in_order_of_creation(alerts: AlertParts) -> None:
-    made = [(await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE))[0] for _ in range(3)]
-    first = await alerts.webhooks.list(2, access=WHOLE_APPLIANCE)
-    second = await alerts.webhooks.list(2, first.next_cursor, access=WHOLE_APPLIANCE)
+    made = [(await alerts.webhooks.create(kind="webhook", target=TARGET, access=OWNER))[0] for _ in range(3)]
+    first = await alerts.webhooks.list(2, access=OWNER)
+    second = await alerts.webhooks.list(2, first.next_cursor, access=OWNER)
     assert (first.data, second.data) == (made[:2], made[2:])
     assert (first.has_more, second.has_more) == (True, False)
 
@@ -349,12 +338,12 @@ async def test_the_store_checks_permission_for_each_operation(alerts: AlertParts
     with pytest.raises(RoleNotAllowed):
         await alerts.webhooks.get(made.id, access=reader, action=Action.WEBHOOKS)
     assert (await alerts.webhooks.update(made.id, other, access=manager)).target == other.target
-    assert len((await alerts.webhooks.list(access=WHOLE_APPLIANCE)).data) == 1
+    assert len((await alerts.webhooks.list(access=OWNER)).data) == 1
 
 
 async def test_a_webhook_is_failing_if_its_latest_attempt_failed(alerts: AlertParts) -> None:
     names = ("failed", "recovered", "failing again", "not attempted")
-    made = {name: (await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE))[0].id for name in names}
+    made = {name: (await alerts.webhooks.create(kind="webhook", target=TARGET, access=OWNER))[0].id for name in names}
     taken = {"one": ("failing again",), "two": ("recovered",)}
     for subject, by in taken.items():
         await alerts.enqueue(subject)
@@ -369,15 +358,13 @@ async def test_a_webhook_is_failing_if_its_latest_attempt_failed(alerts: AlertPa
 
 
 async def test_every_change_is_audited_without_secrets_or_url_paths(alerts: AlertParts, cast: Cast) -> None:
-    webhook, first = await alerts.webhooks.create(
-        kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id, access=WHOLE_APPLIANCE
-    )
+    webhook, first = await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id, access=OWNER)
     changes = WebhookChanges(target=TARGET + "/other", events=["invoice.closed"])
-    await alerts.webhooks.update(webhook.id, changes, access=WHOLE_APPLIANCE)
-    _, second = await alerts.webhooks.rotate(webhook.id, access=WHOLE_APPLIANCE)
-    delivery = await alerts.outbox.send_test(webhook.id, access=WHOLE_APPLIANCE)
-    await alerts.outbox.retry(webhook.id, delivery.id, access=WHOLE_APPLIANCE)
-    await alerts.webhooks.remove(webhook.id, access=WHOLE_APPLIANCE)
+    await alerts.webhooks.update(webhook.id, changes, access=OWNER)
+    _, second = await alerts.webhooks.rotate(webhook.id, access=OWNER)
+    delivery = await alerts.outbox.send_test(webhook.id, access=OWNER)
+    await alerts.outbox.retry(webhook.id, delivery.id, access=OWNER)
+    await alerts.webhooks.remove(webhook.id, access=OWNER)
     query = select(audit_log).where(audit_log.c.target_kind == "webhook").order_by(audit_log.c.id)
     async with alerts.db.reading() as connection:
         entries = (await connection.execute(query)).mappings().all()

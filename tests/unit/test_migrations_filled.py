@@ -25,7 +25,7 @@ from appliance.metering.ledger.corrections import Correction
 from appliance.metering.ledger.epochs import begin_epoch
 from appliance.metering.ledger.records import PendingEvent, Settlement, Usage
 from appliance.metering.usage import UsageReports
-from appliance.tenancy.access import WHOLE_APPLIANCE
+from tests.support.cast import OWNER
 from tests.support.ledgers import euro_prices, utc_corrections, utc_ledger, utc_recover
 
 AT = datetime(2026, 3, 29, 23, 59, 58, 1, tzinfo=UTC)  # two of four events lie in the next day of UTC
@@ -337,7 +337,7 @@ async def test_the_upgraded_database_can_be_used_at_once(filled_url: str) -> Non
         epoch_id = await begin_epoch(database, SystemClock(), "next")
         assert await utc_recover(database, SystemClock(), epoch_id) == 1
         rows = await UsageReports(database, calendar=BillingCalendar()).usage(
-            AT - timedelta(days=2), AT + timedelta(days=2), "day", ["tenant"], access=WHOLE_APPLIANCE
+            AT - timedelta(days=2), AT + timedelta(days=2), "day", ["tenant"], access=OWNER
         )
         found = [(row.tenant_id, row.requests, row.completion_tokens) for row in rows]
         assert found == [("tn_bob", 1, 7), ("tn_bob", 1, 7), ("tn_charlie", 1, 7)]

@@ -14,8 +14,8 @@ from appliance.metering.alerts.outbox import ATTEMPTS_MAX, LEASE_S, RETRY_S_MAX
 from appliance.metering.alerts.webhooks import Webhooks
 from appliance.serving.alerting import delivery as delivery_module
 from appliance.serving.alerting.delivery import FailureReason, SendFailed
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from tests.support.alerts import LOOPBACK, TARGET, AlertParts, RecordingSender, alert_parts
+from tests.support.cast import OWNER
 from tests.support.clock import FakeClock
 from tests.support.ledgers import FailingDatabase
 from tests.support.polling import poll_until
@@ -30,7 +30,7 @@ def alerts(database: Database, clock: FakeClock) -> AlertParts:
 
 
 async def webhook(alerts: AlertParts, target: str = TARGET) -> str:
-    created, _ = await alerts.webhooks.create(kind="webhook", target=target, access=WHOLE_APPLIANCE)
+    created, _ = await alerts.webhooks.create(kind="webhook", target=target, access=OWNER)
     return created.id
 
 
@@ -127,7 +127,7 @@ async def test_after_the_last_attempt_a_message_is_given_up_and_logged(alerts: A
     assert counted(alerts, "alerts_given_up_total") == 1
     clock.advance(30 * 86400)
     assert await delivery.deliver_due() == 0
-    await alerts.outbox.retry(message.webhook_id, message.id, access=WHOLE_APPLIANCE)
+    await alerts.outbox.retry(message.webhook_id, message.id, access=OWNER)
     assert await delivery.deliver_due() == 1
     assert set(sender.ids) == {message.id}
 
@@ -137,7 +137,7 @@ async def test_a_webhook_that_is_gone_is_disabled(alerts: AlertParts) -> None:
     for subject in ("one", "two"):
         await alerts.enqueue(subject)
     await alerts.delivery(RecordingSender(SendFailed("gone", "the receiver answered 410"))).deliver_due()
-    assert (await alerts.webhooks.get(webhook_id, access=WHOLE_APPLIANCE)).disabled
+    assert (await alerts.webhooks.get(webhook_id, access=OWNER)).disabled
     assert {message.state for message in await alerts.messages()} == {"failed"}
     assert await alerts.enqueue("three") == 0
 
@@ -283,7 +283,7 @@ async def test_an_unreadable_secret_is_reported_and_the_message_retried(alerts: 
 
 
 async def test_without_a_mail_server_e_mail_fails_and_says_why(alerts: AlertParts) -> None:
-    await alerts.webhooks.create(kind="email", target="ops@example.com", access=WHOLE_APPLIANCE)
+    await alerts.webhooks.create(kind="email", target="ops@example.com", access=OWNER)
     await alerts.enqueue()
     delivery = alerts.delivery(RecordingSender())
     delivery._senders = {}

@@ -35,11 +35,10 @@ from appliance.serving.alerting.texts import text_of
 from appliance.serving.model_registry import ModelRegistry
 from appliance.serving.readiness import Readiness
 from appliance.telemetry.metrics import Metrics
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.principals import KeyChanges
 from tests.support.alerts import receiving
-from tests.support.cast import PEPPER, Cast
+from tests.support.cast import OWNER, PEPPER, Cast
 from tests.support.certificates import Certificate, make_certificate
 from tests.support.clock import START, FakeClock
 from tests.support.polling import poll_until
@@ -384,9 +383,9 @@ async def test_started_alerts_check_at_once_and_deliver_to_webhooks_and_mailboxe
         }  # fmt: skip
         alerts = Alerts(load_settings(options=options, environ={}), database, clock, BillingCalendar(), PEPPER)
         for kind, target in (("webhook", f"http://127.0.0.1:{receiver.port}/"), ("email", "ops@example.com")):
-            await alerts.webhooks.create(kind=kind, target=target, access=WHOLE_APPLIANCE)
+            await alerts.webhooks.create(kind=kind, target=target, access=OWNER)
         expiry = KeyChanges(expires_at=clock.now() + timedelta(days=10))
-        await Keys(database, clock, PEPPER).create(cast.bob.tenant.id, "ci", expiry, access=WHOLE_APPLIANCE)
+        await Keys(database, clock, PEPPER).create(cast.bob.tenant.id, "ci", expiry, access=OWNER)
         clock.advance(4 * 86400)
         models = ModelRegistry()
         alerts.start(models, Readiness(models, clock, interval_s=30.0), Metrics(), version="7.7")

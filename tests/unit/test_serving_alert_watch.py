@@ -17,13 +17,12 @@ from appliance.metering.alerts.key_expiry import SWEEP_INTERVAL_S, KeyExpiryAler
 from appliance.metering.alerts.outbox import BOX_EVENTS
 from appliance.metering.calendar import BillingCalendar
 from appliance.serving.alerting.watch import ENGINE_DOWN_S, AlertWatch
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.principals import KeyChanges
 from appliance.tenancy.tenants import Tenants
 from engine.protocol import KernelChoice
 from tests.support.alerts import TARGET, AlertParts, alert_parts
-from tests.support.cast import PEPPER, Cast, Person
+from tests.support.cast import OWNER, PEPPER, Cast, Person
 from tests.support.clock import FakeClock
 from tests.support.engine_messages import engine_info
 from tests.support.ledgers import euro_budget_alerts
@@ -60,7 +59,7 @@ class Watched:
     async def new_key(self, person: Person, days: float) -> str:
         """Return the id of a new key that expires in so many days."""
         expires_at = self.clock.now() + timedelta(days=days)
-        key, _ = await self.keys.create(person.tenant.id, "ci", KeyChanges(expires_at=expires_at), access=WHOLE_APPLIANCE)
+        key, _ = await self.keys.create(person.tenant.id, "ci", KeyChanges(expires_at=expires_at), access=OWNER)
         return key.id
 
     def restart_gateway(self) -> None:
@@ -84,7 +83,7 @@ class Watched:
 async def watched(database: Database, clock: FakeClock) -> Watched:
     """An alert watch with a webhook for all events."""
     alerts = alert_parts(database, clock)
-    await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE)
+    await alerts.webhooks.create(kind="webhook", target=TARGET, access=OWNER)
     return Watched(alerts, clock)
 
 
@@ -106,7 +105,7 @@ async def test_an_extended_key_is_reported_again(watched: Watched, cast: Cast, c
     key_id = await watched.new_key(cast.bob, 10)
     clock.advance(4 * DAY_S)
     assert len(await watched.alerts_sent()) == 1
-    await watched.keys.update(key_id, KeyChanges(expires_at=clock.now() + timedelta(days=20)), access=WHOLE_APPLIANCE)
+    await watched.keys.update(key_id, KeyChanges(expires_at=clock.now() + timedelta(days=20)), access=OWNER)
     assert len(await watched.alerts_sent()) == 1
     clock.advance(15 * DAY_S)
     assert len(await watched.alerts_sent()) == 2
@@ -143,9 +142,9 @@ async def test_revoked_rotated_archived_and_short_lived_keys_are_not_reported(
     revoked, rotated = await watched.new_key(cast.bob, 10), await watched.new_key(cast.bob, 10)
     await watched.new_key(cast.charlie, 10)
     clock.advance(DAY_S)
-    await watched.keys.revoke(revoked, access=WHOLE_APPLIANCE)
-    await watched.keys.rotate(rotated, grace_s=3600, access=WHOLE_APPLIANCE)
-    await Tenants(database, clock).archive(cast.charlie.tenant.id, access=WHOLE_APPLIANCE)
+    await watched.keys.revoke(revoked, access=OWNER)
+    await watched.keys.rotate(rotated, grace_s=3600, access=OWNER)
+    await Tenants(database, clock).archive(cast.charlie.tenant.id, access=OWNER)
     for days in (2, 7):
         await watched.new_key(cast.bob, days)  # was never to live for long
     clock.advance(3000)
@@ -162,7 +161,7 @@ async def test_a_key_with_a_successor_or_already_expired_is_not_reported(
     await watched.new_key(cast.charlie, 9)
     rotated = await watched.new_key(cast.bob, 60)
     clock.advance(10 * DAY_S)
-    await watched.keys.rotate(rotated, grace_s=3600, access=WHOLE_APPLIANCE)
+    await watched.keys.rotate(rotated, grace_s=3600, access=OWNER)
     assert await watched.alerts_sent() == []
 
 
@@ -182,7 +181,7 @@ async def test_keys_are_checked_hourly_and_whenever_keys_or_webhooks_change(
     assert results == [True, False, False, True, False]
     clock.advance(3 * DAY_S - SWEEP_INTERVAL_S - 1000)  # a week is left now
     assert [data["key_id"] for data in await watched.alerts_sent()] == [key_id]
-    await watched.alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_APPLIANCE)
+    await watched.alerts.webhooks.create(kind="webhook", target=TARGET, access=OWNER)
     assert [data["key_id"] for data in await watched.alerts_sent()] == [key_id] * 2
 
 

@@ -14,11 +14,10 @@ from appliance.serving.chunks import Chunk
 from appliance.serving.explanation import explain_live
 from appliance.serving.generation import Generation
 from appliance.tenancy import fields
-from appliance.tenancy.access import WHOLE_APPLIANCE
-from appliance.tenancy.principals import Limits, TenantChanges
+from appliance.tenancy.principals import Limits
 from appliance.tenancy.tenants import Tenants
 from engine.protocol import WEIGHT_MAX, FinishReason, GenerationRequest, Priority, RequestProgress, TokenEvent
-from tests.support.cast import Cast, Person, make_person
+from tests.support.cast import OWNER, Cast, Person, change_tenant, make_person
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import BLAME, BUSY, FAIL, HALF, LATE, STALL, make_event
 from tests.support.generations import Serving, open_serving
@@ -63,7 +62,7 @@ async def test_each_answer_has_its_own_text_and_the_prompt_is_billed_once(servin
     assert (event.status, event.finish_reason) == ("posted", "length")
     assert event.prompt_tokens == len(ids)
     assert event.completion_tokens == outcome.usage.completion_tokens == 3 * len(ids)
-    assert len((await serving.reports.ledger_page(access=WHOLE_APPLIANCE)).data) == 1
+    assert len((await serving.reports.ledger_page(access=OWNER)).data) == 1
     assert num_running(serving.admission, cast.bob.tenant.id) == 0
 
 
@@ -287,7 +286,7 @@ async def test_the_engine_gets_weight_class_and_deadline_of_the_tenant(
     serving: Serving, cast: Cast, database: Database, clock: FakeClock
 ) -> None:
     tenants = Tenants(database, clock)
-    changed = await tenants.update(cast.bob.tenant.id, TenantChanges(weight=4, tier="batch"), access=WHOLE_APPLIANCE)
+    changed = await change_tenant(tenants, cast.bob, weight=4, tier="batch")
     generation = await serving.start(Person(tenant=changed, key=cast.bob.key, secret=""), TEXT)
     await generation.outcome
     (request,) = [request for frame in serving.engine.frames for request in frame.submit]

@@ -11,8 +11,7 @@ from appliance.base.db import Database
 from appliance.metering.past_requests import PastRequests
 from appliance.serving.batch_size import BatchSize
 from appliance.serving.engine_stats import EngineStats
-from appliance.tenancy.access import WHOLE_APPLIANCE
-from tests.support.cast import Cast
+from tests.support.cast import OWNER, Cast
 from tests.support.clock import FakeClock
 from tests.support.engine_messages import engine_status
 from tests.support.generations import open_serving
@@ -70,5 +69,5 @@ async def test_a_request_keeps_the_mean_from_its_first_token_to_its_end(
         while_live = generation.live.batch_size_mean
         generation.end_early("disconnected")
         await generation.outcome
-    past = await PastRequests(database).get(generation.request_id, access=WHOLE_APPLIANCE)
+    past = await PastRequests(database).get(generation.request_id, access=OWNER)
     assert (before, while_live, past.batch_size_mean) == (None, 3.0, 3.0)

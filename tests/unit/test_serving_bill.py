@@ -13,10 +13,9 @@ from appliance.base.db import Database
 from appliance.base.errors import RateLimitExceeded
 from appliance.metering.ledger.records import Usage
 from appliance.metering.past_requests import PastRequests
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import Limits
 from engine.protocol import FinishReason, GenerationRequest, TokenEvent
-from tests.support.cast import Cast, make_person
+from tests.support.cast import OWNER, Cast, make_person
 from tests.support.clock import FakeClock
 from tests.support.factories import posted
 from tests.support.fake_engine import STALL, make_event
@@ -122,13 +121,13 @@ async def test_a_past_request_shows_the_kv_blocks_of_its_tokens(
     script = [{"index": index, "num_output_tokens": output} for index, output in enumerate(outputs)]
 
     def events(request: GenerationRequest) -> list[TokenEvent]:
-        serving.generations.live(access=WHOLE_APPLIANCE)[request.request_id].kv_blocks_max = reported_blocks
+        serving.generations.live(access=OWNER)[request.request_id].kv_blocks_max = reported_blocks
         return scripted(request, script, FinishReason.LENGTH)
 
     monkeypatch.setattr(serving.client, "submit", sending(events))
     generation = await serving.start(cast.bob, [7] * prompt, n=len(outputs))
     await generation.outcome
-    assert (await PastRequests(database).get(generation.request_id, access=WHOLE_APPLIANCE)).kv_blocks == blocks
+    assert (await PastRequests(database).get(generation.request_id, access=OWNER)).kv_blocks == blocks
 
 
 async def test_no_kv_blocks_are_shown_if_the_engine_is_gone_or_computed_nothing(
@@ -144,7 +143,7 @@ async def test_no_kv_blocks_are_shown_if_the_engine_is_gone_or_computed_nothing(
     await served.outcome
     assert [(await serving.event(generation)).cause for generation in (refused, served)] == ["engine_ended"] * 2
     for generation in (refused, served):
-        assert (await PastRequests(database).get(generation.request_id, access=WHOLE_APPLIANCE)).kv_blocks == 0
+        assert (await PastRequests(database).get(generation.request_id, access=OWNER)).kv_blocks == 0
 
 
 async def test_an_unbilled_request_uses_up_no_limit(serving: Serving, database: Database, clock: FakeClock) -> None:
@@ -166,7 +165,7 @@ async def test_a_settlement_that_the_ledger_refuses_is_counted_once_as_unrecorde
     generation.end_early("disconnected")
     with structlog.testing.capture_logs() as logs:
         outcome = await generation.outcome
-        await poll_until(lambda: not serving.generations.live(access=WHOLE_APPLIANCE))
+        await poll_until(lambda: not serving.generations.live(access=OWNER))
 
     assert [line["event"] for line in logs] == ["usage record was refused"]
     assert serving.ledger.unrecorded_usage_tokens == outcome.usage.total_tokens > 0

@@ -10,12 +10,11 @@ import pytest
 from appliance.base.db import Database
 from appliance.serving.dry_runs import DryRunRequest, DryRuns
 from appliance.serving.model_registry import ModelRegistry
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.model_policies import ModelPolicies
-from appliance.tenancy.principals import Limits, TenantChanges
+from appliance.tenancy.principals import Limits
 from appliance.tenancy.tenants import Tenants
 from appliance.tenancy.tiers import Tiers
-from tests.support.cast import Cast, Person
+from tests.support.cast import Cast, Person, change_tenant
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import MAX_MODEL_LEN, STALL
 from tests.support.generations import LIMITS, MODEL, Serving
@@ -37,7 +36,7 @@ def make_dry_runs(serving: Serving, database: Database, clock: FakeClock, *, ref
 
 
 async def changed(person: Person, database: Database, clock: FakeClock, **changes: Any) -> Person:
-    tenant = await Tenants(database, clock).update(person.tenant.id, TenantChanges(**changes), access=WHOLE_APPLIANCE)
+    tenant = await change_tenant(Tenants(database, clock), person, **changes)
     return dataclasses.replace(person, tenant=tenant)
 
 

@@ -15,12 +15,11 @@ from appliance.base.db import Database
 from appliance.base.errors import GatehouseError, InternalError, RequestExceedsLimit
 from appliance.serving.endings import EARLY_ENDS, early_end
 from appliance.serving.generation import Generation
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
 from appliance.tenancy.tenants import Tenants
 from appliance.tenancy.tiers import Tiers
-from tests.support.cast import PEPPER, Cast, Person
+from tests.support.cast import OWNER, PEPPER, Cast, Person, change_tenant
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import FAIL, HALF, LATE, STALL
 from tests.support.generations import Serving, open_serving, open_watching_serving, text_of
@@ -135,14 +134,12 @@ async def test_requests_ended_by_a_shutdown_have_that_cause(serving: Serving, ca
 
 Change = Callable[[Keys, Tenants, Person, FakeClock], object]
 CHANGES: dict[str, Change] = {
-    "key_revoked": lambda keys, _tenants, bob, _clock: keys.revoke(bob.key.id, access=WHOLE_APPLIANCE),
+    "key_revoked": lambda keys, _tenants, bob, _clock: keys.revoke(bob.key.id, access=OWNER),
     "key_expired": lambda keys, _tenants, bob, clock: keys.update(
-        bob.key.id, KeyChanges(expires_at=clock.now() + timedelta(milliseconds=20)), access=WHOLE_APPLIANCE
+        bob.key.id, KeyChanges(expires_at=clock.now() + timedelta(milliseconds=20)), access=OWNER
     ),
-    "tenant_suspended": lambda _keys, tenants, bob, _clock: tenants.update(
-        bob.tenant.id, TenantChanges(suspended=True), access=WHOLE_APPLIANCE
-    ),
-    "tenant_archived": lambda _keys, tenants, bob, _clock: tenants.archive(bob.tenant.id, access=WHOLE_APPLIANCE),
+    "tenant_suspended": lambda _keys, tenants, bob, _clock: change_tenant(tenants, bob, suspended=True),
+    "tenant_archived": lambda _keys, tenants, bob, _clock: tenants.archive(bob.tenant.id, access=OWNER),
 }
 
 
@@ -166,7 +163,7 @@ async def test_the_end_of_a_rotations_grace_period_ends_requests_of_the_old_key(
 ) -> None:
     keys = Keys(database, clock, PEPPER)
     old = await begun(serving, cast.bob, 2)
-    successor, secret = await keys.rotate(cast.bob.key.id, grace_s=1, access=WHOLE_APPLIANCE)
+    successor, secret = await keys.rotate(cast.bob.key.id, grace_s=1, access=OWNER)
     new = await serving.start(Person(tenant=cast.bob.tenant, key=successor, secret=secret), TEXT, max_tokens=1000)
     assert not old.outcome.done()
     clock.advance(1)
@@ -203,9 +200,7 @@ async def hard_budget(database: Database, clock: FakeClock, bob: Person, micros:
         model="tiny", currency="EUR", prompt=MICROS, cached_prompt=MICROS, completion=MICROS, effective_from=clock.now()
     )
     changes = TenantChanges(limits=Limits(monthly_budget=micros), cut_at_budget=cut)
-    return dataclasses.replace(
-        bob, tenant=await Tenants(database, clock).update(bob.tenant.id, changes, access=WHOLE_APPLIANCE)
-    )
+    return dataclasses.replace(bob, tenant=await Tenants(database, clock).update(bob.tenant.id, changes, access=OWNER))
 
 
 async def test_a_hard_budget_ends_the_answer_at_the_token_that_exhausts_it(
@@ -247,7 +242,7 @@ async def test_lowering_a_hard_budget_ends_running_requests_at_their_next_token(
     prompt = len(serving.ids(TEXT))
     generation = await begun(serving, await hard_budget(database, clock, cast.bob, prompt + 1000), 5)
     lowered = TenantChanges(limits=Limits(monthly_budget=prompt + 5))
-    await Tenants(database, clock).update(cast.bob.tenant.id, lowered, access=WHOLE_APPLIANCE)
+    await Tenants(database, clock).update(cast.bob.tenant.id, lowered, access=OWNER)
     await serving.generations._watch.check()
     serving.engine.allow_steps(1)
     await check(serving, generation, "aborted", "budget_exceeded")
@@ -263,7 +258,7 @@ async def test_a_budget_can_be_made_hard_or_soft_while_a_request_runs(
     serving.engine.allow_steps(290)
     await poll_until(lambda: generation.live.completion_tokens == 290)
 
-    await Tenants(database, clock).update(bob.tenant.id, TenantChanges(cut_at_budget=not before), access=WHOLE_APPLIANCE)
+    await change_tenant(Tenants(database, clock), bob, cut_at_budget=not before)
     await serving.generations._watch.check()
     serving.engine.allow_steps(710)
     await check(serving, generation, *end)
@@ -282,18 +277,16 @@ async def test_a_change_of_limits_reaches_requests_that_wait_for_admission(
 ) -> None:
     tenants = Tenants(database, clock)
     await Tiers(database, clock).update(cast.bob.tenant.tier, admission_wait_ms=60_000)
-    tenant = await tenants.update(
-        cast.bob.tenant.id, TenantChanges(limits=Limits(concurrent_requests=1)), access=WHOLE_APPLIANCE
-    )
+    tenant = await change_tenant(tenants, cast.bob, limits=Limits(concurrent_requests=1))
     bob = dataclasses.replace(cast.bob, tenant=tenant)
     running = await begun(serving, bob, 2)
     first, second = (asyncio.create_task(serving.start(bob, TEXT, max_tokens=1000)) for _ in range(2))
     await poll_until(lambda: num_waiting(serving.admission) == 2)
 
-    await tenants.update(bob.tenant.id, TenantChanges(limits=Limits(concurrent_requests=2)), access=WHOLE_APPLIANCE)
+    await change_tenant(tenants, bob, limits=Limits(concurrent_requests=2))
     admitted = await first
     assert num_waiting(serving.admission) == 1
-    await tenants.update(bob.tenant.id, TenantChanges(limits=Limits(concurrent_requests=0)), access=WHOLE_APPLIANCE)
+    await change_tenant(tenants, bob, limits=Limits(concurrent_requests=0))
     with pytest.raises(RequestExceedsLimit):
         await second
     for generation in (running, admitted):

@@ -23,10 +23,9 @@ from appliance.serving.explanation import explain_live
 from appliance.serving.generation import Generation
 from appliance.serving.prepared_requests import PreparedRequest
 from appliance.serving.tokenizer import ModelTokenizer
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import Limits
 from engine.protocol import FinishReason, GenerationRequest, SamplingParams, TokenEvent
-from tests.support.cast import Cast, make_person
+from tests.support.cast import OWNER, Cast, make_person
 from tests.support.clock import FakeClock
 from tests.support.engine_messages import engine_status
 from tests.support.fake_engine import FAIL, STALL, make_event
@@ -352,7 +351,7 @@ async def test_a_disconnect_before_prefill_is_not_billed(serving: Serving, cast:
 async def test_an_administrator_can_abort_a_request(serving: Serving, cast: Cast) -> None:
     generation = await serving.start(cast.bob, TEXT, max_tokens=1000)
     await generation.chunks.take(10.0)
-    serving.generations.abort(generation.request_id, access=WHOLE_APPLIANCE)
+    serving.generations.abort(generation.request_id, access=OWNER)
     outcome = await generation.outcome
 
     assert outcome.finish_reason == "aborted"
@@ -407,7 +406,7 @@ async def test_without_an_engine_nothing_is_reserved_or_recorded(serving: Servin
     with pytest.raises(EngineUnavailable):
         await serving.start(cast.bob, TEXT)
 
-    assert (await serving.reports.ledger_page(access=WHOLE_APPLIANCE)).data == []
+    assert (await serving.reports.ledger_page(access=OWNER)).data == []
 
 
 async def test_a_refusal_of_admission_leaves_no_record(serving: Serving, database: Database, clock: FakeClock) -> None:
@@ -418,7 +417,7 @@ async def test_a_refusal_of_admission_leaves_no_record(serving: Serving, databas
     first.end_early("disconnected")
     await first.outcome
 
-    assert len((await serving.reports.ledger_page(access=WHOLE_APPLIANCE)).data) == 1
+    assert len((await serving.reports.ledger_page(access=OWNER)).data) == 1
 
 
 async def test_a_request_that_failed_in_the_engine_is_not_aborted_there(serving: Serving, cast: Cast) -> None:
@@ -458,7 +457,7 @@ async def test_a_disconnect_while_the_record_is_written_is_not_billed_and_never_
 
     async def left(entry: PendingEvent) -> None:
         await written(entry)
-        serving.generations.abort(entry.request_id, access=WHOLE_APPLIANCE)
+        serving.generations.abort(entry.request_id, access=OWNER)
 
     monkeypatch.setattr(serving.ledger, "open", left)
     reconciliation = serving.model.engine.stats.reconciliation
@@ -485,7 +484,7 @@ async def test_a_full_queue_refuses_before_admission(database: Database, clock: 
                 await serving.start(cast.bob, TEXT)
             for generation in generations:
                 generation.end_early("disconnected")
-            await poll_until(lambda: not serving.generations.live(access=WHOLE_APPLIANCE))
+            await poll_until(lambda: not serving.generations.live(access=OWNER))
 
 
 async def test_a_tenant_that_fills_the_queue_leaves_places_to_the_others(
@@ -528,7 +527,7 @@ async def test_draining_refuses_new_requests_and_waits_for_live_ones(serving: Se
 
 async def test_a_live_request_shows_its_progress(serving: Serving, cast: Cast) -> None:
     generation = await serving.start(cast.bob, [STALL, 5])
-    live = serving.generations.live(access=WHOLE_APPLIANCE)[generation.request_id]
+    live = serving.generations.live(access=OWNER)[generation.request_id]
     await poll_until(lambda: live.kv_blocks > 0)
 
     assert (live.state, live.queue_position, live.tenant_name) == ("queued", 0, "bob")

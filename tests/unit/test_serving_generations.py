@@ -16,14 +16,13 @@ from appliance.metering.ledger.records import PendingEvent, Settlement, Usage
 from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.limit_waits import LimitWait
 from appliance.metering.limits.reservations import Reservation
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.keys import Keys
-from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
+from appliance.tenancy.principals import KeyChanges, Limits
 from appliance.tenancy.roles import Action, TenantRole
 from appliance.tenancy.tenants import Tenants
 from appliance.tenancy.tiers import Tiers
 from engine.protocol import EngineFrame, RequestProgress
-from tests.support.cast import PEPPER, Cast, make_person, member_of
+from tests.support.cast import OWNER, PEPPER, Cast, change_tenant, make_person, member_of
 from tests.support.clock import FakeClock
 from tests.support.engine_messages import engine_status
 from tests.support.fake_engine import STALL
@@ -41,7 +40,7 @@ async def test_a_member_sees_and_ends_live_requests_of_its_own_tenant_only(servi
     bobs, charlies = [await serving.start(person, [STALL, 5]) for person in (cast.bob, cast.charlie)]
     manager, viewer = member_of(bob, TenantRole.MANAGER), member_of(bob, TenantRole.VIEWER)
 
-    assert list(generations.live(access=WHOLE_APPLIANCE).values()) == [bobs.live, charlies.live]
+    assert list(generations.live(access=OWNER).values()) == [bobs.live, charlies.live]
     assert generations.tenant_names == {bob: "bob", charlie: "charlie"}
     for access in (manager, viewer):
         assert list(generations.live(access=access).values()) == [bobs.live]
@@ -58,7 +57,7 @@ async def test_a_member_sees_and_ends_live_requests_of_its_own_tenant_only(servi
     ended = await generations.abort_and_wait(bobs.request_id, access=manager)
     assert (ended, ended.state, ended.finish_reason) == (bobs.live, "finished", "aborted")
     with pytest.raises(NotFound):
-        generations.abort("req_unknown", access=WHOLE_APPLIANCE)
+        generations.abort("req_unknown", access=OWNER)
     assert not charlies.outcome.done()
     charlies.end_early("disconnected")
 
@@ -84,7 +83,7 @@ async def test_a_drain_waits_for_the_last_of_several(serving: Serving, cast: Cas
     first, last = await serving.start(cast.charlie, TEXT), await serving.start(cast.bob, [STALL, 5])
     serving.engine.allow_steps(1000)
     await first.outcome
-    await poll_until(lambda: len(serving.generations.live(access=WHOLE_APPLIANCE)) == 1)
+    await poll_until(lambda: len(serving.generations.live(access=OWNER)) == 1)
     assert not await serving.generations.drain(0.02)
     last.end_early("disconnected")
     assert await serving.generations.drain(5.0)
@@ -170,12 +169,12 @@ async def test_a_request_whose_engine_died_while_it_waited_reserves_nothing(
     with pytest.raises(EngineUnavailable):
         await serving.start(cast.bob, TEXT)
     assert num_running(serving.admission, cast.bob.tenant.id) == 0
-    assert (await serving.reports.ledger_page(access=WHOLE_APPLIANCE)).data == []
+    assert (await serving.reports.ledger_page(access=OWNER)).data == []
 
 
 async def test_refusals_of_a_limit_in_shadow_mode_are_counted(serving: Serving, database: Database, clock: FakeClock) -> None:
     dora = await make_person(database, clock, "dora", Limits(concurrent_requests=1))
-    await Tenants(database, clock).update(dora.tenant.id, TenantChanges(limit_mode="shadow"), access=WHOLE_APPLIANCE)
+    await change_tenant(Tenants(database, clock), dora, limit_mode="shadow")
     for _ in range(2):
         await text_of(await serving.start(dora, TEXT))
         running = await serving.start(dora, [STALL, 5])
@@ -189,7 +188,7 @@ async def test_the_expiry_of_a_key_ends_its_running_requests(
     serving: Serving, database: Database, cast: Cast, clock: FakeClock
 ) -> None:
     expiring = KeyChanges(expires_at=clock.now() + timedelta(hours=1))
-    await Keys(database, clock, PEPPER).update(cast.bob.key.id, expiring, access=WHOLE_APPLIANCE)
+    await Keys(database, clock, PEPPER).update(cast.bob.key.id, expiring, access=OWNER)
     generation = await serving.start(cast.bob, [STALL, 5])
     timer = generation._expiry._timer
     assert timer is not None
@@ -218,7 +217,7 @@ async def test_a_request_whose_caller_is_cancelled_while_its_record_is_written_e
         await starting
     disk.set()
     assert await serving.generations.drain(5.0)
-    (event,) = (await serving.reports.ledger_page(access=WHOLE_APPLIANCE)).data
+    (event,) = (await serving.reports.ledger_page(access=OWNER)).data
     assert (event.status, event.finish_reason, event.cause) == ("voided", "disconnected", "client")
     assert num_running(serving.admission, cast.bob.tenant.id) == 0
 

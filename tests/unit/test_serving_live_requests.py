@@ -12,11 +12,10 @@ import pytest
 from appliance.base.db import Database
 from appliance.metering.past_requests import PastRequests
 from appliance.serving.live_requests import LiveRequest
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.principals import Limits
 from appliance.tenancy.tiers import Tiers
 from engine.protocol import FinishReason, TokenEvent
-from tests.support.cast import Cast, make_person
+from tests.support.cast import OWNER, Cast, make_person
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import STALL
 from tests.support.generations import MODEL, open_serving
@@ -92,10 +91,10 @@ async def test_a_past_request_also_shows_how_many_of_its_tenant_came_before_it(
         second = await serving.start(cast.bob, "the quick brown fox")
         await second.outcome
         for running in (of_another, first):
-            serving.generations.abort(running.request_id, access=WHOLE_APPLIANCE)
+            serving.generations.abort(running.request_id, access=OWNER)
             await running.outcome
     past = PastRequests(database)
-    found = [await past.get(generation.request_id, access=WHOLE_APPLIANCE) for generation in (first, second)]
+    found = [await past.get(generation.request_id, access=OWNER) for generation in (first, second)]
     assert [row.tenant_open for row in found] == [0, 1]
 
 
@@ -118,6 +117,6 @@ async def test_a_past_request_shows_its_wait_for_limits_also_where_the_price_cha
         generation = await waiting
         await generation.outcome
     past = PastRequests(database)
-    rows = [await past.get(each.request_id, access=WHOLE_APPLIANCE) for each in (running, generation)]
+    rows = [await past.get(each.request_id, access=OWNER) for each in (running, generation)]
     assert [(row.admission_wait_s, row.awaited_limit) for row in rows] == [(0.0, None), (3.0, "tenant_concurrency")]
     assert (generation.live.ttft_s or 0.0) < 3

@@ -21,13 +21,12 @@ from appliance.base.errors import (
     TenantSuspended,
 )
 from appliance.serving.generation import Generation
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.model_policies import ModelPolicies
 from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
 from appliance.tenancy.tenants import Tenants
 from appliance.tenancy.tiers import Tiers
-from tests.support.cast import PEPPER, Cast, Person, make_person
+from tests.support.cast import OWNER, PEPPER, Cast, Person, change_tenant, make_person
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import STALL
 from tests.support.generations import MODEL, Serving, open_watching_serving
@@ -49,7 +48,7 @@ async def serving(database: Database, clock: FakeClock, cast: Cast, tmp_path: Pa
 async def dora(serving: Serving, database: Database, clock: FakeClock) -> Person:
     """A person whose requests wait for a minute, because one of another key of her tenant runs."""
     first = await make_person(database, clock, "dora", Limits(concurrent_requests=1))
-    key, secret = await Keys(database, clock, PEPPER).create(first.tenant.id, name="second", access=WHOLE_APPLIANCE)
+    key, secret = await Keys(database, clock, PEPPER).create(first.tenant.id, name="second", access=OWNER)
     await Tiers(database, clock).update(first.tenant.tier, admission_wait_ms=60_000)
     await serving.start(first, [STALL, 5])
     return dataclasses.replace(first, key=key, secret=secret)
@@ -59,26 +58,26 @@ Change = Callable[[Keys, Tenants, Person, FakeClock], Coroutine[Any, Any, object
 
 
 def key_change(**changes: Any) -> Change:
-    return lambda keys, _tenants, who, _clock: keys.update(who.key.id, KeyChanges(**changes), access=WHOLE_APPLIANCE)
+    return lambda keys, _tenants, who, _clock: keys.update(who.key.id, KeyChanges(**changes), access=OWNER)
 
 
 def tenant_change(**changes: Any) -> Change:
-    return lambda _keys, tenants, who, _clock: tenants.update(who.tenant.id, TenantChanges(**changes), access=WHOLE_APPLIANCE)
+    return lambda _keys, tenants, who, _clock: change_tenant(tenants, who, **changes)
 
 
 def expiring(keys: Keys, _tenants: Tenants, who: Person, clock: FakeClock) -> Coroutine[Any, Any, object]:
     soon = clock.now() + timedelta(milliseconds=20)
-    return keys.update(who.key.id, KeyChanges(expires_at=soon), access=WHOLE_APPLIANCE)
+    return keys.update(who.key.id, KeyChanges(expires_at=soon), access=OWNER)
 
 
 CHANGES: dict[str, tuple[Change, type[GatehouseError]]] = {
-    "key revoked": (lambda keys, _tenants, who, _clock: keys.revoke(who.key.id, access=WHOLE_APPLIANCE), InvalidApiKey),
+    "key revoked": (lambda keys, _tenants, who, _clock: keys.revoke(who.key.id, access=OWNER), InvalidApiKey),
     "key will expire": (expiring, ExpiredApiKey),
     "scope removed": (key_change(scopes=("usage",)), ScopeNotAllowed),
     "model no longer allowed": (key_change(allowed_models=("other",)), ModelNotAllowed),
     "tenant suspended": (tenant_change(suspended=True), TenantSuspended),
     "tenant archived": (
-        lambda _keys, tenants, who, _clock: tenants.archive(who.tenant.id, access=WHOLE_APPLIANCE),
+        lambda _keys, tenants, who, _clock: tenants.archive(who.tenant.id, access=OWNER),
         TenantSuspended,
     ),
 }
@@ -100,7 +99,7 @@ async def test_a_waiting_request_that_lost_its_access_ends_at_once(
 async def test_a_request_whose_access_was_lost_before_it_waits_ends_too(
     serving: Serving, database: Database, clock: FakeClock, dora: Person
 ) -> None:
-    await Keys(database, clock, PEPPER).revoke(dora.key.id, access=WHOLE_APPLIANCE)
+    await Keys(database, clock, PEPPER).revoke(dora.key.id, access=OWNER)
     await poll_until(lambda: not serving.generations._watch._check_due.is_set())
     with pytest.raises(InvalidApiKey):
         await serving.start(dora, TEXT)
@@ -110,7 +109,7 @@ async def test_a_waiting_request_ends_when_its_key_expires(
     serving: Serving, database: Database, clock: FakeClock, dora: Person
 ) -> None:
     terms = KeyChanges(expires_at=clock.now() + timedelta(milliseconds=20))
-    key = await Keys(database, clock, PEPPER).update(dora.key.id, terms, access=WHOLE_APPLIANCE)
+    key = await Keys(database, clock, PEPPER).update(dora.key.id, terms, access=OWNER)
     with pytest.raises(ExpiredApiKey):
         await serving.start(dataclasses.replace(dora, key=key), TEXT)
 
@@ -120,7 +119,7 @@ async def test_a_change_of_one_key_ends_no_waiting_request_of_another(
 ) -> None:
     waiting = asyncio.create_task(serving.start(dora, TEXT))
     await poll_until(lambda: num_waiting(serving.admission) == 1)
-    await Keys(database, clock, PEPPER).revoke(cast.bob.key.id, access=WHOLE_APPLIANCE)
+    await Keys(database, clock, PEPPER).revoke(cast.bob.key.id, access=OWNER)
     await serving.generations._watch.check()
     assert num_waiting(serving.admission) == 1
     assert not waiting.done()
@@ -136,7 +135,7 @@ async def test_a_request_that_is_admitted_again_does_not_bring_back_the_limits_o
     waiting = [asyncio.create_task(serving.start(dora, [STALL, 5])) for _ in range(2)]
     await poll_until(lambda: num_waiting(serving.admission) == 2)
     lower = TenantChanges(limits={"concurrent_requests": 1})
-    await Tenants(database, clock).update(dora.tenant.id, lower, access=WHOLE_APPLIANCE)
+    await Tenants(database, clock).update(dora.tenant.id, lower, access=OWNER)
     await serving.generations._watch.check()
     await serving.generations._prices.add(model=MODEL, currency="EUR", prompt=1, cached_prompt=1, completion=1)
     for generation in running:
@@ -162,7 +161,7 @@ async def test_a_request_is_admitted_on_the_terms_that_its_tenant_has_when_its_w
     running = await serving.start(cast.bob, [STALL, 5])
     waiting = asyncio.create_task(serving.start(dora, TEXT))
     await poll_until(lambda: num_waiting(serving.admission) == 1)
-    changed = await Tenants(database, clock).update(dora.tenant.id, change, access=WHOLE_APPLIANCE)
+    changed = await Tenants(database, clock).update(dora.tenant.id, change, access=OWNER)
     await serving.generations._watch.check()
     running.end_early("disconnected")
     event = await serving.event(await waiting)
@@ -206,7 +205,7 @@ async def test_no_request_is_admitted_in_a_currency_that_its_tenant_no_longer_ha
     serving: Serving, database: Database, clock: FakeClock, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dora, running, waiting = await wait_unseen_by_the_watch(serving, database, clock, cast, monkeypatch)
-    await Tenants(database, clock).update(dora.tenant.id, TenantChanges(currency="USD"), access=WHOLE_APPLIANCE)
+    await change_tenant(Tenants(database, clock), dora, currency="USD")
     running.end_early("disconnected")
     assert (await serving.event(await waiting)).currency == "USD"
 
@@ -215,7 +214,7 @@ async def test_no_request_is_admitted_with_a_key_that_is_revoked(
     serving: Serving, database: Database, clock: FakeClock, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dora, running, waiting = await wait_unseen_by_the_watch(serving, database, clock, cast, monkeypatch)
-    await Keys(database, clock, PEPPER).revoke(dora.key.id, access=WHOLE_APPLIANCE)
+    await Keys(database, clock, PEPPER).revoke(dora.key.id, access=OWNER)
     running.end_early("disconnected")
     with pytest.raises(InvalidApiKey):
         await waiting

@@ -17,11 +17,11 @@ from appliance.metering.limits.allowances import Allowance
 from appliance.metering.past_requests import PastRequests
 from appliance.serving.explanation import explain_live
 from appliance.serving.generation import Generation
-from appliance.tenancy.access import WHOLE_APPLIANCE, Access
+from appliance.tenancy.access import Access
 from appliance.tenancy.principals import Limits
 from appliance.tenancy.roles import Role, TenantRole
 from appliance.tenancy.tiers import Tiers
-from tests.support.cast import Cast, Person, make_person
+from tests.support.cast import OWNER, Cast, Person, make_person
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import STALL
 from tests.support.generations import Serving
@@ -62,7 +62,7 @@ async def test_a_waiting_request_is_listed_as_queued_with_the_limit_that_it_wait
 ) -> None:
     async with waiting_requests(serving, database, clock, 2) as (dora, running, _):
         clock.advance(3)
-        live = list(serving.generations.live(access=WHOLE_APPLIANCE).values())
+        live = list(serving.generations.live(access=OWNER).values())
         first = live[1]
 
         assert live[0] is running.live
@@ -71,37 +71,37 @@ async def test_a_waiting_request_is_listed_as_queued_with_the_limit_that_it_wait
         assert (first.awaited_limit, first.admission_wait_s) == ("tenant_concurrency", 3.0)
         assert first.prompt_tokens == len(serving.ids(TEXT))
         assert explain_live(first) == "Waiting for room in its tenant's concurrent requests, 3.0 s so far."
-        assert serving.generations.find(first.id, access=WHOLE_APPLIANCE) == first
+        assert serving.generations.find(first.id, access=OWNER) == first
 
 
 async def test_an_admitted_request_no_longer_waits(serving: Serving, database: Database, clock: FakeClock) -> None:
     async with waiting_requests(serving, database, clock, 1) as (_, running, (task,)):
-        (waiting,) = serving.generations.unrecorded(access=WHOLE_APPLIANCE)
+        (waiting,) = serving.generations.unrecorded(access=OWNER)
         running.end_early("disconnected")
         generation = await task
 
         assert generation.request_id == waiting.id
-        assert serving.generations.unrecorded(access=WHOLE_APPLIANCE) == []
+        assert serving.generations.unrecorded(access=OWNER) == []
 
 
 async def test_an_abort_ends_the_wait_reserves_nothing_and_lets_the_others_go_on(
     serving: Serving, database: Database, clock: FakeClock
 ) -> None:
     async with waiting_requests(serving, database, clock, 2) as (dora, running, (first, second)):
-        aborted, other = serving.generations.unrecorded(access=WHOLE_APPLIANCE)
+        aborted, other = serving.generations.unrecorded(access=OWNER)
         clock.advance(2)
-        ended = await serving.generations.abort_and_wait(aborted.id, access=WHOLE_APPLIANCE)
+        ended = await serving.generations.abort_and_wait(aborted.id, access=OWNER)
         with pytest.raises(RequestAborted):
             await first
 
         assert (ended.id, ended.state, ended.finish_reason) == (aborted.id, "finished", "aborted")
         assert explain_live(ended) == "Ended while it waited for room in its tenant's concurrent requests, 2.0 s."
-        assert [request.id for request in serving.generations.unrecorded(access=WHOLE_APPLIANCE)] == [other.id]
+        assert [request.id for request in serving.generations.unrecorded(access=OWNER)] == [other.id]
         assert num_running(serving.admission, dora.tenant.id) == 1
         with pytest.raises(NotFound):
-            serving.generations.abort(aborted.id, access=WHOLE_APPLIANCE)
+            serving.generations.abort(aborted.id, access=OWNER)
         with pytest.raises(NotFound):
-            await PastRequests(database).get(aborted.id, access=WHOLE_APPLIANCE)
+            await PastRequests(database).get(aborted.id, access=OWNER)
         running.end_early("disconnected")
         assert (await second).request_id == other.id
 
@@ -128,12 +128,12 @@ async def test_a_request_is_listed_in_every_turn_of_the_event_loop_from_its_wait
     serving: Serving, database: Database, clock: FakeClock
 ) -> None:
     async with waiting_requests(serving, database, clock, 1) as (_, running, (task,)):
-        (waiting,) = serving.generations.unrecorded(access=WHOLE_APPLIANCE)
+        (waiting,) = serving.generations.unrecorded(access=OWNER)
         running.end_early("disconnected")
         seen = []
         while not task.done():
-            found = serving.generations.find(waiting.id, access=WHOLE_APPLIANCE)
-            seen.append((found is not None, waiting.id in serving.generations.live(access=WHOLE_APPLIANCE)))
+            found = serving.generations.find(waiting.id, access=OWNER)
+            seen.append((found is not None, waiting.id in serving.generations.live(access=OWNER)))
             await asyncio.sleep(0)
 
         assert set(seen) == {(True, True)}
@@ -143,18 +143,18 @@ async def test_an_abort_between_the_end_of_the_wait_and_the_generation_ends_the_
     serving: Serving, database: Database, clock: FakeClock
 ) -> None:
     async with waiting_requests(serving, database, clock, 1) as (dora, running, (task,)):
-        (waiting,) = serving.generations.unrecorded(access=WHOLE_APPLIANCE)
+        (waiting,) = serving.generations.unrecorded(access=OWNER)
         running.end_early("disconnected")
         while num_waiting(serving.admission):  # noqa: ASYNC110 - each turn of the event loop counts
             await asyncio.sleep(0)
         assert not task.done()
-        ended = serving.generations.abort(waiting.id, access=WHOLE_APPLIANCE)
+        ended = serving.generations.abort(waiting.id, access=OWNER)
         with pytest.raises(RequestAborted):
             await task
 
         assert (ended.state, ended.finish_reason) == ("finished", "aborted")
         assert num_running(serving.admission, dora.tenant.id) == 0
-        assert waiting.id not in serving.generations.live(access=WHOLE_APPLIANCE)
+        assert waiting.id not in serving.generations.live(access=OWNER)
 
 
 async def test_a_request_can_be_aborted_before_it_is_decided_whether_it_must_wait(
@@ -169,8 +169,8 @@ async def test_a_request_can_be_aborted_before_it_is_decided_whether_it_must_wai
     monkeypatch.setattr(serving.generations._prices, "current", slow)
     task = asyncio.create_task(serving.start(cast.bob, TEXT))
     await asked.wait()
-    (live,) = serving.generations.live(access=WHOLE_APPLIANCE).values()
-    serving.generations.abort(live.id, access=WHOLE_APPLIANCE)
+    (live,) = serving.generations.live(access=OWNER).values()
+    serving.generations.abort(live.id, access=OWNER)
     with pytest.raises(RequestAborted):
         await task
 
@@ -181,28 +181,28 @@ async def test_a_disconnect_goes_before_an_abort_in_the_same_turn_of_the_event_l
     serving: Serving, database: Database, clock: FakeClock
 ) -> None:
     async with waiting_requests(serving, database, clock, 1) as (_, _running, (task,)):
-        (waiting,) = serving.generations.unrecorded(access=WHOLE_APPLIANCE)
+        (waiting,) = serving.generations.unrecorded(access=OWNER)
         task.cancel()
-        serving.generations.abort(waiting.id, access=WHOLE_APPLIANCE)
+        serving.generations.abort(waiting.id, access=OWNER)
         with pytest.raises(asyncio.CancelledError):
             await task
 
-        assert waiting.id not in serving.generations.live(access=WHOLE_APPLIANCE)
+        assert waiting.id not in serving.generations.live(access=OWNER)
 
 
 async def test_live_requests_are_in_the_order_of_their_arrival_whether_admitted_or_not(
     serving: Serving, database: Database, clock: FakeClock, cast: Cast
 ) -> None:
     async with waiting_requests(serving, database, clock, 1) as (_, running, (task,)):
-        (waiting,) = serving.generations.unrecorded(access=WHOLE_APPLIANCE)
+        (waiting,) = serving.generations.unrecorded(access=OWNER)
         later = await serving.start(cast.bob, [STALL, 5])
         order = [running.request_id, waiting.id, later.request_id]
 
-        assert list(serving.generations.live(access=WHOLE_APPLIANCE)) == order
+        assert list(serving.generations.live(access=OWNER)) == order
         running.end_early("disconnected")
         await task
         await running.outcome
-        assert list(serving.generations.live(access=WHOLE_APPLIANCE)) == order[1:]
+        assert list(serving.generations.live(access=OWNER)) == order[1:]
         later.end_early("disconnected")
 
 
@@ -240,11 +240,11 @@ async def test_a_request_is_unrecorded_until_its_usage_event_is_committed(
     monkeypatch.setattr(serving.ledger, "open", slow)
     task = asyncio.create_task(serving.start(cast.bob, TEXT))
     await asked.wait()
-    (unrecorded,) = serving.generations.unrecorded(access=WHOLE_APPLIANCE)
+    (unrecorded,) = serving.generations.unrecorded(access=OWNER)
     stranger = Access(role=Role.MEMBER, actor=SYSTEM, tenants={cast.charlie.tenant.id: TenantRole.MANAGER})
 
     assert unrecorded.admitted_at is not None
     assert serving.generations.unrecorded(access=stranger) == []
     writable.set()
     assert (await task).live is unrecorded
-    assert serving.generations.unrecorded(access=WHOLE_APPLIANCE) == []
+    assert serving.generations.unrecorded(access=OWNER) == []

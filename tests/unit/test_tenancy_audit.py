@@ -15,9 +15,9 @@ from appliance.base.db import Database
 from appliance.base.errors import InvalidValue
 from appliance.base.tables import audit_log, tiers
 from appliance.tenancy import audit
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.audit import AuditFilter, AuditLog, record
 from appliance.tenancy.audit_chain import FIRST_HASH, AuditEntry, Verification, canonical_json, hash_of
+from tests.support.cast import OWNER
 from tests.support.clock import FakeClock
 from tests.support.tampering import tamper
 
@@ -33,7 +33,7 @@ async def _write(database: Database, clock: FakeClock, count: int = 1, *, action
 
 
 async def _entries(database: Database) -> list[AuditEntry]:
-    return (await AuditLog(database, FakeClock()).page(1000, access=WHOLE_APPLIANCE)).data[::-1]
+    return (await AuditLog(database, FakeClock()).page(1000, access=OWNER)).data[::-1]
 
 
 async def test_an_entry_has_actor_action_target_origin_and_changed_values(database: Database, clock: FakeClock) -> None:
@@ -229,8 +229,8 @@ async def test_entries_are_listed_newest_first_and_filtered(database: Database, 
     with acting(ALICE):
         await _write(database, clock, 2, action="key.create")
     log = AuditLog(database, clock)
-    first = await log.page(2, access=WHOLE_APPLIANCE)
-    second = await log.page(2, first.next_cursor, access=WHOLE_APPLIANCE)
+    first = await log.page(2, access=OWNER)
+    second = await log.page(2, first.next_cursor, access=OWNER)
     assert [entry.id for entry in (*first.data, *second.data)] == [5, 4, 3, 2]
     cases = [
         (AuditFilter(actions=["key.create"]), [5, 4]),
@@ -242,9 +242,9 @@ async def test_entries_are_listed_newest_first_and_filtered(database: Database, 
         (AuditFilter(end=start + timedelta(seconds=60)), [3, 2, 1]),
     ]
     for filters, expected in cases:
-        assert [entry.id for entry in (await log.page(filters=filters, access=WHOLE_APPLIANCE)).data] == expected, filters
+        assert [entry.id for entry in (await log.page(filters=filters, access=OWNER)).data] == expected, filters
     with pytest.raises(InvalidValue, match="cursor"):
-        await log.page(2, "nonsense", access=WHOLE_APPLIANCE)
+        await log.page(2, "nonsense", access=OWNER)
 
 
 async def test_a_change_and_its_entry_are_one_transaction(database: Database, clock: FakeClock) -> None:

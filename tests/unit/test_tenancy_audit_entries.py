@@ -15,7 +15,6 @@ from appliance.base.db import Database
 from appliance.base.errors import GatehouseError, InvalidValue, NameTaken
 from appliance.base.tables import audit_log
 from appliance.metering.ledger.epochs import begin_epoch
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.admin_tokens import AdminTokens
 from appliance.tenancy.audit import AuditLog
 from appliance.tenancy.audit_chain import AuditEntry
@@ -25,7 +24,7 @@ from appliance.tenancy.principals import KeyChanges, TenantChanges
 from appliance.tenancy.sessions import Sessions
 from appliance.tenancy.tenants import Tenants
 from appliance.tenancy.tiers import ADMISSION_WAIT_MS_DEFAULT, Tiers
-from tests.support.cast import PEPPER, Cast
+from tests.support.cast import OWNER, PEPPER, Cast
 from tests.support.clock import FakeClock
 from tests.support.factories import pending
 from tests.support.ledgers import euro_prices, running_ledger, utc_recover
@@ -35,7 +34,7 @@ ALICE = Actor(kind="member", name="alice@example.com", id="mb_alice", request_id
 
 async def entries(database: Database) -> list[AuditEntry]:
     """Return the entries of Alice's actions, oldest first."""
-    page = await AuditLog(database, FakeClock()).page(1000, access=WHOLE_APPLIANCE)
+    page = await AuditLog(database, FakeClock()).page(1000, access=OWNER)
     return [entry for entry in page.data[::-1] if entry.actor_name == ALICE.name]
 
 
@@ -50,12 +49,12 @@ async def audited_changes(database: Database) -> list[tuple[str, str | None, Any
 async def test_changes_of_a_tenant_are_audited(database: Database, clock: FakeClock, cast: Cast) -> None:
     tenants = Tenants(database, clock)
     with acting(ALICE):
-        made = await tenants.create("dora", TenantChanges(tier="batch"), access=WHOLE_APPLIANCE)
-        await tenants.update(made.id, TenantChanges(weight=3, limits={"tokens_per_minute": 500}), access=WHOLE_APPLIANCE)
-        await tenants.update(made.id, TenantChanges(weight=3), access=WHOLE_APPLIANCE)
-        await tenants.limit_model(made.id, "demo", {"requests_per_minute": 2}, access=WHOLE_APPLIANCE)
-        await tenants.archive(made.id, access=WHOLE_APPLIANCE)
-        await tenants.archive(made.id, access=WHOLE_APPLIANCE)
+        made = await tenants.create("dora", TenantChanges(tier="batch"), access=OWNER)
+        await tenants.update(made.id, TenantChanges(weight=3, limits={"tokens_per_minute": 500}), access=OWNER)
+        await tenants.update(made.id, TenantChanges(weight=3), access=OWNER)
+        await tenants.limit_model(made.id, "demo", {"requests_per_minute": 2}, access=OWNER)
+        await tenants.archive(made.id, access=OWNER)
+        await tenants.archive(made.id, access=OWNER)
     created, changed, limited, archived = await audited_changes(database)
     assert created[:3] == ("tenant.create", made.id, None)
     assert (created[3]["name"], created[3]["tier"], created[3]["limits"]["tokens_per_minute"]) == ("dora", "batch", None)
@@ -79,11 +78,11 @@ async def test_a_changed_tier_is_audited_with_its_former_wait(database: Database
 async def test_changes_of_a_key_are_audited(database: Database, clock: FakeClock, cast: Cast) -> None:
     keys = Keys(database, clock, PEPPER)
     with acting(ALICE):
-        made, secret = await keys.create(cast.bob.tenant.id, name="ci", access=WHOLE_APPLIANCE)
-        await keys.update(made.id, KeyChanges(name="nightly"), access=WHOLE_APPLIANCE)
-        fresh, fresh_secret = await keys.rotate(made.id, grace_s=60, access=WHOLE_APPLIANCE)
-        await keys.revoke(fresh.id, access=WHOLE_APPLIANCE)
-        await keys.revoke(fresh.id, access=WHOLE_APPLIANCE)
+        made, secret = await keys.create(cast.bob.tenant.id, name="ci", access=OWNER)
+        await keys.update(made.id, KeyChanges(name="nightly"), access=OWNER)
+        fresh, fresh_secret = await keys.rotate(made.id, grace_s=60, access=OWNER)
+        await keys.revoke(fresh.id, access=OWNER)
+        await keys.revoke(fresh.id, access=OWNER)
     rows = await audited_changes(database)
     assert [row[0] for row in rows] == ["key.create", "key.update", "key.rotate", "key.create", "key.revoke"]
     assert {row[1] for row in rows} == {cast.bob.tenant.id}
@@ -161,9 +160,7 @@ async def test_recovery_at_a_start_is_audited_as_the_appliance(database: Databas
     await utc_recover(database, clock, epoch)
     await utc_recover(database, clock, epoch)
     found = [
-        entry
-        for entry in (await AuditLog(database, clock).page(100, access=WHOLE_APPLIANCE)).data
-        if entry.action == "ledger.recover"
+        entry for entry in (await AuditLog(database, clock).page(100, access=OWNER)).data if entry.action == "ledger.recover"
     ]
     assert [(entry.actor_kind, entry.target_id, entry.after) for entry in found] == [("system", epoch, '{"events":1}')]
 
@@ -171,10 +168,10 @@ async def test_recovery_at_a_start_is_audited_as_the_appliance(database: Databas
 async def test_refused_changes_leave_no_entry(database: Database, clock: FakeClock, cast: Cast) -> None:
     tenants, keys = Tenants(database, clock), Keys(database, clock, PEPPER)
     refused: list[tuple[type[GatehouseError], Any]] = [
-        (NameTaken, lambda: tenants.create(name="bob", access=WHOLE_APPLIANCE)),
-        (NameTaken, lambda: tenants.update(cast.bob.tenant.id, TenantChanges(name="charlie"), access=WHOLE_APPLIANCE)),
-        (InvalidValue, lambda: tenants.update(cast.bob.tenant.id, TenantChanges(weight=-1), access=WHOLE_APPLIANCE)),
-        (InvalidValue, lambda: keys.rotate(cast.bob.key.id, grace_s=-1, access=WHOLE_APPLIANCE)),
+        (NameTaken, lambda: tenants.create(name="bob", access=OWNER)),
+        (NameTaken, lambda: tenants.update(cast.bob.tenant.id, TenantChanges(name="charlie"), access=OWNER)),
+        (InvalidValue, lambda: tenants.update(cast.bob.tenant.id, TenantChanges(weight=-1), access=OWNER)),
+        (InvalidValue, lambda: keys.rotate(cast.bob.key.id, grace_s=-1, access=OWNER)),
     ]
     with acting(ALICE):
         for error, call in refused:
@@ -188,9 +185,9 @@ async def test_concurrent_changes_extend_one_chain_without_deadlock(database: Da
     tenants, keys = Tenants(database, clock), Keys(database, clock, PEPPER)
 
     async def change(number: int) -> None:
-        await tenants.update(cast.bob.tenant.id, TenantChanges(weight=number + 2), access=WHOLE_APPLIANCE)
-        key, _ = await keys.create(cast.bob.tenant.id, name=f"key {number}", access=WHOLE_APPLIANCE)
-        await keys.rotate(key.id, access=WHOLE_APPLIANCE)
+        await tenants.update(cast.bob.tenant.id, TenantChanges(weight=number + 2), access=OWNER)
+        key, _ = await keys.create(cast.bob.tenant.id, name=f"key {number}", access=OWNER)
+        await keys.rotate(key.id, access=OWNER)
 
     with acting(ALICE):
         await asyncio.gather(*(change(number) for number in range(12)))

@@ -10,7 +10,6 @@ import pytest
 from appliance.base.db import Database
 from appliance.base.errors import InvalidApiKey, InvalidCredentials
 from appliance.base.settings import Settings, UnusableData
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.admin_tokens import AdminTokens
 from appliance.tenancy.bootstrap import FirstStart, bootstrap
 from appliance.tenancy.first_login import PENDING_FILE, mark_shown
@@ -18,7 +17,7 @@ from appliance.tenancy.keys import Keys
 from appliance.tenancy.members import Members
 from appliance.tenancy.secrets import read_or_create_pepper
 from appliance.tenancy.tenants import Tenants
-from tests.support.cast import PEPPER
+from tests.support.cast import OWNER, PEPPER
 from tests.support.clock import FakeClock
 
 
@@ -56,7 +55,7 @@ async def test_a_later_start_creates_nothing(database: Database, clock: FakeCloc
     await start(database, clock, settings)
     mark_shown(settings.data_dir)
     assert await start(database, clock, settings) is None
-    assert len((await Tenants(database, clock).list(access=WHOLE_APPLIANCE)).data) == 1
+    assert len((await Tenants(database, clock).list(access=OWNER)).data) == 1
 
 
 async def test_credentials_set_by_the_operator_are_used_and_not_shown(

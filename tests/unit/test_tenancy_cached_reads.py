@@ -12,13 +12,12 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.db import Database
 from appliance.base.errors import InvalidApiKey
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.model_policies import ModelPolicies
-from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
+from appliance.tenancy.principals import KeyChanges, Limits
 from appliance.tenancy.tenants import Tenants
 from appliance.tenancy.tiers import Tiers
-from tests.support.cast import PEPPER, Cast
+from tests.support.cast import OWNER, PEPPER, Cast, change_tenant
 from tests.support.clock import FakeClock
 from tests.support.ledgers import euro_prices
 
@@ -68,7 +67,7 @@ async def test_requests_of_one_key_at_once_cost_one_read(keys: Keys, cast: Cast,
 async def test_requests_of_one_revoked_key_at_once_are_all_refused_by_one_read(
     keys: Keys, cast: Cast, readings: Readings
 ) -> None:
-    await keys.revoke(cast.bob.key.id, access=WHOLE_APPLIANCE)
+    await keys.revoke(cast.bob.key.id, access=OWNER)
     calls = (keys.authenticate(cast.bob.secret, LOCALHOST) for _ in range(CALLERS))
     refused = await asyncio.gather(*calls, return_exceptions=True)
     assert {type(error) for error in refused} == {InvalidApiKey}
@@ -89,7 +88,7 @@ async def test_a_read_that_began_before_a_revocation_serves_no_request_that_came
     readings.may_return.clear()
     before = asyncio.create_task(keys.authenticate(cast.bob.secret, LOCALHOST))
     await readings.has_read.wait()
-    await keys.revoke(cast.bob.key.id, access=WHOLE_APPLIANCE)
+    await keys.revoke(cast.bob.key.id, access=OWNER)
 
     after = asyncio.create_task(keys.authenticate(cast.bob.secret, LOCALHOST))
     readings.may_return.set()
@@ -119,12 +118,12 @@ async def test_a_change_that_does_not_concern_a_key_costs_it_no_read(
     tenants, policies, tiers = Tenants(database, clock), ModelPolicies(database, clock), Tiers(database, clock)
     bob, charlie = cast.bob, cast.charlie
     changes: list[Callable[[], Awaitable[object]]] = [
-        lambda: keys.update(charlie.key.id, KeyChanges(name="ci"), access=WHOLE_APPLIANCE),
-        lambda: keys.create(bob.tenant.id, name="another", access=WHOLE_APPLIANCE),
-        lambda: keys.rotate(charlie.key.id, access=WHOLE_APPLIANCE),
-        lambda: tenants.update(charlie.tenant.id, TenantChanges(weight=2), access=WHOLE_APPLIANCE),
-        lambda: tenants.archive(charlie.tenant.id, access=WHOLE_APPLIANCE),
-        lambda: tenants.create(name="dora", access=WHOLE_APPLIANCE),
+        lambda: keys.update(charlie.key.id, KeyChanges(name="ci"), access=OWNER),
+        lambda: keys.create(bob.tenant.id, name="another", access=OWNER),
+        lambda: keys.rotate(charlie.key.id, access=OWNER),
+        lambda: change_tenant(tenants, charlie, weight=2),
+        lambda: tenants.archive(charlie.tenant.id, access=OWNER),
+        lambda: tenants.create(name="dora", access=OWNER),
         lambda: policies.put("demo", Limits(requests_per_minute=1)),
         lambda: tiers.update("batch", admission_wait_ms=1),
     ]
@@ -142,10 +141,10 @@ async def test_every_change_of_a_key_or_its_tenant_is_in_its_next_principal(
     tenants, bob = Tenants(database, clock), cast.bob
     seen = [await keys.authenticate(bob.secret, LOCALHOST)]
     changes: list[Callable[[], Awaitable[object]]] = [
-        lambda: keys.update(bob.key.id, KeyChanges(name="ci"), access=WHOLE_APPLIANCE),
-        lambda: tenants.update(bob.tenant.id, TenantChanges(weight=2), access=WHOLE_APPLIANCE),
-        lambda: tenants.limit_model(bob.tenant.id, "demo", {"requests_per_minute": 1}, access=WHOLE_APPLIANCE),
-        lambda: keys.rotate(bob.key.id, grace_s=60, access=WHOLE_APPLIANCE),
+        lambda: keys.update(bob.key.id, KeyChanges(name="ci"), access=OWNER),
+        lambda: change_tenant(tenants, bob, weight=2),
+        lambda: tenants.limit_model(bob.tenant.id, "demo", {"requests_per_minute": 1}, access=OWNER),
+        lambda: keys.rotate(bob.key.id, grace_s=60, access=OWNER),
     ]
     for change in changes:
         await change()

@@ -12,12 +12,11 @@ from sqlalchemy import select, update
 from appliance.base.db import Database
 from appliance.base.errors import InvalidCredentials, NotFound
 from appliance.base.tables import audit_log, members
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.audit import AuditLog
 from appliance.tenancy.id_tokens import Identity
 from appliance.tenancy.identities import Identities, unlink_by_email
 from appliance.tenancy.members import Members
-from tests.support.cast import Cast
+from tests.support.cast import OWNER, Cast
 from tests.support.clock import FakeClock
 from tests.support.oidc_provider import ISSUER
 
@@ -114,6 +113,6 @@ async def test_unlinking_affects_one_member_and_is_audited(
     await identities.unlink(cast.alice.id)
 
     assert [await identities.issuer_of(member_id) for member_id in (cast.alice.id, dora.id)] == [None, ISSUER]
-    (entry,) = (await AuditLog(database, clock).page(1, access=WHOLE_APPLIANCE)).data
+    (entry,) = (await AuditLog(database, clock).page(1, access=OWNER)).data
     assert (entry.action, entry.target_id) == ("member.unlink_provider", cast.alice.id)
     assert json.loads(entry.before or "") == {"email": ALICE.email, "oidc_issuer": ISSUER, "oidc_subject": ALICE.subject}

@@ -29,15 +29,14 @@ from appliance.base.errors import (
 )
 from appliance.base.tables import api_keys
 from appliance.tenancy import keys as keys_module
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.fields import LIST_ITEMS_MAX
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.model_policies import ModelPolicies
-from appliance.tenancy.principals import ApiKey, KeyChanges, Limits, Tenant, TenantChanges
+from appliance.tenancy.principals import ApiKey, KeyChanges, Limits, Tenant
 from appliance.tenancy.tenants import Tenants
 from appliance.tenancy.tiers import Tiers
 from tests.support.case_ids import case_id
-from tests.support.cast import PEPPER, Cast
+from tests.support.cast import OWNER, PEPPER, Cast, change_tenant
 from tests.support.clock import FakeClock
 
 LOCALHOST = "127.0.0.1"
@@ -62,7 +61,7 @@ def fail_after_commit(database: Database, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 async def test_a_key_has_a_prefix_and_a_secret_that_is_not_stored(database: Database, keys: Keys, cast: Cast) -> None:
-    key, secret = await keys.create(cast.bob.tenant.id, name="ci", access=WHOLE_APPLIANCE)
+    key, secret = await keys.create(cast.bob.tenant.id, name="ci", access=OWNER)
     assert re.fullmatch(r"gh_[a-z2-7]{8}_[a-z2-7]{26}", secret)
     assert secret.startswith(key.prefix + "_")
     async with database.reading() as connection:
@@ -112,12 +111,12 @@ async def test_a_principal_has_the_change_count_at_which_it_was_read(keys: Keys,
 
 async def test_a_revoked_key_is_refused_by_the_next_call(keys: Keys, cast: Cast, clock: FakeClock) -> None:
     await keys.authenticate(cast.bob.secret, LOCALHOST)
-    revoked = await keys.revoke(cast.bob.key.id, access=WHOLE_APPLIANCE)
+    revoked = await keys.revoke(cast.bob.key.id, access=OWNER)
     assert revoked.revoked_at == clock.now()
     with pytest.raises(InvalidApiKey):
         await keys.authenticate(cast.bob.secret, LOCALHOST)
     clock.advance(5)
-    assert await keys.revoke(cast.bob.key.id, access=WHOLE_APPLIANCE) == revoked
+    assert await keys.revoke(cast.bob.key.id, access=OWNER) == revoked
     await keys.authenticate(cast.charlie.secret, LOCALHOST)
 
 
@@ -127,7 +126,7 @@ async def test_a_revoked_key_is_refused_although_the_commit_raised_an_error(
     await keys.authenticate(cast.bob.secret, LOCALHOST)
     fail_after_commit(database, monkeypatch)
     with pytest.raises(ConnectionResetError):
-        await keys.revoke(cast.bob.key.id, access=WHOLE_APPLIANCE)
+        await keys.revoke(cast.bob.key.id, access=OWNER)
 
     with pytest.raises(InvalidApiKey):
         await keys.authenticate(cast.bob.secret, LOCALHOST)
@@ -142,14 +141,14 @@ async def test_every_change_is_counted_although_its_commit_raised_an_error(
         lambda: policies.put("demo", Limits(requests_per_minute=1)),
         lambda: policies.remove("demo"),
         lambda: tiers.update("batch", admission_wait_ms=1),
-        lambda: tenants.create(name="dora", access=WHOLE_APPLIANCE),
-        lambda: tenants.update(bob.tenant.id, TenantChanges(weight=2), access=WHOLE_APPLIANCE),
-        lambda: tenants.limit_model(bob.tenant.id, "demo", {"requests_per_minute": 1}, access=WHOLE_APPLIANCE),
-        lambda: tenants.archive(bob.tenant.id, access=WHOLE_APPLIANCE),
-        lambda: keys.create(successor.tenant.id, name="ci", access=WHOLE_APPLIANCE),
-        lambda: keys.update(successor.key.id, KeyChanges(name="ci 2"), access=WHOLE_APPLIANCE),
-        lambda: keys.rotate(successor.key.id, access=WHOLE_APPLIANCE),
-        lambda: keys.revoke(bob.key.id, access=WHOLE_APPLIANCE),
+        lambda: tenants.create(name="dora", access=OWNER),
+        lambda: change_tenant(tenants, bob, weight=2),
+        lambda: tenants.limit_model(bob.tenant.id, "demo", {"requests_per_minute": 1}, access=OWNER),
+        lambda: tenants.archive(bob.tenant.id, access=OWNER),
+        lambda: keys.create(successor.tenant.id, name="ci", access=OWNER),
+        lambda: keys.update(successor.key.id, KeyChanges(name="ci 2"), access=OWNER),
+        lambda: keys.rotate(successor.key.id, access=OWNER),
+        lambda: keys.revoke(bob.key.id, access=OWNER),
     ]
     fail_after_commit(database, monkeypatch)
     counts = [database.principal_changes.value]
@@ -163,10 +162,10 @@ async def test_every_change_is_counted_although_its_commit_raised_an_error(
 
 async def test_a_key_read_during_its_revocation_is_not_cached(keys: Keys, cast: Cast) -> None:
     for _ in range(5):
-        key, secret = await keys.create(cast.bob.tenant.id, name="short-lived", access=WHOLE_APPLIANCE)
+        key, secret = await keys.create(cast.bob.tenant.id, name="short-lived", access=OWNER)
         await asyncio.gather(
             *(keys.authenticate(secret, LOCALHOST) for _ in range(4)),
-            keys.revoke(key.id, access=WHOLE_APPLIANCE),
+            keys.revoke(key.id, access=OWNER),
             return_exceptions=True,
         )
         with pytest.raises(InvalidApiKey):
@@ -175,7 +174,7 @@ async def test_a_key_read_during_its_revocation_is_not_cached(keys: Keys, cast: 
 
 async def test_a_key_expires_exactly_at_its_expiry(keys: Keys, cast: Cast, clock: FakeClock) -> None:
     _key, secret = await keys.create(
-        cast.bob.tenant.id, "brief", KeyChanges(expires_at=clock.now() + timedelta(seconds=10)), access=WHOLE_APPLIANCE
+        cast.bob.tenant.id, "brief", KeyChanges(expires_at=clock.now() + timedelta(seconds=10)), access=OWNER
     )
     clock.advance(9.999999)
     await keys.authenticate(secret, LOCALHOST)
@@ -189,16 +188,16 @@ async def test_keys_of_a_suspended_or_archived_tenant_are_refused_at_once(
 ) -> None:
     tenants = Tenants(database, clock)
     await keys.authenticate(cast.bob.secret, LOCALHOST)
-    await tenants.update(cast.bob.tenant.id, TenantChanges(suspended=True), access=WHOLE_APPLIANCE)
+    await change_tenant(tenants, cast.bob, suspended=True)
     with pytest.raises(TenantSuspended):
         await keys.authenticate(cast.bob.secret, LOCALHOST)
-    await tenants.update(cast.bob.tenant.id, TenantChanges(suspended=False), access=WHOLE_APPLIANCE)
+    await change_tenant(tenants, cast.bob, suspended=False)
     await keys.authenticate(cast.bob.secret, LOCALHOST)
-    await tenants.archive(cast.bob.tenant.id, access=WHOLE_APPLIANCE)
+    await tenants.archive(cast.bob.tenant.id, access=OWNER)
     with pytest.raises(TenantSuspended):
         await keys.authenticate(cast.bob.secret, LOCALHOST)
     with pytest.raises(Conflict):
-        await keys.create(cast.bob.tenant.id, name="late", access=WHOLE_APPLIANCE)
+        await keys.create(cast.bob.tenant.id, name="late", access=OWNER)
 
 
 async def test_a_principal_with_an_ended_key_or_tenant_is_not_usable(cast: Cast, clock: FakeClock) -> None:
@@ -218,10 +217,8 @@ async def test_a_principal_with_an_ended_key_or_tenant_is_not_usable(cast: Cast,
 
 async def test_changed_limits_are_in_the_next_principal(database: Database, clock: FakeClock, keys: Keys, cast: Cast) -> None:
     await keys.authenticate(cast.bob.secret, LOCALHOST)
-    await Tenants(database, clock).update(
-        cast.bob.tenant.id, TenantChanges(limits={"tokens_per_minute": 3}), access=WHOLE_APPLIANCE
-    )
-    await keys.update(cast.bob.key.id, KeyChanges(limits={"requests_per_minute": 4}), access=WHOLE_APPLIANCE)
+    await change_tenant(Tenants(database, clock), cast.bob, limits={"tokens_per_minute": 3})
+    await keys.update(cast.bob.key.id, KeyChanges(limits={"requests_per_minute": 4}), access=OWNER)
     principal = await keys.authenticate(cast.bob.secret, LOCALHOST)
     assert principal.tenant.limits == Limits(tokens_per_minute=3)
     assert principal.key.limits == Limits(requests_per_minute=4)
@@ -245,7 +242,7 @@ async def test_changed_limits_are_in_the_next_principal(database: Database, cloc
 async def test_a_key_is_accepted_only_from_its_allowed_networks(
     keys: Keys, cast: Cast, networks: list[str], address: str, allowed: bool
 ) -> None:
-    await keys.update(cast.bob.key.id, KeyChanges(allowed_networks=networks), access=WHOLE_APPLIANCE)
+    await keys.update(cast.bob.key.id, KeyChanges(allowed_networks=networks), access=OWNER)
     if allowed:
         await keys.authenticate(cast.bob.secret, address)
         return
@@ -275,44 +272,44 @@ async def test_an_invalid_field_is_named_in_create_and_update(
     keys: Keys, cast: Cast, changes: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(InvalidValue) as refused:
-        await keys.create(cast.bob.tenant.id, changes.get("name", "new"), KeyChanges(**changes), access=WHOLE_APPLIANCE)
+        await keys.create(cast.bob.tenant.id, changes.get("name", "new"), KeyChanges(**changes), access=OWNER)
     assert refused.value.param == param
     with pytest.raises(InvalidValue) as refused:
-        await keys.update(cast.bob.key.id, KeyChanges(**changes), access=WHOLE_APPLIANCE)
+        await keys.update(cast.bob.key.id, KeyChanges(**changes), access=OWNER)
     assert refused.value.param == param
-    assert await keys.get(cast.bob.key.id, access=WHOLE_APPLIANCE) == cast.bob.key
+    assert await keys.get(cast.bob.key.id, access=OWNER) == cast.bob.key
 
 
 async def test_a_revoked_key_cannot_be_changed(keys: Keys, cast: Cast) -> None:
-    await keys.revoke(cast.bob.key.id, access=WHOLE_APPLIANCE)
+    await keys.revoke(cast.bob.key.id, access=OWNER)
     with pytest.raises(Conflict, match="revoked"):
-        await keys.update(cast.bob.key.id, KeyChanges(name="again"), access=WHOLE_APPLIANCE)
-    assert (await keys.get(cast.bob.key.id, access=WHOLE_APPLIANCE)).name == "bob's key"
+        await keys.update(cast.bob.key.id, KeyChanges(name="again"), access=OWNER)
+    assert (await keys.get(cast.bob.key.id, access=OWNER)).name == "bob's key"
 
 
 async def test_unknown_tenants_and_keys_are_not_found(keys: Keys) -> None:
     for call in (
-        keys.create("nobody", name="x", access=WHOLE_APPLIANCE),
-        keys.get("nothing", access=WHOLE_APPLIANCE),
-        keys.revoke("nothing", access=WHOLE_APPLIANCE),
-        keys.rotate("nothing", access=WHOLE_APPLIANCE),
+        keys.create("nobody", name="x", access=OWNER),
+        keys.get("nothing", access=OWNER),
+        keys.revoke("nothing", access=OWNER),
+        keys.rotate("nothing", access=OWNER),
     ):
         with pytest.raises(NotFound):
             await call
     with pytest.raises(NotFound):
-        await keys.update("nothing", KeyChanges(name="x"), access=WHOLE_APPLIANCE)
+        await keys.update("nothing", KeyChanges(name="x"), access=OWNER)
 
 
 async def test_the_list_of_a_tenant_has_only_its_own_keys(keys: Keys, cast: Cast) -> None:
     for number in range(4):
-        await keys.create(cast.bob.tenant.id, name=f"bob {number}", access=WHOLE_APPLIANCE)
-    first = await keys.list(cast.bob.tenant.id, 3, access=WHOLE_APPLIANCE)
-    second = await keys.list(cast.bob.tenant.id, 3, first.next_cursor, access=WHOLE_APPLIANCE)
+        await keys.create(cast.bob.tenant.id, name=f"bob {number}", access=OWNER)
+    first = await keys.list(cast.bob.tenant.id, 3, access=OWNER)
+    second = await keys.list(cast.bob.tenant.id, 3, first.next_cursor, access=OWNER)
     assert len(first.data + second.data) == 5
     assert {key.tenant_id for key in first.data + second.data} == {cast.bob.tenant.id}
-    assert len((await keys.list(None, access=WHOLE_APPLIANCE)).data) == 6
+    assert len((await keys.list(None, access=OWNER)).data) == 6
     key_ids = [cast.charlie.key.id, first.data[1].id, "nothing"]
-    assert {key.id for key in await keys.named(key_ids, access=WHOLE_APPLIANCE)} == set(key_ids[:2])
+    assert {key.id for key in await keys.named(key_ids, access=OWNER)} == set(key_ids[:2])
 
 
 async def test_keys_are_filtered_by_state_and_found_by_name_prefix_or_secret(
@@ -320,13 +317,13 @@ async def test_keys_are_filtered_by_state_and_found_by_name_prefix_or_secret(
 ) -> None:
     bob, made = cast.bob, {}
     for name, expires_at in (("spare", None), ("Night_shift", clock.now() + timedelta(seconds=9)), ("rotated", None)):
-        made[name] = await keys.create(bob.tenant.id, name, KeyChanges(expires_at=expires_at), access=WHOLE_APPLIANCE)
-    await keys.revoke(made["spare"][0].id, access=WHOLE_APPLIANCE)
-    await keys.rotate(made["rotated"][0].id, grace_s=60, access=WHOLE_APPLIANCE)
+        made[name] = await keys.create(bob.tenant.id, name, KeyChanges(expires_at=expires_at), access=OWNER)
+    await keys.revoke(made["spare"][0].id, access=OWNER)
+    await keys.rotate(made["rotated"][0].id, grace_s=60, access=OWNER)
     clock.advance(61)
 
     async def listed(**filters: Any) -> list[str]:
-        return [key.name for key in (await keys.list(bob.tenant.id, access=WHOLE_APPLIANCE, **filters)).data]
+        return [key.name for key in (await keys.list(bob.tenant.id, access=OWNER, **filters)).data]
 
     assert await listed() == [bob.key.name, "spare", "Night_shift", "rotated", "rotated"]
     assert await listed(include_revoked=False) == [bob.key.name, "Night_shift", "rotated", "rotated"]
@@ -335,26 +332,26 @@ async def test_keys_are_filtered_by_state_and_found_by_name_prefix_or_secret(
     assert await listed(text="%") == []
     for text in (made["spare"][0].prefix, made["spare"][0].prefix[4:], made["spare"][1]):
         assert await listed(text=text) == ["spare"]
-    await Tenants(database, clock).archive(bob.tenant.id, access=WHOLE_APPLIANCE)
+    await Tenants(database, clock).archive(bob.tenant.id, access=OWNER)
     assert await listed(include_ended=False) == []
 
 
 async def test_times_of_use_are_written_in_batches_and_never_go_back(keys: Keys, cast: Cast, clock: FakeClock) -> None:
     await keys.flush_last_used()
     await keys.authenticate(cast.bob.secret, LOCALHOST)
-    assert (await keys.get(cast.bob.key.id, access=WHOLE_APPLIANCE)).last_used_at is None
+    assert (await keys.get(cast.bob.key.id, access=OWNER)).last_used_at is None
     await keys.flush_last_used()
     used_at = clock.now()
-    assert (await keys.get(cast.bob.key.id, access=WHOLE_APPLIANCE)).last_used_at == used_at
-    assert (await keys.get(cast.charlie.key.id, access=WHOLE_APPLIANCE)).last_used_at is None
+    assert (await keys.get(cast.bob.key.id, access=OWNER)).last_used_at == used_at
+    assert (await keys.get(cast.charlie.key.id, access=OWNER)).last_used_at is None
     clock.jump_wall(-3600)
     await keys.authenticate(cast.bob.secret, LOCALHOST)
     await keys.flush_last_used()
-    assert (await keys.get(cast.bob.key.id, access=WHOLE_APPLIANCE)).last_used_at == used_at
+    assert (await keys.get(cast.bob.key.id, access=OWNER)).last_used_at == used_at
     clock.jump_wall(7200)
     await keys.authenticate(cast.bob.secret, LOCALHOST)
     await keys.flush_last_used()
-    assert (await keys.get(cast.bob.key.id, access=WHOLE_APPLIANCE)).last_used_at == clock.now() > used_at
+    assert (await keys.get(cast.bob.key.id, access=OWNER)).last_used_at == clock.now() > used_at
 
 
 async def test_a_time_of_use_that_could_not_be_written_is_written_later(
@@ -376,7 +373,7 @@ async def test_a_time_of_use_that_could_not_be_written_is_written_later(
         with pytest.raises(ConnectionResetError):
             await keys.flush_last_used()
     await keys.flush_last_used()
-    times = [(await keys.get(each.key.id, access=WHOLE_APPLIANCE)).last_used_at for each in (cast.bob, cast.charlie)]
+    times = [(await keys.get(each.key.id, access=OWNER)).last_used_at for each in (cast.bob, cast.charlie)]
     assert times == [used_at, clock.now()]
 
 
@@ -390,8 +387,8 @@ async def test_the_cache_of_keys_is_bounded(keys: Keys, cast: Cast, monkeypatch:
 async def test_models_and_scopes_are_checked_at_tenant_and_key(
     database: Database, clock: FakeClock, keys: Keys, cast: Cast
 ) -> None:
-    await Tenants(database, clock).update(cast.bob.tenant.id, TenantChanges(allowed_models=["a", "b"]), access=WHOLE_APPLIANCE)
-    await keys.update(cast.bob.key.id, KeyChanges(allowed_models=["b", "c"]), access=WHOLE_APPLIANCE)
+    await change_tenant(Tenants(database, clock), cast.bob, allowed_models=["a", "b"])
+    await keys.update(cast.bob.key.id, KeyChanges(allowed_models=["b", "c"]), access=OWNER)
     principal = await keys.authenticate(cast.bob.secret, LOCALHOST)
     principal.check_model("b")
     principal.check_scope("inference")
@@ -407,15 +404,15 @@ async def test_active_keys_are_limited_per_tenant(
 ) -> None:
     monkeypatch.setattr(keys_module, "KEYS_OF_TENANT_MAX", 2)
     brief, _ = await keys.create(
-        cast.bob.tenant.id, "brief", KeyChanges(expires_at=clock.now() + timedelta(seconds=1)), access=WHOLE_APPLIANCE
+        cast.bob.tenant.id, "brief", KeyChanges(expires_at=clock.now() + timedelta(seconds=1)), access=OWNER
     )
     for work in (
-        keys.create(cast.bob.tenant.id, name="third", access=WHOLE_APPLIANCE),
-        keys.rotate(brief.id, grace_s=60, access=WHOLE_APPLIANCE),
+        keys.create(cast.bob.tenant.id, name="third", access=OWNER),
+        keys.rotate(brief.id, grace_s=60, access=OWNER),
     ):
         with pytest.raises(InvalidValue, match="at most 2 active keys"):
             await work
-    await keys.rotate(cast.bob.key.id, access=WHOLE_APPLIANCE)
+    await keys.rotate(cast.bob.key.id, access=OWNER)
     clock.advance(1)
-    await keys.create(cast.bob.tenant.id, name="third", access=WHOLE_APPLIANCE)
-    await keys.create(cast.charlie.tenant.id, name="of another tenant", access=WHOLE_APPLIANCE)
+    await keys.create(cast.bob.tenant.id, name="third", access=OWNER)
+    await keys.create(cast.charlie.tenant.id, name="of another tenant", access=OWNER)

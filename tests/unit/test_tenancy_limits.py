@@ -9,7 +9,6 @@ import pytest
 from appliance.base.db import Database
 from appliance.base.errors import InvalidValue, NotFound
 from appliance.tenancy import model_policies
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.fields import LIMIT_MAX
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.model_policies import ModelPolicies
@@ -17,7 +16,7 @@ from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
 from appliance.tenancy.tenants import Tenants
 from appliance.tenancy.tiers import ADMISSION_WAIT_MS_MAX, Tiers
 from tests.support.case_ids import case_id
-from tests.support.cast import PEPPER, Cast
+from tests.support.cast import OWNER, PEPPER, Cast
 from tests.support.clock import FakeClock
 from tests.support.factories import pending, posted
 from tests.support.ledgers import running_ledger
@@ -46,21 +45,21 @@ async def test_a_tenant_is_created_with_every_setting(tenants: Tenants) -> None:
         "alert_percents": (50, 100),
         "suspended": True,
     }
-    made = await tenants.create("dora", TenantChanges(**settings), access=WHOLE_APPLIANCE)
+    made = await tenants.create("dora", TenantChanges(**settings), access=OWNER)
 
     assert {name: getattr(made, name) for name in settings} == settings
-    assert await tenants.get(made.id, access=WHOLE_APPLIANCE) == made
+    assert await tenants.get(made.id, access=OWNER) == made
 
 
 async def test_models_without_any_limit_are_not_stored(tenants: Tenants, keys: Keys) -> None:
     """They are missing both in the result of creation and when read later."""
     settings: dict[str, dict[str, int | None]] = {"m": {}, "n": {"tokens_per_day": None}, "o": {"tokens_per_day": 7}}
-    tenant = await tenants.create("dora", TenantChanges(model_limits=settings), access=WHOLE_APPLIANCE)
-    key, _ = await keys.create(tenant.id, "key", KeyChanges(model_limits=settings), access=WHOLE_APPLIANCE)
+    tenant = await tenants.create("dora", TenantChanges(model_limits=settings), access=OWNER)
+    key, _ = await keys.create(tenant.id, "key", KeyChanges(model_limits=settings), access=OWNER)
 
     assert tenant.model_limits == key.model_limits == {"o": Limits(tokens_per_day=7)}
-    assert await tenants.get(tenant.id, access=WHOLE_APPLIANCE) == tenant
-    assert await keys.get(key.id, access=WHOLE_APPLIANCE) == key
+    assert await tenants.get(tenant.id, access=OWNER) == tenant
+    assert await keys.get(key.id, access=OWNER) == key
 
 
 @pytest.mark.parametrize(
@@ -84,8 +83,8 @@ async def test_models_without_any_limit_are_not_stored(tenants: Tenants, keys: K
 async def test_each_field_of_a_tenant_can_be_changed_alone(
     tenants: Tenants, cast: Cast, field: str, value: object, stored: object
 ) -> None:
-    before = await tenants.get(cast.bob.tenant.id, access=WHOLE_APPLIANCE)
-    after = await tenants.update(cast.bob.tenant.id, TenantChanges(**{field: value}), access=WHOLE_APPLIANCE)  # type: ignore[arg-type]
+    before = await tenants.get(cast.bob.tenant.id, access=OWNER)
+    after = await tenants.update(cast.bob.tenant.id, TenantChanges(**{field: value}), access=OWNER)  # type: ignore[arg-type]
 
     assert getattr(after, field) == stored
     unlike = [name for name in before.__slots__ if name != field and getattr(before, name) != getattr(after, name)]
@@ -124,10 +123,10 @@ async def test_an_invalid_field_of_a_tenant_is_refused_with_its_bounds(
     tenants: Tenants, cast: Cast, field: str, value: object, param: str, words: str
 ) -> None:
     with pytest.raises(InvalidValue, match=words) as refused:
-        await tenants.update(cast.bob.tenant.id, TenantChanges(**{field: value}), access=WHOLE_APPLIANCE)  # type: ignore[arg-type]
+        await tenants.update(cast.bob.tenant.id, TenantChanges(**{field: value}), access=OWNER)  # type: ignore[arg-type]
 
     assert refused.value.param == param
-    assert await tenants.get(cast.bob.tenant.id, access=WHOLE_APPLIANCE) == cast.bob.tenant
+    assert await tenants.get(cast.bob.tenant.id, access=OWNER) == cast.bob.tenant
 
 
 @pytest.mark.parametrize("value", INVALID_LIMITS)
@@ -139,11 +138,11 @@ async def test_an_invalid_limit_is_refused_for_tenants_keys_and_models(
     at_key = KeyChanges(limits={name: value})
     at_model = KeyChanges(model_limits={"m": {name: value}})
     refused_calls = [
-        (tenants.update(cast.bob.tenant.id, at_tenant, access=WHOLE_APPLIANCE), f"limits.{name}"),
-        (keys.update(cast.bob.key.id, at_key, access=WHOLE_APPLIANCE), f"limits.{name}"),
-        (keys.update(cast.bob.key.id, at_model, access=WHOLE_APPLIANCE), f"model_limits.m.{name}"),
+        (tenants.update(cast.bob.tenant.id, at_tenant, access=OWNER), f"limits.{name}"),
+        (keys.update(cast.bob.key.id, at_key, access=OWNER), f"limits.{name}"),
+        (keys.update(cast.bob.key.id, at_model, access=OWNER), f"model_limits.m.{name}"),
         (
-            tenants.create("x", TenantChanges(model_limits={"m": {name: value}}), access=WHOLE_APPLIANCE),
+            tenants.create("x", TenantChanges(model_limits={"m": {name: value}}), access=OWNER),
             f"model_limits.m.{name}",
         ),
     ]
@@ -157,20 +156,18 @@ async def test_an_invalid_limit_is_refused_for_tenants_keys_and_models(
 async def test_the_currency_is_fixed_by_the_first_request(
     tenants: Tenants, cast: Cast, database: Database, clock: FakeClock
 ) -> None:
-    await tenants.update(cast.bob.tenant.id, TenantChanges(currency="USD"), access=WHOLE_APPLIANCE)
+    await tenants.update(cast.bob.tenant.id, TenantChanges(currency="USD"), access=OWNER)
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
         entry = pending(cast.bob)
         await ledger.open(entry)
         await ledger.settle(posted(entry.request_id))
     with pytest.raises(InvalidValue, match="cannot be changed after the first request") as refused:
-        await tenants.update(cast.bob.tenant.id, TenantChanges(currency="CHF", weight=7), access=WHOLE_APPLIANCE)
+        await tenants.update(cast.bob.tenant.id, TenantChanges(currency="CHF", weight=7), access=OWNER)
 
     assert refused.value.param == "currency"
-    bob = await tenants.update(cast.bob.tenant.id, TenantChanges(currency="USD", weight=5), access=WHOLE_APPLIANCE)
+    bob = await tenants.update(cast.bob.tenant.id, TenantChanges(currency="USD", weight=5), access=OWNER)
     assert (bob.currency, bob.weight) == ("USD", 5)
-    assert (
-        await tenants.update(cast.charlie.tenant.id, TenantChanges(currency="CHF"), access=WHOLE_APPLIANCE)
-    ).currency == "CHF"
+    assert (await tenants.update(cast.charlie.tenant.id, TenantChanges(currency="CHF"), access=OWNER)).currency == "CHF"
 
 
 async def test_a_tenant_without_a_currency_can_be_fixed_to_that_of_its_usage(
@@ -181,20 +178,20 @@ async def test_a_tenant_without_a_currency_can_be_fixed_to_that_of_its_usage(
         await ledger.open(entry)
         await ledger.settle(posted(entry.request_id))
     with pytest.raises(InvalidValue, match="from null to one that the usage has"):
-        await tenants.update(cast.bob.tenant.id, TenantChanges(currency="CHF"), access=WHOLE_APPLIANCE)
-    assert (await tenants.update(cast.bob.tenant.id, TenantChanges(currency="EUR"), access=WHOLE_APPLIANCE)).currency == "EUR"
+        await tenants.update(cast.bob.tenant.id, TenantChanges(currency="CHF"), access=OWNER)
+    assert (await tenants.update(cast.bob.tenant.id, TenantChanges(currency="EUR"), access=OWNER)).currency == "EUR"
     with pytest.raises(InvalidValue, match="cannot be changed after the first request"):
-        await tenants.update(cast.bob.tenant.id, TenantChanges(currency=None), access=WHOLE_APPLIANCE)
+        await tenants.update(cast.bob.tenant.id, TenantChanges(currency=None), access=OWNER)
 
 
 async def test_a_key_has_limits_for_single_models_and_passes_them_to_its_successor(keys: Keys, cast: Cast) -> None:
     terms = KeyChanges(model_limits={"m": {"requests_per_minute": 3}}, limit_mode="shadow", scopes=["usage"])
-    key, secret = await keys.create(cast.bob.tenant.id, "k", terms, access=WHOLE_APPLIANCE)
+    key, secret = await keys.create(cast.bob.tenant.id, "k", terms, access=OWNER)
     known = (await keys.authenticate(secret, LOCALHOST)).key
 
     assert known.model_limits == {"m": Limits(requests_per_minute=3)}
     assert (known.limit_mode, known.scopes) == ("shadow", ("usage",))
-    successor, _ = await keys.rotate(key.id, access=WHOLE_APPLIANCE)
+    successor, _ = await keys.rotate(key.id, access=OWNER)
     assert (successor.model_limits, successor.limit_mode) == (known.model_limits, "shadow")
 
 

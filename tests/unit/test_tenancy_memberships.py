@@ -13,12 +13,12 @@ from appliance.base.errors import InvalidCredentials, InvalidValue, LastOwner, N
 from appliance.base.tables import audit_log, sessions, tenants
 from appliance.tenancy import audit
 from appliance.tenancy import memberships as memberships_module
-from appliance.tenancy.access import WHOLE_APPLIANCE, Access
+from appliance.tenancy.access import Access
 from appliance.tenancy.members import Members
 from appliance.tenancy.memberships import Memberships
 from appliance.tenancy.roles import Role, TenantRole
 from appliance.tenancy.sessions import Sessions
-from tests.support.cast import ALICE_PASSWORD, Cast
+from tests.support.cast import ALICE_PASSWORD, OWNER, Cast
 from tests.support.clock import FakeClock
 from tests.support.databases import transaction_is_blocked
 from tests.support.polling import poll_until
@@ -37,9 +37,7 @@ def memberships(database: Database, clock: FakeClock) -> Memberships:
 
 
 async def test_a_new_member_is_invited_with_a_valid_password(people: Members, memberships: Memberships, cast: Cast) -> None:
-    membership, password = await memberships.invite(
-        people, cast.bob.tenant.id, " Dora@Example.com", "developer", access=WHOLE_APPLIANCE
-    )
+    membership, password = await memberships.invite(people, cast.bob.tenant.id, " Dora@Example.com", "developer", access=OWNER)
 
     assert (membership.email, membership.role, membership.disabled) == (DORA, TenantRole.DEVELOPER, False)
     member = (await people.prove_password(DORA, password or "")).member
@@ -54,7 +52,7 @@ async def test_a_new_member_is_invited_while_a_new_name_of_the_tenant_is_being_r
 ) -> None:
     async with database.writing() as connection:
         await connection.execute(update(tenants).where(tenants.c.id == cast.bob.tenant.id).values(name="renamed"))
-        invitation = memberships.invite(people, cast.bob.tenant.id, DORA, "developer", access=WHOLE_APPLIANCE)
+        invitation = memberships.invite(people, cast.bob.tenant.id, DORA, "developer", access=OWNER)
         inviting = asyncio.create_task(invitation)
         await poll_until(lambda: database.kind == "sqlite" or transaction_is_blocked(database_url))
         await audit.record(connection, clock, "tenant.update", "tenant", cast.bob.tenant.id)
@@ -65,27 +63,25 @@ async def test_a_new_member_is_invited_while_a_new_name_of_the_tenant_is_being_r
 async def test_an_existing_member_is_added_and_keeps_the_password(
     people: Members, memberships: Memberships, cast: Cast
 ) -> None:
-    membership, password = await memberships.invite(
-        people, cast.bob.tenant.id, "alice@example.com", "viewer", access=WHOLE_APPLIANCE
-    )
+    membership, password = await memberships.invite(people, cast.bob.tenant.id, "alice@example.com", "viewer", access=OWNER)
 
     assert (membership.member_id, password) == (cast.alice.id, None)
     assert (await people.prove_password("alice@example.com", ALICE_PASSWORD)).member.role is Role.OWNER
 
 
 async def test_a_member_cannot_be_invited_to_a_tenant_twice(people: Members, memberships: Memberships, cast: Cast) -> None:
-    await memberships.invite(people, cast.bob.tenant.id, DORA, "viewer", access=WHOLE_APPLIANCE)
+    await memberships.invite(people, cast.bob.tenant.id, DORA, "viewer", access=OWNER)
     with pytest.raises(NameTaken) as refused:
-        await memberships.invite(people, cast.bob.tenant.id, DORA, "manager", access=WHOLE_APPLIANCE)
+        await memberships.invite(people, cast.bob.tenant.id, DORA, "manager", access=OWNER)
 
     assert refused.value.param == "email"
-    (only,) = (await memberships.of_tenant(cast.bob.tenant.id, access=WHOLE_APPLIANCE)).data
+    (only,) = (await memberships.of_tenant(cast.bob.tenant.id, access=OWNER)).data
     assert only.role is TenantRole.VIEWER
 
 
 async def test_a_failed_invitation_creates_no_member(people: Members, memberships: Memberships, cast: Cast) -> None:
     with pytest.raises(NotFound) as refused:
-        await memberships.invite(people, "tn_nothing", DORA, "viewer", access=WHOLE_APPLIANCE)
+        await memberships.invite(people, "tn_nothing", DORA, "viewer", access=OWNER)
 
     assert refused.value.param == "tenant_id"
     with pytest.raises(NotFound):
@@ -100,28 +96,26 @@ async def test_an_invalid_invitation_names_its_field(
     people: Members, memberships: Memberships, cast: Cast, email: str, role: str, param: str
 ) -> None:
     with pytest.raises(InvalidValue) as refused:
-        await memberships.invite(people, cast.bob.tenant.id, email, role, access=WHOLE_APPLIANCE)
+        await memberships.invite(people, cast.bob.tenant.id, email, role, access=OWNER)
 
     assert refused.value.param == param
 
 
 async def test_a_role_is_changed_and_removed_in_one_tenant_only(people: Members, memberships: Memberships, cast: Cast) -> None:
     for person in (cast.bob, cast.charlie):
-        membership, _ = await memberships.invite(people, person.tenant.id, DORA, "viewer", access=WHOLE_APPLIANCE)
+        membership, _ = await memberships.invite(people, person.tenant.id, DORA, "viewer", access=OWNER)
     dora = await people.get_by_email(DORA)
 
-    await memberships.invite(
-        people, cast.bob.tenant.id, "emil@example.com", "developer", access=WHOLE_APPLIANCE
-    )  # is not affected
-    changed = await memberships.change(cast.bob.tenant.id, dora.id, "manager", access=WHOLE_APPLIANCE)
+    await memberships.invite(people, cast.bob.tenant.id, "emil@example.com", "developer", access=OWNER)  # is not affected
+    changed = await memberships.change(cast.bob.tenant.id, dora.id, "manager", access=OWNER)
     assert changed.role is TenantRole.MANAGER
     access = await memberships.access(dora, SYSTEM)
     assert access.tenants == {cast.bob.tenant.id: TenantRole.MANAGER, cast.charlie.tenant.id: TenantRole.VIEWER}
-    await memberships.remove(cast.bob.tenant.id, membership.member_id, access=WHOLE_APPLIANCE)
+    await memberships.remove(cast.bob.tenant.id, membership.member_id, access=OWNER)
     assert (await memberships.access(dora, SYSTEM)).tenants == {cast.charlie.tenant.id: TenantRole.VIEWER}
     for call in (
-        memberships.remove(cast.bob.tenant.id, dora.id, access=WHOLE_APPLIANCE),
-        memberships.change(cast.bob.tenant.id, dora.id, "viewer", access=WHOLE_APPLIANCE),
+        memberships.remove(cast.bob.tenant.id, dora.id, access=OWNER),
+        memberships.change(cast.bob.tenant.id, dora.id, "viewer", access=OWNER),
     ):
         with pytest.raises(NotFound):
             await call
@@ -131,27 +125,27 @@ async def test_memberships_are_limited_per_tenant_and_member(
     people: Members, memberships: Memberships, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memberships_module, "MEMBERS_OF_TENANT_MAX", 1)
-    await memberships.invite(people, cast.bob.tenant.id, DORA, "viewer", access=WHOLE_APPLIANCE)
+    await memberships.invite(people, cast.bob.tenant.id, DORA, "viewer", access=OWNER)
     with pytest.raises(InvalidValue, match="at most 1 members"):
-        await memberships.invite(people, cast.bob.tenant.id, "emil@example.com", "viewer", access=WHOLE_APPLIANCE)
+        await memberships.invite(people, cast.bob.tenant.id, "emil@example.com", "viewer", access=OWNER)
     monkeypatch.setattr(memberships_module, "TENANTS_OF_MEMBER_MAX", 1)
     with pytest.raises(InvalidValue, match="at most 1 tenants"):
-        await memberships.invite(people, cast.charlie.tenant.id, DORA, "viewer", access=WHOLE_APPLIANCE)
+        await memberships.invite(people, cast.charlie.tenant.id, DORA, "viewer", access=OWNER)
     with pytest.raises(NotFound):
         await people.get_by_email("emil@example.com")
 
 
 async def test_members_of_a_tenant_are_paged(people: Members, memberships: Memberships, cast: Cast) -> None:
     made = [
-        (await memberships.invite(people, cast.bob.tenant.id, f"m{number}@x.example", "viewer", access=WHOLE_APPLIANCE))[0]
+        (await memberships.invite(people, cast.bob.tenant.id, f"m{number}@x.example", "viewer", access=OWNER))[0]
         for number in range(5)
     ]
-    await memberships.invite(people, cast.charlie.tenant.id, DORA, "viewer", access=WHOLE_APPLIANCE)
-    first = await memberships.of_tenant(cast.bob.tenant.id, 3, access=WHOLE_APPLIANCE)
-    second = await memberships.of_tenant(cast.bob.tenant.id, 3, first.next_cursor, access=WHOLE_APPLIANCE)
+    await memberships.invite(people, cast.charlie.tenant.id, DORA, "viewer", access=OWNER)
+    first = await memberships.of_tenant(cast.bob.tenant.id, 3, access=OWNER)
+    second = await memberships.of_tenant(cast.bob.tenant.id, 3, first.next_cursor, access=OWNER)
 
     assert [each.member_id for each in first.data + second.data] == [each.member_id for each in made]
-    assert await memberships.of_members([made[0].member_id, made[4].member_id], access=WHOLE_APPLIANCE) == [made[0], made[4]]
+    assert await memberships.of_members([made[0].member_id, made[4].member_id], access=OWNER) == [made[0], made[4]]
 
 
 async def test_members_of_other_tenants_are_not_visible(memberships: Memberships, cast: Cast) -> None:
@@ -166,17 +160,17 @@ async def test_unknown_members_and_tenants_are_not_found(memberships: Membership
         ("tn_none", cast.alice.id, "tenant_id"),
     ):
         with pytest.raises(NotFound) as refused:
-            await memberships.add(tenant_id, member_id, "viewer", access=WHOLE_APPLIANCE)
+            await memberships.add(tenant_id, member_id, "viewer", access=OWNER)
         assert refused.value.param == param
 
 
 async def test_changes_of_memberships_are_audited_with_their_tenant(
     people: Members, memberships: Memberships, cast: Cast, database: Database
 ) -> None:
-    membership, _ = await memberships.invite(people, cast.bob.tenant.id, DORA, "viewer", access=WHOLE_APPLIANCE)
-    await memberships.change(cast.bob.tenant.id, membership.member_id, "manager", access=WHOLE_APPLIANCE)
-    await memberships.change(cast.bob.tenant.id, membership.member_id, "manager", access=WHOLE_APPLIANCE)
-    await memberships.remove(cast.bob.tenant.id, membership.member_id, access=WHOLE_APPLIANCE)
+    membership, _ = await memberships.invite(people, cast.bob.tenant.id, DORA, "viewer", access=OWNER)
+    await memberships.change(cast.bob.tenant.id, membership.member_id, "manager", access=OWNER)
+    await memberships.change(cast.bob.tenant.id, membership.member_id, "manager", access=OWNER)
+    await memberships.remove(cast.bob.tenant.id, membership.member_id, access=OWNER)
 
     async with database.reading() as connection:
         query = select(audit_log).where(audit_log.c.target_kind == "membership").order_by(audit_log.c.id)

@@ -15,14 +15,13 @@ from appliance.base.db import Database
 from appliance.base.errors import InvalidApiKey, InvalidCredentials, InvalidValue, NameTaken, NotFound
 from appliance.base.tables import admin_tokens, members, sessions
 from appliance.tenancy import members as members_module
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.admin_tokens import AdminTokens
 from appliance.tenancy.audit import AuditLog
 from appliance.tenancy.members import Members
 from appliance.tenancy.roles import ALLOWED, ALLOWED_IN_TENANT, Action, Role, TenantRole, not_allowed
 from appliance.tenancy.sessions import Sessions
 from tests.support.case_ids import case_id
-from tests.support.cast import ALICE_PASSWORD, Cast
+from tests.support.cast import ALICE_PASSWORD, OWNER, Cast
 from tests.support.clock import FakeClock
 
 ALICE = "alice@example.com"
@@ -153,7 +152,7 @@ async def test_changing_a_password_affects_one_member_and_is_audited(
     for change, facts in ((people.change_password(dora, "dora's long password", "another of hers"), {}),
                           (people.reset_password(dora.email, "a third password"), {"password_temporary": False})):  # fmt: skip
         await change
-        entry = (await AuditLog(database, clock).page(1, access=WHOLE_APPLIANCE)).data[0]
+        entry = (await AuditLog(database, clock).page(1, access=OWNER)).data[0]
         assert (entry.target_id, json.loads(entry.after or "")) == (dora.id, {"email": dora.email, **facts})
 
     assert await session_store.resolve(doras) is None
@@ -181,7 +180,7 @@ async def test_members_are_paged_and_a_change_of_one_is_audited(
     changed = await people.change(made[1].id, role="admin")
     assert await people.get(made[1].id) == changed == dataclasses.replace(made[1], role=Role.ADMIN)
     assert await people.get(made[2].id) == made[2]
-    entry = (await AuditLog(database, clock).page(1, access=WHOLE_APPLIANCE)).data[0]
+    entry = (await AuditLog(database, clock).page(1, access=OWNER)).data[0]
     assert (entry.action, entry.target_id) == ("member.change", made[1].id)
     assert [json.loads(facts or "") for facts in (entry.before, entry.after)] == [{"role": "viewer"}, {"role": "admin"}]
 

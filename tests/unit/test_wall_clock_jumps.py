@@ -19,10 +19,9 @@ from appliance.serving.alerting.watch import ENGINE_DOWN_S, AlertWatch
 from appliance.serving.model_registry import ModelRegistry
 from appliance.serving.readiness import Readiness
 from appliance.serving.supervisor import Supervisor
-from appliance.tenancy.access import WHOLE_APPLIANCE
 from appliance.tenancy.sessions import Sessions
 from tests.support.alerts import alert_parts
-from tests.support.cast import Cast
+from tests.support.cast import OWNER, Cast
 from tests.support.clock import FakeClock
 from tests.support.generations import open_serving
 
@@ -75,7 +74,7 @@ async def test_sessions_do_not_end(database: Database, clock: FakeClock, cast: C
 @either_way
 async def test_a_message_that_is_new_after_the_jump_is_due_at_once(database: Database, clock: FakeClock, jump_s: float) -> None:
     alerts = alert_parts(database, clock)
-    await alerts.webhooks.create(kind="webhook", target="https://alerts.example.com/in", access=WHOLE_APPLIANCE)
+    await alerts.webhooks.create(kind="webhook", target="https://alerts.example.com/in", access=OWNER)
     clock.jump_wall(jump_s)
     await alerts.enqueue(event="engine.down")
     assert len(await alerts.outbox.claim(1)) == 1
@@ -90,7 +89,7 @@ async def test_a_model_stays_ready_and_an_outage_is_as_long_as_it_was(
     model = typed("Any", SimpleNamespace(name="demo", engine=engine))
     readiness = Readiness(ModelRegistry([model]), clock, interval_s=30.0)
     alerts = alert_parts(database, clock)
-    await alerts.webhooks.create(kind="webhook", target="https://alerts.example.com/in", access=WHOLE_APPLIANCE)
+    await alerts.webhooks.create(kind="webhook", target="https://alerts.example.com/in", access=OWNER)
     unused: Any = SimpleNamespace(sweep=_nothing)
     watch = AlertWatch(database, clock, unused, unused, ModelRegistry([model]), readiness)
     clock.jump_wall(jump_s)
