@@ -207,6 +207,8 @@ BODIES: dict[str, Callable[[], Schema]] = {
     "put /admin/v1/economics": lambda: {"cost_micros": 1, "months": 1, "kwh_price_micros": 1},
     "post /admin/v1/tenants/{tenant_id}/invoices": lambda: {"month": "2024-01"},
     "post /admin/v1/invoices/{invoice_id}/close": dict,
+    "post /admin/v1/invoices/months/{month}/draft": dict,
+    "post /admin/v1/invoices/months/{month}/close": dict,
     "post /admin/v1/tenants/{tenant_id}/allowances": lambda: {"first_month": "2024-01", "monthly_micros": 1},
     "put /admin/v1/seller": lambda: {"name": "seller"},
     "post /admin/v1/prices": lambda: {"model": f"model {next(NUMBERS)}", "prompt": 1, "completion": 1},
@@ -235,7 +237,7 @@ async def ids_in(api: ApiApp) -> dict[str, str]:
     return {
         "tenant_id": tenant.id, "project_id": tenant.id, "invoice_id": invoice.head.id, "key_id": key.id,
         "member_id": member.id, "webhook_id": webhook.id, "name": "standard", "model": "demo", "event_id": "1",
-        "rate_limit_id": "rl-*",
+        "rate_limit_id": "rl-*", "month": "2024-01",
     }  # fmt: skip
 
 
