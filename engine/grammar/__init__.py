@@ -21,7 +21,7 @@ A constraint becomes a grammar of the library in a process of its own (`worker.p
     schema_document   its draft and references; `schema_keywords`: each keyword as constraints, see `schema_nodes`
     schema_cases      alternatives taken apart until any single case suffices; `schema_values`: whether a value satisfies it
     shapes            the values of a case, type by type
-    json_grammar      shapes as rules: `json_containers`, `lark_rules`, and `terminals` for the contents of strings
+    json_grammar      shapes as rules: `json_containers`, `json_numbers`, `lark_rules`; `terminals` for the contents of strings
     patterns          patterns and names of `formats` as languages: `regex` over `char_sets`; `numbers` as automata
 
 End-of-sequence ids are allowed by the mask exactly while `is_complete`. Both `fill_mask` and `accept` raise `GrammarError`,

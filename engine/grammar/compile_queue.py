@@ -50,6 +50,11 @@ class _TenantQueue:
         """Grammars that neither wait nor run, and so may be evicted."""
         return len(self.futures) - len(self.waiting) - self.num_running
 
+    def is_used_up(self, spec: GrammarSpec) -> bool:
+        """Whether the grammar must be compiled again before a request can use it."""
+        grammar = self.futures[spec]
+        return grammar.done() and not grammar.cancelled() and not grammar.exception() and grammar.result().is_used_up
+
     @property
     def num_bytes(self) -> int:
         """Memory of the compiled grammars."""
@@ -77,9 +82,13 @@ class CompileQueue:
         return sum(len(queue.waiting) for queue in self._queues.values())
 
     def find(self, tenant_id: str, spec: GrammarSpec) -> Future[CompiledGrammar] | None:
-        """The future of a known grammar, which becomes the most recent one; None if it is unknown."""
+        """The future of a known grammar, which becomes the most recent one; None if it is unknown or used up."""
         queue = self._queues.get(tenant_id)
         if queue is None or spec not in queue.futures:
+            return None
+        if queue.is_used_up(spec):
+            del queue.futures[spec]
+            self._drop_if_empty(tenant_id)
             return None
         queue.futures.move_to_end(spec)
         grammar = queue.futures[spec]

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from engine.errors import EngineOverloaded
 from engine.grammar.compile_queue import NO_PROCESS, NO_THREAD, CompileQueue, Job, overloaded
-from engine.grammar.matcher import CompiledGrammar, token_trie
+from engine.grammar.matcher import Built, CompiledGrammar, token_trie
 from engine.grammar.spec import GrammarError, GrammarSpec
 from engine.grammar.stacks import STACK_BYTES, thread_stack_size
 from engine.grammar.vocabulary import Vocabulary
@@ -227,4 +227,4 @@ class GrammarCompiler:
         if "error" in answer:
             raise GrammarError(spec.param, answer["error"])
         assert self._trie is not None
-        return CompiledGrammar(self._trie, answer["lark"], spec, built_bytes=answer["bytes"])
+        return CompiledGrammar(self._trie, answer["lark"], spec, Built(*answer["built"]))

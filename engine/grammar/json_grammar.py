@@ -2,21 +2,21 @@
 
 White space is restricted to what JSON writers produce: a space beside punctuation, and line breaks with indentation inside
 brackets and after commas. With JSON's own rule, weak models wrote blanks for ever: whatever else the schema forbids, one more
-blank was always allowed. Every terminal is one JSON token together with the blanks around its punctuation, so that the
-library's greedy lexer never has to choose. Rules are kept as data until the end, when those that can produce no text are
-removed. So a text can always be completed.
+blank was always allowed. Every terminal is one JSON token together with the blanks around its punctuation, or one character of
+a number (`json_numbers`), so that the library's greedy lexer never has to choose. Rules are kept as data until the end, when
+those that can produce no text are removed. So a text can always be completed.
 """
 
 from __future__ import annotations
 
 import json
 from collections import deque
-from fractions import Fraction
 from typing import Any
 
 from engine.grammar.json_containers import ArrayWriter, ObjectWriter
+from engine.grammar.json_numbers import NumberWriter
 from engine.grammar.lark_rules import Body, Repeated, Rules, Symbol, comma
-from engine.grammar.numbers import Automaton, NumberError, Numbers, build_automaton
+from engine.grammar.numbers import Numbers
 from engine.grammar.regex import literal
 from engine.grammar.schema_nodes import PARAM
 from engine.grammar.schema_values import Term, type_of
@@ -36,9 +36,6 @@ _PUNCTUATION = {
     "RBRACKET": rf"/{_LINE}\]/",
     "COMMA": rf"/ ?,{_LINE}/",
     "COLON": r"/ ?: ?/",
-    "INTEGER": r"/-?(0|[1-9][0-9]*)/",
-    # Exponents stop before the range of a 64-bit float is exceeded.
-    "NUMBER": r"/-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?0*([0-9]|[1-9][0-9]|[12][0-9][0-9]))?/",
 }
 
 
@@ -48,6 +45,7 @@ class JsonGrammar:
     def __init__(self, shapes: Shapes) -> None:
         self._shapes = shapes
         self._rules = Rules()
+        self._numbers = NumberWriter(self._rules)
         self._rule_names: dict[Term, str] = {}
         self._pending: deque[tuple[str, Term]] = deque()
 
@@ -57,6 +55,7 @@ class JsonGrammar:
         while self._pending:
             name, next_term = self._pending.popleft()
             self._rules.rules[name] = [self._shape(shape) for shape in self._shapes.of(next_term)]
+        self._numbers.write_bodies()
         self._rules.drop_unproductive()
         if not self._rules.rules.get(start):
             raise GrammarError(PARAM, "the schema cannot be satisfied by any text")
@@ -76,7 +75,7 @@ class JsonGrammar:
         if isinstance(shape, Strings):
             return (self._rules.string(shape.language),)
         if isinstance(shape, Numbers):
-            return (self._number(shape),)
+            return (self._numbers.rule(shape),)
         if isinstance(shape, Object):
             members = ObjectWriter(self._rules, self._value, shape)
             return ("LBRACE", members.start(), "RBRACE")
@@ -88,7 +87,7 @@ class JsonGrammar:
         if kind == "string":
             return (self._rules.string(literal(value)),)
         if kind == "number":
-            return (self._rules.terminals.name(f"/{_number_pattern(value)}/", "N"),)
+            return (self._numbers.constant(value),)
         body: list[Symbol] = []
         if kind == "array":
             for item in value:
@@ -99,30 +98,6 @@ class JsonGrammar:
                 body += [*comma(body), self._rules.string(literal(name)), "COLON", *self._constant(item)]
             return ("LBRACE", *body, "RBRACE")
         return (self._rules.terminals.name(f'"{json.dumps(value)}"', "K"),)
-
-    def _number(self, numbers: Numbers) -> str:
-        if numbers.is_free:
-            return "NUMBER"
-        if numbers == Numbers(multiples=(Fraction(1),), is_whole=True):
-            return "INTEGER"
-        try:
-            automaton = build_automaton(numbers)
-        except NumberError as error:
-            raise GrammarError(PARAM, f"the schema cannot be enforced: {error}") from error
-        return self._automaton(automaton)
-
-    def _automaton(self, automaton: Automaton) -> str:
-        """A rule for each state: a digit, then the rule of the next state."""
-        names = [self._rules.rule([]) for _ in automaton.edges]
-        for state, edges in enumerate(automaton.edges):
-            by_next: dict[int, str] = {}
-            for character, following in edges.items():
-                by_next[following] = by_next.get(following, "") + character
-            bodies: list[Body] = [(self._rules.terminals.name(f"/[{_escaped(c)}]/", "D"), names[n]) for n, c in by_next.items()]
-            if state in automaton.accepting:
-                bodies.append(())
-            self._rules.rules[names[state]] = bodies
-        return names[0] if names else self._rules.rule([])
 
     def _array(self, shape: Array) -> str:
         if shape.unique is not None:
@@ -159,23 +134,3 @@ class JsonGrammar:
             return self._rules.rule([])
         items = [self._rules.rule([self._constant(value)]) for value in shape.unique]
         return self._rules.each_once(items, (), f"bit_count_ge(_, {shape.low})" if shape.low else "", high)
-
-
-def _escaped(characters: str) -> str:
-    return "".join("\\" + c if c in "-." else c for c in sorted(characters))
-
-
-def _number_pattern(value: int | Fraction) -> str:
-    """The spellings of one number without exponent. Decimals may end in zeros; an integer of the schema has no decimals."""
-    sign = ""
-    if value <= 0:
-        sign = "-" if value else "-?"
-    if isinstance(value, int):
-        return f"{sign}{abs(value)}"
-    whole, fraction = divmod(abs(value), 1)
-    digits = ""
-    while fraction:
-        fraction *= 10
-        digits += str(int(fraction))
-        fraction -= int(fraction)
-    return rf"{sign}{whole}\.{digits}0*" if digits else rf"{sign}{whole}(\.0+)?"

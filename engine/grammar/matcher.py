@@ -9,7 +9,7 @@ import json
 import random
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import llguidance
 
@@ -24,6 +24,8 @@ STEP_ITEMS_MAX = 60_000
 LEXER_STATES_MAX = 30_000
 SMALL_TABLE_STATES = 4_000
 """A grammar begins with a small table of lexer states, which its requests share; most never need the large one."""
+REPLACEMENT_S_MAX = 0.05
+"""The table of a grammar may be replaced in a step if that takes this much CPU time at most."""
 LEXER_STATE_BYTES = 1024
 """An upper estimate: full tables of 30,000 states were measured to take 14 to 23 MB."""
 ALLOWANCE_S = 1.0
@@ -86,9 +88,22 @@ def limits(states_max: int) -> llguidance.LLParserLimits:
     )
 
 
-def build_matcher(trie: llguidance.LLTokenizer, lark: str, spec: GrammarSpec, states_max: int | None = None) -> Any:
-    """Compile a grammar and try it out on random texts. Its table has at most `states_max` lexer states, LEXER_STATES_MAX if
-    None. Raises `GrammarError` naming the field of `spec`."""
+class TooManyStates(GrammarError):
+    """The table of lexer states is too small for the grammar."""
+
+
+class Built(NamedTuple):
+    """What the worker measured of a grammar: its memory, the CPU time of its construction, and how many lexer states its table
+    should have (LEXER_STATES_MAX if None)."""
+
+    num_bytes: int = 0
+    construction_s: float = 0.0
+    states_max: int | None = None
+
+
+def new_matcher(trie: llguidance.LLTokenizer, lark: str, spec: GrammarSpec, states_max: int | None = None) -> Any:
+    """Construct a matcher with an empty table of at most `states_max` lexer states, LEXER_STATES_MAX if None. Raises
+    `GrammarError` naming the field of `spec`."""
     states_max = LEXER_STATES_MAX if states_max is None else states_max
     matcher = llguidance.LLMatcher(trie, lark, log_level=0, limits=limits(states_max))
     if matcher.is_error():
@@ -98,22 +113,27 @@ def build_matcher(trie: llguidance.LLTokenizer, lark: str, spec: GrammarSpec, st
         elif "fuel" in reason or "lexer configuration" in reason:
             reason = "its patterns together are too complex"
         raise GrammarError(spec.param, f"{spec.param} cannot be compiled: {reason}")
-    rng = random.Random(0)  # noqa: S311 - the same walks in the process that checks a grammar and in the one that uses it
-    for _ in range(TRIAL_RUNS):
-        _try_out(matcher.deep_copy(), rng, spec)
     return matcher
 
 
-def _try_out(matcher: Any, rng: random.Random, spec: GrammarSpec) -> None:
-    """Generate a random text: this refuses a grammar that has no text or costs too much, before any request uses it, and fills
-    the lexer's cache for the first steps of requests. Raises `GrammarError`."""
+def try_out(matcher: Any, spec: GrammarSpec) -> None:
+    """Generate random texts: this refuses a grammar that has no text or costs too much, before any request uses it, and fills
+    the lexer's cache for the first steps of requests. Raises `GrammarError` naming the field of `spec`, `TooManyStates` if a
+    larger table may help."""
+    rng = random.Random(0)  # noqa: S311 - the same walks in the process that checks a grammar and in the one that uses it
+    for _ in range(TRIAL_RUNS):
+        _generate(matcher.deep_copy(), rng, spec)
+
+
+def _generate(matcher: Any, rng: random.Random, spec: GrammarSpec) -> None:
     for _ in range(TRIAL_TOKENS):
         mask = matcher.compute_bitmask()
         if matcher.is_error():
             reason = _first_line(matcher.get_error())
             if reason == NO_TEXT:
                 raise GrammarError(spec.param, f"{spec.param} cannot be satisfied by any text")
-            raise GrammarError(spec.param, f"{spec.param} cannot be enforced: a step would cost too much ({reason})")
+            error = TooManyStates if "too many states" in reason else GrammarError
+            raise error(spec.param, f"{spec.param} cannot be enforced: a step would cost too much ({reason})")
         if matcher.is_stopped():
             return
         start = rng.randrange(len(mask))
@@ -141,30 +161,28 @@ class CompiledGrammar:
 
     The library keeps the lexer's states in a table shared by all matchers that were copied from one. When the table is full, or
     a step has used up its fuel, all of them fail. The table is then replaced by a large one, and requests that did not cause
-    the failure go on with that (`GrammarState`).
+    the failure go on with that (`GrammarState`). As the step waits for this, a grammar that takes long to construct begins with
+    a large table, and when that fails, so do all its requests: the grammar is then `is_used_up`.
     """
 
-    __slots__ = ("_built_bytes", "_lark", "_matcher", "_states_max", "_trie", "spec", "table_number")
+    __slots__ = ("_built", "_lark", "_matcher", "_states_max", "_trie", "is_used_up", "spec", "table_number")
 
-    def __init__(self, trie: llguidance.LLTokenizer, lark: str, spec: GrammarSpec, *, built_bytes: int = 0) -> None:
-        """`built_bytes`: the memory of the grammar before its first request, as the worker measured it. Raises `GrammarError`
-        naming the field of `spec`."""
+    def __init__(self, trie: llguidance.LLTokenizer, lark: str, spec: GrammarSpec, built: Built | None = None) -> None:
+        """Raises `GrammarError` naming the field of `spec`."""
         self.spec = spec
         self.table_number = 0
+        self.is_used_up = False
         self._trie = trie
         self._lark = lark
-        self._built_bytes = built_bytes
-        self._states_max = min(SMALL_TABLE_STATES, LEXER_STATES_MAX)
-        try:
-            self._matcher = build_matcher(trie, lark, spec, self._states_max)
-        except GrammarError:
-            self._states_max = LEXER_STATES_MAX
-            self._matcher = build_matcher(trie, lark, spec)
+        self._built = built or Built()
+        self._states_max = self._built.states_max or LEXER_STATES_MAX
+        self._matcher = new_matcher(trie, lark, spec, self._states_max)
+        try_out(self._matcher, spec)
 
     @property
     def num_bytes(self) -> int:
         """Memory that the grammar takes once its table is full: an upper estimate."""
-        return self._built_bytes + self._states_max * LEXER_STATE_BYTES
+        return self._built.num_bytes + self._states_max * LEXER_STATE_BYTES
 
     def start(self) -> GrammarState:
         """The state before the first token of an answer; microseconds."""
@@ -175,13 +193,16 @@ class CompiledGrammar:
         return self._matcher.deep_copy()
 
     def replace_table(self, failed_number: int) -> None:
-        """Replace the table numbered `failed_number`, unless another request has done so already. As quick as the compile,
-        which had a deadline."""
+        """Replace the table numbered `failed_number`, unless another request has done so already. A grammar whose replacement
+        would take longer than REPLACEMENT_S_MAX becomes `is_used_up`."""
         if failed_number != self.table_number:
+            return
+        if self._built.construction_s > REPLACEMENT_S_MAX:
+            self.is_used_up = True
             return
         self.table_number += 1
         self._states_max = LEXER_STATES_MAX
-        self._matcher = build_matcher(self._trie, self._lark, self.spec)
+        self._matcher = new_matcher(self._trie, self._lark, self.spec)
 
 
 class GrammarState:
@@ -230,6 +251,8 @@ class GrammarState:
     def _replay_tokens(self) -> None:
         """Return to the same state with a fresh table: another request may have used up the shared one."""
         self._grammar.replace_table(self._table_number)
+        if self._grammar.is_used_up:
+            raise self._error("cannot be followed further")
         self._table_number = self._grammar.table_number
         self._matcher = self._grammar.matcher()
         if not all(self._matcher.consume_token(token_id) for token_id in self._tokens):  # each with the fuel of a step

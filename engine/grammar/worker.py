@@ -14,10 +14,21 @@ import resource
 import signal
 import sys
 import threading
+import time
 from typing import IO, Any
 
 from engine.grammar.lark import to_lark
-from engine.grammar.matcher import answer_grammar, build_matcher, token_trie
+from engine.grammar.matcher import (
+    LEXER_STATES_MAX,
+    REPLACEMENT_S_MAX,
+    SMALL_TABLE_STATES,
+    Built,
+    TooManyStates,
+    answer_grammar,
+    new_matcher,
+    token_trie,
+    try_out,
+)
 from engine.grammar.spec import GrammarError, GrammarSpec
 from engine.grammar.stacks import WORKER_STACK_BYTES, thread_stack_size
 from engine.grammar.vocabulary import Vocabulary
@@ -48,13 +59,22 @@ def _heap_bytes() -> int:
     return int(info.uordblks + info.hblkhd)
 
 
-def _built_bytes(trie: Any, lark: str, spec: GrammarSpec) -> int:
-    """Build a grammar. Returns the memory that it takes. Raises `GrammarError`."""
-    before = _heap_bytes()
-    matcher = build_matcher(trie, lark, spec)
-    num_bytes = (_heap_bytes() - before) % 2**32
-    del matcher
-    return num_bytes if num_bytes < HEAP_BYTES_MAX else 0
+def _build(trie: Any, lark: str, spec: GrammarSpec) -> Built:
+    """Build a grammar, with a small table unless its trial needs a large one, and measure it. Raises `GrammarError`."""
+    try:
+        built = _build_with(SMALL_TABLE_STATES, trie, lark, spec)
+    except TooManyStates:
+        return _build_with(LEXER_STATES_MAX, trie, lark, spec)
+    return built if built.construction_s <= REPLACEMENT_S_MAX else built._replace(states_max=LEXER_STATES_MAX)
+
+
+def _build_with(states_max: int, trie: Any, lark: str, spec: GrammarSpec) -> Built:
+    bytes_before, start_s = _heap_bytes(), time.thread_time()
+    matcher = new_matcher(trie, lark, spec, states_max)
+    construction_s = time.thread_time() - start_s
+    try_out(matcher, spec)
+    num_bytes = (_heap_bytes() - bytes_before) % 2**32
+    return Built(num_bytes if num_bytes < HEAP_BYTES_MAX else 0, construction_s, states_max)
 
 
 def vocabulary_line(vocabulary: Vocabulary) -> bytes:
@@ -76,7 +96,7 @@ def _read_vocabulary(line: bytes) -> Vocabulary:
 
 
 def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
-    """Answer jobs until the other side closes. Each answer is {"lark": text, "bytes": size} or {"error": message}."""
+    """Answer jobs until the other side closes. Each answer is {"lark": text, "built": list} or {"error": message}."""
     vocabulary = _read_vocabulary(requests.readline())
     trie = token_trie(vocabulary)
     for line in requests:
@@ -87,7 +107,7 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
             lark = answer_grammar(to_lark(spec), first_space=vocabulary.strips_first_space)
             if len(lark) > GRAMMAR_CHARACTERS_MAX:
                 raise GrammarError(spec.param, f"{spec.param} makes a grammar of more than {GRAMMAR_CHARACTERS_MAX} characters")
-            answer: dict[str, Any] = {"lark": lark, "bytes": _built_bytes(trie, lark, spec)}
+            answer: dict[str, Any] = {"lark": lark, "built": _build(trie, lark, spec)}
         except GrammarError as error:
             answer = {"error": str(error)}
         except (RecursionError, MemoryError):

@@ -150,7 +150,7 @@ def test_a_waiting_grammar_is_not_evicted() -> None:
 def add_with_size(queue: CompileQueue, tenant: str, number: int, num_bytes: int) -> SimpleNamespace:
     grammar = queue.add(tenant, regex_spec(number))
     job = start_next(queue)
-    compiled = SimpleNamespace(num_bytes=num_bytes)
+    compiled = SimpleNamespace(is_used_up=False, num_bytes=num_bytes)
     grammar.set_result(cast(CompiledGrammar, compiled))
     queue.finish(job)
     return compiled

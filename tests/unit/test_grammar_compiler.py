@@ -26,7 +26,7 @@ from engine.grammar.masks import GrammarMasks
 from engine.grammar.matcher import GrammarState
 from engine.grammar.spec import GrammarError, GrammarSpec
 from engine.grammar.vocabulary import Vocabulary
-from tests.support.grammars import BYTES, EOS, compiled, empty_mask
+from tests.support.grammars import BYTES, EOS, byte_trie, compiled, empty_mask
 from tests.support.open_files import use_up_low_descriptors
 from tests.support.sampling import sampling_request
 from tests.support.thread_limit import forbid_new_threads
@@ -483,7 +483,7 @@ def test_a_grammar_that_no_request_could_follow_is_refused_when_it_is_built(
     spec = GrammarSpec(kind, text)
     lark = matcher.answer_grammar(to_lark(spec), first_space=vocabulary.strips_first_space)
     with pytest.raises(GrammarError, match=message) as caught:
-        matcher.build_matcher(matcher.token_trie(vocabulary), lark, spec)
+        matcher.CompiledGrammar(matcher.token_trie(vocabulary), lark, spec)
     assert caught.value.param == spec.param
 
 
@@ -508,16 +508,39 @@ def test_each_token_adds_to_the_mask_time_that_a_request_may_use(monkeypatch: py
         allowed_tokens(first)
 
 
-@pytest.mark.parametrize("num_trials", [0, 3], ids=["found by a request", "found when it is built"])
+def built_grammar(built: matcher.Built) -> matcher.CompiledGrammar:
+    spec = GrammarSpec("regex", "(a|b){9}-[a-z]{9}-[A-Z]{9}")
+    return matcher.CompiledGrammar(byte_trie(), matcher.answer_grammar(to_lark(spec), first_space=False), spec, built)
+
+
 def test_a_grammar_that_needs_more_lexer_states_gets_a_larger_table_and_takes_more_memory(
-    monkeypatch: pytest.MonkeyPatch, num_trials: int
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(matcher, "SMALL_TABLE_STATES", 40)
-    monkeypatch.setattr(matcher, "TRIAL_RUNS", num_trials)
-    small, grammar = compiled.__wrapped__("regex", "ab"), compiled.__wrapped__("regex", "(a|b){9}-[a-z]{9}-[A-Z]{9}")
+    monkeypatch.setattr(matcher, "TRIAL_RUNS", 0)
+    grammar = built_grammar(matcher.Built(num_bytes=5, states_max=40))
+    assert grammar.num_bytes == 5 + 40 * matcher.LEXER_STATE_BYTES
     accept_text(grammar.start(), "aaaabbbbb-abcdefghi-ABCDEFGHI")
-    assert small.num_bytes == 40 * matcher.LEXER_STATE_BYTES
-    assert grammar.num_bytes == matcher.LEXER_STATES_MAX * matcher.LEXER_STATE_BYTES
+    assert grammar.num_bytes == 5 + matcher.LEXER_STATES_MAX * matcher.LEXER_STATE_BYTES
+
+
+def test_no_step_waits_for_the_table_of_a_grammar_that_takes_long_to_construct(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matcher, "TRIAL_RUNS", 0)
+    grammar = built_grammar(matcher.Built(construction_s=matcher.REPLACEMENT_S_MAX + 0.001, states_max=40))
+    first, second = grammar.start(), grammar.start()
+    accept_text(second, "a")
+    monkeypatch.setattr(matcher, "new_matcher", mock.Mock(side_effect=AssertionError))
+    for state, text in ((first, "aaaabbbbb-abcdefghi-ABCDEFGHI"), (second, "aaabbbbb-abcdefghi-ABCDEFGHI")):
+        with pytest.raises(GrammarError, match=r"cannot be followed further: .*too many states"):
+            accept_text(state, text)
+
+
+def test_a_grammar_whose_requests_have_failed_together_is_compiled_again_for_the_next(compiler: GrammarCompiler) -> None:
+    spec = GrammarSpec("choice", '["failed"]')
+    first = compiler.submit(spec, ALICE).result(timeout=60)
+    first.is_used_up = True
+    second = compiler.submit(spec, ALICE).result(timeout=60)
+    assert second is not first
+    accept_text(second.start(), "failed")
 
 
 def test_the_memory_of_a_grammar_includes_what_the_worker_measured(compiler: GrammarCompiler) -> None:

@@ -11,11 +11,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from engine.grammar import worker
+from engine.grammar import matcher, worker
 from engine.grammar.lark import to_lark
+from engine.grammar.matcher import Built
 from engine.grammar.spec import GrammarSpec
 from engine.grammar.worker import job_line, serve, vocabulary_line
 from tests.support.grammars import BYTES
@@ -61,7 +63,7 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 
 def test_each_grammar_is_answered_in_order_with_its_text_or_an_error() -> None:
     first, refused, last = answers_to(GOOD, GrammarSpec("regex", "("), GrammarSpec("choice", '["b"]'))
-    assert list(first) == list(last) == ["lark", "bytes"]
+    assert list(first) == list(last) == ["lark", "built"]
     assert first != last
     assert refused["error"].startswith("guided_regex cannot be enforced: an unclosed (")
 
@@ -78,7 +80,7 @@ def test_a_grammar_that_exhausts_the_interpreter_is_refused_and_the_next_one_com
     monkeypatch.setattr(worker, "to_lark", failing_to_lark)
     refused, compiled = answers_to(SLOW, GOOD)
     assert refused == {"error": "guided_json is too deeply nested or too large to compile"}
-    assert list(compiled) == ["lark", "bytes"]
+    assert list(compiled) == ["lark", "built"]
 
 
 def test_a_grammar_has_at_most_so_many_characters(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,9 +94,38 @@ def test_a_grammar_has_at_most_so_many_characters(monkeypatch: pytest.MonkeyPatc
 
 def test_the_memory_of_a_grammar_is_measured() -> None:
     names = [f"name {index}" for index in range(300)]
-    large = GrammarSpec("json", json.dumps({"properties": {name: {"type": "string"} for name in names}, "required": names}))
-    small_answer, large_answer = answers_to(GOOD, large)
-    assert 1_000 < small_answer["bytes"] < 500_000 < large_answer["bytes"] < 20_000_000
+    many_names = GrammarSpec(
+        "json", json.dumps({"properties": {name: {"type": "string"} for name in names}, "required": names})
+    )
+    small_answer, large_answer = answers_to(GOOD, many_names)
+    small, large = (Built(*answer["built"]).num_bytes for answer in (small_answer, large_answer))
+    assert 1_000 < small < 500_000 < large < 20_000_000
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "states_max"),
+    [
+        ("SMALL_TABLE_STATES", 4_000, 4_000),
+        ("SMALL_TABLE_STATES", 20, matcher.LEXER_STATES_MAX),
+        ("REPLACEMENT_S_MAX", -1.0, matcher.LEXER_STATES_MAX),
+    ],
+    ids=["any", "its trial needs it", "it takes long to construct"],
+)
+def test_a_grammar_begins_with_a_large_table_if_that_could_not_be_had_later(
+    monkeypatch: pytest.MonkeyPatch, limit: str, value: float, states_max: int
+) -> None:
+    monkeypatch.setattr(worker, "REPLACEMENT_S_MAX", 60.0)
+    monkeypatch.setattr(worker, limit, value)
+    (answer,) = answers_to(GrammarSpec("regex", "(a|b){9}-[a-z]{9}-[A-Z]{9}"))
+    assert Built(*answer["built"]).states_max == states_max
+
+
+def test_a_grammar_without_any_text_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = mock.Mock(side_effect=matcher.try_out)
+    monkeypatch.setattr(worker, "try_out", tried)
+    (refused,) = answers_to(GrammarSpec("grammar", "start: /[^\\x00-\\x{10FFFF}]/"))
+    assert "cannot be satisfied" in refused["error"]
+    assert tried.call_count == 1
 
 
 def test_an_alarm_is_set_for_each_grammar_and_ends_with_it(alarms: list[int]) -> None:
