@@ -99,7 +99,7 @@ class NoAdmission:
 class NoWatch:
     """Watches no principal: the plain path's principal is in no table."""
 
-    def add(self, *_generation: Any) -> None:
+    async def refresh(self, _request: Any) -> None:
         """Do nothing."""
 
 

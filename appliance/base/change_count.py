@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+NAMES_MAX = 10_000
+
 
 class ChangeCount:
     """The number of (possible) changes so far, and of the last one that concerned a name: the id of a tenant or key, or a whole
-    table. Some changes concern everything."""
+    table. Some changes concern everything, and so does one that would be that of too many names."""
 
     def __init__(self) -> None:
         self.value = 0
@@ -19,7 +21,7 @@ class ChangeCount:
         """Count a possible change of a name, or of everything when None. Called after COMMIT and before the caller learns its
         result."""
         self.value += 1
-        if changed is None:
+        if changed is None or len(self._of) >= NAMES_MAX:
             self._of_all = self.value
             self._of.clear()
         else:

@@ -28,7 +28,7 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from appliance.base.consecutive_failures import ConsecutiveFailures
-from appliance.base.db import parse_url, reason_of
+from appliance.base.db import KEEPALIVE, parse_url, reason_of
 from appliance.base.settings import UnusableData
 
 LOCK_KEY = 0x6761746568757365  # "gatehuse" in ASCII: an advisory lock is identified by a 64-bit integer within a database
@@ -36,13 +36,6 @@ WAIT_S = 10.0  # a server notices a killed client at once on the same machine, a
 POLL_S = 0.25
 WATCH_INTERVAL_S = 2.0
 CONNECT_TIMEOUT_S = 5
-_KEEPALIVE = {
-    "keepalives": "1",
-    "keepalives_idle": "5",
-    "keepalives_interval": "2",
-    "keepalives_count": "2",
-    "tcp_user_timeout": "9000",  # ms: no keepalives are sent while data is unacknowledged
-}
 _OWN_SESSION = "SELECT pid, backend_start FROM pg_stat_activity WHERE pid = pg_backend_pid()"
 _END_SESSION = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid = %s AND backend_start = %s"
 _HELD_EXCLUSIVELY = """
@@ -93,7 +86,7 @@ async def claim_database(
     deadline_s = time.monotonic() + wait_s
     if kind == "sqlite":
         return await _claim_file(str(target.database), shared, deadline_s, sleep)
-    server = target.set(drivername="postgresql").update_query_dict(_KEEPALIVE, append=False)
+    server = target.set(drivername="postgresql").update_query_dict(KEEPALIVE, append=False)
     if "connect_timeout" not in server.query:
         server = server.update_query_dict({"connect_timeout": str(CONNECT_TIMEOUT_S)})
     claim = _PostgresqlClaim(server.render_as_string(hide_password=False), shared, sleep)

@@ -33,6 +33,15 @@ BATCH_WRITERS_MAX = 2  # a pool of their own, so that long reads and changes blo
 POSTGRESQL_CONNECTIONS_MAX = READERS_MAX + WRITERS_MAX + BATCH_WRITERS_MAX + 1  # one holds the claim
 BATCH_STATEMENTS = 512  # statement cache size: `prepared` uses one statement per number of rows
 CHECKOUT_TIMEOUT_S = 10.0
+KEEPALIVE = {
+    "keepalives": "1",
+    "keepalives_idle": "5",
+    "keepalives_interval": "2",
+    "keepalives_count": "2",
+    "tcp_user_timeout": "9000",  # ms: no keepalives are sent while data is unacknowledged
+}
+"""Parameters of a PostgreSQL connection that fails some ten seconds after the network stops carrying it. A read that many
+requests share would otherwise not end for minutes."""
 _AFTER_COMMIT = "after_commit"
 
 
@@ -62,7 +71,10 @@ class Database:
         kind, target = parse_url(url)
         if kind == "sqlite":
             return cls(kind, _sqlite_writer(target), _sqlite_readers(target), SqliteThread(_sqlite_batch_writer(target)))
-        server, sizes = server_url(target), (WRITERS_MAX, READERS_MAX, BATCH_WRITERS_MAX)
+        server, sizes = (
+            server_url(target.set(query={**KEEPALIVE, **target.query})),
+            (WRITERS_MAX, READERS_MAX, BATCH_WRITERS_MAX),
+        )
         writers, readers, batch_writers = (_engine(server, size, pool_pre_ping=True) for size in sizes)
         event.listen(batch_writers.sync_engine, "connect", _prefer_indexes)
         return cls(kind, writers, readers, batch_writers)

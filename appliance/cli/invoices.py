@@ -209,13 +209,15 @@ def allowance(
     output.item(run(options.settings(), work), as_json=options.as_json)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Billed:
-    """What became of a month: rows of the invoices, numbers of skipped tenants by error code, and failures with names."""
+    """What became of a month: rows of the invoices, numbers of skipped tenants by error code, and failures with names.
+    `unfinished`: why the last tenants were not billed."""
 
     rows: list[Row]
     skipped: Counter[str]
     failures: list[str]
+    unfinished: str = ""
 
 
 def _bill(options: CommonOptions, month: str, tenant: str | None, *, all_tenants: bool, closing: Row | None = None) -> None:
@@ -238,17 +240,26 @@ def _bill(options: CommonOptions, month: str, tenant: str | None, *, all_tenants
     if any(row["seller"] is None for row in billed.rows):
         lasting = "" if closing is None else ", and closed ones never get one"
         sys.stderr.write(f"gatehouse: these invoices have no seller{lasting}. Set one: gatehouse invoices seller --file FILE\n")
-    if billed.failures:
-        raise CommandFailed("; ".join(billed.failures), code="invoices")
+    if billed.failures or billed.unfinished:
+        raise CommandFailed("; ".join(filter(None, [*billed.failures, billed.unfinished])), code="invoices")
 
 
 async def _bill_all(client: AdminClient, tenants: list[Row], month: str, verb: str, *, quiet: bool) -> _Billed:
+    """Bill all tenants, a few with each call. A call that fails ends this; only if it is the first one, its error is raised."""
     names = {tenant["id"]: tenant for tenant in tenants}
-    billed = _Billed([], Counter(), [])
+    billed, done = _Billed([], Counter(), []), 0
     with output.progress("Drafting" if verb == "draft" else "Closing", quiet=quiet) as advance:
         for ids in batched(list(names), CALL_TENANTS):
             path, body = f"/invoices/months/{month}/{verb}", {"tenant_ids": ids}
-            for outcome in (await client.call("POST", path, body=body, timeout_s=BILLING_TIMEOUT_S))["data"]:
+            try:
+                outcomes = (await client.call("POST", path, body=body, timeout_s=BILLING_TIMEOUT_S))["data"]
+            except CommandFailed as failure:
+                if not done:
+                    raise
+                left = counted(len(tenants) - done, "tenant")
+                billed.unfinished = f"the last {left}, from {names[ids[0]]['name']} on, may not be billed: {failure.message}"
+                break
+            for outcome in outcomes:
                 tenant, error = names[outcome["tenant_id"]], outcome["error"]
                 if error is None:
                     billed.rows.append(_row(outcome["invoice"], tenant))
@@ -256,7 +267,8 @@ async def _bill_all(client: AdminClient, tenants: list[Row], month: str, verb: s
                     billed.skipped[error["code"]] += 1
                 else:
                     billed.failures.append(f"{tenant['name']}: {error['message']}")
-            advance(len(ids) / len(tenants))
+            done += len(ids)
+            advance(done / len(tenants))
     return billed
 
 

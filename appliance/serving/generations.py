@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
@@ -17,6 +17,7 @@ from appliance.metering.ledger.writer import Ledger
 from appliance.metering.limits.admission import Admission
 from appliance.metering.limits.refusals import not_priced
 from appliance.metering.limits.reservations import Reservation
+from appliance.metering.limits.rules import Rule
 from appliance.metering.prices import Price, PriceBook
 from appliance.serving.access_watch import AccessWatch
 from appliance.serving.bill import Bill
@@ -44,11 +45,13 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Terms:
-    """On what a request is admitted. Two are equal if they make the same bill."""
+    """On what a request is admitted. Two are equal if they have the same limits and make the same bill."""
 
     tier: str
     currency: str | None
     price: Price | None
+    rules: Sequence[Rule]
+    cut_at_budget: bool
     wait_s: float = field(compare=False)
     policy: ModelPolicy | None = field(compare=False)
 
@@ -173,7 +176,7 @@ class Generations:
             raise
 
     async def _admit(self, waiting: WaitingRequest) -> Reservation:
-        """Reserve the request's limits, at the price and on the terms of its tenant that are in force at admission.
+        """Reserve the request's limits, which are those in force at admission, as are the price and the terms of its tenant.
 
         If they change while it waits, it is admitted again, in its place: nothing is awaited between the end of one reservation
         and the next attempt. Its wait includes all attempts.
@@ -199,20 +202,23 @@ class Generations:
         model = waiting.prepared.model.name
         while True:
             tenant = waiting.prepared.principal.tenant
-            terms = _Terms(
-                tier=tenant.tier,
-                wait_s=(await self._tiers.get(tenant.tier)).admission_wait_ms / 1000,
-                currency=tenant.currency,
-                price=await self._prices.current(model, at, currency=tenant.currency),
-                policy=await self._policies.find(model),
-            )
+            tier, currency = await self._tiers.get(tenant.tier), tenant.currency
+            price, policy = await self._prices.current(model, at, currency=currency), await self._policies.find(model)
             await self._watch.refresh(waiting)  # last, so that the tenant's terms are current until the next await
-            latest = waiting.prepared.principal.tenant
-            if (latest.tier, latest.currency) == (tenant.tier, tenant.currency):
+            latest = waiting.prepared.principal
+            if (latest.tenant.tier, latest.tenant.currency) == (tenant.tier, currency):
                 break
-        if terms.price is None and self._limits.refuse_unpriced:
-            raise not_priced(model, terms.currency)
-        return terms
+        if price is None and self._limits.refuse_unpriced:
+            raise not_priced(model, currency)
+        return _Terms(
+            tier=tier.name,
+            currency=currency,
+            price=price,
+            rules=self._admission.rules(latest, model, policy),
+            cut_at_budget=latest.tenant.cut_at_budget,
+            wait_s=tier.admission_wait_ms / 1000,
+            policy=policy,
+        )
 
     def _count_exceptions(self, reservation: Reservation) -> None:
         """Count what stricter settings would have refused: limits in shadow mode, and a missing price."""

@@ -58,12 +58,16 @@ class _TenantQueue:
     @property
     def num_bytes(self) -> int:
         """Memory of the compiled grammars."""
-        done = (grammar for grammar in self.futures.values() if grammar.done() and not grammar.cancelled())
-        return sum(grammar.result().num_bytes for grammar in done if grammar.exception() is None)
+        return sum(grammar.result().num_bytes for grammar in self.futures.values() if _is_compiled(grammar))
 
     def evict_oldest(self, *, is_compiled: bool) -> None:
-        """Drop the least recently used grammar, of the compiled ones only or of the refused ones too."""
-        del self.futures[next(s for s, g in self.futures.items() if g.done() and not (is_compiled and g.exception()))]
+        """Drop the least recently used grammar, of the compiled ones only or of the refused and cancelled ones too."""
+        may_drop = _is_compiled if is_compiled else Future.done
+        del self.futures[next(spec for spec, grammar in self.futures.items() if may_drop(grammar))]
+
+
+def _is_compiled(grammar: Future[CompiledGrammar]) -> bool:
+    return grammar.done() and not grammar.cancelled() and grammar.exception() is None
 
 
 class CompileQueue:

@@ -186,6 +186,18 @@ def test_a_grammar_larger_than_the_cache_is_compiled_but_not_kept() -> None:
     assert not queue._queues
 
 
+def test_a_grammar_that_was_cancelled_is_no_obstacle_to_the_eviction_of_others() -> None:
+    queue = CompileQueue()
+    for number in (1, 2):
+        queue.add("alice", regex_spec(number))
+    job = start_next(queue)
+    queue.cancel_waiting()
+    queue.find("alice", regex_spec(1))
+    job.grammar.set_result(cast(CompiledGrammar, SimpleNamespace(num_bytes=101)))
+    queue.finish(job)
+    assert cached_numbers(queue, "alice") == [2]
+
+
 def test_a_tenant_without_grammars_leaves_no_queue() -> None:
     queue = CompileQueue()
     for number in range(10):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import func, insert, select, text
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from appliance.base import db, migrations
 from appliance.base.db import SQLITE_SYNCHRONOUS, Database
@@ -38,6 +39,13 @@ async def _add(database: Database, number: int, then: Exception | None = None) -
 async def _count(database: Database) -> int:
     async with database.reading() as connection:
         return (await connection.execute(select(func.count()).select_from(epochs))).scalar_one()
+
+
+async def test_connections_to_a_server_end_soon_after_the_network_stops_carrying_them() -> None:
+    async with Database.open("postgresql://db.example.com/gatehouse?keepalives_idle=60") as database:
+        for engine in (database._readers, database._writers, database._batch_writer):
+            assert isinstance(engine, AsyncEngine)
+            assert engine.url.query == {**db.KEEPALIVE, "keepalives_idle": "60", "client_encoding": "UTF8"}
 
 
 async def test_the_error_of_a_statement_omits_its_values(sqlite_file: Path) -> None:

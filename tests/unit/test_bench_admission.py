@@ -10,8 +10,9 @@ from typing import cast
 import pytest
 
 from appliance.metering.ledger.writer import Ledger
+from appliance.serving.access_watch import AccessWatch
 from bench import admission
-from bench.admission_gateway import NoLedger, NoReservation
+from bench.admission_gateway import NoLedger, NoReservation, NoWatch
 from bench.host_speed import HostSpeed
 from tests.support.factories import admission_request, principal
 
@@ -26,10 +27,14 @@ def test_the_fake_reservation_has_every_attribute_that_serving_uses() -> None:
     assert used - {name for name in dir(NoReservation(admission_request(principal(), 1))) if not name.startswith("_")} == set()
 
 
-def test_the_fake_ledger_has_the_signatures_of_the_real_one() -> None:
-    for name in ("open", "settle", "checkpoint"):
-        real, fake = (inspect.signature(getattr(kind, name)).parameters for kind in (Ledger, NoLedger))
-        assert len(fake) == len(real), name
+@pytest.mark.parametrize(
+    ("real", "fake", "names"),
+    [(Ledger, NoLedger, ("open", "settle", "checkpoint")), (AccessWatch, NoWatch, ("refresh",))],
+)
+def test_the_fakes_have_the_signatures_of_the_real_ones(real: type, fake: type, names: tuple[str, ...]) -> None:
+    for name in names:
+        methods = getattr(real, name), getattr(fake, name)
+        assert len({len(inspect.signature(method).parameters) for method in methods}) == 1, name
 
 
 async def test_a_measurement_on_a_busy_host_fails_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import pytest
 
 from appliance.base.clock import SystemClock
 from appliance.base.db import Database
-from appliance.cli import invoices
+from appliance.cli import invoices, output
+from appliance.cli.connection import AdminClient
+from appliance.cli.failure import CommandFailed
 from appliance.cli.main import main
 from appliance.metering.ledger.epochs import begin_epoch
 from tests.support.billing import Tokens, add_price, post_event
@@ -203,6 +206,37 @@ def test_a_month_is_closed_for_more_tenants_than_one_call_takes(gatehouse: Run, 
     status, closed, note = gatehouse("invoices", "close", "--month", "2026-02", "--all")
     assert (status, [row["tenant"] for row in closed["data"]]) == (0, ["bob", "charlie"])
     assert note.startswith("Closed 2 invoices for 2026-02: 1 tenant with nothing to bill.\n")
+
+
+def test_a_month_whose_closing_breaks_off_lists_the_invoices_that_were_closed(
+    gatehouse: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gatehouse("invoices", "close", "--month", "2026-01", "--all")
+    monkeypatch.setattr(invoices, "CALL_TENANTS", 1)
+    call, calls = AdminClient.call, []
+
+    async def call_twice(client: AdminClient, method: str, path: str, **options: Any) -> dict[str, Any]:
+        if path.startswith("/invoices/months"):
+            calls.append(path)
+            if len(calls) == 2:
+                raise CommandFailed("the appliance does not respond: ReadTimeout", code="unreachable")
+        return await call(client, method, path, **options)
+
+    monkeypatch.setattr(AdminClient, "call", call_twice)
+    status, answer, note = gatehouse("invoices", "close", "--month", "2026-02", "--all")
+    closed, error = answer
+    assert (status, [row["tenant"] for row in closed["data"]]) == (1, ["bob"])
+    assert note.startswith("Closed 1 invoice for 2026-02.\n")
+    expected = "the last 2 tenants, from charlie on, may not be billed: the appliance does not respond: ReadTimeout"
+    assert error["error"]["message"] == expected
+
+
+def test_the_progress_of_a_month_is_the_share_of_tenants_that_are_done(gatehouse: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[float] = []
+    monkeypatch.setattr(invoices, "CALL_TENANTS", 2)
+    monkeypatch.setattr(output, "progress", lambda _title, quiet: nullcontext(shown.append))
+    gatehouse("invoices", "draft", "--month", "2026-02", "--all")
+    assert shown == [2 / 3, 1.0]
 
 
 @pytest.mark.parametrize("is_drafted", [False, True])

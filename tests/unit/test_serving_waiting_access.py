@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,11 @@ from appliance.base.errors import (
     GatehouseError,
     InvalidApiKey,
     ModelNotAllowed,
+    RequestExceedsLimit,
     ScopeNotAllowed,
     TenantSuspended,
 )
+from appliance.metering.limits.rules import Rule
 from appliance.serving.generation import Generation
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.model_policies import ModelPolicies
@@ -219,3 +221,33 @@ async def test_no_request_is_admitted_with_a_key_that_is_revoked(
     with pytest.raises(InvalidApiKey):
         await waiting
     assert num_running(serving.admission, dora.tenant.id) == 0
+
+
+@pytest.mark.parametrize("owner", ["tenant", "key", "model"])
+async def test_no_request_is_admitted_on_limits_that_were_lowered_while_usage_was_read(
+    serving: Serving, database: Database, clock: FakeClock, monkeypatch: pytest.MonkeyPatch, owner: str
+) -> None:
+    roomy, narrow = {"tokens_per_minute": 1000}, {"tokens_per_minute": 1}
+    dora, policies = await make_person(database, clock, "dora", Limits(**roomy)), serving.generations._policies
+    await policies.put(MODEL, Limits(**roomy))
+    is_read, may_return = asyncio.Event(), asyncio.Event()
+    load = serving.admission._loader.ensure_loaded
+
+    async def load_slowly(rules: Sequence[Rule]) -> None:
+        await load(rules)
+        is_read.set()
+        await may_return.wait()
+
+    monkeypatch.setattr(serving.admission._loader, "ensure_loaded", load_slowly)
+    starting = asyncio.create_task(serving.start(dora, TEXT))
+    await is_read.wait()
+    changes: dict[str, Callable[[], Coroutine[Any, Any, object]]] = {
+        "tenant": lambda: change_tenant(Tenants(database, clock), dora, limits=narrow),
+        "key": lambda: Keys(database, clock, PEPPER).update(dora.key.id, KeyChanges(limits=narrow), access=OWNER),
+        "model": lambda: policies.put(MODEL, Limits(**narrow)),
+    }
+    await changes[owner]()
+    await serving.generations._watch.check()
+    may_return.set()
+    with pytest.raises(RequestExceedsLimit):
+        await starting

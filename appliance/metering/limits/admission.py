@@ -112,9 +112,13 @@ class Admission:
         for key_id, model in waiting | {(running.request.key_id, running.request.model) for running in self._running}:
             if (principal := principals.get(key_id)) is not None:
                 loaded = self._loaded(principal.tenant.id, key_id, model)
-                self._configure(loaded, rules_for(principal, model, policies.get(model), self._currency))
+                self._configure(loaded, self.rules(principal, model, policies.get(model)))
                 touched.update(loaded)
         self._queue.wake(touched)
+
+    def rules(self, principal: Principal, model: str, policy: ModelPolicy | None) -> list[Rule]:
+        """Return the limits that apply to the principal's requests for a model with this policy."""
+        return rules_for(principal, model, policy, self._currency)
 
     async def dry_run(self, request: AdmissionRequest, wait_s: float = 0.0) -> LimitsDryRun:
         """Return every limit's decision on a request sent now, and whether it would wait up to `wait_s`. Reserves nothing."""
@@ -187,7 +191,7 @@ class Admission:
 
     async def _allowances_of(self, request: AdmissionRequest) -> list[Allowance]:
         """Return the allowances that apply to a request, with current limits. New ones are first loaded from the ledger."""
-        rules = rules_for(request.principal, request.model, request.policy, self._currency)
+        rules = self.rules(request.principal, request.model, request.policy)
         self.output_estimates.lengths_of(request.key_id, request.model)  # begins to read them while the allowances are loaded
         if any(rule.owner not in self._allowances for rule in rules):
             await self._loader.ensure_loaded(rules)
