@@ -72,7 +72,7 @@ def _byte_trie() -> llguidance.LLTokenizer:
 
 def has_no_text(lark: str) -> bool:
     """Whether a grammar of one terminal has no text: the library finds neither a first byte nor the end."""
-    matcher = llguidance.LLMatcher(_byte_trie(), lark, log_level=0)
+    matcher = llguidance.LLMatcher(_byte_trie(), answer_grammar(lark, first_space=False), log_level=0)
     matcher.compute_bitmask()
     return bool(matcher.is_error() and matcher.get_error().startswith(NO_TEXT))
 
@@ -144,7 +144,8 @@ def _generate(matcher: Any, rng: random.Random, spec: GrammarSpec) -> None:
 
 def answer_grammar(lark: str, *, first_space: bool) -> str:
     """The grammar of an answer's bytes, from the grammar of its text: with `first_space` the decoder drops a leading space, so
-    the bytes are a space, then the text. Without `no_forcing`, the mask would allow only one tokenisation of forced text."""
+    the bytes are a space, then the text. Without `no_forcing`, the mask would allow only the tokens into which `_TokenTable`
+    divides forced text, which are none."""
     lark = '%llguidance {"no_forcing": true}\n' + lark
     if not first_space:
         return lark
