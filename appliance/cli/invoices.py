@@ -246,7 +246,7 @@ async def _bill_all(client: AdminClient, tenants: list[Row], month: str, verb: s
     names = {tenant["id"]: tenant for tenant in tenants}
     billed = _Billed([], Counter(), [])
     with output.progress("Drafting" if verb == "draft" else "Closing", quiet=quiet) as advance:
-        for ids in batched(list(names), CALL_TENANTS):
+        for portion, ids in enumerate(batched(list(names), CALL_TENANTS), 1):
             path, body = f"/invoices/months/{month}/{verb}", {"tenant_ids": ids}
             for outcome in (await client.call("POST", path, body=body, timeout_s=BILLING_TIMEOUT_S))["data"]:
                 tenant, error = names[outcome["tenant_id"]], outcome["error"]
@@ -256,7 +256,7 @@ async def _bill_all(client: AdminClient, tenants: list[Row], month: str, verb: s
                     billed.skipped[error["code"]] += 1
                 else:
                     billed.failures.append(f"{tenant['name']}: {error['message']}")
-            advance(len(ids) / len(tenants))
+            advance(min(1.0, portion * CALL_TENANTS / len(tenants)))
     return billed
 
 

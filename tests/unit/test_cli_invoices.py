@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 
 from appliance.base.clock import SystemClock
 from appliance.base.db import Database
-from appliance.cli import invoices
+from appliance.cli import invoices, output
 from appliance.cli.main import main
 from appliance.metering.ledger.epochs import begin_epoch
 from tests.support.billing import Tokens, add_price, post_event
@@ -88,6 +89,16 @@ def test_a_month_is_drafted_closed_and_exported_for_all_tenants(gatehouse: Run, 
     assert not any(b"False" in Path(name).read_bytes() for name in files["files"] if name.endswith("-events.csv"))
     assert len(gatehouse("invoices", "list")[1]["data"]) == 3
     assert len(gatehouse("invoices", "list", "--tenant", "bob", "--month", "2026-01")[1]["data"]) == 1
+
+
+@pytest.mark.parametrize("verb", ["draft", "close"])
+def test_the_progress_of_billing_a_month_reaches_the_end(gatehouse: Run, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    fractions: list[float] = []
+    monkeypatch.setattr(output, "progress", lambda title, *, quiet: nullcontext(fractions.append))
+    monkeypatch.setattr(invoices, "CALL_TENANTS", 1)
+    gatehouse("invoices", verb, "--month", "2026-01", "--all")
+
+    assert fractions == [pytest.approx((done + 1) / 3) for done in range(3)]
 
 
 def test_an_invoice_is_closed_only_with_the_expected_total(gatehouse: Run) -> None:
