@@ -175,8 +175,15 @@ def test_closing_a_month_without_usage_names_the_tenants_whose_earlier_months_ar
     (closed, error) = answer
     assert (status, closed) == (1, {"data": []})
     message = "2026-02 must be closed before 2026-03: it has usage on no invoice yet"
-    assert error["error"]["message"] == f"bob: {message}; charlie: {message}"
+    assert error["error"]["message"] == f"bob: {message}\ncharlie: {message}"
     assert gatehouse("invoices", "list", "--month", "2026-03")[1] == {"data": []}
+
+
+def test_tenants_that_cannot_be_closed_are_named_on_a_line_each(gatehouse: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    gatehouse("invoices", "close", "--month", "2026-01", "--all")
+    assert main(["invoices", "close", "--month", "2026-03", "--all"]) == 1
+    written = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[:2] for line in written[-2:]] == [["gatehouse", "bob"], ["gatehouse", "charlie"]]
 
 
 def test_a_month_with_nothing_to_close_prints_why_and_logs_nothing(gatehouse: Run) -> None:
