@@ -121,7 +121,7 @@ def load_settings(*, options: Mapping[str, object], environ: Mapping[str, str]) 
     """
     given = {key: value for key, value in options.items() if value is not None}
     from_options = _parse_source(given, lambda key: f"option {key}")
-    from_environ = _parse_source(_environment(environ), lambda key: f"environment {ENVIRONMENT_PREFIX}{key.upper()}")
+    from_environ = _parse_source(_environment(environ), lambda key: f"environment {_variable(key)}", spelled=_variable)
     data_dir = from_options.get("data_dir") or from_environ.get("data_dir") or default_data_dir()
     path = data_dir / FILE_NAME
     from_file = _parse_source(_read_file(path), lambda key: f"{key} in {path}")
@@ -158,12 +158,18 @@ def _read_file(path: Path) -> dict[str, object]:
     return values
 
 
-def _parse_source(values: Mapping[str, object], name_of: Callable[[str], str]) -> dict[str, Any]:
+def _variable(key: str) -> str:
+    return f"{ENVIRONMENT_PREFIX}{key.upper()}"
+
+
+def _parse_source(
+    values: Mapping[str, object], name_of: Callable[[str], str], *, spelled: Callable[[str], str] = str
+) -> dict[str, Any]:
     parsed: dict[str, Any] = {}
     for key, value in values.items():
         parser = _PARSERS.get(key)
         if parser is None:
-            raise SettingsError(f"unknown setting: {name_of(key)}{did_you_mean(key, _PARSERS)}")
+            raise SettingsError(f"unknown setting: {name_of(key)}{did_you_mean(key, _PARSERS, spelled=spelled)}")
         try:
             parsed[key] = parser(value)
         except (ValueError, TypeError) as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 
 def counted(number: int, noun: str, *, plural: str | None = None) -> str:
@@ -10,8 +10,11 @@ def counted(number: int, noun: str, *, plural: str | None = None) -> str:
     return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return "; did you mean …?" with the known name that is closest to a mistyped one, nothing if none is close."""
+def did_you_mean(name: str, known: Iterable[str], *, spelled: Callable[[str], str] = str) -> str:
+    """Return "; did you mean …?" with the known name that is closest to a mistyped one, nothing if none is close.
+
+    `spelled` returns what to type for a known name.
+    """
     import difflib
 
-    return "".join(f"; did you mean {match!r}?" for match in difflib.get_close_matches(name, list(known), n=1))
+    return "".join(f"; did you mean {spelled(match)!r}?" for match in difflib.get_close_matches(name, list(known), n=1))

@@ -170,7 +170,7 @@ def export(
     elif files or why_none:
         output.say("\n".join(files) or why_none)
     if failures:
-        raise CommandFailed("; ".join(failures), code="invoices")
+        raise CommandFailed("\n".join(failures), code="invoices")
 
 
 def _why_no_file(month: str, num_drafts: int) -> str:
@@ -241,7 +241,7 @@ def _bill(options: CommonOptions, month: str, tenant: str | None, *, all_tenants
         lasting = "" if closing is None else ", and closed ones never get one"
         sys.stderr.write(f"gatehouse: these invoices have no seller{lasting}. Set one: gatehouse invoices seller --file FILE\n")
     if billed.failures or billed.unfinished:
-        raise CommandFailed("; ".join(filter(None, [*billed.failures, billed.unfinished])), code="invoices")
+        raise CommandFailed("\n".join(filter(None, [*billed.failures, billed.unfinished])), code="invoices")
 
 
 async def _bill_all(client: AdminClient, tenants: list[Row], month: str, verb: str, *, quiet: bool) -> _Billed:

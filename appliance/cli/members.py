@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from appliance.base.texts import did_you_mean
 from appliance.cli import output
 from appliance.cli.connection import AdminClient, Work, run
 from appliance.cli.failure import CommandFailed
@@ -105,7 +106,7 @@ def enable(email: Email, options: CommonOptions = DEFAULTS) -> None:
 
 def _change(email: str, body: dict[str, Any]) -> Work:
     async def work(client: AdminClient) -> dict[str, Any]:
-        member = await _find_in(client, "/members", "id", email)
+        member = await _find_in(client, "/members", "id", email, place="the appliance")
         return await client.call("PATCH", f"/members/{member}", body=body)
 
     return work
@@ -114,15 +115,17 @@ def _change(email: str, body: dict[str, Any]) -> Work:
 def _at_membership(email: str, tenant: str, method: str, body: dict[str, Any] | None = None) -> Work:
     async def work(client: AdminClient) -> dict[str, Any]:
         path = f"/tenants/{(await find_tenant(client, tenant))['id']}/members"
-        member = await _find_in(client, path, "member_id", email)
+        member = await _find_in(client, path, "member_id", email, place=tenant)
         return await client.call(method, f"{path}/{member}", body=body)
 
     return work
 
 
-async def _find_in(client: AdminClient, path: str, field: str, email: str) -> str:
-    """Return the id, from the column `field` of the list `path`, of the member with this e-mail address."""
-    for row in await client.list_all(path):
+async def _find_in(client: AdminClient, path: str, field: str, email: str, *, place: str) -> str:
+    """Return the id, from the column `field` of the list `path`, of the member of `place` with this e-mail address."""
+    rows = await client.list_all(path)
+    for row in rows:
         if row["email"] == email.strip().lower():
             return str(row[field])
-    raise CommandFailed(f"there is no member with the e-mail address {email!r} here", code="not_found")
+    hint = did_you_mean(email, [row["email"] for row in rows])
+    raise CommandFailed(f"{place} has no member with the e-mail address {email!r}{hint}", code="not_found")

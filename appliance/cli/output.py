@@ -104,11 +104,11 @@ def progress(title: str, *, quiet: bool) -> Iterator[Callable[[float], None]]:
 
 
 def failed(message: str, code: str, *, as_json: bool) -> None:
-    """Report a failure as JSON on standard output, or as one line on standard error."""
+    """Report a failure as JSON on standard output, or each line of its message as one on standard error."""
     if as_json:
         data({"error": {"message": message, "code": code}})
     else:
-        sys.stderr.write(f"gatehouse: {message}\n")
+        sys.stderr.write("".join(f"gatehouse: {line}\n" for line in message.splitlines()))
 
 
 def usage_error(error: typer.TyperException, *, as_json: bool) -> int:

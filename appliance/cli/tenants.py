@@ -10,6 +10,7 @@ import typer
 
 from appliance.base.ids import is_id
 from appliance.base.money import PICOS_PER_MICRO, format_exactly
+from appliance.base.texts import did_you_mean
 from appliance.cli import output
 from appliance.cli.confirmation import Yes, ask_for_name, require_terminal
 from appliance.cli.connection import AdminClient, Work, run
@@ -178,7 +179,8 @@ async def find_tenant(client: AdminClient, which: str) -> dict[str, Any]:
     for tenant in rows:
         if which in (tenant["id"], tenant["name"]):
             return tenant
-    raise CommandFailed(f"there is no tenant {which!r}", code="not_found")
+    hint = did_you_mean(which, [tenant["name"] for tenant in rows])
+    raise CommandFailed(f"there is no tenant {which!r}{hint}", code="not_found")
 
 
 def with_readable_budgets(owner: Mapping[str, Any], currency: str) -> dict[str, Any]:

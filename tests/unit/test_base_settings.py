@@ -142,7 +142,7 @@ def test_models_in_the_environment_must_be_comma_separated_or_a_json_list(text: 
     ("file", "environ", "options", "words"),
     [
         ("prot = 5", {}, {}, "unknown setting: prot in .*gatehouse.toml; did you mean 'port'"),
-        ("", {"GATEHOUSE_PROT": "5"}, {}, "unknown setting: environment GATEHOUSE_PROT; did you mean 'port'"),
+        ("", {"GATEHOUSE_PROT": "5"}, {}, "unknown setting: environment GATEHOUSE_PROT; did you mean 'GATEHOUSE_PORT'"),
         ("", {}, {"prot": 5}, "unknown setting: option prot"),
         ("port = 'many'", {}, {}, "port in .*gatehouse.toml must be a whole number from 0 to 65535"),
         ("port = true", {}, {}, "port .* whole number"),

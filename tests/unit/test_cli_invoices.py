@@ -93,6 +93,16 @@ def test_a_month_is_drafted_closed_and_exported_for_all_tenants(gatehouse: Run, 
     assert len(gatehouse("invoices", "list", "--tenant", "bob", "--month", "2026-01")[1]["data"]) == 1
 
 
+@pytest.mark.parametrize("verb", ["draft", "close"])
+def test_the_progress_of_billing_a_month_reaches_the_end(gatehouse: Run, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    fractions: list[float] = []
+    monkeypatch.setattr(output, "progress", lambda title, *, quiet: nullcontext(fractions.append))
+    monkeypatch.setattr(invoices, "CALL_TENANTS", 1)
+    gatehouse("invoices", verb, "--month", "2026-01", "--all")
+
+    assert fractions == [pytest.approx((done + 1) / 3) for done in range(3)]
+
+
 def test_an_invoice_is_closed_only_with_the_expected_total(gatehouse: Run) -> None:
     close = ("invoices", "close", "--month", "2026-01", "--tenant", "bob", "--expected-total-micros")
     status, refused, _ = gatehouse(*close, "1999999")
@@ -167,8 +177,15 @@ def test_closing_a_month_without_usage_names_the_tenants_whose_earlier_months_ar
     (closed, error) = answer
     assert (status, closed) == (1, {"data": []})
     message = "2026-02 must be closed before 2026-03: it has usage on no invoice yet"
-    assert error["error"]["message"] == f"bob: {message}; charlie: {message}"
+    assert error["error"]["message"] == f"bob: {message}\ncharlie: {message}"
     assert gatehouse("invoices", "list", "--month", "2026-03")[1] == {"data": []}
+
+
+def test_tenants_that_cannot_be_closed_are_named_on_a_line_each(gatehouse: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    gatehouse("invoices", "close", "--month", "2026-01", "--all")
+    assert main(["invoices", "close", "--month", "2026-03", "--all"]) == 1
+    written = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[:2] for line in written[-2:]] == [["gatehouse", "bob"], ["gatehouse", "charlie"]]
 
 
 def test_a_month_with_nothing_to_close_prints_why_and_logs_nothing(gatehouse: Run) -> None:

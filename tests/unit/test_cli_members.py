@@ -23,7 +23,8 @@ def test_a_member_is_invited_to_a_tenant_promoted_and_removed(gatehouse: Any) ->
     removed = gatehouse("members", "remove", DORA, "--tenant", "bob")
     assert (removed.status, removed.err) == (0, f"{DORA} was removed from bob; the account remains.\n")
     assert gatehouse("members", "list", "--tenant", "bob", "--json").done() == {"data": []}
-    assert gatehouse("members", "remove", DORA, "--tenant", "bob").status == 1
+    again = gatehouse("members", "remove", DORA, "--tenant", "bob")
+    assert (again.status, again.err) == (1, f"gatehouse: bob has no member with the e-mail address {DORA!r}\n")
 
 
 def test_a_new_password_is_printed_once_and_kept_by_later_invitations(gatehouse: Any) -> None:
@@ -34,6 +35,15 @@ def test_a_new_password_is_printed_once_and_kept_by_later_invitations(gatehouse:
 
     assert (again.status, again.err) == (0, "")
     assert "unchanged" in again.out
+
+
+def test_a_mistyped_tenant_or_address_is_answered_with_the_one_that_was_meant(gatehouse: Any) -> None:
+    gatehouse("members", "invite", DORA, "--tenant", "bob")
+    tenant = gatehouse("members", "remove", DORA, "--tenant", "bobb")
+    member = gatehouse("members", "disable", "dora@exmaple.com")
+
+    assert tenant.err == "gatehouse: there is no tenant 'bobb'; did you mean 'bob'?\n"
+    assert member.err.endswith(f"has no member with the e-mail address 'dora@exmaple.com'; did you mean {DORA!r}?\n")
 
 
 def test_appliance_roles_can_be_changed_except_that_of_the_last_owner(gatehouse: Any) -> None:

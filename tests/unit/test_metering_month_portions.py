@@ -62,6 +62,15 @@ async def test_invoices_closed_together_are_numbered_in_the_given_order(books: B
     assert [invoice.totals.total_micros for invoice in closed] == [5, 4, 3, 2, 1]
 
 
+async def test_invoices_drafted_together_are_listed_in_the_order_of_their_numbers(
+    books: Books, people: list[Person], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "PORTION_TENANTS", len(people))
+    await close_all(books, await draft_all(books, people))
+    listed = await books.invoices.list(access=OWNER)
+    assert [head.number for head in listed.data] == [f"2026-000{count}" for count in range(5, 0, -1)]
+
+
 async def test_an_interrupted_closing_is_completed_by_repeating_it(
     books: Books, people: list[Person], monkeypatch: pytest.MonkeyPatch
 ) -> None:

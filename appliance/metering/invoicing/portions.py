@@ -102,26 +102,27 @@ class Portions:
         existing = await rows.read_month(connection, tenant_ids, month)
         previous = await rows.read_last_coverages(connection, tenant_ids)
         heads, new = [], []
-        for tenant_id in tenant_ids:
+        new_ids = sorted(new_id("inv") for _ in tenant_ids)  # lists are in the order of ids
+        for invoice_id, tenant_id in zip(new_ids, tenant_ids, strict=True):
             with _refusals(outcomes, tenant_id):
                 if tenant_id not in buyers:
                     raise NotFound("no such tenant", param="tenant_id")
                 head = existing.get(tenant_id)
                 if head is None:
                     currency = buyers[tenant_id].currency or self._currency
-                    head = self._new_head(tenant_id, month, currency, previous[tenant_id])
+                    head = self._new_head(invoice_id, tenant_id, month, currency, previous[tenant_id])
                     new.append(head)
                 check_draft(head, param="month")
                 heads.append(head)
         return heads, new
 
-    def _new_head(self, tenant_id: str, month: str, currency: str, previous: Coverage | None) -> InvoiceHead:
+    def _new_head(self, invoice_id: str, tenant_id: str, month: str, currency: str, previous: Coverage | None) -> InvoiceHead:
         """Return the head of a new draft, not yet inserted. Raises MonthOutOfOrder."""
         if previous is not None and month < previous.month:
             message = f"{previous.month} is already closed: usage missing from {month} will be on the next invoice"
             raise MonthOutOfOrder(message, param="month")
         return InvoiceHead(
-            id=new_id("inv"),
+            id=invoice_id,
             tenant_id=tenant_id,
             month=month,
             number=None,
