@@ -320,3 +320,14 @@ def test_the_measured_cache_equals_the_prediction_whether_or_not_others_have_sta
     card.used += card.reserved + (others_bytes - WORKSPACE_BYTES if others_have_started else 0)
     left = free_kv_bytes(needs, 0.9, GPU, others_bytes=others_bytes)
     assert left // needs.block_bytes * needs.block_bytes == found.predicted_kv_bytes
+
+
+def test_a_cache_gets_what_the_share_of_the_memory_leaves_beside_what_is_taken_and_what_steps_need(
+    card: FakeGpu, folders: list[Path]
+) -> None:
+    needs = forecast(folders[0]).fit.needs
+    card.used = needs.weights_bytes + GIB
+    of_steps_bytes = needs.activations_bytes + needs.graphs_bytes + needs.slots_bytes + needs.rotary_bytes
+    assert free_kv_bytes(needs, 0.5, GPU) == 40 * GIB - card.used - of_steps_bytes - (128 << 20)
+    card.used = card.total
+    assert free_kv_bytes(needs, 0.5, GPU) == 0
