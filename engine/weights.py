@@ -211,7 +211,7 @@ def load_weights(directory: Path, plan: WeightPlan, *, progress: Callable[[float
 
 def _load_tensor(plan: WeightPlan, name: str, read: Callable[[], torch.Tensor], path: Path) -> bool:
     """Load one tensor into its destination; False if the plan has none for it."""
-    if name.endswith(".rotary_emb.inv_freq") or (plan.ignored and name.startswith(plan.ignored)):
+    if name.endswith(".rotary_emb.inv_freq") or name.startswith(plan.ignored):
         return True  # the former is a buffer of old checkpoints: computed from the configuration here
     destination = plan.destinations.get(name)
     if destination is None:

@@ -28,7 +28,7 @@ class MemoryPlan:
     block_size: int
     block_bytes: int
     max_model_len: int
-    num_host_blocks: int = 0
+    num_host_blocks: int
 
     @property
     def kv_bytes(self) -> int:

@@ -21,8 +21,9 @@ ROWS_DECODED = 1024
 
 
 class GroupTensors:
-    """[rows, columns] as (code - zero) · scale. When all are read, `codes` [K / c, N] int32, `zeros` [G, N / c] int32, `scales`
-    [G, N] and `order` [K] or None are in GPTQ's layout, c codes in each word; those of AWQ in its own, with `codes` [K, N / c].
+    """[rows, columns] as (code - zero) · scale. When all are read, `codes` [K / c, N] int32, `zeros` [G, ⌈N / c⌉] int32,
+    `scales` [G, N] and `order` [K] or None are in GPTQ's layout, c codes in each word; those of AWQ in its own, with `codes`
+    [K, N / c].
 
     compressed-tensors stores the same words with rows and columns exchanged.
     """
@@ -31,7 +32,7 @@ class GroupTensors:
         self._shape, self._stored, self._device = (rows, columns), stored, device
         codes_per_word = WORD_BITS // stored.bits
         num_groups = 1 if stored.group_size is None else -(-columns // stored.group_size)
-        self._zeros_shape = (num_groups, rows // codes_per_word)
+        self._zeros_shape = (num_groups, -(-rows // codes_per_word))
         words, scales_shape = (columns // codes_per_word, rows), (num_groups, rows)
         if stored.layout is GroupLayout.AWQ:
             words = (columns, rows // codes_per_word)
@@ -97,7 +98,7 @@ class GroupTensors:
         """target: [rows, columns], gets the numbers that 8-bit codes stand for, computed in float32."""
         rows, columns = self._shape
         codes = self.codes.T.contiguous().view(torch.uint8)
-        zeros = self.zeros.contiguous().view(torch.uint8).T.float() + self._stored.zero_offset
+        zeros = self.zeros.contiguous().view(torch.uint8).T[:rows].float() + self._stored.zero_offset
         scales = self.scales.T.float()
         groups = self.order
         if groups is None:

@@ -227,7 +227,7 @@ def test_a_configuration_names_each_argument_once(signature: dict[str, str], con
 def test_an_unknown_newer_gpu_is_treated_as_the_newest_known_older_one() -> None:
     assert card(103) is CARDS[100]
     assert card(87) is CARDS[86]
-    with pytest.raises(ValueError, match="older than"):
+    with pytest.raises(ValueError, match=r"compute capability 7\.5 is older than 8\.0"):
         card(75)
 
 
@@ -246,6 +246,19 @@ def test_decode_tiles_of_all_resident_programs_fit_shared_memory(number: int) ->
 @pytest.mark.parametrize(("registers", "programs"), [(64, 8), (65, 7), (128, 4), (255, 2), (16, 16)])
 def test_the_number_of_resident_programs_depends_on_registers(registers: int, programs: int) -> None:
     assert card(90).programs(registers, 0, 4) == programs
+
+
+@pytest.mark.parametrize(
+    ("number", "shared_kib", "programs"), [(90, 113, 2), (90, 114, 1), (80, 81, 2), (80, 82, 1), (86, 49, 2), (120, 50, 1)]
+)
+def test_resident_programs_share_the_memory_of_a_multiprocessor(number: int, shared_kib: int, programs: int) -> None:
+    """The system reserves one KiB for each."""
+    assert card(number).programs(16, shared_kib << 10, 4) == programs
+
+
+@pytest.mark.parametrize(("number", "num_warps", "programs"), [(80, 4, 16), (86, 4, 12), (120, 8, 6), (90, 1, 32)])
+def test_resident_programs_have_at_most_the_warps_of_a_multiprocessor(number: int, num_warps: int, programs: int) -> None:
+    assert card(number).programs(16, 0, num_warps) == programs
 
 
 @pytest.mark.parametrize(("size", "power"), [(0, 1), (1, 1), (2, 2), (3, 4), (128, 128), (129, 256)])

@@ -347,20 +347,30 @@ def test_damaged_tensors_are_named_by_the_engine_and_by_verification(
         verify_model(directory)
 
 
-@pytest.mark.parametrize("name", ["packed-8-groups", "gptq-8"])
-def test_a_matrix_is_decoded_a_part_of_its_rows_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_tensors, "ROWS_DECODED", 24)
-    tensors, meaning = DECODED[name].store("", torch.randn(64, 64, generator=torch.Generator().manual_seed(3)))
-    quantization = parse_quantization({"quantization_config": DECODED[name].settings})
+def assert_decoded(layout: layouts.Layout, rows: int) -> None:
+    """That a matrix of so many rows, stored in groups of 8-bit codes, is decoded to the numbers it stands for."""
+    tensors, meaning = layout.store("", torch.randn(rows, 64, generator=torch.Generator().manual_seed(3)))
+    quantization = parse_quantization({"quantization_config": layout.settings})
     assert quantization is not None
     assert isinstance(quantization.weights, Int8GroupWeights)
-    matrix = GroupTensors(64, 64, quantization.weights, device=torch.device("cpu"))
+    matrix = GroupTensors(rows, 64, quantization.weights, device=torch.device("cpu"))
     destinations = matrix.destinations()
     for last, tensor in tensors.items():
         destinations[last].load(tensor)
-    decoded = torch.empty(64, 64)
+    decoded = torch.empty(rows, 64)
     matrix.decode_into(decoded)
     torch.testing.assert_close(decoded, meaning)
+
+
+@pytest.mark.parametrize("name", ["packed-8-groups", "gptq-8"])
+def test_a_matrix_is_decoded_a_part_of_its_rows_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_tensors, "ROWS_DECODED", 24)
+    assert_decoded(DECODED[name], 64)
+
+
+@pytest.mark.parametrize("rows", [1, 66])
+def test_symmetric_matrices_are_decoded_whose_zero_points_would_not_fill_their_words(rows: int) -> None:
+    assert_decoded(hub.packed_8_bit_groups(symmetric=True), rows)
 
 
 @pytest.mark.parametrize("name", ["packed-4", "packed-8-groups", "gptq-8"])

@@ -253,6 +253,14 @@ def test_a_model_with_a_refused_draft_model_is_left_no_memory(
     assert forecast(*folders, own={folders[1]: own}) == forecast(folders[0], folders[2])
 
 
+def test_the_draft_model_of_another_model_is_left_memory_too(card: FakeGpu, folders: list[Path]) -> None:
+    """It has the shape of its target here."""
+    own = {"speculative_config": {"method": "draft_model", "model": str(folders[2])}}
+    (alone,), (paired,) = forecast(*folders[:2]).fit.others, forecast(*folders[:2], own={folders[1]: own}).fit.others
+    assert paired.needs.weights_bytes == 2 * alone.needs.weights_bytes
+    assert paired.needs.block_bytes == 2 * alone.needs.block_bytes
+
+
 def test_models_that_do_not_fit_together_are_refused_with_remedies_for_all(card: FakeGpu, folders: list[Path]) -> None:
     card.total = 20 * GIB
     forecast(folders[0]).check(EngineOptions(model=folders[0]))
@@ -261,18 +269,21 @@ def test_models_that_do_not_fit_together_are_refused_with_remedies_for_all(card:
     assert "for all models of this GPU: weights in 8 bits (quantization=int8 or fp8): max_model_len about" in str(refused.value)
 
 
-SMALLER = r"(?:a )?smaller fixed caches? of (?:another model|the other models) \(kv_cache_bytes (\d+) MiB less(?: in all)?\)"
-
-
-@pytest.mark.parametrize("num_fixed", [1, 2])
+@pytest.mark.parametrize(
+    ("num_fixed", "words"),
+    [
+        (1, r"a smaller fixed cache of another model \(kv_cache_bytes (\d+) MiB less\)"),
+        (2, r"smaller fixed caches of the other models \(kv_cache_bytes (\d+) MiB less in all\)"),
+    ],
+)
 def test_a_smaller_fixed_cache_of_another_model_is_offered_and_suffices(
-    num_fixed: int, card: FakeGpu, folders: list[Path]
+    num_fixed: int, words: str, card: FakeGpu, folders: list[Path]
 ) -> None:
     card.total = 60 * GIB
     fixed = {folder: {"kv_cache_bytes": 24 * GIB // num_fixed} for folder in folders[1 : 1 + num_fixed]}
     models = folders[: 1 + num_fixed]
     remedy = next(each for each in forecast(*models, own=fixed).fit.remedies() if "smaller" in each.words)
-    reduction = re.fullmatch(SMALLER, remedy.words)
+    reduction = re.fullmatch(words, remedy.words)
     assert reduction is not None
     assert remedy.context_len == LLAMA_8B["max_position_embeddings"]
     smaller = {
@@ -309,3 +320,14 @@ def test_the_measured_cache_equals_the_prediction_whether_or_not_others_have_sta
     card.used += card.reserved + (others_bytes - WORKSPACE_BYTES if others_have_started else 0)
     left = free_kv_bytes(needs, 0.9, GPU, others_bytes=others_bytes)
     assert left // needs.block_bytes * needs.block_bytes == found.predicted_kv_bytes
+
+
+def test_a_cache_gets_what_the_share_of_the_memory_leaves_beside_what_is_taken_and_what_steps_need(
+    card: FakeGpu, folders: list[Path]
+) -> None:
+    needs = forecast(folders[0]).fit.needs
+    card.used = needs.weights_bytes + GIB
+    of_steps_bytes = needs.activations_bytes + needs.graphs_bytes + needs.slots_bytes + needs.rotary_bytes
+    assert free_kv_bytes(needs, 0.5, GPU) == 40 * GIB - card.used - of_steps_bytes - (128 << 20)
+    card.used = card.total
+    assert free_kv_bytes(needs, 0.5, GPU) == 0

@@ -234,7 +234,9 @@ def test_batch_invariant_workspace_grows_with_rows_and_context_up_to_a_limit() -
     assert invariant_bytes(256, 8192, 32, 128, None) == 256 * 32 * 32 * 130 * 4
     assert invariant_bytes(4, 8192, 32, 128, None) == 64 * 32 * 32 * 130 * 4, "there is room for the queries of a chunk"
     assert 0.99 < invariant_bytes(256, 131_072, 32, 128, None) / (256 << 20) <= 1
+    assert invariant_bytes(1, 1 << 23, 32, 128, None) == 32 * (1 << 15) * 130 * 4, "a long request has room, whatever the limit"
     assert invariant_bytes(256, 256, 32, 128, None) == 0, "keys of one part are not put together"
+    assert invariant_bytes(256, 257, 32, 128, None) == 256 * 32 * 2 * 130 * 4
     assert invariant_bytes(256, 131_072, 32, 128, 1024) == invariant_bytes(256, 6 * 256, 32, 128, None)
     load = replace(LOAD, on_gpu=True, has_slots=True, batch_invariant=True)
     needs = MemoryNeeds.of(LLAMA_8B, BF16, load, context_bytes=0, context_len=8192)

@@ -215,6 +215,20 @@ def test_shards_must_be_files_of_the_model_directory(name: object, model: Path) 
         weight_files(model)
 
 
+@pytest.mark.parametrize("index", [{}, {"weight_map": {}}, {"weight_map": ["model.safetensors"]}], ids=str)
+def test_an_index_must_say_in_which_files_the_tensors_are(index: dict[str, Any], model: Path) -> None:
+    (model / INDEX_FILE).write_text(json.dumps(index))
+    with pytest.raises(WeightsError, match=r"model\.safetensors\.index\.json has no weight_map"):
+        weight_files(model)
+
+
+def test_a_tensor_in_two_shards_is_refused_by_name(model: Path) -> None:
+    save_file({"model.norm.weight": torch.ones(48)}, model / "more.safetensors")
+    (model / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "more.safetensors"}}))
+    with pytest.raises(WeightsError, match=r"more\.safetensors: tensor model\.norm\.weight is in two files"):
+        verify_model(model, is_draft=True)
+
+
 @pytest.mark.parametrize("name", ["x" * 300, "model\0.safetensors"], ids=["long", "null"])
 def test_a_shard_whose_name_no_file_can_have_is_missing(name: str, model: Path) -> None:
     (model / INDEX_FILE).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))

@@ -87,7 +87,12 @@ def test_what_launches_ask_for_is_noted_with_all_alternatives_that_support_one_o
     with consulted() as found:
         BYTES.serving(GEMV, TILES)
         BYTES.serving(TILES)
+    BYTES.serving(HOPPER, TILES)
     assert found == {BYTES: {GEMV, TILES}}
+
+
+def test_products_are_timed_with_as_many_rows_as_are_decided_together() -> None:
+    assert all(choice.num_rows == most_rows for (_, most_rows), choice in PRODUCTS.items())
 
 
 def test_choices_have_names_of_their_own() -> None:
