@@ -104,11 +104,13 @@ def progress(title: str, *, quiet: bool) -> Iterator[Callable[[float], None]]:
 
 
 def failed(message: str, code: str, *, as_json: bool) -> None:
-    """Report a failure as JSON on standard output, or each line of its message as one on standard error."""
+    """Report a failure as JSON on standard output, or on standard error, each failure on a line of its own. A line that is
+    indented goes on with the failure before it."""
     if as_json:
         data({"error": {"message": message, "code": code}})
     else:
-        sys.stderr.write("".join(f"gatehouse: {line}\n" for line in message.splitlines()))
+        lines = message.splitlines()
+        sys.stderr.write("".join(f"{line}\n" if line.startswith(" ") else f"gatehouse: {line}\n" for line in lines))
 
 
 def usage_error(error: typer.TyperException, *, as_json: bool) -> int:
