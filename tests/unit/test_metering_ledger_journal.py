@@ -480,6 +480,7 @@ async def test_every_admitted_request_is_in_the_ledger_once_despite_failures_and
         for task in lives:
             task.cancel()
         await asyncio.wait(lives)
+        await journal.close()  # its thread must not write into the files of the next life
     events = await start_again(database, clock, tmp_path / "j")
     assert admitted <= set(events)
     assert all(event.status != "pending" for event in events.values())
