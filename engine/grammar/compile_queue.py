@@ -50,11 +50,6 @@ class _TenantQueue:
         """Grammars that neither wait nor run, and so may be evicted."""
         return len(self.futures) - len(self.waiting) - self.num_running
 
-    def is_used_up(self, spec: GrammarSpec) -> bool:
-        """Whether the grammar must be compiled again before a request can use it."""
-        grammar = self.futures[spec]
-        return grammar.done() and not grammar.cancelled() and not grammar.exception() and grammar.result().is_used_up
-
     @property
     def num_bytes(self) -> int:
         """Memory of the compiled grammars."""
@@ -90,13 +85,15 @@ class CompileQueue:
         queue = self._queues.get(tenant_id)
         if queue is None or spec not in queue.futures:
             return None
-        if queue.is_used_up(spec):
+        grammar = queue.futures[spec]
+        compiled = grammar.result() if _is_compiled(grammar) else None
+        if compiled is not None and compiled.is_used_up:
             del queue.futures[spec]
             self._drop_if_empty(tenant_id)
             return None
         queue.futures.move_to_end(spec)
-        grammar = queue.futures[spec]
-        self._evict()  # grammars grow while they are used
+        if compiled is not None and compiled.table_number:  # it has grown since it was compiled
+            self._evict()
         return grammar
 
     def add(self, tenant_id: str, spec: GrammarSpec) -> Future[CompiledGrammar]:

@@ -101,10 +101,9 @@ class Built(NamedTuple):
     states_max: int | None = None
 
 
-def new_matcher(trie: llguidance.LLTokenizer, lark: str, spec: GrammarSpec, states_max: int | None = None) -> Any:
-    """Construct a matcher with an empty table of at most `states_max` lexer states, LEXER_STATES_MAX if None. Raises
-    `GrammarError` naming the field of `spec`."""
-    states_max = LEXER_STATES_MAX if states_max is None else states_max
+def new_matcher(trie: llguidance.LLTokenizer, lark: str, spec: GrammarSpec, states_max: int) -> Any:
+    """Construct a matcher with an empty table of at most `states_max` lexer states. Raises `GrammarError` naming the field of
+    `spec`."""
     matcher = llguidance.LLMatcher(trie, lark, log_level=0, limits=limits(states_max))
     if matcher.is_error():
         reason = _first_line(matcher.get_error())
@@ -203,7 +202,7 @@ class CompiledGrammar:
             return
         self.table_number += 1
         self._states_max = LEXER_STATES_MAX
-        self._matcher = new_matcher(self._trie, self._lark, self.spec)
+        self._matcher = new_matcher(self._trie, self._lark, self.spec, self._states_max)
 
 
 class GrammarState:
