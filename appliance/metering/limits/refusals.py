@@ -72,8 +72,8 @@ def _budget_exceeded(decision: LimitDecision, output: int, smaller: str) -> Budg
     left = _money(max(decision.level, 0), decision.currency)
     need = _money(decision.need + PICOS_PER_MICRO - 1, decision.currency)
     return BudgetExceeded(
-        f"{_limit(decision)} does not cover the request: {left} are left, the prompt and {counted(output, 'token')} of expected "
-        f"output may cost {need}; {smaller}{' or ' * bool(smaller)}ask for a higher budget"
+        f"{_limit(decision)} does not cover the request: {left} are left, the prompt and {counted(output, 'token')} of "
+        f"expected output may cost {need}; {smaller}{' or ' * bool(smaller)}ask for a higher budget"
     )
 
 
