@@ -30,6 +30,10 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`")
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
 _NOT_OF_TYPE = re.compile(r"Expected `(?P<types>[a-z |]+)`, got")
+_BEYOND_NUMBERS = {
+    "Number out of range": "a number must be between -1.8e308 and 1.8e308",
+    "Integer value out of range": "a whole number must have at most 4300 characters",
+}
 _WORDS = {
     "array": ("a list",), "bool": ("true", "false"), "float": ("a number",), "int": ("a whole number",), "null": ("null",),
     "object": ("an object",), "str": ("a string",),
@@ -151,6 +155,8 @@ def _validation_error(message: str, body_type: type[Any]) -> InvalidValue | Unkn
     if missing:
         name = _join_path(path, missing.group("name"))
         return InvalidValue(f"missing parameter: {name}", param=name)
+    if problem in _BEYOND_NUMBERS:
+        return InvalidValue(f"{subject or 'the body'}: {_BEYOND_NUMBERS[problem]}", param=path or None)
     expected = _NOT_OF_TYPE.match(problem)
     if expected:
         return InvalidValue(f"{subject or 'the body'} must be {_in_words(expected.group('types'))}", param=path or None)

@@ -64,6 +64,23 @@ def test_a_value_that_is_not_a_whole_number_is_refused_by_name(field: str, value
 
 
 @pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("1e309", "prompt: a number must be between -1.8e308 and 1.8e308"),
+        ("9" * 4301, "prompt: a whole number must have at most 4300 characters"),
+        ("-" + "9" * 4300, "prompt: a whole number must have at most 4300 characters"),
+    ],
+    ids=["1e309", "4301 digits", "minus and 4300 digits"],
+)
+def test_a_number_that_no_decoder_reads_is_refused_with_the_largest_one(value: str, message: str) -> None:
+    body = f'{{"model": "m", "prompt": {value}, "completion": 1}}'
+    with pytest.raises(InvalidValue) as refused:
+        decode_body(body.encode(), NewPriceBody)
+
+    assert (refused.value.message, refused.value.param) == (message, "prompt")
+
+
+@pytest.mark.parametrize(
     ("field", "value", "message"),
     [
         ("temperature", '"hot"', "temperature must be a number or null"),
