@@ -80,6 +80,10 @@ class Round:
     gateway_cpu_s: float
     num_frames: int
 
+    def tokens_per_frame(self, num_tokens: int) -> float | None:
+        """Return how many of its `num_tokens` came in a frame on average, None if none had text, as an answer of one token."""
+        return round(num_tokens / self.num_frames, 2) if self.num_frames else None
+
 
 class Client(asyncio.Protocol):
     """One request on one connection, whose answer is discarded. `num_frames` counts frames with text."""
@@ -283,7 +287,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "cpu_us_per_token": costs,
         "cpu_us_per_token_median": [statistics.median(samples) for samples in costs],
         "tokens_per_s": [[round(num_tokens / result.wall_s) for result in rounds] for rounds in rounds_by_tree],
-        "tokens_per_frame": [[round(num_tokens / result.num_frames, 2) for result in rounds] for rounds in rounds_by_tree],
+        "tokens_per_frame": [[result.tokens_per_frame(num_tokens) for result in rounds] for rounds in rounds_by_tree],
     }
     if len(trees) > 1:
         ratios = [other / own for own, other in zip(*costs, strict=True)]

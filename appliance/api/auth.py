@@ -48,7 +48,7 @@ async def authenticate_tenant(request: Request[Any, Any, Any]) -> Principal:
         raise InvalidApiKey("no API key was sent: use the header Authorization: Bearer gh_...")
     if secret.startswith(ADMIN_PREFIX):
         raise InvalidApiKey("this is an administrator token, for /admin/v1; programs send an API key, gh_...")
-    principal = await services.keys.authenticate(secret, _address(request))
+    principal = await services.keys.authenticate(secret, client_address(request))
     principal.check_scope(INFERENCE_SCOPE)
     act_as(_actor("key", principal.key.prefix, principal.key.id))
     structlog.contextvars.bind_contextvars(tenant_id=principal.tenant.id, key_id=principal.key.id)
@@ -91,7 +91,7 @@ async def authenticate_reader(connection: Connection) -> Access:
     secret = _bearer(connection) or connection.headers.get("x-api-key")
     if not secret or api_key_prefix(secret) is None:
         return await authenticate_administrator(connection, Action.READ)
-    principal = await services_of(connection).keys.authenticate(secret, _address(connection))
+    principal = await services_of(connection).keys.authenticate(secret, client_address(connection))
     principal.check_scope(USAGE_SCOPE)
     access = access_of_key(principal, _actor("key", principal.key.prefix, principal.key.id))
     act_as(access.actor)
@@ -115,7 +115,7 @@ async def _access_of_token(connection: Connection, secret: str) -> Access:
         return Access(role=Role.OWNER, actor=_actor("cli", _operator(connection)))
     if api_key_prefix(secret) is not None:
         raise InvalidApiKey("this is a tenant's API key, for /v1; this path needs an administrator token, gha_...")
-    token = await services.admin_tokens.authenticate(secret, _address(connection))
+    token = await services.admin_tokens.authenticate(secret, client_address(connection))
     return Access(role=token.role, actor=_actor("token", token.name, token.id))
 
 
@@ -134,7 +134,7 @@ def is_from_this_machine(connection: Connection) -> bool:
     if any(header in connection.headers for header in PROXY_HEADERS):
         return False
     try:
-        address = ipaddress.ip_address(_address(connection))
+        address = ipaddress.ip_address(client_address(connection))
     except ValueError:
         return False
     mapped = getattr(address, "ipv4_mapped", None)
@@ -175,5 +175,6 @@ def _bearer(connection: Connection) -> str | None:
     return secret.strip() if scheme.lower() == "bearer" and secret.strip() else None
 
 
-def _address(connection: Connection) -> str:
+def client_address(connection: Connection) -> str:
+    """Return the address of the client, "" if it is not known."""
     return connection.client.host if connection.client is not None else ""

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import inspect
 
 from appliance.api.json_structure import check_structure
 from appliance.base.errors import InvalidValue, UnknownParameter
 from appliance.base.interpreter import without_collections
+from appliance.base.texts import did_you_mean
 from appliance.serving.fair_semaphore import FairSemaphore
 
 T = TypeVar("T")
@@ -22,10 +25,15 @@ Omittable = msgspec.UnsetType
 """The type of a field that an update omits, as opposed to a field that it sets to null."""
 
 _PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
+_STEP = re.compile(r"\[[^\]]*\]|[^.\[]+")  # of a path: the name of a field, or an index like `[0]` or `[...]`
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`")
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
 _NOT_OF_TYPE = re.compile(r"Expected `(?P<types>[a-z |]+)`, got")
+_BEYOND_NUMBERS = {
+    "Number out of range": "a number must be between -1.8e308 and 1.8e308",
+    "Integer value out of range": "a whole number must have at most 4300 characters",
+}
 _WORDS = {
     "array": ("a list",), "bool": ("true", "false"), "float": ("a number",), "int": ("a whole number",), "null": ("null",),
     "object": ("an object",), "str": ("a string",),
@@ -47,7 +55,7 @@ def decode_body(body: bytes, body_type: type[T]) -> T:
         with without_collections():
             return msgspec.json.decode(body, type=body_type)
     except msgspec.ValidationError as error:
-        raise _validation_error(str(error)) from error
+        raise _validation_error(str(error), body_type) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         if not body.strip():
             raise InvalidValue("the body is empty; send a JSON object") from error
@@ -132,24 +140,61 @@ def _is_text(value: object) -> bool:
     return True
 
 
-def _validation_error(message: str) -> InvalidValue | UnknownParameter:
-    """Return the error for a `message` of the decoder."""
+def _validation_error(message: str, body_type: type[Any]) -> InvalidValue | UnknownParameter:
+    """Return the error for a `message` of the decoder about a body of this type."""
     location = _PATH.search(message)
     path = location.group("path") if location else ""
     subject = f"each value of {path.removesuffix('[...]')}" if path.endswith("[...]") else path
-    path = path.replace("[...]", "")
+    fields_path, path = path, path.replace("[...]", "")
     problem = message[: location.start()] if location else message
     unknown, missing = _UNKNOWN.match(problem), _MISSING.match(problem)
     if unknown:
         name = _join_path(path, unknown.group("name"))
-        return UnknownParameter(f"unknown parameter: {name}", param=name)
+        hint = did_you_mean(unknown.group("name"), _fields_at(fields_path, body_type))
+        return UnknownParameter(f"unknown parameter: {name}{hint}", param=name)
     if missing:
         name = _join_path(path, missing.group("name"))
         return InvalidValue(f"missing parameter: {name}", param=name)
+    if problem in _BEYOND_NUMBERS:
+        return InvalidValue(f"{subject or 'the body'}: {_BEYOND_NUMBERS[problem]}", param=path or None)
     expected = _NOT_OF_TYPE.match(problem)
     if expected:
         return InvalidValue(f"{subject or 'the body'} must be {_in_words(expected.group('types'))}", param=path or None)
     return InvalidValue(f"{subject or 'the body'}: {problem[:1].lower()}{problem[1:]}", param=path or None)
+
+
+def _fields_at(path: str, body_type: type[Any]) -> Iterator[str]:
+    """Yield the names of the fields that the object at `path` may have, in a body of this type."""
+    types = list(_alternatives(_type_info(body_type)))  # type: ignore[arg-type]  # classes are hashable
+    for step in _STEP.findall(path):
+        types = [inner for outer in types for inner in _types_inside(outer, step)]
+    return (field.encode_name for found in types if isinstance(found, inspect.StructType) for field in found.fields)
+
+
+_type_info = functools.cache(inspect.type_info)  # takes 18 ms for a chat completion, for which all other requests wait
+
+
+def _types_inside(outer: inspect.Type, step: str) -> Iterator[inspect.Type]:
+    """Yield the types that a value of the type `outer` may have at one step of a path."""
+    if isinstance(outer, inspect.StructType):
+        for field in outer.fields:
+            if field.encode_name == step:
+                yield from _alternatives(field.type)
+    elif isinstance(outer, inspect.ListType):
+        yield from _alternatives(outer.item_type)
+    elif isinstance(outer, inspect.DictType):
+        yield from _alternatives(outer.value_type)
+
+
+def _alternatives(found: inspect.Type) -> Iterator[inspect.Type]:
+    """Yield the types that a type consists of, without annotations."""
+    if isinstance(found, inspect.Metadata):
+        yield from _alternatives(found.type)
+    elif isinstance(found, inspect.UnionType):
+        for alternative in found.types:
+            yield from _alternatives(alternative)
+    else:
+        yield found
 
 
 def _in_words(types: str) -> str:

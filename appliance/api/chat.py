@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from litestar import Response, post
 
-from appliance.api.auth import authenticate_tenant
+from appliance.api.auth import authenticate_tenant, client_address
 from appliance.api.bodies import decode_body, read_in_turn
 from appliance.api.chat_responses import ChatCompletion, ChunkFramer, CompletionBuilder
 from appliance.api.connection_services import services_of
@@ -50,7 +50,7 @@ async def create_chat_completion(request: CheckedRequest) -> Response[Any]:
         exchange.cancel_on_disconnect(request.receive)
         read = partial(_decode_and_check, exchange)
         checked = await read_in_turn(content, read, semaphore=services.body_semaphore, tenant_id=principal.tenant.id)
-        prepared = await _prepare(exchange.request_id, checked, principal, services)
+        prepared = await _prepare(exchange.request_id, checked, principal, client_address(request), services)
         generation = await services.generations.start(prepared)
     except GatehouseError as refusal:
         services.metrics.rejected(refusal.code)
@@ -78,7 +78,9 @@ def _decode_and_check(exchange: Exchange, content: bytes) -> _CheckedBody:
     return _CheckedBody(body, service_tier=service_tier_of(body), messages=check_messages(body.messages))
 
 
-async def _prepare(request_id: str, checked: _CheckedBody, principal: Principal, services: Services) -> PreparedRequest:
+async def _prepare(
+    request_id: str, checked: _CheckedBody, principal: Principal, address: str, services: Services
+) -> PreparedRequest:
     """Return the request with its model, prompt tokens and sampling parameters, all checked. Nothing is reserved yet."""
     body, messages, service_tier = checked
     max_output_tokens, _ = requested_max_tokens(body)
@@ -104,6 +106,7 @@ async def _prepare(request_id: str, checked: _CheckedBody, principal: Principal,
     return PreparedRequest(
         request_id=request_id,
         principal=principal,
+        address=address,
         model=model,
         endpoint=ENDPOINT,
         stream=bool(body.stream),

@@ -28,6 +28,9 @@ _FRAMEWORK_ERRORS = {
     415: ("invalid_request_error", "invalid_value"),
 }
 
+MESSAGE_CHARS_MAX = 2000  # messages name what the client sent, which may be as long as a body
+PARAM_CHARS_MAX = 500
+
 CHAT_PATH = "/chat/completions"
 # First path segments of endpoints that similar servers offer and this version does not.
 _PLANNED_PATHS = frozenset({
@@ -49,11 +52,23 @@ class ErrorFields(msgspec.Struct, kw_only=True):
     param: str | None
     code: str
 
+    def __post_init__(self) -> None:
+        self.message = _shortened(self.message, MESSAGE_CHARS_MAX)
+        self.param = None if self.param is None else _shortened(self.param, PARAM_CHARS_MAX)
+
 
 class ErrorAnswer(msgspec.Struct, kw_only=True):
     """The body of every error."""
 
     error: ErrorFields
+
+
+def _shortened(text: str, chars_max: int) -> str:
+    """Return `text`, without its middle if it has more than `chars_max` characters."""
+    if len(text) <= chars_max:
+        return text
+    tail = chars_max // 4
+    return f"{text[: chars_max - tail - len(' … ')]} … {text[-tail:]}"
 
 
 def error_fields(error: GatehouseError) -> ErrorFields:

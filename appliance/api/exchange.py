@@ -26,6 +26,7 @@ from appliance.base.errors import GatehouseError, InternalError, InvalidValue
 from appliance.base.ids import new_id
 
 QUIET_PATHS = ("/health", "/metrics", "/static")
+PATH_CHARS_LOGGED = 1000  # a path may have 64 KiB, from anybody
 CLIENT_CLOSED_REQUEST = 499  # never sent, only logged
 MS_PER_S = 1000
 
@@ -181,4 +182,10 @@ async def _send_error(send: Send, error: GatehouseError) -> None:
 def _log_access(exchange: Exchange, scope: Scope) -> None:
     path = scope["path"]
     record = log.debug if path.startswith(QUIET_PATHS) else log.info
-    record("request", method=scope.get("method"), path=path, status=exchange.status, duration_ms=exchange.elapsed_ms)
+    record(
+        "request",
+        method=scope.get("method"),
+        path=path[:PATH_CHARS_LOGGED],
+        status=exchange.status,
+        duration_ms=exchange.elapsed_ms,
+    )

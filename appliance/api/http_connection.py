@@ -202,7 +202,11 @@ class LimitedConnection(HttpToolsProtocol):
         self._refuse("431 Request Header Fields Too Large", too_large)
 
     def _refuse(self, status: str, error: GatehouseError) -> None:
-        """Respond with `error` to a request that never reaches the application, and close the connection."""
+        """Respond with `error` to a request that cannot be read, and close the connection; without a response if that would be
+        taken for the response to an earlier request, or for a part of it."""
+        if not self._may_respond():
+            self.transport.close()
+            return
         body = encode_error(error)
         head = (
             f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
@@ -210,6 +214,13 @@ class LimitedConnection(HttpToolsProtocol):
         )
         self.transport.write(head.encode() + body)
         self.transport.close()
+
+    def _may_respond(self) -> bool:
+        """Return whether the next bytes sent would be the response to the request that is being read."""
+        running = self._running
+        if running is None or running.response_complete:
+            return True
+        return self._phase == "body" and running is self.cycle and not running.response_started
 
     def _check_sending(self) -> None:
         """Abort the connection if the peer has taken nothing since the last check, although there was something to be sent. A

@@ -11,6 +11,7 @@ from litestar.connection import ASGIConnection
 
 from appliance.base.digits import whole_number
 from appliance.base.errors import InvalidValue, UnknownParameter
+from appliance.base.texts import did_you_mean
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, PAGE_ROWS_MAX, Page, decode_cursor, page_of
 
 AdminRequest = Request[Any, Any, Any]
@@ -29,7 +30,7 @@ def check_query(connection: Connection) -> None:
     known, repeatable = options.get("query", ()), options.get("repeatable", ())
     for name in connection.query_params:
         if name not in known:
-            raise UnknownParameter(f"unknown parameter: {name}", param=name)
+            raise UnknownParameter(f"unknown parameter: {name}{did_you_mean(name, known)}", param=name)
         if name not in repeatable and len(connection.query_params.getall(name)) > 1:
             raise InvalidValue(f"{name} takes one value", param=name)
 

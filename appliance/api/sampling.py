@@ -14,6 +14,7 @@ from appliance.base.errors import ContextLengthExceeded, InvalidValue, Unsupport
 from appliance.serving.endings import with_client_field_name
 from appliance.serving.model_registry import ServedModel
 from appliance.serving.tokenizer import output_room
+from appliance.tenancy.fields import LIMIT_MAX, check_whole
 from engine.protocol import EngineInfo, InvalidOption, SamplingParams, UnsupportedOption
 
 _PLAIN_FIELDS = (
@@ -39,8 +40,8 @@ def requested_max_tokens(body: ChatCompletionRequest) -> tuple[int | None, str]:
     if old is not None and new is not None and old != new:
         raise InvalidValue(f"max_tokens ({old}) and max_completion_tokens ({new}) disagree", param="max_completion_tokens")
     max_tokens, field = (old, "max_tokens") if new is None else (new, "max_completion_tokens")
-    if max_tokens is not None and max_tokens < 1:
-        raise InvalidValue(f"{field} must be at least 1, not {max_tokens}", param=field)
+    if max_tokens is not None:
+        check_whole(max_tokens, field, 1, LIMIT_MAX)  # Python does not print the sum of a longer one and the prompt
     return max_tokens, field
 
 

@@ -14,6 +14,7 @@ import msgspec
 
 from appliance.api.field_types import at_least, chars, entries, items, matching, one_of, sampling, within
 from appliance.base.errors import InvalidValue, UnknownParameter, UnsupportedParameter
+from appliance.base.texts import did_you_mean
 from appliance.metering.limits.admission_request import SERVICE_TIERS, is_batch_work
 from engine.protocol import (
     BAD_WORDS_CHARS_MAX,
@@ -246,9 +247,11 @@ def _part_text(part: dict[str, Any], path: str) -> str:
     kind = _required_string(part, "type", path)
     if kind not in CONTENT_PARTS:
         raise UnsupportedParameter(f"{path}: content of type {kind!r} is not supported; send text", param=f"{path}.type")
+    known = ("type", kind, *PART_FIELDS_IGNORED)
     for name, value in part.items():
-        if value is not None and name not in ("type", kind, *PART_FIELDS_IGNORED):
-            raise UnknownParameter(f"unknown parameter: {path}.{name}", param=f"{path}.{name}")
+        if value is not None and name not in known:
+            hint = did_you_mean(name, known)
+            raise UnknownParameter(f"unknown parameter: {path}.{name}{hint}", param=f"{path}.{name}")
     return _required_string(part, kind, path)
 
 

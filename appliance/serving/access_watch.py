@@ -21,6 +21,7 @@ from appliance.base.errors import GatehouseError
 from appliance.base.shared_reads import SharedReads
 from appliance.metering.limits.admission import Admission
 from appliance.serving.generation import Generation
+from appliance.serving.prepared_requests import PreparedRequest
 from appliance.serving.waiting_requests import WaitingRequest
 from appliance.tenancy.key_status import end_cause, read_principals
 from appliance.tenancy.model_policies import ModelPolicies
@@ -72,7 +73,7 @@ class AccessWatch:
         while not request.prepared.principal.is_current(changes):
             key_id = request.prepared.principal.key.id
             principals = await self._reads.get((key_id, changes.value), partial(read_principals, self._db, {key_id}))
-            request.set_principal(_checked(principals.get(key_id), request.prepared.model.name, self._clock.now()))
+            request.set_principal(_checked(principals.get(key_id), request.prepared, self._clock.now()))
 
     async def _run(self) -> None:
         failures = ConsecutiveFailures()
@@ -100,7 +101,7 @@ class AccessWatch:
             principal = principals.get(request.live.key_id)
             if isinstance(request, WaitingRequest):
                 try:
-                    request.set_principal(_checked(principal, request.prepared.model.name, now))
+                    request.set_principal(_checked(principal, request.prepared, now))
                 except GatehouseError as error:
                     request.end(error)
             elif (reason := end_cause(principal, now)) is not None:
@@ -111,10 +112,9 @@ class AccessWatch:
         self._admission.reconfigure(principals, policies)
 
 
-def _checked(principal: Principal | None, model: str, now: datetime) -> Principal:
-    """Return the principal. Raises the error that the next request of its key would get before it is admitted. A missing key
-    counts as revoked."""
+def _checked(principal: Principal | None, prepared: PreparedRequest, now: datetime) -> Principal:
+    """Return the principal. Raises the error that this request would get if it arrived now. A missing key counts as revoked."""
     if principal is None:
         raise unknown_key()
-    principal.check_inference(now, model)
+    principal.check_inference(now, prepared.model.name, address=prepared.address)
     return principal

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import Any, Protocol
 
-from appliance.metering.limits.refusals import LIMIT_NAMES
+from appliance.metering.limits.refusals import LIMIT_WORDS
 from appliance.metering.past_requests import PastRequest
 from appliance.serving.answers import COMPLETE
 from appliance.serving.live_requests import LiveRequest
@@ -111,14 +111,14 @@ def _explain_before_first_token(timeline: Timeline) -> str:
     before = _before_admission(timeline)
     if timeline.finish_reason is not None and timeline.completion_tokens:
         # Recovered after the gateway died: the ledger's checkpoints have token counts but no times.
-        return f"Ended after about {timeline.completion_tokens:,} tokens ({timeline.finish_reason}); its times are not known."
+        return f"Ended after about {_tokens(timeline.completion_tokens)} ({timeline.finish_reason}); its times are not known."
     if timeline.finish_reason is not None:
         return f"Ended before its first token ({timeline.finish_reason}){waited}{_preempted(timeline.preemptions)}{before}."
     if timeline.is_queued:
         why = f"{_ahead(timeline)}{_urgency(timeline)}{_preempted(timeline.preemptions)}"
         return f"Waiting for a place in the batch{why}{before}."
     computed = timeline.prompt_tokens - timeline.cached_tokens
-    return f"Reading its prompt: {computed:,} of {timeline.prompt_tokens:,} tokens to compute{waited}{before}."
+    return f"Reading its prompt: {computed:,} of {_tokens(timeline.prompt_tokens)} to compute{waited}{before}."
 
 
 def _explain_stage(stage: str, longest_s: float, total_s: float, timeline: Timeline) -> str:
@@ -130,12 +130,12 @@ def _explain_stage(stage: str, longest_s: float, total_s: float, timeline: Timel
         return f"Mostly waited for a place in the batch: {share}{own}{_urgency(timeline)}"
     if stage == "prefill":
         computed = timeline.prompt_tokens - timeline.cached_tokens
-        return f"Mostly read its prompt: {share} for {computed:,} tokens that were not cached"
+        return f"Mostly read its prompt: {share} for {_tokens(computed)} not in the cache"
     if stage == "after":
         return f"Mostly waited for its end after the last token: {share}"
     # The first token belongs to prefill: the same rate as `LiveRequest.tokens_per_second`.
     rate = max(timeline.completion_tokens - 1, 0) / longest_s if longest_s > 0 else 0.0
-    return f"Mostly generated: {share} for {timeline.completion_tokens:,} tokens at {rate:.1f} per second{_batch(timeline)}"
+    return f"Mostly generated: {share} for {_tokens(timeline.completion_tokens)} at {rate:.1f} per second{_batch(timeline)}"
 
 
 def awaited(limit: str | None) -> str:
@@ -143,7 +143,7 @@ def awaited(limit: str | None) -> str:
     if limit is None:
         return "its limits"
     scope, _, kind = limit.partition("_")
-    return f"{'the' if scope == 'model' else 'its'} {scope}'s {LIMIT_NAMES[kind]}"
+    return f"{'the' if scope == 'model' else 'its'} {scope}'s {LIMIT_WORDS[kind]}"
 
 
 def _before_admission(timeline: Timeline) -> str:
@@ -168,6 +168,10 @@ def _ahead(timeline: Timeline) -> str:
 
 def _urgency(timeline: Timeline) -> str:
     return "; as batch work it lets more urgent requests go first" if timeline.batch else ""
+
+
+def _tokens(count: int) -> str:
+    return "1 token" if count == 1 else f"{count:,} tokens"
 
 
 def _requests(count: int) -> str:

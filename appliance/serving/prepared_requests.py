@@ -26,7 +26,7 @@ from engine.protocol import GenerationRequest, Priority, SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRequest:
-    """A checked request. `max_output_tokens` is the client's value, None if it gave none.
+    """A checked request from `address`. `max_output_tokens` is the client's value, None if it gave none.
 
     `field_names` maps sampling fields to the names that the client used for them. `batch` work is served in the lowest priority
     class, whatever its tenant's tier, and is billed at the batch share of the price.
@@ -34,6 +34,7 @@ class PreparedRequest:
 
     request_id: str
     principal: Principal
+    address: str
     model: ServedModel
     endpoint: str
     stream: bool

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 
 from appliance.base.errors import ContextLengthExceeded, InvalidValue
+from appliance.base.texts import counted
 from appliance.serving.fair_semaphore import FairSemaphore
 from appliance.serving.model_folder import NotAModel
 from appliance.serving.vocabulary import Vocabulary
@@ -134,7 +135,7 @@ class ModelTokenizer:
         fewest = fewest_tokens(text, longest_token_chars=self.vocabulary.longest_token_chars)
         if fewest >= max_model_len:
             raise ContextLengthExceeded(
-                f"the prompt is too long: it has at least {fewest} tokens, and {_context_limit(max_model_len)}",
+                f"the prompt is too long: it has at least {counted(fewest, 'token')}, and {_context_limit(max_model_len)}",
                 param="messages",
             )
 
@@ -147,14 +148,14 @@ def output_room(*, prompt_tokens: int, max_tokens: int | None, default_max_token
     room = max_model_len - prompt_tokens
     if room < 1:
         raise ContextLengthExceeded(
-            f"the prompt is too long: it has {prompt_tokens} tokens, which leaves no room for an answer, and"
+            f"the prompt is too long: it has {counted(prompt_tokens, 'token')}, which leaves no room for an answer, and"
             f" {_context_limit(max_model_len)}",
             param="messages",
         )
     if max_tokens is not None and max_tokens > room:
         raise ContextLengthExceeded(
-            f"the prompt has {prompt_tokens} tokens and {max_tokens} more were requested, {prompt_tokens + max_tokens} in"
-            f" total, and {_context_limit(max_model_len)}",
+            f"the prompt has {counted(prompt_tokens, 'token')} and {max_tokens} more were requested,"
+            f" {prompt_tokens + max_tokens} in total, and {_context_limit(max_model_len)}",
             param="max_tokens",
         )
     if max_tokens is not None:

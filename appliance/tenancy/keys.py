@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import hmac
-import ipaddress
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.clock import Clock
 from appliance.base.db import Database
-from appliance.base.errors import AddressNotAllowed, Conflict, InvalidValue, NotFound
+from appliance.base.errors import Conflict, InvalidValue, NotFound
 from appliance.base.ids import new_id
 from appliance.base.shared_reads import SharedReads
 from appliance.base.tables import api_keys, tenants
@@ -33,7 +32,7 @@ from appliance.tenancy.fields import (
     check_scopes,
     check_whole,
 )
-from appliance.tenancy.networks import Network, check_networks, is_in
+from appliance.tenancy.networks import Network, check_address, check_networks, parse_networks
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, read_page
 from appliance.tenancy.principals import ApiKey, KeyChanges, Principal, unknown_key
 from appliance.tenancy.roles import Action
@@ -195,8 +194,7 @@ class Keys:
             cached = await self._reads.get((cache_key, changes.value), partial(self._read, cache_key, prefix, secret))
         now = self._clock.now()
         cached.principal.check_usable(now)
-        if cached.networks is not None and not is_in(address, cached.networks):
-            raise AddressNotAllowed("this key may not be used from this address")
+        check_address(address, cached.networks)
         self._last_used[cached.principal.key.id] = now
         return cached.principal
 
@@ -226,8 +224,8 @@ class Keys:
                 raise unknown_key()
             owner = (await connection.execute(select(tenants).where(tenants.c.id == row["tenant_id"]))).mappings().one()
         key = key_from_row(row)
-        networks = None if key.allowed_networks is None else tuple(map(ipaddress.ip_network, key.allowed_networks))
-        read = _CachedKey(Principal(tenant=tenant_from_row(owner), key=key, change_count=change_count), networks)
+        principal = Principal(tenant=tenant_from_row(owner), key=key, change_count=change_count)
+        read = _CachedKey(principal, parse_networks(key.allowed_networks))
         while len(self._cache) >= CACHED_KEYS_MAX:
             del self._cache[next(iter(self._cache))]
         self._cache[cache_key] = read

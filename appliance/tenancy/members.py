@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.clock import Clock
 from appliance.base.db import Database
-from appliance.base.errors import InvalidCredentials, InvalidValue, LastOwner, NameTaken, NotFound
+from appliance.base.errors import InvalidCredentials, InvalidValue, LastOwner, NameTaken, NotFound, RateLimitExceeded
 from appliance.base.ids import new_id
 from appliance.base.tables import members, sessions
 from appliance.tenancy import audit
@@ -31,6 +31,8 @@ PASSWORD_CHARS_MIN = 8
 PASSWORD_CHARS_MAX = 1024
 HASH_LANES = 1  # argon2 uses a thread for each; the memory and the passes, and so the work of guessing, are the same
 HASHES_PARALLEL_MAX = 2  # each takes 64 MiB and a core
+PASSWORD_CHECKS_MAX = 64  # running and waiting, of all addresses together; the last one waits for some three seconds
+PASSWORD_CHECKS_RETRY_S = 5.0
 WRONG_CREDENTIALS = "e-mail address or password is wrong"
 
 Proof = Callable[[RowMapping], bool]
@@ -70,6 +72,7 @@ class Members:
         self._hasher = hasher or PasswordHasher(parallelism=HASH_LANES)
         self._hashing = asyncio.Semaphore(HASHES_PARALLEL_MAX)
         self._decoy_hash: str | None = None
+        self._num_checks = 0
 
     async def create(
         self,
@@ -122,9 +125,19 @@ class Members:
     async def prove_password(self, email: str, password: str) -> Proven:
         """Check address and password; `still_valid` of the result repeats the check in a later transaction.
 
-        Raises InvalidCredentials. Takes the same time for a known and an unknown address. A hash with other parameters than
-        those of new hashes is replaced.
+        Raises InvalidCredentials, and RateLimitExceeded if PASSWORD_CHECKS_MAX are running or waiting. Takes the same time for
+        a known and an unknown address. A hash with other parameters than those of new hashes is replaced.
         """
+        if self._num_checks >= PASSWORD_CHECKS_MAX:
+            message = "Too many people are signing in."
+            raise RateLimitExceeded(message, limit_type="requests", retry_after_s=PASSWORD_CHECKS_RETRY_S)
+        self._num_checks += 1
+        try:
+            return await self._proven(email, password)
+        finally:
+            self._num_checks -= 1
+
+    async def _proven(self, email: str, password: str) -> Proven:
         row = await self._row(email)
         expected = row["password_hash"] if row is not None else await self._decoy()
         matches = await self._matches(expected, password)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Sequence
 
-from appliance.base.errors import InvalidValue
+from appliance.base.errors import AddressNotAllowed, InvalidValue
 from appliance.tenancy.fields import LIST_ITEMS_MAX
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -33,6 +33,17 @@ def _network(text: object) -> Network:
         return network
     except (TypeError, ValueError):
         raise InvalidValue(f"allowed_networks: {text!r} is not a network like 10.0.0.0/8", param="allowed_networks") from None
+
+
+def parse_networks(texts: Sequence[str] | None) -> tuple[Network, ...] | None:
+    """Return the networks that `check_networks` returned as text; None for all."""
+    return None if texts is None else tuple(map(ipaddress.ip_network, texts))
+
+
+def check_address(address: str, networks: tuple[Network, ...] | None) -> None:
+    """Raise AddressNotAllowed if a key that may be used from `networks` (None: from all) is used from `address`."""
+    if networks is not None and not is_in(address, networks):
+        raise AddressNotAllowed("this key may not be used from this address")
 
 
 def is_in(address: str, networks: tuple[Network, ...]) -> bool:

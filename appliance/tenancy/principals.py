@@ -10,6 +10,7 @@ from datetime import datetime
 from appliance.base.change_count import ChangeCount
 from appliance.base.errors import ExpiredApiKey, InvalidApiKey, ModelNotAllowed, ScopeNotAllowed, TenantSuspended
 from appliance.tenancy.fields import INFERENCE_SCOPE, LIMIT_MAX, UNSET, Unset, check_whole
+from appliance.tenancy.networks import check_address, parse_networks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,10 +127,12 @@ class Principal:
         if scope not in self.key.scopes:
             raise ScopeNotAllowed(f"this key lacks the scope {scope}")
 
-    def check_inference(self, now: datetime, model: str | None) -> None:
+    def check_inference(self, now: datetime, model: str | None, *, address: str | None = None) -> None:
         """Raise the error that a request for `model` (None: no such model) gets at `now` because of its key or tenant, in the
-        order in which `Keys.authenticate` and the API check it."""
+        order in which `Keys.authenticate` and the API check it. `address` None: from wherever the key may be used."""
         self.check_usable(now)
+        if address is not None:
+            check_address(address, parse_networks(self.key.allowed_networks))
         self.check_scope(INFERENCE_SCOPE)
         if model is not None:
             self.check_model(model)

@@ -1,4 +1,5 @@
-"""Progress output: one live line per step on a terminal; elsewhere one line at the start and one at the end."""
+"""Progress output: one live line per step on a terminal; elsewhere a line at the start, at the end, and
+every _LINE_INTERVAL_S in between."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from types import TracebackType
 from typing import TextIO
 
 _REDRAW_S = 0.1
+_LINE_INTERVAL_S = 15.0
 
 
 class Step:
@@ -23,7 +25,7 @@ class Step:
         self._outcome = ""
 
     def __enter__(self) -> Step:
-        self._started = time.monotonic()
+        self._started = self._drawn = time.monotonic()
         if self._live:
             self._draw("")
         else:
@@ -38,11 +40,15 @@ class Step:
         self._say(f"{self._title}: {word} ({seconds:.0f} s)")
 
     def detail(self, text: str) -> None:
-        """Show `text` next to the title, on a terminal only: elsewhere it would flood the log."""
+        """Show `text` next to the title: at once on a terminal, elsewhere as a line every _LINE_INTERVAL_S."""
         now = time.monotonic()
-        if self._live and now - self._drawn >= _REDRAW_S:
-            self._drawn = now
+        if now - self._drawn < (_REDRAW_S if self._live else _LINE_INTERVAL_S):
+            return
+        self._drawn = now
+        if self._live:
             self._draw(text)
+        else:
+            self._say(f"{self._title}: {text} ({now - self._started:.0f} s)")
 
     def outcome(self, text: str) -> None:
         """Set the result shown in the closing line; default: done."""

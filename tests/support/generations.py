@@ -38,6 +38,8 @@ from tests.support.ledgers import euro_prices, utc_admission, utc_ledger, utc_su
 from tests.support.served_model import make_hollow_model
 
 MODEL = "tiny"
+ADDRESS = "192.0.2.7"
+"""The address from which `Serving.start` sends requests."""
 
 
 class InProcessEngine:
@@ -96,6 +98,7 @@ class Serving:
             PreparedRequest(
                 request_id=new_id("req"),
                 principal=person.principal,
+                address=ADDRESS,
                 model=self.model,
                 endpoint="/v1/chat/completions",
                 stream=True,

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import structlog
 
+from appliance.api.admin.tenants import NewTenantBody
 from appliance.api.admin.usage import NewPriceBody
 from appliance.api.bodies import decode_body
 from appliance.api.sampling import sampling_params
@@ -60,6 +61,23 @@ def test_a_value_that_is_not_a_whole_number_is_refused_by_name(field: str, value
         decode_body(body.encode(), NewPriceBody)
 
     assert (refused.value.message, refused.value.param) == (message, field)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("1e309", "prompt: a number must be between -1.8e308 and 1.8e308"),
+        ("9" * 4301, "prompt: a whole number must have at most 4300 characters"),
+        ("-" + "9" * 4300, "prompt: a whole number must have at most 4300 characters"),
+    ],
+    ids=["1e309", "4301 digits", "minus and 4300 digits"],
+)
+def test_a_number_that_no_decoder_reads_is_refused_with_the_largest_one(value: str, message: str) -> None:
+    body = f'{{"model": "m", "prompt": {value}, "completion": 1}}'
+    with pytest.raises(InvalidValue) as refused:
+        decode_body(body.encode(), NewPriceBody)
+
+    assert (refused.value.message, refused.value.param) == (message, "prompt")
 
 
 @pytest.mark.parametrize(
@@ -169,6 +187,44 @@ def test_an_unknown_field_of_a_content_part_is_refused_by_name(part: str, kind: 
         check_messages(body.messages)
 
     assert getattr(refused.value, "param", None) == param
+
+
+@pytest.mark.parametrize(
+    ("body", "body_type", "message"),
+    [
+        ('{"model": "m", "temprature": 1}', ChatCompletionRequest, "temprature; did you mean 'temperature'?"),
+        (
+            '{"model": "m", "messages": [{"role": "user", "contnt": "a"}]}',
+            ChatCompletionRequest,
+            "messages[0].contnt; did you mean 'content'?",
+        ),
+        (
+            '{"response_format": {"type": "json_schema", "json_schema": {"nam": "x"}}}',
+            ChatCompletionRequest,
+            "response_format.json_schema.nam; did you mean 'name'?",
+        ),
+        (
+            '{"name": "n", "model_limits": {"a.b": {"token_per_minute": 1}}}',
+            NewTenantBody,
+            "model_limits.token_per_minute; did you mean 'tokens_per_minute'?",
+        ),
+        ('{"model": "m", "colour": 1}', ChatCompletionRequest, "colour"),
+    ],
+)
+def test_a_mistyped_field_is_refused_with_the_closest_one(body: str, body_type: type[Any], message: str) -> None:
+    with pytest.raises(UnknownParameter) as refused:
+        decode_body(body.encode(), body_type)
+
+    assert refused.value.message == f"unknown parameter: {message}"
+
+
+def test_a_mistyped_field_of_a_content_part_is_refused_with_the_closest_one() -> None:
+    part = '{"type": "text", "text": "x", "prompt_cache_break": {}}'
+    body = decode_body(
+        f'{{"model": "m", "messages": [{{"role": "user", "content": [{part}]}}]}}'.encode(), ChatCompletionRequest
+    )
+    with pytest.raises(UnknownParameter, match="did you mean 'prompt_cache_breakpoint'"):
+        check_messages(body.messages)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,12 @@ async def test_operations_without_query_parameters_refuse_them_by_name(api: ApiA
     assert (error["code"], error["param"]) == ("unknown_parameter", "expand")
 
 
+async def test_a_mistyped_query_parameter_is_refused_with_the_closest_one(api: ApiApp) -> None:
+    error = (await api.call("GET", "/ledger?tenantid=x", status=400))["error"]
+
+    assert error["message"] == "unknown parameter: tenantid; did you mean 'tenant_id'?"
+
+
 async def test_a_credential_of_the_other_api_is_refused_with_a_hint(api: ApiApp) -> None:
     tenant = await api.call("POST", "/tenants", status=201, json={"name": "Bob"})
     key = await api.call("POST", f"/tenants/{tenant['id']}/keys", status=201, json={"name": "k"})

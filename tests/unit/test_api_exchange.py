@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import structlog
 
-from appliance.api.exchange import Exchange, ExchangeWrapper
+from appliance.api.exchange import PATH_CHARS_LOGGED, Exchange, ExchangeWrapper
 
 
 class Client:
@@ -151,6 +151,16 @@ async def test_frequent_paths_are_logged_at_debug_level(path: str, level: str) -
     with structlog.testing.capture_logs() as logs:
         await Client().request(answer, path)
     assert [line["log_level"] for line in logs] == [level]
+
+
+async def test_only_the_beginning_of_a_long_path_is_logged() -> None:
+    async def answer(_scope: Any, _receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 404, "headers": []})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    with structlog.testing.capture_logs() as logs:
+        await Client().request(answer, "/" + "x" * 60_000)
+    assert logs[0]["path"] == "/" + "x" * (PATH_CHARS_LOGGED - 1)
 
 
 def test_the_duration_of_a_request_is_in_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:

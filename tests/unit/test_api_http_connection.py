@@ -143,6 +143,37 @@ async def test_a_head_beyond_the_limit_is_a_431_and_closes_the_connection(head: 
     assert wire.closed
 
 
+@pytest.mark.parametrize(
+    "bad", [b"\x16\x03\x01", b"GET /" + HUGE, POST.replace(b"10", b"-1")], ids=["binary", "long", "length"]
+)
+async def test_an_invalid_request_behind_one_that_is_served_closes_the_connection_without_a_response(bad: bytes) -> None:
+    async def never_answer(_scope: Any, receive: Any, _send: Any) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    connection, wire, _timers = await opened(never_answer)
+    connection.data_received(GET + bad)
+    assert (wire.sent, wire.closed) == (b"", True)
+    connection.connection_lost(None)
+    await asyncio.wait(connection.tasks)
+
+
+async def test_an_invalid_request_behind_a_running_stream_ends_it_without_another_head() -> None:
+    connection, wire, _timers = await streaming()
+    connection.data_received(b"\x16\x03\x01")
+    assert (wire.sent.count(b"HTTP/1.1"), wire.closed) == (1, True)
+    connection.connection_lost(None)
+    await asyncio.wait(connection.tasks)
+
+
+async def test_an_invalid_chunk_of_a_body_is_a_400() -> None:
+    connection, wire, _timers = await opened()
+    connection.data_received(b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n")
+    assert wire.sent.startswith(b"HTTP/1.1 400 ")
+    connection.connection_lost(None)
+    await asyncio.wait(connection.tasks)
+
+
 @pytest.mark.parametrize("start", [b"GET / HTTP/1.1\nhost: a\n\n", b"\x16\x03\x01\x02\x00", POST.replace(b"10", b"-1")])
 async def test_an_invalid_request_is_a_400_in_the_common_error_shape(start: bytes) -> None:
     connection, wire, _timers = await opened()

@@ -9,7 +9,7 @@ import pytest
 
 from appliance.api.sampling import sampling_params
 from appliance.api.schemas import ChatCompletionRequest
-from appliance.base.errors import ContextLengthExceeded
+from appliance.base.errors import ContextLengthExceeded, InvalidValue
 
 CONTEXT_LEN = 100
 
@@ -36,6 +36,14 @@ def test_a_requested_maximum_beyond_the_context_is_refused_with_its_field_whatev
     with pytest.raises(ContextLengthExceeded) as refused:
         longest_output(50, **{field: 91})
     assert refused.value.param == field
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+@pytest.mark.parametrize("requested", [0, 10**15 + 1, int("9" * 4300)], ids=["0", "above 10**15", "4300 digits"])
+def test_a_requested_maximum_beyond_all_limits_is_refused_with_its_field(field: str, requested: int) -> None:
+    with pytest.raises(InvalidValue) as refused:
+        longest_output(50, **{field: requested})
+    assert refused.value.message == f"{field} must be a whole number from 1 to 1000000000000000"
 
 
 def test_a_long_prompt_is_not_refused_because_of_the_default() -> None:

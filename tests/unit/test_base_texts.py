@@ -20,3 +20,8 @@ def test_only_a_similar_name_is_suggested() -> None:
     known = ("port", "host", "default_max_tokens")
     assert did_you_mean("prot", known) == "; did you mean 'port'?"
     assert did_you_mean("colour", known) == ""
+
+
+def test_a_very_long_name_has_no_suggestion() -> None:
+    known = ["a" * 1000]
+    assert did_you_mean("a" * 999, known) == ""

@@ -1,4 +1,4 @@
-"""`bench.gateway_streams` does not wait for ever."""
+"""`bench.gateway_streams` does not wait for ever, and measures answers without text too."""
 
 from __future__ import annotations
 
@@ -17,3 +17,8 @@ async def test_a_gateway_that_never_becomes_ready_ends_the_bench_with_the_reason
     monkeypatch.setattr(gateway_streams, "_call", not_ready)
     with pytest.raises(RuntimeError, match=r"not ready after 0 s: .*engine of tiny is failed"):
         await gateway_streams._make_key(1)
+
+
+def test_a_round_without_any_text_has_no_tokens_per_frame() -> None:
+    found = [gateway_streams.Round(1.0, 0.1, num_frames=frames).tokens_per_frame(4) for frames in (0, 2)]
+    assert found == [None, 2.0]

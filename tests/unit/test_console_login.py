@@ -10,6 +10,7 @@ import pytest
 from appliance.base.errors import RateLimitExceeded
 from appliance.console.login import WRONG_CREDENTIALS
 from appliance.console.login_attempts import PER_ACCOUNT, PER_ADDRESS, LoginAttempts
+from appliance.tenancy import members
 from appliance.tenancy.audit import AuditFilter
 from appliance.tenancy.members import PASSWORD_CHARS_MAX
 from tests.support.cast import ALICE_PASSWORD, OWNER
@@ -141,6 +142,15 @@ async def test_attempts_per_account_are_rate_limited_even_with_the_right_passwor
     assert (refused.status_code, refused.headers["retry-after"]) == (429, str(round(PER_ACCOUNT.refill_s)))
     clock.advance(PER_ACCOUNT.refill_s)
     assert (await visitor.post("/login", email=EMAIL, password=ALICE_PASSWORD)).status_code == 303
+
+
+async def test_a_sign_in_beyond_those_that_wait_to_be_checked_is_told_to_wait(
+    console: ConsoleApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members, "PASSWORD_CHECKS_MAX", 0)
+    refused = await console.visitor().post("/login", email=EMAIL, password=ALICE_PASSWORD)
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "5")
+    assert "Too many people are signing in. Wait 5 s, then try again." in refused.text
 
 
 @pytest.mark.parametrize(("email", "password"), [("x" * 1001, "wrong"), (EMAIL, "y" * 1025)])

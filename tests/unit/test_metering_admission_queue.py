@@ -19,7 +19,7 @@ from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.case_ids import case_id
 from tests.support.clock import START, FakeClock
-from tests.support.factories import adjustment, admission_request, price, principal
+from tests.support.factories import adjustment, price, principal
 from tests.support.ledgers import num_running, num_waiting
 from tests.support.waiting_requests import Queue, Waits, limited
 
@@ -158,32 +158,6 @@ async def test_a_smaller_later_request_does_not_overtake(queue: Queue) -> None:
     assert not small.done()
     await queue.timer.advance(5.0)
     assert small.done()
-
-
-async def test_a_request_that_is_admitted_again_at_once_does_not_go_behind_those_that_wait(queue: Queue) -> None:
-    bob, wait = principal(Limits(concurrent_requests=1)), LimitWait()
-    running = await queue.submit(bob, 1)
-    first, second = await queue.submit(bob, 1, wait=wait), await queue.submit(bob, 1)
-    running.result().settle(1)
-    await queue.timer.settle()
-    first.result().void()
-    assert await queue.admission.admit(admission_request(bob, 1), 60.0, wait)
-    await queue.timer.settle()
-    assert not second.done()
-
-
-async def test_a_request_that_waits_again_has_its_earlier_place(queue: Queue) -> None:
-    bob, wait = principal(Limits(concurrent_requests=1)), LimitWait()
-    running = await queue.submit(bob, 1)
-    first, second, third = await queue.submit(bob, 1, wait=wait), await queue.submit(bob, 1), await queue.submit(bob, 1)
-    running.result().settle(1)
-    await queue.timer.settle()
-    first.result().void()
-    await queue.timer.settle()
-    again = await queue.submit(bob, 1, wait=wait)
-    second.result().settle(1)
-    await queue.timer.settle()
-    assert (again.done(), third.done()) == (True, False)
 
 
 async def test_a_stream_of_small_requests_does_not_starve_a_large_one(queue: Queue) -> None:

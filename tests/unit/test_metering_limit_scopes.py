@@ -196,7 +196,7 @@ async def test_what_runs_although_a_shadow_limit_refused_it_is_reserved_once_the
 async def test_an_enforced_limit_refuses_whatever_is_in_shadow_mode(admission: Admission) -> None:
     bob = with_tenant(principal(None, Limits(requests_per_minute=1)), limits=Limits(tokens_per_minute=5), limit_mode="shadow")
     await admit(admission, bob, 50)
-    with pytest.raises(RateLimitExceeded, match="the key's limit of 1 requests per minute"):
+    with pytest.raises(RateLimitExceeded, match="the key's limit of 1 request per minute"):
         await admit(admission, bob, 50)
 
 

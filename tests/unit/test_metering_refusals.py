@@ -113,6 +113,25 @@ def test_a_limit_on_requests_is_worded_in_requests() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("kind", "limit"),
+    [
+        ("tokens", "1 token per minute"),
+        ("requests", "1 request per minute"),
+        ("concurrency", "1 concurrent request"),
+        ("tokens_per_day", "1 token per day"),
+    ],
+)
+def test_a_limit_of_one_is_worded_in_the_singular(kind: LimitKind, limit: str) -> None:
+    message = error_of(dataclasses.replace(refused(5.0), kind=kind, limit=1)).message
+    assert message.startswith(f"the key's limit of {limit} is reached: ")
+
+
+def test_one_token_that_is_left_is_worded_in_the_singular() -> None:
+    message = error_of(dataclasses.replace(refused(5.0), level=1)).message
+    assert "(prompt 100, expected output 700), 1 is left; try again" in message
+
+
 def test_a_budget_that_others_wait_for_is_worded_in_money() -> None:
     decision = dataclasses.replace(refused(5.0, ahead=2), kind="budget", limit=5 * EUR, currency="EUR")
     assert error_of(decision).message.startswith("2 requests are already waiting for the key's budget of this month (5 EUR);")

@@ -21,6 +21,7 @@ def prepared_by(who: Principal) -> PreparedRequest:
     return PreparedRequest(
         request_id="req_a",
         principal=who,
+        address="192.0.2.7",
         model=cast(Any, SimpleNamespace(name="demo")),
         endpoint="/v1/completions",
         stream=False,

@@ -13,6 +13,7 @@ import pytest
 
 from appliance.base.db import Database
 from appliance.base.errors import (
+    AddressNotAllowed,
     ExpiredApiKey,
     GatehouseError,
     InvalidApiKey,
@@ -75,6 +76,7 @@ def expiring(keys: Keys, _tenants: Tenants, who: Person, clock: FakeClock) -> Co
 CHANGES: dict[str, tuple[Change, type[GatehouseError]]] = {
     "key revoked": (lambda keys, _tenants, who, _clock: keys.revoke(who.key.id, access=OWNER), InvalidApiKey),
     "key will expire": (expiring, ExpiredApiKey),
+    "network no longer allowed": (key_change(allowed_networks=("198.51.100.0/24",)), AddressNotAllowed),
     "scope removed": (key_change(scopes=("usage",)), ScopeNotAllowed),
     "model no longer allowed": (key_change(allowed_models=("other",)), ModelNotAllowed),
     "tenant suspended": (tenant_change(suspended=True), TenantSuspended),

@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import select, update
 
 from appliance.base.db import Database
-from appliance.base.errors import InvalidApiKey, InvalidCredentials, InvalidValue, NameTaken, NotFound
+from appliance.base.errors import InvalidApiKey, InvalidCredentials, InvalidValue, NameTaken, NotFound, RateLimitExceeded
 from appliance.base.tables import admin_tokens, members, sessions
 from appliance.tenancy import members as members_module
 from appliance.tenancy.admin_tokens import AdminTokens
@@ -40,6 +40,16 @@ def session_store(database: Database, clock: FakeClock) -> Sessions:
 @pytest.fixture
 def tokens(database: Database, clock: FakeClock) -> AdminTokens:
     return AdminTokens(database, clock)
+
+
+async def test_the_number_of_passwords_that_wait_to_be_checked_is_bounded(
+    people: Members, cast: Cast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members_module, "PASSWORD_CHECKS_MAX", 3)
+    checks = [asyncio.create_task(people.prove_password(f"{number}@example.com", "a password")) for number in range(5)]
+    results = await asyncio.gather(*checks, return_exceptions=True)
+    assert [type(result) for result in results] == [InvalidCredentials] * 3 + [RateLimitExceeded] * 2
+    assert (await people.prove_password(ALICE, ALICE_PASSWORD)).member == cast.alice
 
 
 async def test_the_address_of_a_sign_in_is_not_case_sensitive(people: Members, cast: Cast) -> None:

@@ -26,7 +26,7 @@ ALL_MODELS = "*"
 ID_PREFIX = "rl-"
 PAGE_DEFAULT = 100
 PAGE_MAX = 1000
-LIMIT_NAMES = {"max_requests_per_1_minute": "requests_per_minute", "max_tokens_per_1_minute": "tokens_per_minute"}
+_OUR_NAMES = {"max_requests_per_1_minute": "requests_per_minute", "max_tokens_per_1_minute": "tokens_per_minute"}
 
 
 class RateLimitBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -43,10 +43,10 @@ class RateLimitBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """Return the given limits under our names. Raises UnsupportedParameter and InvalidValue."""
         given = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
         for name, value in given.items():
-            if name not in LIMIT_NAMES:
+            if name not in _OUR_NAMES:
                 raise UnsupportedParameter(f"{name} is not supported by this appliance", param=name)
             check_whole(value, name, 0, LIMIT_MAX)
-        return {LIMIT_NAMES[name]: None if value == LIMIT_MAX else value for name, value in given.items()}
+        return {_OUR_NAMES[name]: None if value == LIMIT_MAX else value for name, value in given.items()}
 
 
 class RateLimitShape(msgspec.Struct, kw_only=True):
@@ -101,7 +101,7 @@ async def change_rate_limit(request: AdminRequest, project_id: FromPath[str], ra
 def rate_limit_shape(tenant: Tenant, model: str) -> RateLimitShape:
     """Return the limits of `tenant` for `model`."""
     limits = tenant.limits if model == ALL_MODELS else tenant.model_limits.get(model, Limits())
-    values = {name: getattr(limits, our_name) for name, our_name in LIMIT_NAMES.items()}
+    values = {name: getattr(limits, our_name) for name, our_name in _OUR_NAMES.items()}
     unlimited = RateLimitShape(
         id=_id_of(model), model=model, max_requests_per_1_minute=LIMIT_MAX, max_tokens_per_1_minute=LIMIT_MAX
     )

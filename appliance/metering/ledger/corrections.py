@@ -22,6 +22,7 @@ from appliance.base.db import Database, after_commit
 from appliance.base.errors import IdempotencyConflict, InvalidValue, NotFound
 from appliance.base.money import format_picos
 from appliance.base.tables import usage_events
+from appliance.base.texts import counted
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger.records import BILLED, TOKEN_COLUMNS, UsageEvent
@@ -171,10 +172,11 @@ def _check_confirmed(row: RowMapping, correction: Correction) -> None:
     if correction.confirm:
         return
     added = {name: count for name, count in correction.tokens.items() if count > 0}
-    counted = row["prompt_tokens"] + row["completion_tokens"]
+    tokens = row["prompt_tokens"] + row["completion_tokens"]
     for name, count in added.items():
-        if count > min(UNCONFIRMED_TIMES * max(counted, 1), UNCONFIRMED_TOKENS):
-            raise InvalidValue(f"the event counts {counted} tokens: adding {count} {name} needs `confirm`", param="confirm")
+        if count > min(UNCONFIRMED_TIMES * max(tokens, 1), UNCONFIRMED_TOKENS):
+            size = counted(tokens, "token")
+            raise InvalidValue(f"the event counts {size}: adding {count} {name} needs `confirm`", param="confirm")
     if (correction.cost_picos or 0) > UNCONFIRMED_TIMES * row["cost_picos"]:
         added_cost, cost = (format_picos(picos, row["currency"]) for picos in (correction.cost_picos or 0, row["cost_picos"]))
         raise InvalidValue(f"the event cost {cost}: adding {added_cost} needs `confirm`", param="confirm")

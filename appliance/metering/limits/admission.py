@@ -85,7 +85,7 @@ class Admission:
         Raises RequestExceedsLimit, BudgetExceeded or RateLimitExceeded; then nothing was reserved. After `retry_after_s` of the
         latter, every limit that refused has room again unless others have used it. If that is within `wait_s`, the request
         waits instead, and `wait` receives its place and for how long; a caller that is cancelled meanwhile reserves nothing.
-        With the `wait` of an earlier admission that was voided, the request has the place of that one.
+        With the `wait` of an earlier admission that was voided, the request has the place and the deadline of that one.
         """
         allowances = await self._allowances_of(request)
         wait = LimitWait() if wait is None else wait
@@ -96,7 +96,9 @@ class Admission:
         result = attempt()
         if isinstance(result, Reservation):
             return result
-        if not may_wait(result.decisions, wait_s) or not self._queue.has_room(result, request.tenant_id):
+        left_s = wait_s if wait.arrival is None else wait.deadline_s - self._clock.monotonic_s()
+        has_place = wait.arrival is not None or self._queue.has_room(result, request.tenant_id)
+        if not has_place or not may_wait(result.decisions, left_s):
             raise result.error
         return await self._queue.wait(result, attempt, wait, wait_s)
 

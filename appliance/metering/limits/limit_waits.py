@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from appliance.metering.limits.decisions import LimitDecision
@@ -10,10 +11,12 @@ from appliance.metering.limits.decisions import LimitDecision
 class LimitWait:
     """The wait of one request. `waited_s` is the time in seconds until its last attempt, by the name of the limit; `held_up_by`
     the limit that holds it up since then: of those that refused that attempt, the one with the longest wait. None while it does
-    not wait. `arrival` is its place in the queues: a number in the order in which requests began to wait, None before."""
+    not wait. `arrival` is its place in the queues: a number in the order in which requests began to wait, None before.
+    `deadline_s` is when the wait ends by the monotonic clock, infinite before it began."""
 
     def __init__(self) -> None:
         self.arrival: int | None = None
+        self.deadline_s = math.inf
         self.waited_s: dict[str, float] = {}
         self.held_up_by: str | None = None
         self._tried_s = 0.0

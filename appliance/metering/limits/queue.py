@@ -140,21 +140,21 @@ class AdmissionQueue:
     async def wait(
         self, refusals: Refusals, attempt: Callable[[], Reservation | Refusals], wait: LimitWait, wait_s: float
     ) -> Reservation:
-        """Return the reservation of the refused request as soon as `attempt` succeeds. `wait` receives its place, unless it has
-        one, and how long that took.
+        """Return the reservation of the refused request as soon as `attempt` succeeds. `wait` receives its place and deadline,
+        `wait_s` from now, unless it has them, and how long that took.
 
-        Raises the last refusal after `wait_s`. A cancelled caller reserves nothing.
+        Raises the last refusal at the deadline. A cancelled caller reserves nothing.
         """
         with self._observed(refusals.request.model):
             now_s = self._clock.monotonic_s()
             if wait.arrival is None:
-                wait.arrival = next(self._seq)
+                wait.arrival, wait.deadline_s = next(self._seq), now_s + wait_s
             waiter = Waiter(
                 seq=wait.arrival,
                 request=refusals.request,
                 attempt=attempt,
                 wait=wait,
-                deadline_s=now_s + wait_s,
+                deadline_s=wait.deadline_s,
                 outcome=asyncio.get_running_loop().create_future(),
             )
             is_delivered = False

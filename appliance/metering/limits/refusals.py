@@ -7,15 +7,22 @@ from collections.abc import Sequence
 from appliance.base.clock import format_wait
 from appliance.base.errors import BudgetExceeded, ModelNotPriced, RateLimitExceeded, Refused, RequestExceedsLimit
 from appliance.base.money import PICOS_PER_MICRO, format_micros
+from appliance.base.texts import counted
 from appliance.metering.limits.admission_request import AdmissionRequest
 from appliance.metering.limits.decisions import TOKEN_KINDS, LimitDecision
 
-LIMIT_NAMES = {
+LIMIT_WORDS = {
     "tokens": "tokens per minute",
     "requests": "requests per minute",
     "concurrency": "concurrent requests",
     "tokens_per_day": "tokens per day",
     "budget": "budget of this month",
+}
+_LIMITS_OF_ONE = {
+    "tokens": "token per minute",
+    "requests": "request per minute",
+    "concurrency": "concurrent request",
+    "tokens_per_day": "token per day",
 }
 
 
@@ -52,7 +59,7 @@ def not_priced(model: str, currency: str | None) -> ModelNotPriced:
 
 
 def _never_fits(decision: LimitDecision, output: int, smaller: str) -> RequestExceedsLimit:
-    limit = f"{_owner(decision)} limit is {decision.limit} {LIMIT_NAMES[decision.kind]}"
+    limit = f"{_owner(decision)} limit is {_size(decision)}"
     if decision.limit:
         why = f"the request needs {_need(decision, output)} and {limit}: it can never be admitted"
     else:
@@ -65,8 +72,8 @@ def _budget_exceeded(decision: LimitDecision, output: int, smaller: str) -> Budg
     left = _money(max(decision.level, 0), decision.currency)
     need = _money(decision.need + PICOS_PER_MICRO - 1, decision.currency)
     return BudgetExceeded(
-        f"{_limit(decision)} does not cover the request: {left} are left, the prompt and {output} tokens of expected output "
-        f"may cost {need}; {smaller}{' or ' * bool(smaller)}ask for a higher budget"
+        f"{_limit(decision)} does not cover the request: {left} are left, the prompt and {counted(output, 'token')} of "
+        f"expected output may cost {need}; {smaller}{' or ' * bool(smaller)}ask for a higher budget"
     )
 
 
@@ -101,27 +108,29 @@ def _about(decision: LimitDecision) -> str:
 
 
 def _reason(decision: LimitDecision, output: int) -> str:
-    name = LIMIT_NAMES[decision.kind]
     if decision.held:
-        return f"running requests have reserved the rest of {_owner(decision)} {name}"
+        return f"running requests have reserved the rest of {_owner(decision)} {LIMIT_WORDS[decision.kind]}"
     if decision.ahead:
-        requests = "1 request is" if decision.ahead == 1 else f"{decision.ahead} requests are"
+        requests = counted(decision.ahead, "request is", plural="requests are")
         return f"{requests} already waiting for {_limit(decision)}"
-    left = max(decision.level, 0)
-    return f"{_limit(decision)} is reached: the request needs {_need(decision, output)}, {left} are left"
+    left = counted(max(decision.level, 0), "is left", plural="are left")
+    return f"{_limit(decision)} is reached: the request needs {_need(decision, output)}, {left}"
 
 
 def _need(decision: LimitDecision, output: int) -> str:
     if decision.kind not in TOKEN_KINDS:
         return str(decision.need)
-    return f"{decision.need} tokens (prompt {decision.need - output}, expected output {output})"
+    return f"{counted(decision.need, 'token')} (prompt {decision.need - output}, expected output {output})"
 
 
 def _limit(decision: LimitDecision) -> str:
-    name = LIMIT_NAMES[decision.kind]
     if decision.kind == "budget":
-        return f"{_owner(decision)} {name} ({_money(decision.limit, decision.currency)})"
-    return f"{_owner(decision)} limit of {decision.limit} {name}"
+        return f"{_owner(decision)} {LIMIT_WORDS['budget']} ({_money(decision.limit, decision.currency)})"
+    return f"{_owner(decision)} limit of {_size(decision)}"
+
+
+def _size(decision: LimitDecision) -> str:
+    return counted(decision.limit, _LIMITS_OF_ONE[decision.kind], plural=LIMIT_WORDS[decision.kind])
 
 
 def _owner(decision: LimitDecision) -> str:
