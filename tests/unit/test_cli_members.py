@@ -135,3 +135,21 @@ def test_limits_of_tiers_and_models_can_be_set_and_removed(gatehouse: Any) -> No
     assert gatehouse("limits", "models", "--json").done() == {"data": [made]}
     assert gatehouse("limits", "free-model", "org/m").err == "These limits were removed.\n"
     assert gatehouse("limits", "free-model", "org/m").status == 1
+
+
+def test_limits_of_a_model_that_no_engine_serves_are_set_with_a_note(gatehouse: Any) -> None:
+    limits = ("--tokens-per-minute", "5", "--json")
+    assert gatehouse("limits", "model", "gatehouse-demo", *limits).err == ""
+    made = gatehouse("limits", "model", "gatehouse-dem", *limits)
+    assert made.done()["model"] == "gatehouse-dem"
+    assert made.err == (
+        "gatehouse: no engine serves a model named 'gatehouse-dem'; its limits apply when one does; did you mean "
+        "'gatehouse-demo'?\n"
+    )
+
+
+def test_removing_limits_of_a_model_without_any_names_the_closest_one_that_has_some(gatehouse: Any) -> None:
+    gatehouse("limits", "model", "gatehouse-demo", "--tokens-per-minute", "5")
+    refused = gatehouse("limits", "free-model", "gatehouse-dem", "--json")
+    message = "'gatehouse-dem' has no limits; did you mean 'gatehouse-demo'?"
+    assert (refused.status, refused.json()) == (1, {"error": {"message": message, "code": "not_found"}})
