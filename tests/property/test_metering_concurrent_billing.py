@@ -36,10 +36,10 @@ from tests.support.ledgers import all_events, euro_invoices
 
 MONTHS, OPEN_MONTH = ("2026-08", "2026-09", "2026-10"), "2026-11"
 CURRENCIES = ("EUR", "JPY", "BHD", "EUR", "CLF")  # of one tenant each; with 2, 0, 3 and 4 decimals
-EVENTS, PORTION = 30, 2
+EVENTS, PORTION = 20, 2
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2])
 async def test_costs_posted_while_months_are_billed_concurrently_are_on_exactly_one_invoice(
     database: Database, clock: FakeClock, cast: Cast, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
