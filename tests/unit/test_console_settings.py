@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from appliance.console.formatting import units
@@ -106,6 +108,7 @@ async def test_an_invalid_invoice_issuer_is_refused_and_the_form_keeps_its_input
     assert answer.status_code == 422
     assert sentence in answer.text
     assert 'value="0117 496"' in answer.text
+    assert re.findall(r'name="(\w+)"[^>]* aria-invalid="true"', answer.text) == [*change]
     assert await read_seller(console.services.appliance_records) is None
 
 
