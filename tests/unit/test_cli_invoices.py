@@ -88,6 +88,21 @@ def test_a_month_is_drafted_closed_and_exported_for_all_tenants(gatehouse: Run, 
     assert len(gatehouse("invoices", "list", "--tenant", "bob", "--month", "2026-01")[1]["data"]) == 1
 
 
+def test_invoices_are_listed_with_the_newest_month_first(gatehouse: Run) -> None:
+    for month in ("2026-01", "2026-02"):
+        gatehouse("invoices", "close", "--month", month, "--tenant", "bob")
+    assert [row["month"] for row in gatehouse("invoices", "list")[1]["data"]] == ["2026-02", "2026-01"]
+
+
+def test_an_export_to_a_folder_that_cannot_be_made_names_the_file(gatehouse: Run, tmp_path: Path) -> None:
+    gatehouse("invoices", "close", "--month", "2026-01", "--tenant", "bob")
+    (tmp_path / "taken").touch()
+    export = ("invoices", "export", "--month", "2026-01", "--all", "--out", str(tmp_path / "taken"))
+    status, answer, _ = gatehouse(*export)
+    assert (status, answer["error"]["code"]) == (1, "file")
+    assert answer["error"]["message"].startswith(f"cannot write {tmp_path / 'taken' / 'invoice-'}")
+
+
 @pytest.mark.parametrize("verb", ["draft", "close"])
 def test_the_progress_of_billing_a_month_reaches_the_end(gatehouse: Run, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
     fractions: list[float] = []
