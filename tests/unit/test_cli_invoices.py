@@ -337,7 +337,7 @@ def test_an_appliance_with_a_seller_bills_a_month_without_a_warning(gatehouse: R
         (("close", "--month", "2026-01", "--all", "--tenant", "bob"), 2, "--tenant TENANT or --all"),
         (("close", "--month", "2026-02", "--tenant", "bob"), 1, "2026-01 must be closed"),
         (("export", "--month", "2026-01", "--all", "--format", "docx"), 2, "pdf, csv, json, events"),
-        (("export", "--month", "January", "--all"), 2, "YYYY-MM"),
+        (("export", "--month", "January", "--all"), 2, "--month must be YYYY-MM"),
         (("draft", "--month", "2026-13", "--all"), 2, "--month must be YYYY-MM, not '2026-13'"),
         (("close", "--month", "2026-13", "--tenant", "bob"), 2, "--month must be YYYY-MM"),
         (("list", "--month", "2026-13"), 2, "--month must be YYYY-MM"),

@@ -97,6 +97,7 @@ async def test_the_invoice_issuer_is_saved_and_shown(console: ConsoleApp) -> Non
         ({"tax_basis_points": "101"}, "from 0 to 100"),
         ({"payment_terms_days": "366"}, "Enter a number between 0 and 365."),
         ({"address": "\n".join("123456789")}, "at most 8 lines"),
+        ({"bank": "\n".join("123456789")}, "at most 8 lines"),
         ({"tax_id": "x" * 201}, "1 to 200 characters"),
     ],
 )
