@@ -129,6 +129,7 @@ def test_an_invalid_option_value_is_a_usage_error_that_names_the_option(gatehous
 def test_limits_of_tiers_and_models_can_be_set_and_removed(gatehouse: Any) -> None:
     assert gatehouse("limits", "tier", "batch", "--admission-wait-ms", "100", "--json").done()["admission_wait_ms"] == 100
     assert [row["admission_wait_ms"] for row in gatehouse("limits", "tiers", "--json").done()["data"]] == [0, 0, 100]
+    assert gatehouse("limits", "tiers").out == "name\tadmission_wait_ms\ninteractive\t0\nstandard\t0\nbatch\t100\n"
     assert "admission_wait_ms" in gatehouse("limits", "tier", "batch", "--admission-wait-ms", "-1").err
     made = gatehouse("limits", "model", "org/m", "--tokens-per-minute", "5", "--limit-mode", "shadow", "--json").done()
     assert (made["model"], made["limits"]["tokens_per_minute"], made["limit_mode"]) == ("org/m", 5, "shadow")
