@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from http import HTTPStatus
+from typing import Any
 
 
 class CommandFailed(Exception):
-    """A command failed. `status` is the exit status: 1, or 2 for wrong usage."""
+    """A command failed. `status` is the exit status: 1, or 2 for wrong usage. `done`: what --json prints beside the error, if
+    a part of the work was done."""
 
-    def __init__(self, message: str, *, code: str = "failed", status: int = 1) -> None:
+    def __init__(self, message: str, *, code: str = "failed", status: int = 1, done: Mapping[str, Any] | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.code = code
         self.status = status
+        self.done = done
 
 
 class WrongUsage(CommandFailed):

@@ -14,7 +14,7 @@ from urllib.parse import quote
 import typer
 
 from appliance.base.batches import batched
-from appliance.base.errors import InvalidValue
+from appliance.base.errors import InvalidValue, NotFound
 from appliance.base.spreadsheet import escape_formulas
 from appliance.base.texts import counted
 from appliance.cli import output
@@ -163,14 +163,16 @@ def export(
         return written, len(invoices) - len(exported), failures
 
     files, num_drafts, failures = run(options.settings(), work)
-    why_none = "" if files or failures else _why_no_file(month, num_drafts)
+    if failures:
+        if files and not options.as_json:
+            output.say("\n".join(files))
+        raise CommandFailed("\n".join(failures), code="invoices", done={"files": files})
+    why_none = "" if files else _why_no_file(month, num_drafts)
     if options.as_json:
         output.data({"files": files})
         sys.stderr.write(f"{why_none}\n" if why_none else "")
-    elif files or why_none:
+    else:
         output.say("\n".join(files) or why_none)
-    if failures:
-        raise CommandFailed("\n".join(failures), code="invoices")
 
 
 def _why_no_file(month: str, num_drafts: int) -> str:
@@ -227,6 +229,7 @@ def _bill(options: CommonOptions, month: str, tenant: str | None, *, all_tenants
 
     async def work(client: AdminClient) -> _Billed:
         chosen = await _tenants(client, tenant, all_tenants=all_tenants)
+        await _warn_without_seller(client)
         if all_tenants:
             return await _bill_all(client, chosen, month, "draft" if closing is None else "close", quiet=options.as_json)
         (owner,) = chosen
@@ -234,14 +237,25 @@ def _bill(options: CommonOptions, month: str, tenant: str | None, *, all_tenants
 
     billed = run(options.settings(), work)
     summary = _summary("Drafted" if closing is None else "Closed", month, billed) if all_tenants else ""
-    _show(billed.rows, as_json=options.as_json, empty=summary)
+    failure = "\n".join(filter(None, [*billed.failures, billed.unfinished]))
+    if not (failure and options.as_json):
+        _show(billed.rows, as_json=options.as_json, empty=summary)
     if summary and (billed.rows or options.as_json):
         sys.stderr.write(f"{summary}\n")
-    if any(row["seller"] is None for row in billed.rows):
-        lasting = "" if closing is None else ", and closed ones never get one"
-        sys.stderr.write(f"gatehouse: these invoices have no seller{lasting}. Set one: gatehouse invoices seller --file FILE\n")
-    if billed.failures or billed.unfinished:
-        raise CommandFailed("\n".join(filter(None, [*billed.failures, billed.unfinished])), code="invoices")
+    if failure:
+        raise CommandFailed(failure, code="invoices", done={"data": billed.rows})
+
+
+async def _warn_without_seller(client: AdminClient) -> None:
+    try:
+        await client.call("GET", "/seller")
+    except CommandFailed as failure:
+        if failure.code != NotFound.code:
+            raise
+        sys.stderr.write(
+            "gatehouse: the seller has not been entered; closed invoices without a seller never get one, and have no tax. "
+            "Enter it before closing: gatehouse invoices seller --file FILE\n"
+        )
 
 
 async def _bill_all(client: AdminClient, tenants: list[Row], month: str, verb: str, *, quiet: bool) -> _Billed:

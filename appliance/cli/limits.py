@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
 
+from appliance.base.errors import NotFound
+from appliance.base.texts import did_you_mean
 from appliance.cli import output
-from appliance.cli.connection import run
+from appliance.cli.configured_models import note_unserved, served_models
+from appliance.cli.connection import AdminClient, run
+from appliance.cli.failure import CommandFailed
 from appliance.cli.limit_options import NO_LIMITS, LimitOptions, ModeOption
 from appliance.cli.options import DEFAULTS, CommonOptions
 from appliance.cli.tenants import with_readable_budgets
@@ -38,7 +42,8 @@ def change_tier(
     """Change the admission wait of a tier."""
     check_choice(name, "tier", TIERS)
     body = {"admission_wait_ms": admission_wait_ms}
-    _call(options, "PATCH", f"/tiers/{quote(name, safe='')}", body)
+    path = f"/tiers/{quote(name, safe='')}"
+    _print(run(options.settings(), lambda client: client.call("PATCH", path, body=body)), options)
 
 
 @app.command("models")
@@ -57,13 +62,28 @@ def limit_model(
 ) -> None:
     """Set the limits of a model across all tenants. Limits that are not given are removed."""
     body: dict[str, Any] = {"limits": {}} | limits.body() | ({} if mode is None else {"limit_mode": mode})
-    _call(options, "PUT", f"/model-limits/{quote(model)}", body)
+    settings = options.settings()
+
+    async def work(client: AdminClient) -> tuple[Mapping[str, Any], Sequence[str]]:
+        answer = await client.call("PUT", f"/model-limits/{quote(model)}", body=body)
+        return answer, await served_models(client, settings)
+
+    answer, served = run(settings, work)
+    _print(answer, options)
+    note_unserved(model, served, "its limits apply when one does")
 
 
 @app.command("free-model")
 def free_model(model: Model, options: CommonOptions = DEFAULTS) -> None:
     """Remove the limits of a model across all tenants."""
-    _call(options, "DELETE", f"/model-limits/{quote(model)}", note="These limits were removed.")
+
+    async def work(client: AdminClient) -> Mapping[str, Any]:
+        limited = [row["model"] for row in await client.list_all("/model-limits")]
+        if model not in limited:
+            raise CommandFailed(f"{model!r} has no limits{did_you_mean(model, limited)}", code=NotFound.code)
+        return await client.call("DELETE", f"/model-limits/{quote(model)}")
+
+    _print(run(options.settings(), work), options, note="These limits were removed.")
 
 
 def _list(path: str, columns: tuple[str, ...], empty: str, options: CommonOptions) -> None:
@@ -72,10 +92,9 @@ def _list(path: str, columns: tuple[str, ...], empty: str, options: CommonOption
     output.rows(rows, columns, empty=empty, as_json=options.as_json, line=lambda row: _readable(row, settings.currency))
 
 
-def _call(options: CommonOptions, method: str, path: str, body: object = None, *, note: str = "") -> None:
-    settings = options.settings()
-    answer = run(settings, lambda client: client.call(method, path, body=body))
-    output.item(answer if options.as_json else _readable(answer, settings.currency), as_json=options.as_json, note=note)
+def _print(answer: Mapping[str, Any], options: CommonOptions, *, note: str = "") -> None:
+    readable = answer if options.as_json else _readable(answer, options.settings().currency)
+    output.item(readable, as_json=options.as_json, note=note)
 
 
 def _readable(row: Mapping[str, Any], currency: str) -> Mapping[str, Any]:

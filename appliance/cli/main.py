@@ -112,7 +112,7 @@ def _run(given: list[str]) -> int:
         sys.stderr.write("Stopped.\n")
         return 130
     except CommandFailed as failure:
-        output.failed(failure.message, failure.code, as_json=as_json)
+        output.failed(failure.message, failure.code, as_json=as_json, done=failure.done)
         return failure.status
     except GatehouseError as error:
         output.failed(error.message, error.code, as_json=as_json)

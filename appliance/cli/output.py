@@ -103,11 +103,11 @@ def progress(title: str, *, quiet: bool) -> Iterator[Callable[[float], None]]:
         yield lambda fraction: bar.update(task, completed=fraction)
 
 
-def failed(message: str, code: str, *, as_json: bool) -> None:
-    """Report a failure as JSON on standard output, or on standard error, each failure on a line of its own. A line that is
-    indented goes on with the failure before it."""
+def failed(message: str, code: str, *, as_json: bool, done: Row | None = None) -> None:
+    """Report a failure as JSON on standard output, after the fields of what was `done` all the same, or on standard error, each
+    failure on a line of its own. A line that is indented goes on with the failure before it."""
     if as_json:
-        data({"error": {"message": message, "code": code}})
+        data({**(done or {}), "error": {"message": message, "code": code}})
     else:
         lines = message.splitlines()
         sys.stderr.write("".join(f"{line}\n" if line.startswith(" ") else f"gatehouse: {line}\n" for line in lines))

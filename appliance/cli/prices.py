@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Annotated, Any
 from urllib.parse import quote
 
@@ -11,9 +11,8 @@ import typer
 
 from appliance.base.digits import whole_number
 from appliance.base.money import PERCENT_MAX
-from appliance.base.texts import did_you_mean
 from appliance.cli import output
-from appliance.cli.configured_models import configured_models
+from appliance.cli.configured_models import note_unserved, served_models
 from appliance.cli.connection import AdminClient, run
 from appliance.cli.failure import WrongUsage
 from appliance.cli.options import DEFAULTS, CommonOptions
@@ -80,16 +79,12 @@ def add(
 
     settings = options.settings()
 
-    async def work(client: AdminClient) -> tuple[dict[str, Any], list[str]]:
-        price = await client.call("POST", "/prices", body=body)
-        return price, [engine["model"] for engine in (await client.call("GET", "/system"))["engine"]]
+    async def work(client: AdminClient) -> tuple[dict[str, Any], Sequence[str]]:
+        return await client.call("POST", "/prices", body=body), await served_models(client, settings)
 
     price, served = run(settings, work)
     output.row(price, COLUMNS, as_json=options.as_json)
-    known = served or [Path(chosen.model).name for chosen in configured_models(settings)]
-    if model not in known:
-        hint = did_you_mean(model, known)
-        sys.stderr.write(f"gatehouse: no engine serves a model named {model!r}; its price applies when one does{hint}\n")
+    note_unserved(model, served, "its price applies when one does")
 
 
 @app.command("withdraw")

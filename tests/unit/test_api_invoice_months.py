@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from appliance.api.admin import invoices as routes
 from appliance.metering.invoicing import invoices as service
 from appliance.metering.invoicing import months
 from appliance.metering.ledger.epochs import begin_epoch
@@ -150,6 +151,20 @@ async def test_a_refused_month_names_the_field_and_drafts_nothing(
     path = f"/invoices/months/{path.format(now=f'{api.services.clock.now():%Y-%m}')}"
     assert await api.refusal("POST", path, status, json=body) == reason
     assert (await api.call("GET", "/invoices"))["data"] == []
+
+
+@pytest.mark.parametrize("path", [DRAFT, CLOSE])
+async def test_more_tenants_than_one_call_bills_must_be_given(
+    api: ApiApp, people: dict[str, Person], monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    num_tenants = len((await api.call("GET", "/tenants"))["data"])
+    await api.client.delete(f"/admin/v1/tenants/{people['ann'].tenant.id}")
+    monkeypatch.setattr(routes, "LIST_ITEMS_MAX", num_tenants - 1)
+    assert await api.refusal("POST", path, 400) == ("invalid_value", "tenant_ids")
+    assert (await api.call("GET", "/invoices"))["data"] == []
+
+    monkeypatch.setattr(routes, "LIST_ITEMS_MAX", num_tenants)
+    assert len((await api.call("POST", path))["data"]) == num_tenants
 
 
 async def test_an_invalid_month_is_refused_without_tenants_too(api: ApiApp) -> None:

@@ -45,12 +45,7 @@ def gatehouse(data_dir: Path, own_logging: None, capsys: pytest.CaptureFixture[s
     def run(*arguments: str) -> tuple[int, Any, str]:
         status = main([*arguments, "--json"])
         written = capsys.readouterr()
-        decoder, documents, text = json.JSONDecoder(), [], written.out.strip()
-        while text:
-            document, end = decoder.raw_decode(text)
-            documents.append(document)
-            text = text[end:].strip()
-        return status, documents[0] if len(documents) == 1 else documents, written.err
+        return status, json.loads(written.out), written.err
 
     return run
 
@@ -91,6 +86,21 @@ def test_a_month_is_drafted_closed_and_exported_for_all_tenants(gatehouse: Run, 
     assert not any(b"False" in Path(name).read_bytes() for name in files["files"] if name.endswith("-events.csv"))
     assert len(gatehouse("invoices", "list")[1]["data"]) == 3
     assert len(gatehouse("invoices", "list", "--tenant", "bob", "--month", "2026-01")[1]["data"]) == 1
+
+
+def test_invoices_are_listed_with_the_newest_month_first(gatehouse: Run) -> None:
+    for month in ("2026-01", "2026-02"):
+        gatehouse("invoices", "close", "--month", month, "--tenant", "bob")
+    assert [row["month"] for row in gatehouse("invoices", "list")[1]["data"]] == ["2026-02", "2026-01"]
+
+
+def test_an_export_to_a_folder_that_cannot_be_made_names_the_file(gatehouse: Run, tmp_path: Path) -> None:
+    gatehouse("invoices", "close", "--month", "2026-01", "--tenant", "bob")
+    (tmp_path / "taken").touch()
+    export = ("invoices", "export", "--month", "2026-01", "--all", "--out", str(tmp_path / "taken"))
+    status, answer, _ = gatehouse(*export)
+    assert (status, answer["error"]["code"]) == (1, "file")
+    assert answer["error"]["message"].startswith(f"cannot write {tmp_path / 'taken' / 'invoice-'}")
 
 
 @pytest.mark.parametrize("verb", ["draft", "close"])
@@ -135,11 +145,10 @@ def test_an_export_without_closed_invoices_mentions_the_drafts(
 
 
 def test_a_tenant_that_cannot_be_closed_is_named_and_the_others_are_closed(gatehouse: Run) -> None:
-    status, answers, _ = gatehouse("invoices", "close", "--month", "2026-02", "--all")
-    closed, error = answers
+    status, answer, _ = gatehouse("invoices", "close", "--month", "2026-02", "--all")
     assert status == 1
-    assert invoice_rows(closed) == [("charlie", "closed", "2.00 EUR")]
-    assert "bob: 2026-01 must be closed before 2026-02" in error["error"]["message"]
+    assert invoice_rows(answer) == [("charlie", "closed", "2.00 EUR")]
+    assert "bob: 2026-01 must be closed before 2026-02" in answer["error"]["message"]
     assert invoice_rows(gatehouse("invoices", "close", "--month", "2026-01", "--all")[1]) == [("bob", "closed", "2.00 EUR")]
 
 
@@ -148,10 +157,10 @@ def test_a_tenant_whose_events_contradict_their_costs_is_named_and_the_others_ar
 ) -> None:
     damage_events_of(data_dir, "charlie")
     gatehouse("invoices", "close", "--month", "2026-01", "--all")
-    status, (closed, error), _ = gatehouse("invoices", "close", "--month", "2026-02", "--all")
+    status, answer, _ = gatehouse("invoices", "close", "--month", "2026-02", "--all")
 
-    assert (status, invoice_rows(closed)) == (1, [("bob", "closed", "2.00 EUR")])
-    message = error["error"]["message"]
+    assert (status, invoice_rows(answer)) == (1, [("bob", "closed", "2.00 EUR")])
+    message = answer["error"]["message"]
     assert message.startswith("charlie: the ledger contradicts itself: events of demo in 2026-02 cost 2.000000000001 EUR")
     assert "gatehouse db check" in message
 
@@ -163,21 +172,20 @@ def test_a_draft_that_cannot_be_computed_is_listed_with_the_reason_and_the_other
     damage_events_of(data_dir, "charlie")
     rows = {row["tenant"]: row["due"] for row in gatehouse("invoices", "list")[1]["data"]}
     export = ("invoices", "export", "--month", "2026-02", "--all", "--drafts", "--out", str(tmp_path / "out"))
-    status, (files, error), _ = gatehouse(*export)
+    status, answer, _ = gatehouse(*export)
 
     assert rows["bob"] == "2.00 EUR"
     assert "contradicts itself" in rows["charlie"]
-    assert (status, len(files["files"])) == (1, 1)
-    assert error["error"]["message"].startswith("charlie: the ledger contradicts itself")
+    assert (status, len(answer["files"])) == (1, 1)
+    assert answer["error"]["message"].startswith("charlie: the ledger contradicts itself")
 
 
 def test_closing_a_month_without_usage_names_the_tenants_whose_earlier_months_are_not_billed_yet(gatehouse: Run) -> None:
     gatehouse("invoices", "close", "--month", "2026-01", "--all")
     status, answer, _ = gatehouse("invoices", "close", "--month", "2026-03", "--all")
-    (closed, error) = answer
-    assert (status, closed) == (1, {"data": []})
     message = "2026-02 must be closed before 2026-03: it has usage on no invoice yet"
-    assert error["error"]["message"] == f"bob: {message}\ncharlie: {message}"
+    error = {"message": f"bob: {message}\ncharlie: {message}", "code": "invoices"}
+    assert (status, answer) == (1, {"data": [], "error": error})
     assert gatehouse("invoices", "list", "--month", "2026-03")[1] == {"data": []}
 
 
@@ -195,12 +203,12 @@ def test_a_month_with_nothing_to_close_prints_why_and_logs_nothing(gatehouse: Ru
     before = entries()
     status, answer, note = gatehouse("invoices", "draft", "--month", "2025-12", "--all")
     assert (status, answer, entries()) == (0, {"data": []}, before)
-    assert note == "Drafted nothing for 2025-12: 3 tenants with nothing to bill.\n"
+    assert note.endswith("\nDrafted nothing for 2025-12: 3 tenants with nothing to bill.\n")
 
     gatehouse("invoices", "close", "--month", "2026-01", "--all")
     before = entries()
-    assert gatehouse("invoices", "close", "--month", "2026-01", "--all")[2] == (
-        "Closed nothing for 2026-01: 1 tenant already closed, 2 tenants with nothing to bill.\n"
+    assert gatehouse("invoices", "close", "--month", "2026-01", "--all")[2].endswith(
+        "\nClosed nothing for 2026-01: 1 tenant already closed, 2 tenants with nothing to bill.\n"
     )
     assert entries() == before
 
@@ -211,9 +219,9 @@ def test_a_month_ends_with_what_was_done_what_was_skipped_and_what_failed(gateho
         "Closed 1 invoice for 2026-02: 1 tenant with nothing to bill, 1 tenant failed.",
         "Closed nothing for 2026-02: 1 tenant already closed, 1 tenant with nothing to bill, 1 tenant failed.",
     ):
-        assert gatehouse(*close)[2].splitlines()[0] == expected
-    assert gatehouse("invoices", "draft", "--month", "2026-01", "--all")[2].startswith(
-        "Drafted 1 invoice for 2026-01: 1 tenant skipped because a later month is closed, 1 tenant with nothing to bill.\n"
+        assert gatehouse(*close)[2].splitlines()[1:] == [expected]
+    assert gatehouse("invoices", "draft", "--month", "2026-01", "--all")[2].endswith(
+        "\nDrafted 1 invoice for 2026-01: 1 tenant skipped because a later month is closed, 1 tenant with nothing to bill.\n"
     )
 
 
@@ -222,7 +230,7 @@ def test_a_month_is_closed_for_more_tenants_than_one_call_takes(gatehouse: Run, 
     gatehouse("invoices", "close", "--month", "2026-01", "--all")
     status, closed, note = gatehouse("invoices", "close", "--month", "2026-02", "--all")
     assert (status, [row["tenant"] for row in closed["data"]]) == (0, ["bob", "charlie"])
-    assert note.startswith("Closed 2 invoices for 2026-02: 1 tenant with nothing to bill.\n")
+    assert note.endswith("\nClosed 2 invoices for 2026-02: 1 tenant with nothing to bill.\n")
 
 
 def test_a_month_whose_closing_breaks_off_lists_the_invoices_that_were_closed(
@@ -241,11 +249,10 @@ def test_a_month_whose_closing_breaks_off_lists_the_invoices_that_were_closed(
 
     monkeypatch.setattr(AdminClient, "call", call_twice)
     status, answer, note = gatehouse("invoices", "close", "--month", "2026-02", "--all")
-    closed, error = answer
-    assert (status, [row["tenant"] for row in closed["data"]]) == (1, ["bob"])
-    assert note.startswith("Closed 1 invoice for 2026-02.\n")
+    assert (status, [row["tenant"] for row in answer["data"]]) == (1, ["bob"])
+    assert note.endswith("\nClosed 1 invoice for 2026-02.\n")
     expected = "the last 2 tenants, from charlie on, may not be billed: the appliance does not respond: ReadTimeout"
-    assert error["error"]["message"] == expected
+    assert answer["error"]["message"] == expected
 
 
 def test_the_progress_of_a_month_is_the_share_of_tenants_that_are_done(gatehouse: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,9 +269,8 @@ def test_a_refused_closing_leaves_only_drafts_that_were_there(gatehouse: Run, wh
     if is_drafted:
         gatehouse("invoices", "draft", "--month", "2026-02", "--tenant", "bob")
     status, answer, _ = gatehouse("invoices", "close", "--month", "2026-02", *who.split())
-    error = answer[-1] if isinstance(answer, list) else answer
 
-    assert (status, "2026-01 must be closed before 2026-02" in error["error"]["message"]) == (1, True)
+    assert (status, "2026-01 must be closed before 2026-02" in answer["error"]["message"]) == (1, True)
     rows = invoice_rows(gatehouse("invoices", "list", "--tenant", "bob")[1])
     assert rows == ([("bob", "draft", "2.00 EUR")] if is_drafted else [])
 
@@ -293,9 +299,35 @@ def test_an_empty_list_prints_a_header_to_stdout_and_a_note_to_stderr(
 
 
 def test_an_empty_month_of_one_named_tenant_is_closed(gatehouse: Run) -> None:
-    status, closed, warning = gatehouse("invoices", "close", "--month", "2026-01", "--tenant", "dora")
+    status, closed, _ = gatehouse("invoices", "close", "--month", "2026-01", "--tenant", "dora")
     assert (status, invoice_rows(closed)) == (0, [("dora", "closed", "0.00 EUR")])
-    assert "have no seller, and closed ones never get one." in warning
+
+
+@pytest.mark.parametrize("who", ["--tenant bob", "--all"])
+def test_a_missing_seller_is_named_before_an_invoice_is_closed(
+    gatehouse: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, who: str
+) -> None:
+    call, written = AdminClient.call, []
+
+    async def call_and_read_warnings(client: AdminClient, method: str, path: str, **options: Any) -> dict[str, Any]:
+        if path.endswith("/close"):
+            written.append(capsys.readouterr().err)
+        return await call(client, method, path, **options)
+
+    monkeypatch.setattr(AdminClient, "call", call_and_read_warnings)
+    gatehouse("invoices", "close", "--month", "2026-01", *who.split())
+    assert written == [
+        "gatehouse: the seller has not been entered; closed invoices without a seller never get one, and have no tax. "
+        "Enter it before closing: gatehouse invoices seller --file FILE\n"
+    ]
+
+
+@pytest.mark.parametrize("verb", ["draft", "close"])
+def test_an_appliance_with_a_seller_bills_a_month_without_a_warning(gatehouse: Run, tmp_path: Path, verb: str) -> None:
+    seller = tmp_path / "seller.json"
+    seller.write_text('{"name": "Seller AG"}')
+    gatehouse("invoices", "seller", "--file", str(seller))
+    assert gatehouse("invoices", verb, "--month", "2026-01", "--tenant", "bob")[2] == ""
 
 
 @pytest.mark.parametrize(
@@ -305,7 +337,7 @@ def test_an_empty_month_of_one_named_tenant_is_closed(gatehouse: Run) -> None:
         (("close", "--month", "2026-01", "--all", "--tenant", "bob"), 2, "--tenant TENANT or --all"),
         (("close", "--month", "2026-02", "--tenant", "bob"), 1, "2026-01 must be closed"),
         (("export", "--month", "2026-01", "--all", "--format", "docx"), 2, "pdf, csv, json, events"),
-        (("export", "--month", "January", "--all"), 2, "YYYY-MM"),
+        (("export", "--month", "January", "--all"), 2, "--month must be YYYY-MM"),
         (("draft", "--month", "2026-13", "--all"), 2, "--month must be YYYY-MM, not '2026-13'"),
         (("close", "--month", "2026-13", "--tenant", "bob"), 2, "--month must be YYYY-MM"),
         (("list", "--month", "2026-13"), 2, "--month must be YYYY-MM"),

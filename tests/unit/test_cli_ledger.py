@@ -46,6 +46,20 @@ def test_a_future_price_can_be_withdrawn_but_not_a_current_one(gatehouse: Any) -
     assert gatehouse("prices", "list", "--json").json()["data"] == [now]
 
 
+def test_a_price_is_added_with_all_that_was_given(gatehouse: Any) -> None:
+    parts = {
+        "prompt": "1000", "completion": "3000", "cached-prompt": "100", "rejected-draft": "7", "currency": "CHF",
+        "from": "2190-01-01T00:00:00Z", "batch-percent": "50", "tier-percent": "batch=80",
+    }  # fmt: skip
+    given = [word for name, value in parts.items() for word in (f"--{name}", value)]
+    added = gatehouse("prices", "add", "demo", *given, "--json").done()
+    del added["id"]
+    assert added == {
+        "model": "demo", "prompt": 1000, "completion": 3000, "cached_prompt": 100, "rejected_draft": 7, "currency": "CHF",
+        "effective_from": "2190-01-01T00:00:00.000Z", "batch_percent": 50, "tier_percents": {"batch": 80},
+    }  # fmt: skip
+
+
 def test_a_withdrawal_is_confirmed(gatehouse: Any) -> None:
     later = ("--prompt", "1000", "--completion", "3000", "--from", "2190-01-01T00:00:00Z")
     price = gatehouse("prices", "add", "demo", *later, "--json").json()

@@ -129,9 +129,28 @@ def test_an_invalid_option_value_is_a_usage_error_that_names_the_option(gatehous
 def test_limits_of_tiers_and_models_can_be_set_and_removed(gatehouse: Any) -> None:
     assert gatehouse("limits", "tier", "batch", "--admission-wait-ms", "100", "--json").done()["admission_wait_ms"] == 100
     assert [row["admission_wait_ms"] for row in gatehouse("limits", "tiers", "--json").done()["data"]] == [0, 0, 100]
+    assert gatehouse("limits", "tiers").out == "name\tadmission_wait_ms\ninteractive\t0\nstandard\t0\nbatch\t100\n"
     assert "admission_wait_ms" in gatehouse("limits", "tier", "batch", "--admission-wait-ms", "-1").err
     made = gatehouse("limits", "model", "org/m", "--tokens-per-minute", "5", "--limit-mode", "shadow", "--json").done()
     assert (made["model"], made["limits"]["tokens_per_minute"], made["limit_mode"]) == ("org/m", 5, "shadow")
     assert gatehouse("limits", "models", "--json").done() == {"data": [made]}
     assert gatehouse("limits", "free-model", "org/m").err == "These limits were removed.\n"
     assert gatehouse("limits", "free-model", "org/m").status == 1
+
+
+def test_limits_of_a_model_that_no_engine_serves_are_set_with_a_note(gatehouse: Any) -> None:
+    limits = ("--tokens-per-minute", "5", "--json")
+    assert gatehouse("limits", "model", "gatehouse-demo", *limits).err == ""
+    made = gatehouse("limits", "model", "gatehouse-dem", *limits)
+    assert made.done()["model"] == "gatehouse-dem"
+    assert made.err == (
+        "gatehouse: no engine serves a model named 'gatehouse-dem'; its limits apply when one does; did you mean "
+        "'gatehouse-demo'?\n"
+    )
+
+
+def test_removing_limits_of_a_model_without_any_names_the_closest_one_that_has_some(gatehouse: Any) -> None:
+    gatehouse("limits", "model", "gatehouse-demo", "--tokens-per-minute", "5")
+    refused = gatehouse("limits", "free-model", "gatehouse-dem", "--json")
+    message = "'gatehouse-dem' has no limits; did you mean 'gatehouse-demo'?"
+    assert (refused.status, refused.json()) == (1, {"error": {"message": message, "code": "not_found"}})

@@ -53,6 +53,14 @@ async def test_an_invalid_field_is_reported_and_no_price_added(
     assert await console.services.prices.current("demo", clock.now()) is None
 
 
+@pytest.mark.parametrize(
+    ("field", "is_unfolded"), [("prompt", False), ("batch_percent", True), ("rejected_draft", True), ("tier_standard", True)]
+)
+async def test_the_discounts_are_unfolded_if_one_of_them_is_refused(console: ConsoleApp, field: str, is_unfolded: bool) -> None:
+    answer = await (await console.alice()).post("/prices", **{**FIELDS, field: "-1"})
+    assert ('<details class="more" open>' in answer.text) == is_unfolded
+
+
 async def test_a_price_cannot_start_before_the_current_one(console: ConsoleApp, clock: FakeClock) -> None:
     alice = await console.alice()
     await alice.post("/prices", **FIELDS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from appliance.console.formatting import units
@@ -95,6 +97,7 @@ async def test_the_invoice_issuer_is_saved_and_shown(console: ConsoleApp) -> Non
         ({"tax_basis_points": "101"}, "from 0 to 100"),
         ({"payment_terms_days": "366"}, "Enter a number between 0 and 365."),
         ({"address": "\n".join("123456789")}, "at most 8 lines"),
+        ({"bank": "\n".join("123456789")}, "at most 8 lines"),
         ({"tax_id": "x" * 201}, "1 to 200 characters"),
     ],
 )
@@ -106,6 +109,7 @@ async def test_an_invalid_invoice_issuer_is_refused_and_the_form_keeps_its_input
     assert answer.status_code == 422
     assert sentence in answer.text
     assert 'value="0117 496"' in answer.text
+    assert re.findall(r'name="(\w+)"[^>]* aria-invalid="true"', answer.text) == [*change]
     assert await read_seller(console.services.appliance_records) is None
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from datetime import date
 
 import pytest
+import structlog
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.db import Database
@@ -55,8 +56,8 @@ async def test_the_empty_drafts_that_closing_removes_are_in_the_audit_log(books:
 
     log = AuditLog(books.database, books.clock)
     entries = (await log.page(filters=AuditFilter(actions=["invoice.discard"]), access=OWNER)).data
-    assert [(entry.target_id, entry.tenant_id, entry.before) for entry in reversed(entries)] == [
-        (draft.head.id, books.bob.tenant.id, f'{{"month":"{draft.head.month}"}}') for draft in passed
+    assert [(entry.target_kind, entry.target_id, entry.tenant_id, entry.before) for entry in reversed(entries)] == [
+        ("invoice", draft.head.id, books.bob.tenant.id, f'{{"month":"{draft.head.month}"}}') for draft in passed
     ]
 
 
@@ -147,8 +148,15 @@ async def test_a_month_that_contradicts_itself_prevents_the_closing_of_later_mon
     for day in (SEPTEMBER, OCTOBER):
         await books.post(day)
     await tamper(books.database, "UPDATE usage_events SET cost_picos = cost_picos + 1 WHERE billing_day = '2026-09-10'")
-    with pytest.raises(InvoiceInconsistent, match=r"in 2026-09 cost 0.000025000001 EUR, but their tokens .* 0.000025 EUR"):
+    with (
+        structlog.testing.capture_logs() as logs,
+        pytest.raises(
+            InvoiceInconsistent, match=r"in 2026-09 cost 0.000025000001 EUR, but their tokens .* 0.000025 EUR"
+        ) as refused,
+    ):
         await books.draft("2026-09")
+    logged = {"event": "invoice_inconsistent", "log_level": "error", "tenant_id": books.bob.tenant.id, "month": "2026-09"}
+    assert logs == [logged | {"reason": refused.value.message}]
     october = await books.draft("2026-10")
 
     assert [line.month for line in october.lines] == ["2026-10", "2026-10"]

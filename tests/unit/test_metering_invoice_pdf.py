@@ -242,6 +242,20 @@ def test_the_id_of_a_tenant_stays_on_one_line_with_wide_letters_too() -> None:
     assert wide in page
 
 
+@pytest.mark.parametrize(
+    ("word", "lines"),
+    [
+        ("Qwen/Qwen3-Coder-480B-A35B-Instruct-FP8-Dynamic:", ["Qwen/Qwen3-Coder-480B-A35B-Instruct-FP8-", "Dynamic:"]),
+        ("organization/" + "m" * 20, ["organization/", "m" * 20]),
+        ("organization/" + "m" * 30, ["organization/", "m" * 25, "m" * 5]),
+        ("m" * 25 + "-x", ["m" * 25, "-x"]),
+    ],
+)
+def test_a_word_longer_than_a_line_is_broken_after_a_hyphen_or_a_slash_if_it_has_one(word: str, lines: list[str]) -> None:
+    width = pdf_text.text_width("m" * 25, 9)
+    assert pdf_text.wrap(word, 9, width) == lines
+
+
 def test_the_longest_names_are_wrapped() -> None:
     pages = texts(invoice(line("m" * 200), name="W" * 200, address="\n".join("x" * 199 for _ in range(5))))
     assert pages[0].count("W") == 200

@@ -28,8 +28,8 @@ def line(kind: str, *, batch: bool = False) -> InvoiceLine:
 
 
 def test_months_and_days_are_written_out() -> None:
-    assert [month_name(f"2026-{month:02d}")[:3] for month in range(1, 13)] == [
-        date(2026, month, 1).strftime("%b") for month in range(1, 13)
+    assert [month_name(f"2026-{month:02d}") for month in range(1, 13)] == [
+        date(2026, month, 1).strftime("%B %Y") for month in range(1, 13)
     ]
     assert (month_name("2031-12"), format_day(date(2026, 2, 7))) == ("December 2031", "7 February 2026")
 

@@ -17,12 +17,15 @@ from appliance.metering.invoicing import portions, rows
 from appliance.metering.invoicing.computation import read_sums_ahead
 from appliance.metering.invoicing.portions import Expected
 from appliance.metering.invoicing.rows import Invoice
+from appliance.metering.ledger.corrections import Correction
 from appliance.tenancy.roles import TenantRole
 from tests.support.alerts import TARGET, alert_parts
 from tests.support.billing import Tokens, add_price
 from tests.support.cast import OWNER, Cast, Person, make_person, member_of
 from tests.support.clock import FakeClock
 from tests.support.invoice_books import Books
+from tests.support.ledgers import all_events, utc_corrections
+from tests.support.sql_statements import record_statements
 from tests.support.tampering import tamper
 
 MONTH, DAY = "2026-10", date(2026, 10, 5)
@@ -69,6 +72,22 @@ async def test_invoices_drafted_together_are_listed_in_the_order_of_their_number
     await close_all(books, await draft_all(books, people))
     listed = await books.invoices.list(access=OWNER)
     assert [head.number for head in listed.data] == [f"2026-000{count}" for count in range(5, 0, -1)]
+
+
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+async def test_reasons_are_read_only_of_tenants_with_corrections(
+    books: Books, people: list[Person], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "PORTION_TENANTS", len(people))
+    corrected = (await all_events(books.database))[2]
+    await utc_corrections(books.database, books.clock).add(corrected.id, Correction(note="our apologies", prompt_tokens=-1))
+    with record_statements() as statements:
+        drafted = await books.invoices.draft_each([one.tenant.id for one in people], MONTH, access=OWNER)
+
+    reasons = [[line.reasons for line in invoice.lines] for invoice in drafted.values() if isinstance(invoice, Invoice)]
+    assert reasons == [[()], [()], [(), ("our apologies",)], [()], [()]]
+    (of_notes,) = (statement for statement in statements if "usage_events.note IS NOT NULL" in statement)
+    assert "usage_events.tenant_id IN (?)" in of_notes
 
 
 async def test_an_interrupted_closing_is_completed_by_repeating_it(

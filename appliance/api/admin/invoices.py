@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from functools import partial
 from typing import Annotated
 
 import msgspec
@@ -27,7 +26,7 @@ from appliance.api.connection_services import services_of
 from appliance.api.field_types import Amount, Currency, Month, Name, Names, items, one_of, within
 from appliance.api.queries import PAGING, AdminRequest, choice, page_of_list, paging
 from appliance.api.shapes import LedgerEventShape, PageShape, ledger_event_shape, page_shape
-from appliance.base.errors import NotFound
+from appliance.base.errors import InvalidValue, NotFound
 from appliance.base.money import BASIS_POINTS
 from appliance.metering.calendar import first_day
 from appliance.metering.invoicing import months
@@ -38,8 +37,7 @@ from appliance.metering.invoicing.rows import STATES, TOTAL_MICROS_MAX, Invoice
 from appliance.metering.invoicing.seller import LINES_MAX, TERMS_DAYS_DEFAULT, TERMS_DAYS_MAX, Seller, read_seller, store_seller
 from appliance.metering.invoicing.wording import file_stem
 from appliance.tenancy.access import Access
-from appliance.tenancy.fields import check_names
-from appliance.tenancy.pages import read_every_page
+from appliance.tenancy.fields import LIST_ITEMS_MAX, check_names
 from appliance.tenancy.roles import Action
 
 NO_SELLER = (
@@ -254,12 +252,15 @@ async def replace_seller(request: AdminRequest) -> SellerShape:
 
 
 async def _tenants_to_bill(request: AdminRequest, access: Access) -> list[str]:
-    """Return the ids in the request's body, or those of all tenants."""
+    """Return the ids in the request's body, or those of all tenants. Raises InvalidValue if one call cannot bill so many."""
     given = decode_body(await request.body() or b"{}", MonthBody).tenant_ids
     if given is not None:
         return list(dict.fromkeys(check_names(given, "tenant_ids")))
-    every = await read_every_page(partial(services_of(request).tenants.list, include_archived=True, access=access))
-    return [tenant.id for tenant in every]
+    every = await services_of(request).tenants.list(LIST_ITEMS_MAX, include_archived=True, access=access)
+    if every.has_more:
+        message = f"there are more than {LIST_ITEMS_MAX} tenants, archived ones included; bill at most so many with each call"
+        raise InvalidValue(message, param="tenant_ids")
+    return [tenant.id for tenant in every.data]
 
 
 def _seller_shape(seller: Seller) -> SellerShape:

@@ -105,7 +105,7 @@ FIELDS = {
     ),
     "tenant_ids": (
         "The tenants, at most 200, in the order in which their invoices are numbered. Null: all tenants, archived ones too, in "
-        "the order of their creation."
+        "the order of their creation; refused if there are more than 200."
     ),
     "Month.data": "The result of each tenant, in the order of the tenants.",
     "num_done": "The number of tenants whose invoice was drafted or closed.",

@@ -89,7 +89,8 @@ def draw(canvas: Canvas, x: float, y: float, text: str, size: float, *, bold: bo
 
 
 def wrap(text: str, size: float, width: float, *, bold: bool = False) -> list[str]:
-    """Wrap `text` into lines of at most `width` points, breaking between words, and within words longer than a line."""
+    """Wrap `text` into lines of at most `width` points, breaking between words. A word longer than a line is broken
+    after a hyphen or a slash, or anywhere if it has none."""
     lines: list[str] = []
     line = ""
     for word in text.split():
@@ -107,7 +108,8 @@ def _split_word(word: str, size: float, width: float, *, bold: bool) -> list[str
     pieces = [""]
     for character in word:
         if pieces[-1] and text_width(pieces[-1] + character, size, bold=bold) > width:
-            pieces.append("")
+            end = max(pieces[-1].rfind(mark) for mark in "-/") + 1 or len(pieces[-1])
+            pieces[-1:] = [pieces[-1][:end], pieces[-1][end:]]
         pieces[-1] += character
     return pieces
 

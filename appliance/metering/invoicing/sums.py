@@ -39,17 +39,20 @@ async def read_event_sums(
 ) -> dict[str, list[EventSums]]:
     """Return the sums of the events in `coverage` but not in `previous`, the coverage of a tenant's last closed invoice (None:
     none), by tenant id. The tenants are those in `previous`."""
-    sums: dict[str, list[EventSums]] = {tenant_id: [] for tenant_id in previous}
+    groups: list[RowMapping] = []
     for covered in _parts(previous, coverage):
-        groups = (await connection.execute(_sums_query(covered))).mappings().all()
-        price_ids = {group["price_id"] for group in groups} - {None}
-        unit_prices = await _read_unit_prices(connection, price_ids) if price_ids else {}
-        has_corrections = any(group["kind"] != "usage" for group in groups)
-        notes = await _read_notes(connection, covered) if has_corrections else {}
-        for group in groups:
-            # The groups of one key differ in price and batch, its notes do not: they go to the first of them.
-            own_notes = notes.pop(_notes_key(group), ()) if group["kind"] != "usage" else ()
-            sums[group["tenant_id"]].append(_event_sums(group, unit_prices.get(group["price_id"], _NO_PRICES), own_notes))
+        groups += (await connection.execute(_sums_query(covered))).mappings()
+    price_ids = {group["price_id"] for group in groups} - {None}
+    unit_prices = await _read_unit_prices(connection, price_ids) if price_ids else {}
+    corrected = {group["tenant_id"] for group in groups if group["kind"] != "usage"}
+    notes: dict[tuple[str, str, str, str], tuple[tuple[int, str], ...]] = {}
+    for covered in _parts({tenant_id: last for tenant_id, last in previous.items() if tenant_id in corrected}, coverage):
+        notes |= await _read_notes(connection, covered)
+    sums: dict[str, list[EventSums]] = {tenant_id: [] for tenant_id in previous}
+    for group in groups:
+        # The groups of one key differ in price and batch, its notes do not: they go to the first of them.
+        own_notes = notes.pop(_notes_key(group), ()) if group["kind"] != "usage" else ()
+        sums[group["tenant_id"]].append(_event_sums(group, unit_prices.get(group["price_id"], _NO_PRICES), own_notes))
     return sums
 
 
