@@ -84,6 +84,12 @@ def test_parameters_and_kv_bytes_equal_those_of_the_published_models(
     )
 
 
+def test_a_tied_head_in_8_bits_is_kept_beside_the_embedding() -> None:
+    tied = shape_of("llama-3.2-1b")
+    for model, more in ((tied, tied.embedding), (LLAMA_8B, -LLAMA_8B.head)):
+        assert model.weights_bytes(EIGHT_BITS, 2) - model.weights_bytes(EIGHT_BITS_STORED, 2) == more
+
+
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 def test_int4_weights_are_counted_as_they_are_packed(group_size: int) -> None:
     packed = pack_int4(torch.ones(96, 512), group_size)
