@@ -41,7 +41,7 @@ class GraphEviction:
             return True
         self._count(key)
         uses = self._uses[key]
-        return uses >= WORTH and uses >= WORTH + self._uses[self._least_used()]
+        return uses >= WORTH and uses >= WORTH + self._uses[self._least_used()]  # which is searched for seldom
 
     def record_use(self, key: Hashable) -> None:
         """Count a step that was computed by the graph of this key."""
