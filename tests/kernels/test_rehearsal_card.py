@@ -264,6 +264,13 @@ def test_reusing_a_staging_buffer_too_early_is_detected(card: Card, monkeypatch:
     assert sent(9) != expected
 
 
+def test_numbers_are_sent_in_the_width_of_their_target(card: Card) -> None:
+    staging, target = Staging(DEVICE), torch.zeros(3, dtype=torch.int32, device=DEVICE)
+    staging.send([1, 2, 3], into=target)
+    assert target.tolist() == [1, 2, 3]
+    assert staging.send(np.array([4, 5, 6], dtype=np.int32)).tolist() == [4, 5, 6]
+
+
 def test_waits_for_staging_buffers_have_the_limit_of_steps(card: Card) -> None:
     staging = Staging(DEVICE)
     with mock.patch.object(device_waits.STEP_WAITS, "wait_for", side_effect=device_waits.STEP_WAITS.wait_for) as waited:
