@@ -82,17 +82,20 @@ def chunk_rows_max(max_tokens: int, row_bytes: int) -> int:
     return max((rows for rows, _ in chunk_shapes(min(max_tokens, most))), default=0)
 
 
-def graphs_kept(max_num_seqs: int, max_draft_tokens: int, *, chunk_rows: int = 0) -> int:
-    """Captured steps of the target that are kept at a time: decodes, and steps with chunks of up to `chunk_rows` rows."""
-    return decode_graphs_kept(max_num_seqs, max_draft_tokens) + len(chunk_shapes(chunk_rows))
+def graphs_kept(max_num_seqs: int, max_draft_tokens: int, *, chunk_rows: int = 0, fewest: int = 1) -> int:
+    """Captured steps of the target that are kept at a time: decodes, and steps with chunks of up to `chunk_rows` rows; of all
+    these, those of `fewest` rows or more."""
+    chunks = sum(rows >= fewest for rows, _ in chunk_shapes(chunk_rows))
+    return decode_graphs_kept(max_num_seqs, max_draft_tokens, fewest=fewest) + chunks
 
 
-def decode_graphs_kept(max_num_seqs: int, max_draft_tokens: int) -> int:
+def decode_graphs_kept(max_num_seqs: int, max_draft_tokens: int, *, fewest: int = 1) -> int:
     """Captured decode steps of the target that are kept at a time: every size of the usual kinds, every size of those that end
     with the logits, and some more. `max_draft_tokens`: rows of a step beyond one for each request."""
-    usual, logits = (len(sizes(size, max_num_seqs)) for size in (step_size, logits_size))
-    verification = len(sizes(verify_size, max_num_seqs + max_draft_tokens, fewest=2)) if max_draft_tokens else 0
-    return USUAL_KINDS * (usual + verification) + logits + RARE_KEPT
+    usual, logits = (len(sizes(size, max_num_seqs, fewest=fewest)) for size in (step_size, logits_size))
+    verification = sizes(verify_size, max_num_seqs + max_draft_tokens, fewest=max(2, fewest)) if max_draft_tokens else []
+    rare = RARE_KEPT if max_num_seqs >= fewest else 0
+    return USUAL_KINDS * (usual + len(verification)) + logits + rare
 
 
 def draft_graphs_kept(max_num_seqs: int) -> int:

@@ -36,9 +36,10 @@ class Planner:
     def __init__(self, context: Context, directory: Path, info: EngineInfo, *, expected: bool) -> None:
         """`expected`: use the planner's efficiencies instead of the full bandwidth and matmul rate."""
         self._context, self._info, self._expected = context, info, expected
-        self._shape = find_model(str(directory)).shape
-        self._embedding = 0 if self._shape.tied else self._shape.head_params
-        self.read_bytes = info.weights_bytes - self._embedding * (4 if context.rehearsal else 2)
+        model = find_model(str(directory))
+        self._shape = model.shape
+        embedding = 0 if model.config.tie_word_embeddings else self._shape.head_params
+        self.read_bytes = info.weights_bytes - embedding * (4 if context.rehearsal else 2)
 
     @cached_property
     def model(self) -> StepTimeModel:
@@ -47,7 +48,7 @@ class Planner:
         return StepTimeModel(
             shape,
             DeviceSpeed(bandwidth=context.bandwidth, flops=flops, link_bandwidth=LINK),
-            weight_bytes=self.read_bytes / (shape.num_params - self._embedding),
+            weight_bytes=self.read_bytes / shape.num_params,
             kv_bytes=1 if "fp8" in info.kv_cache_dtype else (4 if context.rehearsal else 2),
             efficiency=None if self._expected else Efficiency(bandwidth=1.0, flops=1.0, host_s=0.0),
         )

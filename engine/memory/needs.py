@@ -17,7 +17,9 @@ b_kv bytes per weight, per number computed with and per stored key or value, T t
                      13 in a layer that is a mixture. Steps over slots hold the logits of all rows at once, so that both
                      their A are at least R·V·b. Captured steps with chunks have at most 128 MiB / (w·b) tokens, no more
                      than a request, and room for 2^16·(D + 1)·4 that splits leave and for
-                     (R + 32)·(context / block_size)·4 of block tables
+                     (R + 32)·(context / block_size)·4 of block tables. Not batch-invariant, 32 MiB more for cuBLAS, and with
+                     weights of 8 or 4 bits and b = 2, for each step of more than 512 rows, 24 KiB for each of
+                     2·L·P_layer / 2^23 launches, experts left out
     slots        S = R·(splits of the context·H·(D + 1)·4 for each window + V·(4 + b)) + min(R·V·4, 128 MiB)
                      + (2·R + 32)·(context / block_size)·4, on a GPU: what decodes leave between two kernels, counts of tokens,
                      logits that wait for masks, biases; block tables of slots, of rows and of 32 chunks. Draft tokens add
@@ -38,13 +40,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.formats import Formats, unquantised
-from engine.memory.shape import Load, MemoryShape
+from engine.memory.shape import SLAB_TOKENS_MIN, Load, MemoryShape
 from engine.step_sizes import draft_graphs_kept, graphs_kept
 
 GIB = 1 << 30
 CONTEXT_BYTES = 600 << 20
 """What a process takes of an NVIDIA GPU for its context, code, and the matrix library's workspace: an estimate for when
 there is no device to measure."""
+
+CAPTURE_WORKSPACE_BYTES = 32 << 20
+"""What cuBLAS takes on Hopper for the stream of captures, in the memory of graphs; less on other cards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,9 +129,11 @@ class MemoryNeeds:
         decodes_bytes = model.activations_bytes(load.num_rows, load.num_rows, element_bytes)
         tables_bytes = load.chunk_tables_bytes(context_len)
         chunks_bytes = model.captured_chunks_bytes(chunk_rows, element_bytes, tables_bytes)
-        slab_bytes = 0 if load.batch_invariant else model.slab_bytes(max(load.num_rows, chunk_rows), formats)
-        activations_bytes = max(logits_bytes, decodes_bytes, chunks_bytes) + slab_bytes
-        graphs_bytes = num_graphs * model.graph_bytes + activations_bytes
+        graphs_bytes = num_graphs * model.graph_bytes + max(logits_bytes, decodes_bytes, chunks_bytes)
+        if not load.batch_invariant:  # whose products are neither cuBLAS's nor of slabs
+            num_large = graphs_kept(load.num_seqs, load.num_draft_tokens, chunk_rows=chunk_rows, fewest=SLAB_TOKENS_MIN)
+            slab_bytes = model.slab_bytes(max(load.num_rows, chunk_rows), formats)
+            graphs_bytes += CAPTURE_WORKSPACE_BYTES + slab_bytes + num_large * model.slab_launches_bytes(formats)
         if draft is None:
             return num_graphs, graphs_bytes
         num_drafts = num_graphs + draft_graphs_kept(load.num_seqs)

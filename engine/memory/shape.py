@@ -95,6 +95,7 @@ class MemoryShape:
     recorded_width   all activations of one token in a layer whose operations can be recorded
     num_layers       layers
     num_sparse_layers  of these, mixtures of experts
+    expert_matrices  of `matrices`, those of experts
     rotary_width     cosines and sines of one position, of all distinct rotations
     """
 
@@ -112,6 +113,7 @@ class MemoryShape:
     recorded_width: int = 0
     num_layers: int = 0
     num_sparse_layers: int = 0
+    expert_matrices: int = 0
     rotary_width: int = 0
 
     @classmethod
@@ -138,6 +140,7 @@ class MemoryShape:
             recorded_width=attended + 6 * d + 3 * config.intermediate_size if config.experts is None else 0,
             num_layers=config.num_layers,
             num_sparse_layers=sum(layer.is_sparse for layer in config.layers),
+            expert_matrices=sum(_feed_forward(config, is_sparse=True)[0] for layer in config.layers if layer.is_sparse),
             rotary_width=sum(2 * rope.rotary_dim for rope in config.ropes),
         )
 
@@ -172,6 +175,13 @@ class MemoryShape:
         if num_tokens < SLAB_TOKENS_MIN or not is_quantised or formats.element_bytes != 2:
             return 0
         return min(SLAB_ELEMENTS_MAX, self.matrices) * formats.element_bytes
+
+    def slab_launches_bytes(self, formats: Formats) -> int:
+        """Bytes of the launches that dequantise and multiply slabs in one captured step of many rows, beside `graph_bytes`.
+        Experts have products of their own."""
+        if formats.weights.bits > 8 or formats.element_bytes != 2:
+            return 0
+        return 2 * -(-(self.matrices - self.expert_matrices) // SLAB_ELEMENTS_MAX) * LAUNCH_BYTES
 
     def split_chunks_bytes(self, num_tokens: int, context_len: int, element_bytes: int) -> int:
         """What a step of few tokens after a long context needs: activations, and the partial results of two or more splits of

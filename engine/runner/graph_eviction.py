@@ -34,9 +34,6 @@ class GraphEviction:
     def __contains__(self, key: Hashable) -> bool:
         return key in self._keys
 
-    def __len__(self) -> int:
-        return len(self._keys)
-
     def admits(self, key: Hashable) -> bool:
         """Whether a step of this key is to be computed by its own graph, which is there or is worth a capture. Call once a
         step; False is counted as a use."""
@@ -44,7 +41,7 @@ class GraphEviction:
             return True
         self._count(key)
         uses = self._uses[key]
-        return uses >= WORTH and uses >= WORTH + self._uses[self._least_used()]
+        return uses >= WORTH and uses >= WORTH + self._uses[self._least_used()]  # which is searched for seldom
 
     def record_use(self, key: Hashable) -> None:
         """Count a step that was computed by the graph of this key."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import cycle
 from typing import Any, Protocol
 
@@ -144,13 +144,13 @@ class TokenReturn:
         self._has_unfetched = False  # whether the device may have counted one more
         self.host: ops.HostTokens | None = None
         """Where each step leaves its tokens, which are fetched once; None where the device is the host."""
-        self._ends: Iterator[torch.cuda.Event] | None = None  # used in turn, of steps without tokens
         if device.type == "cuda":
             sleeps = not uses_busy_wait()
             buffers = torch.zeros(DEPTH, 1 + max_rows, dtype=torch.int64, pin_memory=True)
             self.host = ops.HostTokens(buffers, torch.zeros(1, dtype=torch.int64, device=device))
             self._buffers = [*buffers.numpy()]  # the same memory
             self._events = [torch.cuda.Event(blocking=sleeps) for _ in self._buffers]  # type: ignore[no-untyped-call]
+            # Used in turn, of steps without tokens.
             self._ends = cycle([torch.cuda.Event(blocking=sleeps) for _ in self._buffers])  # type: ignore[no-untyped-call]
             weakref.finalize(self, _release_after, self._events, buffers).atexit = False
             self._columns = torch.empty(DEPTH, max_rows * (1 + max_scores), dtype=torch.int64, pin_memory=True)
@@ -183,7 +183,7 @@ class TokenReturn:
     def fetch_end(self) -> Fetch:
         """Bring back that the step just launched, which samples nothing, is over. Without that the host would launch step after
         step of a long prompt, until it waits for a buffer, and whatever arrives would wait for all of them."""
-        if self._ends is None:
+        if self.host is None:
             return ImmediateFetch([])
         event = next(self._ends)
         record(event)

@@ -38,7 +38,6 @@ class ModelShape:
     head_dim: int
     intermediate_size: int
     vocab_size: int
-    tied: bool = False
     num_experts: int = 1
     num_chosen_experts: int = 1
 
@@ -53,7 +52,6 @@ class ModelShape:
             head_dim=config.head_dim,
             intermediate_size=config.intermediate_size if experts is None else experts.intermediate_size,
             vocab_size=config.vocab_size,
-            tied=config.tie_word_embeddings,
             num_experts=1 if experts is None else experts.num_experts,
             num_chosen_experts=1 if experts is None else experts.num_chosen,
         )
@@ -74,9 +72,8 @@ class ModelShape:
 
     @property
     def num_params(self) -> int:
-        """All matrices in memory, the input embedding included."""
-        per_layer = self.attention_params + self.num_experts * self.expert_params
-        return self.num_layers * per_layer + (1 if self.tied else 2) * self.head_params
+        """Weights of all matrices that are multiplied: an embedding counts only where it is the head as well."""
+        return self.num_layers * (self.attention_params + self.num_experts * self.expert_params) + self.head_params
 
     def kv_token_bytes(self, element_bytes: int) -> int:
         """Keys and values of one token in all layers."""

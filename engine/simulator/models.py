@@ -45,12 +45,12 @@ class SimulatedModel:
         options = EngineOptions(model=Path(name), quantization=quantization)
         formats, shape = formats_of(config, options, dtype), ModelShape.of(config)
         total_bytes = MemoryShape.of(config).weights_bytes(formats.weights, formats.element_bytes)
-        embedding_params = 0 if shape.tied else shape.head_params
+        embedding_bytes = 0 if config.tie_word_embeddings else shape.head_params * formats.element_bytes
         return cls(
             name=name,
             config=config,
             shape=shape,
-            weight_bytes=(total_bytes - embedding_params * formats.element_bytes) / (shape.num_params - embedding_params),
+            weight_bytes=(total_bytes - embedding_bytes) / shape.num_params,
             quantization=quantization,
         )
 

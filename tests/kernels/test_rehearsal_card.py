@@ -12,7 +12,7 @@ import torch
 
 from engine.runner import device_waits, token_return
 from engine.runner.slots import SlotWrites
-from engine.runner.staging import STAGED_NUMBERS, Staging
+from engine.runner.staging import DEPTH, STAGED_NUMBERS, Staging
 from engine.runner.token_return import CudaFetch, Fetch, TokenReturn
 from engine.switches import BUSY_WAIT
 from tests.support.rehearsal import DEVICE, Card, rehearsal
@@ -262,6 +262,15 @@ def test_reusing_a_staging_buffer_too_early_is_detected(card: Card, monkeypatch:
     monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda _: None)
     assert sent(4) == expected[:4]
     assert sent(9) != expected
+
+
+def test_numbers_are_sent_in_the_width_of_their_target(card: Card) -> None:
+    staging, target = Staging(DEVICE), torch.zeros(3, dtype=torch.int32, device=DEVICE)
+    for _ in range(DEPTH):
+        staging.send([1, 2, 3], into=target)
+    assert target.tolist() == [1, 2, 3]
+    narrow = np.array([4, 5, 6], dtype=np.int32)
+    assert [staging.send(narrow).tolist() for _ in range(DEPTH)] == [[4, 5, 6]] * DEPTH, "by the same buffers"
 
 
 def test_waits_for_staging_buffers_have_the_limit_of_steps(card: Card) -> None:

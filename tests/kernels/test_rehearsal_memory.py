@@ -25,7 +25,7 @@ from tests.support.tiny_models import saved_model
 SMALL: dict[str, Any] = {
     "device": "cuda", "dtype": "float32", "max_num_seqs": 4, "max_model_len": 64, "max_num_batched_tokens": 64,
 }  # fmt: skip
-CARD_BYTES = 400 << 20
+CARD_BYTES = 512 << 20
 KEPT_SHARE = 0.95
 """Of an engine's blocks, how many the next one has at least: torch keeps a workspace of cuBLAS for each stream."""
 

@@ -10,7 +10,10 @@ import pytest
 import torch
 from torch.nn import functional
 
+from engine.config.model import parse_model_config
+from engine.formats import EIGHT_BITS, Formats
 from engine.memory import shape
+from engine.simulator.models import CONFIGS
 from kernels import quantised_linear
 from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight, pack_fp8, pack_int4, pack_int8
 from kernels.reference import quantised as reference
@@ -74,6 +77,19 @@ def fp8_weight(outputs: int, device: torch.device) -> Fp8Weight:
 def test_the_memory_plan_matches_the_slab_size() -> None:
     assert shape.SLAB_TOKENS_MIN == TILED_ROWS_MAX + 1
     assert shape.SLAB_ELEMENTS_MAX == SLAB_ELEMENTS
+
+
+def test_the_memory_plan_counts_the_launches_of_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of Llama-8B, without memory; each product's first launch is planned as one of its layer."""
+    monkeypatch.setattr(dequantised_slabs, "SLAB_ELEMENTS", SLAB_ELEMENTS)
+    products, slabs = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)), []
+    for outputs, columns in products:
+        x, out = torch.empty(600, columns, device="meta"), torch.empty(600, outputs, device="meta")
+        dequantised_slabs.multiply_slabs(x, lambda first, _: slabs.append(first), columns, None, out)
+    launches = 32 * (2 * len(slabs) - len(products))
+    model = shape.MemoryShape.of(parse_model_config(CONFIGS["llama-3.1-8b"], {}))
+    planned = model.slab_launches_bytes(Formats(weights=EIGHT_BITS, element_bytes=2, kv_element_bytes=2)) // shape.LAUNCH_BYTES
+    assert launches <= planned <= 1.05 * launches
 
 
 WEIGHTS: dict[str, tuple[Callable[..., torch.Tensor], Callable[[int, torch.device], Weight]]] = {

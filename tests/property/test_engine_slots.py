@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.runner.slots import EMPTY_INT64, Int64Array, SlotState, SlotTable, slot_words
+from engine.runner.slots import EMPTY_INT64, Int64Array, SlotState, SlotTable, SlotWrites, slot_words
 from engine.sampling.columns import ColumnSampler
 from engine.scheduling.request import UNKNOWN_TOKEN, Request, table_of
 from engine.scheduling.scheduled_batch import ScheduledBatch, ScheduledRequest
@@ -164,6 +164,14 @@ def test_an_unchanged_step_returns_the_very_array_of_the_last_one() -> None:
         item.start, item.num_tokens = 3, 1
     assert table.update(make_batch(items)) is slots
     assert table.update(make_batch(items[:1])) is not slots
+
+
+def test_changes_that_the_caller_sends_are_not_written() -> None:
+    state, writes = slot_state(NUM_SLOTS, NUM_BLOCKS), SlotWrites()
+    with mock.patch.object(state, "write") as write:
+        slots = slot_table(state).update(make_batch(make_decodes(2)), unsent=writes)
+    write.assert_not_called()
+    assert writes.slots == slots.tolist()
 
 
 def test_an_invalidated_slot_alone_is_sent_again() -> None:

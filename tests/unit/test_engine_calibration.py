@@ -111,6 +111,25 @@ def test_a_draft_model_adds_to_the_time_of_a_step_and_has_a_time_per_draft_step(
     assert over_slots.draft_step_s == pytest.approx(0.0004), "as the steps over slots take it"
 
 
+def test_a_draft_step_is_a_share_of_a_step_of_one_row_which_reads_few_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+
+    def run(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    target = FakeDecoder(0.0)
+    target.kv_caches[0].device = torch.device("cpu")
+    steps = SimpleNamespace(decode=lambda _: run(0.004), draft_decode=lambda: run(0.001), chunks=target.forward_spans)
+    monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=lambda: now_s))
+    mixture = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}
+    found = calibration.measure_speed(
+        parse_model_config({**CONFIGS["llama-3.1-8b"], **mixture}, {}), cast("Any", steps), cast("Any", target),
+        cast("Any", target), LIMITS, weight_bytes=2.0, max_draft_tokens=64,
+    )  # fmt: skip
+    assert found.step_times.draft_step_s == pytest.approx(0.001)
+
+
 class HostBoundDecoder(FakeDecoder):
     """A pass takes 5 ms to launch, or 10 µs per row if that is longer."""
 
@@ -143,7 +162,7 @@ def test_the_cost_of_a_row_on_a_gpu_excludes_launch_overhead(
     )  # fmt: skip
     times = found.step_times
     assert max_rows * times.token_s + 256 * times.sampled_row_s == pytest.approx(1e-5 * max_rows)
-    longest = max(len(row.token_ids) for rows in host_bound.passes for row in rows)
+    longest = max(row.start + len(row.token_ids) for rows in host_bound.passes for row in rows)
     assert longest == min(256, max_len), "a context holds them"
     logits = max(sum(len(row.outputs) for row in rows) for rows in host_bound.passes)
     assert logits == 256 + max_draft_tokens, "memory is planned for their logits"

@@ -91,6 +91,14 @@ def test_predicted_parameters_equal_those_of_the_decoders_weight_plan(family: st
     assert shape.matrices + shape.embedding + shape.head + shape.others == required.num_parameters
 
 
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe"])
+def test_matrices_of_experts_are_counted_as_the_decoder_loads_them(family: str) -> None:
+    config = load_model_config(saved_model(family).directory)
+    destinations = Decoder(config, dtype=torch.float32, device=CPU).weight_plan().destinations
+    loaded = [each for name, each in destinations.items() if ".experts." in name]
+    assert MemoryShape.of(config).expert_matrices == sum(each.numel() for each in loaded if isinstance(each, torch.Tensor))
+
+
 def test_engine_info_has_predicted_and_measured_memory(model: Path) -> None:
     peak_before_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     engine = build_engine(EngineOptions(model=model, device="cpu", max_model_len=64, num_kv_blocks=8))

@@ -29,6 +29,7 @@ H200 = int(139 * GIB * 0.90)
 RESERVED = 3_000_000_000  # activations, graphs and context in the published figures
 BF16 = Formats(weights=unquantised(2), element_bytes=2, kv_element_bytes=2)
 LOAD = Load(num_tokens=8192, num_seqs=256, block_size=16)
+WORKSPACE_BYTES = 32 << 20  # of cuBLAS, for the stream of captures
 
 
 def shape_of(name: str) -> MemoryShape:
@@ -83,6 +84,12 @@ def test_parameters_and_kv_bytes_equal_those_of_the_published_models(
     )
 
 
+def test_a_tied_head_in_8_bits_is_kept_beside_the_embedding() -> None:
+    tied = shape_of("llama-3.2-1b")
+    for model, more in ((tied, tied.embedding), (LLAMA_8B, -LLAMA_8B.head)):
+        assert model.weights_bytes(EIGHT_BITS, 2) - model.weights_bytes(EIGHT_BITS_STORED, 2) == more
+
+
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 def test_int4_weights_are_counted_as_they_are_packed(group_size: int) -> None:
     packed = pack_int4(torch.ones(96, 512), group_size)
@@ -130,29 +137,62 @@ def test_split_workspace_is_counted_for_many_chunks_of_few_tokens() -> None:
     assert activations(replace(small, num_tokens=8192), 32_768) == LLAMA_8B.activations_bytes(8192, 64, 2)
 
 
+def beyond_unquantised(load: Load, formats: Formats, model: MemoryShape = LLAMA_8B) -> tuple[int, int]:
+    """By how many bytes activations and graphs exceed those of a model whose weights are not quantised."""
+    found, plain = (
+        MemoryNeeds.of(model, each, load, context_bytes=0, context_len=4096)
+        for each in (formats, replace(formats, weights=unquantised(formats.element_bytes)))
+    )
+    return found.activations_bytes - plain.activations_bytes, found.graphs_bytes - plain.graphs_bytes
+
+
+IN_8_BITS, IN_4_BITS = replace(BF16, weights=EIGHT_BITS), replace(BF16, weights=FOUR_BITS)
+HEAD_IN_8_BITS = replace(BF16, weights=BF16.weights._replace(head_bits=8))
+SLAB_LOAD, SLAB_BYTES = replace(LOAD, num_tokens=2048, on_gpu=True, has_slots=True), 2 << 23
+
+
 def test_dequantised_slabs_are_counted_for_many_rows_on_a_gpu() -> None:
     """16 MiB outside of graphs, and 16 MiB in captured steps of so many rows; the largest with chunks has 960 for Llama-8B."""
-    load = replace(LOAD, num_tokens=2048, on_gpu=True, has_slots=True)
-    slab_bytes = 2 << 23
 
-    def beyond_plain(formats: Formats, load: Load) -> tuple[int, int]:
-        found, plain = (
-            MemoryNeeds.of(LLAMA_8B, each, load, context_bytes=0, context_len=4096)
-            for each in (formats, replace(formats, weights=unquantised(formats.element_bytes)))
-        )
-        return found.activations_bytes - plain.activations_bytes, found.graphs_bytes - plain.graphs_bytes
+    def activations(load: Load, formats: Formats = IN_8_BITS) -> int:
+        return beyond_unquantised(load, formats)[0]
 
-    in_8_bits = replace(BF16, weights=EIGHT_BITS)
-    for formats in (in_8_bits, replace(BF16, weights=FOUR_BITS), replace(BF16, weights=BF16.weights._replace(head_bits=8))):
-        assert beyond_plain(formats, load) == (slab_bytes, slab_bytes)
-    assert beyond_plain(in_8_bits, replace(load, num_tokens=512)) == (0, 0), "tiles decode them in registers"
-    assert beyond_plain(in_8_bits, replace(load, num_tokens=513)) == (slab_bytes, slab_bytes)
-    assert beyond_plain(in_8_bits, replace(load, has_slots=False)) == (slab_bytes, 0)
-    assert beyond_plain(in_8_bits, replace(load, on_gpu=False, has_slots=False)) == (0, 0)
-    assert beyond_plain(in_8_bits, replace(load, batch_invariant=True)) == (0, 0), "which has kernels of its own"
-    assert beyond_plain(replace(in_8_bits, element_bytes=4), load) == (0, 0), "no matrix instruction multiplies 32 bits"
+    assert [activations(SLAB_LOAD, each) for each in (IN_8_BITS, IN_4_BITS, HEAD_IN_8_BITS)] == [SLAB_BYTES] * 3
+    assert activations(replace(SLAB_LOAD, num_tokens=512)) == 0, "tiles decode them in registers"
+    assert activations(replace(SLAB_LOAD, num_tokens=513)) == SLAB_BYTES
+    assert activations(replace(SLAB_LOAD, on_gpu=False, has_slots=False)) == 0
+    assert beyond_unquantised(replace(SLAB_LOAD, has_slots=False), IN_8_BITS) == (SLAB_BYTES, 0)
+    assert beyond_unquantised(replace(SLAB_LOAD, batch_invariant=True), IN_8_BITS) == (0, 0), "which has kernels of its own"
+    in_32_bits = replace(IN_8_BITS, element_bytes=4)
+    assert beyond_unquantised(SLAB_LOAD, in_32_bits) == (0, 0), "no matrix instruction multiplies 32 bits"
     tiny = replace(LLAMA_8B, matrices=1000)
-    assert tiny.slab_bytes(513, in_8_bits) == 2000
+    assert tiny.slab_bytes(513, IN_8_BITS) == 2000
+
+
+def test_captured_steps_of_many_rows_hold_a_slab_and_its_launches() -> None:
+    def graphs(load: Load, formats: Formats = IN_8_BITS, model: MemoryShape = LLAMA_8B) -> int:
+        return beyond_unquantised(load, formats, model)[1]
+
+    launches_bytes = 2 * 832 * (24 << 10)
+    assert LLAMA_8B.slab_launches_bytes(IN_8_BITS) == launches_bytes, "two for each 2^23 weights: 39 MiB"
+    of_all = SLAB_BYTES + 4 * launches_bytes
+    assert [graphs(SLAB_LOAD, each) for each in (IN_8_BITS, IN_4_BITS)] == [of_all] * 2, "640, 768, 896 and 960 rows"
+    assert graphs(SLAB_LOAD, HEAD_IN_8_BITS) == SLAB_BYTES, "no layer has slabs"
+    assert graphs(replace(SLAB_LOAD, num_tokens=513)) == SLAB_BYTES + launches_bytes
+    assert graphs(replace(SLAB_LOAD, num_tokens=512)) == 0
+    many = replace(SLAB_LOAD, num_seqs=1024, num_tokens=512)
+    assert graphs(many) == SLAB_BYTES + (2 * 16 + 4 + 8) * launches_bytes, "decode steps of more than 512 requests"
+    experts = replace(LLAMA_8B, expert_matrices=LLAMA_8B.matrices - (1 << 23))
+    assert graphs(SLAB_LOAD, model=experts) == SLAB_BYTES + 4 * 2 * (24 << 10), "experts have kernels of their own"
+
+
+def test_captures_have_a_workspace_of_the_matrix_library_on_their_stream() -> None:
+    load = replace(LOAD, on_gpu=True, has_slots=True)
+    logits_bytes = LLAMA_8B.activations_bytes(256, 256, 2)
+    for batch_invariant, workspace_bytes in ((False, WORKSPACE_BYTES), (True, 0)):
+        each = replace(load, batch_invariant=batch_invariant)
+        needs = MemoryNeeds.of(LLAMA_8B, BF16, each, context_bytes=0, context_len=15)
+        assert needs.graphs_bytes - needs.num_graphs * LLAMA_8B.graph_bytes == logits_bytes + workspace_bytes
 
 
 def test_steps_over_slots_hold_the_logits_of_all_rows() -> None:
@@ -161,7 +201,8 @@ def test_steps_over_slots_hold_the_logits_of_all_rows() -> None:
     invariant = MemoryNeeds.of(qwen, BF16, replace(load, batch_invariant=True), context_bytes=0, context_len=1024)
     assert invariant.graphs_bytes - kept_bytes == invariant.activations_bytes == 1024 * 151_936 * 4, "593.5 MiB"
     usual = MemoryNeeds.of(qwen, BF16, load, context_bytes=0, context_len=1024)
-    assert usual.graphs_bytes - kept_bytes == usual.activations_bytes == 1024 * 151_936 * 2
+    logits_bytes = 1024 * 151_936 * 2
+    assert (usual.graphs_bytes - kept_bytes, usual.activations_bytes) == (logits_bytes + WORKSPACE_BYTES, logits_bytes)
     sliced = MemoryNeeds.of(qwen, BF16, replace(load, has_slots=False, batch_invariant=True), context_bytes=0)
     assert sliced.activations_bytes == 256 << 20, "without slots they are computed in slices"
 
@@ -172,7 +213,7 @@ def test_graph_memory_is_predicted_per_kept_graph() -> None:
         needs = MemoryNeeds.of(LLAMA_8B, BF16, load, context_bytes=0, context_len=8192, draft=draft)
         rows = load.num_seqs + load.num_draft_tokens
         chunks_bytes = LLAMA_8B.captured_chunks_bytes(960, 2, load.chunk_tables_bytes(8192))
-        return needs.graphs_bytes - max(chunks_bytes, LLAMA_8B.activations_bytes(rows, rows, 2))
+        return needs.graphs_bytes - max(chunks_bytes, LLAMA_8B.activations_bytes(rows, rows, 2)) - WORKSPACE_BYTES
 
     assert LLAMA_8B.graph_bytes == (10 * 32 + 20) * 24 * 1024
     assert replace(LLAMA_8B, num_sparse_layers=30).graph_bytes == (10 * 2 + 13 * 30 + 20) * 24 * 1024

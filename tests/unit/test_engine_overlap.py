@@ -627,3 +627,5 @@ def test_graphs_are_kept_for_each_size_with_and_without_drafts() -> None:
     assert verify_sizes == {2, 4, 8, 16, 32, 64, 128}
     assert graphs_kept(64, 0) >= draft_graphs_kept(64) == 2 * len(steps), "greedy or not"
     assert graphs_kept(64, 64) == graphs_kept(64, 0) + 2 * len(verify_sizes)
+    assert (graphs_kept(32, 0), graphs_kept(256, 0), graphs_kept(256, 0, chunk_rows=960)) == (28, 91, 111), "as documented"
+    assert graphs_kept(64, 64, fewest=100) == 2, "the largest of those that verify, greedy or not"
