@@ -210,23 +210,12 @@ def test_a_kernel_with_wrong_results_does_not_serve_though_it_is_the_fastest(lla
 @contextmanager
 def one_launch_as(function: Callable[..., None]) -> Iterator[None]:
     """Within the block this function runs instead of the alternative, but not where its kernel is only to be compiled."""
-    is_compiling = False
-
-    @contextmanager
-    def compiling(_: str) -> Iterator[None]:
-        nonlocal is_compiling
-        is_compiling = True
-        yield
-        is_compiling = False
 
     def launched(*args: Any, **options: Any) -> None:
-        if not is_compiling:
+        if not current_card().only_compiles:
             function(*args, **options)
 
-    with (
-        mock.patch.object(rotated_decode, "lone_decode", launched),
-        mock.patch("engine.runner.slot_warm_up.compiling", compiling),
-    ):
+    with mock.patch.object(rotated_decode, "lone_decode", launched):
         yield
 
 

@@ -21,6 +21,7 @@ from hypothesis import settings
 from appliance.base.db import Database
 from appliance.cli import model_check
 from appliance.cli.main import main
+from appliance.metering.ledger import writer as ledger_writer
 from appliance.metering.ledger.writer import Ledger
 from tests.support import cached_commands
 from tests.support.api_app import ApiApp, open_api_app
@@ -53,6 +54,13 @@ async def console(migrated_sqlite_file: Path, tmp_path: Path, clock: FakeClock) 
     """A console with Alice (owner), Vera (viewer), and the tenants of Bob and Charlie."""
     async with open_console(migrated_sqlite_file, tmp_path, clock) as opened:
         yield opened
+
+
+@pytest.fixture
+def patient_journal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raises the journal's time limits, so that a slow disk does not fail tests that are not about it."""
+    monkeypatch.setattr(ledger_writer, "CATCH_UP_S", 60.0)
+    monkeypatch.setattr(ledger_writer, "JOURNAL_TIMEOUT_S", 60.0)
 
 
 @pytest.fixture

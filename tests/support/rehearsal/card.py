@@ -206,7 +206,8 @@ class Card:
     """Streams with a workspace of cuBLAS."""
     num_captures: int = 0
     num_replays: int = 0
-    num_launches: int = 0
+    only_compiles: bool = False
+    """Whether launches of Triton kernels request their compilation, and run nothing."""
     closed: bool = False
 
     def __post_init__(self) -> None:
