@@ -15,7 +15,7 @@ import triton.language as tl
 
 from kernels.triton.launching.card_properties import power_of_two
 from kernels.triton.launching.early_launch import early_launch, wait_for_previous
-from kernels.triton.products.split_k import CONVERT, choose_splits, reduce_and_store, split_workspace
+from kernels.triton.products.split_k import CONVERT, NUM_COUNTERS, choose_splits, reduce_and_store, split_workspace
 
 MEMORY_BOUND_ROWS_MAX = 64  # up to this many rows, reading the weights takes longer than multiplying
 GROUP_ROWS = 8  # row tiles computed together over the same columns, so that x and W stay in the L2 cache
@@ -54,9 +54,10 @@ def byte_tiles(
     else:
         block_m = max(16, power_of_two(num_rows))
         tiles = Tiles(block_m, 64, 128, num_warps=4, num_stages=6 if block_m == 16 else 4)
-    if num_rows > MEMORY_BOUND_ROWS_MAX:
+    row_tiles, output_tiles = -(-num_rows // tiles.block_m), -(-num_outputs // tiles.block_n)
+    if num_rows > MEMORY_BOUND_ROWS_MAX or row_tiles * output_tiles > NUM_COUNTERS:
         return tiles
-    work = -(-num_outputs // tiles.block_n), -(-num_columns // tiles.block_k), multiprocessors, tiles.block_n * tiles.block_k
+    work = output_tiles, -(-num_columns // tiles.block_k), multiprocessors, tiles.block_n * tiles.block_k
     return tiles.with_splits(choose_splits(*work, occupancy=CONVERT))
 
 
