@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernels.alternatives import PRODUCTS, TILES, alternative_in_force
-from kernels.quantised_weights import pack_fp8, pack_int4, pack_int8
+from kernels.quantised_weights import Int8Weight, pack_fp8, pack_int4, pack_int8
 from kernels.triton.products import fused_linear, hopper_rows, hopper_tiles
 from kernels.triton.products.hopper_rows import multiply_few_rows
 from kernels.triton.products.hopper_tiles import (
@@ -117,3 +117,10 @@ def test_rows_that_are_not_contiguous_are_refused() -> None:
     x = torch.zeros(256, 2, dtype=torch.bfloat16).T
     with pytest.raises(AssertionError, match="rows of x are contiguous"):
         multiply_few_rows(x, pack_int8(torch.ones(ENOUGH, 256)), None, torch.empty(2, ENOUGH, dtype=x.dtype))
+
+
+def test_weights_that_are_not_contiguous_are_refused() -> None:
+    whole = pack_int8(torch.ones(ENOUGH, 512))
+    part = Int8Weight(whole.values[:, :256], whole.scales)
+    with pytest.raises(AssertionError, match="the weight is contiguous"):
+        multiply_few_rows(row_of(2), part, None, torch.empty(2, ENOUGH, dtype=torch.bfloat16))

@@ -192,6 +192,7 @@ def launch(x: torch.Tensor, weight: torch.Tensor | Int8Weight | Fp8Weight, epilo
     beyond K are masked.
     """
     values, scales = values_and_scales(weight)
+    assert values.is_contiguous(), "the weight is contiguous"
     num_columns, outputs = x.shape[1], epilogue.out.shape[1]
     fused_row_kernel[(triton.cdiv(outputs, tiles.block_n),)](
         x, values, scales, *epilogue.tensors, outputs, num_columns, epilogue.num_squares, epilogue.eps, epilogue.alpha,
