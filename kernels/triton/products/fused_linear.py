@@ -211,7 +211,7 @@ def fused_tiles(
 def choose_tiles(x: torch.Tensor, weight: Weight, num_outputs: int, *, gated: bool, has_squares_out: bool) -> AnyTiles:
     """The tiles of the kernel that serves. `has_squares_out`: whether the outputs' sums of squares are stored."""
     tiles: dict[str, AnyTiles] = {}
-    hopper = None if isinstance(weight, torch.Tensor) else hopper_tiles.choose_tiles(x, weight, num_outputs, gated=gated)
+    hopper = None if isinstance(weight, torch.Tensor) else hopper_tiles.supported_tiles(x, weight, num_outputs, gated=gated)
     if hopper is not None:
         tiles[HOPPER] = hopper
     if isinstance(weight, Int4Weight):
@@ -220,9 +220,10 @@ def choose_tiles(x: torch.Tensor, weight: Weight, num_outputs: int, *, gated: bo
     else:
         weight_bytes = values_and_scales(weight)[0].element_size()
         bits = 8 * weight_bytes
-        gemv = fused_row.choose_tiles(x, gated=gated, has_squares_out=has_squares_out, weight_bytes=weight_bytes)
-        if gemv is not None:
-            tiles[GEMV] = gemv
+        if fused_row.supports(x):
+            tiles[GEMV] = fused_row.gemv_tiles(
+                x.shape[1], gated=gated, has_squares_out=has_squares_out, weight_bytes=weight_bytes
+            )
         tiles[TILES] = fused_tiles(
             num_outputs, x.shape[1], capability(x.device), multiprocessors(x.device),
             gated=gated, weight_bytes=weight_bytes, row_bytes=x.element_size(),
