@@ -14,7 +14,8 @@ bits through `fused_byte_rows` and `fused_int4_rows`, where a start did not find
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import triton
@@ -31,26 +32,28 @@ from kernels.triton.products.epilogue import Epilogue, apply_epilogue, load_squa
 from kernels.triton.products.fused_row import GemvTiles
 from kernels.triton.products.hopper_tiles import HopperTiles
 from kernels.triton.products.int4 import Int4Tiles
-from kernels.triton.products.split_k import CONVERT, STREAM, choose_splits, split_cost, split_workspace
-from kernels.triton.products.tiles import Tiles, cast_weight
-
-BLOCK_M = 16
-# Columns of out and of x per step, and pipeline stages. A gated step reads two such tiles.
-CANDIDATES = ((64, 128, 6), (32, 256, 4))
-CANDIDATES_GATED = ((32, 256, 3), (16, 512, 3))
-CANDIDATES_BYTES = ((64, 128, 6),)
-CANDIDATES_BYTES_GATED = ((64, 128, 4),)
-CANDIDATES_BY_WEIGHT_BYTES = {1: (CANDIDATES_BYTES, CANDIDATES_BYTES_GATED), 2: (CANDIDATES, CANDIDATES_GATED)}
-CANDIDATES_FLOAT32 = ((16, 64, 4),)  # tensor cores do not multiply such rows: registers are the limit, whatever the weights are
+from kernels.triton.products.split_k import CONVERT, STREAM, split_workspace
+from kernels.triton.products.tiles import Tiles, cast_weight, cheapest_tiles
 
 
 @dataclass(frozen=True, slots=True)
 class FusedTiles(Tiles):
     """`column_warps`: warps among which the columns of a step are split: all of the program's, or 1 if warps are side by side
-    over the outputs."""
+    over the outputs (`step_columns`)."""
 
     column_warps: int = 1
 
+
+_tiles = partial(FusedTiles, FUSED_ROWS_MAX, num_warps=4)
+CANDIDATES = {
+    (2, False): (_tiles(64, 128, num_stages=6), _tiles(32, 256, num_stages=4, column_warps=4)),
+    (2, True): (_tiles(32, 256, num_stages=3, column_warps=4), _tiles(16, 512, num_stages=3, column_warps=4)),
+    (1, False): (_tiles(64, 128, num_stages=6),),
+    (1, True): (_tiles(64, 128, num_stages=4),),
+}
+"""By the bytes of a weight and by whether the product is gated. A gated step reads two such tiles of weights."""
+CANDIDATES_FLOAT32 = (_tiles(16, 64, num_stages=4),)
+"""Tensor cores do not multiply rows of 32 bits: registers are the limit, whatever the weights are."""
 
 AnyTiles = FusedTiles | Int4Tiles | HopperTiles | GemvTiles
 
@@ -191,21 +194,16 @@ def fused_tiles(
     weight_bytes: int = 2,
     row_bytes: int = 2,
 ) -> FusedTiles:
-    """The candidate with the lowest `split_cost`; the same for any number of rows. `row_bytes`: bytes of an element of x"""
-    matrices = 2 if gated else 1
+    """The cheapest candidate, with fewer loads in flight on cards with 100 KiB of shared memory; the same for any number of
+    rows. `row_bytes`: bytes of an element of x"""
+    stages_max = 3 if card(capability).is_small else 6
+    candidates = [
+        replace(tiles, num_stages=min(tiles.num_stages, stages_max))
+        for tiles in (CANDIDATES_FLOAT32 if row_bytes == 4 else CANDIDATES[weight_bytes, gated])
+    ]
+    shape, column_bytes = (num_outputs, num_columns), 2 * weight_bytes if gated else weight_bytes
     occupancy = CONVERT if weight_bytes == 1 else STREAM
-    candidates = CANDIDATES_FLOAT32 if row_bytes == 4 else CANDIDATES_BY_WEIGHT_BYTES[weight_bytes][gated]
-
-    def cost_and_tiles(block_n: int, block_k: int, stages: int) -> tuple[float, FusedTiles]:
-        step_bytes = matrices * block_n * block_k * weight_bytes
-        work = -(-num_outputs // block_n), -(-num_columns // block_k), multiprocessors, step_bytes
-        splits = choose_splits(*work, occupancy=occupancy)
-        column_warps = 1 if row_bytes == 4 or block_n >= 64 else 4  # see `step_columns`
-        stages = _limit_stages(stages, capability)
-        tiles = FusedTiles(BLOCK_M, block_n, block_k, num_warps=4, num_stages=stages, splits=splits, column_warps=column_warps)
-        return split_cost(*work, splits, occupancy=occupancy), tiles
-
-    return min((cost_and_tiles(*candidate) for candidate in candidates), key=lambda pair: pair[0])[1]
+    return cheapest_tiles(candidates, shape, multiprocessors, column_bytes, occupancy=occupancy)
 
 
 def choose_tiles(x: torch.Tensor, weight: Weight, num_outputs: int, *, gated: bool, has_squares_out: bool) -> AnyTiles:
@@ -229,11 +227,6 @@ def choose_tiles(x: torch.Tensor, weight: Weight, num_outputs: int, *, gated: bo
             gated=gated, weight_bytes=weight_bytes, row_bytes=x.element_size(),
         )  # fmt: skip
     return tiles[serving_product(bits, x.shape[0], *tiles)]
-
-
-def _limit_stages(stages: int, capability: int) -> int:
-    """Cards with 100 KiB of shared memory hold fewer loads in flight."""
-    return min(stages, 3) if card(capability).is_small else stages
 
 
 def _launch(x: torch.Tensor, weight: Weight, epilogue: Epilogue, tiles: AnyTiles) -> None:

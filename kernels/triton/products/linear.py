@@ -11,8 +11,7 @@ from torch.nn import functional
 from kernels.fusible_products import FusibleProduct
 from kernels.operations import FUSED_ROWS_MAX
 from kernels.triton.launching.card_properties import capability, card, multiprocessors
-from kernels.triton.products.split_k import choose_splits, split_cost
-from kernels.triton.products.tiles import Tiles, launch
+from kernels.triton.products.tiles import Tiles, cheapest_tiles, launch
 
 CANDIDATES = Tiles(16, 64, 128, num_warps=4, num_stages=6), Tiles(16, 128, 128, num_warps=4, num_stages=3)
 """16 or 32 KiB of weights per step; warps are side by side over the outputs."""
@@ -53,15 +52,8 @@ def cublas(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out
 
 @functools.cache
 def skinny_tiles(num_outputs: int, num_columns: int, capability: int, multiprocessors: int, weight_bytes: int = 2) -> Tiles:
-    """The candidate with the lowest `split_cost`; the same for any number of rows."""
-
-    def cost_and_tiles(tiles: Tiles) -> tuple[float, Tiles]:
-        output_tiles, steps = -(-num_outputs // tiles.block_n), -(-num_columns // tiles.block_k)
-        work = output_tiles, steps, multiprocessors, tiles.block_n * tiles.block_k * 2
-        splits = choose_splits(*work)
-        return split_cost(*work, splits), tiles.with_splits(splits)
-
-    return min(map(cost_and_tiles, skinny_candidates(capability, weight_bytes)), key=lambda pair: pair[0])[1]
+    """The cheapest of `skinny_candidates`; the same for any number of rows."""
+    return cheapest_tiles(skinny_candidates(capability, weight_bytes), (num_outputs, num_columns), multiprocessors, 2)
 
 
 def skinny_candidates(capability: int, weight_bytes: int) -> list[Tiles]:
