@@ -14,11 +14,9 @@ from kernels.quantised_weights import CHUNK_COLUMNS, Int4Weight
 from kernels.triton.experts.tiles import SortedTokens, locate_tile
 from kernels.triton.experts.weights import ExpertWeights
 from kernels.triton.launching.card_properties import capability, card, power_of_two
-from kernels.triton.products.int4 import Int4Tiles, check_int4_rows
+from kernels.triton.products.int4 import OUTPUTS, Int4Tiles, check_int4_rows
 from kernels.triton.products.int4_codes import accumulate_int4
 from kernels.triton.rows.activation import gated_activation
-
-OUTPUTS = 128  # per program; in a gated one, of both halves together
 
 
 @triton.jit(do_not_specialize=["row_tiles"])
