@@ -42,7 +42,7 @@ many heads one after the other where a few queries are split."""
 _SPLIT_FROM = tl.constexpr(SPLIT_FROM)
 
 
-def chunk_splits(
+def max_tile_splits(
     shape: AttentionShape,
     num_rows: int,
     num_requests: int,

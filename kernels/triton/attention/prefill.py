@@ -292,7 +292,7 @@ def paged_prefill(
     tile, programs = (tiling.rows, tiling.keys), multiprocessors(q.device) * tiling.programs
     splits = 1
     if not few_queries:
-        splits = chunk_splits.chunk_splits(
+        splits = chunk_splits.max_tile_splits(
             shape, q.shape[0], num_requests, block_tables.shape[1], tile, programs, any_lengths=any_lengths
         )
     partials = DecodeWorkspace.empty(q.shape[0], splits, shape, q.device) if splits > 1 else None
