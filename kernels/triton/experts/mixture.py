@@ -21,6 +21,7 @@ from kernels.triton.products.tiles import cast_weight
 from kernels.triton.rows.activation import gated_activation
 
 COMBINE_BLOCK = 1024
+"""Columns of a program of four warps: each thread loads eight of every choice, 16 bytes in 16 bits."""
 ACTIVATIONS = ("silu", "gelu_tanh")
 
 

@@ -229,6 +229,7 @@ def _max_splits(shape: AttentionShape, max_blocks: int, max_query_len: int) -> i
     """The most splits that the queries of a tile, and so any one query, attend to."""
     splits = -(-max_blocks * shape.block_size // SPLIT)
     if shape.sliding_window is not None:
+        # A tile of at most 64 queries begins up to a tile of keys before its first window; both ends may be within a split.
         splits = min(splits, (shape.sliding_window + min(max_query_len, 64) + 128) // SPLIT + 2)
     return max(1, splits)
 

@@ -142,11 +142,11 @@ def linear_add(
 ) -> Stream:
     """total = residual + alpha · (x Wᵀ + bias); weighted = total · norm_weight; squares[c] = Σ total² over tile c's columns
 
-    x: [M, K], rows need not be contiguous, weight: [d, K], residual: [M, d], bias: [d], all of one type, bf16 or fp16, except
-    int8 or e4m3 weights, whose scales are applied after the sum; norm_weight: [d] of that type or float32; M ≤ 16. Source:
-    arXiv 1910.07467, eq. 4, with the division moved after the next product. Reads the weight once and 2·M·(K + d) bytes of
-    rows, writes 4·M·d; 2·M·d·K operations. Rows beyond M, columns beyond d and K are masked. Accumulates in float32; total is
-    rounded before it is squared, weighted is rounded a second time.
+    x: [M, K], rows need not be contiguous, weight: [d, K], residual: [M, d], bias: [d], all of one type of 16 or 32 bits,
+    except weights in 8 bits, whose scales are applied after the sum, and in 4 bits, for rows of 16 bits; norm_weight: [d] of
+    that type or float32; M ≤ 16. Source: arXiv 1910.07467, eq. 4, with the division moved after the next product. Reads the
+    weight once and, in 16 bits, 2·M·(K + d) bytes of rows, writes 4·M·d; 2·M·d·K operations. Rows beyond M, columns beyond d
+    and K are masked. Accumulates in float32; total is rounded before it is squared, weighted is rounded a second time.
     """
     num_rows, width = x.shape[0], residual.shape[1]
     tiles = choose_tiles(x, weight, width, gated=False, has_squares_out=True)
