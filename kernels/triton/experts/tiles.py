@@ -89,6 +89,11 @@ def sort_by_expert(expert_ids: torch.Tensor, num_experts: int) -> SortedTokens:
     return SortedTokens(order, offsets, expert_ids.shape[1])
 
 
+def max_row_tiles(num_assignments: int, num_experts: int, block_m: int) -> int:
+    """The most tiles of `block_m` rows that assignments may need: each expert that has any may have one that is not full."""
+    return num_assignments // block_m + min(num_experts, num_assignments)
+
+
 def group_tiles(rows: float, capability: int, *, gated: bool) -> GroupTiles:
     """rows: tokens per expert if they were spread evenly.
 

@@ -52,7 +52,7 @@ def cublas(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out
 
 @functools.cache
 def skinny_tiles(num_outputs: int, num_columns: int, capability: int, multiprocessors: int, weight_bytes: int = 2) -> Tiles:
-    """The cheapest of `skinny_candidates`; the same for any number of rows."""
+    """The cheapest of `skinny_candidates`; the same for any number of rows. Weights of 32 bits are split as those of 16."""
     return cheapest_tiles(skinny_candidates(capability, weight_bytes), (num_outputs, num_columns), multiprocessors, 2)
 
 
