@@ -321,12 +321,12 @@ def _chat_turn(context: Context) -> None:
     chat_turn = partial(
         attention_prefill.paged_prefill, q, pages.cache, pages.tables, starts, pages.context_lens, shape, max_query_len=count
     )
-    choose, split_keys = chunk_splits.chunk_splits, context.size(chunk_splits.SPLIT_KEYS, 32)
+    choose, split_keys = chunk_splits.max_tile_splits, context.size(chunk_splits.SPLIT_KEYS, 32)
 
     def median_s(splits: Callable[[int], int], *, overlapped: bool = True) -> float:
         with (
             mock.patch.object(chunk_splits, "SPLIT_KEYS", split_keys),
-            mock.patch.object(chunk_splits, "chunk_splits", lambda *sizes, **known: splits(choose(*sizes, **known))),
+            mock.patch.object(chunk_splits, "max_tile_splits", lambda *sizes, **known: splits(choose(*sizes, **known))),
             nullcontext() if overlapped else _not_overlapped(),
         ):
             return median(seconds([chat_turn], context.device, samples=3))

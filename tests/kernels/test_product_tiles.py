@@ -47,6 +47,11 @@ def test_tiles_of_rows_of_32_bits_on_an_h200() -> None:
     assert byte_tiles(17, OUTPUT, *H200, row_bytes=4) == Tiles(32, 64, 32, num_warps=4, num_stages=2, splits=4)
 
 
+def test_a_product_of_more_tiles_than_there_are_counters_of_arrivals_is_not_split() -> None:
+    head = 272_960, 8192  # 4,265 tiles for one tile of rows, 8,530 for two
+    assert [byte_tiles(num_rows, head, *L40S, row_bytes=4).splits for num_rows in (32, 33)] == [2, 1]
+
+
 def test_tiles_of_many_rows_are_not_split_and_are_smaller_on_older_cards() -> None:
     assert byte_tiles(65, OUTPUT, *H200) == Tiles(128, 128, 64, num_warps=8, num_stages=4)
     assert byte_tiles(65, OUTPUT, *L40S) == Tiles(128, 128, 64, num_warps=8, num_stages=3)

@@ -176,7 +176,7 @@ def test_few_queries_over_an_fp8_cache_are_columns_of_its_products(
 ) -> None:
     """Up to eight queries per KV head, from heads or drafts; the queries of nine heads are rows."""
     shape = AttentionShape(BLOCK, *heads, sliding_window=window)
-    is_columns = splits.tile_rows(shape, query_len, 1) == splits.COLUMNS_MAX
+    is_columns = splits.padded_rows(shape, query_len, 1) == splits.COLUMNS_MAX
     assert is_columns == (splits.query_rows(shape, query_len) <= splits.COLUMNS_MAX)
     lengths, counts = [5, 130, 67], [query_len, 1, query_len]
     batch = Batch(lengths, shape, device, dtype=torch.float16, kv_dtype=FP8, query_lens=counts if query_len > 1 else None)

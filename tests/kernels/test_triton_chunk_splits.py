@@ -246,13 +246,13 @@ def test_the_number_of_splits_fills_an_h200_once_or_twice(
     num_rows: int, num_requests: int, num_tokens: int, splits: int
 ) -> None:
     shape = replace(LLAMA, block_size=1)
-    assert chunk_splits.chunk_splits(shape, num_rows, num_requests, num_tokens, (128, 128), 132) == splits
+    assert chunk_splits.max_tile_splits(shape, num_rows, num_requests, num_tokens, (128, 128), 132) == splits
 
 
 @pytest.mark.parametrize(("window", "splits"), [(1024, 1), (1700, 1), (2048, 4), (4096, 8)])
 def test_a_long_window_is_split(window: int, splits: int) -> None:
     shape = replace(LLAMA, sliding_window=window)
-    assert chunk_splits.chunk_splits(shape, 20, 1, 8192, (128, 128), 132) == splits
+    assert chunk_splits.max_tile_splits(shape, 20, 1, 8192, (128, 128), 132) == splits
 
 
 @pytest.mark.parametrize("programs", [72, 132, 264, 320])
@@ -260,7 +260,7 @@ def test_memory_for_partial_results_is_bounded_in_every_step(programs: int) -> N
     for shape in (LLAMA, AttentionShape(BLOCK, 8, 4, 256), AttentionShape(BLOCK, 64, 1, 64), AttentionShape(BLOCK, 4, 4, 128)):
         for rows, num_requests in ((64, 1), (128, 1), (128, 7)):
             for num_rows in (9, 17, 100, 500, 1000, 4000, 30_000, 200_000):
-                splits = chunk_splits.chunk_splits(shape, num_rows, num_requests, 8192, (rows, 128), programs)
+                splits = chunk_splits.max_tile_splits(shape, num_rows, num_requests, 8192, (rows, 128), programs)
                 assert splits == 1 or splits * num_rows * shape.num_heads <= chunk_splits.PARTIAL_RESULTS_MAX
 
 
@@ -285,7 +285,9 @@ def test_every_tile_split_while_serving_was_split_in_a_warm_up_step(capability: 
         tiling = prefill.prefill_tiling(shape.head_dim, kv_bytes, rows, False, capability)
         blocks, size = LONG_CONTEXT // BLOCK, (tiling.rows, tiling.keys)
         resident_programs = programs * tiling.programs
-        return tiling if chunk_splits.chunk_splits(shape, num_rows, num_requests, blocks, size, resident_programs) > 1 else None
+        return (
+            tiling if chunk_splits.max_tile_splits(shape, num_rows, num_requests, blocks, size, resident_programs) > 1 else None
+        )
 
     for sizes in GROUPS:
         shape = AttentionShape(BLOCK, *sizes)
@@ -312,12 +314,12 @@ def test_shared_memory_suffices_for_the_programs_that_splits_are_planned_for(num
 def test_a_captured_launch_splits_the_keys_of_one_chunk(num_rows: int, num_requests: int, at_least: int) -> None:
     """Most of the rows and requests that it is captured for may be unused."""
     arguments = LLAMA, num_rows, num_requests, 2048, (128, 128), 132
-    splits = chunk_splits.chunk_splits(*arguments, any_lengths=True)
-    assert splits >= max(at_least, chunk_splits.chunk_splits(*arguments))
+    splits = chunk_splits.max_tile_splits(*arguments, any_lengths=True)
+    assert splits >= max(at_least, chunk_splits.max_tile_splits(*arguments))
     assert splits * num_rows * LLAMA.num_heads <= chunk_splits.PARTIAL_RESULTS_MAX, "as memory is planned"
     assert splits * (num_rows // 32 + num_requests) * LLAMA.num_kv_heads <= chunk_splits.WAVES_MAX * 132
-    assert chunk_splits.chunk_splits(LLAMA, num_rows, num_requests, 100, (128, 128), 132, any_lengths=True) == 1, (
+    assert chunk_splits.max_tile_splits(LLAMA, num_rows, num_requests, 100, (128, 128), 132, any_lengths=True) == 1, (
         "no context is long"
     )
     windowed = replace(LLAMA, sliding_window=1024)
-    assert chunk_splits.chunk_splits(windowed, num_rows, num_requests, 2048, (128, 128), 132, any_lengths=True) == 1
+    assert chunk_splits.max_tile_splits(windowed, num_rows, num_requests, 2048, (128, 128), 132, any_lengths=True) == 1

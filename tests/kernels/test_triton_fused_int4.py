@@ -16,7 +16,7 @@ from kernels.residual_stream import Gate, Stream
 from kernels.triton.gate.products.epilogue import LLAMA_8B
 from kernels.triton.products import fused_int4, fused_linear
 from kernels.triton.products.epilogue import Epilogue
-from kernels.triton.products.int4 import Int4Tiles, linear_int4
+from kernels.triton.products.int4 import OUTPUTS, Int4Tiles, linear_int4
 from kernels.triton.products.int4_codes import unpack_instructions
 from kernels.triton.products.split_k import arrival_counters
 from tests.support.interpreted_bf16 import correct_bf16
@@ -226,5 +226,5 @@ def test_tiles_depend_only_on_the_matrix_and_occupy_every_multiprocessor() -> No
         gated = outputs == 14336
         tiles = fused_int4.fused_int4_tiles(outputs, columns, 132, gated=gated)
         assert tiles.block_m == 16
-        assert tiles.block_n * (2 if gated else 1) == fused_int4.OUTPUTS
+        assert tiles.block_n * (2 if gated else 1) == OUTPUTS
         assert -(-outputs // tiles.block_n) * tiles.splits >= 132

@@ -131,3 +131,11 @@ def test_the_tiles_for_more_rows_serve_one_row_where_they_are_in_force(
         actual = fused_linear.linear_add(*operands)
     assert isinstance(tiles, FusedTiles)
     assert_near(actual.total, reference.linear_add(*operands).total, "matmul", scale=2)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_weights_that_are_not_contiguous_are_refused(num_rows: int, device: torch.device) -> None:
+    x, residual = (normal(num_rows, columns, dtype=torch.float16, device=device) for columns in (64, 48))
+    weight = normal(48, 128, dtype=torch.float16, device=device)[:, :64]
+    with pytest.raises(AssertionError, match="the weight is contiguous"):
+        fused_linear.linear_add(x, weight, residual, torch.ones(48, device=device))

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from kernels.attention_rows import AttentionShape
-from kernels.triton.attention.query_tiles import tile_key_range
+from kernels.triton.attention.query_tiles import max_query_tiles, tile_key_range
 from kernels.triton.attention.splits import MERGE_CHUNK, MERGE_WARPS, TABLES, DecodeWorkspace, merge_row, scheduled_requests
 from kernels.triton.launching.card_properties import multiprocessors, power_of_two
 
@@ -42,7 +42,7 @@ many heads one after the other where a few queries are split."""
 _SPLIT_FROM = tl.constexpr(SPLIT_FROM)
 
 
-def chunk_splits(
+def max_tile_splits(
     shape: AttentionShape,
     num_rows: int,
     num_requests: int,
@@ -65,7 +65,7 @@ def chunk_splits(
         num_tokens = min(num_tokens, shape.sliding_window + queries + keys)
     if num_requests > FEW_REQUESTS or num_tokens < SPLIT_FROM * SPLIT_KEYS:
         return 1
-    num_tiles = (num_rows // queries + num_requests) * shape.num_kv_heads
+    num_tiles = max_query_tiles(num_rows, num_requests, queries) * shape.num_kv_heads
     splits_max = min(programs, PARTIAL_RESULTS_MAX // (num_rows * shape.num_heads))
     splits = (
         min(splits_max, WAVES_MAX * programs // num_tiles) if any_lengths else _fastest_splits(num_tiles, programs, splits_max)

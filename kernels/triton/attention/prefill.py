@@ -12,7 +12,7 @@ from kernels.attention_rows import AttentionShape
 from kernels.triton.attention import chunk_splits
 from kernels.triton.attention.chunk_splits import plan_tile_splits
 from kernels.triton.attention.decode import check_attention, paged_decode, score_factor
-from kernels.triton.attention.query_tiles import load_tile_queries, tile_key_range, tile_owner, tile_rows
+from kernels.triton.attention.query_tiles import load_tile_queries, max_query_tiles, tile_key_range, tile_owner, tile_rows
 from kernels.triton.attention.splits import (
     SPLIT_QUERIES,
     TABLES,
@@ -288,11 +288,11 @@ def paged_prefill(
     kv_bytes, rows, windowed = kv_cache.element_size(), max_query_len * shape.group, shape.sliding_window is not None
     tiling = prefill_tiling(shape.head_dim, kv_bytes, rows, windowed, capability(q.device))
     assert shape.group <= tiling.rows, "a tile holds all heads of a group for at least one query"
-    num_tiles = q.shape[0] // (tiling.rows // shape.group) + num_requests
+    num_tiles = max_query_tiles(q.shape[0], num_requests, tiling.rows // shape.group)
     tile, programs = (tiling.rows, tiling.keys), multiprocessors(q.device) * tiling.programs
     splits = 1
     if not few_queries:
-        splits = chunk_splits.chunk_splits(
+        splits = chunk_splits.max_tile_splits(
             shape, q.shape[0], num_requests, block_tables.shape[1], tile, programs, any_lengths=any_lengths
         )
     partials = DecodeWorkspace.empty(q.shape[0], splits, shape, q.device) if splits > 1 else None

@@ -6,6 +6,12 @@ import triton
 import triton.language as tl
 
 
+def max_query_tiles(num_rows: int, num_requests: int, queries: int) -> int:
+    """The most tiles of `queries` queries of one KV head that the rows of requests may need: the numbers that `tile_owner`
+    gives to tiles are below it."""
+    return num_rows // queries + num_requests
+
+
 @triton.jit
 def tile_owner(query_starts, num_requests, num_tiles, K: tl.constexpr, QUERIES: tl.constexpr, REQUESTS: tl.constexpr):
     """→ KV head and request of a program, the request's first row and number of queries, and the tile's first query, which is ≥

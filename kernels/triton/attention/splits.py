@@ -179,7 +179,7 @@ def query_rows(shape: AttentionShape, max_query_len: int) -> int:
     return max_query_len * shape.group
 
 
-def tile_rows(shape: AttentionShape, max_query_len: int, kv_bytes: int) -> int:
+def padded_rows(shape: AttentionShape, max_query_len: int, kv_bytes: int) -> int:
     """Rows of a tile for these queries: matrix instructions need at least 16 rows, or 8 columns."""
     rows = query_rows(shape, max_query_len)
     return COLUMNS_MAX if kv_bytes == 1 and rows <= COLUMNS_MAX else max(16, power_of_two(rows))
@@ -203,7 +203,7 @@ def split_constants(shape: AttentionShape, max_query_len: int, kv_bytes: int, ti
     return {
         **shape_constants(shape),
         "QUERIES": max_query_len,
-        "ROWS": tile_rows(shape, max_query_len, kv_bytes),
+        "ROWS": padded_rows(shape, max_query_len, kv_bytes),
         "TILE": tiling.tile,
         "SPLIT": tiling.split,
     }

@@ -11,14 +11,12 @@ import triton
 import triton.language as tl
 
 from kernels.quantised_weights import CHUNK_COLUMNS, Int4Weight
-from kernels.triton.experts.tiles import SortedTokens, locate_tile
+from kernels.triton.experts.tiles import SortedTokens, locate_tile, max_row_tiles
 from kernels.triton.experts.weights import ExpertWeights
 from kernels.triton.launching.card_properties import capability, card, power_of_two
-from kernels.triton.products.int4 import Int4Tiles, check_int4_rows
+from kernels.triton.products.int4 import OUTPUTS, Int4Tiles, check_int4_rows
 from kernels.triton.products.int4_codes import accumulate_int4
 from kernels.triton.rows.activation import gated_activation
-
-OUTPUTS = 128  # per program; in a gated one, of both halves together
 
 
 @triton.jit(do_not_specialize=["row_tiles"])
@@ -79,7 +77,7 @@ def launch(
     num_assignments, num_outputs = out.shape
     num_experts, num_columns = weights.num_experts, first.num_columns
     tiles = group_int4_tiles(tokens_per_expert, capability(x.device), gated=activation != "")
-    row_tiles = num_assignments // tiles.block_m + min(num_experts, num_assignments)
+    row_tiles = max_row_tiles(num_assignments, num_experts, tiles.block_m)
     grouped_int4_kernel[(row_tiles * triton.cdiv(num_outputs, tiles.block_n),)](
         x, weights.addresses, weights.scale_addresses, tokens.order, tokens.offsets, factors, out,
         num_outputs, num_columns, x.stride(0), out.stride(0), first.words.shape[0], row_tiles,

@@ -14,13 +14,14 @@ import triton.language as tl
 
 from kernels.quantised_weights import Int4Weight, Weight
 from kernels.triton.experts import int4
-from kernels.triton.experts.tiles import SortedTokens, group_tiles, locate_tile, sort_by_expert
+from kernels.triton.experts.tiles import SortedTokens, group_tiles, locate_tile, max_row_tiles, sort_by_expert
 from kernels.triton.experts.weights import ExpertWeights, bind_weights, have_same_format
 from kernels.triton.launching.card_properties import capability, power_of_two
 from kernels.triton.products.tiles import cast_weight
 from kernels.triton.rows.activation import gated_activation
 
 COMBINE_BLOCK = 1024
+"""Columns of a program of four warps: each thread loads eight of every choice, 16 bytes in 16 bits."""
 ACTIVATIONS = ("silu", "gelu_tanh")
 
 
@@ -154,7 +155,7 @@ def grouped_linear(
         int4.launch(x, weights, tokens, activation, factors, out, tokens_per_expert)
         return out
     tiles = group_tiles(tokens_per_expert, capability(x.device), gated=activation != "")
-    row_tiles = num_assignments // tiles.block_m + min(num_experts, num_assignments)
+    row_tiles = max_row_tiles(num_assignments, num_experts, tiles.block_m)
     grouped_kernel[(row_tiles * triton.cdiv(num_outputs, tiles.block_n),)](
         x, weights.addresses, weights.scale_addresses, tokens.order, tokens.offsets, factors, out,
         num_outputs, num_columns, x.stride(0), weights.row_stride, out.stride(0), row_tiles,

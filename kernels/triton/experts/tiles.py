@@ -11,6 +11,7 @@ import triton.language as tl
 from kernels.triton.launching.card_properties import card
 
 SORT_BLOCK = 1024
+"""Ids of a step of a program of four warps, eight per thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +89,16 @@ def sort_by_expert(expert_ids: torch.Tensor, num_experts: int) -> SortedTokens:
     return SortedTokens(order, offsets, expert_ids.shape[1])
 
 
+def max_row_tiles(num_assignments: int, num_experts: int, block_m: int) -> int:
+    """The most tiles of `block_m` rows that assignments may need: each expert that has any may have one that is not full."""
+    return num_assignments // block_m + min(num_experts, num_assignments)
+
+
 def group_tiles(rows: float, capability: int, *, gated: bool) -> GroupTiles:
-    """rows: tokens per expert if they were spread evenly."""
+    """rows: tokens per expert if they were spread evenly.
+
+    With few of them, reading the weights takes longest: tiles are as low as possible, and steps of 16 KiB of 16-bit weights
+    are in flight. With many, a tile of 128 rows reads its weights once for all of them."""
     is_small = card(capability).is_small
     if rows <= 32:
         block_m = 16 if rows <= 16 else 32

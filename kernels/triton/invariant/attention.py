@@ -18,6 +18,7 @@ import torch
 
 from kernels.attention_rows import AttentionShape
 from kernels.triton.attention.decode import check_attention, score_factor
+from kernels.triton.attention.query_tiles import max_query_tiles
 from kernels.triton.attention.splits import scheduled_requests, shape_constants
 from kernels.triton.invariant.attention_kernels import merge_rows_kernel, rows_kernel
 from kernels.triton.launching.card_properties import capability, card, multiprocessors, power_of_two
@@ -221,14 +222,14 @@ def _unit_query_starts(device: torch.device, size: int) -> torch.Tensor:
 
 
 def _num_tiles(q: torch.Tensor, kv_cache: torch.Tensor, block_tables: torch.Tensor, shape: AttentionShape) -> int:
-    queries = _tiling(shape, kv_cache).rows // shape.group
-    return q.shape[0] // queries + block_tables.shape[0]
+    return max_query_tiles(q.shape[0], block_tables.shape[0], _tiling(shape, kv_cache).rows // shape.group)
 
 
 def _max_splits(shape: AttentionShape, max_blocks: int, max_query_len: int) -> int:
     """The most splits that the queries of a tile, and so any one query, attend to."""
     splits = -(-max_blocks * shape.block_size // SPLIT)
     if shape.sliding_window is not None:
+        # A tile of at most 64 queries begins up to a tile of keys before its first window; both ends may be within a split.
         splits = min(splits, (shape.sliding_window + min(max_query_len, 64) + 128) // SPLIT + 2)
     return max(1, splits)
 

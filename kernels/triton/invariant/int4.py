@@ -10,16 +10,14 @@ from kernels.quantised_weights import CHUNK_COLUMNS, Int4Weight
 from kernels.triton.invariant.linear import invariant_workspace, programs_per_tile, reduce_splits, split_range
 from kernels.triton.launching.card_properties import multiprocessors
 from kernels.triton.launching.early_launch import early_launch, wait_for_previous
-from kernels.triton.products.int4 import Int4Tiles, check_int4_rows
+from kernels.triton.products.int4 import OUTPUTS, Int4Tiles, check_int4_rows, int4_splits
 from kernels.triton.products.int4_codes import accumulate_int4
-from kernels.triton.products.split_k import CONVERT, choose_splits
 
 
 def invariant_int4_tiles(num_outputs: int, num_columns: int, multiprocessors: int) -> Int4Tiles:
     """Determined by the weight alone; eight warps, since a program holds the sums of a group, of a split and of all splits."""
-    steps, step_bytes = -(-num_columns // CHUNK_COLUMNS), 128 * CHUNK_COLUMNS // 2
-    splits = choose_splits(-(-num_outputs // 128), steps, multiprocessors, step_bytes, occupancy=CONVERT)
-    return Int4Tiles(64, 128, num_warps=8, num_stages=3, splits=splits)
+    splits = int4_splits(-(-num_outputs // OUTPUTS), num_columns, multiprocessors)
+    return Int4Tiles(64, OUTPUTS, num_warps=8, num_stages=3, splits=splits)
 
 
 @triton.jit(do_not_specialize=["M"])

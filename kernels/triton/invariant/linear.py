@@ -17,8 +17,8 @@ from kernels.quantised_weights import FP8, Fp8Weight, Int8Weight, values_and_sca
 from kernels.triton.launching.card_properties import capability, card, multiprocessors
 from kernels.triton.launching.early_launch import early_launch, wait_for_previous
 from kernels.triton.products.fp8 import check_fp8
-from kernels.triton.products.split_k import CONVERT, NUM_COUNTERS, STREAM, arrival_counters, choose_splits, split_workspace
-from kernels.triton.products.tiles import Tiles, cast_weight
+from kernels.triton.products.split_k import CONVERT, NUM_COUNTERS, STREAM, arrival_counters, split_workspace
+from kernels.triton.products.tiles import Tiles, cast_weight, cheapest_tiles
 
 GROUP_ROWS = 8  # row tiles of the same weights, computed one after another
 
@@ -28,18 +28,14 @@ def invariant_tiles(
 ) -> Tiles:
     """Determined by the weight [N, K], the type of the rows and the card. Hopper's instruction has at least 64 rows; for its
     unused rows a decode pays a quarter of the time that reading the weights takes."""
-    num_outputs, num_columns = weight_shape
     if dtype is torch.float32:  # no matrix instructions: the registers of a thread limit the tile
         tiles = Tiles(32, 64, 32, num_warps=4, num_stages=2)
     else:
         is_small = card(capability).is_small
         num_warps = 8 if dtype is FP8 and capability < 90 else 4  # its sums are promoted into other registers
         tiles = Tiles(64, 128, 64, num_warps=num_warps, num_stages=3 if is_small else 4)
-    steps, step_bytes = -(-num_columns // tiles.block_k), tiles.block_n * tiles.block_k * weight_bytes
     occupancy = CONVERT if weight_bytes == 1 else STREAM
-    return tiles.with_splits(
-        choose_splits(-(-num_outputs // tiles.block_n), steps, multiprocessors, step_bytes, occupancy=occupancy)
-    )
+    return cheapest_tiles([tiles], weight_shape, multiprocessors, weight_bytes, occupancy=occupancy)
 
 
 def programs_per_tile(num_tiles: int, splits: int, device: torch.device) -> int:

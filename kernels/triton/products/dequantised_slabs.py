@@ -18,6 +18,7 @@ from kernels.triton.products.linear import cublas
 TILED_ROWS_MAX = 512  # above, dequantising the weight once costs less than decoding it in every tile of rows
 SLAB_ELEMENTS = 1 << 23  # dequantised at a time: 16 MiB, so that the product reads them from the L2 cache
 BLOCK_N, BLOCK_K = 16, 256
+"""Rows and columns of a program of four warps: a thread loads 32 codes and stores 64 bytes."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])

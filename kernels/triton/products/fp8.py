@@ -62,8 +62,5 @@ def _scaled_mm(
 ) -> torch.Tensor:
     """Multiplies with `torch._scaled_mm`, which for weights with a scale per row needs one per row of x, too."""
     scales = x_scales.reshape(-1, 1).expand(x.shape[0], 1).contiguous(), weight.scales.unsqueeze(0)
-    product = torch._scaled_mm(
-        x, weight.values.T, *scales, out_dtype=torch.bfloat16, use_fast_accum=False, **({} if out is None else {"out": out})
-    )
-    result = product if out is None else out
-    return result if bias is None else result.add_(bias)
+    product = torch._scaled_mm(x, weight.values.T, *scales, out_dtype=torch.bfloat16, use_fast_accum=False, out=out)
+    return product if bias is None else product.add_(bias)

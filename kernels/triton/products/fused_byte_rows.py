@@ -207,6 +207,7 @@ def launch_byte_rows(x: torch.Tensor, weight: Int8Weight | Fp8Weight, epilogue: 
     Reads N·K bytes of weights once, and 2·M·K bytes of x in each program; scales and accumulates in float32, in an order that
     depends on K alone.
     """
+    assert weight.values.is_contiguous(), "the weight is contiguous"
     (num_rows, num_columns), outputs = x.shape, epilogue.out.shape[1]
     fused_byte_rows_kernel[(triton.cdiv(outputs, tiles.block_n),)](
         x, weight.values, weight.scales, *epilogue.tensors,

@@ -14,12 +14,11 @@ from kernels.quantised_weights import CHUNK_COLUMNS, Int4Weight
 from kernels.triton.launching.card_properties import power_of_two
 from kernels.triton.launching.early_launch import early_launch, wait_for_previous
 from kernels.triton.products.epilogue import Epilogue, apply_epilogue, load_squares
-from kernels.triton.products.int4 import Int4Tiles, check_int4_rows
+from kernels.triton.products.int4 import OUTPUTS, Int4Tiles, check_int4_rows, int4_splits
 from kernels.triton.products.int4_codes import accumulate_int4
-from kernels.triton.products.split_k import CONVERT, choose_splits, split_workspace
+from kernels.triton.products.split_k import split_workspace
 
 ROWS = 16
-OUTPUTS = 128  # per program; in a gated one, of both halves together
 STAGES = 4  # with more loads in flight fewer programs fit: down of Llama-8B took 17.2 µs with 6, 14.9 with 4
 
 
@@ -58,8 +57,8 @@ def fused_int4_kernel(
 
 def fused_int4_tiles(num_outputs: int, num_columns: int, multiprocessors: int, *, gated: bool) -> Int4Tiles:
     """The tile of `int4_tiles` for few rows; the same for any number of rows."""
-    block_n, chunks = OUTPUTS // 2 if gated else OUTPUTS, -(-num_columns // CHUNK_COLUMNS)
-    splits = choose_splits(-(-num_outputs // block_n), chunks, multiprocessors, OUTPUTS * CHUNK_COLUMNS // 2, occupancy=CONVERT)
+    block_n = OUTPUTS // 2 if gated else OUTPUTS
+    splits = int4_splits(-(-num_outputs // block_n), num_columns, multiprocessors)
     return Int4Tiles(ROWS, block_n, num_warps=4, num_stages=STAGES, splits=splits)
 
 

@@ -14,7 +14,8 @@ bits through `fused_byte_rows` and `fused_int4_rows`, where a start did not find
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import triton
@@ -31,26 +32,28 @@ from kernels.triton.products.epilogue import Epilogue, apply_epilogue, load_squa
 from kernels.triton.products.fused_row import GemvTiles
 from kernels.triton.products.hopper_tiles import HopperTiles
 from kernels.triton.products.int4 import Int4Tiles
-from kernels.triton.products.split_k import CONVERT, STREAM, choose_splits, split_cost, split_workspace
-from kernels.triton.products.tiles import Tiles, cast_weight
-
-BLOCK_M = 16
-# Columns of out and of x per step, and pipeline stages. A gated step reads two such tiles.
-CANDIDATES = ((64, 128, 6), (32, 256, 4))
-CANDIDATES_GATED = ((32, 256, 3), (16, 512, 3))
-CANDIDATES_BYTES = ((64, 128, 6),)
-CANDIDATES_BYTES_GATED = ((64, 128, 4),)
-CANDIDATES_BY_WEIGHT_BYTES = {1: (CANDIDATES_BYTES, CANDIDATES_BYTES_GATED), 2: (CANDIDATES, CANDIDATES_GATED)}
-CANDIDATES_FLOAT32 = ((16, 64, 4),)  # tensor cores do not multiply such rows: registers are the limit, whatever the weights are
+from kernels.triton.products.split_k import CONVERT, STREAM, split_workspace
+from kernels.triton.products.tiles import Tiles, cast_weight, cheapest_tiles
 
 
 @dataclass(frozen=True, slots=True)
 class FusedTiles(Tiles):
     """`column_warps`: warps among which the columns of a step are split: all of the program's, or 1 if warps are side by side
-    over the outputs."""
+    over the outputs (`step_columns`)."""
 
     column_warps: int = 1
 
+
+_tiles = partial(FusedTiles, FUSED_ROWS_MAX, num_warps=4)
+CANDIDATES = {
+    (2, False): (_tiles(64, 128, num_stages=6), _tiles(32, 256, num_stages=4, column_warps=4)),
+    (2, True): (_tiles(32, 256, num_stages=3, column_warps=4), _tiles(16, 512, num_stages=3, column_warps=4)),
+    (1, False): (_tiles(64, 128, num_stages=6),),
+    (1, True): (_tiles(64, 128, num_stages=4),),
+}
+"""By the bytes of a weight and by whether the product is gated. A gated step reads two such tiles of weights."""
+CANDIDATES_FLOAT32 = (_tiles(16, 64, num_stages=4),)
+"""Tensor cores do not multiply rows of 32 bits: registers are the limit, whatever the weights are."""
 
 AnyTiles = FusedTiles | Int4Tiles | HopperTiles | GemvTiles
 
@@ -139,11 +142,11 @@ def linear_add(
 ) -> Stream:
     """total = residual + alpha · (x Wᵀ + bias); weighted = total · norm_weight; squares[c] = Σ total² over tile c's columns
 
-    x: [M, K], rows need not be contiguous, weight: [d, K], residual: [M, d], bias: [d], all of one type, bf16 or fp16, except
-    int8 or e4m3 weights, whose scales are applied after the sum; norm_weight: [d] of that type or float32; M ≤ 16. Source:
-    arXiv 1910.07467, eq. 4, with the division moved after the next product. Reads the weight once and 2·M·(K + d) bytes of
-    rows, writes 4·M·d; 2·M·d·K operations. Rows beyond M, columns beyond d and K are masked. Accumulates in float32; total is
-    rounded before it is squared, weighted is rounded a second time.
+    x: [M, K], rows need not be contiguous, weight: [d, K], residual: [M, d], bias: [d], all of one type of 16 or 32 bits,
+    except weights in 8 bits, whose scales are applied after the sum, and in 4 bits, for rows of 16 bits; norm_weight: [d] of
+    that type or float32; M ≤ 16. Source: arXiv 1910.07467, eq. 4, with the division moved after the next product. Reads the
+    weight once and, in 16 bits, 2·M·(K + d) bytes of rows, writes 4·M·d; 2·M·d·K operations. Rows beyond M, columns beyond d
+    and K are masked. Accumulates in float32; total is rounded before it is squared, weighted is rounded a second time.
     """
     num_rows, width = x.shape[0], residual.shape[1]
     tiles = choose_tiles(x, weight, width, gated=False, has_squares_out=True)
@@ -191,27 +194,22 @@ def fused_tiles(
     weight_bytes: int = 2,
     row_bytes: int = 2,
 ) -> FusedTiles:
-    """The candidate with the lowest `split_cost`; the same for any number of rows. `row_bytes`: bytes of an element of x"""
-    matrices = 2 if gated else 1
+    """The cheapest candidate, with fewer loads in flight on cards with 100 KiB of shared memory; the same for any number of
+    rows. `row_bytes`: bytes of an element of x"""
+    stages_max = 3 if card(capability).is_small else 6
+    candidates = [
+        replace(tiles, num_stages=min(tiles.num_stages, stages_max))
+        for tiles in (CANDIDATES_FLOAT32 if row_bytes == 4 else CANDIDATES[weight_bytes, gated])
+    ]
+    shape, column_bytes = (num_outputs, num_columns), 2 * weight_bytes if gated else weight_bytes
     occupancy = CONVERT if weight_bytes == 1 else STREAM
-    candidates = CANDIDATES_FLOAT32 if row_bytes == 4 else CANDIDATES_BY_WEIGHT_BYTES[weight_bytes][gated]
-
-    def cost_and_tiles(block_n: int, block_k: int, stages: int) -> tuple[float, FusedTiles]:
-        step_bytes = matrices * block_n * block_k * weight_bytes
-        work = -(-num_outputs // block_n), -(-num_columns // block_k), multiprocessors, step_bytes
-        splits = choose_splits(*work, occupancy=occupancy)
-        column_warps = 1 if row_bytes == 4 or block_n >= 64 else 4  # see `step_columns`
-        stages = _limit_stages(stages, capability)
-        tiles = FusedTiles(BLOCK_M, block_n, block_k, num_warps=4, num_stages=stages, splits=splits, column_warps=column_warps)
-        return split_cost(*work, splits, occupancy=occupancy), tiles
-
-    return min((cost_and_tiles(*candidate) for candidate in candidates), key=lambda pair: pair[0])[1]
+    return cheapest_tiles(candidates, shape, multiprocessors, column_bytes, occupancy=occupancy)
 
 
 def choose_tiles(x: torch.Tensor, weight: Weight, num_outputs: int, *, gated: bool, has_squares_out: bool) -> AnyTiles:
     """The tiles of the kernel that serves. `has_squares_out`: whether the outputs' sums of squares are stored."""
     tiles: dict[str, AnyTiles] = {}
-    hopper = None if isinstance(weight, torch.Tensor) else hopper_tiles.choose_tiles(x, weight, num_outputs, gated=gated)
+    hopper = None if isinstance(weight, torch.Tensor) else hopper_tiles.supported_tiles(x, weight, num_outputs, gated=gated)
     if hopper is not None:
         tiles[HOPPER] = hopper
     if isinstance(weight, Int4Weight):
@@ -220,19 +218,15 @@ def choose_tiles(x: torch.Tensor, weight: Weight, num_outputs: int, *, gated: bo
     else:
         weight_bytes = values_and_scales(weight)[0].element_size()
         bits = 8 * weight_bytes
-        gemv = fused_row.choose_tiles(x, gated=gated, has_squares_out=has_squares_out, weight_bytes=weight_bytes)
-        if gemv is not None:
-            tiles[GEMV] = gemv
+        if fused_row.supports(x):
+            tiles[GEMV] = fused_row.gemv_tiles(
+                x.shape[1], gated=gated, has_squares_out=has_squares_out, weight_bytes=weight_bytes
+            )
         tiles[TILES] = fused_tiles(
             num_outputs, x.shape[1], capability(x.device), multiprocessors(x.device),
             gated=gated, weight_bytes=weight_bytes, row_bytes=x.element_size(),
         )  # fmt: skip
     return tiles[serving_product(bits, x.shape[0], *tiles)]
-
-
-def _limit_stages(stages: int, capability: int) -> int:
-    """Cards with 100 KiB of shared memory hold fewer loads in flight."""
-    return min(stages, 3) if card(capability).is_small else stages
 
 
 def _launch(x: torch.Tensor, weight: Weight, epilogue: Epilogue, tiles: AnyTiles) -> None:

@@ -177,12 +177,10 @@ def gemv_tiles(num_columns: int, *, gated: bool, has_squares_out: bool, weight_b
     return replace(tiles, block_k=min(tiles.block_k, max(4 * WARP_SIZE, power_of_two(num_columns))))
 
 
-def choose_tiles(x: torch.Tensor, *, gated: bool, has_squares_out: bool, weight_bytes: int) -> GemvTiles | None:
-    """The tiles of the GEMV kernel for x, or None if it does not serve it."""
+def supports(x: torch.Tensor) -> bool:
+    """Whether the GEMV kernel multiplies x: one row of 16 bits, in whole words."""
     num_rows, num_columns = x.shape
-    if num_rows != 1 or x.element_size() != 2 or num_columns % WORD_ELEMENTS.value:
-        return None
-    return gemv_tiles(num_columns, gated=gated, has_squares_out=has_squares_out, weight_bytes=weight_bytes)
+    return num_rows == 1 and x.element_size() == 2 and num_columns % WORD_ELEMENTS.value == 0
 
 
 def launch(x: torch.Tensor, weight: torch.Tensor | Int8Weight | Fp8Weight, epilogue: Epilogue, tiles: GemvTiles) -> None:
@@ -192,6 +190,7 @@ def launch(x: torch.Tensor, weight: torch.Tensor | Int8Weight | Fp8Weight, epilo
     beyond K are masked.
     """
     values, scales = values_and_scales(weight)
+    assert values.is_contiguous(), "the weight is contiguous"
     num_columns, outputs = x.shape[1], epilogue.out.shape[1]
     fused_row_kernel[(triton.cdiv(outputs, tiles.block_n),)](
         x, values, scales, *epilogue.tensors, outputs, num_columns, epilogue.num_squares, epilogue.eps, epilogue.alpha,

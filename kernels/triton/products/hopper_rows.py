@@ -7,7 +7,7 @@ import torch
 from kernels.alternatives import HOPPER, TILES, serving_product
 from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight
 from kernels.triton.products.epilogue import Epilogue
-from kernels.triton.products.hopper_tiles import HopperTiles, choose_separate_tiles, weight_bits
+from kernels.triton.products.hopper_tiles import HopperTiles, supported_separate_tiles, weight_bits
 
 
 def launch(x: torch.Tensor, weight: Int8Weight | Fp8Weight | Int4Weight, epilogue: Epilogue, tiles: HopperTiles) -> None:
@@ -28,7 +28,7 @@ def multiply_few_rows(
 ) -> bool:
     """Writes x Wᵀ + bias to `out`, [M, N], and returns True if Hopper's kernels serve the product and store rows as they lie in
     `out`; otherwise returns False."""
-    tiles = choose_separate_tiles(x, weight, out.shape[1]) if out.is_contiguous() else None
+    tiles = supported_separate_tiles(x, weight, out.shape[1]) if out.is_contiguous() else None
     if tiles is None or serving_product(weight_bits(weight), x.shape[0], HOPPER, TILES) != HOPPER:
         return False
     assert x.stride(1) == 1, "rows of x are contiguous"

@@ -54,7 +54,7 @@ def occupies(block_n: int, num_outputs: int, multiprocessors: int) -> bool:
     return 8 * -(-num_outputs // block_n) >= 7 * multiprocessors
 
 
-def choose_tiles(
+def supported_tiles(
     x: torch.Tensor, weight: Int8Weight | Fp8Weight | Int4Weight, num_outputs: int, *, gated: bool = False
 ) -> HopperTiles | None:
     """The tiles of Hopper's kernels for x: [M, K], or None where another kernel serves it: on other cards, for more rows, rows
@@ -71,11 +71,13 @@ def choose_tiles(
     return tile_sizes(num_rows, num_outputs, count, gated=gated, bits=weight_bits(weight))
 
 
-def choose_separate_tiles(x: torch.Tensor, weight: Int8Weight | Fp8Weight | Int4Weight, num_outputs: int) -> HopperTiles | None:
-    """As `choose_tiles`, for a product that is not fused with norms: None for a head of 8 bits, too."""
+def supported_separate_tiles(
+    x: torch.Tensor, weight: Int8Weight | Fp8Weight | Int4Weight, num_outputs: int
+) -> HopperTiles | None:
+    """As `supported_tiles`, for a product that is not fused with norms: None for a head of 8 bits, too."""
     if not isinstance(weight, Int4Weight) and num_outputs >= HEAD_OUTPUTS_MIN:
         return None
-    return choose_tiles(x, weight, num_outputs)
+    return supported_tiles(x, weight, num_outputs)
 
 
 def weight_bits(weight: Int8Weight | Fp8Weight | Int4Weight) -> int:

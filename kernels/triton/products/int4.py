@@ -15,9 +15,11 @@ from kernels.triton.launching.early_launch import early_launch, wait_for_previou
 from kernels.triton.products.dequantised_slabs import multiply_slabs, takes_slabs
 from kernels.triton.products.hopper_rows import multiply_few_rows
 from kernels.triton.products.int4_codes import COLUMNS, RUN, RUNS, accumulate_int4, unpack_scales
-from kernels.triton.products.split_k import CONVERT, choose_splits, reduce_and_store, split_workspace
+from kernels.triton.products.split_k import CONVERT, SPLITS_MAX, choose_splits, reduce_and_store, split_workspace
 
 SPLIT_K_ROWS_MAX = 64
+OUTPUTS = 128
+"""Outputs per program, to amortise what a step costs besides its weights; in a gated program of both halves together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,18 +133,20 @@ def check_int4_rows(x: torch.Tensor) -> None:
 
 
 def int4_tiles(num_rows: int, num_outputs: int, num_columns: int, capability: int, multiprocessors: int) -> Int4Tiles:
-    """Tiles of 128 outputs, to amortise what a step costs besides its weights; 8 KiB of weights per step."""
+    """Tiles for a weight [N, K]. Those of few rows hold all of them, and their columns are split."""
     if num_rows > SPLIT_K_ROWS_MAX:
-        return Int4Tiles(128, 128, num_warps=8, num_stages=3) if capability == 90 else Int4Tiles(64, 128, 8, 3)
+        return Int4Tiles(128 if capability == 90 else 64, OUTPUTS, num_warps=8, num_stages=3)
     block_m = max(16, power_of_two(num_rows))
-    num_stages = (
-        (4 if block_m < SPLIT_K_ROWS_MAX else 3) if card(capability).is_small else (6 if block_m < SPLIT_K_ROWS_MAX else 4)
-    )
-    chunks = -(-num_columns // CHUNK_COLUMNS)
-    # A step takes some 350 instructions per warp; a multiprocessor hides them behind those of two other programs.
-    step_bytes = 128 * CHUNK_COLUMNS // 2
-    splits = choose_splits(-(-num_outputs // 128), chunks, multiprocessors, step_bytes, occupancy=CONVERT, splits_max=16)
-    return Int4Tiles(block_m, 128, num_warps=4, num_stages=num_stages, splits=splits)
+    low, high = (4, 3) if card(capability).is_small else (6, 4)  # loads in flight, fewer beside more rows of x
+    splits = int4_splits(-(-num_outputs // OUTPUTS), num_columns, multiprocessors, splits_max=16)
+    return Int4Tiles(block_m, OUTPUTS, num_warps=4, num_stages=low if block_m < SPLIT_K_ROWS_MAX else high, splits=splits)
+
+
+def int4_splits(output_tiles: int, num_columns: int, multiprocessors: int, *, splits_max: int = SPLITS_MAX) -> int:
+    """Splits of the columns of a tile of OUTPUTS outputs. A step reads 8 KiB of weights and takes some 350 instructions per
+    warp, which a multiprocessor hides behind those of two other programs."""
+    steps, step_bytes = -(-num_columns // CHUNK_COLUMNS), OUTPUTS * CHUNK_COLUMNS // 2
+    return choose_splits(output_tiles, steps, multiprocessors, step_bytes, occupancy=CONVERT, splits_max=splits_max)
 
 
 def _launch(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import torch
 from torch.nn import functional
@@ -10,11 +11,10 @@ from torch.nn import functional
 from kernels.fusible_products import FusibleProduct
 from kernels.operations import FUSED_ROWS_MAX
 from kernels.triton.launching.card_properties import capability, card, multiprocessors
-from kernels.triton.products.split_k import choose_splits, split_cost
-from kernels.triton.products.tiles import Tiles, launch
+from kernels.triton.products.tiles import Tiles, cheapest_tiles, launch
 
-# Columns of out and of x per step of a program (16 or 32 KiB of weights), and pipeline stages.
-CANDIDATES = ((64, 128, 6), (128, 128, 3))
+CANDIDATES = Tiles(16, 64, 128, num_warps=4, num_stages=6), Tiles(16, 128, 128, num_warps=4, num_stages=3)
+"""16 or 32 KiB of weights per step; warps are side by side over the outputs."""
 
 
 class PlainLinear(FusibleProduct):
@@ -52,28 +52,14 @@ def cublas(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out
 
 @functools.cache
 def skinny_tiles(num_outputs: int, num_columns: int, capability: int, multiprocessors: int, weight_bytes: int = 2) -> Tiles:
-    """The candidate with the lowest `split_cost`; the same for any number of rows."""
-
-    def cost_and_tiles(block_n: int, block_k: int, stages: int) -> tuple[float, Tiles]:
-        work = -(-num_outputs // block_n), -(-num_columns // block_k), multiprocessors, block_n * block_k * 2
-        splits = choose_splits(*work)
-        return split_cost(*work, splits), make_tiles(block_n, block_k, limit_stages(stages, capability, weight_bytes), splits)
-
-    return min((cost_and_tiles(*candidate) for candidate in tile_candidates(weight_bytes)), key=lambda pair: pair[0])[1]
+    """The cheapest of `skinny_candidates`; the same for any number of rows. Weights of 32 bits are split as those of 16."""
+    return cheapest_tiles(skinny_candidates(capability, weight_bytes), (num_outputs, num_columns), multiprocessors, 2)
 
 
-def tile_candidates(weight_bytes: int) -> tuple[tuple[int, int, int], ...]:
-    """CANDIDATES, for float32 without the wide tile, whose loads exceed the shared memory of some cards."""
-    return CANDIDATES if weight_bytes < 4 else CANDIDATES[:1]
-
-
-def make_tiles(block_n: int, block_k: int, stages: int, splits: int) -> Tiles:
-    """A tile of 16 rows with four warps, side by side over the outputs."""
-    return Tiles(16, block_n, block_k, num_warps=4, num_stages=stages, splits=splits)
-
-
-def limit_stages(stages: int, capability: int, weight_bytes: int) -> int:
-    """Limits the loads in flight on cards with 100 KiB of shared memory, and for float32 on all cards."""
+def skinny_candidates(capability: int, weight_bytes: int) -> list[Tiles]:
+    """CANDIDATES, with fewer loads in flight on cards with 100 KiB of shared memory; for float32 only the narrow tile, with
+    three, because more or wider loads exceed the shared memory of some cards."""
     if weight_bytes == 4:
-        return 3
-    return min(stages, 4) if card(capability).is_small else stages
+        return [replace(CANDIDATES[0], num_stages=3)]
+    stages_max = 4 if card(capability).is_small else 6
+    return [replace(tiles, num_stages=min(tiles.num_stages, stages_max)) for tiles in CANDIDATES]

@@ -7,7 +7,9 @@ sum, so that a scale costs nothing per weight. Those modules choose the tiles.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Self, TypeVar
 
 import torch
 import triton
@@ -15,7 +17,16 @@ import triton.language as tl
 
 from kernels.triton.launching.card_properties import power_of_two
 from kernels.triton.launching.early_launch import early_launch, wait_for_previous
-from kernels.triton.products.split_k import CONVERT, choose_splits, reduce_and_store, split_workspace
+from kernels.triton.products.split_k import (
+    CONVERT,
+    NUM_COUNTERS,
+    STREAM,
+    Occupancy,
+    choose_splits,
+    reduce_and_store,
+    split_cost,
+    split_workspace,
+)
 
 MEMORY_BOUND_ROWS_MAX = 64  # up to this many rows, reading the weights takes longer than multiplying
 GROUP_ROWS = 8  # row tiles computed together over the same columns, so that x and W stay in the L2 cache
@@ -32,8 +43,32 @@ class Tiles:
     num_stages: int
     splits: int = 1
 
-    def with_splits(self, splits: int) -> Tiles:
+    def with_splits(self, splits: int) -> Self:
         return replace(self, splits=splits)
+
+
+_Tiles = TypeVar("_Tiles", bound=Tiles)
+
+
+def cheapest_tiles(
+    candidates: Sequence[_Tiles],
+    weight_shape: Sequence[int],
+    multiprocessors: int,
+    column_bytes: int,
+    *,
+    occupancy: Occupancy = STREAM,
+) -> _Tiles:
+    """The candidate with the lowest `split_cost` for a weight [N, K], with its number of splits; the same for any number of
+    rows. column_bytes: read by a program per output and column."""
+    num_outputs, num_columns = weight_shape
+
+    def cost_and_tiles(tiles: _Tiles) -> tuple[float, _Tiles]:
+        output_tiles, steps = -(-num_outputs // tiles.block_n), -(-num_columns // tiles.block_k)
+        work = output_tiles, steps, multiprocessors, tiles.block_n * tiles.block_k * column_bytes
+        splits = choose_splits(*work, occupancy=occupancy)
+        return split_cost(*work, splits, occupancy=occupancy), tiles.with_splits(splits)
+
+    return min(map(cost_and_tiles, candidates), key=lambda pair: pair[0])[1]
 
 
 FLOAT32_FEW_ROWS = Tiles(16, 32, 64, num_warps=4, num_stages=4)
@@ -46,7 +81,6 @@ def byte_tiles(
 ) -> Tiles:
     """Tiles for 8-bit weights [N, K]. Up to 64 rows they are as low as possible, with 8 KiB of weights per step. `row_bytes`:
     bytes of an element of x. No matrix instruction multiplies 32-bit rows: for them registers are the limit."""
-    num_outputs, num_columns = weight_shape
     if row_bytes == 4:
         tiles = FLOAT32_FEW_ROWS if num_rows <= FLOAT32_FEW_ROWS.block_m else FLOAT32_MANY_ROWS
     elif num_rows > MEMORY_BOUND_ROWS_MAX:
@@ -54,10 +88,10 @@ def byte_tiles(
     else:
         block_m = max(16, power_of_two(num_rows))
         tiles = Tiles(block_m, 64, 128, num_warps=4, num_stages=6 if block_m == 16 else 4)
-    if num_rows > MEMORY_BOUND_ROWS_MAX:
+    num_tiles = -(-num_rows // tiles.block_m) * -(-weight_shape[0] // tiles.block_n)
+    if num_rows > MEMORY_BOUND_ROWS_MAX or num_tiles > NUM_COUNTERS:
         return tiles
-    work = -(-num_outputs // tiles.block_n), -(-num_columns // tiles.block_k), multiprocessors, tiles.block_n * tiles.block_k
-    return tiles.with_splits(choose_splits(*work, occupancy=CONVERT))
+    return cheapest_tiles([tiles], weight_shape, multiprocessors, 1, occupancy=CONVERT)
 
 
 @triton.jit

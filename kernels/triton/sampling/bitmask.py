@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK = 4096
-NUM_WARPS = 8
+BLOCK, NUM_WARPS = 4096, 8
+"""Logits of a program, 16 per thread, and its warps."""
 
 
 @triton.jit(do_not_specialize=["logits_stride", "masks_stride", "V"])

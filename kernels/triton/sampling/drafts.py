@@ -21,8 +21,8 @@ from kernels.gumbel import ACCEPT, NO_TOKEN, RESIDUAL
 from kernels.triton.launching.card_properties import multiprocessors, power_of_two
 from kernels.triton.sampling.gumbel import exponential_noise, key_uniform, noise_bits, noise_key
 
-BLOCK = 1024
-NUM_WARPS = 8
+BLOCK, NUM_WARPS = 1024, 8
+"""Probabilities of a step and warps of a program: each thread loads 16 bytes of p and of q."""
 _ACCEPT = tl.constexpr(ACCEPT)
 _RESIDUAL = tl.constexpr(RESIDUAL)
 _NO_TOKEN = tl.constexpr(NO_TOKEN)

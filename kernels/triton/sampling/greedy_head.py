@@ -94,7 +94,7 @@ def bind_greedy_head(weight: Weight) -> Callable[[torch.Tensor], torch.Tensor] |
     values, scales = values_and_scales(weight)
     if not isinstance(weight, torch.Tensor):
         row = torch.empty(1, values.shape[1], dtype=torch.bfloat16, device=values.device)
-        if hopper_tiles.choose_separate_tiles(row, weight, values.shape[0]) is not None:
+        if hopper_tiles.supported_separate_tiles(row, weight, values.shape[0]) is not None:
             return None
     weight_bytes, (num_tokens, num_columns) = values.element_size(), values.shape
     card_facts = capability(values.device), multiprocessors(values.device)

@@ -16,9 +16,9 @@ from kernels.triton.launching.card_properties import LOG2_E, power_of_two
 
 IDS_MIN = 32
 """The least number of tokens per row, if more than one, that `merge_logprobs` is compiled for: few variants serve all."""
-BLOCK = 2048
-_SPLIT_BLOCKS = 2  # for any number of rows, so that the order of a row's sum is fixed
-NUM_WARPS = 8
+BLOCK, NUM_WARPS = 2048, 8
+"""Logits of a step of a program, eight per thread, and its warps."""
+_SPLIT_BLOCKS = 2  # steps of a split, for any number of rows, so that the order of a row's sum is fixed
 _LOG2_E = tl.constexpr(LOG2_E)
 _LN_2 = tl.constexpr(1.0 / LOG2_E)
 

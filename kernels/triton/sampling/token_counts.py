@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 ROWS = 128
+"""Rows of a program of four warps, one per thread."""
 
 
 @triton.jit(do_not_specialize=["num_rows", "V"])

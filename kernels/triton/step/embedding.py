@@ -10,6 +10,7 @@ from kernels.triton.launching.card_properties import power_of_two
 from kernels.triton.launching.early_launch import early_launch, wait_for_previous
 
 BLOCK_MAX = 1024
+"""Columns of a program of four warps: eight per thread, 16 bytes in 16 bits."""
 
 
 @triton.jit

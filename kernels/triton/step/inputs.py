@@ -17,6 +17,7 @@ from kernels.triton.launching.early_launch import early_launch, wait_for_previou
 COLUMNS = 512
 """Entries of a block table per program: 8,192 tokens at 16 per block."""
 ROWS = 256
+"""Rows of a step of the single program that advances the slots."""
 
 
 @triton.jit

@@ -7,7 +7,7 @@ from itertools import product
 
 from kernels.attention_rows import AttentionShape
 from kernels.triton.attention.decode import split_kernel
-from kernels.triton.attention.splits import SPLIT_QUERIES, DecodeTiling, decode_tiling, query_rows, split_constants, tile_rows
+from kernels.triton.attention.splits import SPLIT_QUERIES, DecodeTiling, decode_tiling, padded_rows, query_rows, split_constants
 from kernels.triton.gate.attention.splits import SPILL_BYTES_MAX
 from kernels.triton.gate.compilation import CAPABILITIES, FP8_CAPABILITIES, TYPE_BYTES, Compilation
 
@@ -111,7 +111,7 @@ def _compilation(
             num_stages=tiling.num_stages,
             capabilities=tuple(numbers),
             tensor_cores=kv_bytes < 4,
-            small_tile=tile_rows(shape, max_query_len, kv_bytes) < 64,
+            small_tile=padded_rows(shape, max_query_len, kv_bytes) < 64,
             spill_bytes_max=SPILL_BYTES_WIDE if rotary or shape.head_dim > 128 else SPILL_BYTES_MAX,
             divisible=("q_stride", "block_stride"),
             registers_max=tiling.registers_max,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from kernels.triton.gate.compilation import Compilation
 from kernels.triton.gate.products.epilogue import LLAMA_8B, epilogue_types, squares_block
-from kernels.triton.products.fused_int4 import OUTPUTS, fused_int4_kernel, fused_int4_tiles
+from kernels.triton.products.fused_int4 import fused_int4_kernel, fused_int4_tiles
+from kernels.triton.products.int4 import OUTPUTS
 
 
 def compilations() -> list[Compilation]:

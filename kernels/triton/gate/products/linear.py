@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from kernels.triton.gate.compilation import TYPE_BYTES, Compilation
 from kernels.triton.gate.products.tiles import compilation
-from kernels.triton.products.linear import limit_stages, make_tiles, tile_candidates
+from kernels.triton.products.linear import skinny_candidates
 
 
 def compilations() -> list[Compilation]:
     """Every candidate, with and without splits, in the types that are served."""
     return [
         compilation(
-            f"linear_{dtype}_{block_n}x{block_k}_split{splits}_sm{capability}",
-            make_tiles(block_n, block_k, limit_stages(stages, capability, TYPE_BYTES[dtype]), splits),
+            f"linear_{dtype}_{tiles.block_n}x{tiles.block_k}_split{splits}_sm{capability}",
+            tiles.with_splits(splits),
             x=f"*{dtype}",
             weight=f"*{dtype}",
             capabilities=(capability,),
         )
         for dtype, cards in (("bf16", (80, 89, 90, 100)), ("fp16", (90,)), ("fp32", (89,)))
         for capability in cards
-        for block_n, block_k, stages in tile_candidates(TYPE_BYTES[dtype])
+        for tiles in skinny_candidates(capability, TYPE_BYTES[dtype])
         for splits in ((1, 2, 4, 8) if dtype != "fp32" else (8,))
     ]
