@@ -45,6 +45,12 @@ def test_all_settings_of_the_files_are_read(tmp_path: Path) -> None:
         (PROMPTS, {"default_prompt_name": "query", "prompts": ["query"]}, "default_prompt_name 'query' names no prompt"),
         (POOLING, {"include_prompt": False}, "include_prompt = false with a default prompt is not supported"),
         (POOLING, {"pooling_mode": [["mean"]]}, r"\['mean'\] is not supported; supported: one of mean, cls, lasttoken"),
+        (POOLING, {"pooling_mode": 5}, "pooling_mode must be a name or a list of names, not 5"),
+        (POOLING, {"pooling_mode": []}, " is not supported; supported: one of mean, cls, lasttoken"),
+        (POOLING, {"pooling_mode_cls_token": "true"}, "pooling_mode_cls_token must be true or false, not 'true'"),
+        (POOLING, {"include_prompt": "false"}, "include_prompt must be true or false, not 'false'"),
+        (LIMITS, {"do_lower_case": "false"}, "do_lower_case must be true or false, not 'false'"),
+        (LIMITS, {"do_lower_case": 1}, "do_lower_case must be true or false, not 1"),
         (
             MODULES,
             [{**FILES[MODULES][0], "path": "0_T"}, FILES[MODULES][1]],
