@@ -16,14 +16,12 @@ from safetensors.torch import load_file, save_file
 from engine import LLM, SamplingParams
 from engine.config.model import load_model_config
 from engine.config.quantization import parse_quantization
-from engine.config.stored_weights import GroupLayout, Int4Weights
 from engine.device import format_name
 from engine.errors import EngineConfigError, UnsupportedModel, WeightsError
 from engine.formats import check_formats
 from engine.options import EngineOptions
 from engine.quantization import on_the_fly
 from engine.quantization.kv_scales import KvScales
-from engine.quantization.stored_int4 import Int4Matrix
 from engine.verify import verify_model
 from engine.weights import WeightPlan
 from kernels import ops
@@ -248,20 +246,6 @@ def test_all_finite_fp8_codes_are_accepted(checkpoints: dict[str, layouts.Writte
 def test_gptq_without_g_idx_has_consecutive_groups(checkpoints: dict[str, layouts.WrittenCheckpoint], tmp_path: Path) -> None:
     without = layouts.damaged_copy(checkpoints["gptq"], tmp_path / "without", g_idx=None)
     assert torch.equal(llm_logprobs(without), llm_logprobs(checkpoints["gptq"].directory))
-
-
-def test_4_bit_weights_whose_rows_do_not_fill_their_words_are_refused_by_name() -> None:
-    stored = Int4Weights(layout=GroupLayout.COMPRESSED, group_size=32, zero_offset=0, has_zeros=False)
-    matrix, plan = Int4Matrix(12, 64, stored, device=torch.device("cpu")), WeightPlan()
-    matrix.plan(plan, "layer.q_proj")
-    for last, tensor in {"packed": torch.zeros(12, 8, dtype=torch.int32), "scale": torch.ones(12, 2)}.items():
-        destination = plan.destinations[f"layer.q_proj.weight_{last}"]
-        assert not isinstance(destination, torch.Tensor)
-        destination.load(tensor)
-    with pytest.raises(
-        WeightsError, match=r"the 4-bit weights of layer\.q_proj cannot be used: zeros are \[2, 16\], expected \[2, 12\]"
-    ):
-        matrix.join([], None)
 
 
 @pytest.mark.parametrize(
