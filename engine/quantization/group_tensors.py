@@ -26,8 +26,8 @@ class GroupTensors:
     `scales` [G, N] and `order` [K] or None are in GPTQ's layout, c codes in each word; those of AWQ in its own, with `codes`
     [K, N / c].
 
-    compressed-tensors stores the same words with rows and columns exchanged. Raises `WeightsError`, naming the module, for sizes
-    whose codes do not fill their words.
+    compressed-tensors stores the same words with rows and columns exchanged. Raises `WeightsError`, naming the module,
+    for sizes whose codes do not fill their words.
     """
 
     def __init__(self, module: str, rows: int, columns: int, stored: GroupWeights, *, device: torch.device) -> None:

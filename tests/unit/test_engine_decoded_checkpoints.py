@@ -328,6 +328,11 @@ INFINITE = torch.full((64, 2), float("inf"), dtype=torch.float16)
         ("blocks", {"weight_scale_inv": torch.full((2, 2), float("inf"))}, "weight_scale_inv holds scales that are not finite"),
         ("blocks", {"weight_scale_inv": torch.full((2, 2), -1.0)}, "weight_scale_inv holds negative scales"),
         ("blocks", {"weight_scale_inv": torch.ones(2, 2).int()}, "weight_scale_inv is torch.int32, expected a floating-point"),
+        (
+            "blocks",
+            {"weight_scale_inv": torch.ones(2, 2).to(torch.float8_e8m0fnu)},
+            "weight_scale_inv is torch.float8_e8m0fnu, expected torch.float32",
+        ),
         ("gptq-8", {"qweight": torch.ones(8, 64).int()}, r"q_proj.qweight has shape \(8, 64\), expected \(16, 64\)"),
         ("gptq-8", {"qzeros": None}, "1 tensor is missing: .*q_proj.qzeros"),
         ("gptq-8", {"scales": torch.full((2, 64), float("nan"))}, "q_proj.scales holds scales that are not finite"),

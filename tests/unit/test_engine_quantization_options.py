@@ -191,6 +191,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, layouts.W
             "q_proj.weight_scale holds scales that are not finite",
         ),
         ("fp8", {"weight_scale": torch.tensor(-1.0)}, "q_proj.weight_scale holds negative scales"),
+        *(
+            ("fp8", {"weight_scale": torch.tensor(1.0).to(dtype)}, f"weight_scale is {dtype}, expected a .* of 16 bits or more")
+            for dtype in (torch.int32, torch.bool, torch.float8_e4m3fn)
+        ),
         ("awq", {"scales": torch.full((2, 64), float("inf"))}, "q_proj.scales holds scales that are not finite"),
         ("fp8", {"weight": torch.ones(64, 64)}, "q_proj.weight is torch.float32, expected torch.float8_e4m3fn"),
         ("fp8", {"weight": torch.ones(64, 64, dtype=torch.int8)}, "q_proj.weight is torch.int8, expected a floating-point"),
