@@ -264,7 +264,7 @@ def test_scales_of_keys_and_values_that_a_checkpoint_lacks_are_one(stored: dict[
     for name, number in stored.items():
         load_scale(plan, name, torch.tensor([number]))
     assert scales.values.tolist() == values
-    assert scales.calibrated == [value != 1.0 for value in values]
+    assert scales.stored == [None if value == 1.0 else value for value in values]
 
 
 def test_scales_of_single_heads_are_refused_for_keys_and_values() -> None:
@@ -272,6 +272,16 @@ def test_scales_of_single_heads_are_refused_for_keys_and_values() -> None:
     KvScales(torch.device("cpu")).plan(plan, "layer")
     with pytest.raises(WeightsError, match=r"has shape \(8,\), expected one number for all heads"):
         load_scale(plan, "k_scale", torch.ones(8))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_scale_under_two_names_must_be_the_same_number(device: str) -> None:
+    plan = WeightPlan()
+    KvScales(torch.device(device)).plan(plan, "layer")
+    load_scale(plan, "k_scale", torch.tensor(0.25))
+    load_scale(plan, "attn.k_scale", torch.tensor([0.25]))
+    with pytest.raises(WeightsError, match=r"is 0\.5, but under another name it is 0\.25"):
+        load_scale(plan, "kv_scale", torch.tensor(0.5))
 
 
 def load_scale(plan: WeightPlan, name: str, scale: torch.Tensor) -> None:
