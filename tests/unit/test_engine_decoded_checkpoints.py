@@ -327,7 +327,7 @@ INFINITE = torch.full((64, 2), float("inf"), dtype=torch.float16)
         ("blocks", {"weight_scale_inv": torch.full((2, 2), float("nan"))}, "weight_scale_inv holds scales that are not finite"),
         ("blocks", {"weight_scale_inv": torch.full((2, 2), float("inf"))}, "weight_scale_inv holds scales that are not finite"),
         ("blocks", {"weight_scale_inv": torch.full((2, 2), -1.0)}, "weight_scale_inv holds negative scales"),
-        ("blocks", {"weight_scale_inv": torch.ones(2, 2).int()}, "weight_scale_inv is torch.int32, expected a floating-point"),
+        ("blocks", {"weight_scale_inv": torch.ones(2, 2).int()}, "weight_scale_inv is torch.int32, expected torch.float32"),
         (
             "blocks",
             {"weight_scale_inv": torch.ones(2, 2).to(torch.float8_e8m0fnu)},

@@ -197,7 +197,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, layouts.W
         ),
         ("awq", {"scales": torch.full((2, 64), float("inf"))}, "q_proj.scales holds scales that are not finite"),
         ("fp8", {"weight": torch.ones(64, 64)}, "q_proj.weight is torch.float32, expected torch.float8_e4m3fn"),
-        ("fp8", {"weight": torch.ones(64, 64, dtype=torch.int8)}, "q_proj.weight is torch.int8, expected a floating-point"),
+        ("fp8", {"weight": torch.ones(64, 64, dtype=torch.int8)}, "q_proj.weight is torch.int8, expected torch.float8_e4m3fn"),
         ("awq", {"qweight": torch.ones(64, 8)}, "q_proj.qweight is torch.float32, expected torch.int32 with eight codes"),
         ("awq", {"qweight": torch.ones(8, 64, dtype=torch.int32)}, r"q_proj.qweight has shape \(8, 64\), expected \(64, 8\)"),
         ("awq", {"qzeros": None}, "1 tensor is missing: .*q_proj.qzeros"),
