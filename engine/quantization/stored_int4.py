@@ -45,12 +45,13 @@ class Int4Matrix:
 
     def _pack(self) -> ops.Int4Weight:
         if self._packed is None:
-            self._packed = self._pack_layout(self._stored.group_size or -1)
+            self._packed = self._pack_layout()
             self._tensors.release()
         return self._packed
 
-    def _pack_layout(self, group_size: int) -> ops.Int4Weight:
+    def _pack_layout(self) -> ops.Int4Weight:
         codes, zeros, scales = self._tensors.codes, self._tensors.zeros, self._tensors.scales
+        group_size = self._stored.group_size or -1
         if self._stored.layout is GroupLayout.AWQ:
             return ops.pack_awq(codes, zeros, scales, group_size)
         minus_one = self._stored.zero_offset == 1
