@@ -15,6 +15,7 @@ from engine.errors import WeightsError
 from engine.quantization.checkpoint import CheckpointStorage
 from engine.quantization.decoding import DecodedCheckpoint
 from engine.quantization.on_the_fly import OnTheFlyStorage
+from engine.quantization.products import StaticFp8Product, StaticFp8Products
 from engine.weights import LinearStorage, StoredLinear, WeightPlan, load_weights
 from kernels import ops
 from tests.support import hub_checkpoints as hub
@@ -109,7 +110,7 @@ def test_a_fused_module_multiplies_by_the_matrices_that_its_parts_stand_for(kind
     torch.manual_seed(seed)
     layout = random_layout(kind, draw)
     columns = draw.choice([128, 256, 384])
-    modules = [(f"layers.{'part' * (1 + i)}", draw.choice([8, 16, 72, 136])) for i in range(draw.randint(1, 4))]
+    modules = [(f"{i}.{draw.choice(['k_proj', 'v_proj'])}", draw.choice([8, 16, 72, 136])) for i in range(draw.randint(1, 4))]
     plain = {name for name, _ in modules[1:] if draw.random() < 0.3}
     has_bias = draw.random() < 0.5
     biased = {name for name, _ in modules if has_bias or draw.random() < 0.3}
@@ -159,3 +160,13 @@ def test_matrices_whose_codes_do_not_fill_their_words_are_refused_by_name(
     message = f"layer has {rows} outputs and {columns} inputs: with {bits} bits, multiples of {multiple} are supported"
     with pytest.raises(WeightsError, match=message):
         plan_of(storage, [("layer", rows)], columns)
+
+
+@pytest.mark.parametrize(("last", "product"), [("k_proj", StaticFp8Product), ("v_proj", StaticFp8Products)])
+def test_neighbours_with_equal_input_scales_are_one_product(last: str, product: type, tmp_path: Path) -> None:
+    layout = layouts.fp8(per_row=False, activations="static", compressed=False)
+    modules, tensors = [("0.q_proj", 16), (f"0.{last}", 8)], {}
+    for name, rows in modules:
+        stored, _ = layout.store(name, torch.randn(rows, 64))
+        tensors |= {f"{name}.{last_part}": each for last_part, each in stored.items()}
+    assert type(read(tensors, weights_of(layout), modules, 64, tmp_path).pack(ops.pack_linear)) is product
