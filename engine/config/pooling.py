@@ -65,7 +65,7 @@ def _module_types(path: Path) -> list[str]:
         raise NotAModelDirectory(f"{path} must hold a list of modules with a type each")
     if modules and modules[0].get("path"):
         raise UnsupportedModel(f"{path}: a transformer in the folder {modules[0]['path']!r} is not supported; give that folder")
-    return [module["type"].rsplit(".", maxsplit=1)[-1] for module in modules]
+    return [module["type"].rpartition(".")[2] for module in modules]
 
 
 def _mode(pooling: JsonObject) -> str:

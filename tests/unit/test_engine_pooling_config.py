@@ -116,3 +116,7 @@ def test_odd_values_raise_nothing_but_model_errors(name: str, tmp_path: Path) ->
 def test_modules_without_types_are_refused(modules: Any, tmp_path: Path) -> None:
     with pytest.raises(NotAModelDirectory, match="must hold a list of modules with a type each"):
         load(tmp_path, {MODULES: modules})
+
+
+def test_the_longest_text_may_be_one_token(tmp_path: Path) -> None:
+    assert load(tmp_path, {LIMITS: {"max_seq_length": 1}}).max_len == 1
