@@ -165,7 +165,8 @@ def test_matrices_whose_codes_do_not_fill_their_words_are_refused_by_name(
 @pytest.mark.parametrize(("last", "product"), [("k_proj", StaticFp8Product), ("v_proj", StaticFp8Products)])
 def test_neighbours_with_equal_input_scales_are_one_product(last: str, product: type, tmp_path: Path) -> None:
     layout = layouts.fp8(per_row=False, activations="static", compressed=False)
-    modules, tensors = [("0.q_proj", 16), (f"0.{last}", 8)], {}
+    modules = [("0.q_proj", 16), (f"0.{last}", 8)]
+    tensors: dict[str, torch.Tensor] = {}
     for name, rows in modules:
         stored, _ = layout.store(name, torch.randn(rows, 64))
         tensors |= {f"{name}.{last_part}": each for last_part, each in stored.items()}
