@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine.config.quantization import parse_quantization
-from engine.config.stored_weights import MultipliedWeights, StoredWeights
+from engine.config.stored_weights import Fp8BlockWeights, MultipliedWeights, StoredWeights
 from engine.errors import WeightsError
 from engine.quantization.checkpoint import CheckpointStorage
 from engine.quantization.decoding import DecodedCheckpoint
@@ -76,10 +76,15 @@ def weights_of(layout: layouts.Layout) -> StoredWeights:
 
 
 def plan_of(
-    storage: LinearStorage, modules: list[tuple[str, int]], columns: int, *, bias: bool = False
+    storage: LinearStorage,
+    modules: list[tuple[str, int]],
+    columns: int,
+    *,
+    bias: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[StoredLinear, WeightPlan]:
     """A fused module, and what must be read for it."""
-    linear = storage.linear(modules, columns, bias=bias, dtype=torch.float32, device=torch.device("cpu"))
+    linear = storage.linear(modules, columns, bias=bias, dtype=dtype, device=torch.device("cpu"))
     assert linear is not None
     plan = WeightPlan(storage=storage)
     linear.plan(plan)
@@ -171,3 +176,23 @@ def test_neighbours_with_equal_input_scales_are_one_product(last: str, product: 
         stored, _ = layout.store(name, torch.randn(rows, 64))
         tensors |= {f"{name}.{last_part}": each for last_part, each in stored.items()}
     assert type(read(tensors, weights_of(layout), modules, 64, tmp_path).pack(ops.pack_linear)) is product
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decoded_matrices_are_packed_in_the_format_of_the_computation(dtype: torch.dtype, tmp_path: Path) -> None:
+    layout = hub.fp8_blocks()
+    packed: list[torch.Tensor] = []
+
+    def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> ops.LinearKernel:
+        packed.append(weight)
+        return ops.pack_linear(weight, bias)
+
+    stored, meaning = layout.store("layer", torch.randn(8, 64))
+    tensors = {f"layer.{last}": each for last, each in stored.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    weights = weights_of(layout)
+    assert isinstance(weights, Fp8BlockWeights)
+    storage = OnTheFlyStorage(pack, ops.pack_linear, DecodedCheckpoint(weights, set(tensors)))
+    _, plan = plan_of(storage, [("layer", 8)], 64, dtype=dtype)
+    load_weights(tmp_path, plan, progress=lambda _: None)
+    assert torch.equal(packed[0], meaning.to(dtype))
