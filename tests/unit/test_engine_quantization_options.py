@@ -180,6 +180,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, layouts.W
         ),
         ("fp8", {"input_scale": torch.tensor(0.0)}, "q_proj.input_scale is zero"),
         ("fp8", {"input_scale": None}, "1 tensor is missing: .*q_proj.input_scale"),
+        ("fp8", {"input_scale": torch.ones(2)}, r"q_proj.input_scale has shape \(2,\), expected one number; blocks are"),
         (
             "fp8",
             {"weight_scale": torch.ones(2, 2)},
