@@ -233,8 +233,6 @@ def copy_checked(destination: torch.Tensor, tensor: torch.Tensor) -> None:
     """
     if tensor.shape != destination.shape:
         raise WeightsError(f"has shape {tuple(tensor.shape)}, expected {tuple(destination.shape)} by config.json")
-    if destination.is_floating_point() and not tensor.is_floating_point():
-        raise WeightsError(f"is {tensor.dtype}, expected a floating-point type")
     if tensor.dtype != destination.dtype and not (_is_number(tensor.dtype) and _is_number(destination.dtype)):
         raise WeightsError(
             f"is {tensor.dtype}, expected {destination.dtype}; config.json and the scales must describe quantised weights"
@@ -252,7 +250,7 @@ def _check_tied(plan: WeightPlan, name: str, tensor: torch.Tensor, directory: Pa
     destination = plan.destinations[plan.tied[name]]
     assert isinstance(destination, torch.Tensor), "tied tensors are plain"
     expected = _stored_tensor(directory, plan, plan.tied[name]).to(destination.dtype) if destination.is_meta else destination
-    if tensor.shape != expected.shape or not torch.equal(tensor.to(device=expected.device, dtype=expected.dtype), expected):
+    if not torch.equal(tensor.to(device=expected.device, dtype=expected.dtype), expected):
         raise WeightsError(f"tie_word_embeddings is set, but {name} differs from {plan.tied[name]}")
 
 

@@ -46,6 +46,12 @@ def load_encoder_config(directory: Path) -> EncoderConfig:
     hidden_size, num_heads = positive(config, "hidden_size"), positive(config, "num_attention_heads")
     if hidden_size % num_heads:
         raise UnsupportedModel(f"hidden_size ({hidden_size}) must be a multiple of num_attention_heads ({num_heads})")
+    num_positions = positive(config, "max_position_embeddings")
+    first_position = 0 if architecture == "BertModel" else _padding_id(config) + 1
+    if first_position >= num_positions:
+        raise UnsupportedModel(
+            f"max_position_embeddings ({num_positions}) must be larger than pad_token_id ({first_position - 1}) + 1"
+        )
     return EncoderConfig(
         architecture=architecture,
         vocab_size=positive(config, "vocab_size"),
@@ -55,8 +61,8 @@ def load_encoder_config(directory: Path) -> EncoderConfig:
         num_heads=num_heads,
         head_dim=hidden_size // num_heads,
         layer_norm_eps=number(config, "layer_norm_eps", 1e-12),
-        num_positions=positive(config, "max_position_embeddings"),
-        first_position=0 if architecture == "BertModel" else _padding_id(config) + 1,
+        num_positions=num_positions,
+        first_position=first_position,
         num_token_types=positive(config, "type_vocab_size"),
         activation=str(config.get("hidden_act", "gelu")),
         torch_dtype=stored_dtype(config),

@@ -7,12 +7,11 @@ Knows no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from engine.config.model import read_json, read_json_value
+from engine.config.values import JsonObject, flag
 from engine.errors import NotAModelDirectory, UnsupportedModel
 from engine.number_checks import is_integer
 
@@ -55,7 +54,8 @@ def load_pooling_config(directory: Path, *, default_mode: str) -> PoolingConfig:
         )
     pooling = read_json(directory / "1_Pooling" / "config.json")
     config = PoolingConfig(mode=_mode(pooling), normalised="Normalize" in types)
-    return _with_prompt(_with_limits(config, directory), directory, included=bool(pooling.get("include_prompt", True)))
+    included = flag(pooling, "include_prompt", default=True, file="1_Pooling")
+    return _with_prompt(_with_limits(config, directory), directory, included=included)
 
 
 def _module_types(path: Path) -> list[str]:
@@ -65,16 +65,18 @@ def _module_types(path: Path) -> list[str]:
         raise NotAModelDirectory(f"{path} must hold a list of modules with a type each")
     if modules and modules[0].get("path"):
         raise UnsupportedModel(f"{path}: a transformer in the folder {modules[0]['path']!r} is not supported; give that folder")
-    return [module["type"].rsplit(".", maxsplit=1)[-1] for module in modules]
+    return [module["type"].rpartition(".")[2] for module in modules]
 
 
-def _mode(pooling: Mapping[str, Any]) -> str:
+def _mode(pooling: JsonObject) -> str:
     """Exactly one way of pooling; several are concatenated by sentence-transformers, and refused here."""
     named = pooling.get("pooling_mode")
-    flags = [key for key, value in pooling.items() if key.startswith("pooling_mode_") and value is True]
-    names = flags or ["mean"]
-    if isinstance(named, str | list):
-        names = [named] if isinstance(named, str) else named
+    if named is None:
+        keys = [key for key in pooling if key.startswith("pooling_mode_")]
+        named = [key for key in keys if flag(pooling, key, file="1_Pooling")] or "mean"
+    if not isinstance(named, str | list):
+        raise UnsupportedModel(f"1_Pooling: pooling_mode must be a name or a list of names, not {named!r}")
+    names = [named] if isinstance(named, str) else named
     modes = [MODE_OF.get(str(name)) for name in names]
     if len(modes) != 1 or modes[0] is None:
         raise UnsupportedModel(
@@ -91,7 +93,7 @@ def _with_limits(config: PoolingConfig, directory: Path) -> PoolingConfig:
     max_len = settings.get("max_seq_length")
     if max_len is not None and (not is_integer(max_len) or max_len < 1):
         raise UnsupportedModel(f"{path}: max_seq_length must be a positive integer or null, not {max_len!r}")
-    return replace(config, max_len=max_len, lowercase=bool(settings.get("do_lower_case", False)))
+    return replace(config, max_len=max_len, lowercase=flag(settings, "do_lower_case", file=str(path)))
 
 
 def _with_prompt(config: PoolingConfig, directory: Path, *, included: bool) -> PoolingConfig:

@@ -5,6 +5,8 @@ Which modules are quantised is not read here: the tensors in the files decide, n
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from engine.config.compressed_tensors import check_kv_scheme, parse_compressed, read_block
 from engine.config.quantization_keys import KEY, group_size, refusal, require_one_of
 from engine.config.stored_weights import (
@@ -20,8 +22,6 @@ from engine.config.stored_weights import (
 from engine.config.values import JsonObject, flag, mapping
 from engine.errors import UnsupportedModel
 
-METHODS = ("fp8", "compressed-tensors", "awq", "gptq", "modelopt")
-
 
 def parse_quantization(config: JsonObject) -> CheckpointQuantization | None:
     """The checked form of `quantization_config`, None without one. Raises `UnsupportedModel` with the key and the supported
@@ -32,14 +32,16 @@ def parse_quantization(config: JsonObject) -> CheckpointQuantization | None:
             raise UnsupportedModel(f"config.json: compression_config is not read; supported: the same under {KEY}")
         return None
     method = settings.get("quant_method")
-    if method not in METHODS:
-        raise refusal("quant_method", method, ", ".join(METHODS))
-    return CheckpointQuantization(method=method, weights=_weights(method, settings))
-
-
-def _weights(method: str, settings: JsonObject) -> StoredWeights:
-    parsers = {"fp8": _fp8, "compressed-tensors": parse_compressed, "awq": _awq, "gptq": _gptq, "modelopt": _modelopt}
-    return parsers[method](settings)
+    parsers: dict[str, Callable[[JsonObject], StoredWeights]] = {
+        "fp8": _fp8,
+        "compressed-tensors": parse_compressed,
+        "awq": _awq,
+        "gptq": _gptq,
+        "modelopt": _modelopt,
+    }
+    if not isinstance(method, str) or method not in parsers:
+        raise refusal("quant_method", method, ", ".join(parsers))
+    return CheckpointQuantization(method=method, weights=parsers[method](settings))
 
 
 def _fp8(settings: JsonObject) -> Fp8Weights | Fp8BlockWeights:

@@ -40,13 +40,13 @@ def number(config: JsonObject, key: str, default: float | None = None) -> float:
     return float(value)
 
 
-def flag(config: JsonObject, key: str, *, default: bool = False) -> bool:
-    """True or false; `default` where the key is missing or null. Raises `UnsupportedModel`."""
+def flag(config: JsonObject, key: str, *, default: bool = False, file: str = "config.json") -> bool:
+    """True or false; `default` where the key is missing or null. Raises `UnsupportedModel`, naming `file` and the key."""
     value = config.get(key)
     if value is None:
         return default
     if not isinstance(value, bool):
-        raise UnsupportedModel(f"config.json: {key} must be true or false, not {value!r}")
+        raise UnsupportedModel(f"{file}: {key} must be true or false, not {value!r}")
     return value
 
 

@@ -83,7 +83,7 @@ class Attention:
         """Keep keys and values in 8 bits from now on. Returns whether their scales came from the checkpoint; else they are
         one."""
         self.kv_scales = self._stored_kv_scales.values
-        return all(self._stored_kv_scales.calibrated)
+        return None not in self._stored_kv_scales.stored
 
     def pack(self, packer: ops.LinearPacker = ops.pack_linear) -> None:
         self._qkv.pack(packer)

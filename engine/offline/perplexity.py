@@ -20,6 +20,7 @@ from engine.text.tokenizer import Tokenizer
 
 TEXT = Path(__file__).with_name("perplexity_text.txt")
 WINDOW_TOKENS = 512
+CONTEXT_MIN = 3  # a token, the one that it predicts, and the one that the engine generates
 LOG_MAX = 700.0  # e to more than 709 is no floating-point number
 
 
@@ -86,8 +87,12 @@ def text_tokens(directory: Path) -> list[int]:
 
 
 def window_tokens(directory: Path) -> int:
-    """Tokens of a window: as many as the context has, less one position for the token that the engine generates."""
-    return min(WINDOW_TOKENS, load_model_config(directory).max_position_len - 1)
+    """Tokens of a window: as many as the context has, less one position for the token that the engine generates. Raises
+    `ModelError` for a context in which no token has one before it."""
+    context = load_model_config(directory).max_position_len
+    if context < CONTEXT_MIN:
+        raise ModelError(f"{directory} has no perplexity: its context is {context}, at least {CONTEXT_MIN} tokens are needed")
+    return min(WINDOW_TOKENS, context - 1)
 
 
 def windows_of(tokens: Sequence[int], size: int) -> list[list[int]]:

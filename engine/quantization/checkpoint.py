@@ -72,18 +72,18 @@ class CheckpointStorage:
         matrices: list[tuple[str, int, StoredMatrix | torch.Tensor]] = []
         for module, rows in modules:
             if self._names.is_quantised(module):
-                matrices.append((module, rows, self._stored_matrix(rows, columns, device)))
+                matrices.append((module, rows, self._stored_matrix(module, rows, columns, device)))
             else:
                 matrices.append((module, rows, torch.empty(rows, columns, dtype=dtype, device=device)))
         biased = self._names.biased(modules, bias=bias)
         return StackedMatrices(matrices, columns, biased, dtype=dtype, device=device, row_invariant=self._row_invariant)
 
-    def _stored_matrix(self, rows: int, columns: int, device: torch.device) -> StoredMatrix:
+    def _stored_matrix(self, module: str, rows: int, columns: int, device: torch.device) -> StoredMatrix:
         if isinstance(self._weights, Fp8Weights):
             return Fp8Matrix(rows, columns, self._weights.activations, device=device)
         if isinstance(self._weights, Int8Weights):
             return Int8Matrix(rows, columns, self._weights, device=device)
-        return Int4Matrix(rows, columns, self._weights, device=device)
+        return Int4Matrix(module, rows, columns, self._weights, device=device)
 
 
 class StackedMatrices:

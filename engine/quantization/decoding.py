@@ -37,11 +37,11 @@ class DecodedCheckpoint:
         self._weights = weights
         self.names = CheckpointNames(names, weights.marker)
 
-    def matrix(self, rows: int, columns: int, device: torch.device) -> EncodedMatrix:
-        """A quantised matrix of this checkpoint."""
+    def matrix(self, module: str, rows: int, columns: int, device: torch.device) -> EncodedMatrix:
+        """A quantised matrix of this checkpoint. Raises `WeightsError` for sizes that its form cannot have."""
         if isinstance(self._weights, Fp8BlockWeights):
             return Fp8BlockMatrix(rows, columns, self._weights, device=device)
-        return GroupTensors(rows, columns, self._weights, device=device)
+        return GroupTensors(module, rows, columns, self._weights, device=device)
 
 
 class Fp8BlockMatrix:

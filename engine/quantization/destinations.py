@@ -48,7 +48,7 @@ def checked_scales(tensor: torch.Tensor) -> torch.Tensor:
 def finite_scales(tensor: torch.Tensor) -> torch.Tensor:
     """In float32. Raises `WeightsError`, without the name of the tensor, unless all are finite."""
     if not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
-        raise WeightsError(f"is {tensor.dtype}, expected a floating-point type")
+        raise WeightsError(f"is {tensor.dtype}, expected a floating-point type of 16 bits or more")
     numbers = tensor.float()
     if not bool(numbers.isfinite().all()):
         raise WeightsError("holds scales that are not finite")

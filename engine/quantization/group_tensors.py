@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine.config.stored_weights import GroupLayout, GroupWeights
+from engine.errors import WeightsError
 from engine.quantization.destinations import CodesDestination, GroupScalesDestination, OrderDestination, ShapeDestination
 from engine.weights import Destination
 
@@ -25,12 +26,19 @@ class GroupTensors:
     `scales` [G, N] and `order` [K] or None are in GPTQ's layout, c codes in each word; those of AWQ in its own, with `codes`
     [K, N / c].
 
-    compressed-tensors stores the same words with rows and columns exchanged.
+    compressed-tensors stores the same words with rows and columns exchanged. Raises `WeightsError`, naming the module,
+    for sizes whose codes do not fill their words.
     """
 
-    def __init__(self, rows: int, columns: int, stored: GroupWeights, *, device: torch.device) -> None:
+    def __init__(self, module: str, rows: int, columns: int, stored: GroupWeights, *, device: torch.device) -> None:
         self._shape, self._stored, self._device = (rows, columns), stored, device
         codes_per_word = WORD_BITS // stored.bits
+        size = rows if stored.layout is GroupLayout.AWQ else columns
+        if size % codes_per_word or (stored.bits == 4 and rows % codes_per_word):
+            raise WeightsError(
+                f"{module} has {rows} outputs and {columns} inputs: with {stored.bits} bits, multiples of {codes_per_word} are "
+                "supported"
+            )
         num_groups = 1 if stored.group_size is None else -(-columns // stored.group_size)
         self._zeros_shape = (num_groups, -(-rows // codes_per_word))
         words, scales_shape = (columns // codes_per_word, rows), (num_groups, rows)

@@ -18,12 +18,12 @@ NAMES = (
 
 
 class KvScales:
-    """`values`: [2] float32, of keys and of values; a cache of 8 bits holds value / scale. `calibrated`: which of the two the
-    checkpoint has."""
+    """`values`: [2] float32, of keys and of values; a cache of 8 bits holds value / scale. `stored`: those of the two that
+    the checkpoint has."""
 
     def __init__(self, device: torch.device) -> None:
         self.values = torch.ones(2, dtype=torch.float32, device=device)
-        self.calibrated = [False, False]
+        self.stored: list[float | None] = [None, None]
 
     def plan(self, plan: WeightPlan, prefix: str) -> None:
         """A checkpoint may hold them under any of the names, or not at all."""
@@ -32,9 +32,11 @@ class KvScales:
                 plan.add(f"{prefix}.{name}", _KvScaleDestination(self, (index,)), optional=True)
         plan.add(f"{prefix}.kv_scale", _KvScaleDestination(self, (0, 1)), optional=True)
 
-    def set(self, index: int, scale: torch.Tensor) -> None:
-        self.values[index] = scale
-        self.calibrated[index] = True
+    def set(self, index: int, scale: float) -> None:
+        """Raises `WeightsError` if the checkpoint has another one under another name."""
+        if self.stored[index] not in (None, scale):
+            raise WeightsError(f"is {scale:g}, but under another name it is {self.stored[index]:g}")
+        self.values[index] = self.stored[index] = scale
 
 
 class _KvScaleDestination(Destination):
@@ -44,8 +46,8 @@ class _KvScaleDestination(Destination):
     def load(self, tensor: torch.Tensor) -> None:
         if tensor.numel() != 1:
             raise WeightsError(f"has shape {tuple(tensor.shape)}, expected one number for all heads")
-        number = checked_scales(tensor).reshape(())
-        if not bool(number > 0):
+        number = float(checked_scales(tensor))
+        if not number:
             raise WeightsError("is zero")
         for index in self._indices:
             self._scales.set(index, number)

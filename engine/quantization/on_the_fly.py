@@ -110,7 +110,7 @@ class PackedOnLoad:
         for module, rows in self._modules:
             num_bytes = rows * columns * self._element_bytes
             if self._checkpoint is not None and self._checkpoint.names.is_quantised(module):
-                encoded = self._checkpoint.matrix(rows, columns, self._device)
+                encoded = self._checkpoint.matrix(module, rows, columns, self._device)
                 decoded = DecodedRows(encoded, rows * columns, num_bytes, partial(self.fill, start, rows))
                 decoded.plan(plan, module, self._checkpoint.names)
             else:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from engine.config.stored_weights import GroupLayout, Int4Weights
-from engine.errors import WeightsError
 from engine.quantization.group_tensors import GroupTensors
 from engine.weights import WeightPlan
 from kernels import ops
@@ -19,13 +18,12 @@ class Int4Matrix:
     """[rows, columns] as (code - zero) · scale. The layouts are those of the methods' own packers: see `kernels.ops.pack_awq`
     and `pack_gptq`, which read them."""
 
-    def __init__(self, rows: int, columns: int, stored: Int4Weights, *, device: torch.device) -> None:
-        self._stored, self._module = stored, ""
-        self._tensors = GroupTensors(rows, columns, stored, device=device)
+    def __init__(self, module: str, rows: int, columns: int, stored: Int4Weights, *, device: torch.device) -> None:
+        self._stored = stored
+        self._tensors = GroupTensors(module, rows, columns, stored, device=device)
         self._packed: ops.Int4Weight | None = None
 
     def plan(self, plan: WeightPlan, module: str) -> None:
-        self._module = module
         for last, destination in self._tensors.destinations().items():
             plan.add(f"{module}.{last}", destination, optional=last in self._tensors.optional)
 
@@ -47,15 +45,13 @@ class Int4Matrix:
 
     def _pack(self) -> ops.Int4Weight:
         if self._packed is None:
-            try:
-                self._packed = self._pack_layout(self._stored.group_size or -1)
-            except ValueError as error:
-                raise WeightsError(f"the 4-bit weights of {self._module} cannot be used: {error}") from error
+            self._packed = self._pack_layout()
             self._tensors.release()
         return self._packed
 
-    def _pack_layout(self, group_size: int) -> ops.Int4Weight:
+    def _pack_layout(self) -> ops.Int4Weight:
         codes, zeros, scales = self._tensors.codes, self._tensors.zeros, self._tensors.scales
+        group_size = self._stored.group_size or -1
         if self._stored.layout is GroupLayout.AWQ:
             return ops.pack_awq(codes, zeros, scales, group_size)
         minus_one = self._stored.zero_offset == 1

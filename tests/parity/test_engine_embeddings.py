@@ -263,6 +263,11 @@ def test_a_batch_invariant_engine_embeds_equally() -> None:
         ({"is_decoder": True}, "is_decoder"),
         ({"num_attention_heads": 5}, "multiple of num_attention_heads"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        (
+            {"architectures": ["RobertaModel"], "pad_token_id": 65, "max_position_embeddings": 66},
+            r"max_position_embeddings \(66\) must be larger than pad_token_id \(65\) \+ 1",
+        ),
+        ({"architectures": ["RobertaModel"], "pad_token_id": -1}, "pad_token_id must be an integer from 0 on, not -1"),
     ],
     ids=lambda value: str(value)[:50],
 )

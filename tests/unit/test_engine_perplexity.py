@@ -149,6 +149,17 @@ def test_verify_refuses_a_model_without_a_perplexity_and_says_why(
     assert re.search(rf"model has no perplexity \(quantization int8\): {reason}", answer["error"])
 
 
+@pytest.mark.parametrize("context", [1, 2])
+def test_verify_says_how_long_a_context_a_perplexity_needs(
+    context: int, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = Path(shutil.copytree(model, tmp_path / "model"))
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "max_position_embeddings": context}))
+    assert main([str(directory), "--perplexity"]) == 1
+    assert printed_json(capsys)["error"].endswith(f"has no perplexity: its context is {context}, at least 3 tokens are needed")
+
+
 def test_verify_compares_a_quantised_checkpoint_with_the_unquantised_model_that_is_named(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine.config.pooling import PoolingConfig, load_pooling_config
-from engine.errors import ModelError, UnsupportedModel
+from engine.errors import ModelError, NotAModelDirectory, UnsupportedModel
 
 MODULES, POOLING, LIMITS = "modules.json", "1_Pooling/config.json", "sentence_bert_config.json"
 PROMPTS = "config_sentence_transformers.json"
@@ -36,6 +36,36 @@ def test_all_settings_of_the_files_are_read(tmp_path: Path) -> None:
     assert load(tmp_path, {}) == expected
 
 
+def test_prompts_are_pooled_unless_the_files_say_otherwise(tmp_path: Path) -> None:
+    assert load(tmp_path, {POOLING: {}}).prompt == "Query: "
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "mode"), [("mean", "mean_tokens", "mean"), ("cls", "cls_token", "cls"), ("lasttoken",) * 2 + ("last",)]
+)
+def test_pooling_modes_have_a_name_and_an_older_key(name: str, key: str, mode: str, tmp_path: Path) -> None:
+    assert load(tmp_path, {POOLING: {"pooling_mode": name}}).mode == mode
+    assert load(tmp_path, {POOLING: {"pooling_mode": [name]}}).mode == mode
+    others = {f"pooling_mode_{other}": False for other in ("mean_tokens", "cls_token", "lasttoken")}
+    assert load(tmp_path, {POOLING: {**others, f"pooling_mode_{key}": True}}).mode == mode
+
+
+def test_without_a_list_of_modules_the_default_mode_is_normalised(tmp_path: Path) -> None:
+    assert load_pooling_config(tmp_path, default_mode="cls") == PoolingConfig(mode="cls", normalised=True, lowercase=False)
+
+
+def test_vectors_are_normalised_if_the_last_module_says_so(tmp_path: Path) -> None:
+    modules = [*FILES[MODULES], {"type": "sentence_transformers.models.Normalize", "path": "2_Normalize"}]
+    assert load(tmp_path, {MODULES: modules}).normalised
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet"])
+def test_the_longest_text_may_be_in_a_file_of_any_published_name(kind: str, tmp_path: Path) -> None:
+    load(tmp_path, {})
+    (tmp_path / LIMITS).rename(tmp_path / f"sentence_{kind}_config.json")
+    assert load_pooling_config(tmp_path, default_mode="cls").max_len == 32
+
+
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
@@ -45,6 +75,22 @@ def test_all_settings_of_the_files_are_read(tmp_path: Path) -> None:
         (PROMPTS, {"default_prompt_name": "query", "prompts": ["query"]}, "default_prompt_name 'query' names no prompt"),
         (POOLING, {"include_prompt": False}, "include_prompt = false with a default prompt is not supported"),
         (POOLING, {"pooling_mode": [["mean"]]}, r"\['mean'\] is not supported; supported: one of mean, cls, lasttoken"),
+        (POOLING, {"pooling_mode": 5}, "pooling_mode must be a name or a list of names, not 5"),
+        (POOLING, {"pooling_mode": []}, " is not supported; supported: one of mean, cls, lasttoken"),
+        (POOLING, {"pooling_mode_cls_token": "true"}, "1_Pooling: pooling_mode_cls_token must be true or false, not 'true'"),
+        (POOLING, {"include_prompt": "false"}, "1_Pooling: include_prompt must be true or false, not 'false'"),
+        (LIMITS, {"do_lower_case": "false"}, "sentence_bert_config.json: do_lower_case must be true or false, not 'false'"),
+        (LIMITS, {"do_lower_case": 1}, "do_lower_case must be true or false, not 1"),
+        *(
+            (MODULES, [{"type": f"models.{kind}"} for kind in kinds], f"the modules {', '.join(kinds)} are not supported")
+            for kinds in (
+                ["Pooling"],
+                ["Pooling", "Transformer"],
+                ["Transformer", "Pooling", "Dense"],
+                ["Transformer", "Pooling", "Normalize", "Dense"],
+                ["CLIP", "Normalize"],
+            )
+        ),
         (
             MODULES,
             [{**FILES[MODULES][0], "path": "0_T"}, FILES[MODULES][1]],
@@ -64,3 +110,13 @@ def test_odd_values_raise_nothing_but_model_errors(name: str, tmp_path: Path) ->
         for value in ODD_VALUES:
             with contextlib.suppress(ModelError):
                 load(tmp_path, {name: {**FILES[name], key: value}})
+
+
+@pytest.mark.parametrize("modules", [{}, [5], [{"path": ""}], [{"type": 5}]], ids=str)
+def test_modules_without_types_are_refused(modules: Any, tmp_path: Path) -> None:
+    with pytest.raises(NotAModelDirectory, match="must hold a list of modules with a type each"):
+        load(tmp_path, {MODULES: modules})
+
+
+def test_the_longest_text_may_be_one_token(tmp_path: Path) -> None:
+    assert load(tmp_path, {LIMITS: {"max_seq_length": 1}}).max_len == 1

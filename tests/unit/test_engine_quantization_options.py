@@ -16,14 +16,12 @@ from safetensors.torch import load_file, save_file
 from engine import LLM, SamplingParams
 from engine.config.model import load_model_config
 from engine.config.quantization import parse_quantization
-from engine.config.stored_weights import GroupLayout, Int4Weights
 from engine.device import format_name
 from engine.errors import EngineConfigError, UnsupportedModel, WeightsError
 from engine.formats import check_formats
 from engine.options import EngineOptions
 from engine.quantization import on_the_fly
 from engine.quantization.kv_scales import KvScales
-from engine.quantization.stored_int4 import Int4Matrix
 from engine.verify import verify_model
 from engine.weights import WeightPlan
 from kernels import ops
@@ -182,6 +180,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, layouts.W
         ),
         ("fp8", {"input_scale": torch.tensor(0.0)}, "q_proj.input_scale is zero"),
         ("fp8", {"input_scale": None}, "1 tensor is missing: .*q_proj.input_scale"),
+        ("fp8", {"input_scale": torch.ones(2)}, r"q_proj.input_scale has shape \(2,\), expected one number; blocks are"),
         (
             "fp8",
             {"weight_scale": torch.ones(2, 2)},
@@ -193,9 +192,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, layouts.W
             "q_proj.weight_scale holds scales that are not finite",
         ),
         ("fp8", {"weight_scale": torch.tensor(-1.0)}, "q_proj.weight_scale holds negative scales"),
+        *(
+            ("fp8", {"weight_scale": torch.tensor(1.0).to(dtype)}, f"weight_scale is {dtype}, expected a .* of 16 bits or more")
+            for dtype in (torch.int32, torch.bool, torch.float8_e4m3fn)
+        ),
         ("awq", {"scales": torch.full((2, 64), float("inf"))}, "q_proj.scales holds scales that are not finite"),
         ("fp8", {"weight": torch.ones(64, 64)}, "q_proj.weight is torch.float32, expected torch.float8_e4m3fn"),
-        ("fp8", {"weight": torch.ones(64, 64, dtype=torch.int8)}, "q_proj.weight is torch.int8, expected a floating-point"),
+        ("fp8", {"weight": torch.ones(64, 64, dtype=torch.int8)}, "q_proj.weight is torch.int8, expected torch.float8_e4m3fn"),
         ("awq", {"qweight": torch.ones(64, 8)}, "q_proj.qweight is torch.float32, expected torch.int32 with eight codes"),
         ("awq", {"qweight": torch.ones(8, 64, dtype=torch.int32)}, r"q_proj.qweight has shape \(8, 64\), expected \(64, 8\)"),
         ("awq", {"qzeros": None}, "1 tensor is missing: .*q_proj.qzeros"),
@@ -250,20 +253,6 @@ def test_gptq_without_g_idx_has_consecutive_groups(checkpoints: dict[str, layout
     assert torch.equal(llm_logprobs(without), llm_logprobs(checkpoints["gptq"].directory))
 
 
-def test_4_bit_weights_whose_rows_do_not_fill_their_words_are_refused_by_name() -> None:
-    stored = Int4Weights(layout=GroupLayout.COMPRESSED, group_size=32, zero_offset=0, has_zeros=False)
-    matrix, plan = Int4Matrix(12, 64, stored, device=torch.device("cpu")), WeightPlan()
-    matrix.plan(plan, "layer.q_proj")
-    for last, tensor in {"packed": torch.zeros(12, 8, dtype=torch.int32), "scale": torch.ones(12, 2)}.items():
-        destination = plan.destinations[f"layer.q_proj.weight_{last}"]
-        assert not isinstance(destination, torch.Tensor)
-        destination.load(tensor)
-    with pytest.raises(
-        WeightsError, match=r"the 4-bit weights of layer\.q_proj cannot be used: zeros are \[2, 16\], expected \[2, 12\]"
-    ):
-        matrix.join([], None)
-
-
 @pytest.mark.parametrize(
     ("stored", "values"),
     [({"kv_scale": 0.25}, [0.25, 0.25]), ({"attn.v_scale": 0.5}, [1.0, 0.5]), ({}, [1.0, 1.0])],
@@ -276,7 +265,7 @@ def test_scales_of_keys_and_values_that_a_checkpoint_lacks_are_one(stored: dict[
     for name, number in stored.items():
         load_scale(plan, name, torch.tensor([number]))
     assert scales.values.tolist() == values
-    assert scales.calibrated == [value != 1.0 for value in values]
+    assert scales.stored == [None if value == 1.0 else value for value in values]
 
 
 def test_scales_of_single_heads_are_refused_for_keys_and_values() -> None:
@@ -284,6 +273,16 @@ def test_scales_of_single_heads_are_refused_for_keys_and_values() -> None:
     KvScales(torch.device("cpu")).plan(plan, "layer")
     with pytest.raises(WeightsError, match=r"has shape \(8,\), expected one number for all heads"):
         load_scale(plan, "k_scale", torch.ones(8))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_scale_under_two_names_must_be_the_same_number(device: str) -> None:
+    plan = WeightPlan()
+    KvScales(torch.device(device)).plan(plan, "layer")
+    load_scale(plan, "k_scale", torch.tensor(0.25))
+    load_scale(plan, "attn.k_scale", torch.tensor([0.25]))
+    with pytest.raises(WeightsError, match=r"is 0\.5, but under another name it is 0\.25"):
+        load_scale(plan, "kv_scale", torch.tensor(0.5))
 
 
 def load_scale(plan: WeightPlan, name: str, scale: torch.Tensor) -> None:
