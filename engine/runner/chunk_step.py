@@ -22,6 +22,7 @@ On a CPU nothing is captured.
 from __future__ import annotations
 
 import logging
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from itertools import accumulate
@@ -231,7 +232,8 @@ class ChunkStep:
         first = num_decodes
         for index, span in enumerate(rows.chunks):
             end, context_len = first + len(span.token_ids), span.start + len(span.token_ids)
-            fields["tokens"][first:end], fields["positions"][first:end] = span.token_ids, np.arange(span.start, context_len)
+            struct.pack_into(f"{end - first}q", fields["tokens"], 8 * first, *span.token_ids)  # numpy takes three times as long
+            fields["positions"][first:end] = np.arange(span.start, context_len)
             fields["slot_mapping"][first:end] = cache_slots(span.block_table, span.start, context_len, self._block_size)
             fields["starts"][index], fields["lens"][index] = first, context_len
             first = end
