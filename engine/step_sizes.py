@@ -3,7 +3,7 @@
     usual kinds   1, 2, 4, 8, 16, 24 … 256 │ 272, 288 … 512 │ 544, 576 … 1024 │ …
     all others    1, 2, 4, 8, 16, 32, 64, 96 … 256 │ 320, 384 … 512 │ 640, 768 … 1024 │ …
     verification  2, 4, 8, 16, 32, 64 …
-    with chunks   16, 32, 64, 128, 192, 256 │ 320, 384 … 512 │ 640, 768 … 1024 │ …
+    with chunks   16, 32, 64, 128, 192, 256 │ 320, 384 … 512 │ 640, 768 … 1024 │ …; choosing their tokens as "all others"
 
 A row of padding costs its part of the products and nothing else. From 128 rows on, padding makes steps of the usual kinds,
 greedy and sampled, at most a sixteenth longer. A step without a graph of its own uses one that ends with the logits; these have
@@ -73,6 +73,11 @@ def chunk_shapes(max_rows: int) -> tuple[tuple[int, int], ...]:
     more = sorted({logits_size(rows, max_rows) for rows in range(few[-1] + 1, max_rows + 1)})
     shapes = [(rows, chunks) for rows in few for chunks in (CHUNKS_FEW, CHUNKS_MANY)]
     return tuple(shapes + [(rows, CHUNKS_MANY) for rows in more])
+
+
+def sampled_sizes(max_rows: int) -> list[int]:
+    """Rows of the graphs that choose the tokens of captured steps with chunks, in which at most `max_rows` sample."""
+    return sizes(logits_size, max_rows)
 
 
 def chunk_rows_max(max_tokens: int, row_bytes: int) -> int:

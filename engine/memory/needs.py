@@ -14,12 +14,12 @@ b_kv bytes per weight, per number computed with and per stored key or value, T t
                      On a GPU with weights of 8 or 4 bits and b = 2, steps of more than 512 rows: 2^23·b for the weights that
                      are dequantised at a time; not batch-invariant
     graphs       G = A of the largest captured step, and for each that is kept 24 KiB for each of its 10·L + 20 launches;
-                     13 in a layer that is a mixture. Steps over slots hold the logits of all rows at once, so that both
-                     their A are at least R·V·b. Captured steps with chunks have at most 128 MiB / (w·b) tokens, no more
-                     than a request, and room for 2^16·(D + 1)·4 that splits leave and for
-                     (R + 32)·(context / block_size)·4 of block tables. Not batch-invariant, 32 MiB more for cuBLAS, and with
-                     weights of 8 or 4 bits and b = 2, for each step of more than 512 rows, 24 KiB for each of
-                     2·L·P_layer / 2^23 launches, experts left out
+                     13 in a layer that is a mixture; 20 for one that chooses the tokens after chunks. Steps over slots
+                     hold the logits of all rows at once, so that both their A are at least R·V·b. Captured steps with
+                     chunks have at most 128 MiB / (w·b) tokens, no more than a request, and room for 2^16·(D + 1)·4 that
+                     splits leave and for (R + 32)·(context / block_size)·4 of block tables. Not batch-invariant, 32 MiB
+                     more for cuBLAS, and with weights of 8 or 4 bits and b = 2, for each step of more than 512 rows,
+                     24 KiB for each of 2·L·P_layer / 2^23 launches, experts left out
     slots        S = R·(splits of the context·H·(D + 1)·4 for each window + V·(4 + b)) + min(R·V·4, 128 MiB)
                      + (2·R + 32)·(context / block_size)·4, on a GPU: what decodes leave between two kernels, counts of tokens,
                      logits that wait for masks, biases; block tables of slots, of rows and of 32 chunks. Draft tokens add
@@ -40,8 +40,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.formats import Formats, unquantised
-from engine.memory.shape import SLAB_TOKENS_MIN, Load, MemoryShape
-from engine.step_sizes import draft_graphs_kept, graphs_kept
+from engine.memory.shape import SAMPLED_GRAPH_BYTES, SLAB_TOKENS_MIN, Load, MemoryShape
+from engine.step_sizes import draft_graphs_kept, graphs_kept, sampled_sizes
 
 GIB = 1 << 30
 CONTEXT_BYTES = 600 << 20
@@ -126,18 +126,20 @@ class MemoryNeeds:
         element_bytes = formats.element_bytes
         chunk_rows = model.chunk_rows(load, context_len, element_bytes)
         num_graphs = graphs_kept(load.num_seqs, load.num_draft_tokens, chunk_rows=chunk_rows)
+        num_sampled = len(sampled_sizes(min(chunk_rows, load.num_seqs)))
         decodes_bytes = model.activations_bytes(load.num_rows, load.num_rows, element_bytes)
         tables_bytes = load.chunk_tables_bytes(context_len)
         chunks_bytes = model.captured_chunks_bytes(chunk_rows, element_bytes, tables_bytes)
-        graphs_bytes = num_graphs * model.graph_bytes + max(logits_bytes, decodes_bytes, chunks_bytes)
+        graphs_bytes = num_graphs * model.graph_bytes + num_sampled * SAMPLED_GRAPH_BYTES
+        graphs_bytes += max(logits_bytes, decodes_bytes, chunks_bytes)
         if not load.batch_invariant:  # whose products are neither cuBLAS's nor of slabs
             num_large = graphs_kept(load.num_seqs, load.num_draft_tokens, chunk_rows=chunk_rows, fewest=SLAB_TOKENS_MIN)
             slab_bytes = model.slab_bytes(max(load.num_rows, chunk_rows), formats)
             graphs_bytes += CAPTURE_WORKSPACE_BYTES + slab_bytes + num_large * model.slab_launches_bytes(formats)
         if draft is None:
-            return num_graphs, graphs_bytes
+            return num_graphs + num_sampled, graphs_bytes
         num_drafts = num_graphs + draft_graphs_kept(load.num_seqs)
-        return num_drafts, graphs_bytes + num_drafts * draft.graph_bytes
+        return num_drafts + num_sampled, graphs_bytes + num_drafts * draft.graph_bytes
 
     @property
     def fixed_bytes(self) -> int:

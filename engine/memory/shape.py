@@ -32,6 +32,8 @@ experts has than a gated feed-forward part (router, choice, sort, two products, 
 card for one launch. PyTorch's documentation of CUDA graph trees says 64 KiB up to CUDA 12.4 and driver 550, then less; vLLM's
 log says 0.21 GiB for 35 sizes of Llama-3.2-1B, which without activations is some 17 to 30 KiB a launch. An estimate until our
 own are measured: Llama-3.1-8B's steps come to 8 MiB each."""
+SAMPLED_GRAPH_BYTES = LAUNCHES_OF_STEP * LAUNCH_BYTES
+"""Of a graph that chooses the tokens of captured steps with chunks: it has no layers."""
 
 CHUNK_TABLES = CHUNKS_MANY + 1
 """Block tables of a captured step with chunks: padding has one, too."""

@@ -4,12 +4,16 @@
     slots   last tokens, lengths, block tables of decodes, changed first ───────────────────────────┴─► layers ─► hidden states
 
 Launched kernel by kernel, a step of 32 layers costs the host some 350 launches. On an H200 these took 21 to 38 ms where the
-device computed for 17 ms. Captured it costs one launch, and a few for the sampling after it.
+device computed for 17 ms. Captured it costs one launch, and choosing its tokens another one.
 
 A graph depends on nothing but a number of tokens and a number of chunks, both rounded up. Tokens of decodes come first, those
 of chunks follow, then padding; where each part ends is a number on the device. Decode attention is launched for as many tokens
 as could be decodes; chunk attention runs after it and overwrites the results of those that were not. Padding is a chunk of its
 own: its tokens write no keys, read whatever blocks its table names, and their results are not used.
+
+The rows that sample are at the same addresses whatever the shape, padded with rows that have no slot. So what comes after the
+hidden states needs a graph only for each number of such rows: logits, tokens, slots, and out. It serves greedy and drawn tokens
+alike; what weighs the whole vocabulary, counts penalties, scores tokens or waits for masks is launched kernel by kernel.
 
 Steps that verify drafts and those of more tokens or chunks than any graph has are launched kernel by kernel (`SlotRunner`).
 On a CPU nothing is captured.
@@ -18,7 +22,8 @@ On a CPU nothing is captured.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -32,8 +37,9 @@ from engine.runner.scheduled_rows import token_span
 from engine.runner.slots import EMPTY_INT64, NOTHING, Int64Array, SlotState
 from engine.runner.staging import Staging
 from engine.runner.token_spans import TokenSpan, cache_slots
+from engine.sampling.columns import COMMON_KINDS, ColumnSampler, Kind
 from engine.scheduling.scheduled_batch import ScheduledRequest
-from engine.step_sizes import CHUNK_ROWS_FEW, chunk_shapes
+from engine.step_sizes import CHUNK_ROWS_FEW, chunk_shapes, logits_size, sampled_sizes
 from kernels import ops
 
 WORDS_MAX = 1024
@@ -44,18 +50,22 @@ log = logging.getLogger("gatehouse.engine")
 
 class ChunkShape(NamedTuple):
     """The shape of a graph, and its key: `num_tokens` in all, at most `num_decodes` of them of decodes; `num_chunks` chunks,
-    that of padding included."""
+    that of padding included. `num_slots`: the most rows that sample in any shape."""
 
     name: str
     num_tokens: int
-    num_decodes: int
+    num_slots: int
     num_chunks: int
+
+    @property
+    def num_decodes(self) -> int:
+        return min(self.num_tokens, self.num_slots)
 
     @property
     @cache  # noqa: B019 - of the few shapes that graphs are made for, used several times a step
     def layout(self) -> dict[str, slice]:
         """Where each input is among the packed numbers of a step, at a multiple of 16 bytes. Those before "tokens" are read
-        as 32-bit numbers."""
+        as 32-bit numbers. The last two are equally long in all shapes."""
         tokens, decodes, chunks = self.num_tokens, self.num_decodes, self.num_chunks
         sizes = {
             "slots": decodes,  # of decodes, NOTHING for no decode
@@ -65,10 +75,10 @@ class ChunkShape(NamedTuple):
             "positions": tokens,
             "slot_mapping": tokens,  # in the cache
             "sampled_rows": decodes,  # the tokens after which one is sampled
-            "sampled_positions": decodes,
-            "sampled_slots": -(-decodes // 2),  # of 32 bits
             "word_places": WORDS_MAX,  # of slots that change
             "words": WORDS_MAX // 2,  # of 32 bits
+            "sampled_positions": self.num_slots,
+            "sampled_slots": -(-self.num_slots // 2),  # of 32 bits, NOTHING for no row
         }
         firsts = accumulate((_even(size) for size in sizes.values()), initial=0)
         return {name: slice(first, first + size) for (name, size), first in zip(sizes.items(), firsts, strict=False)}
@@ -76,11 +86,18 @@ class ChunkShape(NamedTuple):
     @property
     def layout_len(self) -> int:
         """The length of all inputs together."""
-        return _even(self.layout["words"].stop)
+        return _even(self.layout["sampled_slots"].stop)
 
 
 def _even(size: int) -> int:
     return size + size % 2
+
+
+class SampledShape(NamedTuple):
+    """The shape of a graph that chooses tokens, and its key: `size` rows, padding included."""
+
+    name: str
+    size: int
 
 
 class ChunkRows(NamedTuple):
@@ -143,21 +160,38 @@ class SamplingInputs(NamedTuple):
 class ChunkStep:
     """The pass of one model, or of a draft model and the one that is served, over up to `max_tokens` tokens."""
 
-    def __init__(self, decoders: Sequence[PagedDecoder], state: SlotState, *, max_tokens: int, block_size: int) -> None:
-        """decoders: in their order; hidden states are those of the last one. A request holds `max_tokens` at least."""
+    def __init__(
+        self,
+        decoders: Sequence[PagedDecoder],
+        state: SlotState,
+        sampler: ColumnSampler,
+        *,
+        max_tokens: int,
+        block_size: int,
+        host: ops.HostTokens | None,
+    ) -> None:
+        """decoders: in their order; hidden states are those of the last one. A request holds `max_tokens` at least. `host`: the
+        host memory that tokens are written to, if any."""
         (num_slots, max_blocks), device = state.tables.shape, state.tables.device
         assert max_tokens <= max_blocks * block_size, "padding is attended like one request"
         self._max_tokens = max_tokens
         self._decoders = decoders
         self._state = state
+        self._sampler = sampler
+        self._host = host
         self._block_size = block_size
-        self._num_decodes = min(max_tokens, num_slots)
+        self.max_sampled = min(max_tokens, num_slots)
+        """The most rows that sample in a step."""
         largest = self.shapes[-1]
         self._max_layout_len, size = largest.layout_len, largest.num_chunks * max_blocks
         self._buffer = torch.zeros(self._max_layout_len + -(-size // 2), dtype=torch.int64, device=device)
         self._narrow_buffer = self._buffer.view(torch.int32)  # the same memory
         self._tables = self._narrow_buffer[2 * self._max_layout_len :][:size].view(-1, max_blocks)  # of chunks
-        self._hidden: torch.Tensor | None = None  # [num_decodes, hidden], outside the memory of graphs
+        self._sampled_positions = self._buffer[largest.layout["sampled_positions"]]
+        self._sampled_slots = self._buffer[largest.layout["sampled_slots"]].view(torch.int32)
+        self._hidden: torch.Tensor | None = None  # [max_sampled, hidden], outside the memory of graphs
+        self.sampled = torch.zeros(self.max_sampled, dtype=torch.int64, device=device)
+        """The tokens that `sample` has chosen."""
         self._staging = Staging(device, len(self._buffer))
         self._ops = ops.operations(device, decoders[0].dtype)
 
@@ -165,23 +199,18 @@ class ChunkStep:
     def shapes(self) -> list[ChunkShape]:
         """The shapes that graphs are made for, the largest last."""
         return [
-            ChunkShape("chunks", num_tokens, min(num_tokens, self._num_decodes), num_chunks + 1)
+            ChunkShape("chunks", num_tokens, self.max_sampled, num_chunks + 1)
             for num_tokens, num_chunks in chunk_shapes(self._max_tokens)
         ]
 
-    def sampling_inputs(self, num_rows: int, shape: ChunkShape) -> SamplingInputs:
-        """The first `num_rows` rows that sample in the last step, which had this shape."""
+    def sampling_inputs(self, num_rows: int) -> SamplingInputs:
+        """The first `num_rows` rows that sample in the last step, at the same addresses for each step."""
         assert self._hidden is not None, "no step was computed"
-        first, layout = self._max_layout_len - shape.layout_len, shape.layout
-        slots, positions = 2 * (first + layout["sampled_slots"].start), first + layout["sampled_positions"].start
-        return SamplingInputs(
-            self._hidden[:num_rows],
-            self._narrow_buffer[slots : slots + num_rows],
-            self._buffer[positions : positions + num_rows],
-        )
+        return SamplingInputs(self._hidden[:num_rows], self._sampled_slots[:num_rows], self._sampled_positions[:num_rows])
 
     def _step_numbers(self, shape: ChunkShape) -> torch.Tensor:
-        """[layout_len] int64, which end where the tables begin: both are sent together, and the tables keep their address."""
+        """[layout_len] int64, which end where the tables begin: both are sent together, and keep the addresses of the tables
+        and of the rows that sample."""
         return self._buffer[self._max_layout_len - shape.layout_len : self._max_layout_len]
 
     def write(self, rows: ChunkRows, shape: ChunkShape) -> None:
@@ -196,13 +225,16 @@ class ChunkStep:
         fields["slots"][:] = fields["slot_mapping"][:] = NOTHING
         fields["slots"][:num_decodes], fields["tokens"][:num_decodes] = rows.slots, NOTHING
         num_sampled = len(rows.sampled_slots)
+        fields["sampled_slots"][:] = NOTHING
         fields["sampled_rows"][: len(rows.sampled_rows)] = rows.sampled_rows
         fields["sampled_positions"][:num_sampled] = rows.sampled_positions
         fields["sampled_slots"].view(np.int32)[:num_sampled] = rows.sampled_slots
         first = num_decodes
         for index, span in enumerate(rows.chunks):
             end, context_len = first + len(span.token_ids), span.start + len(span.token_ids)
-            fields["tokens"][first:end], fields["positions"][first:end] = span.token_ids, np.arange(span.start, context_len)
+            # numpy takes three times as long for a list
+            struct.pack_into(f"{end - first}q", fields["tokens"].data, 8 * first, *span.token_ids)
+            fields["positions"][first:end] = np.arange(span.start, context_len)
             fields["slot_mapping"][first:end] = cache_slots(span.block_table, span.start, context_len, self._block_size)
             fields["starts"][index], fields["lens"][index] = first, context_len
             first = end
@@ -269,8 +301,15 @@ class ChunkStep:
             inputs = decoder.device_inputs(tokens, positions, slot_mapping, plan, sampled_rows=numbers[layout["sampled_rows"]])
             hidden = decoder.forward(inputs)
         if self._hidden is None:  # in the run before the first capture
-            self._hidden = hidden.new_empty(self._num_decodes, hidden.shape[1])
+            self._hidden = hidden.new_empty(self.max_sampled, hidden.shape[1])
         self._hidden[decodes].copy_(hidden)
+
+    def sample(self, size: int) -> None:
+        """Choose the tokens of the first `size` rows that sample in the step just computed, those without a slot being padding.
+        It can be captured. The kind is one of `COMMON_KINDS`, which choose alike."""
+        hidden, slots, positions, _ = self.sampling_inputs(size)
+        chosen = self._sampler.choose(self._decoders[-1].logits(hidden, wide=False), slots, positions, COMMON_KINDS[0])
+        self._state.advance(slots, chosen.tokens, out=self.sampled[:size], host=self._host)
 
 
 class ChunkSteps:
@@ -283,26 +322,39 @@ class ChunkSteps:
         self.failure = ""
         """Why some shapes have no graph; empty where all have one."""
 
-    def run(self, rows: ChunkRows) -> SamplingInputs | None:
-        """Compute a step up to the inputs of its sampling. None if it fits no shape; its words are not written then. Raises
-        `CaptureFailed`."""
+    def run(self, rows: ChunkRows) -> bool:
+        """Compute a step up to the hidden states of the rows that sample. False if it fits no shape; its words are not written
+        then. Raises `CaptureFailed`."""
         num_tokens, num_chunks = rows.num_tokens, len(rows.chunks) + 1
         fitting = (shape for shape in self._shapes if num_tokens <= shape.num_tokens and num_chunks <= shape.num_chunks)
         shape = next(fitting, None)
         if shape is None:
-            return None
+            return False
         self._capture_shape(shape)
         self._step.write(rows, shape)
         self._calls.run(shape, partial(self._step, shape))
-        return self._step.sampling_inputs(len(rows.sampled_rows), shape)
+        return True
+
+    def sampling_inputs(self, num_rows: int) -> SamplingInputs:
+        """The rows that sample in the step just computed."""
+        return self._step.sampling_inputs(num_rows)
+
+    def sample(self, num_rows: int, kind: Kind) -> torch.Tensor | None:
+        """The tokens of the step just computed, which no row's mask restricts: [num_rows] int64. None where there is no graph
+        that chooses them."""
+        shape = _sampled_shape(logits_size(num_rows, self._step.max_sampled))
+        if kind not in COMMON_KINDS or not self._calls.is_ready(shape):
+            return None
+        self._calls.run(shape, partial(self._step.sample, shape.size))
+        return self._step.sampled[:num_rows]
 
     def run_for_timing(self, chunks: Sequence[TokenSpan]) -> torch.Tensor | None:
-        """Hidden states of all outputs of `chunks`; None as of `run`. What it leaves in the cache is overwritten before it is
-        used."""
+        """Hidden states of all outputs of `chunks`; None if they fit no shape. What it leaves in the cache is overwritten
+        before it is used."""
         firsts = accumulate((len(span.token_ids) for span in chunks), initial=0)
         sampled_rows = [first + output for first, span in zip(firsts, chunks, strict=False) for output in span.outputs]
-        computed = self.run(PADDING_ONLY._replace(chunks=chunks, sampled_rows=np.array(sampled_rows, dtype=np.int64)))
-        return None if computed is None else computed.hidden
+        is_run = self.run(PADDING_ONLY._replace(chunks=chunks, sampled_rows=np.array(sampled_rows, dtype=np.int64)))
+        return self.sampling_inputs(len(sampled_rows)).hidden if is_run else None
 
     @property
     def padded_sizes(self) -> list[int]:
@@ -311,21 +363,31 @@ class ChunkSteps:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Have the steps of all shapes captured, the largest first: the others take no memory beside its own. Shapes whose
-        capture fails, and those that come after, are launched kernel by kernel."""
-        ready: list[ChunkShape] = []
-        for shape in reversed(self._shapes):
+        """Have the steps of all shapes captured, and the choice of tokens, the largest first: the others take no memory beside
+        its own. What could not be captured, and what comes after, is launched kernel by kernel."""
+        shapes, sizes = self._shapes[::-1], sampled_sizes(self._step.max_sampled)
+        captures: list[Callable[[], None]] = [partial(self._capture_shape, shape) for shape in shapes]
+        captures += [partial(self._capture_sampling, _sampled_shape(size)) for size in reversed(sizes)]
+        for num_ready, capture in enumerate(captures):
             try:
-                self._capture_shape(shape)
+                capture()
             except CaptureFailed as error:
                 self.failure = str(error)
-                log.error("steps with chunks of prompts have %d of %d graphs: %s", len(ready), len(self._shapes), error)
+                log.error("steps with chunks of prompts have %d of %d graphs: %s", num_ready, len(captures), error)
+                self._shapes = shapes[:num_ready][::-1]
                 break
-            ready.append(shape)
-        self._shapes = ready[::-1]
 
     def _capture_shape(self, shape: ChunkShape) -> None:
         """Capture the steps of this shape, unless they are."""
         if not self._calls.is_ready(shape):  # captured with nothing but padding: the step changes nothing
             self._step.write(PADDING_ONLY, shape)
             self._calls.make_ready(shape, partial(self._step, shape), is_kept=True)
+
+    def _capture_sampling(self, shape: SampledShape) -> None:
+        """Capture the choice of tokens after a step of padding, the last one that was captured: it changes nothing."""
+        if not self._calls.is_ready(shape):
+            self._calls.make_ready(shape, partial(self._step.sample, shape.size), is_kept=True)
+
+
+def _sampled_shape(size: int) -> SampledShape:
+    return SampledShape("chunk tokens", size)

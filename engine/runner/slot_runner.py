@@ -2,9 +2,9 @@
 runner.
 
 A step whose every row is one token that yields the next is a `DecodeStep`, replayed from a CUDA graph on a GPU. A step with
-chunks of prompts is a `ChunkStep` with the sampling after it; where no graph is large enough it is a plain forward pass over
-spans made on the host, in which the tokens known only on the device are filled in. Either way the sampled tokens go into the
-slots on the device, and to the host's memory.
+chunks of prompts is a `ChunkStep`, two graphs: up to hidden states, and up to tokens. Where no graph is large enough it is a
+plain forward pass over spans made on the host, in which the tokens known only on the device are filled in. Either way the
+sampled tokens go into the slots on the device, and to the host's memory.
 
 A step in which requests verify drafts (`runner.scheduled_rows`) is one or the other, with a row for each draft token. The next
 step is not launched before it is settled. A draft model proposes them just before, over the same slots (`draft_steps`). It runs
@@ -156,14 +156,18 @@ class SlotRunner:
         words, positions = self.steps.state.packed(writes), self._slots.positions()
         needs = self._sampler.needs(slots)
         fill = self._masks.begin(batch.decodes + ending, needs)
-        sampling_inputs = None
-        if self.steps.chunks is not None:
-            sampling_inputs = self.steps.chunks.run(ChunkRows.of(batch.prefills, slots, positions, words))
-        if sampling_inputs is None:
+        launched = LaunchedStep(len(items), len(sampling_rows), rows=sampling_rows, scored=needs.scored)
+        chunks = self.steps.chunks
+        if chunks is not None and chunks.run(ChunkRows.of(batch.prefills, slots, positions, words)):
+            tokens = chunks.sample(len(slots), needs.kind) if fill is None and len(slots) else None
+            if tokens is not None:
+                launched.fetch = self.steps.token_return.fetch(tokens)
+                return launched
+            sampling_inputs = chunks.sampling_inputs(len(slots))
+        else:
             self.steps.state.words.write(*words)
             hidden = self._forward_spans(items, dict(zip(sampling_rows, slots.tolist(), strict=True)), None)
             sampling_inputs = self._make_sampling_inputs(hidden, slots, positions)
-        launched = LaunchedStep(len(items), len(sampling_rows), rows=sampling_rows, scored=needs.scored)
         return self._sample_chunks(launched, sampling_inputs, needs.kind, fill)
 
     def _launch_verification_with_chunks(self, batch: ScheduledBatch) -> LaunchedStep:

@@ -2,7 +2,7 @@
 
 SlotState, DecodeInputBuffers   the state of each request on the device, and the inputs of a decode step
 DecodeSteps                     steps of one token for each request, and those that verify drafts
-ChunkSteps                      steps with chunks of prompts, up to the hidden states that are sampled
+ChunkSteps                      steps with chunks of prompts, and the choice of their tokens
 DraftSteps                      the small steps of a draft model
 Staging, TokenReturn            transfers to the device and back
 """
@@ -65,7 +65,8 @@ class SlotSteps:
         self.decodes = self._make_steps("decode", self.decoders, host=self.token_return.host)
         self.chunks: ChunkSteps | None = None
         if chunk_rows:
-            chunk_step = ChunkStep(self.decoders, self.state, max_tokens=chunk_rows, block_size=block_size)
+            sizes = {"max_tokens": chunk_rows, "block_size": block_size}
+            chunk_step = ChunkStep(self.decoders, self.state, sampler, host=self.token_return.host, **sizes)
             self.chunks = ChunkSteps(chunk_step, calls)
         self.staging = Staging(device)
         self._last_sampled = self.decodes.step.sampled  # of as many rows as the last step had, which mostly the next one has

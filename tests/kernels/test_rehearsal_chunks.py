@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from engine.loop import Engine
-from engine.runner.chunk_step import ChunkShape
+from engine.runner.chunk_step import ChunkShape, ChunkStep
 from engine.runner.cuda_graphs import CudaGraphs
 from engine.speculation.options import SpeculativeOptions
-from engine.step_sizes import CHUNKS_MANY, chunk_shapes
+from engine.step_sizes import CHUNKS_MANY, chunk_shapes, sampled_sizes
 from engine.switches import GRAPHS
 from tests.support.engines import generation_request, run_to_end, small_engine, tokens
 from tests.support.rehearsal import Schedule, rehearsal
@@ -59,7 +59,7 @@ def launched_beside_a_decode(card: Card, engine: Engine, replayed: list[int], pr
         before, num_replayed = card.stream.launched, len(replayed)
         engine.step()
         found = card.stream.launched - before - sum(replayed[num_replayed:])
-        assert len(replayed) - num_replayed == 1, "the step is one graph"
+        assert len(replayed) - num_replayed == 2, "one graph up to hidden states, and one up to tokens"
     run_to_end(engine, [])
     return found
 
@@ -70,7 +70,7 @@ def test_the_number_of_host_launches_does_not_depend_on_the_layers(model: Path, 
         with rehearsal() as card, replace_triton_operations():
             engine = small_engine(folder, device="cuda", dtype="float32", **ROOM)
             found.append(launched_beside_a_decode(card, engine, replayed, list(range(3, 33))))
-    assert found[0] == found[1] == 6
+    assert found[0] == found[1] == 1, "the copy of its inputs"
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_all_shapes_are_captured_before_the_first_request(model: Path, replayed:
         for length in (2, 10, 20, 40, 60):
             run_to_end(engine, [generation_request(str(length), [3 + length] * length, max_tokens=1)])
         assert card.num_captures == captures
-    assert len(replayed) == 5
+    assert len(replayed) == 2 * 5
 
 
 def test_more_chunks_than_any_graph_supports_are_launched_without_a_graph(model: Path, replayed: list[int]) -> None:
@@ -167,5 +167,25 @@ def test_after_a_failed_capture_later_shapes_are_launched_without_a_graph(
     assert len(replayed) == (2 if fails_at == 32 else 0), "shapes of 64 tokens serve fewer as well"
     assert engine.fallbacks.count == 0
     num_ready = sum(rows > fails_at for rows, _ in chunk_shapes(64))
-    assert f"have {num_ready} of {len(chunk_shapes(64))} graphs" in caplog.text
+    assert f"have {num_ready} of {len(chunk_shapes(64)) + len(sampled_sizes(ROOM['max_num_seqs']))} graphs" in caplog.text
     assert "no more graphs" in caplog.text
+
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.5, "temperature": 1.0}], ids=["no capture", "another kind"])
+def test_tokens_without_a_graph_are_chosen_one_kernel_after_another(
+    options: dict[str, Any], model: Path, replayed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no more graphs")
+
+    requests = [generation_request("0", list(range(3, 23)), max_tokens=1, **options)]
+    with rehearsal(), replace_triton_operations():
+        expected = run_to_end(small_engine(model, device="cuda", dtype="float32", enforce_eager=True, **ROOM), requests)
+    if not options:
+        monkeypatch.setattr(ChunkStep, "sample", fails)
+    with rehearsal(), replace_triton_operations():
+        engine = small_engine(model, device="cuda", dtype="float32", **ROOM)
+        found = run_to_end(engine, requests)
+    assert tokens(found["0"]) == tokens(expected["0"])
+    assert len(replayed) == 1, "up to hidden states"
+    assert engine.fallbacks.count == 0

@@ -14,7 +14,8 @@ from engine.protocol import SamplingParams
 from engine.runner.chunk_step import PADDING_ONLY, WORDS_MAX, ChunkRows, ChunkShape, ChunkStep, ChunkSteps
 from engine.runner.cuda_graphs import DirectCalls
 from engine.runner.slot_runner import SlotRunner
-from engine.runner.slots import SlotWrites
+from engine.runner.slots import NOTHING, SlotWrites
+from engine.sampling.columns import Kind, SampledColumns
 from engine.scheduling.request import UNKNOWN_TOKEN, Request, table_of
 from engine.scheduling.scheduled_batch import ScheduledRequest
 from kernels.paged_plan import PagedPlan
@@ -70,6 +71,22 @@ class FakeDecoder:
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return inputs[:, None].float()
 
+    def logits(self, hidden: torch.Tensor, *, wide: bool) -> torch.Tensor:
+        assert not wide
+        return hidden
+
+
+class FakeSampler:
+    """Stands in for a sampler: chooses what is 100 above the hidden state."""
+
+    def __init__(self) -> None:
+        self.given: list[list[int]] = []
+
+    def choose(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, kind: Kind) -> SampledColumns:
+        assert kind == Kind()
+        self.given = [slots.tolist(), positions.tolist()]
+        return SampledColumns(logits[:, 0].long() + 100, None)
+
 
 class OperationNames(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the names of all operations that torch dispatches."""
@@ -89,10 +106,20 @@ def decoder() -> FakeDecoder:
 
 
 @pytest.fixture
-def step(decoder: FakeDecoder) -> ChunkStep:
-    state = slot_state(NUM_SLOTS, NUM_BLOCKS)
+def sampler() -> FakeSampler:
+    return FakeSampler()
+
+
+def chunk_step(decoder: FakeDecoder, sampler: FakeSampler, *, num_slots: int = NUM_SLOTS) -> ChunkStep:
+    state = slot_state(num_slots, NUM_BLOCKS)
     state.write(SlotWrites([2, 0], [99, 76], [6, 7], [(2, 0, [1, 2]), (0, 0, [0, 7])]))
-    return ChunkStep([decoder], state, max_tokens=32, block_size=BLOCK_SIZE)  # type: ignore[list-item]
+    given: Any = ([decoder], state, sampler)
+    return ChunkStep(*given, max_tokens=32, block_size=BLOCK_SIZE, host=None)
+
+
+@pytest.fixture
+def step(decoder: FakeDecoder, sampler: FakeSampler) -> ChunkStep:
+    return chunk_step(decoder, sampler)
 
 
 def chunk_rows(
@@ -126,7 +153,7 @@ def test_decode_tokens_come_from_slots_and_unused_rows_are_padding(step: ChunkSt
     assert plan.query_starts.tolist() == [2, 3, 8, 8, 16]
     assert plan.context_lens.tolist() == [6, 7, 0, 5, 7, 0, padding]
     assert [plan.block_tables[row, :2].tolist() for row in (0, 1, 3, 4)] == [[1, 2], [0, 7], [3, 4], [5, 6]]
-    chosen = step.sampling_inputs(3, SHAPE)
+    chosen = step.sampling_inputs(3)
     assert chosen.hidden.flatten().tolist() == [99, 76, 56]
     assert (chosen.slots.tolist(), chosen.positions.tolist()) == ([2, 0, 1], [6, 7, 7])
     assert (chosen.slots.dtype, chosen.positions.dtype) == (torch.int32, torch.int64)
@@ -179,7 +206,19 @@ def test_shapes_are_warmed_up_in_inference_mode(step: ChunkStep, monkeypatch: py
     monkeypatch.setattr(DirectCalls, "is_ready", lambda *_: False)
     monkeypatch.setattr(DirectCalls, "make_ready", lambda *_, **__: modes.append(torch.is_inference_mode_enabled()))
     ChunkSteps(step, DirectCalls()).warm_up()
-    assert modes == [True] * len(step.shapes)
+    assert modes == [True] * (len(step.shapes) + 3), "and one for one, two and three rows that sample"
+
+
+def test_tokens_of_common_kinds_are_chosen_for_rows_of_padding_too(decoder: FakeDecoder, sampler: FakeSampler) -> None:
+    step = chunk_step(decoder, sampler, num_slots=4)
+    steps = ChunkSteps(step, DirectCalls())
+    assert steps.run(chunk_rows([LAST_TOKEN, CHUNK, LAST_CHUNK], [2, 0, 1], decodes=[DECODE]))
+    assert steps.sample(3, Kind(weighs=True)) is None
+    chosen = steps.sample(3, Kind(greedy=True))
+    assert chosen is not None
+    assert chosen.tolist() == [199, 176, 156]
+    assert sampler.given == [[2, 0, 1, NOTHING], [6, 7, 7, 0]]
+    assert step._state.last_tokens.tolist() == [176, 156, 199, 0]
 
 
 @pytest.mark.parametrize(("family", "selects_on_host"), [("llama", False), ("mixtral", True)])

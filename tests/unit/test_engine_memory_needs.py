@@ -17,11 +17,11 @@ from engine.formats import EIGHT_BITS, EIGHT_BITS_STORED, FOUR_BITS, Formats, We
 from engine.memory.fit import GAIN_MIN, REMEDIES_MAX, MemoryFit, changes_in_order, gib, head_8_bit, shrink_batch, weights_4_bit
 from engine.memory.kv_plan import check_context, check_fit, plan_memory
 from engine.memory.needs import GIB, MemoryNeeds
-from engine.memory.shape import Load, MemoryShape
+from engine.memory.shape import SAMPLED_GRAPH_BYTES, Load, MemoryShape
 from engine.memory.splits import invariant_bytes
 from engine.options import EngineOptions
 from engine.simulator.models import CONFIGS, MODELS
-from engine.step_sizes import draft_graphs_kept, graphs_kept
+from engine.step_sizes import draft_graphs_kept, graphs_kept, sampled_sizes
 from kernels.quantised_weights import pack_int4
 
 KV_8, WEIGHTS_8, WEIGHTS_4 = "keys and values in 8 bits", "weights in 8 bits", "weights in 4 bits"
@@ -197,7 +197,7 @@ def test_captures_have_a_workspace_of_the_matrix_library_on_their_stream() -> No
 
 def test_steps_over_slots_hold_the_logits_of_all_rows() -> None:
     qwen, load = shape_of("qwen3-0.6b"), replace(LOAD, num_seqs=1024, num_tokens=1024, on_gpu=True, has_slots=True)
-    kept_bytes = graphs_kept(1024, 0, chunk_rows=1024) * qwen.graph_bytes
+    kept_bytes = graphs_kept(1024, 0, chunk_rows=1024) * qwen.graph_bytes + len(sampled_sizes(1024)) * SAMPLED_GRAPH_BYTES
     invariant = MemoryNeeds.of(qwen, BF16, replace(load, batch_invariant=True), context_bytes=0, context_len=1024)
     assert invariant.graphs_bytes - kept_bytes == invariant.activations_bytes == 1024 * 151_936 * 4, "593.5 MiB"
     usual = MemoryNeeds.of(qwen, BF16, load, context_bytes=0, context_len=1024)
@@ -213,7 +213,9 @@ def test_graph_memory_is_predicted_per_kept_graph() -> None:
         needs = MemoryNeeds.of(LLAMA_8B, BF16, load, context_bytes=0, context_len=8192, draft=draft)
         rows = load.num_seqs + load.num_draft_tokens
         chunks_bytes = LLAMA_8B.captured_chunks_bytes(960, 2, load.chunk_tables_bytes(8192))
-        return needs.graphs_bytes - max(chunks_bytes, LLAMA_8B.activations_bytes(rows, rows, 2)) - WORKSPACE_BYTES
+        sampled_bytes = len(sampled_sizes(load.num_seqs)) * 20 * 24 * 1024
+        activations_bytes = max(chunks_bytes, LLAMA_8B.activations_bytes(rows, rows, 2))
+        return needs.graphs_bytes - activations_bytes - sampled_bytes - WORKSPACE_BYTES
 
     assert LLAMA_8B.graph_bytes == (10 * 32 + 20) * 24 * 1024
     assert replace(LLAMA_8B, num_sparse_layers=30).graph_bytes == (10 * 2 + 13 * 30 + 20) * 24 * 1024
