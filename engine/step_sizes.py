@@ -75,9 +75,10 @@ def chunk_shapes(max_rows: int) -> tuple[tuple[int, int], ...]:
     return tuple(shapes + [(rows, CHUNKS_MANY) for rows in more])
 
 
-def sampled_sizes(max_rows: int) -> list[int]:
-    """Rows of the graphs that choose the tokens of captured steps with chunks, in which at most `max_rows` sample."""
-    return sizes(logits_size, max_rows)
+def sampled_shapes(max_rows: int) -> list[tuple[int, bool]]:
+    """(rows, whether the whole vocabulary is weighed) of the graphs that choose the tokens of captured steps with chunks, in
+    which at most `max_rows` sample."""
+    return [(size, weighs) for size in sizes(logits_size, max_rows) for weighs in (False, True)]
 
 
 def chunk_rows_max(max_tokens: int, row_bytes: int) -> int:

@@ -41,7 +41,7 @@ from dataclasses import dataclass
 
 from engine.formats import Formats, unquantised
 from engine.memory.shape import SAMPLED_GRAPH_BYTES, SLAB_TOKENS_MIN, Load, MemoryShape
-from engine.step_sizes import draft_graphs_kept, graphs_kept, sampled_sizes
+from engine.step_sizes import draft_graphs_kept, graphs_kept, sampled_shapes
 
 GIB = 1 << 30
 CONTEXT_BYTES = 600 << 20
@@ -126,7 +126,7 @@ class MemoryNeeds:
         element_bytes = formats.element_bytes
         chunk_rows = model.chunk_rows(load, context_len, element_bytes)
         num_graphs = graphs_kept(load.num_seqs, load.num_draft_tokens, chunk_rows=chunk_rows)
-        num_sampled = len(sampled_sizes(min(chunk_rows, load.num_seqs)))
+        num_sampled = len(sampled_shapes(min(chunk_rows, load.num_seqs)))
         decodes_bytes = model.activations_bytes(load.num_rows, load.num_rows, element_bytes)
         tables_bytes = load.chunk_tables_bytes(context_len)
         chunks_bytes = model.captured_chunks_bytes(chunk_rows, element_bytes, tables_bytes)

@@ -13,7 +13,8 @@ own: its tokens write no keys, read whatever blocks its table names, and their r
 
 The rows that sample are at the same addresses whatever the shape, padded with rows that have no slot. So what comes after the
 hidden states needs a graph only for each number of such rows: logits, tokens, slots, and out. It serves greedy and drawn tokens
-alike; what weighs the whole vocabulary, counts penalties, scores tokens or waits for masks is launched kernel by kernel.
+alike; another one weighs the whole vocabulary as well, for a top-p without a top-k. What counts penalties, scores tokens or
+waits for masks is launched kernel by kernel.
 
 Steps that verify drafts and those of more tokens or chunks than any graph has are launched kernel by kernel (`SlotRunner`).
 On a CPU nothing is captured.
@@ -37,9 +38,9 @@ from engine.runner.scheduled_rows import token_span
 from engine.runner.slots import EMPTY_INT64, NOTHING, Int64Array, SlotState
 from engine.runner.staging import Staging
 from engine.runner.token_spans import TokenSpan, cache_slots
-from engine.sampling.columns import COMMON_KINDS, ColumnSampler, Kind
+from engine.sampling.columns import ColumnSampler, Kind
 from engine.scheduling.scheduled_batch import ScheduledRequest
-from engine.step_sizes import CHUNK_ROWS_FEW, chunk_shapes, logits_size, sampled_sizes
+from engine.step_sizes import CHUNK_ROWS_FEW, chunk_shapes, logits_size, sampled_shapes
 from kernels import ops
 
 WORDS_MAX = 1024
@@ -94,10 +95,11 @@ def _even(size: int) -> int:
 
 
 class SampledShape(NamedTuple):
-    """The shape of a graph that chooses tokens, and its key: `size` rows, padding included."""
+    """The shape of a graph that chooses tokens, and its key: `size` rows, padding included. `weighs`: see `Kind`."""
 
     name: str
     size: int
+    weighs: bool
 
 
 class ChunkRows(NamedTuple):
@@ -304,11 +306,11 @@ class ChunkStep:
             self._hidden = hidden.new_empty(self.max_sampled, hidden.shape[1])
         self._hidden[decodes].copy_(hidden)
 
-    def sample(self, size: int) -> None:
+    def sample(self, size: int, *, weighs: bool) -> None:
         """Choose the tokens of the first `size` rows that sample in the step just computed, those without a slot being padding.
-        It can be captured. The kind is one of `COMMON_KINDS`, which choose alike."""
+        It can be captured."""
         hidden, slots, positions, _ = self.sampling_inputs(size)
-        chosen = self._sampler.choose(self._decoders[-1].logits(hidden, wide=False), slots, positions, COMMON_KINDS[0])
+        chosen = self._sampler.choose(self._decoders[-1].logits(hidden, wide=False), slots, positions, Kind(weighs))
         self._state.advance(slots, chosen.tokens, out=self.sampled[:size], host=self._host)
 
 
@@ -342,10 +344,10 @@ class ChunkSteps:
     def sample(self, num_rows: int, kind: Kind) -> torch.Tensor | None:
         """The tokens of the step just computed, which no row's mask restricts: [num_rows] int64. None where there is no graph
         that chooses them."""
-        shape = _sampled_shape(logits_size(num_rows, self._step.max_sampled))
-        if kind not in COMMON_KINDS or not self._calls.is_ready(shape):
+        shape = SampledShape("chunk tokens", logits_size(num_rows, self._step.max_sampled), kind.weighs)
+        if kind.counts or kind.num_top or not self._calls.is_ready(shape):
             return None
-        self._calls.run(shape, partial(self._step.sample, shape.size))
+        self._calls.run(shape, self._sampling_call(shape))
         return self._step.sampled[:num_rows]
 
     def run_for_timing(self, chunks: Sequence[TokenSpan]) -> torch.Tensor | None:
@@ -365,9 +367,10 @@ class ChunkSteps:
     def warm_up(self) -> None:
         """Have the steps of all shapes captured, and the choice of tokens, the largest first: the others take no memory beside
         its own. What could not be captured, and what comes after, is launched kernel by kernel."""
-        shapes, sizes = self._shapes[::-1], sampled_sizes(self._step.max_sampled)
+        shapes = self._shapes[::-1]
         captures: list[Callable[[], None]] = [partial(self._capture_shape, shape) for shape in shapes]
-        captures += [partial(self._capture_sampling, _sampled_shape(size)) for size in reversed(sizes)]
+        for sampled in reversed(sampled_shapes(self._step.max_sampled)):
+            captures.append(partial(self._capture_sampling, SampledShape("chunk tokens", *sampled)))
         for num_ready, capture in enumerate(captures):
             try:
                 capture()
@@ -386,8 +389,7 @@ class ChunkSteps:
     def _capture_sampling(self, shape: SampledShape) -> None:
         """Capture the choice of tokens after a step of padding, the last one that was captured: it changes nothing."""
         if not self._calls.is_ready(shape):
-            self._calls.make_ready(shape, partial(self._step.sample, shape.size), is_kept=True)
+            self._calls.make_ready(shape, self._sampling_call(shape), is_kept=True)
 
-
-def _sampled_shape(size: int) -> SampledShape:
-    return SampledShape("chunk tokens", size)
+    def _sampling_call(self, shape: SampledShape) -> Callable[[], None]:
+        return partial(self._step.sample, shape.size, weighs=shape.weighs)

@@ -18,14 +18,16 @@ from engine.runner.slot_steps import SlotSteps
 from engine.runner.slots import NOTHING
 from engine.runner.token_spans import TokenSpan
 from engine.runner.warm_up import STEP_SIZES, compiles_at_first_use, compiling
-from engine.sampling.columns import COMMON_KINDS, Kind
+from engine.sampling.columns import Kind
 from kernels import ops
 
 log = logging.getLogger("gatehouse.engine")
 
-KINDS = (*COMMON_KINDS, Kind(weighs=True), Kind(counts=True), Kind(num_top=1))
-"""Kinds of steps that each call kernels which the others do not. Any other kind calls those of several of these. A draft model
-has variants of its own for the common ones, which leave no tokens for the host."""
+KINDS = (Kind(), Kind(greedy=True), Kind(weighs=True), Kind(counts=True), Kind(num_top=1))
+"""Kinds of steps that each call kernels which the others do not. Any other kind calls those of several of these."""
+
+COMMON_KINDS = KINDS[:2]
+"""What few requests mostly need; also the kinds of a draft model's own variants, which leave no tokens for the host."""
 
 WARM_ROWS = (1, 2, 4, 8)
 """Steps that are captured before the first request: what few requests need at once. The others take some tens of milliseconds

@@ -42,10 +42,6 @@ class Kind(NamedTuple):
     greedy: bool = False
 
 
-COMMON_KINDS = (Kind(), Kind(greedy=True))
-"""What most steps need. `choose` does the same for both."""
-
-
 class SamplingNeeds(NamedTuple):
     """What the rows of a step require. scored: (row, number of likeliest tokens) of rows with log-probabilities; masked: rows
     for which the host has to supply a mask."""

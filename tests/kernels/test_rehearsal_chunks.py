@@ -12,7 +12,7 @@ from engine.loop import Engine
 from engine.runner.chunk_step import ChunkShape, ChunkStep
 from engine.runner.cuda_graphs import CudaGraphs
 from engine.speculation.options import SpeculativeOptions
-from engine.step_sizes import CHUNKS_MANY, chunk_shapes, sampled_sizes
+from engine.step_sizes import CHUNKS_MANY, chunk_shapes, sampled_shapes
 from engine.switches import GRAPHS
 from tests.support.engines import generation_request, run_to_end, small_engine, tokens
 from tests.support.rehearsal import Schedule, rehearsal
@@ -167,11 +167,24 @@ def test_after_a_failed_capture_later_shapes_are_launched_without_a_graph(
     assert len(replayed) == (2 if fails_at == 32 else 0), "shapes of 64 tokens serve fewer as well"
     assert engine.fallbacks.count == 0
     num_ready = sum(rows > fails_at for rows, _ in chunk_shapes(64))
-    assert f"have {num_ready} of {len(chunk_shapes(64)) + len(sampled_sizes(ROOM['max_num_seqs']))} graphs" in caplog.text
+    assert f"have {num_ready} of {len(chunk_shapes(64)) + len(sampled_shapes(ROOM['max_num_seqs']))} graphs" in caplog.text
     assert "no more graphs" in caplog.text
 
 
-@pytest.mark.parametrize("options", [{}, {"top_p": 0.5, "temperature": 1.0}], ids=["no capture", "another kind"])
+def test_tokens_of_a_top_p_without_a_top_k_are_chosen_by_a_graph(model: Path, replayed: list[int]) -> None:
+    requests = [
+        generation_request(str(seed), [3 + seed] * 20, max_tokens=1, top_p=0.7, temperature=1.0, seed=seed) for seed in range(4)
+    ]
+    with rehearsal(), replace_triton_operations():
+        expected = run_to_end(small_engine(model, device="cuda", dtype="float32", enforce_eager=True, **ROOM), requests)
+    with rehearsal(), replace_triton_operations():
+        found = run_to_end(small_engine(model, device="cuda", dtype="float32", **ROOM), requests)
+    assert {name: tokens(each) for name, each in found.items()} == {name: tokens(each) for name, each in expected.items()}
+    assert replayed
+    assert len(replayed) % 2 == 0, "up to hidden states, and up to tokens"
+
+
+@pytest.mark.parametrize("options", [{}, {"frequency_penalty": 0.5}], ids=["no capture", "another kind"])
 def test_tokens_without_a_graph_are_chosen_one_kernel_after_another(
     options: dict[str, Any], model: Path, replayed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -130,7 +130,9 @@ def test_small_steps_are_captured_at_the_start_and_larger_ones_on_demand(llama: 
     with rehearsal() as card, replace_triton_operations():
         engine = small_engine(llama, device="cuda", dtype="float32", **{**SMALL, "max_num_seqs": 16, "num_kv_blocks": 32})
         at_start = card.num_captures
-        assert at_start == 2 * 4 + 1 + 2 + 5, "of 1 to 8 rows, greedy or not, of 16 that draw, two with chunks and their tokens"
+        assert at_start == 2 * 4 + 1 + 2 + 2 * 5, (
+            "of 1 to 8 rows, greedy or not, of 16 that draw, two with chunks and their tokens"
+        )
         for number in range(9):
             engine.submit(generation_request(str(number), [5, 6, 7 + number], max_tokens=6))
         run_to_end(engine, [])
@@ -252,7 +254,7 @@ def test_drafts_are_verified_by_captured_steps_that_wait_only_for_tokens(kv_cach
         expected = run_to_end(small_engine(llama, enforce_eager=True, **options), requests)
     with rehearsal() as card, replace_triton_operations():
         engine = small_engine(llama, speculative_config=SPECULATIVE, **options)
-        assert card.num_captures == 1 + 2 * len((1, 2, 4)) + 2 * len((2, 4, 8)) + 2 + len((1, 2, 4))
+        assert card.num_captures == 1 + 2 * len((1, 2, 4)) + 2 * len((2, 4, 8)) + 2 + 2 * len((1, 2, 4))
         use_scripted_drafter(engine, tokens(expected["a"]), 4)
         card.syncs.clear()
         found = run_to_end(engine, requests)

@@ -206,14 +206,15 @@ def test_shapes_are_warmed_up_in_inference_mode(step: ChunkStep, monkeypatch: py
     monkeypatch.setattr(DirectCalls, "is_ready", lambda *_: False)
     monkeypatch.setattr(DirectCalls, "make_ready", lambda *_, **__: modes.append(torch.is_inference_mode_enabled()))
     ChunkSteps(step, DirectCalls()).warm_up()
-    assert modes == [True] * (len(step.shapes) + 3), "and one for one, two and three rows that sample"
+    assert modes == [True] * (len(step.shapes) + 2 * 3), "and two for one, two and three rows that sample"
 
 
 def test_tokens_of_common_kinds_are_chosen_for_rows_of_padding_too(decoder: FakeDecoder, sampler: FakeSampler) -> None:
     step = chunk_step(decoder, sampler, num_slots=4)
     steps = ChunkSteps(step, DirectCalls())
     assert steps.run(chunk_rows([LAST_TOKEN, CHUNK, LAST_CHUNK], [2, 0, 1], decodes=[DECODE]))
-    assert steps.sample(3, Kind(weighs=True)) is None
+    assert steps.sample(3, Kind(counts=True)) is None
+    assert steps.sample(3, Kind(num_top=1)) is None
     chosen = steps.sample(3, Kind(greedy=True))
     assert chosen is not None
     assert chosen.tolist() == [199, 176, 156]

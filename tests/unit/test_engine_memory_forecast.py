@@ -38,7 +38,7 @@ from engine.scheduling.limits import STEP_DRAFT_TOKENS_MAX
 from engine.speculation.options import SpeculativeOptions
 from engine.start_times import StartTimes
 from engine.step_mode import StepMode
-from engine.step_sizes import graphs_kept, sampled_sizes
+from engine.step_sizes import graphs_kept, sampled_shapes
 from engine.weights import WeightsSize
 from kernels import ops
 from tests.support import quantised_checkpoints as layouts
@@ -422,7 +422,7 @@ def test_only_graphs_have_a_predicted_and_a_measured_count(llama_8b: ModelConfig
     options = EngineOptions(model=Path("m"), max_num_seqs=256)
     found = forecast_memory("llama", llama_8b, options, StepMode.CAPTURED, dtype=torch.bfloat16, device=GPU).parts(taken)
     numbers = {part.name: (part.num_predicted, part.num_measured) for part in found}
-    assert numbers.pop("graphs") == (graphs_kept(256, 0, chunk_rows=960) + len(sampled_sizes(256)), 9)
+    assert numbers.pop("graphs") == (graphs_kept(256, 0, chunk_rows=960) + len(sampled_shapes(256)), 9)
     assert set(numbers.values()) == {(None, None)}
 
 

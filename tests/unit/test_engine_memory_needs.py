@@ -21,7 +21,7 @@ from engine.memory.shape import SAMPLED_GRAPH_BYTES, Load, MemoryShape
 from engine.memory.splits import invariant_bytes
 from engine.options import EngineOptions
 from engine.simulator.models import CONFIGS, MODELS
-from engine.step_sizes import draft_graphs_kept, graphs_kept, sampled_sizes
+from engine.step_sizes import draft_graphs_kept, graphs_kept, sampled_shapes
 from kernels.quantised_weights import pack_int4
 
 KV_8, WEIGHTS_8, WEIGHTS_4 = "keys and values in 8 bits", "weights in 8 bits", "weights in 4 bits"
@@ -197,7 +197,7 @@ def test_captures_have_a_workspace_of_the_matrix_library_on_their_stream() -> No
 
 def test_steps_over_slots_hold_the_logits_of_all_rows() -> None:
     qwen, load = shape_of("qwen3-0.6b"), replace(LOAD, num_seqs=1024, num_tokens=1024, on_gpu=True, has_slots=True)
-    kept_bytes = graphs_kept(1024, 0, chunk_rows=1024) * qwen.graph_bytes + len(sampled_sizes(1024)) * SAMPLED_GRAPH_BYTES
+    kept_bytes = graphs_kept(1024, 0, chunk_rows=1024) * qwen.graph_bytes + len(sampled_shapes(1024)) * SAMPLED_GRAPH_BYTES
     invariant = MemoryNeeds.of(qwen, BF16, replace(load, batch_invariant=True), context_bytes=0, context_len=1024)
     assert invariant.graphs_bytes - kept_bytes == invariant.activations_bytes == 1024 * 151_936 * 4, "593.5 MiB"
     usual = MemoryNeeds.of(qwen, BF16, load, context_bytes=0, context_len=1024)
@@ -213,7 +213,7 @@ def test_graph_memory_is_predicted_per_kept_graph() -> None:
         needs = MemoryNeeds.of(LLAMA_8B, BF16, load, context_bytes=0, context_len=8192, draft=draft)
         rows = load.num_seqs + load.num_draft_tokens
         chunks_bytes = LLAMA_8B.captured_chunks_bytes(960, 2, load.chunk_tables_bytes(8192))
-        sampled_bytes = len(sampled_sizes(load.num_seqs)) * 20 * 24 * 1024
+        sampled_bytes = len(sampled_shapes(load.num_seqs)) * 20 * 24 * 1024
         activations_bytes = max(chunks_bytes, LLAMA_8B.activations_bytes(rows, rows, 2))
         return needs.graphs_bytes - activations_bytes - sampled_bytes - WORKSPACE_BYTES
 
