@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,8 +127,8 @@ async def run_round(url: str, key: str, streams: int, rng: random.Random) -> tup
     return time.perf_counter() - started_s, list(answers)
 
 
-def check_ledger(url: str, token: str, answers: list[Answer]) -> None:
-    """Raise RuntimeError unless the ledger has each answer posted once, with the number of tokens delivered."""
+def ledger_mismatches(url: str, token: str, delivered: Mapping[str, int]) -> list[str]:
+    """Ids of requests whose output tokens in the ledger are not those `delivered`, by id. None of them may be running."""
     posted: dict[str, int] = {}
     query: dict[str, Any] = {"limit": 100}
     with httpx.Client(base_url=f"{url}/admin/v1", headers={"authorization": f"Bearer {token}"}) as admin:
@@ -136,11 +136,8 @@ def check_ledger(url: str, token: str, answers: list[Answer]) -> None:
             page = admin.get("/ledger", params=query).raise_for_status().json()
             posted |= {row["request_id"]: row["completion_tokens"] for row in page["data"] if row["status"] == "posted"}
             if not page["has_more"]:
-                break
+                return [request_id for request_id, tokens in delivered.items() if posted.get(request_id) != tokens]
             query["cursor"] = page["next_cursor"]
-    wrong = [answer.request_id for answer in answers if posted.get(answer.request_id) != answer.completion_tokens]
-    if wrong:
-        raise RuntimeError(f"the ledger disagrees about {len(wrong)} requests, {wrong[0]} among them")
 
 
 def count_tokens(answers: list[Answer]) -> int:
@@ -157,7 +154,8 @@ def measure(streams: int, rounds: int) -> dict[str, Any]:
         timed = [asyncio.run(run_round(url, key, streams, rng)) for _ in range(rounds)]
         busy_percent = psutil.cpu_percent(None)
         answers = [answer for _, round_answers in timed for answer in round_answers]
-        check_ledger(url, token, answers)
+        if wrong := ledger_mismatches(url, token, {answer.request_id: answer.completion_tokens for answer in answers}):
+            raise RuntimeError(f"the ledger disagrees about {len(wrong)} requests, {wrong[0]} among them")
     ttfts_s = sorted(answer.ttft_s for answer in answers)
     return {
         **row_header("appliance_streams"),
