@@ -1,6 +1,6 @@
 """The whole appliance under concurrent streams: real gateway, real engine, real ledger, one client process.
 
-Each round sends `--streams` chat requests of mixed lengths at once with the same key, waits for all of them, then compares the
+Each round sends STREAMS chat requests of mixed lengths at once with the same key, waits for all of them, then compares the
 delivered tokens with the reported usage and with the ledger. No figure is printed unless they agree.
 
     python -m bench.appliance_streams            prints one row and adds it to bench/results/
@@ -31,6 +31,7 @@ from bench.ports import free_port
 from bench.rows import argument_parser, publish, row_header
 
 MODEL = "gatehouse-demo"
+STREAMS = 32
 READY_TIMEOUT_S = 120.0
 QUESTION = "Tell me about lists in Python. "
 
@@ -115,10 +116,10 @@ async def stream_one(client: httpx.AsyncClient, lengths: tuple[int, int]) -> Ans
     return Answer(request_id, usage["completion_tokens"], ttft_s, time.perf_counter() - started_s)
 
 
-async def run_round(url: str, key: str, streams: int, rng: random.Random) -> tuple[float, list[Answer]]:
+async def run_round(url: str, key: str, rng: random.Random) -> tuple[float, list[Answer]]:
     """Return wall-clock seconds and the answers of one round."""
-    lengths = [(rng.randint(1, 8), rng.randint(20, 300)) for _ in range(streams)]
-    limits = httpx.Limits(max_connections=streams)
+    lengths = [(rng.randint(1, 8), rng.randint(20, 300)) for _ in range(STREAMS)]
+    limits = httpx.Limits(max_connections=STREAMS)
     async with httpx.AsyncClient(
         base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=600, limits=limits
     ) as client:
@@ -144,14 +145,14 @@ def count_tokens(answers: list[Answer]) -> int:
     return sum(answer.completion_tokens for answer in answers)
 
 
-def measure(streams: int, rounds: int) -> dict[str, Any]:
+def measure(rounds: int) -> dict[str, Any]:
     """Return one row: medians over rounds, after a warm-up round."""
     rng = random.Random(0)
     with tempfile.TemporaryDirectory() as folder, appliance(Path(folder)) as (url, token, ready_s):
         key = make_key(url, token)
-        asyncio.run(run_round(url, key, streams, rng))
+        asyncio.run(run_round(url, key, rng))
         psutil.cpu_percent(None)
-        timed = [asyncio.run(run_round(url, key, streams, rng)) for _ in range(rounds)]
+        timed = [asyncio.run(run_round(url, key, rng)) for _ in range(rounds)]
         busy_percent = psutil.cpu_percent(None)
         answers = [answer for _, round_answers in timed for answer in round_answers]
         if wrong := ledger_mismatches(url, token, {answer.request_id: answer.completion_tokens for answer in answers}):
@@ -160,7 +161,7 @@ def measure(streams: int, rounds: int) -> dict[str, Any]:
     return {
         **row_header("appliance_streams"),
         "model": MODEL,
-        "streams": streams,
+        "streams": STREAMS,
         "rounds": rounds,
         "ready_s": round(ready_s, 2),
         "tokens_per_s_median": round(statistics.median(count_tokens(some) / wall_s for wall_s, some in timed), 1),
@@ -176,10 +177,9 @@ def measure(streams: int, rounds: int) -> dict[str, Any]:
 def main() -> None:
     """Measure, print the row, and add it to the results."""
     parser = argument_parser(__doc__)
-    parser.add_argument("--streams", type=int, default=32, help="requests at once")
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds")
     options = parser.parse_args()
-    row = measure(options.streams, options.rounds)
+    row = measure(options.rounds)
     publish(row, options)
 
 

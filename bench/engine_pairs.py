@@ -25,6 +25,9 @@ import transformers  # noqa: E402
 from bench.peers.disturbance import disturbance_between, read_machine  # noqa: E402
 from engine import LLM, SamplingParams  # noqa: E402
 
+THREADS = 1
+"""Threads of each engine: the other core is left to other work on the machine."""
+
 
 @dataclass(frozen=True, slots=True)
 class Cost:
@@ -86,11 +89,11 @@ class OtherWork:
         return found.others_cores + found.steal_cores
 
 
-def environment(threads: int) -> dict[str, Any]:
+def environment() -> dict[str, Any]:
     """What torch's speed depends on besides the machine."""
     return {
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "threads": threads,
+        "threads": THREADS,
         "mkl_cbwr": os.environ.get("MKL_CBWR"),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
