@@ -1,6 +1,6 @@
 """The whole appliance under concurrent streams: real gateway, real engine, real ledger, one client process.
 
-Each round sends `--streams` chat requests of mixed lengths at once with the same key, waits for all of them, then compares the
+Each round sends STREAMS chat requests of mixed lengths at once with the same key, waits for all of them, then compares the
 delivered tokens with the reported usage and with the ledger. No figure is printed unless they agree.
 
     python -m bench.appliance_streams            prints one row and adds it to bench/results/
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ from bench.ports import free_port
 from bench.rows import argument_parser, publish, row_header
 
 MODEL = "gatehouse-demo"
+STREAMS = 32
 READY_TIMEOUT_S = 120.0
 QUESTION = "Tell me about lists in Python. "
 
@@ -115,10 +116,10 @@ async def stream_one(client: httpx.AsyncClient, lengths: tuple[int, int]) -> Ans
     return Answer(request_id, usage["completion_tokens"], ttft_s, time.perf_counter() - started_s)
 
 
-async def run_round(url: str, key: str, streams: int, rng: random.Random) -> tuple[float, list[Answer]]:
+async def run_round(url: str, key: str, rng: random.Random) -> tuple[float, list[Answer]]:
     """Return wall-clock seconds and the answers of one round."""
-    lengths = [(rng.randint(1, 8), rng.randint(20, 300)) for _ in range(streams)]
-    limits = httpx.Limits(max_connections=streams)
+    lengths = [(rng.randint(1, 8), rng.randint(20, 300)) for _ in range(STREAMS)]
+    limits = httpx.Limits(max_connections=STREAMS)
     async with httpx.AsyncClient(
         base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=600, limits=limits
     ) as client:
@@ -127,8 +128,8 @@ async def run_round(url: str, key: str, streams: int, rng: random.Random) -> tup
     return time.perf_counter() - started_s, list(answers)
 
 
-def check_ledger(url: str, token: str, answers: list[Answer]) -> None:
-    """Raise RuntimeError unless the ledger has each answer posted once, with the number of tokens delivered."""
+def ledger_mismatches(url: str, token: str, delivered: Mapping[str, int]) -> list[str]:
+    """Ids of requests whose output tokens in the ledger are not those `delivered`, by id. None of them may be running."""
     posted: dict[str, int] = {}
     query: dict[str, Any] = {"limit": 100}
     with httpx.Client(base_url=f"{url}/admin/v1", headers={"authorization": f"Bearer {token}"}) as admin:
@@ -136,33 +137,31 @@ def check_ledger(url: str, token: str, answers: list[Answer]) -> None:
             page = admin.get("/ledger", params=query).raise_for_status().json()
             posted |= {row["request_id"]: row["completion_tokens"] for row in page["data"] if row["status"] == "posted"}
             if not page["has_more"]:
-                break
+                return [request_id for request_id, tokens in delivered.items() if posted.get(request_id) != tokens]
             query["cursor"] = page["next_cursor"]
-    wrong = [answer.request_id for answer in answers if posted.get(answer.request_id) != answer.completion_tokens]
-    if wrong:
-        raise RuntimeError(f"the ledger disagrees about {len(wrong)} requests, {wrong[0]} among them")
 
 
 def count_tokens(answers: list[Answer]) -> int:
     return sum(answer.completion_tokens for answer in answers)
 
 
-def measure(streams: int, rounds: int) -> dict[str, Any]:
+def measure(rounds: int) -> dict[str, Any]:
     """Return one row: medians over rounds, after a warm-up round."""
     rng = random.Random(0)
     with tempfile.TemporaryDirectory() as folder, appliance(Path(folder)) as (url, token, ready_s):
         key = make_key(url, token)
-        asyncio.run(run_round(url, key, streams, rng))
+        asyncio.run(run_round(url, key, rng))
         psutil.cpu_percent(None)
-        timed = [asyncio.run(run_round(url, key, streams, rng)) for _ in range(rounds)]
+        timed = [asyncio.run(run_round(url, key, rng)) for _ in range(rounds)]
         busy_percent = psutil.cpu_percent(None)
         answers = [answer for _, round_answers in timed for answer in round_answers]
-        check_ledger(url, token, answers)
+        if wrong := ledger_mismatches(url, token, {answer.request_id: answer.completion_tokens for answer in answers}):
+            raise RuntimeError(f"the ledger disagrees about {len(wrong)} requests, {wrong[0]} among them")
     ttfts_s = sorted(answer.ttft_s for answer in answers)
     return {
         **row_header("appliance_streams"),
         "model": MODEL,
-        "streams": streams,
+        "streams": STREAMS,
         "rounds": rounds,
         "ready_s": round(ready_s, 2),
         "tokens_per_s_median": round(statistics.median(count_tokens(some) / wall_s for wall_s, some in timed), 1),
@@ -178,10 +177,9 @@ def measure(streams: int, rounds: int) -> dict[str, Any]:
 def main() -> None:
     """Measure, print the row, and add it to the results."""
     parser = argument_parser(__doc__)
-    parser.add_argument("--streams", type=int, default=32, help="requests at once")
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds")
     options = parser.parse_args()
-    row = measure(options.streams, options.rounds)
+    row = measure(options.rounds)
     publish(row, options)
 
 

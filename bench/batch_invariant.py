@@ -1,6 +1,6 @@
 """The cost of batch-invariant mode: the same requests through the same model with it and without.
 
-Usage: python -m bench.batch_invariant [--size 8m|100m] [--rounds 5] [--threads 1]
+Usage: python -m bench.batch_invariant [--size 8M|100M] [--rounds 5]
 
 Two engines in one process run one right after the other in each round, in swapped order every other time. `one` is a single
 request, `sixteen` is 16 at once, `prompt` is a long prompt with one output token. Before anything is timed, the invariant
@@ -16,7 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.engine_pairs import SIZES, environment, greedy_tokens, make_model, make_prompts, time_pairs
+from bench.engine_pairs import THREADS, environment, greedy_tokens, make_prompts, time_pairs
+from bench.peers.models import SHAPES, make_model
 from bench.rows import argument_parser, publish, row_header
 from engine import LLM, SamplingParams
 
@@ -47,15 +48,15 @@ def ratios(plain: LLM, invariant: LLM, prompts: list[list[int]], max_tokens: int
 
 def main() -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("--size", choices=sorted(SIZES), default="8m")
+    parser.add_argument("--size", choices=sorted(SHAPES), default="8M")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
-    common: dict[str, Any] = {"device": "cpu", "threads": options.threads, "max_num_seqs": 16, "enable_prefix_caching": False}
+    common: dict[str, Any] = {"device": "cpu", "threads": THREADS, "max_num_seqs": 16, "enable_prefix_caching": False}
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
-        make_model(options.size, directory)
-        vocab_size = SIZES[options.size]["vocab_size"]
+        shape = SHAPES[options.size]
+        make_model(shape, directory)
+        vocab_size = shape["vocab_size"]
         many = make_prompts(vocab_size, 16, PROMPT_LEN)
         long = make_prompts(vocab_size, 1, LONG_PROMPT_LEN)
         with LLM(directory, **common) as plain, LLM(directory, batch_invariant=True, **common) as invariant:
@@ -67,7 +68,7 @@ def main() -> None:
                 "sixteen": ratios(plain, invariant, many, OUTPUT_LEN, options.rounds),
                 "prompt": ratios(plain, invariant, long, 1, options.rounds),
             }
-    row = {**row_header("batch_invariant"), "size": options.size, **environment(options.threads), "results": results}
+    row = {**row_header("batch_invariant"), "size": options.size, **environment(), "results": results}
     publish(row, options)
 
 

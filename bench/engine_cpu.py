@@ -1,7 +1,7 @@
 """Our engine against `generate` of transformers on the CPU: the same random model, the same requests, the same number of seats.
 `bench.engine_peers` compares it with continuous batching.
 
-Usage: python -m bench.engine_cpu [--size 8m|100m] [--rounds 3] [--threads 1] [--requests 48]
+Usage: python -m bench.engine_cpu [--size 8M|100M] [--rounds 3] [--requests 48]
 
 Every round runs both one right after the other, so that other work on the machine affects both; results are ratios within a
 round. Outputs are compared before anything is timed: greedy, float32, equal token for token up to the first near-tie. One JSON
@@ -26,7 +26,8 @@ import torch  # noqa: E402 - must see the environment set above
 import transformers  # noqa: E402
 
 from bench.chat_lengths import OUTPUT_LENS, PROMPT_LENS, draw_length  # noqa: E402
-from bench.engine_pairs import SIZES, OtherWork, environment, make_model, ratio_figures, time_pairs  # noqa: E402
+from bench.engine_pairs import THREADS, OtherWork, environment, ratio_figures, time_pairs  # noqa: E402
+from bench.peers.models import SHAPES, make_model  # noqa: E402
 from bench.rows import argument_parser, publish, row_header  # noqa: E402
 from engine import LLM, SamplingParams  # noqa: E402
 
@@ -108,10 +109,11 @@ def compare(
 def measure(size: str, rounds: int, count: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
-        model = make_model(size, directory)
-        work = make_workload(SIZES[size]["vocab_size"], count)
+        make_model(SHAPES[size], directory)
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
+        work = make_workload(SHAPES[size]["vocab_size"], count)
         one = Workload([work.prompts[0]], [128])
-        llm = LLM(directory, device="cpu", max_num_seqs=SEATS, enable_prefix_caching=False, threads=torch.get_num_threads())
+        llm = LLM(directory, device="cpu", max_num_seqs=SEATS, enable_prefix_caching=False, threads=THREADS)
         rows = []
         for name, peer_work in (
             ("transformers generate, batches of 16", work),
@@ -126,12 +128,11 @@ def measure(size: str, rounds: int, count: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("--size", choices=sorted(SIZES), default="8m")
+    parser.add_argument("--size", choices=sorted(SHAPES), default="8M")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--requests", type=int, default=NUM_REQUESTS)
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(THREADS)
     transformers.logging.set_verbosity_error()
     rows = measure(options.size, options.rounds, options.requests)
     row = {
@@ -139,7 +140,7 @@ def main() -> None:
         "size": options.size,
         "requests": options.requests,
         "seats": SEATS,
-        **environment(options.threads),
+        **environment(),
         "results": rows,
     }
     publish(row, options)

@@ -1,4 +1,5 @@
-"""Shared by the benches of engines on a CPU: random models, prompts, and the costs of two engines that run alternately.
+"""Shared by the benches of engines on a CPU: prompts, and the costs of two engines that run alternately. Their models are those
+of `bench.peers.models`.
 
 Both run in this process, one right after the other, in swapped order every other round, so that other work on the machine
 affects both. Compare them within a round only.
@@ -12,7 +13,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from engine.environment import prepare_environment
@@ -21,17 +21,12 @@ prepare_environment()
 
 import torch  # noqa: E402 - must see the environment set above
 import transformers  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
+from bench.peers.disturbance import disturbance_between, read_machine  # noqa: E402
 from engine import LLM, SamplingParams  # noqa: E402
 
-MAX_MODEL_LEN = 1024
-SIZES: dict[str, dict[str, Any]] = {
-    "8m": {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4,
-           "intermediate_size": 768, "vocab_size": 4096},
-    "100m": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4,
-             "intermediate_size": 2048, "vocab_size": 32000, "tie_word_embeddings": True},
-}  # fmt: skip
+THREADS = 1
+"""Threads of each engine: the other core is left to other work on the machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +65,6 @@ def ratio_figures(pairs: Sequence[tuple[Cost, Cost]]) -> dict[str, Any]:
     }
 
 
-def make_model(size: str, directory: Path) -> Any:
-    """A seeded random Llama whose logits are spread wide enough for greedy choices to be clear."""
-    torch.manual_seed(0)
-    config = LlamaConfig(max_position_embeddings=MAX_MODEL_LEN, initializer_range=0.1, **SIZES[size])
-    model = LlamaForCausalLM(config).eval()
-    model.save_pretrained(directory)
-    return model
-
-
 def make_prompts(vocab_size: int, count: int, length: int) -> list[list[int]]:
     """Random tokens, the same for every engine."""
     rng = random.Random(5)
@@ -95,26 +81,19 @@ class OtherWork:
     """CPU time that other processes have used since this object was created. Linux only."""
 
     def __init__(self) -> None:
-        self._started_s, self._started_cpu_s = time.perf_counter(), self._cpu_s()
+        self._before, self._own_s = read_machine(), time.process_time()
 
     def cores(self) -> float:
-        """Average number of cores that they used."""
-        return max(0.0, self._cpu_s() - self._started_cpu_s) / (time.perf_counter() - self._started_s)
-
-    @staticmethod
-    def _cpu_s() -> float:
-        """CPU seconds of all processes but this one."""
-        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
-        ticks = sum(map(int, fields[:3])) + sum(map(int, fields[5:8]))
-        own = os.times()
-        return ticks / os.sysconf("SC_CLK_TCK") - own.user - own.system
+        """Average number of cores that they, and the host, used."""
+        found = disturbance_between(self._before, read_machine(), time.process_time() - self._own_s)
+        return found.others_cores + found.steal_cores
 
 
-def environment(threads: int) -> dict[str, Any]:
+def environment() -> dict[str, Any]:
     """What torch's speed depends on besides the machine."""
     return {
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "threads": threads,
+        "threads": THREADS,
         "mkl_cbwr": os.environ.get("MKL_CBWR"),
         "torch": torch.__version__,
         "transformers": transformers.__version__,

@@ -1,13 +1,13 @@
 """Response times of the usage API and the console with a ledger of a million events, on SQLite and on PostgreSQL.
 
-The events belong to TENANTS tenants with `--keys` keys each and the models MODELS, over the last DAYS days; a few owners use
+The events belong to TENANTS tenants with KEYS keys each and the models MODELS, over the last DAYS days; a few owners use
 much, and many use little. There are as many requests as events. Both are written directly, in the form that the ledger's writer
 uses, and rolled up by `rollups.rebuild`, which is timed too. Then the whole application answers in this process, without
 engines: each query REPEATS times after a warm-up; reports of many pages are then read from the first page to the last, each
 page once (`walks`). Other work on the machine is not stopped: the row records the load and, besides the time of an answer, this
 process's CPU time for it (which includes SQLite's work but not PostgreSQL's).
 
-    python -m bench.million_rows [--events 1000000] [--keys 4] [--database sqlite]
+    python -m bench.million_rows [--events 1000000] [--database sqlite]
                              prints one row per database and adds it to bench/results/
 """
 
@@ -44,7 +44,7 @@ from bench.million_rows_queries import QuerySubjects, queries, walks
 from bench.rows import argument_parser, publish, row_header
 from tests.support.databases import postgresql_binaries, running_cluster
 
-TENANTS, DAYS = 100, 30
+TENANTS, KEYS, DAYS = 100, 4, 30
 MODELS = {"small": 7000, "medium": 2499, "large": 500, "rare": 1}
 """How many of every ten thousand events belong to each model."""
 REPEATS = 15
@@ -52,12 +52,12 @@ GOAL_MS = 200
 INSERT_ROWS = 20_000
 
 
-async def fill(services: Services, count: int, keys: int) -> QuerySubjects:
-    """Write `count` events and their requests, for tenants with `keys` keys each."""
+async def fill(services: Services, count: int) -> QuerySubjects:
+    """Write `count` events and their requests."""
     owners = []
     for number in range(TENANTS):
         tenant = await services.tenants.create(name=f"tenant {number}", access=WHOLE_APPLIANCE)
-        for _ in range(keys):
+        for _ in range(KEYS):
             key, _secret = await services.keys.create(tenant.id, name="key", access=WHOLE_APPLIANCE)
             owners.append((tenant.id, key.id))
     quiet = await services.tenants.create(name="a tenant that used nothing", access=WHOLE_APPLIANCE)
@@ -172,7 +172,7 @@ async def time_query(client: httpx.AsyncClient, path: str) -> list[tuple[float, 
     return samples[1:]
 
 
-async def measure(url: str, folder: Path, count: int, keys: int) -> dict[str, Any]:
+async def measure(url: str, folder: Path, count: int) -> dict[str, Any]:
     """Fill the database at `url`, run every query, and return the row."""
     settings = load_settings(options={"data_dir": folder, "database_url": url, "log_level": "error"}, environ={})
     configure_logging("error", json=False)
@@ -182,7 +182,7 @@ async def measure(url: str, folder: Path, count: int, keys: int) -> dict[str, An
     try:
         await services.sampler.sample()
         began_s = time.perf_counter()
-        subjects = await fill(services, count, keys)
+        subjects = await fill(services, count)
         filled_s, began_s = time.perf_counter() - began_s, time.perf_counter()
         num_sums = await rollups.rebuild(services.db, BillingCalendar())
         rebuilt_s = time.perf_counter() - began_s
@@ -202,7 +202,7 @@ async def measure(url: str, folder: Path, count: int, keys: int) -> dict[str, An
         **row_header("million_rows"),
         "database": services.db.kind,
         "events": count,
-        "keys": TENANTS * keys,
+        "keys": TENANTS * KEYS,
         "sums": num_sums,
         "fill_s": round(filled_s, 1),
         "rebuild_s": round(rebuilt_s, 1),
@@ -243,12 +243,11 @@ def main() -> None:
     """Measure and write the rows."""
     parser = argument_parser(__doc__)
     parser.add_argument("--events", type=int, default=1_000_000)
-    parser.add_argument("--keys", type=int, default=4, help="keys of each tenant")
     parser.add_argument("--database", choices=("sqlite", "postgresql"), action="append")
     options = parser.parse_args()
     for kind in options.database or ("sqlite", "postgresql"):
         with tempfile.TemporaryDirectory() as name, fresh_database(kind, Path(name)) as url:
-            row = asyncio.run(measure(url, Path(name), options.events, options.keys))
+            row = asyncio.run(measure(url, Path(name), options.events))
         publish(row, options)
 
 

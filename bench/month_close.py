@@ -5,8 +5,8 @@ month before is closed first, and has events that were posted later. Besides its
 for which the event loop ran nothing else, and the longest wait for the posting counter, which every settlement of a request
 takes. CPU time includes SQLite's work but not PostgreSQL's.
 
-The API is called once to draft and once to close. The command line is measured while no appliance runs: it opens the database
-itself, and its start is included.
+With `--through cli` the command line is measured instead of the console, while no appliance runs: it opens the database itself,
+and its start is included.
 
     python -m bench.month_close [--tenants 500] [--events 100] [--database sqlite] [--through cli]
                              prints one row per database and adds it to bench/results/
@@ -204,19 +204,20 @@ class Console:
     def __init__(self, client: httpx.AsyncClient, csrf_token: str) -> None:
         self._client = client
         self._csrf_token = csrf_token
+        self._confirmed = ""
 
     async def draft(self, month: str) -> None:
         """Draft the month for all tenants."""
         await self._post("/invoices", tenant="all", month=month)
 
-    async def confirm(self, month: str) -> str:
-        """Open the form for closing the month, and return the value that confirms it."""
+    async def confirm(self, month: str) -> None:
+        """Open the form for closing the month, which has the value that confirms it."""
         answer = await self._client.get(f"/invoices/months/{month}/close")
-        return answer.text.partition('name="confirmed" value="')[2].partition('"')[0]
+        self._confirmed = answer.text.partition('name="confirmed" value="')[2].partition('"')[0]
 
-    async def close(self, month: str, confirmed: str) -> None:
-        """Close all drafts of the month."""
-        await self._post(f"/invoices/months/{month}/close", confirmed=confirmed)
+    async def close(self, month: str) -> None:
+        """Send the form that `confirm` opened: close all drafts of the month."""
+        await self._post(f"/invoices/months/{month}/close", confirmed=self._confirmed)
 
     async def _post(self, path: str, **fields: str) -> None:
         answer = await self._client.post(path, data={"csrf_token": self._csrf_token, **fields})
@@ -244,42 +245,8 @@ def last_months(appliance: Appliance) -> tuple[str, str]:
     return calendar.month_of(first_day(second) - timedelta(days=1)), second
 
 
-class Api:
-    """An administrator token that drafts and closes months."""
-
-    def __init__(self, client: httpx.AsyncClient) -> None:
-        self._client = client
-
-    async def bill(self, month: str, verb: str) -> None:
-        """`draft` or `close` the month for all tenants. Raises RuntimeError unless all were billed."""
-        answer = await self._client.post(f"/admin/v1/invoices/months/{month}/{verb}")
-        if answer.status_code != 200 or b'"num_failed":0' not in answer.content:  # decoding it would hold the event loop
-            raise RuntimeError(f"{verb}: {answer.status_code} {answer.text[:2000]}")
-
-
-async def measure_api(url: str, folder: Path, tenants: int, events: int) -> dict[str, Any]:
-    """Fill the database at `url`, draft and close two months through the API, and return what was measured of the second."""
-    async with running(url, folder) as appliance:
-        services, months = appliance.services, last_months(appliance)
-        later_events = await fill(services, months, tenants, events)
-        await analyze(services.db)
-        prepare_to_serve()  # as `gatehouse serve` does
-        transport = httpx.ASGITransport(app=cast(Any, create_app(appliance)))
-        headers = {"authorization": f"Bearer {services.control_token}"}
-        async with httpx.AsyncClient(transport=transport, base_url="http://appliance", headers=headers, timeout=600) as client:
-            api = Api(client)
-            for month in months:
-                if month == months[1]:
-                    await write_events(services.db, later_events)
-                    await analyze(services.db)
-                drafting = await watched(services.db, partial(api.bill, month, "draft"))
-                closing = await watched(services.db, partial(api.bill, month, "close"))
-        await check_closed(services, months[1])
-    return {"draft": drafting.row(), "close": closing.row()}
-
-
 async def measure_console(url: str, folder: Path, tenants: int, events: int) -> dict[str, Any]:
-    """Do the same in the console."""
+    """Fill the database at `url`, draft and close two months in the console, and return what was measured of the second."""
     async with running(url, folder) as appliance:
         services, months = appliance.services, last_months(appliance)
         later_events = await fill(services, months, tenants, events)
@@ -296,19 +263,14 @@ async def measure_console(url: str, folder: Path, tenants: int, events: int) -> 
                     await write_events(services.db, later_events)
                     await analyze(services.db)
                 drafting = await watched(services.db, partial(console.draft, month))
-                confirmed: list[str] = []
-
-                async def confirm(month: str = month, confirmed: list[str] = confirmed) -> None:
-                    confirmed.append(await console.confirm(month))
-
-                confirming = await watched(services.db, confirm)
-                closing = await watched(services.db, partial(console.close, month, confirmed[0]))
+                confirming = await watched(services.db, partial(console.confirm, month))
+                closing = await watched(services.db, partial(console.close, month))
         await check_closed(services, months[1])
     return {"draft": drafting.row(), "confirm": confirming.row(), "close": closing.row()}
 
 
 def measure_cli(url: str, folder: Path, tenants: int, events: int) -> dict[str, Any]:
-    """Do the same with `gatehouse invoices draft` and `close`; nothing else runs meanwhile."""
+    """The same with `gatehouse invoices draft` and `close`; nothing else runs meanwhile."""
 
     async def with_services(work: Callable[[Services, tuple[str, str]], Coroutine[Any, Any, T]]) -> T:
         async with running(url, folder) as appliance:
@@ -358,15 +320,12 @@ def main() -> None:
     parser.add_argument("--tenants", type=int, default=500)
     parser.add_argument("--events", type=int, default=100, help="events of each tenant")
     parser.add_argument("--database", choices=("sqlite", "postgresql"), action="append")
-    parser.add_argument("--through", choices=("console", "api", "cli"), default="console")
+    parser.add_argument("--through", choices=("console", "cli"), default="console")
     options = parser.parse_args()
     for kind in options.database or ("sqlite", "postgresql"):
         with tempfile.TemporaryDirectory() as name, fresh_database(kind, Path(name)) as url:
             case = (url, Path(name), options.tenants, options.events)
-            if options.through == "cli":
-                measured = measure_cli(*case)
-            else:
-                measured = asyncio.run((measure_api if options.through == "api" else measure_console)(*case))
+            measured = measure_cli(*case) if options.through == "cli" else asyncio.run(measure_console(*case))
         size = {"tenants": options.tenants, "events": options.events * options.tenants}
         publish({**row_header("month_close"), "database": kind, "through": options.through, **size, **measured}, options)
 

@@ -49,10 +49,10 @@ class AttackedAppliance:
         pid = self.pids[role]
         return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e6
 
-    def post(self, body: bytes, *, key: str | None = None) -> None:
+    def post(self, body: bytes) -> None:
         """Send a chat completion and read the whole response, whatever its status."""
         connection = http.client.HTTPConnection(*self.address, timeout=300)
-        connection.request("POST", "/v1/chat/completions", body, {"authorization": f"Bearer {key or self.key}"})
+        connection.request("POST", "/v1/chat/completions", body, {"authorization": f"Bearer {self.key}"})
         connection.getresponse().read()
         connection.close()
 

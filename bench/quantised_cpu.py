@@ -1,6 +1,6 @@
 """Weights in 8 and 4 bits on the CPU against plain weights: two engines with the same random model and the same requests.
 
-Usage: python -m bench.quantised_cpu [--size 100m] [--rounds 5] [--threads 1] [--batches 1,16] [--quantization int8|fp8|gptq]
+Usage: python -m bench.quantised_cpu [--size 100M] [--rounds 5] [--batches 1,16] [--quantization int8|fp8|gptq]
 
 Every round runs the plain engine and the quantised one back to back, in swapped order every other time, so that
 other work on the machine affects both; results are ratios within a round. Outputs are not compared token for token, because
@@ -18,17 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from bench.engine_pairs import (
-    MAX_MODEL_LEN,
-    SIZES,
+    THREADS,
     OtherWork,
     environment,
     greedy_tokens,
-    make_model,
     make_prompts,
     ratio_figures,
     time_pairs,
 )
 from bench.int4_checkpoint import write_int4
+from bench.peers.models import MAX_MODEL_LEN, SHAPES, make_model
 from bench.rows import argument_parser, publish, row_header
 from engine import LLM, SamplingParams
 
@@ -66,19 +65,19 @@ def logprob_difference(plain: LLM, quantised: LLM, prompts: list[list[int]]) -> 
     return float(statistics.mean(abs(a - b) for a, b in zip(*found, strict=True)))
 
 
-def measure(size: str, quantization: str, rounds: int, batches: list[int], threads: int) -> dict[str, Any]:
+def measure(size: str, quantization: str, rounds: int, batches: list[int]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder, "plain")
-        make_model(size, directory)
+        make_model(SHAPES[size], directory)
         source = directory
         if quantization == "gptq":
             source = Path(folder, quantization)
             write_int4(directory, source)
         shared: dict[str, Any] = {
-            "device": "cpu", "enable_prefix_caching": False, "threads": threads, "max_model_len": MAX_MODEL_LEN,
+            "device": "cpu", "enable_prefix_caching": False, "threads": THREADS, "max_model_len": MAX_MODEL_LEN,
         }  # fmt: skip
         plain, quantised = LLM(str(directory), **shared), LLM(str(source), quantization=quantization, **shared)
-        vocab_size = SIZES[size]["vocab_size"]
+        vocab_size = SHAPES[size]["vocab_size"]
         infos = [llm._generating_engine().info for llm in (plain, quantised)]
         results: dict[str, Any] = {
             f"decode, {count} at once": compare(
@@ -103,10 +102,9 @@ def measure(size: str, quantization: str, rounds: int, batches: list[int], threa
 
 def main() -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("--size", choices=sorted(SIZES), default="100m")
+    parser.add_argument("--size", choices=sorted(SHAPES), default="100M")
     parser.add_argument("--quantization", choices=("int8", "fp8", "gptq"), default="int8")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--batches", default="1,16")
     options = parser.parse_args()
     batches = [int(batch) for batch in options.batches.split(",")]
@@ -114,8 +112,8 @@ def main() -> None:
         **row_header("quantised_cpu"),
         "size": options.size,
         "quantization": options.quantization,
-        **environment(options.threads),
-        **measure(options.size, options.quantization, options.rounds, batches, options.threads),
+        **environment(),
+        **measure(options.size, options.quantization, options.rounds, batches),
     }
     publish(row, options)
 

@@ -1,7 +1,7 @@
 """The cost of sampling a step's tokens on a CPU, by kind of request: milliseconds, and ratios to one `softmax` of the
 same logits.
 
-Usage: python -m bench.sampler_step [--rows 64] [--vocab 32000] [--rounds 15] [--threads 1]
+Usage: python -m bench.sampler_step [--vocab 32000] [--rounds 15]
 
 The ratio is comparable between machines and loads, because both are measured alternately in one process. One JSON row per run
 is appended to bench/results/sampler_step.jsonl.
@@ -22,6 +22,7 @@ from engine.sampling.logits_rules import SampledRow
 from engine.sampling.sampler import Sampler
 from engine.scheduling.request import Request
 
+NUM_ROWS, THREADS = 64, 1
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "temperature": {"temperature": 0.8},
@@ -76,21 +77,22 @@ def measure(logits: torch.Tensor, sampling: dict[str, Any], rounds: int) -> dict
 
 def main() -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(THREADS)
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(options.rows, options.vocab, generator=generator) * 4
+    logits = torch.randn(NUM_ROWS, options.vocab, generator=generator) * 4
     cases = {name: measure(logits, sampling, options.rounds) for name, sampling in CASES.items()}
     for name, figures in cases.items():
         print(f"{name:12} {figures['ms']:9.3f} ms   {figures['ratio_to_softmax']:7.2f} × softmax")
     row = {
         **row_header("sampler_step"),
         "torch": torch.__version__,
-        **{key: getattr(options, key) for key in ("rows", "vocab", "rounds", "threads")},
+        "rows": NUM_ROWS,
+        "vocab": options.vocab,
+        "rounds": options.rounds,
+        "threads": THREADS,
         "cases": cases,
     }
     save_row(row, options)

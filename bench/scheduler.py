@@ -1,6 +1,6 @@
 """The host's cost of scheduling a step: schedule() and apply() alone, with a device that takes no time. No model, no torch.
 
-Usage: python -m bench.scheduler [--quick] [--steps 2000] [--phases steady,admission,…]
+Usage: python -m bench.scheduler [--steps 2000] [--phases steady,admission,…]
 
 Grid: running requests × waiting requests × tenants × cached blocks × phases. Each cell gives the medians and 99th percentiles
 of schedule() and apply(), and the ratio of schedule() to a calibrator: 256 plain attribute updates, timed alternately with the
@@ -40,12 +40,6 @@ GRID: dict[str, tuple[int, ...]] = {
     "waiting": (0, 1000, 100_000),
     "tenants": (1, 100, 10_000),
     "cached": (1000, 100_000, 1_000_000),
-}
-QUICK: dict[str, tuple[int, ...]] = {
-    "running": (64, 256),
-    "waiting": (0, 100_000),
-    "tenants": (1, 10_000),
-    "cached": (1000, 100_000),
 }
 BASE = {"running": 256, "waiting": 0, "tenants": 1, "cached": 1000}
 
@@ -214,10 +208,10 @@ def prefix_match() -> dict[str, float]:
     return {"cold_ms": round(statistics.median(cold_s) * 1e3, 3), "again_us": _us(statistics.median(again_s))}
 
 
-def cells(grid: dict[str, tuple[int, ...]], phases: tuple[str, ...], *, full: bool) -> list[Cell]:
-    """Vary each factor alone from the base cell, in every phase; `full` adds all combinations in steady decode."""
-    alone = [Cell(phase, **{**BASE, factor: value}) for phase in phases for factor, values in grid.items() for value in values]
-    together = [Cell("steady", *point) for point in product(*grid.values())] if full and "steady" in phases else []
+def cells(phases: list[str]) -> list[Cell]:
+    """Vary each factor alone from the base cell, in every phase, and all of them together in steady decode."""
+    alone = [Cell(phase, **{**BASE, factor: value}) for phase in phases for factor, values in GRID.items() for value in values]
+    together = [Cell("steady", *point) for point in product(*GRID.values())] if "steady" in phases else []
     return list(dict.fromkeys([*alone, *together]))
 
 
@@ -249,20 +243,16 @@ def _step_us(row: dict[str, Any]) -> float:
 
 def main() -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer cells and steps: about a minute")
-    parser.add_argument("--steps", type=int, default=None)
+    parser.add_argument("--steps", type=int, default=2000, help="timed steps of each cell")
     parser.add_argument("--phases", default=",".join(PHASES))
     options = parser.parse_args()
-    grid = QUICK if options.quick else GRID
-    steps = options.steps or (400 if options.quick else 2000)
     rows = []
-    for cell in cells(grid, tuple(options.phases.split(",")), full=not options.quick):
-        rows.append(measure(cell, steps))
+    for cell in cells(options.phases.split(",")):
+        rows.append(measure(cell, options.steps))
         print(json.dumps(rows[-1]), flush=True)
     row = {
         **row_header("scheduler"),
-        "quick": options.quick,
-        "steps": steps,
+        "steps": options.steps,
         "prefix_match_32k": prefix_match(),
         "ratios": ratios(rows),
         "cells": rows,

@@ -1,6 +1,6 @@
 """What the scheduler achieves on real traffic, simulated: Llama-3.1-8B in bfloat16 on an H200.
 
-Usage: python -m bench.simulator --traces DIR [--parts goodput,goodput_slow,whole,noisy,fairness,cache,others]
+Usage: python -m bench.simulator --traces DIR [--parts goodput,noisy,fairness,cache,others]
 
 DIR holds azure_conv_2023.csv, azure_code_2023.csv, servegen_chat_tenants.csv, servegen_reason_tenants.csv,
 mooncake_conversation.jsonl and sharegpt_lengths.csv. Every part prints its rows and appends one JSON row to
@@ -25,36 +25,28 @@ from engine.simulator.workload import Workload, WorkloadOptions, load_workload, 
 MODEL, GPU = find_model("llama-3.1-8b"), find_gpu("h200")
 SLICE_S = 240.0
 GOOD_SHARE = 0.99
-SEARCH_STEPS = 6
+SPEEDS, SEARCH_STEPS = (2.8, 4.4), 6
 BUDGETS = (512, 1024, 2048, 8192)
 SAMPLES = (0, 1, 2, 3)
 Row = dict[str, Any]
 
 
-def run(workload: Workload, objective: Objective | None = None, **options: Any) -> Row:
-    """Run one simulation; return its report, with the CPU seconds that it took."""
-    slo = objective or Objective()
-    assert slo.tpot_s is not None
-    replay = Replay(Setup(model=MODEL, gpu=GPU, inter_token_target_s=slo.tpot_s, **options), workload)
+def run(workload: Workload, **options: Any) -> Row:
+    """Run one simulation; return its report, with the CPU seconds that it took. The objective is 1 s to the first token and
+    25 ms for each further one."""
+    replay = Replay(Setup(model=MODEL, gpu=GPU, **options), workload)
     started_s = time.process_time()
     replay.run()
-    return make_report(replay, slo) | {"cpu_s": round(time.process_time() - started_s, 1)}
+    return make_report(replay, Objective()) | {"cpu_s": round(time.process_time() - started_s, 1)}
 
 
-def highest_rate(
-    path: Path,
-    objective: Objective,
-    duration_s: float | None,
-    low: float,
-    high: float,
-    steps: int = SEARCH_STEPS,
-    **options: Any,
-) -> Row:
+def highest_rate(path: Path, **options: Any) -> Row:
     """Find the highest rate at which 99 % of the requests meet the objective, by bisecting the speed of the traffic."""
     best: Row = {"req_per_s": 0.0}
-    for _ in range(steps):
+    low, high = SPEEDS
+    for _ in range(SEARCH_STEPS):
         speed = (low + high) / 2
-        report = run(load_workload(path, WorkloadOptions(speed=speed, duration_s=duration_s)), objective, **options)
+        report = run(load_workload(path, WorkloadOptions(speed=speed, duration_s=SLICE_S)), **options)
         if report["goodput"]["good_share"] < GOOD_SHARE:
             high = speed
             continue
@@ -69,26 +61,11 @@ def highest_rate(
     return best
 
 
-def goodput(traces: Path, objective: Objective | None = None) -> Iterator[Row]:
-    """The first 240 s after scaling, with an objective of 1 s to the first token and 25 ms per further token."""
-    slo = objective or Objective()
+def goodput(traces: Path) -> Iterator[Row]:
+    """The first 240 s after scaling."""
     for policy, budget in (("fair", None), *(("fcfs", budget) for budget in BUDGETS)):
-        path = traces / "azure_conv_2023.csv"
-        found = highest_rate(path, slo, SLICE_S, 2.8, 4.4, policy=policy, token_budget=budget)
+        found = highest_rate(traces / "azure_conv_2023.csv", policy=policy, token_budget=budget)
         yield {"policy": policy, "budget": budget or "adaptive", **found}
-
-
-def goodput_slow(traces: Path) -> Iterator[Row]:
-    """As `goodput`, with an objective of 2 s and 50 ms."""
-    return goodput(traces, Objective(ttft_s=2.0, tpot_s=0.050))
-
-
-def whole(traces: Path) -> Iterator[Row]:
-    """As `goodput`, over the whole trace."""
-    path = traces / "azure_conv_2023.csv"
-    for policy, budget in (("fair", None), ("fcfs", 512), ("fcfs", 2048)):
-        found = highest_rate(path, Objective(), None, 2.0, 3.6, steps=5, policy=policy, token_budget=budget)
-        yield {"slo": "1 s / 25 ms", "policy": policy, "budget": budget or "adaptive", **found}
 
 
 def noisy(traces: Path) -> Iterator[Row]:
@@ -158,8 +135,6 @@ def others(traces: Path) -> Iterator[Row]:
 
 PARTS: dict[str, Callable[[Path], Iterator[Row]]] = {
     "goodput": goodput,
-    "goodput_slow": goodput_slow,
-    "whole": whole,
     "noisy": noisy,
     "fairness": fairness,
     "cache": cache,

@@ -32,10 +32,10 @@ from typing import Any
 import httpx
 import psutil
 
-from bench.appliance_streams import MODEL, appliance
+from bench.appliance_streams import MODEL, appliance, ledger_mismatches, make_key
 from bench.rows import argument_parser, publish, row_header
 
-TENANTS = 4
+TENANTS, CLIENTS = 4, 8
 SAMPLE_S = 10.0
 MIB = 2**20
 WORDS = (
@@ -233,32 +233,16 @@ def growth(series: list[Sample]) -> float:
     return 1000 * sum((each.num_answers - mean_x) * (each.anonymous - mean_y) for each in half) / spread if spread else 0.0
 
 
-async def ledger_mismatches(admin: httpx.AsyncClient, results: ClientResults) -> list[str]:
-    """Ids of requests whose tokens in the ledger differ from those reported to the client. No request may be running."""
-    posted: dict[str, int] = {}
-    query: dict[str, Any] = {"limit": 100}
-    while True:
-        page = (await admin.get("/ledger", params=query)).json()
-        posted |= {row["request_id"]: row["completion_tokens"] for row in page["data"] if row["kind"] == "usage"}
-        if not page["has_more"]:
-            return [name for name, tokens in results.completion_tokens.items() if posted.get(name) != tokens]
-        query["cursor"] = page["next_cursor"]
-
-
-async def soak(url: str, token: str, minutes: float, clients: int, seed: int) -> dict[str, Any]:
+async def soak(url: str, token: str, minutes: float) -> dict[str, Any]:
     """Generate the traffic; return the row's figures."""
-    rng, results = random.Random(seed), ClientResults()
+    rng, results = random.Random(0), ClientResults()
     async with httpx.AsyncClient(base_url=f"{url}/admin/v1", headers={"authorization": f"Bearer {token}"}, timeout=60) as admin:
         (await admin.post("/prices", json={"model": MODEL, **PRICE})).raise_for_status()
-        keys = []
-        for number in range(TENANTS):
-            tenant = (await admin.post("/tenants", json={"name": f"soak {number}"})).raise_for_status().json()
-            created = (await admin.post(f"/tenants/{tenant['id']}/keys", json={"name": "soak"})).raise_for_status().json()
-            keys.append(created["key"])
+        keys = [make_key(url, token) for _ in range(TENANTS)]
         system = (await admin.get("/system")).raise_for_status().json()
         processes = {each["role"]: psutil.Process(each["pid"]) for each in system["processes"]}
         samples: dict[str, list[Sample]] = {role: [] for role in processes}
-        work = [Client(url, keys[n % TENANTS], admin, results, random.Random(rng.random())).run() for n in range(clients)]
+        work = [Client(url, keys[n % TENANTS], admin, results, random.Random(rng.random())).run() for n in range(CLIENTS)]
         others = [watch_console(url), administer(admin, url, rng), sample(processes, results, samples)]
         tasks = [asyncio.ensure_future(each) for each in [*work, *others]]
         done, _ = await asyncio.wait(tasks, timeout=60 * minutes, return_when=asyncio.FIRST_EXCEPTION)
@@ -268,7 +252,7 @@ async def soak(url: str, token: str, minutes: float, clients: int, seed: int) ->
         for task in done:
             task.result()  # raises the error that ended it
         await asyncio.sleep(5)
-        wrong = await ledger_mismatches(admin, results)
+    wrong = ledger_mismatches(url, token, results.completion_tokens)
     return {
         "answers": results.answers.total(),
         "answers_by_manner": dict(sorted(results.answers.items())),
@@ -297,20 +281,18 @@ def main() -> None:
     """Measure, print the row, and add it to the results."""
     parser = argument_parser(__doc__)
     parser.add_argument("--minutes", type=float, default=30.0, help="minutes of traffic")
-    parser.add_argument("--clients", type=int, default=8, help="concurrent clients")
-    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         data_dir = Path(folder)
         with appliance(data_dir, admin_email=EMAIL, admin_password=PASSWORD) as (url, token, _):
-            figures = asyncio.run(soak(url, token, options.minutes, options.clients, options.seed))
+            figures = asyncio.run(soak(url, token, options.minutes))
         files = {path.name: path.stat().st_size for path in data_dir.iterdir() if path.is_file()}
         check = [sys.executable, "-m", "appliance.cli.main", "db", "check", "--data-dir", folder]
         is_sound = subprocess.run(check, check=False, stdout=sys.stderr).returncode == 0
     row = {
         **row_header("soak"),
         "minutes": options.minutes,
-        "clients": options.clients,
+        "clients": CLIENTS,
         **figures,
         "files": files,
         "db_check": is_sound,

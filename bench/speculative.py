@@ -1,7 +1,7 @@
 """Speculative decoding against plain decoding, one request at a time: prompt lookup on text that repeats itself and on text
 that does not, and a draft model that is right most of the time.
 
-Usage: python -m bench.speculative [--rounds 7] [--tokens 160] [--threads 1] [--models demo,100m]
+Usage: python -m bench.speculative [--rounds 7] [--models demo,100m]
 
 Two engines of one model in one process, with speculative decoding and without. Their tokens are compared before anything is
 timed and must be equal. Each round runs both right after each other, in swapped order every other time, so that other work on
@@ -30,7 +30,7 @@ import torch  # noqa: E402 - must see the environment set above
 import transformers  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
-from bench.engine_pairs import environment, greedy_tokens, ratio_figures, time_pairs  # noqa: E402
+from bench.engine_pairs import THREADS, environment, greedy_tokens, ratio_figures, time_pairs  # noqa: E402
 from bench.rows import TREE, argument_parser, publish, row_header  # noqa: E402
 from engine import LLM  # noqa: E402
 
@@ -44,6 +44,7 @@ LOOPING, WANDERING = 0.02, 0.1
 QUIET = 0.03
 """The output of a quiet layer as a fraction of its normal output."""
 DRAFT_TOKENS = 5
+OUTPUT_TOKENS = 160
 
 LOG = "".join(f"2026-11-{day:02d} GET /v1/models 200 {day * 7} ms tenant=acme key=a{day}\n" for day in range(1, 9)) * 2
 LIST = "The following list is repeated.\n- apples\n- pears\n- plums\n- cherries\n" * 6
@@ -106,22 +107,22 @@ def cases(folder: Path, models: list[str]) -> Iterator[Case]:
         yield Case("random 100m model, its first layer as draft model", large, prompts, repeats=False, draft=first)
 
 
-def compare(case: Case, rounds: int, num_tokens: int, threads: int) -> dict[str, Any]:
-    options: dict[str, Any] = {"device": "cpu", "threads": threads, "max_num_seqs": 8, "enable_prefix_caching": False}
+def compare(case: Case, rounds: int) -> dict[str, Any]:
+    options: dict[str, Any] = {"device": "cpu", "threads": THREADS, "max_num_seqs": 8, "enable_prefix_caching": False}
     with (
         LLM(case.model, **options) as plain,
         LLM(case.model, speculative_config=case.speculative_config, **options) as speculative,
     ):
 
         def answers(llm: LLM) -> list[list[int]]:
-            return [greedy_tokens(llm, [prompt], num_tokens)[0] for prompt in case.prompts]
+            return [greedy_tokens(llm, [prompt], OUTPUT_TOKENS)[0] for prompt in case.prompts]
 
         if answers(plain) != answers(speculative):
             raise SystemExit(f"{case.name}: the tokens differ, so no speed is reported")
         before = speculative.status()
         pairs = time_pairs(lambda: answers(plain), lambda: answers(speculative), rounds)
         after = speculative.status()
-    total = num_tokens * len(case.prompts)
+    total = OUTPUT_TOKENS * len(case.prompts)
     drafted = after.draft_tokens_total - before.draft_tokens_total
     return {
         "case": case.name,
@@ -148,21 +149,16 @@ def bootstrap_interval(ratios: list[float]) -> list[float]:
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--tokens", type=int, default=160)
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--models", default="demo,100m")
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     with tempfile.TemporaryDirectory() as folder:
-        rows = [
-            compare(case, options.rounds, options.tokens, options.threads)
-            for case in cases(Path(folder), options.models.split(","))
-        ]
+        rows = [compare(case, options.rounds) for case in cases(Path(folder), options.models.split(","))]
     row = {
         **row_header("speculative"),
         "rounds": options.rounds,
-        "tokens": options.tokens,
-        **environment(options.threads),
+        "tokens": OUTPUT_TOKENS,
+        **environment(),
         "results": rows,
     }
     publish(row, options)

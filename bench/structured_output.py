@@ -1,6 +1,6 @@
 """Structured output over real schemas: how many are supported, whether grammars are exact, the cost of compilation and masks.
 
-Usage: python -m bench.structured_output SCHEMAS.jsonl [--libraries ours,llguidance,xgrammar] [--vocab 32000] [--samples 3]
+Usage: python -m bench.structured_output SCHEMAS.jsonl [--libraries ours,llguidance,xgrammar]
 
 A line of the file is {"name", "schema", "tests": [{"valid", "data"}]} (the format of MaskBench, arXiv 2501.10868). Every
 instance is written both compactly and with the usual spaces, tokenised, and checked token by token against the mask. Random
@@ -39,6 +39,9 @@ from engine.grammar.vocabulary import Vocabulary, vocabulary_of
 
 TRAINING_BYTES = 12_000_000
 SCHEMA_DEADLINE_S = 30.0
+VOCAB_SIZE = 32_000
+SAMPLES = 3
+"""Random documents for each schema."""
 SAMPLE_TOKENS_MAX = 600
 PATIENCE_TOKENS = 60
 """Tokens after which drawing a random document begins to favour tokens that end it."""
@@ -57,13 +60,13 @@ def training_text() -> Iterator[str]:
                 return
 
 
-def make_tokenizer(vocab_size: int) -> Tokenizer:
-    """A byte-level BPE tokenizer with about `vocab_size` tokens."""
+def make_tokenizer() -> Tokenizer:
+    """A byte-level BPE tokenizer with about VOCAB_SIZE tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+        vocab_size=VOCAB_SIZE,
         special_tokens=["<eos>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -75,11 +78,10 @@ def make_tokenizer(vocab_size: int) -> Tokenizer:
 class SchemaChecker:
     """Tests one library on schemas."""
 
-    def __init__(self, library: Library, tokenizer: Tokenizer, vocabulary: Vocabulary, samples: int) -> None:
+    def __init__(self, library: Library, tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
         self.library = library
         self.tokenizer = tokenizer
         self.vocabulary = vocabulary
-        self.samples = samples
         closing = (b'"', b"}", b"]", b'"}', b"0", b"1")
         self.closing = {i for i, token in enumerate(vocabulary.tokens) if token in closing}
         self.mask_us: list[float] = []
@@ -127,7 +129,7 @@ class SchemaChecker:
         """Draw random documents; count those that ended, and list those that `jsonschema` rejects."""
         validator = validator_for(schema, default=jsonschema.Draft202012Validator)
         ended, bad = 0, []
-        for _ in range(self.samples):
+        for _ in range(SAMPLES):
             try:
                 text = self.draw(compiled, rng)
             except Stopped:
@@ -139,7 +141,7 @@ class SchemaChecker:
             problem = _validation_error(validator, schema, text)
             if problem:
                 bad.append([text[:500], problem[:200]])
-        return {"drawn": self.samples, "ended": ended, "bad": bad}
+        return {"drawn": SAMPLES, "ended": ended, "bad": bad}
 
     def draw(self, compiled: Any, rng: random.Random) -> str | None:
         """Draw one random text; None if it did not end in time."""
@@ -199,12 +201,12 @@ def _validation_error(validator: Any, schema: Any, text: str) -> str:
     return "" if error is None else f"{error.validator}: {error.message}"
 
 
-def serve(library: str, vocab: int, samples: int) -> None:
+def serve(library: str) -> None:
     """Main loop of one library's process: reads a schema per line, writes an answer per line."""
-    tokenizer = make_tokenizer(vocab)
+    tokenizer = make_tokenizer()
     data = json.loads(tokenizer.to_str())
     vocabulary = vocabulary_of(data, tokenizer.get_vocab_size(), [0])
-    checker = SchemaChecker(LIBRARIES[library](vocabulary), tokenizer, vocabulary, samples)
+    checker = SchemaChecker(LIBRARIES[library](vocabulary), tokenizer, vocabulary)
     print(json.dumps({"vocab": vocabulary.size}), flush=True)
     for line in sys.stdin:
         job = json.loads(line)
@@ -216,7 +218,6 @@ class Runner:
 
     def __init__(self, library: str, arguments: argparse.Namespace) -> None:
         self._command = [sys.executable, "-m", "bench.structured_output", arguments.schemas, "--serve", library]
-        self._command += ["--vocab", str(arguments.vocab), "--samples", str(arguments.samples)]
         self._process: subprocess.Popen[bytes] | None = None
 
     def check(self, line: bytes) -> dict[str, Any]:
@@ -297,14 +298,12 @@ def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("schemas", help="a file of schemas with instances, one JSON object a line")
     parser.add_argument("--libraries", default="ours,llguidance,xgrammar")
-    parser.add_argument("--vocab", type=int, default=32_000)
-    parser.add_argument("--samples", type=int, default=3, help="random documents for each schema")
     parser.add_argument("--limit", type=int, default=None, help="check only the first schemas, this many")
     parser.add_argument("--details", type=Path, default=None, help="write every answer to this file")
     parser.add_argument("--serve", choices=LIBRARIES, default=None, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
-        serve(arguments.serve, arguments.vocab, arguments.samples)
+        serve(arguments.serve)
         return
     lines = Path(arguments.schemas).read_bytes().splitlines(keepends=True)[: arguments.limit]
     tests = {job["name"]: [test["valid"] for test in job["tests"]] for job in map(json.loads, lines)}
@@ -323,7 +322,7 @@ def main() -> None:
         runner.close()
         rows.append(summary(library, answers, tests) | {"version": installed(library)})
         print(json.dumps(rows[-1], indent=1))
-    save_row({**row_header("structured_output"), "vocab": arguments.vocab, "results": rows}, arguments)
+    save_row({**row_header("structured_output"), "vocab": VOCAB_SIZE, "results": rows}, arguments)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,9 @@ WENT_WRONG = "what went wrong (docs/benchmarks.md, Debugging a run)"
 WIDTHS = (67, 10, 16, 10, 5, 10, 7, 32, 0)
 
 
-def complete_rows(outcome: Outcome, parts: set[str] | None = None) -> list[Row]:
-    """One row per target, in target order, then rows without a target. The error of a row that was not measured says why."""
+def complete_rows(outcome: Outcome, parts: set[str]) -> list[Row]:
+    """One row per target of these parts, in target order, then rows without a target. The error of a row that was not measured
+    says why."""
     found = {row.name: row for row in outcome.rows}
     reasons: dict[str, list[str]] = {}
     for part in outcome.parts:
@@ -39,7 +40,7 @@ def complete_rows(outcome: Outcome, parts: set[str] | None = None) -> list[Row]:
     begun = {name for part in outcome.parts for name in part["targets"]}
     rows = []
     for target in TARGETS:
-        if parts is not None and target.part not in parts and target.name not in found:
+        if target.part not in parts and target.name not in found:
             continue
         why = "; ".join(reasons.get(target.part, [])) or (
             "no part gave this row" if target.part in begun else "its part was not begun"

@@ -32,10 +32,9 @@ OLD_INTERPRETER, NUMPY_TOO_NEW = (3, 7), (2, 4)
 GRAMMARS = "llguidance"
 
 
-def missing(names: dict[str, str] | None = None) -> list[str]:
-    """One line for each missing package."""
-    wanted = NEEDED if names is None else names
-    return [f"  {name} is missing: {reason}" for name, reason in wanted.items() if importlib.util.find_spec(name) is None]
+def missing(names: dict[str, str]) -> list[str]:
+    """One line for each missing package; `names`: what each is needed for."""
+    return [f"  {name} is missing: {reason}" for name, reason in names.items() if importlib.util.find_spec(name) is None]
 
 
 def unsuitable(versions: dict[str, tuple[int, ...]], *, rehearse: bool) -> list[str]:

@@ -24,7 +24,7 @@ from bench.gpu.rows import Row
 from bench.gpu.serve_chunks import measure_chunk
 from bench.gpu.serve_idle import idle_row, progress
 from bench.gpu.step_parts import REST, WAIT, step_parts
-from bench.gpu.targets import CHUNK_SIZES, chunk_row
+from bench.gpu.targets import CHUNK_SIZES, CONVERSATIONS, chunk_row
 from bench.gpu.traffic import BenchRequest, Window
 from engine.loop import Engine
 from engine.protocol import KernelChoice
@@ -68,7 +68,7 @@ def llama_8b(context: Context) -> None:
                 [row_mixed, "planner: 256 mixed"],
                 lambda: _mixed(context, engine, directory, row_mixed, planned="planner: 256 mixed"),
             )
-            context.guard("conversations", lambda: _chats(context, engine))
+            context.guard(CONVERSATIONS, lambda: _chats(context, engine))
             _measure_unjudged(context, engine)
             profiled = ["GPU idle in steady decode, batch 256", "host critical path per step, batch 256"]
             context.guard(  # last: the profiler may slow down what follows, or crash the process
@@ -337,7 +337,7 @@ def _chats(context: Context, engine: Engine) -> None:
     requests = traffic.conversations(context, engine.info.vocab_size)
     traffic.run_every_size(engine, len(requests), temperature=0.0)
     result = traffic.run(engine, requests, label="c")
-    row = Row(name="Llama-3.1-8B, conversations", value=result.rate, counted=result.counted, returned=result.returned)
+    row = Row(name=CONVERSATIONS, value=result.rate, counted=result.counted, returned=result.returned)
     row.facts = {"wall_s": result.wall_s, "requests": len(requests)}
     context.emit(result.graphs.annotate(row))
     context.add_facts(chats_rate=result.rate, chats_tokens=result.returned)

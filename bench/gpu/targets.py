@@ -58,6 +58,8 @@ def equality_row(name: str) -> str:
     return f"equal to the reference: {name}"
 
 
+CONVERSATIONS = "Llama-3.1-8B, conversations"
+"""Our side of the comparison with peers."""
 HOST_CALLS = "host: one call of each kind beside a busy device"
 CHUNK_SIZES = (64, 512)
 
@@ -180,6 +182,7 @@ TARGETS: list[Target] = [
         ("Llama-3.1-8B bf16, batch 64, 1k context",),
         ("Llama-3.1-8B bf16, batch 256, 1k context",),
         ("Llama-3.1-8B, 256 requests of 100–1024 in and out", 9500, 10_600),
+        (CONVERSATIONS,),
         card_specific=True,
     ),
     *_targets("llama 8b", "%", ("GPU idle in steady decode, batch 256", 3, 1), higher=False),
@@ -217,6 +220,7 @@ TARGETS: list[Target] = [
         "choices", "× the fastest",
         *[(product_tiles_row(kind, rows),) for kind, row_counts in TILE_CHOICES.items() for rows in row_counts],
         *[(f"decode {size} × 1k: chosen splits over others",) for size in (256, 1)],
+        *[(f"decode {size} × 1k with its rotation: chosen launches over others",) for size in (256, 1)],
         *[(slabs_row(kind, 600),) for kind in ("int8", "int4")],
         ("layer of Llama-8B, 1 row: launches as served over sooner ones",),
         ("prefill 8k: chosen tile over others",),

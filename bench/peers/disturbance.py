@@ -30,7 +30,7 @@ class Disturbance:
     steal_cores: float
     wall_s: float
 
-    def reason(self, cores_max: float = CORES_MAX) -> str:
+    def reason(self, cores_max: float) -> str:
         """Why a round with this run is discarded (others and the host together took more than `cores_max`), or empty."""
         if self.others_cores + self.steal_cores <= max(cores_max, TICKS_MAX * tick_s() / self.wall_s):
             return ""

@@ -54,8 +54,8 @@ def weight_shapes(shape: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]
         yield "lm_head.weight", (vocab_size, hidden)
 
 
-def make_model(shape: dict[str, Any], folder: Path) -> int:
-    """Write the model of a shape, always the same, into the directory; return its number of parameters."""
+def make_model(shape: dict[str, Any], folder: Path) -> None:
+    """Write the model of a shape, always the same, into the directory."""
     generator = torch.Generator().manual_seed(SEED)
     weights = {
         name: torch.ones(size) if len(size) == 1 else torch.randn(size, generator=generator) * DEVIATION
@@ -64,4 +64,3 @@ def make_model(shape: dict[str, Any], folder: Path) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config_of(shape), indent=2) + "\n", "utf-8")
-    return sum(weight.numel() for weight in weights.values())
