@@ -111,6 +111,13 @@ def test_accepting_a_forbidden_token_raises_an_error_that_names_the_field(compil
     assert caught.value.param == "guided_regex"
 
 
+def test_a_forbidden_token_costs_its_grammar_no_table(compiler: GrammarCompiler) -> None:
+    grammar = compiler.submit(GrammarSpec("regex", "[0-9]+"), ALICE).result()
+    with pytest.raises(GrammarError):
+        grammar.start().accept(ord("x") + 1)
+    assert grammar.table_number == 0
+
+
 def doubling_references(depth: int) -> dict[str, object]:
     """Definitions that each refer to two others: 2 ** `depth` paths through them."""
     steps = [[{"$ref": f"#/$defs/a{i + 1}"}, {"$ref": f"#/$defs/a{i + 1}"}] for i in range(depth)]
