@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TypeVar
@@ -248,26 +249,45 @@ def build_automaton(numbers: Numbers) -> Automaton:
     return _without_dead_states(automaton)
 
 
+def is_empty(numbers: Numbers) -> bool:
+    """Whether there is no such number. Raises `NumberError`."""
+    step = numbers.step
+    if step is not None and any((step / q).denominator == 1 for q in numbers.non_multiples):
+        return True
+    if not numbers.lows or not numbers.highs:
+        return False  # of the multiples of `step`, those of no `non_multiples` go on without end
+    readers = (_DigitReader(numbers, negative) for negative in (False, True))
+    return not any(reader.is_accepting(state) for reader in readers for state, _ in _reached(reader))
+
+
 def _explore(automaton: Automaton, reader: _DigitReader, start: int) -> None:
     """Add every state that the reader reaches from its start, which is state `start`."""
     state_ids = {reader.start(): start}
-    characters = _DIGITS if reader.numbers.is_whole else _DIGITS + "."
-    worklist = deque(state_ids)
-    while worklist:
-        state = worklist.popleft()
-        for character in characters:
-            following = reader.step(state, character)
-            if following is None:
-                continue
+    for state, following_by_character in _reached(reader):
+        edges = automaton.edges[state_ids[state]]
+        for character, following in following_by_character.items():
             if following not in state_ids:
-                if len(automaton.edges) >= STATES_MAX:
-                    raise NumberError(f"a number whose bounds and multiples need more than {STATES_MAX} states")
                 state_ids[following] = len(automaton.edges)
                 automaton.edges.append({})
-                worklist.append(following)
-            automaton.edges[state_ids[state]][character] = state_ids[following]
+            edges[character] = state_ids[following]
         if reader.is_accepting(state):
             automaton.accepting.add(state_ids[state])
+
+
+def _reached(reader: _DigitReader) -> Iterator[tuple[_State, dict[str, _State]]]:
+    """Every state that a reader reaches, with the state that follows each character; those of few characters first."""
+    characters = _DIGITS if reader.numbers.is_whole else _DIGITS + "."
+    seen = {reader.start()}
+    worklist = deque(seen)
+    while worklist:
+        state = worklist.popleft()
+        edges = {character: following for character in characters if (following := reader.step(state, character)) is not None}
+        new = dict.fromkeys(following for following in edges.values() if following not in seen)
+        seen.update(new)
+        if len(seen) > STATES_MAX:
+            raise NumberError(f"a number whose bounds and multiples need more than {STATES_MAX} states")
+        worklist.extend(new)
+        yield state, edges
 
 
 def _without_dead_states(automaton: Automaton) -> Automaton:

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import pytest
 
-from engine.grammar.numbers import Automaton, Bound, Numbers, build_automaton
+from engine.grammar.numbers import Automaton, Bound, Numbers, build_automaton, is_empty
 
 
 def reads(automaton: Automaton, text: str) -> bool:
@@ -44,3 +44,24 @@ def test_hundreds_of_excluded_numbers_cost_an_automaton_little_time() -> None:
     assert time.thread_time() - start_s < 1.0
     assert not reads(automaton, "79")
     assert reads(automaton, "80")
+
+
+def bounded(low: str, high: str) -> dict[str, tuple[Bound, ...]]:
+    return {"lows": (Bound(Fraction(low), False),), "highs": (Bound(Fraction(high), False),)}
+
+
+@pytest.mark.parametrize(
+    ("numbers", "has_members"),
+    [
+        (Numbers(multiples=(Fraction(6),), non_multiples=(Fraction(4),)), True),
+        (Numbers(multiples=(Fraction(6), Fraction(4)), non_multiples=(Fraction(3),)), False),
+        (Numbers(multiples=(Fraction(1),), non_multiples=(Fraction(1, 2),)), False),
+        (Numbers(lows=(Bound(Fraction(7), True),), non_multiples=(Fraction(1, 2),), excluded=(Fraction(8),)), True),
+        (Numbers(**bounded("-7", "-5"), multiples=(Fraction(3),)), True),
+        (Numbers(**bounded("4", "5"), multiples=(Fraction(3),)), False),
+        (Numbers(**bounded("3", "5"), multiples=(Fraction(3),), excluded=(Fraction(3),)), False),
+    ],
+)
+def test_a_set_of_numbers_is_empty_if_its_automaton_reads_nothing(numbers: Numbers, has_members: bool) -> None:
+    assert bool(build_automaton(numbers).accepting) is has_members
+    assert is_empty(numbers) is not has_members
