@@ -3,6 +3,9 @@
 The library's lexer takes the longest match. Where one alternative reads a number as a whole and another reads its first digit,
 only the former would be followed. One terminal costs less; so numbers are written by character only in a grammar with an
 automaton that makes too large an expression, such as that of the multiples of 97.
+
+A terminal is the intersection of terminals of its bounds and of each multiple, which alternatives share: the lexer's states are
+then products of few small sets.
 """
 
 from __future__ import annotations
@@ -54,18 +57,18 @@ class NumberWriter:
     def write_bodies(self) -> None:
         """Raises `GrammarError` for numbers that need too many states."""
         try:
-            try:
-                self._write_in_terminals()
-            except _TooLarge:
-                self._write_by_character()
+            self._write_bodies()
         except NumberError as error:
             raise GrammarError(PARAM, f"the schema cannot be enforced: {error}") from error
 
-    def _write_in_terminals(self) -> None:
-        """Raises `_TooLarge`, before anything is written, if a number makes too large an expression."""
+    def _write_bodies(self) -> None:
         expressions = _Expressions(copy.deepcopy(self._rules.terminals))
         sets = [numbers for numbers in self._names if numbers not in _PATTERNS and not is_empty(numbers)]
-        terminals = {numbers: expressions.of(numbers) for numbers in sets}
+        try:
+            terminals = {numbers: expressions.of(numbers) for numbers in sets}
+        except _TooLarge:
+            self._write_by_character()
+            return
         self._rules.terminals = expressions.terminals
         terminals |= {numbers: self._pattern(pattern) for numbers, pattern in _PATTERNS.items() if numbers in self._names}
         for numbers, terminal in terminals.items():

@@ -46,8 +46,9 @@ def test_hundreds_of_excluded_numbers_cost_an_automaton_little_time() -> None:
     assert reads(automaton, "80")
 
 
-def bounded(low: str, high: str) -> dict[str, tuple[Bound, ...]]:
-    return {"lows": (Bound(Fraction(low), False),), "highs": (Bound(Fraction(high), False),)}
+def multiples_of_3(low: int, high: int, *excluded: Fraction) -> Numbers:
+    lows, highs = (Bound(Fraction(low), False),), (Bound(Fraction(high), False),)
+    return Numbers(lows, highs, multiples=(Fraction(3),), excluded=excluded)
 
 
 @pytest.mark.parametrize(
@@ -57,9 +58,9 @@ def bounded(low: str, high: str) -> dict[str, tuple[Bound, ...]]:
         (Numbers(multiples=(Fraction(6), Fraction(4)), non_multiples=(Fraction(3),)), False),
         (Numbers(multiples=(Fraction(1),), non_multiples=(Fraction(1, 2),)), False),
         (Numbers(lows=(Bound(Fraction(7), True),), non_multiples=(Fraction(1, 2),), excluded=(Fraction(8),)), True),
-        (Numbers(**bounded("-7", "-5"), multiples=(Fraction(3),)), True),
-        (Numbers(**bounded("4", "5"), multiples=(Fraction(3),)), False),
-        (Numbers(**bounded("3", "5"), multiples=(Fraction(3),), excluded=(Fraction(3),)), False),
+        (multiples_of_3(-7, -5), True),
+        (multiples_of_3(4, 5), False),
+        (multiples_of_3(3, 5, Fraction(3)), False),
     ],
 )
 def test_a_set_of_numbers_is_empty_if_its_automaton_reads_nothing(numbers: Numbers, has_members: bool) -> None:
