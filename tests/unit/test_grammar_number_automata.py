@@ -27,8 +27,9 @@ def reads(automaton: Automaton, text: str) -> bool:
         Numbers(lows=(Bound(Fraction(-13), False),), highs=(Bound(Fraction(125, 10), True),), excluded=(Fraction(-1),)),
         Numbers(lows=(Bound(Fraction(3), True), Bound(Fraction(-40), False)), multiples=(Fraction(3, 2),)),
         Numbers(highs=(Bound(Fraction(-1, 20), False),), non_multiples=(Fraction(3),), excluded=(Fraction(-12),)),
+        Numbers(highs=(Bound(Fraction(1, 2), True),)),
     ],
-    ids=["exceptions", "bounds", "multiples", "non-multiples"],
+    ids=["exceptions", "bounds", "multiples", "non-multiples", "a bound below 1"],
 )
 def test_an_automaton_reads_exactly_the_numbers_of_its_set(numbers: Numbers) -> None:
     automaton = build_automaton(numbers)
@@ -49,6 +50,10 @@ def test_hundreds_of_excluded_numbers_cost_an_automaton_little_time() -> None:
 def multiples_of_3(low: int, high: int, *excluded: Fraction) -> Numbers:
     lows, highs = (Bound(Fraction(low), False),), (Bound(Fraction(high), False),)
     return Numbers(lows, highs, multiples=(Fraction(3),), excluded=excluded)
+
+
+def test_few_large_numbers_are_enumerated() -> None:
+    assert multiples_of_3(1000, 1008).enumerated() == [1002, 1005, 1008]
 
 
 @pytest.mark.parametrize(
