@@ -3,21 +3,26 @@
 The library's lexer takes the longest match. Where one alternative reads a number as a whole and another reads its first digit,
 only the former would be followed. One terminal costs less; so numbers are written by character only in a grammar with an
 automaton that makes too large an expression, such as that of the multiples of 97.
+
+A terminal is the intersection of terminals of its bounds and of each multiple, which alternatives share: the lexer's states are
+then products of few small sets.
 """
 
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from fractions import Fraction
 
 from engine.grammar.lark_rules import Body, Rules
-from engine.grammar.numbers import Automaton, NumberError, Numbers, build_automaton
+from engine.grammar.numbers import Automaton, NumberError, Numbers, build_automaton, is_empty
 from engine.grammar.schema_nodes import PARAM
 from engine.grammar.spec import GrammarError
 from engine.grammar.terminals import Terminals
 
-PARTS_MAX = 20_000
-"""Most parts of the expression of an automaton; multiples of n need up to a third of the cube of n."""
+DETOURS_MAX = 1_000
+"""Most ways around eliminated states in the expression of an automaton. Multiples of n have up to a third of the cube of n, and
+the lexer makes up to 2 ** n states of them."""
 
 _ANY = Numbers()
 _WHOLE = Numbers(multiples=(Fraction(1),), is_whole=True)
@@ -52,14 +57,17 @@ class NumberWriter:
     def write_bodies(self) -> None:
         """Raises `GrammarError` for numbers that need too many states."""
         try:
-            automata = {numbers: build_automaton(numbers) for numbers in self._names if numbers not in _PATTERNS}
+            self._write_bodies()
         except NumberError as error:
             raise GrammarError(PARAM, f"the schema cannot be enforced: {error}") from error
+
+    def _write_bodies(self) -> None:
         expressions = _Expressions(copy.deepcopy(self._rules.terminals))
+        sets = [numbers for numbers in self._names if numbers not in _PATTERNS and not is_empty(numbers)]
         try:
-            terminals = {numbers: expressions.of(automaton) for numbers, automaton in automata.items() if automaton.edges}
+            terminals = {numbers: expressions.of(numbers) for numbers in sets}
         except _TooLarge:
-            self._write_by_character(automata)
+            self._write_by_character()
             return
         self._rules.terminals = expressions.terminals
         terminals |= {numbers: self._pattern(pattern) for numbers, pattern in _PATTERNS.items() if numbers in self._names}
@@ -71,12 +79,9 @@ class NumberWriter:
     def _pattern(self, pattern: str) -> str:
         return self._rules.terminals.name(f"/{pattern}/", "N")
 
-    def _write_by_character(self, automata: dict[Numbers, Automaton]) -> None:
+    def _write_by_character(self) -> None:
         for numbers, name in self._names.items():
-            if numbers == _ANY:
-                self._write_automaton(name, _any_automaton())
-            else:
-                self._write_automaton(name, automata.get(numbers) or build_automaton(numbers))
+            self._write_automaton(name, _any_automaton() if numbers == _ANY else build_automaton(numbers))
         for (_, value), name in self._constant_names.items():
             self._write_automaton(name, _constant_automaton(value))
 
@@ -100,8 +105,22 @@ class _Expressions:
     def __init__(self, terminals: Terminals) -> None:
         self.terminals = terminals
 
-    def of(self, automaton: Automaton) -> str:
-        """The terminal of an automaton that reads something. Raises `_TooLarge`."""
+    def of(self, numbers: Numbers) -> str:
+        """The terminal of numbers, of which there are some. Raises `_TooLarge`."""
+        return self.terminals.name(" & ".join(self._sets(numbers)), "N")
+
+    def _sets(self, numbers: Numbers) -> list[str]:
+        """Sets whose intersection is `numbers`."""
+        multiples = [q for q in numbers.multiples if not (q == 1 and numbers.is_whole)]
+        rest = replace(numbers, multiples=(Fraction(1),) if numbers.is_whole else (), non_multiples=())
+        sets = [self._automaton(Numbers(multiples=(q,))) for q in multiples]
+        if not multiples or not rest.is_free:
+            sets.append(self._automaton(rest))
+        return sets + [f"~{self._automaton(Numbers(multiples=(q,)))}" for q in numbers.non_multiples]
+
+    def _automaton(self, numbers: Numbers) -> str:
+        """The terminal of the automaton of numbers."""
+        automaton = build_automaton(numbers)
         # A text of a state is a step and a text of the state that it leads to, or one of the state's ends.
         steps = [{following: [step] for following, step in _steps(edges)} for edges in automaton.edges]
         ends = [['""'] if state in automaton.accepting else [] for state in range(len(steps))]
@@ -109,7 +128,7 @@ class _Expressions:
         for state, by_following in enumerate(steps):
             for following in by_following:
                 predecessors[following].add(state)
-        num_parts = 0
+        num_detours = 0
         for state in _postorder(steps):
             loop = f"({' | '.join(steps[state].pop(state))})*" if state in steps[state] else ""
             end = self._part(loop, ends[state])
@@ -123,8 +142,8 @@ class _Expressions:
                 for following, rest in leaving.items():
                     steps[before].setdefault(following, []).append(f"{step} {rest}")
                     predecessors[following].add(before)
-                num_parts += 1 + len(leaving)
-                if num_parts > PARTS_MAX:
+                num_detours += len(leaving)
+                if num_detours > DETOURS_MAX:
                     raise _TooLarge
         return end
 

@@ -37,6 +37,7 @@ GRAMMAR_SYMBOLS_MAX = 500_000
 TOKEN_BYTES_MAX = 1024
 """The library panics on a vocabulary with a longer token, so such a token is not allowed in an answer with a grammar."""
 NO_TEXT = "NoExtensionBias"  # the library's word for a state without a next byte
+FORBIDDEN = "doesn't satisfy the grammar"  # and for a token that the mask forbids
 
 
 class _TokenTable:
@@ -237,10 +238,13 @@ class GrammarState:
 
     def accept(self, token_id: int) -> None:
         """Advance by one sampled token. Raises `GrammarError` for a token that the mask forbids."""
+        problem = f"does not allow token {token_id} here"
         if not self._matcher.consume_token(token_id):
+            if FORBIDDEN in self._matcher.get_error():
+                raise self._error(problem)
             self._replay_tokens()
             if not self._matcher.consume_token(token_id):
-                raise self._failure(f"does not allow token {token_id} here")
+                raise self._failure(problem)
         self._tokens.append(token_id)
 
     @property

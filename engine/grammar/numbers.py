@@ -1,13 +1,15 @@
 """Numbers under bounds, multiples and exceptions, as finite automata over their decimal digits. Knows no schema and no library.
 
-The automaton reads a JSON number without exponent. It keeps the residue of the digits so far modulo all divisors at once, and
-for every bound whether the number is below, level with, or above it; both need finitely many states.
+The automaton reads a JSON number without exponent. It keeps the residue of the digits so far modulo all divisors at once, for
+every bound whether the number is below, level with, or above it, and the exceptions that begin like the number; all three need
+finitely many states.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TypeVar
@@ -98,8 +100,9 @@ def decimals(value: Fraction) -> int:
     return count
 
 
-# (phase, digits of the integer part, decimals read, comparison with each bound, residue, a non-zero digit beyond the scale)
-_State = tuple[str, int, int, tuple[int, ...], int, bool]
+# (phase, digits of the integer part, decimals read, comparison with each bound, the excluded numbers that begin like this one,
+# residue, a non-zero digit beyond the scale)
+_State = tuple[str, int, int, tuple[int, ...], frozenset[int], int, bool]
 _DIGITS = "0123456789"
 
 Ordered = TypeVar("Ordered", int, str)
@@ -111,8 +114,8 @@ class _DigitReader:
     def __init__(self, numbers: Numbers, negative: bool) -> None:
         self.numbers = numbers
         self.negative = negative
-        points = [b.value for b in (*numbers.lows, *numbers.highs)] + list(numbers.excluded)
-        self.magnitudes = sorted({abs(point) for point in points})
+        self.magnitudes = sorted({abs(b.value) for b in (*numbers.lows, *numbers.highs)})
+        excluded = [abs(value) for value in numbers.excluded if not value or (value < 0) == negative]
         divisors = (*numbers.multiples, *numbers.non_multiples)
         self.scale = max((decimals(q) for q in divisors), default=0)
         self.modulus = math.lcm(*(int(q * 10**self.scale) for q in divisors)) if divisors else 1
@@ -123,8 +126,10 @@ class _DigitReader:
         self.non_divisors = [int(q * 10**self.scale) for q in numbers.non_multiples]
         self.integer_parts = [str(int(magnitude)) for magnitude in self.magnitudes]
         self.decimal_parts = [self._decimals_of(magnitude) for magnitude in self.magnitudes]
-        self.integer_len_max = max((len(digits) for digits in self.integer_parts), default=0)
-        self.decimal_len_max = max([self.scale, *(len(digits) for digits in self.decimal_parts)])
+        self.excluded_integers = [str(int(magnitude)) for magnitude in excluded]
+        self.excluded_decimals = [self._decimals_of(magnitude) for magnitude in excluded]
+        self.integer_len_max = max((len(digits) for digits in (*self.integer_parts, *self.excluded_integers)), default=0)
+        self.decimal_len_max = max([self.scale, *(len(digits) for digits in (*self.decimal_parts, *self.excluded_decimals))])
 
     @staticmethod
     def _decimals_of(magnitude: Fraction) -> str:
@@ -132,25 +137,33 @@ class _DigitReader:
         return str(int((magnitude - int(magnitude)) * 10**count)).zfill(count) if count else ""
 
     def start(self) -> _State:
-        return ("sign", 0, 0, (0,) * len(self.magnitudes), 0, False)
+        return ("sign", 0, 0, (0,) * len(self.magnitudes), frozenset(range(len(self.excluded_integers))), 0, False)
 
     def step(self, state: _State, character: str) -> _State | None:
-        phase, num_digits, num_decimals, comparisons, residue, exceeds_scale = state
+        phase, num_digits, num_decimals, comparisons, excluded, residue, exceeds_scale = state
         if character == ".":
             if phase not in ("zero", "whole"):
                 return None
             if not self.scale:
                 residue = self._representative(residue)
-            return ("point", 0, 0, self._compare_lengths(num_digits, comparisons), residue, False)
+            excluded = frozenset(i for i in excluded if len(self.excluded_integers[i]) == num_digits)
+            return ("point", 0, 0, self._compare_lengths(num_digits, comparisons), excluded, residue, False)
         digit = int(character)
         if phase in ("sign", "whole"):
-            following = self._compare_digit(comparisons, character, self.integer_parts, num_digits, "") if comparisons else ()
+            if comparisons:
+                comparisons = self._compare_digit(comparisons, character, self.integer_parts, num_digits, "")
+            if excluded:
+                excluded = frozenset(i for i in excluded if self.excluded_integers[i][num_digits : num_digits + 1] == character)
             residue = (residue * 10 + digit) % self.modulus
             phase = "zero" if phase == "sign" and digit == 0 else "whole"
-            return (phase, min(num_digits + 1, self.integer_len_max + 1), 0, following, residue, False)
+            return (phase, min(num_digits + 1, self.integer_len_max + 1), 0, comparisons, excluded, residue, False)
         if phase == "zero":
             return None
-        following = self._compare_digit(comparisons, character, self.decimal_parts, num_decimals, "0") if comparisons else ()
+        if comparisons:
+            comparisons = self._compare_digit(comparisons, character, self.decimal_parts, num_decimals, "0")
+        if excluded:
+            decimal = slice(num_decimals, num_decimals + 1)
+            excluded = frozenset(i for i in excluded if (self.excluded_decimals[i][decimal] or "0") == character)
         if num_decimals < self.scale:
             residue = (residue * 10 + digit) % self.modulus
             residue = self._representative(residue) if num_decimals + 1 == self.scale else residue
@@ -158,7 +171,7 @@ class _DigitReader:
             exceeds_scale = exceeds_scale or digit != 0
             if exceeds_scale and self.divisors:
                 return None
-        return ("part", 0, min(num_decimals + 1, self.decimal_len_max), following, residue, exceeds_scale)
+        return ("part", 0, min(num_decimals + 1, self.decimal_len_max), comparisons, excluded, residue, exceeds_scale)
 
     def _representative(self, residue: int) -> int:
         """One representative for residues with the same verdict, once no digit can change them any more."""
@@ -172,9 +185,10 @@ class _DigitReader:
     def _compare_digit(
         comparisons: tuple[int, ...], character: str, digits: list[str], index: int, padding: str
     ) -> tuple[int, ...]:
-        """Comparisons after one more digit. After the last digit of a bound, compare with `padding`, unless that is empty."""
+        """Comparisons after one more digit. After the last digit of a bound, compare with `padding`; if that is empty, the
+        number is greater, for it has more digits."""
         others = [bound_digits[index : index + 1] or padding for bound_digits in digits]
-        return tuple(sign or (_sign(character, other) if other else 0) for sign, other in zip(comparisons, others, strict=True))
+        return tuple((sign or _sign(character, other)) if other else 1 for sign, other in zip(comparisons, others, strict=True))
 
     def _compare_lengths(self, num_digits: int, comparisons: tuple[int, ...]) -> tuple[int, ...]:
         """Comparisons once the integer part is complete: more digits are a greater number."""
@@ -182,13 +196,15 @@ class _DigitReader:
         return tuple(_sign(num_digits, len(digits)) or sign for sign, digits in parts)
 
     def is_accepting(self, state: _State) -> bool:
-        phase, num_digits, num_decimals, comparisons, residue, exceeds_scale = state
+        phase, num_digits, num_decimals, comparisons, excluded, residue, exceeds_scale = state
         if phase not in ("zero", "whole", "part"):
             return False
-        if phase == "part":
-            rests = [digits[num_decimals:].strip("0") for digits in self.decimal_parts]
-        else:
-            comparisons, rests, num_decimals = self._compare_lengths(num_digits, comparisons), self.decimal_parts, 0
+        if phase != "part":
+            comparisons, num_decimals = self._compare_lengths(num_digits, comparisons), 0
+            excluded = frozenset(i for i in excluded if len(self.excluded_integers[i]) == num_digits)
+        if not all(self.excluded_decimals[i][num_decimals:] for i in excluded):
+            return False
+        rests = [digits[num_decimals:] for digits in self.decimal_parts]
         signs = [sign or (-1 if rest else 0) for sign, rest in zip(comparisons, rests, strict=True)]
         scaled = residue * 10 ** (self.scale - min(num_decimals, self.scale)) % self.modulus
         return self._allows(dict(zip(self.magnitudes, signs, strict=True)), scaled, exceeds_scale)
@@ -210,7 +226,6 @@ class _DigitReader:
             and not any(not exceeds_scale and scaled % divisor == 0 for divisor in self.non_divisors)
             and all(compare(b.value) >= (1 if b.is_exclusive else 0) for b in numbers.lows)
             and all(compare(b.value) <= (-1 if b.is_exclusive else 0) for b in numbers.highs)
-            and all(compare(point) != 0 for point in numbers.excluded)
         )
 
 
@@ -225,7 +240,7 @@ def build_automaton(numbers: Numbers) -> Automaton:
     reader = _DigitReader(numbers, negative=False)
     _explore(automaton, reader, 0)
     minus = len(automaton.edges)
-    if reader.magnitudes:
+    if numbers.lows or numbers.highs or numbers.excluded:
         automaton.edges.append({})
         _explore(automaton, _DigitReader(numbers, negative=True), minus)
     else:
@@ -234,26 +249,45 @@ def build_automaton(numbers: Numbers) -> Automaton:
     return _without_dead_states(automaton)
 
 
+def is_empty(numbers: Numbers) -> bool:
+    """Whether there is no such number. Raises `NumberError`."""
+    step = numbers.step
+    if step is not None and any((step / q).denominator == 1 for q in numbers.non_multiples):
+        return True
+    if not numbers.lows or not numbers.highs:
+        return False  # of the multiples of `step`, those of no `non_multiples` go on without end
+    readers = (_DigitReader(numbers, negative) for negative in (False, True))
+    return not any(reader.is_accepting(state) for reader in readers for state, _ in _reached(reader))
+
+
 def _explore(automaton: Automaton, reader: _DigitReader, start: int) -> None:
     """Add every state that the reader reaches from its start, which is state `start`."""
     state_ids = {reader.start(): start}
-    characters = _DIGITS if reader.numbers.is_whole else _DIGITS + "."
-    worklist = deque(state_ids)
-    while worklist:
-        state = worklist.popleft()
-        for character in characters:
-            following = reader.step(state, character)
-            if following is None:
-                continue
+    for state, following_by_character in _reached(reader):
+        edges = automaton.edges[state_ids[state]]
+        for character, following in following_by_character.items():
             if following not in state_ids:
-                if len(automaton.edges) >= STATES_MAX:
-                    raise NumberError(f"a number whose bounds and multiples need more than {STATES_MAX} states")
                 state_ids[following] = len(automaton.edges)
                 automaton.edges.append({})
-                worklist.append(following)
-            automaton.edges[state_ids[state]][character] = state_ids[following]
+            edges[character] = state_ids[following]
         if reader.is_accepting(state):
             automaton.accepting.add(state_ids[state])
+
+
+def _reached(reader: _DigitReader) -> Iterator[tuple[_State, dict[str, _State]]]:
+    """Every state that a reader reaches, with the state that follows each character; those of few characters first."""
+    characters = _DIGITS if reader.numbers.is_whole else _DIGITS + "."
+    seen = {reader.start()}
+    worklist = deque(seen)
+    while worklist:
+        state = worklist.popleft()
+        edges = {character: following for character in characters if (following := reader.step(state, character)) is not None}
+        new = dict.fromkeys(following for following in edges.values() if following not in seen)
+        seen.update(new)
+        if len(seen) > STATES_MAX:
+            raise NumberError(f"a number whose bounds and multiples need more than {STATES_MAX} states")
+        worklist.extend(new)
+        yield state, edges
 
 
 def _without_dead_states(automaton: Automaton) -> Automaton:

@@ -49,6 +49,20 @@ def impatient() -> Iterator[GrammarCompiler]:
     made.close()
 
 
+@pytest.fixture
+def released(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Workers compile no regular expression until this is set."""
+    compile_in_worker, released = compiler_module._WorkerProcess.compile, threading.Event()
+
+    def blocking_compile(process: compiler_module._WorkerProcess, spec: GrammarSpec, deadline_s: float) -> dict[str, str]:
+        if spec.kind == "regex":
+            assert released.wait(60)
+        return compile_in_worker(process, spec, deadline_s)
+
+    monkeypatch.setattr(compiler_module._WorkerProcess, "compile", blocking_compile)
+    return released
+
+
 def allowed_tokens(state: GrammarState, vocabulary: Vocabulary = BYTES) -> set[int]:
     row = empty_mask(vocabulary)
     state.fill_mask(row)
@@ -111,6 +125,13 @@ def test_accepting_a_forbidden_token_raises_an_error_that_names_the_field(compil
     assert caught.value.param == "guided_regex"
 
 
+def test_a_forbidden_token_costs_its_grammar_no_table(compiler: GrammarCompiler) -> None:
+    grammar = compiler.submit(GrammarSpec("regex", "[0-9]+"), ALICE).result()
+    with pytest.raises(GrammarError):
+        grammar.start().accept(ord("x") + 1)
+    assert grammar.table_number == 0
+
+
 def doubling_references(depth: int) -> dict[str, object]:
     """Definitions that each refer to two others: 2 ** `depth` paths through them."""
     steps = [[{"$ref": f"#/$defs/a{i + 1}"}, {"$ref": f"#/$defs/a{i + 1}"}] for i in range(depth)]
@@ -148,15 +169,7 @@ def test_a_grammar_that_explodes_is_refused_without_blocking_this_process(impati
     assert caught.value.param == EXPLODING[name].param
 
 
-def test_slow_grammars_of_one_tenant_do_not_delay_those_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    compile_in_worker, released = compiler_module._WorkerProcess.compile, threading.Event()
-
-    def blocking_compile(process: compiler_module._WorkerProcess, spec: GrammarSpec, deadline_s: float) -> dict[str, str]:
-        if spec.kind == "regex":
-            assert released.wait(60)
-        return compile_in_worker(process, spec, deadline_s)
-
-    monkeypatch.setattr(compiler_module._WorkerProcess, "compile", blocking_compile)
+def test_slow_grammars_of_one_tenant_do_not_delay_those_of_another(released: threading.Event) -> None:
     compiler = GrammarCompiler(BYTES, workers=2)
     flood = [compiler.submit(GrammarSpec("regex", "a" * (1 + count)), ALICE) for count in range(20)]
     for text in ("b", "c"):
@@ -170,16 +183,8 @@ def test_slow_grammars_of_one_tenant_do_not_delay_those_of_another(monkeypatch: 
 
 @pytest.mark.parametrize(("has_one_caller", "other"), [(False, BOB), (True, ALICE)], ids=["two tenants", "one caller"])
 def test_two_grammars_at_once_use_two_workers_although_only_one_was_idle(
-    monkeypatch: pytest.MonkeyPatch, has_one_caller: bool, other: str
+    monkeypatch: pytest.MonkeyPatch, released: threading.Event, has_one_caller: bool, other: str
 ) -> None:
-    compile_in_worker, released = compiler_module._WorkerProcess.compile, threading.Event()
-
-    def blocking_compile(process: compiler_module._WorkerProcess, spec: GrammarSpec, deadline_s: float) -> dict[str, str]:
-        if spec.kind == "regex":
-            assert released.wait(60)
-        return compile_in_worker(process, spec, deadline_s)
-
-    monkeypatch.setattr(compiler_module._WorkerProcess, "compile", blocking_compile)
     compiler = GrammarCompiler(BYTES, workers=2, has_one_caller=has_one_caller)
     changed, is_idle = compiler._changed, threading.Event()
     wait = changed.wait

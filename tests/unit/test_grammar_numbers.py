@@ -39,6 +39,14 @@ def test_a_number_may_begin_like_one_of_another_alternative(schema: Any, valid: 
     assert [schema_accepts(schema, value) for value in invalid] == [False] * len(invalid)
 
 
+@pytest.mark.parametrize("divisor", [11, 13, 17, 23, 37])
+def test_multiples_of_a_prime_are_supported(divisor: int) -> None:
+    schema = {"type": "integer", "multipleOf": divisor}
+    assert [value for value in range(-300, 300) if schema_accepts(schema, value)] == [
+        value for value in range(-300, 300) if value % divisor == 0
+    ]
+
+
 @pytest.mark.parametrize(
     "numbers",
     [
@@ -47,6 +55,9 @@ def test_a_number_may_begin_like_one_of_another_alternative(schema: Any, valid: 
         {"type": "number", "minimum": -2, "exclusiveMaximum": 30},
         {"type": "integer", "multipleOf": 4},
         {"type": "number", "multipleOf": 0.5, "not": {"const": 2}},
+        {"type": "integer", "multipleOf": 3, "minimum": -20, "not": {"multipleOf": 4}},
+        {"type": "number", "minimum": 2, "not": {"anyOf": [{"multipleOf": 0.5}, {"multipleOf": 3}]}},
+        {"type": "number", "maximum": 30, "allOf": [{"multipleOf": 2}, {"multipleOf": 3}]},
         *({"const": value} for value in (0, -0.5, 2, 2.5, -12, 120, 0.0, 3e1)),
     ],
     ids=json.dumps,
@@ -57,6 +68,26 @@ def test_a_number_written_by_character_is_the_same_as_in_one_terminal(numbers: A
     exponents = [
         f"{e}{sign}{digits}" for e in "eE" for sign in ("", "+", "-") for digits in ("", "0", "007", "30", "299", "300")
     ]
-    magnitudes = ["0", "0.0", "00", "01", "2", "2.0", "2.", "2.5", "2.50", "0.5", "12", "120", "30", "30.0", ".5", ""]
+    magnitudes = [
+        "0",
+        "0.0",
+        "00",
+        "01",
+        "2",
+        "2.0",
+        "2.",
+        "2.5",
+        "2.50",
+        "0.5",
+        "12",
+        "120",
+        "30",
+        "30.0",
+        "2.25",
+        "6",
+        "9",
+        ".5",
+        "",
+    ]
     texts = ["".join(parts) for parts in itertools.product(("", "-", "+"), magnitudes, ("", "x", *exponents))]
     assert [t for t in texts if accepts(by_character, t)] == [t for t in texts if accepts(in_one, t)] != []
