@@ -9,8 +9,10 @@ from appliance.console.forms import Form
 from appliance.console.limits import read_limits
 from appliance.console.rendering import Html
 from appliance.console.security import needs
+from appliance.console.seller import TEXTS
 from appliance.console.server_costs import cost_section
 from appliance.metering.invoicing.seller import read_seller
+from appliance.metering.invoicing.wording import format_percent
 from appliance.tenancy.fields import LIMIT_MODES, TIERS
 from appliance.tenancy.principals import LIMIT_NAMES, Limits
 from appliance.tenancy.roles import Action
@@ -84,5 +86,7 @@ async def _page(context: Context, form: Form | None = None) -> Html:
         model_limits={policy.model: policy.limits for policy in policies},
         modes_of={policy.model: policy.limit_mode for policy in policies},
         seller=await read_seller(services.appliance_records),
+        seller_texts=TEXTS,
+        format_percent=format_percent,
         costs=await cost_section(services),
     )

@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any
 
 from appliance.base.money import format_exactly
-from appliance.console.formatting import units
+from appliance.console.formatting import unit_price
 from appliance.tenancy.audit_chain import AuditEntry, decode_fields
 
 NOT_SET, NOTHING = "not set", "none"
@@ -169,7 +169,7 @@ def _format_value(name: str, value: Any, is_recorded: bool) -> str | None:
     if not is_recorded:
         return None
     if isinstance(value, int) and (name in _MICRO_AMOUNTS or name.endswith("_micros")):
-        return units(value)
+        return unit_price(value)
     if isinstance(value, int) and name.endswith("_picos"):
         return format_exactly(value, "").strip()
     if value is None:

@@ -132,7 +132,12 @@ def budget(micros: int | None, currency: str) -> str:
     """Format an amount in micro-units exactly, with at least two decimals."""
     if micros is None:
         return NOTHING
-    return _grouped(f"{units(micros)} {currency}")
+    return f"{unit_price(micros)} {currency}"
+
+
+def unit_price(micros: int) -> str:
+    """Format micro-units exactly with grouped thousands, without the currency: 2,000.00."""
+    return _grouped(units(micros))
 
 
 def estimate(micros: int | None, currency: str) -> str:
@@ -143,7 +148,7 @@ def estimate(micros: int | None, currency: str) -> str:
 
 
 def units(micros: int | None) -> str:
-    """Format micro-units as a decimal number of units without the currency: 12.50."""
+    """Format micro-units as a decimal number of units without the currency, as a form takes it: 1012.50."""
     if micros is None:
         return ""
     whole, rest = divmod(abs(micros), MICROS_PER_UNIT)
@@ -220,6 +225,7 @@ FILTERS: dict[str, Callable[..., Any]] = {
     "rate": rate,
     "rfc3339": rfc3339,
     "size": size,
+    "unit_price": unit_price,
     "units": units,
     "when": when,
 }

@@ -59,7 +59,9 @@ async def money_pages(site: Site) -> list[str]:
     draft = await services.invoices.draft(bob.tenant.id, f"{services.clock.now():%Y-%m}", access=OWNER)
     with acting(Actor(kind="cli", name="operator@example.com")):
         await services.audit.record("ledger.recover", "epoch", "epoch_01m8mnmzr9bh786mns6c", tenant_id=bob.tenant.id)
-    pages = [f"/invoices/{draft.head.id}", f"/requests/{entry.request_id}", f"/tenants/{bob.tenant.id}"]
+    for one in (bob, site.console.cast.charlie):  # with two drafts of a past month the list has a button for the month
+        await services.invoices.draft(one.tenant.id, f"{services.clock.now().year - 1}-09", access=OWNER)
+    pages = ["/invoices", f"/invoices/{draft.head.id}", f"/requests/{entry.request_id}", f"/tenants/{bob.tenant.id}"]
     return [*pages, f"{pages[-1]}/check", "/tenants", "/prices", "/usage?measure=cost", "/audit"]
 
 

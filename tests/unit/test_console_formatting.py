@@ -22,6 +22,10 @@ def test_a_budget_has_two_decimals_or_more_and_grouped_thousands(micros: int | N
     assert formatting.budget(micros, "EUR") == text
 
 
+def test_a_price_has_grouped_thousands_and_no_currency() -> None:
+    assert formatting.unit_price(2_000_015_000) == "2,000.015"
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [(0, "0"), (99_999, "99,999"), (100_000, "100 k"), (1_036_020, "1.04 M"), (2_500_000_000, "2.5 G"), (None, "–")],

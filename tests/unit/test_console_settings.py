@@ -79,12 +79,12 @@ async def test_invalid_limits_of_a_model_are_reported(console: ConsoleApp, chang
 async def test_the_invoice_issuer_is_saved_and_shown(console: ConsoleApp) -> None:
     alice = await console.alice()
     assert "no issuer" in (await alice.get("/settings")).text
-    assert (await alice.post("/settings/seller", **SELLER)).headers["location"] == "/settings"
+    assert (await alice.post("/settings/seller", **SELLER, phone="0117 496")).headers["location"] == "/settings"
     seller = await read_seller(console.services.appliance_records)
     assert seller is not None
     assert (seller.name, seller.address, seller.tax_basis_points) == ("Alice & Co", ("1 Long Lane", "Bristol"), 1950)
     page = (await alice.get("/settings")).text
-    for text in ("Alice &amp; Co", "1 Long Lane, Bristol", "19.50 % VAT", "Payment terms (days)"):
+    for text in ("Alice &amp; Co", "1 Long Lane, Bristol", "19.5 % VAT", "Telephone", "0117 496", "Payment terms (days)"):
         assert text in page
     assert "1 Long Lane\nBristol</textarea>" in (await alice.fragment("/settings/seller")).text
 
