@@ -218,9 +218,9 @@ class LimitedConnection(HttpToolsProtocol):
     def _may_respond(self) -> bool:
         """Return whether the next bytes sent would be the response to the request that is being read."""
         running = self._running
-        if running is None or running.response_complete:
-            return True
-        return self._phase == "body" and running is self.cycle and not running.response_started
+        if running is not None and self._phase == "body":
+            return running is self.cycle and not running.response_started
+        return running is None or running.response_complete
 
     def _check_sending(self) -> None:
         """Abort the connection if the peer has taken nothing since the last check, although there was something to be sent. A

@@ -154,7 +154,8 @@ def export(
             for done, invoice in enumerate(exported, 1):
                 name = names[invoice["tenant_id"]]
                 try:
-                    written += [await _write(client, invoice, name, form, out) for form in forms or ("pdf",)]
+                    for form in forms or ("pdf",):
+                        written.append(await _write(client, invoice, name, form, out))
                 except CommandFailed as failure:
                     if failure.code not in _UNCOMPUTABLE:
                         raise

@@ -43,8 +43,8 @@ async def change_password(context: ContextDependency) -> Html:
         form.fail("again", "The two new passwords differ.")
     if not form.errors:
         try:
-            context.attempts.count(address=context.address, account=session.member.email)
-            proven = await context.services.members.change_password(session.member, current, password)
+            with context.attempts.counted(address=context.address, account=session.member.email):
+                proven = await context.services.members.change_password(session.member, current, password)
             return await _redirect_with_new_session(context, session, proven.still_valid, done="password-changed")
         except RateLimitExceeded as error:
             form.fail("current", wait_message(error))

@@ -45,8 +45,8 @@ async def sign_in(context: ContextDependency) -> Html:
             # Counted for the address only: no account has so long an e-mail address.
             context.attempts.count_address(address=context.address)
             raise InvalidCredentials(WRONG_CREDENTIALS)
-        context.attempts.count(address=context.address, account=email)
-        proven = await context.services.members.prove_password(email, password)
+        with context.attempts.counted(address=context.address, account=email):
+            proven = await context.services.members.prove_password(email, password)
         answer = await continue_sign_in(context, proven.member, method="password", target=target, proof=proven.still_valid)
     except RateLimitExceeded as error:
         return with_retry_after(login_form(context, target=target, email=email, error=wait_message(error), status=429), error)

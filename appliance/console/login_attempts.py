@@ -6,7 +6,11 @@ attempt at a code needs the right password first.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from appliance.base.clock import Clock
+from appliance.base.errors import RateLimitExceeded
 from appliance.tenancy.attempts import AttemptRate, Attempts
 from appliance.tenancy.networks import client_network
 
@@ -30,6 +34,16 @@ class LoginAttempts:
         self._attempts.take(
             {("address", client_network(address)): PER_ADDRESS, ("account", account.strip().casefold()): PER_ACCOUNT}
         )
+
+    @contextmanager
+    def counted(self, *, address: str, account: str) -> Iterator[None]:
+        """As `count`, for the check within the block. One that is refused unchecked does not count against the account."""
+        self.count(address=address, account=account)
+        try:
+            yield
+        except RateLimitExceeded:
+            self._attempts.refund(("account", account.strip().casefold()), PER_ACCOUNT)
+            raise
 
     def count_code(self, *, address: str, member_id: str) -> None:
         """Take one attempt at a second-factor code of the address and the member, or raise RateLimitExceeded."""

@@ -45,8 +45,8 @@ async def enable_second_factor(context: ContextDependency) -> Html:
         form.fail(FORM_ERROR, EXPIRED)
         return _enrolment_form(context, factors.begin(member), form)
     try:
-        context.attempts.count(address=context.address, account=member.email)
-        proven = await context.services.members.prove_password(member.email, form.values.get("password", ""))
+        with context.attempts.counted(address=context.address, account=member.email):
+            proven = await context.services.members.prove_password(member.email, form.values.get("password", ""))
         codes = await factors.enable(member, enrolment, form.raw("code"), proof=proven.still_valid)
     except (RateLimitExceeded, InvalidCredentials, Conflict) as error:
         _add_error(form, error)
@@ -129,8 +129,8 @@ async def _check_code(context: Context, member: Member, code: str) -> Proof:
 
 
 async def _check_password(context: Context, member: Member, password: str) -> Proof:
-    context.attempts.count(address=context.address, account=member.email)
-    proven = await context.services.members.prove_password(member.email, password)
+    with context.attempts.counted(address=context.address, account=member.email):
+        proven = await context.services.members.prove_password(member.email, password)
     context.attempts.reset_account(account=member.email)
     return proven.still_valid
 

@@ -166,6 +166,19 @@ async def test_an_invalid_request_behind_a_running_stream_ends_it_without_anothe
     await asyncio.wait(connection.tasks)
 
 
+async def test_an_invalid_chunk_behind_an_early_response_closes_the_connection_without_another_response() -> None:
+    async def answer_unread(_scope: Any, _receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    connection, wire, _timers = await opened(answer_unread)
+    connection.data_received(b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n")
+    await answered(wire)
+    connection.data_received(b"zz\r\n")
+    assert (wire.sent.count(b"HTTP/1.1"), wire.closed) == (1, True)
+    connection.connection_lost(None)
+
+
 async def test_an_invalid_chunk_of_a_body_is_a_400() -> None:
     connection, wire, _timers = await opened()
     connection.data_received(b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n")

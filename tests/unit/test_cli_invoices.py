@@ -180,6 +180,16 @@ def test_a_draft_that_cannot_be_computed_is_listed_with_the_reason_and_the_other
     assert answer["error"]["message"].startswith("charlie: the ledger contradicts itself")
 
 
+def test_an_export_lists_the_files_that_were_written_before_a_format_that_cannot_be_computed(
+    gatehouse: Run, data_dir: Path, tmp_path: Path
+) -> None:
+    gatehouse("invoices", "draft", "--month", "2026-02", "--tenant", "charlie")
+    damage_events_of(data_dir, "charlie")
+    export = ("invoices", "export", "--month", "2026-02", "--all", "--drafts", "--out", str(tmp_path))
+    _status, answer, _ = gatehouse(*export, "--format", "events", "--format", "pdf")
+    assert answer["files"] == [str(path) for path in tmp_path.glob("draft-*")] != []
+
+
 def test_closing_a_month_without_usage_names_the_tenants_whose_earlier_months_are_not_billed_yet(gatehouse: Run) -> None:
     gatehouse("invoices", "close", "--month", "2026-01", "--all")
     status, answer, _ = gatehouse("invoices", "close", "--month", "2026-03", "--all")

@@ -153,6 +153,17 @@ async def test_a_sign_in_beyond_those_that_wait_to_be_checked_is_told_to_wait(
     assert "Too many people are signing in. Wait 5 s, then try again." in refused.text
 
 
+async def test_a_sign_in_that_is_refused_unchecked_does_not_count_against_the_account(
+    console: ConsoleApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    visitor = console.visitor()
+    with monkeypatch.context() as busy:
+        busy.setattr(members, "PASSWORD_CHECKS_MAX", 0)
+        for _ in range(PER_ACCOUNT.burst):
+            await visitor.post("/login", email=EMAIL, password=ALICE_PASSWORD)
+    assert (await visitor.post("/login", email=EMAIL, password=ALICE_PASSWORD)).status_code == 303
+
+
 @pytest.mark.parametrize(("email", "password"), [("x" * 1001, "wrong"), (EMAIL, "y" * 1025)])
 async def test_credentials_that_are_too_long_count_as_an_attempt(console: ConsoleApp, email: str, password: str) -> None:
     visitor = console.visitor()

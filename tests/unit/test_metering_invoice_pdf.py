@@ -256,6 +256,12 @@ def test_a_word_longer_than_a_line_is_broken_after_a_hyphen_or_a_slash_if_it_has
     assert pdf_text.wrap(word, 9, width) == lines
 
 
+@pytest.mark.parametrize("word", ["-" + "a" * 19 + "W" * 9, "a/" + "i" * 60 + "W", "-iW" * 30, "/" + "l" * 200])
+def test_no_piece_of_a_broken_word_is_wider_than_the_line(word: str) -> None:
+    width = pdf_text.text_width("a" * 20, 9)
+    assert max(pdf_text.text_width(line, 9) for line in pdf_text.wrap(word, 9, width)) <= width
+
+
 def test_the_longest_names_are_wrapped() -> None:
     pages = texts(invoice(line("m" * 200), name="W" * 200, address="\n".join("x" * 199 for _ in range(5))))
     assert pages[0].count("W") == 200

@@ -32,6 +32,7 @@ from appliance.tenancy import keys as keys_module
 from appliance.tenancy.fields import LIST_ITEMS_MAX
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.model_policies import ModelPolicies
+from appliance.tenancy.networks import parse_networks
 from appliance.tenancy.principals import ApiKey, KeyChanges, Limits, Tenant
 from appliance.tenancy.tenants import Tenants
 from appliance.tenancy.tiers import Tiers
@@ -222,6 +223,11 @@ async def test_changed_limits_are_in_the_next_principal(database: Database, cloc
     principal = await keys.authenticate(cast.bob.secret, LOCALHOST)
     assert principal.tenant.limits == Limits(tokens_per_minute=3)
     assert principal.key.limits == Limits(requests_per_minute=4)
+
+
+def test_the_networks_of_a_key_are_parsed_once_for_all_its_requests() -> None:
+    networks = [f"2001:db8:{number:x}::/48" for number in range(LIST_ITEMS_MAX)]
+    assert parse_networks(tuple(networks)) is parse_networks(tuple(networks))
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def wrap(text: str, size: float, width: float, *, bold: bool = False) -> list[st
 def _split_word(word: str, size: float, width: float, *, bold: bool) -> list[str]:
     pieces = [""]
     for character in word:
-        if pieces[-1] and text_width(pieces[-1] + character, size, bold=bold) > width:
+        while pieces[-1] and text_width(pieces[-1] + character, size, bold=bold) > width:
             end = max(pieces[-1].rfind(mark) for mark in "-/") + 1 or len(pieces[-1])
             pieces[-1:] = [pieces[-1][:end], pieces[-1][end:]]
         pieces[-1] += character
