@@ -66,6 +66,8 @@ class Values:
         in_some = wide is positive  # what holds in no reading is what does not hold in some
         if isinstance(formula, Node):
             return self._node(formula, value, in_some) is positive
+        if formula.kind == "whole" and type_of(value) != "number":
+            return True  # what is not an integer may have any other type
         return self._constraint(formula, value, in_some) is positive
 
     def _node(self, node: Node, value: Any, wide: bool) -> bool:

@@ -206,6 +206,8 @@ CASES: list[tuple[str, Any, list[Any], list[Any]]] = [
     ("oneOf of objects", {"oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, [{"a": 1}, {"b": 1}], [{"a": 1, "b": 1}, {}]),
     ("not", {"not": {"type": "string", "pattern": "x"}}, [1, "y", []], ["axb"]),
     ("not false", {"type": "integer", "not": False}, [1], ["a"]),
+    ("oneOf of a value and integers of which some are excluded",
+     {"oneOf": [WHOLE, {"const": []}], "not": {"type": "integer", "multipleOf": 2}}, [[], 1, -3], [2, 0, 1.5, [1], "a"]),
     ("not oneOf",
      {"type": "integer", "not": {"oneOf": [{"multipleOf": 2}, {"multipleOf": 3}]}},
      [1, 6, 0, -5], [2, 3, -4]),
