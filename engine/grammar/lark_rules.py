@@ -80,7 +80,8 @@ class Rules:
         return start
 
     def drop_unproductive(self) -> None:
-        """Remove bodies that name a rule without any finite text, until none is left."""
+        """Remove bodies that name a rule without any finite text, until none is left, and its repetitions, which occur zero
+        times."""
         users: dict[str, set[str]] = {}
         for name, bodies in self.rules.items():
             dependencies = self._extra_dependencies.get(name, set()).union(*map(_dependencies, bodies))
@@ -95,7 +96,10 @@ class Rules:
                 productive.add(name)
                 worklist.extend(users.get(name, ()))
         for name in self.rules:
-            self.rules[name] = [body for body in self.rules[name] if _dependencies(body) <= productive]
+            kept = (body for body in self.rules[name] if _dependencies(body) <= productive)
+            self.rules[name] = [
+                tuple(s for s in body if not isinstance(s, Repeated) or _rule_names((s,)) <= productive) for body in kept
+            ]
 
     def text(self, start: str, terminals: dict[str, str]) -> str:
         reached, worklist = {start}, [start]

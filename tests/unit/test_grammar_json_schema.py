@@ -245,6 +245,12 @@ def test_a_keyword_accepts_valid_values_and_rejects_invalid_ones(schema: Any, va
     assert [value for value in invalid if schema_accepts(schema, value)] == []
 
 
+def test_items_that_no_number_satisfies_are_not_written_as_empty_text() -> None:
+    nothing = {"allOf": [WHOLE, {"not": WHOLE}]}
+    grammar = compiled("json", json.dumps({"type": "array", "prefixItems": [True], "items": nothing}))
+    assert [text for text in ("[]", "[1]", "[1,]", "[1,1]") if accepts(grammar, text)] == ["[]", "[1]"]
+
+
 # an exponent in the values, and schemas that refer to themselves or whose other keywords are ignored
 UNLISTED = ("number", "recursion", "$ref alone in draft 7")
 LISTED = [
