@@ -104,6 +104,7 @@ class _Expressions:
 
     def __init__(self, terminals: Terminals) -> None:
         self.terminals = terminals
+        self._names: dict[Numbers, str] = {}
 
     def of(self, numbers: Numbers) -> str:
         """The terminal of numbers, of which there are some. Raises `_TooLarge`."""
@@ -113,14 +114,19 @@ class _Expressions:
         """Sets whose intersection is `numbers`."""
         multiples = [q for q in numbers.multiples if not (q == 1 and numbers.is_whole)]
         rest = replace(numbers, multiples=(Fraction(1),) if numbers.is_whole else (), non_multiples=())
-        sets = [self._automaton(Numbers(multiples=(q,))) for q in multiples]
+        sets = [self._terminal(Numbers(multiples=(q,))) for q in multiples]
         if not multiples or not rest.is_free:
-            sets.append(self._automaton(rest))
-        return sets + [f"~{self._automaton(Numbers(multiples=(q,)))}" for q in numbers.non_multiples]
+            sets.append(self._terminal(rest))
+        return sets + [f"~{self._terminal(Numbers(multiples=(q,)))}" for q in numbers.non_multiples]
 
-    def _automaton(self, numbers: Numbers) -> str:
-        """The terminal of the automaton of numbers."""
-        automaton = build_automaton(numbers)
+    def _terminal(self, numbers: Numbers) -> str:
+        """The terminal of the automaton of numbers, which alternatives share."""
+        if numbers not in self._names:
+            self._names[numbers] = self._eliminated(build_automaton(numbers))
+        return self._names[numbers]
+
+    def _eliminated(self, automaton: Automaton) -> str:
+        """The terminal of an automaton, whose states are eliminated one after the other."""
         # A text of a state is a step and a text of the state that it leads to, or one of the state's ends.
         steps = [{following: [step] for following, step in _steps(edges)} for edges in automaton.edges]
         ends = [['""'] if state in automaton.accepting else [] for state in range(len(steps))]

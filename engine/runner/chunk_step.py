@@ -97,7 +97,6 @@ def _even(size: int) -> int:
 class SampledShape(NamedTuple):
     """The shape of a graph that chooses tokens, and its key: `size` rows, padding included. `weighs`: see `Kind`."""
 
-    name: str
     size: int
     weighs: bool
 
@@ -344,7 +343,7 @@ class ChunkSteps:
     def sample(self, num_rows: int, kind: Kind) -> torch.Tensor | None:
         """The tokens of the step just computed, which no row's mask restricts: [num_rows] int64. None where there is no graph
         that chooses them."""
-        shape = SampledShape("chunk tokens", logits_size(num_rows, self._step.max_sampled), kind.weighs)
+        shape = SampledShape(logits_size(num_rows, self._step.max_sampled), kind.weighs)
         if kind.counts or kind.num_top or not self._calls.is_ready(shape):
             return None
         self._calls.run(shape, self._sampling_call(shape))
@@ -370,7 +369,7 @@ class ChunkSteps:
         shapes = self._shapes[::-1]
         captures: list[Callable[[], None]] = [partial(self._capture_shape, shape) for shape in shapes]
         for sampled in reversed(sampled_shapes(self._step.max_sampled)):
-            captures.append(partial(self._capture_sampling, SampledShape("chunk tokens", *sampled)))
+            captures.append(partial(self._capture_sampling, SampledShape(*sampled)))
         for num_ready, capture in enumerate(captures):
             try:
                 capture()
